@@ -1,0 +1,1 @@
+"""Tree speculative decoding for vLLM: SpecBlock drafters, verified exactly."""

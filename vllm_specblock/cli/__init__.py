@@ -1,0 +1,1 @@
+"""`specblock`: the command line."""

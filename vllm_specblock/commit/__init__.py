@@ -1,0 +1,1 @@
+"""Which rows and slots move where once a path is accepted: index arithmetic only."""

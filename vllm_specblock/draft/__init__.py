@@ -1,0 +1,1 @@
+"""Heads: what proposes a draft tree. Plain torch."""

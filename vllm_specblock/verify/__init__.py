@@ -1,0 +1,1 @@
+"""From what the target said at every node to the accepted path."""
