@@ -1,0 +1,206 @@
+"""DraftTree: a batch of draft trees in tensors of fixed shape, made and read on the device.
+
+Nodes stand in descending order of score, parents before children. Since a child never scores
+above its parent, the first n nodes are a tree of their own for every n: a smaller budget is a
+cut, nothing is rebuilt.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+MAX_NODES = 256
+"""Largest N: what the ancestor words of the attention kernels are tested for."""
+
+_WORD = 64
+
+
+def words_for(num_nodes: int) -> int:
+    """W, int64 words that hold one bit for the root and for each of `num_nodes` nodes."""
+    return -(-(num_nodes + 1) // _WORD)
+
+
+def node_bits(num_nodes: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    """[N+1, W] int64: row i has only bit i set (bit 63 of a word is its sign)."""
+    index = torch.arange(num_nodes + 1, device=device)
+    bits = torch.zeros(num_nodes + 1, words_for(num_nodes), dtype=torch.int64, device=device)
+    return bits.scatter_(1, (index // _WORD)[:, None], (1 << (index % _WORD))[:, None])
+
+
+def unpack_bits(words: torch.Tensor, count: int) -> torch.Tensor:
+    """[..., W] int64 → the first `count` bits, [..., count] bool."""
+    bits = (words[..., None] >> torch.arange(_WORD, device=words.device)) & 1
+    return bits.flatten(-2)[..., :count].bool()
+
+
+def pack_bits(flags: torch.Tensor) -> torch.Tensor:
+    """[..., count] bool → [..., ceil(count / 64)] int64."""
+    count = flags.shape[-1]
+    num_words = -(-count // _WORD)
+    flags = torch.nn.functional.pad(flags, (0, num_words * _WORD - count))
+    shift = torch.arange(_WORD, device=flags.device)
+    # Different bits: their sum is their union, and the sign bit wraps into place.
+    return (flags.unflatten(-1, (num_words, _WORD)).long() << shift).sum(-1)
+
+
+def _climb(parent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ancestor words [R, N+1, W] and depths [R, N+1] int64 by pointer doubling.
+
+    After step s every node knows its ancestors up to 2^s edges away, so log2(N+1) steps do,
+    whatever the trees look like.
+    """
+    num_requests, num_nodes = parent.shape
+    # Slots not in use (−1) hang from the root: they need some ancestor to attend to.
+    jump = torch.nn.functional.pad(parent.clamp(min=0).long(), (1, 0))
+    words = node_bits(num_nodes, parent.device).expand(num_requests, -1, -1)
+    depth = (torch.arange(num_nodes + 1, device=parent.device) > 0).long()
+    depth = depth.expand(num_requests, -1)
+    for _ in range(num_nodes.bit_length()):
+        words = words | words.gather(1, jump[..., None].expand_as(words))
+        depth = depth + depth.gather(1, jump)
+        jump = jump.gather(1, jump)
+    return words, depth
+
+
+def ancestor_words(parent: torch.Tensor) -> torch.Tensor:
+    """Ancestors of every node as bits.
+
+    Args:
+        parent: [R, N] int32, node index of each node's parent; −1 for a slot not in use.
+
+    Returns:
+        [R, N+1, W] int64; bit j of node i is set when j lies on the path from the root to i,
+        both included. A slot not in use has the root's bit and its own.
+    """
+    return _climb(parent)[0]
+
+
+def depths(parent: torch.Tensor) -> torch.Tensor:
+    """[R, N] int32, 1 for a child of the root (and for a slot not in use); `parent` [R, N]."""
+    return _climb(parent)[1][:, 1:].int()
+
+
+@dataclass(frozen=True)
+class DraftTree:
+    """R trees of N node slots. Node 0 is the root and is not stored; entry i is node i+1.
+
+    Attributes:
+        token: [R, N] int64, target vocabulary; slots not in use hold a valid id.
+        parent: [R, N] int32, node index, 0 for the root; −1: slot not in use.
+        depth: [R, N] int32, 1 for a child of the root.
+        logprob: [R, N] fp32, cumulative log-score in nats; −inf: slot not in use.
+        size: [R] int32, nodes in use; they come first.
+        ancestors: [R, N+1, W] int64, see `ancestor_words`.
+    """
+
+    token: torch.Tensor
+    parent: torch.Tensor
+    depth: torch.Tensor
+    logprob: torch.Tensor
+    size: torch.Tensor
+    ancestors: torch.Tensor
+
+    @classmethod
+    def from_nodes(
+        cls, token: torch.Tensor, parent: torch.Tensor, logprob: torch.Tensor, size: torch.Tensor
+    ) -> DraftTree:
+        """Complete a tree whose nodes are in order already; arguments as the attributes.
+
+        Raises:
+            ValueError: more than 256 node slots.
+        """
+        if token.shape[1] > MAX_NODES:
+            raise ValueError(
+                f"A draft tree holds at most {MAX_NODES} nodes, and {token.shape[1]} were given."
+            )
+        ancestors, depth = _climb(parent)
+        return cls(token, parent, depth[:, 1:].int(), logprob, size, ancestors)
+
+    @classmethod
+    def chain(cls, token: torch.Tensor, logprob: torch.Tensor, size: torch.Tensor) -> DraftTree:
+        """One path per request: node i+1 hangs from node i, for the first `size` of them."""
+        slot = torch.arange(token.shape[1], device=token.device)
+        used = slot < size[:, None]
+        return cls.from_nodes(
+            torch.where(used, token, 0),
+            torch.where(used, slot, -1).int(),
+            torch.where(used, logprob, float("-inf")),
+            size,
+        )
+
+    @classmethod
+    def empty(cls, num_requests: int, num_nodes: int, device: torch.device | str) -> DraftTree:
+        """No node in use."""
+        shape = (num_requests, num_nodes)
+        return cls.from_nodes(
+            torch.zeros(shape, dtype=torch.int64, device=device),
+            torch.full(shape, -1, dtype=torch.int32, device=device),
+            torch.full(shape, float("-inf"), device=device),
+            torch.zeros(num_requests, dtype=torch.int32, device=device),
+        )
+
+    def prefix(self, num_nodes: int) -> DraftTree:
+        """The best `num_nodes` nodes, which are a tree by themselves."""
+        n = num_nodes
+        return DraftTree(
+            self.token[:, :n],
+            self.parent[:, :n],
+            self.depth[:, :n],
+            self.logprob[:, :n],
+            self.size.clamp(max=n),
+            self.ancestors[:, : n + 1, : words_for(n)],
+        )
+
+    def where(self, condition: torch.Tensor, other: DraftTree) -> DraftTree:
+        """`other`'s tree for the requests where `condition` [R] bool holds, ours elsewhere."""
+
+        def pick(mine: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
+            return torch.where(condition.view(-1, *[1] * (mine.dim() - 1)), theirs, mine)
+
+        return DraftTree(
+            *(pick(getattr(self, name), getattr(other, name)) for name in self.__dataclass_fields__)
+        )
+
+    def ancestor_mask(self) -> torch.Tensor:
+        """[R, N+1, N+1] bool: whether node j is on the path to node i."""
+        return unpack_bits(self.ancestors, self.token.shape[1] + 1)
+
+    def best_chain(self) -> DraftTree:
+        """The path that is expected to go furthest, laid out as a chain in the first slots.
+
+        That is the one with the largest sum of exp(logprob) over its nodes: the expected
+        number of its tokens that are accepted, if scores were the target's.
+        """
+        on_path = self.ancestor_mask()[:, 1:, 1:]  # [R, N, N]
+        used = self.parent >= 0
+        gain = (on_path * self.logprob.exp()[:, None]).sum(-1)
+        end = torch.where(used, gain, float("-inf")).argmax(-1)  # [R]
+        count = on_path.shape[1]
+        path = on_path.gather(1, end[:, None, None].expand(-1, 1, count))[:, 0] & used
+        # Nodes of a path ascend with their depth: to the front in order, the rest behind.
+        order = torch.where(path, self.depth, count + 1).argsort(dim=1, stable=True)
+        return DraftTree.chain(
+            self.token.gather(1, order), self.logprob.gather(1, order), path.sum(1).int()
+        )
+
+    def path_matrix(self, request: int) -> torch.Tensor:
+        """One request's root-to-leaf paths (merged-tree paper, §4.4), for people and tests.
+
+        Reads the device.
+
+        Returns:
+            [L, D] int64: a row per leaf in node order, its nodes from the root on, −1 padded.
+        """
+        parent = [-1, *self.parent[request].tolist()]
+        size = int(self.size[request])
+        inner = set(parent[1 : size + 1])
+        paths = []
+        for leaf in [node for node in range(size + 1) if node not in inner]:
+            path = [leaf]
+            while path[0]:
+                path.insert(0, parent[path[0]])
+            paths.append(path)
+        width = max(map(len, paths))
+        return torch.tensor([path + [-1] * (width - len(path)) for path in paths])

@@ -1,0 +1,81 @@
+"""Sample, then walk: the accepted path from one draw of the target at every node.
+
+Draw z from the target at every node; start at the root and move to the child whose token is z;
+the first z without such a child is the bonus token. For trees that are a function of the past,
+as ours are, this has the law of the papers' accept / reject-and-renormalise rule: a child c is
+entered with probability p(c), the next c' with (1 − p(c)) · p(c') / (1 − p(c)) = p(c'), and what
+is left over is what the residual would be. And it needs the target's sampler only, so that the
+output is what the target samples by itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from vllm_specblock.tree import pack_bits, unpack_bits
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What stands of R trees.
+
+    Attributes (D the deepest path):
+        path: [R, D+1] int64, node at each position, 0 (the root) first and beyond the end.
+        accepted: [R] int32, draft nodes on the path.
+        output: [R, D+1] int64, the accepted tokens, then the bonus token at column
+            `accepted`; 0 beyond.
+    """
+
+    path: torch.Tensor
+    accepted: torch.Tensor
+    output: torch.Tensor
+
+
+def walk(
+    token: torch.Tensor,
+    parent: torch.Tensor,
+    depth: torch.Tensor,
+    ancestors: torch.Tensor,
+    live: torch.Tensor,
+    sampled: torch.Tensor,
+    max_depth: int,
+) -> Verdict:
+    """Follow the draws through R trees at once, without a loop over depth or nodes.
+
+    A node matches when its token is what its parent drew, and is reached when all its
+    ancestors match. The path ends at the deepest reached node, the first of equals: with
+    duplicate siblings a greedy descent could take the twin that leads nowhere.
+
+    Args:
+        token: [R, N] int64.
+        parent: [R, N] int32, −1 for slots not in use.
+        depth: [R, N+1] int64, 0 for the root.
+        ancestors: [R, N+1, W] int64.
+        live: [R, N] bool, nodes that the target ran on and that may be accepted.
+        sampled: [R, N+1] int64, z of the root and of every node.
+        max_depth: D, no path is longer.
+    """
+    num_nodes = token.shape[1]
+    wanted = sampled.gather(1, parent.clamp(min=0).long())
+    matches = live & (parent >= 0) & (token == wanted)
+    matches = torch.nn.functional.pad(matches, (1, 0), value=True)  # the root
+    missing = ancestors & ~pack_bits(matches)[:, None]
+    reached = (missing == 0).all(-1)
+
+    node = torch.arange(num_nodes + 1, device=token.device)
+    rank = depth * (num_nodes + 1) + num_nodes - node
+    end = torch.where(reached, rank, -1).argmax(1, keepdim=True)  # [R, 1]
+    accepted = depth.gather(1, end)
+    on_path = unpack_bits(
+        ancestors.gather(1, end[..., None].expand(-1, 1, ancestors.shape[-1]))[:, 0],
+        num_nodes + 1,
+    )
+    # Nodes of one path differ in depth. The others go to a column that is cut off.
+    column = torch.where(on_path, depth, max_depth + 1)
+    path = token.new_zeros(len(token), max_depth + 2)
+    path = path.scatter_(1, column, node.expand_as(column))[:, : max_depth + 1]
+    output = sampled.gather(1, path)
+    place = torch.arange(max_depth + 1, device=token.device)
+    return Verdict(path, accepted[:, 0].int(), torch.where(place <= accepted, output, 0))
