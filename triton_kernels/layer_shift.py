@@ -1,0 +1,106 @@
+"""Layer-wise shift between two decoder layers of the drafter (SpecBlock paper, section 3.1, eq. 3).
+
+    out[t, k] = W [h[t, k]; h[t, k-1]],   h[t, -1] := h[t, 0]
+
+Own position first, previous position second. The result replaces the hidden state.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from .optional_triton import cdiv, jit, tl
+
+
+def layer_shift(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Mix each block position with the one before it.
+
+    hidden [T, K, H] and weight [H, 2H] of one dtype -> [T, K, H]. CUDA tensors go to the Triton
+    kernel, unless a gradient is needed; everything else to the torch reference.
+    """
+    needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    if hidden.is_cuda and not needs_grad:
+        return layer_shift_triton(hidden, weight)
+    return layer_shift_reference(hidden, weight)
+
+
+def layer_shift_reference(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Eq. 3 as it is written; differentiable. hidden [T, K, H], weight [H, 2H] -> [T, K, H]."""
+    previous = torch.cat([hidden[:, :1], hidden[:, :-1]], dim=1)
+    return F.linear(torch.cat([hidden, previous], dim=-1), weight)
+
+
+def layer_shift_triton(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Launch the kernel. hidden [T, K, H], weight [H, 2H] -> [T, K, H]."""
+    hidden, weight = hidden.contiguous(), weight.contiguous()
+    num_rows, block_len, size = hidden.shape
+    out = torch.empty_like(hidden)
+    num_entries = num_rows * block_len
+    if num_entries == 0:
+        return out
+    # A decode step has a few dozen entries and is bound by reading W: narrow column tiles keep
+    # all SMs reading. Prompts are bound by arithmetic: square tiles.
+    small = num_entries <= 128
+    block_m = 16 if num_entries <= 16 else 32 if num_entries <= 32 else 64 if small else 128
+    block_n = 32 if small else 128
+    block_i = 32 if hidden.dtype == torch.float32 else 128 if small else 64
+    _layer_shift_kernel[(cdiv(num_entries, block_m), cdiv(size, block_n))](
+        hidden,
+        weight,
+        out,
+        num_entries,
+        size,
+        K=block_len,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        BLOCK_I=block_i,
+        num_warps=4 if small else 8,
+        num_stages=3,
+    )
+    return out
+
+
+@jit
+def _layer_shift_kernel(
+    hidden,  # [T * K, H] contiguous
+    weight,  # [H, 2H] contiguous
+    out,  # [T * K, H] contiguous
+    num_entries,
+    size,
+    K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+):
+    """One [BLOCK_M, BLOCK_N] tile of the output.
+
+    The two halves of W are two products into one accumulator, so the concatenation of eq. 3 is
+    never laid out in memory.
+    """
+    entry = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    entry_in = entry < num_entries
+    column_in = column < size
+    weight_row = weight + column.to(tl.int64)[None, :] * (2 * size)
+
+    acc = tl.full([BLOCK_M, BLOCK_N], 0.0, tl.float32)
+    for half in tl.static_range(2):
+        state = tl.where((half == 0) | (entry % K == 0), entry, entry - 1)
+        state_row = hidden + state.to(tl.int64)[:, None] * size
+        for start in range(0, size, BLOCK_I):
+            inner = start + tl.arange(0, BLOCK_I)
+            inner_in = inner < size
+            states = tl.load(
+                state_row + inner[None, :], mask=entry_in[:, None] & inner_in[None, :], other=0.0
+            )
+            weights = tl.load(
+                weight_row + half * size + inner[:, None],
+                mask=inner_in[:, None] & column_in[None, :],
+                other=0.0,
+            )
+            # "ieee": float32 stays float32 (no TF32); it changes nothing for 16-bit inputs.
+            acc = tl.dot(states, weights, acc, input_precision="ieee")
+
+    at = out + entry.to(tl.int64)[:, None] * size + column[None, :]
+    tl.store(at, acc.to(out.dtype.element_ty), mask=entry_in[:, None] & column_in[None, :])

@@ -1,0 +1,30 @@
+"""Triton when it is installed, and a stand-in that lets the kernel modules be imported without it.
+
+Some CPU installs of torch come without Triton. There only the torch references run, so the
+kernels need to be defined, never compiled. Annotations stay strings (`from __future__ import
+annotations`), which is why a kernel's `tl.constexpr` does not have to exist at import.
+"""
+
+from __future__ import annotations
+
+try:
+    import triton
+    import triton.language as tl
+
+    jit = triton.jit
+    cdiv = triton.cdiv
+    next_power_of_2 = triton.next_power_of_2
+except ImportError:  # the references do without
+    triton = tl = None
+
+    def jit(kernel):
+        """Leave `kernel` a plain function: it is never launched without Triton."""
+        return kernel
+
+    def cdiv(x: int, y: int) -> int:
+        """ceil(x / y)."""
+        return -(-x // y)
+
+    def next_power_of_2(n: int) -> int:
+        """The smallest power of two that is >= n, for n >= 1."""
+        return 1 << (n - 1).bit_length()

@@ -1,0 +1,41 @@
+"""A paged KV cache seen as one flat list of rows, whatever its physical layout.
+
+A cache arrives in the logical view [num_blocks, num_kv_heads, block_size, C]; which of these
+dims is outermost in memory is the engine's choice. The torch paths gather and scatter whole rows
+of C elements, which needs no knowledge of the order as long as every stride counts whole rows.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def flat_rows(kv_cache: torch.Tensor) -> torch.Tensor | None:
+    """View kv_cache [num_blocks, num_kv_heads, block_size, C] as [rows, C], sharing its memory.
+
+    Row numbers come from `row_index`. With other tensors packed in between (one page for many
+    layers), some rows are not this cache's; `row_index` never names them. None if a stride does
+    not count whole rows: then there is no such view.
+    """
+    *outer, last = kv_cache.stride()
+    width = kv_cache.shape[-1]
+    if last != 1 or any(stride % width for stride in outer):
+        return None
+    reach = sum(stride * (size - 1) for stride, size in zip(outer, kv_cache.shape))
+    return kv_cache.as_strided((reach // width + 1, width), (width, 1))
+
+
+def row_index(
+    kv_cache: torch.Tensor, block: torch.Tensor, offset: torch.Tensor, heads_dim: int
+) -> torch.Tensor:
+    """Numbers of the rows in `flat_rows(kv_cache)` that hold the given entries, for every head.
+
+    block, offset [...] int64: which block, which entry in it. -> the same shape with a dim of
+    size num_kv_heads inserted at `heads_dim` (negative counts from the end of the result).
+    """
+    of_block, of_head, of_entry = (s // kv_cache.shape[-1] for s in kv_cache.stride()[:3])
+    entry = (block * of_block + offset * of_entry).unsqueeze(heads_dim)
+    head = torch.arange(kv_cache.shape[1], device=entry.device) * of_head
+    spread = [1] * entry.dim()
+    spread[heads_dim] = -1
+    return entry + head.view(spread)

@@ -1,0 +1,445 @@
+"""Attention over a paged KV cache under one visibility rule (SpecBlock paper, section 3.2).
+
+Query t sees the entries 0 … prefix_len[t]-1 of its request, and of the 64·W entries from
+window_start on those whose bit is set in words[t]. That covers, in one call and in any mixture:
+prefill chunks and plain decode (a prefix, no bits), tree nodes (the committed prefix, then one
+bit per ancestor), and the drafter's blocks (the rows before, then the own path's positions).
+
+"Entry" means one key/value pair in the cache. A target has one per token slot; the drafter has K,
+and its caller passes a cache view whose block_size is K times the engine's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+
+from .optional_triton import cdiv, jit, next_power_of_2, tl
+from .paged_rows import flat_rows, row_index
+
+LOG2_E = 1.4426950408889634
+# Requests with at most so many query tokens (decode steps, trees) share one padded SDPA call on
+# CPU; a longer prefill chunk is worth a call of its own.
+MAX_BATCHED_QUERY = 64
+
+
+def tree_attention(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    query_start: torch.Tensor,
+    max_query_len: int,
+    seq_len: torch.Tensor,
+    max_seq_len: int,
+    prefix_len: torch.Tensor,
+    words: torch.Tensor,
+    window_start: torch.Tensor,
+    scale: float,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Packed attention of T query tokens, the R requests one after the other.
+
+    query [T, nh, D]; kv_cache [num_blocks, nkv, block_size, 2D] of the same dtype, any strides,
+    key in [..., :D] and value in [..., D:]; nh is a multiple of nkv
+    block_table [R, max_blocks] int32; query_start [R+1] int32; max_query_len: no request has more
+    query tokens; seq_len [R] int32: upper bound of the entries that request r may see, itself
+    bounded by max_seq_len
+    prefix_len [T] int32; words [T, W] int64 (bit j of word w is entry window_start + 64·w + j;
+    bit 63 is the sign bit); window_start [R] int32; scale multiplies the scores
+    -> out [T, nh, D]. A query that sees nothing gives zeros; so do tokens past query_start[R].
+
+    CUDA tensors go to the Triton kernel: its grid depends on host integers only and nothing is
+    read back, so the call can be captured in a CUDA graph. CPU tensors go to the torch reference,
+    which a caller with many layers runs in its two parts, `plan_reference` once per step and
+    `attend_reference` per layer.
+    """
+    if out is None:
+        out = torch.empty_like(query)
+    if query.is_cuda:
+        return tree_attention_triton(
+            query, kv_cache, block_table, query_start, max_query_len, seq_len, max_seq_len,
+            prefix_len, words, window_start, scale, out,
+        )  # fmt: skip
+    plan = plan_reference(
+        block_table, kv_cache.shape[2], query_start.numpy(), seq_len.clamp(max=max_seq_len).numpy(),
+        prefix_len, words, window_start,
+    )  # fmt: skip
+    return attend_reference(query, kv_cache, plan, scale, out)
+
+
+# The torch reference: also what runs in production on CPU.
+
+
+@dataclass
+class RequestGroup:
+    """G requests whose queries are padded to Q tokens and whose entries are padded to L."""
+
+    num_requests: int  # G
+    first: int  # when `tokens` is None: the group is the G·Q tokens from here on, unpadded
+    tokens: torch.Tensor | None  # [G, Q] int64 token of each query slot; padding repeats a token
+    used: torch.Tensor | None  # [n] int64: the slots of the flattened [G, Q] that are no padding
+    used_tokens: torch.Tensor | None  # [n] int64: their tokens
+    block: torch.Tensor  # [G, L] int64
+    offset: torch.Tensor  # [G, L] int64
+    mask: torch.Tensor  # [G, 1, Q, L] float: 0 where visible, -inf elsewhere
+    rows: dict[tuple, torch.Tensor] = field(default_factory=dict)  # cache layout -> row numbers
+
+    def gather(self, kv_cache: torch.Tensor) -> torch.Tensor:
+        """The group's entries of one layer's cache -> [G, nkv, L, 2D]."""
+        flat = flat_rows(kv_cache)
+        if flat is None:
+            return kv_cache[self.block, :, self.offset].transpose(1, 2)
+        layout = (kv_cache.shape, kv_cache.stride())
+        if layout not in self.rows:
+            self.rows[layout] = row_index(kv_cache, self.block, self.offset, heads_dim=1).flatten()
+        shape = (len(self.block), kv_cache.shape[1], self.block.shape[1], kv_cache.shape[3])
+        # Several times quicker than indexing the paged view with two index tensors.
+        return flat.index_select(0, self.rows[layout]).view(shape)
+
+
+@dataclass
+class AttentionPlan:
+    """What is the same in every layer of one step."""
+
+    groups: list[RequestGroup]
+    num_tokens: int  # query_start[R]: tokens from here on belong to no request
+
+
+def plan_reference(
+    block_table: torch.Tensor,
+    block_size: int,
+    query_start_host: Sequence[int],
+    seq_len_host: Sequence[int],
+    prefix_len: torch.Tensor,
+    words: torch.Tensor,
+    window_start: torch.Tensor,
+    dtype: torch.dtype = torch.float32,
+) -> AttentionPlan:
+    """Work out once per step which cache entries each request needs and which query sees which.
+
+    Tensors as in `tree_attention`; query_start_host (R+1 integers) and seq_len_host (R integers,
+    upper bounds) are on the host as a list or a numpy array. `dtype` is the queries'.
+    """
+    start = [int(s) for s in query_start_host]
+    query_len = [b - a for a, b in pairwise(start)]
+    short = [r for r, n in enumerate(query_len) if 0 < n <= MAX_BATCHED_QUERY]
+    alone = [[r] for r, n in enumerate(query_len) if n > MAX_BATCHED_QUERY]
+    groups = []
+    for members in ([short] if short else []) + alone:
+        lens = [query_len[r] for r in members]
+        seqs = [max(int(seq_len_host[r]), 1) for r in members]
+        first, tokens, used, used_tokens = start[members[0]], None, None, None
+        width = max(lens)
+        total = start[members[-1] + 1] - first
+        if total == len(members) * width and min(lens) == width:
+            rows = slice(first, first + total)
+            group_prefix = prefix_len[rows].view(len(members), width)
+            group_words = words[rows].view(len(members), width, -1)
+        else:
+            slot = torch.arange(width)
+            last = torch.tensor(lens)[:, None] - 1
+            tokens = torch.tensor([start[r] for r in members])[:, None] + slot.minimum(last)
+            # Built from host integers: the shape depends on no tensor's content.
+            used = torch.tensor([g * width + i for g, n in enumerate(lens) for i in range(n)])
+            used_tokens = tokens.flatten()[used]
+            group_prefix, group_words = prefix_len[tokens], words[tokens]
+
+        everyone = len(members) == len(query_len)
+        which = slice(len(members)) if everyone else torch.tensor(members)
+        entry = torch.arange(max(seqs))
+        # Padding re-reads the request's own last entry, never a stranger's: a masked entry still
+        # takes part with weight 0, and 0 · NaN is NaN.
+        own = entry.minimum(torch.tensor(seqs)[:, None] - 1)
+        block = block_table[which].long().gather(1, own // block_size)
+        mask = _visibility(entry, group_prefix, group_words, window_start[which], seqs, dtype)
+        groups.append(
+            RequestGroup(
+                len(members), first, tokens, used, used_tokens, block, own % block_size, mask
+            )
+        )
+    return AttentionPlan(groups, start[-1])
+
+
+def _visibility(
+    entry: torch.Tensor,
+    prefix: torch.Tensor,
+    words: torch.Tensor,
+    window_start: torch.Tensor,
+    seqs: list[int],
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """The rule of this module as an additive mask.
+
+    entry [L] int64, prefix [G, Q] int32, words [G, Q, W] int64, window_start [G] int32,
+    seqs: entries of each request -> [G, 1, Q, L] of `dtype`, 0 where visible and -inf elsewhere.
+    """
+    bound = torch.tensor(seqs)[:, None, None]
+    seen = entry < prefix[..., None].clamp(max=bound)
+    bits = ((words[..., None] >> torch.arange(64)) & 1).flatten(2).bool()
+    column = window_start.long()[:, None, None] + torch.arange(bits.shape[-1])
+    # A column may be in the prefix already: scattering must not take it away.
+    bits = (bits & (column < bound)) | (column < prefix[..., None].clamp(max=bound))
+    # Columns past the end all land in one spare column that is cut off again.
+    padded = F.pad(seen, (0, 1))
+    padded.scatter_(2, column.clamp(max=len(entry)).expand_as(bits), bits)
+    seen = padded[..., :-1]
+    mask = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, float("-inf"))
+    return mask[:, None]
+
+
+def attend_reference(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    plan: AttentionPlan,
+    scale: float,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """One layer's attention under `plan`. query [T, nh, D], kv_cache as in `tree_attention`.
+
+    Writes and returns out [T, nh, D].
+    """
+    head_size = query.shape[-1]
+    for group in plan.groups:
+        size = group.num_requests, group.mask.shape[2]
+        kv = group.gather(kv_cache)
+        if group.tokens is None:
+            mine = slice(group.first, group.first + size[0] * size[1])
+            rows = query[mine].unflatten(0, size)
+        else:
+            rows = query[group.tokens]
+        # SDPA gives zeros for a query that sees nothing (all of its mask -inf).
+        attended = F.scaled_dot_product_attention(
+            rows.transpose(1, 2),
+            kv[..., :head_size],
+            kv[..., head_size:],
+            attn_mask=group.mask,
+            scale=scale,
+            enable_gqa=query.shape[1] != kv.shape[1],
+        ).transpose(1, 2)  # [G, Q, nh, D]
+        if group.tokens is None:
+            out[mine].unflatten(0, size).copy_(attended)
+        else:
+            kept = attended.flatten(0, 1).index_select(0, group.used)
+            out.index_copy_(0, group.used_tokens, kept)
+    if plan.num_tokens < len(out):
+        out[plan.num_tokens :].zero_()
+    return out
+
+
+# The Triton kernel.
+
+
+def tree_attention_triton(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    query_start: torch.Tensor,
+    max_query_len: int,
+    seq_len: torch.Tensor,
+    max_seq_len: int,
+    prefix_len: torch.Tensor,
+    words: torch.Tensor,
+    window_start: torch.Tensor,
+    scale: float,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """Launch the kernel; arguments as in `tree_attention`."""
+    num_tokens, num_heads, head_size = query.shape
+    num_kv_heads, block_size = kv_cache.shape[1:3]
+    num_requests = len(query_start) - 1
+    group = num_heads // num_kv_heads
+    rows = max(max_query_len, 1) * group
+    block_m = min(max(next_power_of_2(rows), 16), 128 if head_size <= 128 else 64)
+    # Key and value tiles in two stages stay below 64 KiB of shared memory.
+    block_n = (64 if head_size <= 128 else 32) // (2 if query.dtype == torch.float32 else 1)
+    # One program row more than there are requests: it clears the tokens past query_start[R].
+    _tree_attention_kernel[(cdiv(rows, block_m), num_requests + 1, num_kv_heads)](
+        query, kv_cache, block_table, query_start, seq_len, prefix_len, words, window_start, out,
+        num_tokens, num_requests, max_seq_len, scale * LOG2_E,
+        *query.stride(), *kv_cache.stride(), block_table.stride(0), words.stride(0), *out.stride(),
+        GROUP=group, HEAD=head_size, BLOCK_SIZE=block_size, W=words.shape[1],
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=max(next_power_of_2(head_size), 16),
+        num_warps=8 if block_m == 128 else 4, num_stages=2,
+    )  # fmt: skip
+    return out
+
+
+@jit
+def _tree_attention_kernel(
+    query,  # [T, nh, D]
+    kv_cache,  # [num_blocks, nkv, block_size, 2D]
+    block_table,  # [R, max_blocks] int32
+    query_start,  # [R+1] int32
+    seq_len,  # [R] int32
+    prefix_len,  # [T] int32
+    words,  # [T, W] int64
+    window_start,  # [R] int32
+    out,  # [T, nh, D]
+    num_tokens,
+    num_requests,
+    max_seq_len,
+    scale_log2,
+    query_token_stride,
+    query_head_stride,
+    query_dim_stride,
+    cache_block_stride,
+    cache_head_stride,
+    cache_entry_stride,
+    cache_dim_stride,
+    table_stride,
+    words_stride,
+    out_token_stride,
+    out_head_stride,
+    out_dim_stride,
+    GROUP: tl.constexpr,  # query heads per kv head
+    HEAD: tl.constexpr,  # D
+    BLOCK_SIZE: tl.constexpr,
+    W: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """One tile of BLOCK_M (token, query head of the group) rows of one request and one kv head."""
+    tile = tl.program_id(0)
+    request = tl.program_id(1)
+    kv_head = tl.program_id(2)
+    first_token = tl.load(query_start + request)
+    stop_token = tl.load(query_start + request + 1, mask=request < num_requests, other=num_tokens)
+    dim = tl.arange(0, BLOCK_D)
+    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    num_rows = (stop_token - first_token) * GROUP
+    if request == num_requests:
+        for skip in range(0, num_rows, tl.num_programs(0) * BLOCK_M):
+            at = skip + row
+            token = (first_token + at // GROUP).to(tl.int64)
+            head = kv_head * GROUP + at % GROUP
+            tl.store(
+                (out + token * out_token_stride + head * out_head_stride)[:, None]
+                + dim[None, :] * out_dim_stride,
+                tl.full([BLOCK_M, BLOCK_D], 0.0, out.dtype.element_ty),
+                mask=(at < num_rows)[:, None] & (dim < HEAD)[None, :],
+            )
+        return
+    if tile * BLOCK_M >= num_rows:
+        return
+
+    row_in = row < num_rows
+    token = (first_token + row // GROUP).to(tl.int64)
+    head = kv_head * GROUP + row % GROUP
+    row_mask = row_in[:, None] & (dim < HEAD)[None, :]
+    q = tl.load(
+        (query + token * query_token_stride + head * query_head_stride)[:, None]
+        + dim[None, :] * query_dim_stride,
+        mask=row_mask,
+        other=0.0,
+    )
+    prefix = tl.load(prefix_len + token, mask=row_in, other=0)
+    window = tl.load(window_start + request)
+    row_words = words + token * words_stride
+
+    # Entries before `common` are seen by every row of the tile; none sees any from `end` on.
+    reach = prefix
+    for w in tl.static_range(W):
+        word = tl.load(row_words + w, mask=row_in, other=0)
+        reach = tl.where(word != 0, tl.maximum(reach, window + 64 * (w + 1)), reach)
+    bound = tl.minimum(tl.load(seq_len + request), max_seq_len)
+    end = tl.minimum(tl.max(reach, 0), bound)
+    common = tl.minimum(tl.min(tl.where(row_in, prefix, end), 0), end)
+    common = common // BLOCK_N * BLOCK_N
+
+    table = block_table + request.to(tl.int64) * table_stride
+    cache = kv_cache + kv_head.to(tl.int64) * cache_head_stride
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.full([BLOCK_M], 0.0, tl.float32)
+    acc = tl.full([BLOCK_M, BLOCK_D], 0.0, tl.float32)
+    for start in range(0, common, BLOCK_N):
+        top, total, acc = _absorb(
+            q, top, total, acc, start, cache, table, prefix, row_words, row_in, window, end,
+            scale_log2, cache_block_stride, cache_entry_stride, cache_dim_stride,
+            HEAD, BLOCK_SIZE, W, BLOCK_N, BLOCK_D, MASKED=False,
+        )  # fmt: skip
+    for start in range(common, end, BLOCK_N):
+        top, total, acc = _absorb(
+            q, top, total, acc, start, cache, table, prefix, row_words, row_in, window, end,
+            scale_log2, cache_block_stride, cache_entry_stride, cache_dim_stride,
+            HEAD, BLOCK_SIZE, W, BLOCK_N, BLOCK_D, MASKED=True,
+        )  # fmt: skip
+
+    result = acc / tl.where(total > 0, total, 1.0)[:, None]
+    tl.store(
+        (out + token * out_token_stride + head * out_head_stride)[:, None]
+        + dim[None, :] * out_dim_stride,
+        result.to(out.dtype.element_ty),
+        mask=row_mask,
+    )
+
+
+@jit
+def _absorb(
+    q,  # [BLOCK_M, BLOCK_D]
+    top,  # [BLOCK_M] fp32 largest score so far
+    total,  # [BLOCK_M] fp32 sum of exponentials so far, relative to `top`
+    acc,  # [BLOCK_M, BLOCK_D] fp32
+    start,
+    cache,
+    table,
+    prefix,  # [BLOCK_M] int32
+    row_words,  # [BLOCK_M] pointers to the rows' words
+    row_in,  # [BLOCK_M]
+    window,
+    end,
+    scale_log2,
+    cache_block_stride,
+    cache_entry_stride,
+    cache_dim_stride,
+    HEAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    W: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """One step of online softmax over the entries start … start+BLOCK_N-1."""
+    entry = start + tl.arange(0, BLOCK_N)
+    dim = tl.arange(0, BLOCK_D)
+    wanted = entry < end
+    if MASKED:
+        shift = entry - window
+        bits = tl.full([q.shape[0], BLOCK_N], 0, tl.int64)
+        for w in tl.static_range(W):
+            word = tl.load(row_words + w, mask=row_in, other=0)
+            # An arithmetic shift: entries before the window give a negative word number.
+            bits = tl.where((shift >> 6 == w)[None, :], word[:, None], bits)
+        bits = (bits >> (shift & 63).to(tl.int64)[None, :]) & 1
+        visible = ((entry[None, :] < prefix[:, None]) | (bits != 0)) & wanted[None, :]
+        # What nobody sees is not read: it may be unwritten memory, and 0 · NaN is NaN.
+        wanted = tl.max(visible.to(tl.int32), 0) > 0
+
+    block = tl.load(table + entry // BLOCK_SIZE, mask=wanted, other=0).to(tl.int64)
+    at = cache + block * cache_block_stride + entry % BLOCK_SIZE * cache_entry_stride
+    key = tl.load(
+        at[None, :] + dim[:, None] * cache_dim_stride,
+        mask=wanted[None, :] & (dim < HEAD)[:, None],
+        other=0.0,
+    )
+    # "ieee": float32 stays float32 (no TF32); it changes nothing for 16-bit inputs.
+    scores = tl.dot(q, key, input_precision="ieee") * scale_log2
+    if MASKED:
+        scores = tl.where(visible, scores, float("-inf"))
+    new_top = tl.maximum(top, tl.max(scores, 1))
+    # While a row has seen nothing its maximum is -inf, and -inf - -inf is NaN.
+    base = tl.where(new_top == float("-inf"), 0.0, new_top)
+    weight = tl.exp2(scores - base[:, None])
+    decay = tl.exp2(top - base)
+    total = total * decay + tl.sum(weight, 1)
+    value = tl.load(
+        at[:, None] + (HEAD + dim)[None, :] * cache_dim_stride,
+        mask=wanted[:, None] & (dim < HEAD)[None, :],
+        other=0.0,
+    )
+    acc = tl.dot(weight.to(value.dtype), value, acc * decay[:, None], input_precision="ieee")
+    return new_top, total, acc
