@@ -1,0 +1,34 @@
+"""Real vLLM in this process: engines with and without SpecBlock, and what they generate."""
+
+from __future__ import annotations
+
+import os
+
+# Read by vLLM when it is imported, and by Triton at the first kernel it sees.
+os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")
+
+import pytest
+
+pytest.importorskip("vllm", reason="engine tests run real vLLM")
+
+from support.engines import Engine, make_engine
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if "engine" in item.path.parts:
+            item.add_marker(pytest.mark.engine)
+
+
+@pytest.fixture(scope="session")
+def plain() -> Engine:
+    """vLLM without us: the same runner, its own attention."""
+    return make_engine(None)
+
+
+@pytest.fixture(scope="session")
+def tree() -> Engine:
+    """The example pair, 24 nodes."""
+    return make_engine({"num_speculative_tokens": 24})

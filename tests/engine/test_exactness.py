@@ -1,0 +1,234 @@
+"""The promise: with SpecBlock, vLLM generates what it generates without, token for token.
+
+Every test runs real vLLM both ways in float32 and compares tokens, reasons, text and
+log-probabilities. `test_enough_tokens` counts what was compared.
+"""
+
+from __future__ import annotations
+
+import pytest
+from support.engines import Engine, assert_identical, make_engine, prompts
+from support.heads import install
+from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+
+COMPARED = {"tokens": 0}
+PROMPTS = prompts()
+
+
+def params(count: int = len(PROMPTS), **common) -> list[SamplingParams]:
+    """One per prompt, each with a seed of its own and, unless given, a length of its own."""
+    return [
+        SamplingParams(
+            **{"temperature": 0.0, "ignore_eos": True, "seed": 1000 + i, "max_tokens": 40 + 7 * i}
+            | common
+        )
+        for i in range(count)
+    ]
+
+
+CASES = {
+    "greedy": {},
+    "temperature 0.7": {"temperature": 0.7},
+    "temperature 1": {"temperature": 1.0},
+    "top-p": {"temperature": 1.0, "top_p": 0.9},
+    "top-k": {"temperature": 0.7, "top_k": 20},
+    "top-k and top-p": {"temperature": 1.0, "top_k": 30, "top_p": 0.8},
+    "min-p": {"temperature": 1.0, "min_p": 0.05},
+    "greedy log-probabilities": {"logprobs": 4},
+    "sampled log-probabilities": {"temperature": 1.0, "logprobs": 2},
+    "repetition penalty": {"repetition_penalty": 1.3},
+    "presence penalty, sampled": {"temperature": 0.8, "presence_penalty": 0.9},
+    "frequency penalty": {"frequency_penalty": 0.6},
+    "logit bias": {"logit_bias": {20: 4.0, 33: -5.0}},
+    "logit bias, sampled": {"temperature": 1.0, "logit_bias": {20: 3.0}},
+    "allowed tokens": {"temperature": 1.0, "allowed_token_ids": list(range(3, 2048, 3))},
+}
+
+
+@pytest.fixture(scope="module")
+def reference(plain: Engine):
+    """What plain vLLM gives for a case; each is generated once."""
+    known: dict[str, list] = {}
+
+    def of(name: str, requests: list[SamplingParams], texts=PROMPTS):
+        if name not in known:
+            known[name] = plain.generate(texts, requests)
+        return known[name]
+
+    return of
+
+
+def check(engine: Engine, requests, expected, texts=PROMPTS) -> None:
+    COMPARED["tokens"] += assert_identical(engine.generate(texts, requests), expected).tokens
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_sampling_parameters(tree: Engine, reference, name):
+    check(tree, params(**CASES[name]), reference(name, params(**CASES[name])))
+
+
+def test_bad_words(tree: Engine, plain: Engine, reference):
+    said = reference("greedy", params())
+    forbidden = []
+    for request, (answer,) in zip(params(), said):
+        one, two = answer.tokens[4:5], answer.tokens[8:10]
+        request._bad_words_token_ids = [one, two]
+        request.bad_words = ["a word"]  # what marks a request; the ids above are what counts
+        forbidden.append(request)
+    check(tree, forbidden, plain.generate(PROMPTS, forbidden))
+
+
+def test_min_tokens_and_stops(tree: Engine, plain: Engine, reference):
+    """Stops land inside accepted paths: the path's rest must not be seen."""
+    said = reference("greedy", params())
+    requests = []
+    for index, (request, (answer,)) in enumerate(zip(params(), said)):
+        request.stop_token_ids = [answer.tokens[11 + index]]
+        request.min_tokens = 9 if index % 2 else 0
+        request.__post_init__()
+        requests.append(request)
+    check(tree, requests, plain.generate(PROMPTS, requests))
+
+
+def test_stop_strings(tree: Engine, plain: Engine, reference):
+    said = reference("greedy", params())
+    tokenizer = plain.llm.get_tokenizer()
+    requests = params()
+    for request, (answer,) in zip(requests, said):
+        request.stop = [tokenizer.decode(answer.tokens[13:16])]
+        request.output_kind = RequestOutputKind.CUMULATIVE
+        request.__post_init__()
+    check(tree, requests, plain.generate(PROMPTS, requests))
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 5, 8])
+def test_max_tokens_inside_a_path(tree: Engine, reference, length):
+    name = f"max_tokens {length}"
+    check(tree, params(max_tokens=length), reference(name, params(max_tokens=length)))
+
+
+def test_several_samples(tree: Engine, plain: Engine):
+    requests = [
+        SamplingParams(n=3, temperature=1.0, seed=7 + i, max_tokens=30, ignore_eos=True)
+        for i in range(4)
+    ]
+    check(tree, requests, plain.generate(PROMPTS[:4], requests), PROMPTS[:4])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_structured_outputs(tree: Engine, plain: Engine, temperature):
+    """Grammars and free requests in one batch."""
+    requests = params(temperature=temperature)
+    for index, request in enumerate(requests):
+        if index % 2:
+            request.structured_outputs = StructuredOutputsParams(regex="(ab|ba|[0-9]){10,40}")
+            request.ignore_eos = False
+    check(tree, requests, plain.generate(PROMPTS, requests))
+
+
+def test_prefix_cache_hits(tree: Engine, plain: Engine):
+    """The second time the prompts' blocks are there, for the target and for the drafter."""
+    texts = [PROMPTS[9], PROMPTS[7], PROMPTS[9][:160], PROMPTS[9] + PROMPTS[2]]
+    requests = params(len(texts))
+    expected = plain.generate(texts, requests)
+    for _ in range(2):
+        check(tree, requests, expected, texts)
+
+
+def test_aborts(tree: Engine, reference):
+    """Requests that leave in the middle of a step disturb nobody."""
+    expected = reference("greedy", params())
+    engine = tree.llm.llm_engine
+    for index, (text, request) in enumerate(zip(PROMPTS, params())):
+        engine.add_request(f"abort-{index}", {"prompt_token_ids": text}, request)
+    done: dict[str, list[int]] = {}
+    for step in range(2000):
+        if step == 4:
+            engine.abort_request([f"abort-{index}" for index in range(0, len(PROMPTS), 3)])
+        for answer in engine.step():
+            if answer.finished and answer.outputs[0].finish_reason != "abort":
+                done[answer.request_id] = list(answer.outputs[0].token_ids)
+        if not engine.has_unfinished_requests():
+            break
+    kept = [index for index in range(len(PROMPTS)) if index % 3]
+    assert sorted(done) == sorted(f"abort-{index}" for index in kept)
+    for index in kept:
+        assert done[f"abort-{index}"] == expected[index][0].tokens
+        COMPARED["tokens"] += len(expected[index][0].tokens)
+
+
+@pytest.mark.parametrize("kind", ["scattered", "deep", "random", "twins", "empty"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_trees_made_to_hurt(tree: Engine, reference, kind, temperature):
+    name = "temperature 1" if temperature else "greedy"
+    requests = params(**CASES[name])
+    expected = reference(name, requests)
+    future = {tuple(text): answer.tokens for text, (answer,) in zip(PROMPTS, expected)}
+    restore = install(tree, kind, future)
+    try:
+        check(tree, params(**CASES[name]), expected)
+    finally:
+        restore()
+
+
+def test_crowded(reference, plain: Engine):
+    """Chunked prefill, preemption and the length limit at once, with deep and wrong drafts."""
+    crowded = make_engine(
+        {"num_speculative_tokens": 16},
+        max_num_batched_tokens=96,
+        num_gpu_blocks_override=24,
+        max_model_len=256,
+    )
+    preempted = []
+    scheduler = crowded.core.scheduler
+    original = type(scheduler)._preempt_request
+
+    def counting(self, request, *args, **kwargs):
+        preempted.append(request.request_id)
+        return original(self, request, *args, **kwargs)
+
+    scheduler._preempt_request = counting.__get__(scheduler)
+    for temperature in (0.0, 1.0):
+        requests = [
+            SamplingParams(
+                temperature=temperature, seed=i, max_tokens=256 - len(text), ignore_eos=True
+            )
+            for i, text in enumerate(PROMPTS)
+        ]
+        expected = plain.generate(PROMPTS, requests)
+        check(crowded, requests, expected)
+        future = {tuple(text): answer.tokens for text, (answer,) in zip(PROMPTS, expected)}
+        restore = install(crowded, "scattered", future)
+        check(crowded, requests, expected)
+        restore()
+    assert preempted, "the cache was large enough for everybody: this tested no preemption"
+
+
+def test_asynchronous_scheduling(reference, monkeypatch):
+    """vLLM's CPU platform switches it off; a GPU runs with it."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    original = CpuPlatform.check_and_update_config
+
+    def keeping_async(vllm_config):
+        original(vllm_config)
+        vllm_config.scheduler_config.async_scheduling = True
+
+    monkeypatch.setattr(CpuPlatform, "check_and_update_config", staticmethod(keeping_async))
+    engine = make_engine({"num_speculative_tokens": 60, "num_blocks": 3})
+    assert engine.core.vllm_config.scheduler_config.async_scheduling
+    for name in ("greedy", "temperature 1", "repetition penalty"):
+        check(engine, params(**CASES[name]), reference(name, params(**CASES[name])))
+
+
+@pytest.mark.parametrize("nodes", [1, 3, 60])
+def test_sizes_of_trees(reference, nodes):
+    engine = make_engine({"num_speculative_tokens": nodes, "num_blocks": 1 if nodes == 1 else 2})
+    for name in ("greedy", "temperature 1"):
+        check(engine, params(**CASES[name]), reference(name, params(**CASES[name])))
+
+
+def test_enough_tokens():
+    """Runs last: the suite compared at least 20,000 tokens, of which none differed."""
+    assert COMPARED["tokens"] >= 20_000

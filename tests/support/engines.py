@@ -1,0 +1,139 @@
+"""Engines, prompts and comparisons of the exactness tests."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vllm import LLM, SamplingParams
+
+ROOT = Path(__file__).resolve().parents[2]
+TARGET = ROOT / "examples/tiny_pair/target"
+DRAFTER = ROOT / "examples/tiny_pair/drafter"
+MAX_MODEL_LEN = 512
+
+
+@dataclass
+class Output:
+    """What one request gave, as far as a user can tell."""
+
+    tokens: list[int]
+    finish_reason: str | None
+    stop_reason: Any
+    text: str
+    logprobs: list[dict[int, tuple[float, int]]] | None
+
+
+@dataclass
+class Engine:
+    """One vLLM engine in this process."""
+
+    llm: LLM
+    steps: list[int] = field(default_factory=list)
+
+    @property
+    def core(self):
+        return self.llm.llm_engine.engine_core.engine_core
+
+    @property
+    def runner(self):
+        return self.core.model_executor.driver_worker.worker.model_runner
+
+    @property
+    def speculator(self):
+        return self.runner.speculator
+
+    def generate(
+        self, prompts: Sequence[list[int]], params: SamplingParams | list[SamplingParams]
+    ) -> list[list[Output]]:
+        """Outputs of every prompt, `n` each."""
+        requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        answers = self.llm.generate(requests, params, use_tqdm=False)
+        return [[_output(each) for each in answer.outputs] for answer in answers]
+
+
+def _output(raw) -> Output:
+    logprobs = None
+    if raw.logprobs is not None:
+        logprobs = [
+            {token: (entry.logprob, entry.rank) for token, entry in place.items()}
+            for place in raw.logprobs
+        ]
+    return Output(
+        list(raw.token_ids), raw.finish_reason, raw.stop_reason, raw.text, logprobs
+    )
+
+
+def make_engine(speculative: dict[str, Any] | None, **changes: Any) -> Engine:
+    """An engine on the example pair in float32; `speculative` adds to our request."""
+    settings: dict[str, Any] = {
+        "model": str(TARGET),
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": MAX_MODEL_LEN,
+        "max_num_seqs": 8,
+        "block_size": 32,
+        "seed": 0,
+        "kv_cache_memory_bytes": 256 << 20,
+        "distributed_executor_backend": "uni",
+        "disable_log_stats": False,
+    }
+    if speculative is not None:
+        settings["speculative_config"] = {
+            "method": "specblock",
+            "model": str(DRAFTER),
+            **speculative,
+        }
+    return Engine(LLM(**{**settings, **changes}))
+
+
+def prompts(count: int = 10, seed: int = 5, shared: int = 70) -> list[list[int]]:
+    """Token ids of different lengths, from 3 on; half of them share their first `shared` ids."""
+    draw = random.Random(seed)
+    common = [draw.randrange(3, 2048) for _ in range(shared)]
+    lengths = [3, 90, 17, 75, 33, 120, 64, 150, 8, 200, 41, 97]
+    out = []
+    for index in range(count):
+        length = lengths[index % len(lengths)]
+        head = common[: length - 1] if length > shared else []
+        out.append(head + [draw.randrange(3, 2048) for _ in range(length - len(head))])
+    return out
+
+
+@dataclass
+class Compared:
+    """How many tokens two runs were compared over."""
+
+    tokens: int = 0
+
+
+def assert_identical(
+    with_us: list[list[Output]], without: list[list[Output]], logprob_tolerance: float = 2e-4
+) -> Compared:
+    """Every token, reason, text and log-probability is the same.
+
+    Log-probabilities are compared to `logprob_tolerance` nats: the two runs attend in another
+    order of summation. Ranks are equal unless two tokens lie closer than that.
+    """
+    compared = Compared()
+    for request, (ours, theirs) in enumerate(zip(with_us, without, strict=True)):
+        for mine, other in zip(ours, theirs, strict=True):
+            where = f"request {request}"
+            assert mine.tokens == other.tokens, where
+            assert mine.finish_reason == other.finish_reason, where
+            assert mine.stop_reason == other.stop_reason, where
+            assert mine.text == other.text, where
+            assert (mine.logprobs is None) == (other.logprobs is None), where
+            for place, (a, b) in enumerate(zip(mine.logprobs or [], other.logprobs or [])):
+                for token in a.keys() & b.keys():
+                    assert abs(a[token][0] - b[token][0]) < logprob_tolerance, (where, place)
+                for token in a.keys() ^ b.keys():
+                    # Only a tie at the end of the list may swap who is in it.
+                    both = (a | b)[token][0]
+                    last = min(value for value, _ in b.values())
+                    assert abs(both - last) < logprob_tolerance, (where, place)
+            compared.tokens += len(mine.tokens)
+    return compared

@@ -1,0 +1,152 @@
+"""Who sees whom inside the drafter, over a paged cache of K entries for every token.
+
+Flattened, entry i·K + k is position k of row i. A row of block 1 sees all entries of earlier
+rows and its own up to k, which in this order is plain causal attention. A row of a later block
+sees the entries before its start, the positions on its path and its own up to k: a prefix
+length and a few bits (paper, §3.1 and §3.2).
+
+Later blocks put their keys and values where the next tokens of the request will go. Those
+slots are reserved for the step, are read by nobody else, and are overwritten when the tokens
+come.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from vllm_specblock.commit.store import store_kv
+from vllm_specblock.draft.expand import Starts
+from vllm_specblock.draft.head import CommittedRows
+from vllm_specblock.triton_kernels.packed import PackedQueries
+
+
+class PagedAttention:
+    """The `attend` callable of one drafter forward: stores every row, then attends.
+
+    Args:
+        caches: one [blocks, kv heads, block size · K, 2D] per drafter layer.
+        entry: [T, K] int64, where each row's positions are stored; negative for padding.
+        queries: what the rows see; with `kept`, what the rows that the last layer keeps see.
+    """
+
+    def __init__(self, caches, entry, queries: PackedQueries, kept: PackedQueries | None = None):
+        self.caches, self.entry = caches, entry.flatten()
+        self.queries = [queries] * len(caches)
+        if kept is not None:
+            self.queries[-1] = kept
+
+    def __call__(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        """query [Q, K, heads, D], key and value [T, K, kv heads, D] → [Q, K, heads, D]."""
+        cache = self.caches[layer]
+        store_kv(cache, self.entry, key.flatten(0, 1), value.flatten(0, 1))
+        out = self.queries[layer].attend(query.flatten(0, 1), cache, query.shape[-1] ** -0.5)
+        return out.view_as(query)
+
+
+class BlockSight:
+    """Builds the PagedAttention of each block of a step.
+
+    Args:
+        caches: as PagedAttention.
+        block_size: K.
+        num_starts: S, rows of every block after the first.
+        num_blocks: M.
+        max_position: positions at or beyond it have no slot (the model's length limit).
+    """
+
+    def __init__(self, caches, block_size: int, num_starts: int, num_blocks: int,
+                 max_position: int, device: torch.device):
+        self.caches, self.K, self.S = caches, block_size, num_starts
+        self.max_position = max_position
+        self.k = torch.arange(block_size, device=device)
+        self.rows = torch.arange(num_starts, device=device)
+        # Row 0 is the drafting row of block 1 and owns no bits: what later blocks see of it is
+        # part of their prefix. Row 1 + i owns bits i·K … i·K + K − 1 of the window.
+        num_rows = 1 + (num_blocks - 1) * num_starts
+        self.own = torch.zeros(num_rows, block_size, window_words(
+            num_blocks, num_starts, block_size), dtype=torch.int64)
+        for row in range(1, num_rows):
+            for k in range(block_size):
+                for bit in range((row - 1) * block_size, (row - 1) * block_size + k + 1):
+                    word = int(self.own[row, k, bit // 64]) | 1 << bit % 64
+                    self.own[row, k, bit // 64] = word - (1 << 64 if word >> 63 else 0)
+        self.own = self.own.to(device)
+
+    def first(self, rows: CommittedRows) -> PagedAttention:
+        """Block 1: every committed row, of which the last of each request drafts."""
+        K = self.K
+        entry = torch.where(rows.slot >= 0, rows.slot * K, -K)[:, None] + self.k
+        see = (rows.position[:, None] * K + self.k + 1).int()  # [T, K]
+        last = rows.position[rows.last]
+        ends = ((last + 1) * K).int()
+        num_requests = len(rows.row_start_host) - 1
+        limit = [(rows.max_position + 1) * K] * num_requests
+        words = self.own.new_zeros(see.numel(), self.own.shape[-1])
+        queries = PackedQueries(
+            rows.block_table, rows.block_size * K,
+            rows.row_start * K, [start * K for start in rows.row_start_host],
+            ends, limit, see.flatten(), words, ends,
+        )
+        each = [K * r for r in range(num_requests + 1)]
+        kept = PackedQueries(
+            rows.block_table, rows.block_size * K,
+            torch.arange(0, each[-1] + 1, K, dtype=torch.int32, device=see.device), each,
+            ends, limit, see[rows.last].flatten(), words, ends,
+        )
+        self._begin(rows, last, num_requests)
+        return PagedAttention(self.caches, entry, queries, kept)
+
+    def _begin(self, rows: CommittedRows, last: torch.Tensor, num_requests: int) -> None:
+        """What the later blocks of this step share: the drafting row's place, and the limits."""
+        self.step, self.last = rows, last
+        self.requests = num_requests
+        # Per row that has been drafted: entries it sees as prefix, and its window bits.
+        self.prefix = last[:, None] * self.K  # [R, 1]
+        self.words = self.own.new_zeros(num_requests, 1, self.own.shape[-1])  # [R, 1, W]
+
+    def next(self, block: int, starts: Starts) -> tuple[PagedAttention, torch.Tensor]:
+        """Block `block` ≥ 2 from S starts per request.
+
+        Returns:
+            the attention, and [R, S] bool: the starts whose row has a slot at all.
+        """
+        K, S, step = self.K, self.S, self.step
+        first_row = 1 + (block - 2) * S
+        row, position = starts.row, starts.position  # [R, S]
+        of_drafting_row = row == 0
+        prefix = torch.where(
+            of_drafting_row, self.last[:, None] * K + position + 1, self.prefix.gather(1, row)
+        )
+        width = self.own.shape[-1]
+        path = self.words.gather(1, row[..., None].expand(-1, -1, width))
+        path = path | self.own[row, position]  # [R, S, W]; row 0 owns no bits
+        self.prefix = torch.cat([self.prefix, prefix], 1)
+        self.words = torch.cat([self.words, path], 1)
+
+        at = self.last[:, None] + first_row + self.rows  # [R, S] token positions to borrow
+        there = at < self.max_position
+        block_index = (at // step.block_size).clamp(max=step.block_table.shape[1] - 1)
+        slot = step.block_table.gather(1, block_index).long() * step.block_size
+        slot = torch.where(there, slot + at % step.block_size, -1)
+        entry = torch.where(slot >= 0, slot * K, -K)[..., None] + self.k  # [R, S, K]
+
+        own = self.own[first_row : first_row + S]  # [S, K, W]
+        words = path[:, :, None] | own
+        window = ((self.last + 1) * K).int()
+        length = (block - 1) * S * K
+        each = [S * K * r for r in range(self.requests + 1)]
+        limit = min(step.max_position + 1 + (block - 1) * S, self.max_position) * K
+        queries = PackedQueries(
+            step.block_table, step.block_size * K,
+            torch.arange(0, each[-1] + 1, S * K, dtype=torch.int32, device=at.device), each,
+            (window + length).clamp(max=self.max_position * K), [limit] * self.requests,
+            prefix[..., None].expand(-1, -1, K).flatten().int(), words.flatten(0, 2), window,
+        )
+        return PagedAttention(self.caches, entry.flatten(0, 1), queries), there
+
+
+def window_words(num_blocks: int, num_starts: int, block_size: int) -> int:
+    """int64 words that hold one bit for every position of the blocks after the first."""
+    return max(1, -(-(num_blocks - 1) * num_starts * block_size // 64))

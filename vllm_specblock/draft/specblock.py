@@ -1,0 +1,88 @@
+"""The SpecBlock head: M forwards of a two-layer drafter, and a tree (paper, §3.1 and §3.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from vllm_specblock.config import SpecBlockConfig
+from vllm_specblock.draft.expand import Expansion, Shape
+from vllm_specblock.draft.head import CommittedRows, Head
+from vllm_specblock.draft.model import SpecBlockDrafter
+from vllm_specblock.draft.paged import BlockSight
+from vllm_specblock.tree import DraftTree
+
+
+class SpecBlockHead(Head):
+    """Catch-up on the committed rows and block 1 are one forward; each later block is another.
+
+    Args:
+        drafter: the loaded model.
+        embed: [n] target token ids → [n, H], the target's own embedding.
+        options: how the tree grows.
+        num_nodes: N.
+        max_model_len: tokens of the longest request.
+    """
+
+    def __init__(
+        self,
+        drafter: SpecBlockDrafter,
+        embed: Callable[[torch.Tensor], torch.Tensor],
+        options: SpecBlockConfig,
+        num_nodes: int,
+        max_model_len: int,
+    ):
+        self.drafter, self.embed, self.num_nodes = drafter, embed, num_nodes
+        self.max_model_len = max_model_len
+        blocks = min(options.num_blocks, num_nodes + 1)
+        # Later blocks borrow one reserved slot per start, and N are reserved.
+        starts = min(options.num_starts, max(1, num_nodes // max(1, blocks - 1)))
+        self.K = drafter.config.block_size
+        self.shape = Shape(self.K, blocks, starts, tuple(options.branching), num_nodes)
+        self.max_depth = min(num_nodes, blocks * self.K)
+        self.path_rope = drafter.config.block_rope == "path"
+
+    def bind(self, caches: list[torch.Tensor]) -> None:
+        """Give the head its paged cache, one [blocks, kv heads, block size · K, 2D] a layer."""
+        self.sight = BlockSight(
+            caches, self.K, self.shape.num_starts, self.shape.num_blocks, self.max_model_len,
+            caches[0].device,
+        )
+        self.width = torch.tensor(self.shape.branching, device=caches[0].device)
+
+    def propose(self, rows: CommittedRows) -> DraftTree:
+        drafter, K, S = self.drafter, self.K, self.shape.num_starts
+        base = rows.position + 1
+        attend = self.sight.first(rows)
+        hidden = drafter(
+            drafter.condition(rows.features), self.embed(rows.token), base, attend, rows.last
+        )  # [R, K, H]
+        num_requests = hidden.shape[0]
+        expansion = Expansion(self.shape, self.width, num_requests)
+        expansion.first_block(*drafter.candidates(hidden, self.shape.width))
+
+        drafted = hidden[:, None]  # [R, rows so far, K, H]; row 0 is the drafting row
+        depth = torch.zeros_like(base[rows.last])[:, None]  # [R, rows so far] tokens before a row
+        base = base[rows.last, None]  # [R, 1]
+        request = torch.arange(num_requests, device=hidden.device)[:, None]
+        for block in range(2, self.shape.num_blocks + 1):
+            starts = expansion.starts(block)
+            attend, there = self.sight.next(block, starts)
+            condition = drafted[request, starts.row, starts.position]  # [R, S, H]
+            row_base = base.expand(-1, S)
+            if self.path_rope:
+                reach = depth.gather(1, starts.row) + starts.position + 1
+                depth = torch.cat([depth, reach], 1)
+                row_base = row_base + reach
+            hidden = drafter(
+                condition.flatten(0, 1),
+                self.embed(starts.token.flatten()),
+                row_base.flatten(),
+                attend,
+            ).view(num_requests, S, K, -1)
+            starts = replace(starts, valid=starts.valid & there)
+            expansion.next_block(starts, block, *drafter.candidates(hidden, self.shape.width))
+            drafted = torch.cat([drafted, hidden], 1)
+        return expansion.finish()

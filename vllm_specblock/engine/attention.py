@@ -1,0 +1,160 @@
+"""The target's attention: the committed prefix, and of the tree only what lies on the path."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+)
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+from vllm_specblock.commit.store import store_kv
+from vllm_specblock.tree import words_for
+from vllm_specblock.triton_kernels.packed import PackedQueries
+
+
+class Visibility:
+    """What every row of a batch sees, in tensors that outlive the batch (captured graphs).
+
+    Attributes (T rows, R requests, W words): row t of request r sees cache entries
+    0 … prefix_len[t] − 1 of its request, and entry window_start[r] + j where bit j of words[t]
+    is set.
+        prefix_len: [T] int32.
+        words: [T, W] int64.
+        window_start: [R] int32.
+    """
+
+    def __init__(self, max_rows: int, max_requests: int, num_nodes: int, device: torch.device):
+        self.prefix_len = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        self.words = torch.zeros(
+            max_rows, words_for(num_nodes), dtype=torch.int64, device=device
+        )
+        self.window_start = torch.zeros(max_requests, dtype=torch.int32, device=device)
+
+    def set_causal(self, positions: torch.Tensor) -> None:
+        """Let the first len(positions) rows see what precedes them, and themselves."""
+        num_rows = positions.shape[0]
+        torch.add(positions, 1, out=self.prefix_len[:num_rows])
+        self.words[:num_rows] = 0
+
+
+@dataclass
+class TreeAttentionMetadata:
+    """One batch as every layer of the target attends it."""
+
+    num_rows: int
+    slot_mapping: torch.Tensor  # [T] int64
+    queries: PackedQueries
+
+
+class TreeAttentionMetadataBuilder(AttentionMetadataBuilder[TreeAttentionMetadata]):
+    """Hands on what TreeModelState filled in; `visibility` is set by it before every build."""
+
+    # Every tensor of the metadata is persistent and the grid depends on host numbers only.
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+
+    def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.visibility: Visibility | None = None
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> TreeAttentionMetadata:
+        batch, visibility = common_attn_metadata, self.visibility
+        queries = PackedQueries(
+            batch.block_table_tensor,
+            self.kv_cache_spec.block_size,
+            batch.query_start_loc,
+            batch.query_start_loc_cpu.tolist(),  # a host tensor
+            batch.seq_lens,
+            batch.seq_lens_cpu_upper_bound.tolist(),  # a host tensor
+            visibility.prefix_len,
+            visibility.words,
+            visibility.window_start,
+        )
+        return TreeAttentionMetadata(batch.num_actual_tokens, batch.slot_mapping, queries)
+
+
+class TreeAttentionBackend(AttentionBackend):
+    """Registered as vLLM's CUSTOM backend and chosen only by a SpecBlock request."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.bfloat16, torch.float16]
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[TreeAttentionImpl]:
+        return TreeAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[TreeAttentionMetadataBuilder]:
+        return TreeAttentionMetadataBuilder
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        # Slots of a layer lie one after the other, so that a slot is one row to copy.
+        return (KVCacheLayout.LBNHC,)
+
+
+class TreeAttentionImpl(AttentionImpl):
+    """Attention by visibility; refuses what the kernel does not do."""
+
+    def __init__(
+        self,
+        num_heads,
+        head_size,
+        scale,
+        num_kv_heads,
+        alibi_slopes=None,
+        sliding_window=None,
+        kv_cache_dtype="auto",
+        logits_soft_cap=None,
+        attn_type=AttentionType.DECODER,
+        kv_sharing_target_layer_name=None,
+        sinks=None,
+    ):
+        for refused, what in (
+            (alibi_slopes is not None, "ALiBi"),
+            (sliding_window is not None, "a sliding window"),
+            (bool(logits_soft_cap), "a soft cap"),
+            (sinks is not None, "attention sinks"),
+            (attn_type != AttentionType.DECODER, f"attention of type {attn_type}"),
+            (kv_sharing_target_layer_name is not None, "layers that share their KV cache"),
+        ):
+            if refused:
+                raise NotImplementedError(f"SpecBlock cannot verify trees with {what} yet.")
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, scale
+        self.num_kv_heads = num_kv_heads
+
+    def forward(
+        self,
+        layer,
+        query,  # [T, heads, head size]
+        key,  # [T, kv heads, head size]
+        value,
+        kv_cache,  # [blocks, kv heads, block size, 2 × head size]
+        attn_metadata: TreeAttentionMetadata | None,
+        output,  # [T, heads, head size]
+        output_scale=None,
+        output_block_scale=None,
+    ):
+        if attn_metadata is None:  # profiling
+            return output.fill_(0)
+        num_rows = attn_metadata.num_rows
+        slots = attn_metadata.slot_mapping[:num_rows]
+        store_kv(kv_cache, slots, key[:num_rows], value[:num_rows])
+        attn_metadata.queries.attend(query[:num_rows], kv_cache, self.scale, output[:num_rows])
+        return output

@@ -1,0 +1,74 @@
+"""What Model Runner V2 needs on a CPU beyond Triton's interpreter (`triton_interpreter.py`)."""
+
+from __future__ import annotations
+
+import torch
+
+from vllm_specblock.engine.cpu_kernels import KERNELS
+from vllm_specblock.engine.registration import PATCHES, patch
+
+
+def install() -> None:
+    """Replace slow or impossible kernels and let CUSTOM attention be chosen; idempotent."""
+    if "cpu kernels" in PATCHES:
+        return
+    from vllm.triton_utils.dispatcher import register_kernels
+    from vllm.v1.sample.ops import topk_topp_sampler
+    from vllm.v1.worker.gpu.block_table import BlockTables
+    from vllm.v1.worker.gpu.buffer_utils import FusedStagedWriter
+
+    register_kernels(KERNELS)
+    PATCHES["cpu kernels"] = register_kernels
+    # Its kernels loop over a program's rows in a way that the interpreter cannot.
+    topk_topp_sampler.HAS_TRITON = False
+    # These three hand arrays of raw pointers to their kernels.
+    patch(BlockTables, "gather_block_tables", lambda original: _gather_block_tables)
+    patch(BlockTables, "compute_slot_mappings", lambda original: _compute_slot_mappings)
+    patch(FusedStagedWriter, "apply", lambda original: _apply_staged_writes)
+    _accept_custom_attention()
+
+
+def _accept_custom_attention() -> None:
+    """The CPU platform answers CPU_ATTN whatever backend was asked for."""
+    from vllm.platforms.cpu import CpuPlatform
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    def make(original):
+        def get_attn_backend_cls(cls, selected_backend, *args, **kwargs):
+            if selected_backend is AttentionBackendEnum.CUSTOM:
+                return AttentionBackendEnum.CUSTOM.get_path()
+            return original(selected_backend, *args, **kwargs)
+
+        return get_attn_backend_cls
+
+    patch(CpuPlatform, "get_attn_backend_cls", make)
+
+
+def _gather_block_tables(self, idx_mapping, num_reqs_padded, out=None, out_ptrs=None):
+    tables = tuple(self.input_block_tables) if out is None else out
+    for source, table in zip(self.block_tables, tables):
+        table[: len(idx_mapping)] = source.gpu[idx_mapping]
+        table[len(idx_mapping) : num_reqs_padded] = 0
+    return tuple(table[:num_reqs_padded] for table in tables)
+
+
+def _compute_slot_mappings(
+    self, idx_mapping, query_start_loc, positions, num_tokens_padded, out=None
+):
+    slots = self.slot_mappings if out is None else out
+    starts = query_start_loc.tolist()  # host memory
+    num_reqs = len(idx_mapping)
+    num_rows = starts[num_reqs]
+    counts = [end - start for start, end in zip(starts, starts[1 : num_reqs + 1])]
+    request = idx_mapping.repeat_interleave(torch.tensor(counts))
+    slots[:, num_rows:] = -1
+    for group, size in enumerate(self.block_sizes):
+        at = positions[:num_rows]
+        block = self.block_tables[group].gpu[request.clamp(min=0), at // size]
+        slots[group, :num_rows] = (block * size + at % size).masked_fill(request < 0, -1)
+    return slots[:, :num_tokens_padded]
+
+
+def _apply_staged_writes(self, tensors, output_ptrs, output_strides):
+    for tensor in tensors:
+        tensor.apply_write()

@@ -1,0 +1,91 @@
+"""Where the rows of a step stand in their trees: positions, visibility, requests that come."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.v1.core.sched.output import NewRequestData
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+
+from vllm_specblock.engine.attention import TreeAttentionMetadataBuilder, Visibility
+from vllm_specblock.engine.sampler import TreeSampler
+
+
+class TreeModelState(DefaultModelState):
+    """DefaultModelState for targets whose drafts are trees.
+
+    Differs in three things. The model's positions follow a node's depth, while
+    `input_batch.positions`, and with it every cache slot, stays consecutive. Attention is
+    handed what each row sees. And drafts are judged by a TreeSampler.
+
+    `speculator` is set on a subclass per engine: vLLM builds this object from its class.
+    """
+
+    speculator: Any = None
+
+    def __init__(self, vllm_config, model, encoder_cache, device):
+        super().__init__(vllm_config, model, encoder_cache, device)
+        self.slots = self.speculator.slots
+        self.visibility = Visibility(
+            self.max_num_tokens, self.max_num_reqs, self.slots.num_nodes, device
+        )
+        # Read by captured graphs: one address for the life of the engine.
+        self.positions = torch.zeros(self.max_num_tokens, dtype=torch.int64, device=device)
+
+    def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
+        super().add_request(req_index, new_req_data)
+        self.slots.reset(req_index)
+        self.speculator.note_request(req_index, new_req_data.sampling_params)
+
+    def initialize_kv_cache(self, kv_cache_config, block_tables) -> None:
+        super().initialize_kv_cache(kv_cache_config, block_tables)
+        self.speculator.bind_caches()
+
+    def prepare_attn(self, input_batch: InputBatch, cudagraph_mode, block_tables, slot_mappings,
+                     attn_groups, *args, **kwargs) -> dict[str, Any]:
+        self._see_trees(input_batch)
+        for groups in attn_groups:
+            for group in groups:
+                builder = group.get_metadata_builder(0)
+                if isinstance(builder, TreeAttentionMetadataBuilder):
+                    builder.visibility = self.visibility
+        return super().prepare_attn(
+            input_batch, cudagraph_mode, block_tables, slot_mappings, attn_groups, *args, **kwargs
+        )
+
+    def _see_trees(self, batch: InputBatch) -> None:
+        """Fill visibility and positions for this batch.
+
+        The last rows of a request are its root and nodes, in tree order, at consecutive
+        slots. Such a row sees everything before the root and, from the root on, its
+        ancestors. All other rows are causal. The rule also fits a request without drafts,
+        whose last row is a root that sees itself: no branch on the kind of batch.
+        """
+        num_tokens = batch.num_tokens_after_padding
+        self.visibility.set_causal(batch.positions)
+        rows, slot = batch.logits_indices, batch.expanded_idx_mapping
+        node = batch.expanded_local_pos.long()
+        root = batch.positions[rows] - node
+        self.visibility.prefix_len[rows] = root.int()
+        self.visibility.words[rows] = self.slots.ancestors[slot, node]
+        cu = batch.cu_num_logits
+        num_reqs = batch.num_reqs
+        self.visibility.window_start[:num_reqs] = batch.seq_lens[:num_reqs] - (cu[1:] - cu[:-1])
+        self.positions[:num_tokens] = batch.positions
+        self.positions[rows] = root + self.slots.depth[slot, node]
+
+    def prepare_inputs(self, input_batch: InputBatch, req_states) -> dict[str, Any]:
+        positions = self.positions[: input_batch.num_tokens_after_padding]
+        return {**super().prepare_inputs(input_batch, req_states), "positions": positions}
+
+    def prepare_dummy_inputs(self, num_reqs: int, num_tokens: int) -> dict[str, Any]:
+        inputs = super().prepare_dummy_inputs(num_reqs, num_tokens)
+        return {**inputs, "positions": self.positions[:num_tokens]}
+
+    def custom_sampler(self, sampler) -> tuple[Any, Any]:
+        # Beyond vLLM's own three there are the user's, and those may look at anything.
+        self.speculator.all_need_chain = len(sampler.logits_processors) > 3
+        spec_config = self.vllm_config.speculative_config
+        return sampler, TreeSampler(sampler, spec_config, self.device, self.slots)

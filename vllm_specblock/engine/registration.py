@@ -1,0 +1,115 @@
+"""What the plugin tells vLLM at start-up: names to register, and three small patches.
+
+vLLM 0.32 has registries for draft architectures, model configs and attention backends, but
+none for speculative methods or speculators, and it refuses two sampling parameters with any
+speculation. The patches close those gaps. Each is recorded in `PATCHES`, applied once however
+often `register` runs, and leaves every call that is not about SpecBlock to the original.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from vllm_specblock.engine.architecture import DRAFT_ARCHITECTURES, SpecBlockForDrafting
+from vllm_specblock.engine.hf_config import SpecBlockHFConfig
+
+PATCHES: dict[str, Callable] = {}
+"""Patched name → the original callable."""
+
+
+def patch(owner: Any, name: str, make: Callable[[Callable], Callable]) -> None:
+    """Replace `owner.name` by `make(original)`, once."""
+    label = f"{getattr(owner, '__module__', '')}.{owner.__name__}.{name}".lstrip(".")
+    if label in PATCHES:
+        return
+    original = getattr(owner, name)
+    PATCHES[label] = original
+    replacement = wraps(original)(make(original))
+    if isinstance(inspect.getattr_static(owner, name), classmethod):
+        replacement = classmethod(replacement)
+    setattr(owner, name, replacement)
+
+
+def is_ours(speculative_config: Any) -> bool:
+    """Whether a vLLM SpeculativeConfig asks for a SpecBlock drafter."""
+    draft = getattr(speculative_config, "draft_model_config", None)
+    return draft is not None and bool(DRAFT_ARCHITECTURES & set(draft.architectures or ()))
+
+
+def register() -> None:
+    from transformers import AutoConfig
+    from vllm import ModelRegistry
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    AutoConfig.register(SpecBlockHFConfig.model_type, SpecBlockHFConfig, exist_ok=True)
+    for name in sorted(DRAFT_ARCHITECTURES):
+        ModelRegistry.register_model(name, SpecBlockForDrafting)
+    register_backend(
+        AttentionBackendEnum.CUSTOM, "vllm_specblock.engine.attention.TreeAttentionBackend"
+    )
+    _accept_method()
+    _build_speculator()
+    _accept_sampling_params()
+
+
+def _accept_method() -> None:
+    """P1: `speculative_config["method"]` is a Literal; ours becomes "eagle3" plus our keys.
+
+    "eagle3" is what gives us the target's inner hidden states, slots for the draft nodes and
+    asynchronous scheduling without another line.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
+    from vllm_specblock.engine import arguments
+
+    def make(original):
+        def create_speculative_config(self, target_model_config, target_parallel_config):
+            request = arguments.translate(self, target_model_config, target_parallel_config)
+            config = original(self, target_model_config, target_parallel_config)
+            if request is not None:
+                arguments.finish(config, request)
+            return config
+
+        return create_speculative_config
+
+    patch(EngineArgs, "create_speculative_config", make)
+
+
+def _build_speculator() -> None:
+    """P2: the choice of a speculator is an if-chain over vLLM's own."""
+    from vllm.v1.worker.gpu import spec_decode
+
+    def make(original):
+        def init_speculator(vllm_config, device, req_states):
+            if not is_ours(vllm_config.speculative_config):
+                return original(vllm_config, device, req_states)
+            from vllm_specblock.engine.speculator import TreeSpeculator
+
+            return TreeSpeculator(vllm_config, device, req_states)
+
+        return init_speculator
+
+    patch(spec_decode, "init_speculator", make)
+    # The runner holds the function by name if it is loaded already. It is not imported here:
+    # that would pull the whole runner into processes that never run a model.
+    runner = sys.modules.get("vllm.v1.worker.gpu.model_runner")
+    if runner is not None:
+        runner.init_speculator = spec_decode.init_speculator
+
+
+def _accept_sampling_params() -> None:
+    """P3: min_p and logit_bias are refused with any speculation; with us they are exact."""
+    from vllm.sampling_params import SamplingParams
+
+    def make(original):
+        def _validate_spec_decode(self, speculative_config):
+            if not is_ours(speculative_config):
+                original(self, speculative_config)
+
+        return _validate_spec_decode
+
+    patch(SamplingParams, "_validate_spec_decode", make)

@@ -1,0 +1,96 @@
+"""A step's batch, row by row: what is committed of it, and where it has to go."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.worker.gpu.input_batch import InputBatch
+
+from vllm_specblock.commit.rows import committed_sources
+from vllm_specblock.draft.head import CommittedRows
+from vllm_specblock.engine.slots import TreeSlots
+
+
+class StepRows:
+    """Index arithmetic over one batch of the target.
+
+    A request's rows in the batch are `base` rows up to and including the root, then its
+    nodes. Committed are the base rows and, of the nodes, the accepted path. How many those
+    are is known on the device only, so a request that had drafts gets D rows for its path
+    (D: the deepest a path can be), the unused ones marked as padding. With this, every shape
+    follows from what was scheduled.
+    """
+
+    def __init__(self, batch: InputBatch, slots: TreeSlots):
+        self.batch = batch
+        num_reqs, device = batch.num_reqs, batch.idx_mapping.device
+        drafts = batch.num_draft_tokens_per_req
+        if drafts is None:
+            drafts = np.zeros(num_reqs, dtype=np.int32)
+        self.has_drafts = batch.num_draft_tokens > 0
+        base = batch.num_scheduled_tokens[:num_reqs] - drafts
+        counts = base + np.where(drafts > 0, slots.max_depth, 0)
+        self.row_start_host = [0, *np.cumsum(counts).tolist()]
+        request = np.repeat(np.arange(num_reqs), counts)
+        local = np.arange(len(request)) - np.repeat(self.row_start_host[:-1], counts)
+        beyond = local - base[request] + 1  # position on the path, ≤ 0 up to the root
+
+        def put(array: np.ndarray) -> torch.Tensor:
+            return async_tensor_h2d(array.astype(np.int64), device=device)
+
+        self.request, self.local, self.beyond = put(request), put(local), put(beyond)
+        self.base, self.row_start = put(base), put(np.array(self.row_start_host))
+        self.query_start = batch.query_start_loc[:num_reqs].long()
+        self.path = slots.path[batch.idx_mapping]
+        self.accepted = slots.accepted[batch.idx_mapping]
+
+    def moves(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Batch rows to copy from and to, and whether to copy at all; each [R, D]."""
+        source, target, moves = committed_sources(
+            self.query_start, self.base, self.path, self.accepted
+        )
+        limit = self.batch.num_tokens - 1
+        return source.clamp(max=limit), target.clamp(max=limit), moves
+
+    def committed(
+        self,
+        slot_mapping: torch.Tensor,
+        hidden_states: list[torch.Tensor],
+        all_token_ids: torch.Tensor,
+        block_table: torch.Tensor,
+        block_size: int,
+    ) -> CommittedRows:
+        """The rows a head advances on.
+
+        Args:
+            slot_mapping: [batch rows] int64.
+            hidden_states: three of [batch rows, Ht].
+            all_token_ids: [slots, max_model_len] int32, this step's tokens included.
+            block_table: [R, max blocks] int32.
+            block_size: tokens per block.
+        """
+        batch, request = self.batch, self.request
+        start = self.query_start[request]
+        on_path = self.path[request, self.beyond.clamp(min=0)]
+        source = start + torch.where(
+            self.beyond > 0, self.base[request] - 1 + on_path, self.local
+        )
+        real = self.beyond <= self.accepted[request]
+        place = (start + self.local).clamp(max=batch.num_tokens - 1)
+        position = batch.positions[self.query_start][request] + self.local
+        ahead = (position + 1).clamp(max=all_token_ids.shape[1] - 1)
+        token = all_token_ids[batch.idx_mapping[request], ahead].long()
+        bound = batch.seq_lens_cpu_upper_bound[: batch.num_reqs]
+        return CommittedRows(
+            features=torch.cat([state[source] for state in hidden_states], dim=-1),
+            token=torch.where(real, token, 0),
+            position=position,
+            slot=torch.where(real, slot_mapping[place], -1),
+            row_start=self.row_start.int(),
+            row_start_host=self.row_start_host,
+            last=self.row_start[:-1] + self.base - 1 + self.accepted,
+            block_table=block_table,
+            block_size=block_size,
+            max_position=int(bound.max()) - 1,  # a host tensor
+        )

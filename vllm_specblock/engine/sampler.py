@@ -1,0 +1,96 @@
+"""vLLM's sampler at every node, then the walk: which drafts stand, and what comes after."""
+
+from __future__ import annotations
+
+import torch
+from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
+
+from vllm_specblock.engine.slots import TreeSlots
+from vllm_specblock.verify.walk import walk
+
+
+class TreeSampler(RejectionSampler):
+    """RejectionSampler for draft trees.
+
+    Differs in `_verify`. The parent compares drafts with the target one position after the
+    other; here the very function that plain decoding calls (`Sampler.sample`) draws a token at
+    every node, with the noise of the node's depth, and the walk follows the draws. The parent
+    keeps what is around it: chunks of at most 1 GiB of logits, log-probabilities, NaN counts.
+    """
+
+    def __init__(self, sampler, spec_config, device: torch.device, slots: TreeSlots):
+        super().__init__(sampler, spec_config, device)
+        self.slots = slots
+
+    def _verify(
+        self,
+        logits,  # [rows, V], row = node of a request, one request after the other
+        draft_logits,
+        draft_sampled,  # [rows], the node's token; -1 where it is a placeholder
+        pos,  # [rows], chain position (cache slot order)
+        cu_num_logits,  # [R + 1]
+        idx_mapping,  # [R], request slot
+        idx_mapping_np,
+        expanded_idx_mapping,  # [rows], request slot
+        expanded_local_pos,  # [rows], node
+        seq_lens_upper_bound_np,
+        verify_draft_sampled,  # [rows], as draft_sampled; -1 where a grammar forbids it
+    ):
+        node = expanded_local_pos.long()
+        # Noise is keyed by (seed, position): a node's is the position that its token would
+        # take in plain decoding, which goes by depth.
+        depth = self.slots.depth[expanded_idx_mapping, node]  # [rows]
+        drawn, processed = self.sampler.sample(
+            logits,
+            expanded_idx_mapping,
+            idx_mapping,
+            idx_mapping_np,
+            pos - node + depth,
+            draft_sampled,
+            expanded_local_pos,
+            seq_lens_upper_bound_np,
+            return_logprobs=True,
+        )
+        first = cu_num_logits[:-1, None].long()  # [R, 1]
+        nodes = torch.arange(self.slots.num_nodes + 1, device=logits.device)
+        rows = first + nodes  # [R, N + 1]
+        live = rows < cu_num_logits[1:, None]
+        rows = rows.clamp(max=logits.shape[0] - 1)
+        token = verify_draft_sampled[rows]
+        verdict = walk(
+            token[:, 1:].long(),
+            self.slots.parent[idx_mapping],
+            self.slots.depth[idx_mapping],
+            self.slots.ancestors[idx_mapping],
+            (live & (token >= 0))[:, 1:],
+            drawn[rows],
+            self.slots.max_depth,
+        )
+        self.slots.path[idx_mapping] = verdict.path
+        self.slots.accepted[idx_mapping] = verdict.accepted
+
+        wants_rows = self.sampler.return_sampling_mask or (
+            self.sampler.sampling_states.max_num_logprobs(idx_mapping_np) != NO_LOGPROBS
+        )
+        if wants_rows:
+            # vLLM reports on rows cu[r] + j for the j-th token: bring the path there.
+            order = self._path_order(first, verdict.path, verdict.accepted, logits.shape[0])
+            logits.copy_(logits[order])
+            if processed is not logits:
+                processed = processed[order]
+        return processed, verdict.output, verdict.accepted + 1
+
+    def _path_order(self, first, path, accepted, num_rows: int) -> torch.Tensor:
+        """Row to read for every row to write, [num_rows] int64.
+
+        Position j of the path (node `path[j]`) goes to row `first + j`; since only rows of
+        the path are read afterwards, what stands elsewhere does not matter.
+        """
+        place = torch.arange(path.shape[1], device=path.device)
+        on_path = place <= accepted[:, None]
+        # Beyond the path a position rewrites the root with itself.
+        to = first + torch.where(on_path, place, 0)
+        order = torch.arange(num_rows, device=path.device)
+        order[to] = first + torch.where(on_path, path, 0)
+        return order

@@ -1,0 +1,61 @@
+"""What one step leaves for the next: the trees under verification, one per request slot.
+
+vLLM carries only the nodes' tokens from a proposal to its verification. Everything else about
+a tree waits here, in tensors that are allocated once: CUDA graphs capture their addresses, and
+nothing is read on the host.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from vllm_specblock.tree import DraftTree, ancestor_words, words_for
+
+
+class TreeSlots:
+    """Topology and verdict of every request slot of the engine.
+
+    Attributes (S slots, N nodes, W ancestor words, D the deepest path):
+        parent: [S, N] int32, as in DraftTree.
+        depth: [S, N+1] int64; column 0 is the root, 0.
+        ancestors: [S, N+1, W] int64, as in DraftTree.
+        path: [S, D+1] int64, node at each position of the accepted path; column 0 is the root.
+        accepted: [S] int32, draft nodes on that path.
+    """
+
+    def __init__(self, num_slots: int, num_nodes: int, max_depth: int, device: torch.device):
+        self.num_nodes, self.max_depth = num_nodes, max_depth
+        self._chain_parent = torch.arange(num_nodes, dtype=torch.int32, device=device)
+        self._chain_depth = torch.arange(num_nodes + 1, device=device)
+        self._chain_ancestors = ancestor_words(self._chain_parent[None])[0]
+        shape = (num_slots, num_nodes)
+        self.parent = torch.empty(shape, dtype=torch.int32, device=device)
+        self.depth = torch.empty(num_slots, num_nodes + 1, dtype=torch.int64, device=device)
+        self.ancestors = torch.empty(
+            num_slots, num_nodes + 1, words_for(num_nodes), dtype=torch.int64, device=device
+        )
+        self.path = torch.zeros(num_slots, max_depth + 1, dtype=torch.int64, device=device)
+        self.accepted = torch.zeros(num_slots, dtype=torch.int32, device=device)
+        self.reset(slice(None))
+
+    def reset(self, slot: int | slice) -> None:
+        """Forget the slot's last owner.
+
+        A chain is what vLLM itself would verify. It stands for drafts that are not ours:
+        placeholders of the scheduler, dummy batches, graph capture.
+        """
+        self.parent[slot] = self._chain_parent
+        self.depth[slot] = self._chain_depth
+        self.ancestors[slot] = self._chain_ancestors
+        self.accepted[slot] = 0
+
+    def store(self, slots: torch.Tensor, tree: DraftTree) -> None:
+        """Keep the trees that were just proposed; `slots` [R] int64.
+
+        They have no verdict yet. Nor will they get one if their drafts are not scheduled, and
+        then nothing of them must be committed.
+        """
+        self.parent[slots] = tree.parent
+        self.depth[slots, 1:] = tree.depth.long()
+        self.ancestors[slots] = tree.ancestors
+        self.accepted[slots] = 0

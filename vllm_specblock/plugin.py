@@ -1,0 +1,54 @@
+"""The entry points that vLLM calls; everything else is behind them.
+
+`register` runs in every vLLM process (`vllm.general_plugins`), possibly more than once.
+`prepare_cpu` runs while vLLM decides on its platform (`vllm.platform_plugins`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from importlib.metadata import PackageNotFoundError, version
+
+from vllm_specblock.versions import is_supported, supported_sentence
+
+logger = logging.getLogger("vllm.specblock")
+
+
+def _vllm_version() -> str:
+    try:
+        return version("vllm")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def register() -> None:
+    """Make `method: "specblock"` known to this process; idempotent."""
+    found = _vllm_version()
+    if not is_supported(found):
+        logger.warning(supported_sentence(found))
+        return
+    from vllm_specblock.engine import registration
+
+    registration.register()
+    if _cpu_user_opted_in():
+        from vllm_specblock.engine import cpu
+
+        cpu.install()
+
+
+def prepare_cpu() -> None:
+    """Let Model Runner V2 find Triton on a CPU build, if the user asked for that runner.
+
+    Always returns None, which is a platform plugin's way to say "not my platform": it is here
+    only because nothing else of ours runs before vLLM settles whether Triton is there.
+    """
+    if _cpu_user_opted_in() and is_supported(_vllm_version()):
+        from vllm_specblock.triton_interpreter import enable
+
+        enable()
+
+
+def _cpu_user_opted_in() -> bool:
+    """A CPU build of vLLM, told by its user to run Model Runner V2."""
+    return os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1" and "cpu" in _vllm_version()

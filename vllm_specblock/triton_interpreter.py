@@ -1,0 +1,28 @@
+"""Triton on a machine without a GPU: its interpreter, behind a backend that answers to "cpu".
+
+vLLM's CPU build accepts Triton only if a backend of that name is registered. The public
+entry-point group `triton.backends` would register it for every user of the environment; this
+registers it in the one process that asked.
+"""
+
+from __future__ import annotations
+
+import os
+
+
+def enable() -> None:
+    """Register the backend and switch the interpreter on; idempotent.
+
+    Must run before the first `@triton.jit` is seen, since that is when Triton decides between
+    compiling and interpreting.
+    """
+    os.environ["TRITON_INTERPRET"] = "1"
+    try:
+        from triton.backends import Backend, backends
+        from triton.backends.compiler import BaseBackend
+        from triton.backends.driver import DriverBase
+    except ImportError:
+        return  # vLLM says itself that Model Runner V2 needs Triton
+
+    # Abstract classes will do: the interpreter runs before any compiler or driver is asked.
+    backends.setdefault("cpu", Backend(compiler=BaseBackend, driver=DriverBase))

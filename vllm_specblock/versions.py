@@ -1,0 +1,22 @@
+"""The one place that says which vLLM releases are supported; README and plugin both follow it."""
+
+from __future__ import annotations
+
+SUPPORTED_VLLM: dict[str, str] = {
+    "0.32": "Model Runner V2, on CUDA, and on CPU builds with VLLM_USE_V2_MODEL_RUNNER=1",
+}
+"""Minor release of vLLM → where its exactness suite passes."""
+
+
+def is_supported(version: str) -> bool:
+    """Whether `version` (e.g. ``"0.32.0+cpu"``) belongs to a supported minor release."""
+    return ".".join(version.split("+")[0].split(".")[:2]) in SUPPORTED_VLLM
+
+
+def supported_sentence(version: str) -> str:
+    """The one warning for everybody else."""
+    table = ", ".join(f"{minor}.x" for minor in SUPPORTED_VLLM)
+    return (
+        f"vllm_specblock steps aside: it supports vLLM {table}, and this is {version}. "
+        "vLLM runs without it; install a supported version of either to draft with SpecBlock."
+    )
