@@ -41,7 +41,7 @@ def main() -> int:
 
 
 def set_up(folder: Path) -> None:
-    if sys.version_info < (3, 11):
+    if sys.version_info < (3, 11):  # noqa: UP036, this runs before pip could refuse
         raise SetupError(
             f"Python 3.11 or later is needed, and this is {sys.version.split()[0]}: "
             "call make with PYTHON=python3.11 (or later)."

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from .tree_attention import (
@@ -48,9 +50,7 @@ class PackedQueries:
         self.block_size = block_size
         self.query_start_host, self.seq_len_host = query_start_host, seq_len_host
         self.max_seq_len = max(seq_len_host)
-        self.max_query_len = max(
-            end - start for start, end in zip(query_start_host, query_start_host[1:])
-        )
+        self.max_query_len = max(end - start for start, end in itertools.pairwise(query_start_host))
         self.plan: AttentionPlan | None = None
 
     def attend(

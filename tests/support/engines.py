@@ -62,9 +62,7 @@ def _output(raw) -> Output:
             {token: (entry.logprob, entry.rank) for token, entry in place.items()}
             for place in raw.logprobs
         ]
-    return Output(
-        list(raw.token_ids), raw.finish_reason, raw.stop_reason, raw.text, logprobs
-    )
+    return Output(list(raw.token_ids), raw.finish_reason, raw.stop_reason, raw.text, logprobs)
 
 
 def make_engine(speculative: dict[str, Any] | None, **changes: Any) -> Engine:

@@ -93,9 +93,7 @@ class Expansion:
         """
         root = torch.zeros_like(self.token)  # [R, 1]
         everywhere = torch.ones_like(self.may_start)
-        self._attach(
-            root, everywhere, top_logprob[:, None], top_token[:, None], bucket[:, None]
-        )
+        self._attach(root, everywhere, top_logprob[:, None], top_token[:, None], bucket[:, None])
 
     def starts(self, block: int) -> Starts:
         """Choose the S best nodes so far for block `block` ≥ 2; the chain's end is the first.

@@ -56,8 +56,15 @@ class BlockSight:
         max_position: positions at or beyond it have no slot (the model's length limit).
     """
 
-    def __init__(self, caches, block_size: int, num_starts: int, num_blocks: int,
-                 max_position: int, device: torch.device):
+    def __init__(
+        self,
+        caches,
+        block_size: int,
+        num_starts: int,
+        num_blocks: int,
+        max_position: int,
+        device: torch.device,
+    ):
         self.caches, self.K, self.S = caches, block_size, num_starts
         self.max_position = max_position
         self.k = torch.arange(block_size, device=device)
@@ -65,8 +72,12 @@ class BlockSight:
         # Row 0 is the drafting row of block 1 and owns no bits: what later blocks see of it is
         # part of their prefix. Row 1 + i owns bits i·K … i·K + K − 1 of the window.
         num_rows = 1 + (num_blocks - 1) * num_starts
-        self.own = torch.zeros(num_rows, block_size, window_words(
-            num_blocks, num_starts, block_size), dtype=torch.int64)
+        self.own = torch.zeros(
+            num_rows,
+            block_size,
+            window_words(num_blocks, num_starts, block_size),
+            dtype=torch.int64,
+        )
         for row in range(1, num_rows):
             for k in range(block_size):
                 for bit in range((row - 1) * block_size, (row - 1) * block_size + k + 1):
@@ -85,15 +96,27 @@ class BlockSight:
         limit = [(rows.max_position + 1) * K] * num_requests
         words = self.own.new_zeros(see.numel(), self.own.shape[-1])
         queries = PackedQueries(
-            rows.block_table, rows.block_size * K,
-            rows.row_start * K, [start * K for start in rows.row_start_host],
-            ends, limit, see.flatten(), words, ends,
+            rows.block_table,
+            rows.block_size * K,
+            rows.row_start * K,
+            [start * K for start in rows.row_start_host],
+            ends,
+            limit,
+            see.flatten(),
+            words,
+            ends,
         )
         each = [K * r for r in range(num_requests + 1)]
         kept = PackedQueries(
-            rows.block_table, rows.block_size * K,
-            torch.arange(0, each[-1] + 1, K, dtype=torch.int32, device=see.device), each,
-            ends, limit, see[rows.last].flatten(), words, ends,
+            rows.block_table,
+            rows.block_size * K,
+            torch.arange(0, each[-1] + 1, K, dtype=torch.int32, device=see.device),
+            each,
+            ends,
+            limit,
+            see[rows.last].flatten(),
+            words,
+            ends,
         )
         self._begin(rows, last, num_requests)
         return PagedAttention(self.caches, entry, queries, kept)
@@ -139,10 +162,15 @@ class BlockSight:
         each = [S * K * r for r in range(self.requests + 1)]
         limit = min(step.max_position + 1 + (block - 1) * S, self.max_position) * K
         queries = PackedQueries(
-            step.block_table, step.block_size * K,
-            torch.arange(0, each[-1] + 1, S * K, dtype=torch.int32, device=at.device), each,
-            (window + length).clamp(max=self.max_position * K), [limit] * self.requests,
-            prefix[..., None].expand(-1, -1, K).flatten().int(), words.flatten(0, 2), window,
+            step.block_table,
+            step.block_size * K,
+            torch.arange(0, each[-1] + 1, S * K, dtype=torch.int32, device=at.device),
+            each,
+            (window + length).clamp(max=self.max_position * K),
+            [limit] * self.requests,
+            prefix[..., None].expand(-1, -1, K).flatten().int(),
+            words.flatten(0, 2),
+            window,
         )
         return PagedAttention(self.caches, entry.flatten(0, 1), queries), there
 

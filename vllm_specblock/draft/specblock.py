@@ -47,7 +47,11 @@ class SpecBlockHead(Head):
     def bind(self, caches: list[torch.Tensor]) -> None:
         """Give the head its paged cache, one [blocks, kv heads, block size · K, 2D] a layer."""
         self.sight = BlockSight(
-            caches, self.K, self.shape.num_starts, self.shape.num_blocks, self.max_model_len,
+            caches,
+            self.K,
+            self.shape.num_starts,
+            self.shape.num_blocks,
+            self.max_model_len,
             caches[0].device,
         )
         self.width = torch.tensor(self.shape.branching, device=caches[0].device)

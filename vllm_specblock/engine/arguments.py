@@ -39,9 +39,7 @@ class Request:
     layer_ids: tuple[int, int, int]
 
 
-def translate(
-    args: EngineArgs, target: ModelConfig, parallel: ParallelConfig
-) -> Request | None:
+def translate(args: EngineArgs, target: ModelConfig, parallel: ParallelConfig) -> Request | None:
     """Check a SpecBlock request and rewrite `args` into what vLLM itself understands.
 
     Returns:

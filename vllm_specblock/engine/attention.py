@@ -34,9 +34,7 @@ class Visibility:
 
     def __init__(self, max_rows: int, max_requests: int, num_nodes: int, device: torch.device):
         self.prefix_len = torch.zeros(max_rows, dtype=torch.int32, device=device)
-        self.words = torch.zeros(
-            max_rows, words_for(num_nodes), dtype=torch.int64, device=device
-        )
+        self.words = torch.zeros(max_rows, words_for(num_nodes), dtype=torch.int64, device=device)
         self.window_start = torch.zeros(max_requests, dtype=torch.int32, device=device)
 
     def set_causal(self, positions: torch.Tensor) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from vllm_specblock.engine.cpu_kernels import KERNELS
@@ -59,7 +61,7 @@ def _compute_slot_mappings(
     starts = query_start_loc.tolist()  # host memory
     num_reqs = len(idx_mapping)
     num_rows = starts[num_reqs]
-    counts = [end - start for start, end in zip(starts, starts[1 : num_reqs + 1])]
+    counts = [end - start for start, end in itertools.pairwise(starts[: num_reqs + 1])]
     request = idx_mapping.repeat_interleave(torch.tensor(counts))
     slots[:, num_rows:] = -1
     for group, size in enumerate(self.block_sizes):

@@ -11,6 +11,8 @@ Reading values with `.tolist()` is free here: every tensor of this file is in ho
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 
@@ -149,15 +151,13 @@ def bad_words(
         so_far = all_token_ids[at, int(prompt_len[at]) : int(total_len[at])].tolist()
         so_far += token[row - place + 1 : row + 1].tolist()
         bounds = offsets[at, : count + 1].tolist()
-        for start, end in zip(bounds, bounds[1:]):
+        for start, end in itertools.pairwise(bounds):
             *prefix, last = words[at, start:end].tolist()
             if not prefix or so_far[-len(prefix) :] == prefix:
                 logits[row, last] = float("-inf")
 
 
-def grammar_bitmask(
-    logits, _0, index, first_row, bitmask, _1, vocab_size, MASK_STRIDE, BLOCK_SIZE
-):
+def grammar_bitmask(logits, _0, index, first_row, bitmask, _1, vocab_size, MASK_STRIDE, BLOCK_SIZE):
     bits = torch.arange(32, dtype=torch.int32)
     bounds = first_row.tolist()
     for allowed, where in zip(bitmask, index.tolist()):
@@ -214,7 +214,7 @@ def positions_and_lengths(
 ):
     starts, done = query_start.tolist(), num_computed[slot].tolist()
     seq_lens[len(done) : max_num_reqs] = 0
-    for request, (start, end) in enumerate(zip(starts, starts[1 : len(done) + 1])):
+    for request, (start, end) in enumerate(itertools.pairwise(starts[: len(done) + 1])):
         first = done[request]
         seq_lens[request] = first + end - start
         torch.arange(first, first + end - start, out=positions[start:end])

@@ -43,8 +43,16 @@ class TreeModelState(DefaultModelState):
         super().initialize_kv_cache(kv_cache_config, block_tables)
         self.speculator.bind_caches()
 
-    def prepare_attn(self, input_batch: InputBatch, cudagraph_mode, block_tables, slot_mappings,
-                     attn_groups, *args, **kwargs) -> dict[str, Any]:
+    def prepare_attn(
+        self,
+        input_batch: InputBatch,
+        cudagraph_mode,
+        block_tables,
+        slot_mappings,
+        attn_groups,
+        *args,
+        **kwargs,
+    ) -> dict[str, Any]:
         self._see_trees(input_batch)
         for groups in attn_groups:
             for group in groups:

@@ -61,11 +61,17 @@ class TreeSpeculator(DraftModelSpeculator):
         ]
         for name in self.drafter_layers:
             DrafterAttention(
-                self.vllm_config, name, config.num_key_value_heads, config.head_dim,
+                self.vllm_config,
+                name,
+                config.num_key_value_heads,
+                config.head_dim,
                 config.block_size,
             )
         self.head = SpecBlockHead(
-            drafter, target_model.embed_input_ids, self.options, self.num_nodes,
+            drafter,
+            target_model.embed_input_ids,
+            self.options,
+            self.num_nodes,
             self.max_model_len,
         )
         return drafter

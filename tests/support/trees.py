@@ -1,0 +1,47 @@
+"""Random trees and the plain-Python meaning of a tree, for property tests."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import strategies as st
+
+from vllm_specblock.tree import DraftTree
+
+Nodes = list[tuple[int, int]]
+"""(parent, token) of node 1, 2, …; parents come first."""
+
+
+@st.composite
+def nodes(draw, max_nodes: int = 40, vocab: int = 5) -> Nodes:
+    """A tree of few tokens, so that siblings are often equal."""
+    count = draw(st.integers(0, max_nodes))
+    return [
+        (draw(st.integers(0, index)), draw(st.integers(0, vocab - 1))) for index in range(count)
+    ]
+
+
+def to_tree(batch: list[Nodes], slots: int) -> DraftTree:
+    """The batch as a DraftTree of `slots` node slots; scores fall by 0.1 from node to node."""
+    token = torch.zeros(len(batch), slots, dtype=torch.int64)
+    parent = torch.full((len(batch), slots), -1, dtype=torch.int32)
+    logprob = torch.full((len(batch), slots), float("-inf"))
+    for request, tree in enumerate(batch):
+        for index, (up, what) in enumerate(tree):
+            parent[request, index], token[request, index] = up, what
+            logprob[request, index] = -0.1 * (index + 1)
+    size = torch.tensor([len(tree) for tree in batch], dtype=torch.int32)
+    return DraftTree.from_nodes(token, parent, logprob, size)
+
+
+def path_to(tree: Nodes, node: int) -> list[int]:
+    """Nodes from the root (0) to `node`."""
+    path = [node]
+    while path[0]:
+        path.insert(0, tree[path[0] - 1][0])
+    return path
+
+
+def ancestor_sets(tree: Nodes, slots: int) -> list[set[int]]:
+    """Ancestors of every slot, root and itself included; unused slots hang from the root."""
+    used = [set(path_to(tree, node)) for node in range(len(tree) + 1)]
+    return used + [{0, node} for node in range(len(tree) + 1, slots + 1)]

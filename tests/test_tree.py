@@ -1,0 +1,124 @@
+"""DraftTree's invariants, against plain Python."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.trees import ancestor_sets, nodes, path_to, to_tree
+
+from vllm_specblock.tree import (
+    MAX_NODES,
+    DraftTree,
+    ancestor_words,
+    depths,
+    pack_bits,
+    unpack_bits,
+    words_for,
+)
+
+batches = st.lists(nodes(), min_size=1, max_size=4)
+quick = settings(deadline=None, max_examples=60)
+
+
+def bits_of(words: torch.Tensor) -> set[int]:
+    return {
+        64 * index + bit
+        for index, word in enumerate(words.tolist())
+        for bit in range(64)
+        if word >> bit & 1
+    }
+
+
+@quick
+@given(batches, st.integers(0, 5))
+def test_ancestors_and_depths(batch, spare):
+    slots = max(1, *(len(tree) for tree in batch)) + spare
+    tree = to_tree(batch, slots)
+    for request, plain in enumerate(batch):
+        for node, expected in enumerate(ancestor_sets(plain, slots)):
+            assert bits_of(tree.ancestors[request, node]) == expected
+        for node in range(1, len(plain) + 1):
+            assert tree.depth[request, node - 1] == len(path_to(plain, node)) - 1
+    assert torch.equal(depths(tree.parent), tree.depth)
+
+
+@pytest.mark.parametrize("count", [1, 62, 63, 64, 127, 128, 191, 192, MAX_NODES])
+def test_words_at_their_edges(count):
+    """A chain sets every bit, the sign bits among them."""
+    chain = torch.arange(count, dtype=torch.int32)[None]
+    words = ancestor_words(chain)
+    assert words.shape == (1, count + 1, words_for(count))
+    for node in (0, 1, count // 2, count):
+        assert bits_of(words[0, node]) == set(range(node + 1))
+
+
+@quick
+@given(st.lists(st.booleans(), min_size=1, max_size=200))
+def test_bits_pack_and_unpack(flags):
+    flags = torch.tensor([flags])
+    assert torch.equal(unpack_bits(pack_bits(flags), flags.shape[1]), flags)
+
+
+@quick
+@given(nodes(), st.data())
+def test_every_prefix_is_a_tree(plain, data):
+    tree = to_tree([plain], max(1, len(plain)))
+    cut = data.draw(st.integers(1, max(1, len(plain))))
+    prefix, alone = tree.prefix(cut), to_tree([plain[:cut]], cut)
+    for name in DraftTree.__dataclass_fields__:
+        assert torch.equal(getattr(prefix, name), getattr(alone, name)), name
+
+
+@quick
+@given(batches)
+def test_best_chain_is_the_best_path(batch):
+    tree = to_tree(batch, max(1, *(len(tree) for tree in batch)))
+    chain = tree.best_chain()
+    for request, plain in enumerate(batch):
+        gains = {
+            node: sum(math.exp(-0.1 * step) for step in path_to(plain, node)[1:])
+            for node in range(1, len(plain) + 1)
+        }
+        size = int(chain.size[request])
+        kept = chain.logprob[request, :size].exp().sum().item()
+        assert kept == pytest.approx(max(gains.values(), default=0.0), abs=1e-5)
+        assert chain.parent[request].tolist() == [
+            step if step < size else -1 for step in range(chain.parent.shape[1])
+        ]
+        texts = [[plain[step - 1][1] for step in path_to(plain, node)[1:]] for node in gains]
+        assert chain.token[request, :size].tolist() in [*texts, []]
+
+
+@quick
+@given(nodes())
+def test_path_matrix_lists_the_leaves(plain):
+    tree = to_tree([plain], max(1, len(plain)))
+    inner = {up for up, _ in plain}
+    leaves = [node for node in range(len(plain) + 1) if node not in inner]
+    rows = [[node for node in row if node >= 0] for row in tree.path_matrix(0).tolist()]
+    assert rows == [path_to(plain, leaf) for leaf in leaves]
+
+
+def test_where_picks_whole_trees():
+    left, right = to_tree([[(0, 1)], [(0, 2)]], 3), to_tree([[(0, 3), (1, 4)], []], 3)
+    mixed = left.where(torch.tensor([True, False]), right)
+    assert mixed.token.tolist() == [[3, 4, 0], [2, 0, 0]]
+    assert mixed.size.tolist() == [2, 1]
+
+
+def test_empty_and_chain():
+    empty = DraftTree.empty(2, 3, "cpu")
+    assert empty.size.tolist() == [0, 0] and (empty.parent == -1).all()
+    chain = DraftTree.chain(
+        torch.tensor([[7, 8, 9]]), torch.tensor([[-0.1, -0.2, -0.3]]), torch.tensor([2])
+    )
+    assert chain.parent.tolist() == [[0, 1, -1]] and chain.depth[0, :2].tolist() == [1, 2]
+
+
+def test_too_many_nodes_is_one_sentence():
+    with pytest.raises(ValueError, match="at most 256 nodes, and 257 were given"):
+        DraftTree.empty(1, MAX_NODES + 1, "cpu")

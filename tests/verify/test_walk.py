@@ -1,0 +1,86 @@
+"""The walk against a search for the longest matching path."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.trees import nodes, path_to, to_tree
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from vllm_specblock.verify.walk import walk
+
+quick = settings(deadline=None, max_examples=120)
+
+
+def run(tree, live, sampled, max_depth):
+    depth = torch.nn.functional.pad(tree.depth.long(), (1, 0))
+    return walk(tree.token, tree.parent, depth, tree.ancestors, live, sampled, max_depth)
+
+
+@st.composite
+def cases(draw):
+    """Trees over three tokens, draws over the same three: long matches, many twins."""
+    batch = draw(st.lists(nodes(max_nodes=24, vocab=3), min_size=1, max_size=3))
+    slots = max(1, *(len(tree) for tree in batch)) + draw(st.integers(0, 2))
+    sampled = [
+        draw(st.lists(st.integers(0, 2), min_size=slots + 1, max_size=slots + 1)) for _ in batch
+    ]
+    live = [draw(st.integers(0, slots)) for _ in batch]
+    return batch, slots, torch.tensor(sampled), live
+
+
+@quick
+@given(cases())
+def test_longest_matching_path(case):
+    batch, slots, sampled, scheduled = case
+    tree = to_tree(batch, slots)
+    live = torch.arange(slots) < torch.tensor(scheduled)[:, None]
+    max_depth = int(tree.depth.max())
+    verdict = run(tree, live, sampled, max_depth)
+    for request, plain in enumerate(batch):
+        z = sampled[request].tolist()
+        reached = [
+            path
+            for path in (path_to(plain, n) for n in range(min(len(plain), scheduled[request]) + 1))
+            if all(plain[child - 1][1] == z[up] for up, child in itertools.pairwise(path))
+        ]
+        best = max(reached, key=lambda path: (len(path), -path[-1]))
+        accepted = len(best) - 1
+        assert verdict.accepted[request] == accepted
+        assert verdict.path[request].tolist() == best + [0] * (max_depth - accepted)
+        assert verdict.output[request].tolist() == [z[node] for node in best] + [0] * (
+            max_depth - accepted
+        )
+
+
+def test_the_deeper_twin_decides():
+    """Two children carry the drawn token; only the second one goes on."""
+    tree = to_tree([[(0, 5), (0, 5), (2, 6)]], 3)
+    verdict = run(tree, torch.ones(1, 3, dtype=torch.bool), torch.tensor([[5, 6, 6, 9]]), 2)
+    assert verdict.path.tolist() == [[0, 2, 3]]
+    assert verdict.output.tolist() == [[5, 6, 9]]
+
+
+def test_no_nodes_at_all():
+    tree = to_tree([[]], 1).prefix(0)
+    verdict = run(tree, torch.ones(1, 0, dtype=torch.bool), torch.tensor([[4]]), 0)
+    assert verdict.accepted.tolist() == [0] and verdict.output.tolist() == [[4]]
+
+
+def test_nothing_is_read_on_the_host():
+    """A fake tensor has no value: any `.item()` or data-dependent shape raises."""
+    with FakeTensorMode():
+        integers = dict(dtype=torch.int64)
+        verdict = walk(
+            torch.zeros(3, 60, **integers),
+            torch.zeros(3, 60, dtype=torch.int32),
+            torch.zeros(3, 61, **integers),
+            torch.zeros(3, 61, 1, **integers),
+            torch.zeros(3, 60, dtype=torch.bool),
+            torch.zeros(3, 61, **integers),
+            8,
+        )
+    assert verdict.path.shape == (3, 9)
