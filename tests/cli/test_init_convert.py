@@ -1,0 +1,114 @@
+"""The commands that make, convert and show drafter directories."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from vllm_specblock.cli.main import app
+from vllm_specblock.draft import checkpoint
+
+FIXTURES = Path(__file__).parent.parent / "fixtures"
+
+
+@pytest.fixture
+def target(tmp_path) -> Path:
+    directory = tmp_path / "target"
+    directory.mkdir()
+    (directory / "config.json").write_text(
+        json.dumps(
+            {
+                "model_type": "llama",
+                "architectures": ["LlamaForCausalLM"],
+                "hidden_size": 64,
+                "vocab_size": 160,
+                "intermediate_size": 96,
+                "num_hidden_layers": 9,
+                "num_attention_heads": 4,
+            }
+        )
+    )
+    return directory
+
+
+def specblock(*arguments: str | Path):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_init_writes_what_its_options_say(target, tmp_path):
+    result = specblock(
+        "init", "--target", target, "--out", tmp_path / "out", "--block-size", 3, "--layers", 1,
+        "--draft-vocab-size", 32, "--layer-ids", "1,3,8", "--target-name", "org/target",
+        "--qk-norm",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    config = checkpoint.load(tmp_path / "out").config
+    assert (config.block_size, config.num_hidden_layers, config.draft_vocab_size) == (3, 1, 32)
+    assert config.target.layer_ids == (1, 3, 8)
+    assert config.target.name == "org/target"
+    assert config.qk_norm
+
+
+def test_init_needs_nothing_but_target_and_out(target, tmp_path):
+    result = specblock("init", "--target", target, "--out", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    config = checkpoint.read_config(tmp_path / "out")
+    assert (config.block_size, config.num_hidden_layers) == (4, 2)
+    assert config.target.layer_ids == (2, 4, 6)
+    assert "parameters" in result.stdout
+
+
+def test_convert_both_ways(target, tmp_path):
+    ours, back = tmp_path / "ours", tmp_path / "back"
+    result = specblock("convert", FIXTURES / "llama", "--out", ours, "--target", target)
+    assert result.exit_code == 0, result.output
+    assert checkpoint.read_config(ours).target.layer_ids == (2, 4, 6)
+    result = specblock("convert", ours, "--out", back, "--to", "published")
+    assert result.exit_code == 0, result.output
+    assert (back / "vocab_mapping.pt").exists()
+
+
+def test_inspect_shows_config_tensors_size_and_coverage():
+    result = specblock("inspect", FIXTURES / "qwen")
+    assert result.exit_code == 0, result.output
+    assert '"block_size": 4' in result.stdout
+    row = next(line for line in result.stdout.splitlines() if line.startswith("shift_proj.0"))
+    assert row.split(maxsplit=2) == ["shift_proj.0.weight", "float32", "[32, 64]"]
+    assert "parameters: 39,040" in result.stdout
+    assert "64 of 128 target tokens (50.0%)" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["inspect", "no/such/drafter"], "There is no directory"),
+        (["init", "--target", "no/such/target", "--out", "unused"], "There is no directory"),
+        (["convert", FIXTURES / "llama", "--out", FIXTURES / "llama"], "into itself"),
+    ],
+)
+def test_errors_are_one_sentence_on_stderr(arguments, said):
+    result = specblock(*arguments)
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert said in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_layer_ids_that_are_not_three_numbers(target, tmp_path):
+    result = specblock("init", "--target", target, "--out", tmp_path / "o", "--layer-ids", "2,x")
+    assert result.exit_code == 2
+    assert "three layer numbers" in result.stderr
+
+
+def test_help_does_not_load_torch():
+    code = (
+        "import sys\n"
+        "from vllm_specblock.cli.main import app\n"
+        "assert app.registered_commands\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,48 @@
+"""`specblock init`: an untrained drafter for a target."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from vllm_specblock.cli.options import LayerIds, OutDir, TargetName
+
+
+def init(
+    target: Annotated[Path, typer.Option(help="Hugging Face directory of the target.")],
+    out: OutDir,
+    block_size: Annotated[int, typer.Option(help="K, draft positions per forward.")] = 4,
+    layers: Annotated[int, typer.Option(help="L, decoder layers of the drafter.")] = 2,
+    draft_vocab_size: Annotated[
+        int | None,
+        typer.Option(help="Tokens the drafter can name. Default: 32000 or, if fewer, all."),
+    ] = None,
+    layer_ids: LayerIds = None,
+    target_name: TargetName = None,
+    qk_norm: Annotated[
+        bool | None,
+        typer.Option(help="RMS norm on queries and keys. Default: as the target has it."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the weights.")] = 0,
+) -> None:
+    """Make an untrained drafter, shaped after a Llama- or Qwen3-like target.
+
+    It drafts from the first --draft-vocab-size token ids; training maps the most frequent ones.
+    """
+    from vllm_specblock.draft import checkpoint
+
+    drafter = checkpoint.init(
+        target,
+        block_size=block_size,
+        num_layers=layers,
+        draft_vocab_size=draft_vocab_size,
+        layer_ids=layer_ids,
+        target_name=target_name,
+        qk_norm=qk_norm,
+        seed=seed,
+    )
+    checkpoint.save(drafter, out)
+    millions = sum(weight.numel() for weight in drafter.parameters()) / 1e6
+    typer.echo(f"Wrote an untrained drafter of {millions:.1f} M parameters to {out}")

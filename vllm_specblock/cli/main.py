@@ -1,0 +1,39 @@
+"""`specblock`: one command per file in this folder.
+
+Commands import what they need when they run, so that `specblock --help` is quick.
+"""
+
+from __future__ import annotations
+
+import typer
+from typer.core import TyperGroup
+
+from vllm_specblock.cli.convert import convert
+from vllm_specblock.cli.init import init
+from vllm_specblock.cli.inspect import inspect
+
+
+class OneSentenceErrors(TyperGroup):
+    """Shows the errors that are written for users as their one sentence, without a traceback."""
+
+    def invoke(self, ctx):
+        try:
+            return super().invoke(ctx)
+        except ValueError as error:
+            from vllm_specblock.draft.config import CheckpointError
+
+            if not isinstance(error, CheckpointError):
+                raise
+            typer.echo(f"Error: {error}", err=True)
+            raise typer.Exit(1) from None
+
+
+app = typer.Typer(
+    cls=OneSentenceErrors,
+    help="Make, train, convert and look at SpecBlock drafters.",
+    no_args_is_help=True,
+    add_completion=False,
+)
+app.command()(init)
+app.command()(convert)
+app.command()(inspect)

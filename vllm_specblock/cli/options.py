@@ -1,0 +1,37 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def three_layers(text: str) -> tuple[int, int, int]:
+    """Parse "2,16,29"."""
+    try:
+        low, mid, high = (int(part) for part in text.split(","))
+    except ValueError:
+        raise typer.BadParameter(
+            f"{text!r} is not three layer numbers with commas between them, such as 2,16,29."
+        ) from None
+    return low, mid, high
+
+
+LayerIds = Annotated[
+    str | None,
+    typer.Option(
+        parser=three_layers,
+        metavar="LOW,MID,HIGH",
+        help="Target layers whose states the drafter reads; i is the state after i layers. "
+        "Default: 2, N//2, N-3 of N.",
+    ),
+]
+
+TargetName = Annotated[
+    str | None,
+    typer.Option(help="What vLLM loads as the target, folder or hub id. Default: --target."),
+]
+
+OutDir = Annotated[Path, typer.Option(help="Directory to write the drafter to.")]

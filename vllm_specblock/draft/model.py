@@ -1,0 +1,262 @@
+"""The SpecBlock drafter: one forward pass gives K dependent draft positions (paper, section 3.1).
+
+Shapes: T rows of one forward, K positions per row, H hidden size, D head size, Vd draft
+vocabulary, C rank buckets. A row is (condition, token, RoPE base); its K positions come out of
+one pass. Parameter names are those of the published checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vllm_specblock.draft.config import TOP_LOGPROBS, DrafterConfig
+from vllm_specblock.draft.rope import Rotary, rotate
+from vllm_specblock.triton_kernels.layer_shift import layer_shift
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""attend(layer, query [Q,K,nh,D], key [T,K,nkv,D], value [T,K,nkv,D]) -> [Q,K,nh,D].
+
+Keys and queries carry their RoPE. Q = T, except in the last layer of a forward with `keep`.
+The callable owns the cache, the mask and the scaling by 1/sqrt(D).
+"""
+
+RANK_FEATURES = TOP_LOGPROBS + 5
+_RANK_HIDDEN = 256
+
+
+class SpecBlockDrafter(nn.Module):
+    """Block forward, LM head and rank head. It holds no embedding: that is the target's."""
+
+    def __init__(self, config: DrafterConfig):
+        super().__init__()
+        self.config = config
+        size, depth = config.hidden_size, config.num_hidden_layers
+        self.input_layer = InputLayer(config)
+        self.rotary = Rotary(config)
+        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(depth))
+        self.shift_proj = nn.ModuleList(
+            nn.Linear(2 * size, size, bias=False) for _ in range(depth - 1)
+        )
+        self.norm = RMSNorm(size, config.rms_norm_eps)
+        self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
+        self.rank_head = nn.Sequential(
+            nn.Linear(size + RANK_FEATURES, _RANK_HIDDEN, bias=False),
+            nn.SiLU(),
+            nn.Linear(_RANK_HIDDEN, config.rank_classes, bias=False),
+        )
+        # Until a mapping is loaded, the draft vocabulary is the first Vd target ids.
+        self.register_buffer("t2d", torch.arange(config.vocab_size) < config.draft_vocab_size)
+        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
+
+    def condition(self, features: Tensor) -> Tensor:
+        """Context feature of block 1 (eq. 1).
+
+        features [T, 3·Ht]: the target's hidden states, columns low, mid, high -> [T, H].
+        """
+        return self.input_layer.condition_proj(features)
+
+    def forward(
+        self,
+        condition: Tensor,
+        embedding: Tensor,
+        base: Tensor,
+        attend: Attend,
+        keep: Tensor | None = None,
+    ) -> Tensor:
+        """All decoder layers over T rows (eqs. 2 and 3).
+
+        Args:
+            condition: [T, H], from `condition`, or for a later block the output of this
+                function at the position where the block starts.
+            embedding: [T, H], the target's embedding of each row's token, as it is stored.
+            base: [T] int64, RoPE position of each row's first draft position.
+            attend: see `Attend`.
+            keep: [Q] int64, rows whose outputs are wanted (default all). In the last layer the
+                others give keys and values only.
+
+        Returns:
+            [T or Q, K, H], the state before the final norm: what `heads` reads, and what a
+            later block takes as its condition.
+        """
+        hidden = self.input_layer(condition, embedding)
+        rope = self.rotary(base, hidden.dtype)
+        last = len(self.layers) - 1
+        for index, layer in enumerate(self.layers):
+            if index:
+                # The cast only matters under autocast: the kernel wants one dtype.
+                weight = self.shift_proj[index - 1].weight.to(hidden.dtype)
+                hidden = layer_shift(hidden, weight)
+            hidden = layer(index, hidden, rope, attend, keep if index == last else None)
+        return hidden
+
+    def heads(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Draft and rank logits (section 3.2, eq. 4).
+
+        hidden [..., H], as `forward` returns it -> ([..., Vd], [..., C]). No gradient of the
+        rank logits reaches the trunk or the LM head.
+        """
+        logits, _, rank_logits = self._read(hidden, 0)
+        return logits, rank_logits
+
+    def candidates(self, hidden: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
+        """What tree expansion needs of `heads`, with one top-k for it and the rank features.
+
+        hidden [..., H] -> the best `width` tokens' log-probabilities over the whole draft
+        vocabulary [..., width] float32 (descending), their target ids [..., width] int64, and
+        the predicted rank bucket [...] int64.
+        """
+        logits, top, rank_logits = self._read(hidden, width)
+        total = logits.float().logsumexp(-1, keepdim=True)
+        logprob = top.values[..., :width].float() - total
+        return logprob, self.target_ids(top.indices[..., :width]), rank_logits.argmax(-1)
+
+    def target_ids(self, draft_ids: Tensor) -> Tensor:
+        """Target ids [...] int64 of draft ids [...] int64: d2t holds offsets."""
+        return draft_ids + self.d2t[draft_ids]
+
+    def _read(self, hidden: Tensor, width: int) -> tuple[Tensor, torch.return_types.topk, Tensor]:
+        """(draft logits, their top-k of at least `width`, rank logits) of hidden [..., H]."""
+        normed = self.norm(hidden)
+        logits = self.lm_head(normed)
+        with torch.no_grad():
+            scope = self.config.rank_topk
+            reach = TOP_LOGPROBS if scope == "full" else scope
+            top = logits.topk(min(max(reach, width), self.config.draft_vocab_size))
+            within = logits if scope == "full" else top.values[..., :reach]
+            features = rank_features(top.values[..., :TOP_LOGPROBS], within).to(normed.dtype)
+        return logits, top, self.rank_head(torch.cat([normed.detach(), features], dim=-1))
+
+
+class RMSNorm(nn.RMSNorm):
+    """RMS norm with float32 arithmetic inside."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., n] -> [..., n]. The cast only matters under autocast, which leaves weights be."""
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
+class InputLayer(nn.Module):
+    """Condition, token and position query, normed and fused (eq. 2)."""
+
+    def __init__(self, config: DrafterConfig):
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.condition_proj = nn.Linear(3 * config.target_hidden_size, size, bias=False)
+        self.condition_norm = RMSNorm(size, eps)
+        self.token_norm = RMSNorm(size, eps)
+        self.query_norm = RMSNorm(size, eps)
+        self.position_queries = nn.Embedding(config.block_size, size)
+        self.fuse = nn.Linear(3 * size, size, bias=False)
+
+    def forward(self, condition: Tensor, embedding: Tensor) -> Tensor:
+        """condition [T, H], embedding [T, H] -> [T, K, H].
+
+        W_fuse is linear in its three inputs, and only the query varies over the K positions:
+        the rows' part is computed once per row, the queries' once per forward.
+        """
+        of_row = 2 * condition.shape[-1]
+        weight = self.fuse.weight
+        row = torch.cat([self.condition_norm(condition), self.token_norm(embedding)], dim=-1)
+        row = F.linear(row, weight[:, :of_row])
+        query = F.linear(self.query_norm(self.position_queries.weight), weight[:, of_row:])
+        return row[:, None] + query
+
+
+class DecoderLayer(nn.Module):
+    """A pre-norm Llama layer; with `qk_norm` a Qwen3 layer."""
+
+    def __init__(self, config: DrafterConfig):
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(
+        self,
+        index: int,
+        hidden: Tensor,
+        rope: tuple[Tensor, Tensor],
+        attend: Attend,
+        keep: Tensor | None,
+    ) -> Tensor:
+        """hidden [T, K, H], rope 2 × [T, K, 1, D], keep [Q] -> [T or Q, K, H]."""
+        normed = self.input_layernorm(hidden)
+        mixed = self.self_attn(index, normed, rope, attend, keep)
+        hidden = (hidden if keep is None else hidden[keep]) + mixed
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class Attention(nn.Module):
+    """Projections and RoPE around `attend`."""
+
+    def __init__(self, config: DrafterConfig):
+        super().__init__()
+        size, self.head_dim = config.hidden_size, config.head_dim
+        width = config.num_attention_heads * config.head_dim
+        kv_width = config.num_key_value_heads * config.head_dim
+        self.q_proj = nn.Linear(size, width, bias=False)
+        self.k_proj = nn.Linear(size, kv_width, bias=False)
+        self.v_proj = nn.Linear(size, kv_width, bias=False)
+        self.o_proj = nn.Linear(width, size, bias=False)
+        if config.qk_norm:
+            self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+            self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        else:
+            self.q_norm = self.k_norm = nn.Identity()
+
+    def forward(
+        self,
+        index: int,
+        normed: Tensor,
+        rope: tuple[Tensor, Tensor],
+        attend: Attend,
+        keep: Tensor | None,
+    ) -> Tensor:
+        """normed [T, K, H] -> [T or Q, K, H]."""
+        per_head = (-1, self.head_dim)
+        key = rotate(self.k_norm(self.k_proj(normed).unflatten(-1, per_head)), *rope)
+        value = self.v_proj(normed).unflatten(-1, per_head)
+        if keep is not None:
+            normed, rope = normed[keep], (rope[0][keep], rope[1][keep])
+        query = rotate(self.q_norm(self.q_proj(normed).unflatten(-1, per_head)), *rope)
+        return self.o_proj(attend(index, query, key, value).flatten(-2))
+
+
+class MLP(nn.Module):
+    """SiLU-gated feed-forward layer."""
+
+    def __init__(self, config: DrafterConfig):
+        super().__init__()
+        size, inner = config.hidden_size, config.intermediate_size
+        self.gate_proj = nn.Linear(size, inner, bias=False)
+        self.up_proj = nn.Linear(size, inner, bias=False)
+        self.down_proj = nn.Linear(inner, size, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[..., H] -> [..., H]."""
+        return self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
+
+
+def rank_features(top: Tensor, within: Tensor) -> Tensor:
+    """ψ, the rank head's summary of a draft distribution (appendix B).
+
+    Args:
+        top: [..., 10], the largest logits, descending.
+        within: [..., n], the logits over which probabilities and entropy are taken.
+
+    Returns:
+        [..., 15] float32: log-probabilities of the top 10; gaps of the first logit to ranks 2,
+        3 and 5; probability of the first; entropy in nats.
+    """
+    top, within = top.float(), within.float()
+    total = within.logsumexp(-1, keepdim=True)
+    logprob, spread = top - total, within - total
+    entropy = -(spread.exp() * spread).sum(-1, keepdim=True)
+    best = top[..., :1]  # slices: indexing by a list would copy it to the device, and sync
+    gaps = (best - top[..., 1:3], best - top[..., 4:5])
+    return torch.cat([logprob, *gaps, logprob[..., :1].exp(), entropy], dim=-1)
