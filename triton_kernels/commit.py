@@ -110,10 +110,13 @@ def move_kv_triton(
     cache = kv_caches.caches[0]
     _, num_kv_heads, block_size, width = cache.shape
     integer = {torch.int8: tl.int8, torch.int16: tl.int16, torch.int32: tl.int32}[cache.dtype]
+    # All rows are in registers at once: the more there are, the fewer columns at a time.
+    block_rows = next_power_of_2(depth)
+    block_c = min(next_power_of_2(width), 128, max(4096 // block_rows, 16))
     _move_kv_kernel[(num_requests, num_kv_heads, len(kv_caches.caches))](
         kv_caches.pointers, source_slot.contiguous(), target_slot.contiguous(), moves.contiguous(),
         depth, *cache.stride(), WIDTH=width, BLOCK_SIZE=block_size, INTEGER=integer,
-        BLOCK_ROWS=next_power_of_2(depth), BLOCK_C=min(next_power_of_2(width), 128), num_warps=4,
+        BLOCK_ROWS=block_rows, BLOCK_C=block_c, num_warps=4,
     )  # fmt: skip
 
 

@@ -253,16 +253,21 @@ def tree_attention_triton(
     num_requests = len(query_start) - 1
     group = num_heads // num_kv_heads
     rows = max(max_query_len, 1) * group
-    block_m = min(max(next_power_of_2(rows), 16), 128 if head_size <= 128 else 64)
-    # Key and value tiles in two stages stay below 64 KiB of shared memory.
-    block_n = (64 if head_size <= 128 else 32) // (2 if query.dtype == torch.float32 else 1)
+    block_d = max(next_power_of_2(head_size), 16)
+    # Shared memory: 32 KiB of queries, two stages of 16 KiB of keys and as much of values; that
+    # is 96 KiB, which GPUs smaller than an A100 have, too. float32 is split in parts (tf32x3).
+    row_bytes = block_d * (8 if query.dtype == torch.float32 else 2)
+    block_m = min(max(next_power_of_2(rows), 16), 128, 32768 // row_bytes)
+    block_n = min(64, max(16, 16384 // row_bytes))
+    # The kernel works on 32-bit halves of the words: 64-bit masks cost twice the registers.
+    halves = words.view(torch.int32)
     # One program row more than there are requests: it clears the tokens past query_start[R].
     _tree_attention_kernel[(cdiv(rows, block_m), num_requests + 1, num_kv_heads)](
-        query, kv_cache, block_table, query_start, seq_len, prefix_len, words, window_start, out,
+        query, kv_cache, block_table, query_start, seq_len, prefix_len, halves, window_start, out,
         num_tokens, num_requests, max_seq_len, scale * LOG2_E,
-        *query.stride(), *kv_cache.stride(), block_table.stride(0), words.stride(0), *out.stride(),
-        GROUP=group, HEAD=head_size, BLOCK_SIZE=block_size, W=words.shape[1],
-        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=max(next_power_of_2(head_size), 16),
+        *query.stride(), *kv_cache.stride(), block_table.stride(0), halves.stride(0), *out.stride(),
+        GROUP=group, HEAD=head_size, BLOCK_SIZE=block_size, HALVES=halves.shape[1],
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d,
         num_warps=8 if block_m == 128 else 4, num_stages=2,
     )  # fmt: skip
     return out
@@ -276,7 +281,7 @@ def _tree_attention_kernel(
     query_start,  # [R+1] int32
     seq_len,  # [R] int32
     prefix_len,  # [T] int32
-    words,  # [T, W] int64
+    halves,  # [T, 2W] int32: words, low half first
     window_start,  # [R] int32
     out,  # [T, nh, D]
     num_tokens,
@@ -291,14 +296,14 @@ def _tree_attention_kernel(
     cache_entry_stride,
     cache_dim_stride,
     table_stride,
-    words_stride,
+    halves_stride,
     out_token_stride,
     out_head_stride,
     out_dim_stride,
     GROUP: tl.constexpr,  # query heads per kv head
     HEAD: tl.constexpr,  # D
     BLOCK_SIZE: tl.constexpr,
-    W: tl.constexpr,
+    HALVES: tl.constexpr,  # 2W
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -339,13 +344,13 @@ def _tree_attention_kernel(
     )
     prefix = tl.load(prefix_len + token, mask=row_in, other=0)
     window = tl.load(window_start + request)
-    row_words = words + token * words_stride
+    row_halves = halves + token * halves_stride
 
     # Entries before `common` are seen by every row of the tile; none sees any from `end` on.
     reach = prefix
-    for w in tl.static_range(W):
-        word = tl.load(row_words + w, mask=row_in, other=0)
-        reach = tl.where(word != 0, tl.maximum(reach, window + 64 * (w + 1)), reach)
+    for h in tl.static_range(HALVES):
+        half = tl.load(row_halves + h, mask=row_in, other=0)
+        reach = tl.where(half != 0, tl.maximum(reach, window + 32 * (h + 1)), reach)
     bound = tl.minimum(tl.load(seq_len + request), max_seq_len)
     end = tl.minimum(tl.max(reach, 0), bound)
     common = tl.minimum(tl.min(tl.where(row_in, prefix, end), 0), end)
@@ -358,15 +363,15 @@ def _tree_attention_kernel(
     acc = tl.full([BLOCK_M, BLOCK_D], 0.0, tl.float32)
     for start in range(0, common, BLOCK_N):
         top, total, acc = _absorb(
-            q, top, total, acc, start, cache, table, prefix, row_words, row_in, window, end,
+            q, top, total, acc, start, cache, table, prefix, row_halves, row_in, window, end,
             scale_log2, cache_block_stride, cache_entry_stride, cache_dim_stride,
-            HEAD, BLOCK_SIZE, W, BLOCK_N, BLOCK_D, MASKED=False,
+            HEAD, BLOCK_SIZE, HALVES, BLOCK_N, BLOCK_D, MASKED=False,
         )  # fmt: skip
-    for start in range(common, end, BLOCK_N):
+    for start in tl.range(common, end, BLOCK_N, num_stages=1):
         top, total, acc = _absorb(
-            q, top, total, acc, start, cache, table, prefix, row_words, row_in, window, end,
+            q, top, total, acc, start, cache, table, prefix, row_halves, row_in, window, end,
             scale_log2, cache_block_stride, cache_entry_stride, cache_dim_stride,
-            HEAD, BLOCK_SIZE, W, BLOCK_N, BLOCK_D, MASKED=True,
+            HEAD, BLOCK_SIZE, HALVES, BLOCK_N, BLOCK_D, MASKED=True,
         )  # fmt: skip
 
     result = acc / tl.where(total > 0, total, 1.0)[:, None]
@@ -388,7 +393,7 @@ def _absorb(
     cache,
     table,
     prefix,  # [BLOCK_M] int32
-    row_words,  # [BLOCK_M] pointers to the rows' words
+    row_halves,  # [BLOCK_M] pointers to the rows' halves
     row_in,  # [BLOCK_M]
     window,
     end,
@@ -398,7 +403,7 @@ def _absorb(
     cache_dim_stride,
     HEAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    W: tl.constexpr,
+    HALVES: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     MASKED: tl.constexpr,
@@ -408,13 +413,17 @@ def _absorb(
     dim = tl.arange(0, BLOCK_D)
     wanted = entry < end
     if MASKED:
-        shift = entry - window
-        bits = tl.full([q.shape[0], BLOCK_N], 0, tl.int64)
-        for w in tl.static_range(W):
-            word = tl.load(row_words + w, mask=row_in, other=0)
-            # An arithmetic shift: entries before the window give a negative word number.
-            bits = tl.where((shift >> 6 == w)[None, :], word[:, None], bits)
-        bits = (bits >> (shift & 63).to(tl.int64)[None, :]) & 1
+        column = entry - window
+        # BLOCK_N columns that begin anywhere touch so many 32-bit halves and no more. The shift
+        # is arithmetic: columns before the window give negative halves, which hold no bits.
+        first = (start - window) >> 5
+        bits = tl.full([q.shape[0], BLOCK_N], 0, tl.int32)
+        for i in tl.static_range((BLOCK_N + 30) // 32 + 1):
+            number = tl.full([q.shape[0]], first + i, tl.int32)
+            there = row_in & (number >= 0) & (number < HALVES)
+            half = tl.load(row_halves + number, mask=there, other=0)
+            bits = tl.where((column >> 5 == first + i)[None, :], half[:, None], bits)
+        bits = (bits >> (column & 31)[None, :]) & 1
         visible = ((entry[None, :] < prefix[:, None]) | (bits != 0)) & wanted[None, :]
         # What nobody sees is not read: it may be unwritten memory, and 0 · NaN is NaN.
         wanted = tl.max(visible.to(tl.int32), 0) > 0
@@ -426,8 +435,8 @@ def _absorb(
         mask=wanted[None, :] & (dim < HEAD)[:, None],
         other=0.0,
     )
-    # "ieee": float32 stays float32 (no TF32); it changes nothing for 16-bit inputs.
-    scores = tl.dot(q, key, input_precision="ieee") * scale_log2
+    # "tf32x3" keeps about float32's accuracy; it changes nothing for 16-bit inputs.
+    scores = tl.dot(q, key, input_precision="tf32x3") * scale_log2
     if MASKED:
         scores = tl.where(visible, scores, float("-inf"))
     new_top = tl.maximum(top, tl.max(scores, 1))
@@ -441,5 +450,5 @@ def _absorb(
         mask=wanted[:, None] & (dim < HEAD)[None, :],
         other=0.0,
     )
-    acc = tl.dot(weight.to(value.dtype), value, acc * decay[:, None], input_precision="ieee")
+    acc = tl.dot(weight.to(value.dtype), value, acc * decay[:, None], input_precision="tf32x3")
     return new_top, total, acc

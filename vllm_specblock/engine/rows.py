@@ -31,7 +31,7 @@ class StepRows:
         self.has_drafts = batch.num_draft_tokens > 0
         base = batch.num_scheduled_tokens[:num_reqs] - drafts
         counts = base + np.where(drafts > 0, slots.max_depth, 0)
-        self.row_start_host = [0, *np.cumsum(counts).tolist()]
+        self.row_start_host = [0, *np.cumsum(counts).tolist()]  # a host array
         request = np.repeat(np.arange(num_reqs), counts)
         local = np.arange(len(request)) - np.repeat(self.row_start_host[:-1], counts)
         beyond = local - base[request] + 1  # position on the path, ≤ 0 up to the root

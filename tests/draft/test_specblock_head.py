@@ -1,0 +1,211 @@
+"""The head over paged caches drafts what the plain description in `cache.py` drafts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+
+from vllm_specblock.config import SpecBlockConfig
+from vllm_specblock.draft.cache import DenseCache
+from vllm_specblock.draft.config import DrafterConfig, TargetInfo
+from vllm_specblock.draft.expand import Expansion
+from vllm_specblock.draft.head import CommittedRows
+from vllm_specblock.draft.model import SpecBlockDrafter
+from vllm_specblock.draft.specblock import SpecBlockHead
+
+H, V, K, PAGE, MAX_LEN = 32, 64, 4, 8, 64
+
+
+def make_drafter(**changes) -> SpecBlockDrafter:
+    torch.manual_seed(0)
+    config = DrafterConfig(
+        hidden_size=H, target_hidden_size=H, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, intermediate_size=48, num_hidden_layers=2, block_size=K, vocab_size=V,
+        draft_vocab_size=V, target=TargetInfo(hidden_size=H, vocab_size=V, layer_ids=(1, 2, 3)),
+        **changes,
+    )  # fmt: skip
+    drafter = SpecBlockDrafter(config).eval()
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter.normal_(std=0.25)
+        drafter.t2d.fill_(True)
+        drafter.d2t.zero_()
+    return drafter
+
+
+def make_head(drafter, options: SpecBlockConfig, nodes: int) -> tuple[SpecBlockHead, torch.Tensor]:
+    embedding = torch.randn(V, H, generator=torch.Generator().manual_seed(1))
+    head = SpecBlockHead(drafter, lambda ids: embedding[ids], options, nodes, MAX_LEN)
+    # Noise in the cache: nothing of it may be seen.
+    caches = [
+        torch.randn(20, PAGE * K, 2, 16).transpose(1, 2) for _ in range(2)
+    ]  # [blocks, heads, entries, 2D], entries consecutive in memory
+    head.bind(caches)
+    return head, embedding
+
+
+def rows_of(requests, tables, features, text, padding: int = 0) -> CommittedRows:
+    """Rows first … end − 1 of each request, and `padding` rows that stand for rejected nodes."""
+    parts, start, last = [], [0], []
+    for request, (first, end) in enumerate(requests):
+        position = torch.arange(first, end + padding)
+        real = position < end
+        slot = tables[request][(position // PAGE).clamp(max=7)] * PAGE + position % PAGE
+        index = position.clamp(max=end - 1)
+        parts.append(
+            (
+                features[request][index],
+                text[request][index + 1],
+                position,
+                torch.where(real, slot, -1),
+            )
+        )
+        last.append(start[-1] + end - first - 1)
+        start.append(start[-1] + len(position))
+    features, token, position, slot = (torch.cat(part) for part in zip(*parts))
+    return CommittedRows(
+        features,
+        token,
+        position,
+        slot,
+        torch.tensor(start, dtype=torch.int32),
+        start,
+        torch.tensor(last),
+        tables.int(),
+        PAGE,
+        int(position.max()),
+    )
+
+
+def dense_tree(drafter, embedding, features, text, end: int, head: SpecBlockHead):
+    """The same tree from the dense description, for one request whose root is text[end]."""
+    cache, shape = DenseCache(drafter.config), head.shape
+    row = torch.arange(end)
+    newest = torch.tensor([end - 1])
+    hidden = drafter(
+        drafter.condition(features[row]),
+        embedding[text[row + 1]],
+        row + 1,
+        cache.append(newest),
+        newest,
+    )
+    expansion = Expansion(shape, torch.tensor(shape.branching), 1)
+    expansion.first_block(*drafter.candidates(hidden, shape.width))
+    before = None
+    drafted = hidden
+    for block in range(2, shape.num_blocks + 1):
+        starts = expansion.starts(block)
+        position, row = starts.position[0], starts.row[0]
+        base = torch.full_like(position, end)
+        if drafter.config.block_rope == "path":
+            base = base + position + 1
+        if before is None:
+            before = cache.starts(position)
+        else:
+            before = before.starts(row - 1, position)
+        later = drafter(drafted[row, position], embedding[starts.token[0]], base, before)
+        expansion.next_block(starts, block, *drafter.candidates(later[None], shape.width))
+        drafted = torch.cat([drafted, later])
+    return expansion.finish()
+
+
+def texts(tree, request: int) -> dict[tuple, float]:
+    parent, token = tree.parent[request].tolist(), tree.token[request].tolist()
+    known, out = {0: ()}, {}
+    for node in range(1, int(tree.size[request]) + 1):
+        known[node] = (*known[parent[node - 1]], token[node - 1])
+        out[known[node]] = float(tree.logprob[request, node - 1])
+    return out
+
+
+@pytest.mark.parametrize(
+    ("options", "drafter_changes"),
+    [
+        ({"num_blocks": 1}, {}),
+        ({}, {}),
+        ({"num_starts": 3, "branching": [2, 4, 10, 0]}, {}),
+        ({}, {"block_rope": "path"}),
+        ({}, {"qk_norm": True}),
+        # Each block starts from the end of the one before: three rows on one path.
+        ({"num_blocks": 3, "num_starts": 1}, {}),
+    ],
+)
+@torch.no_grad()
+def test_paged_equals_dense(options, drafter_changes):
+    """Two requests, prompt in two chunks, then two decode steps with rejected nodes as padding."""
+    drafter = make_drafter(**drafter_changes)
+    head, embedding = make_head(drafter, SpecBlockConfig(**options), nodes=40)
+    draw = torch.Generator().manual_seed(2)
+    features = torch.randn(2, MAX_LEN, 3 * H, generator=draw)
+    text = torch.randint(0, V, (2, MAX_LEN + 1), generator=draw)
+    tables = torch.tensor([[3, 7, 1, 12, 5, 6, 9, 10], [4, 2, 8, 11, 13, 14, 15, 16]])
+    for requests, padding in (
+        ([(0, 11), (0, 6)], 0),
+        ([(11, 20), (6, 9)], 0),
+        ([(20, 23), (9, 10)], 4),
+        ([(23, 24), (10, 14)], 8),
+    ):
+        tree = head.propose(rows_of(requests, tables, features, text, padding))
+        for request, (_, end) in enumerate(requests):
+            expected = dense_tree(drafter, embedding, features[request], text[request], end, head)
+            found, wanted = texts(tree, request), texts(expected, 0)
+            common = found.keys() & wanted.keys()
+            assert len(common) >= len(wanted) - 2, "more than a tie at the budget's cut differs"
+            for path in common:
+                assert found[path] == pytest.approx(wanted[path], abs=1e-3)
+
+
+@torch.no_grad()
+def test_at_the_length_limit_later_blocks_are_left_out():
+    """Their rows would have no slot; block 1 goes on alone."""
+    drafter = make_drafter()
+    head, _ = make_head(drafter, SpecBlockConfig(), nodes=40)
+    features, text = torch.randn(1, MAX_LEN, 3 * H), torch.randint(0, V, (1, MAX_LEN + 1))
+    tables = torch.arange(1, 9)[None]
+    before = [cache.clone() for cache in head.sight.caches]
+    tree = head.propose(rows_of([(0, MAX_LEN)], tables, features, text))
+    assert max(len(path) for path in texts(tree, 0)) == K
+    for cache, old in zip(head.sight.caches, before):
+        changed = (cache != old).any(-1).any(1).any(-1).nonzero().flatten().tolist()
+        assert set(changed) <= {0, *tables[0].tolist()}, "a stranger's block was written"
+
+
+def test_proposal_reads_nothing_on_the_host():
+    """A fake tensor has no value: any `.item()` or data-dependent shape raises."""
+    with FakeTensorMode(), torch.no_grad():
+        drafter = make_drafter()
+        embedding = torch.zeros(V, H)
+        head = SpecBlockHead(
+            drafter, lambda ids: embedding[ids], SpecBlockConfig(num_blocks=3), 60, MAX_LEN
+        )
+        head.sight = _sight_made_outside(head)
+        head.width = torch.zeros(4, dtype=torch.int64)
+        integers = {"dtype": torch.int64}
+        tree = head.propose(
+            CommittedRows(
+                torch.zeros(12, 3 * H),
+                torch.zeros(12, **integers),
+                torch.zeros(12, **integers),
+                torch.zeros(12, **integers),
+                torch.zeros(3, dtype=torch.int32),
+                [0, 9, 12],
+                torch.zeros(2, **integers),
+                torch.zeros(2, 8, dtype=torch.int32),
+                PAGE,
+                20,
+            )
+        )
+    assert tree.token.shape == (2, 60)
+
+
+def _sight_made_outside(head):
+    """Its bit patterns are computed once, on the host, before any step."""
+    from vllm_specblock.draft.paged import BlockSight
+
+    with unset_fake_temporarily():
+        sight = BlockSight([], K, head.shape.num_starts, head.shape.num_blocks, MAX_LEN, "cpu")
+    sight.caches = [torch.zeros(20, PAGE * K, 2, 16).transpose(1, 2) for _ in range(2)]
+    for name in ("k", "rows", "own"):
+        setattr(sight, name, torch.zeros(getattr(sight, name).shape, dtype=torch.int64))
+    return sight

@@ -1,0 +1,106 @@
+"""The rules of the house that a reader of the source can check."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = sorted([*ROOT.glob("vllm_specblock/**/*.py"), *ROOT.glob("triton_kernels/*.py")])
+
+# Imports go one way: a room may import from itself and from those before it.
+ROOMS = [
+    {"triton_kernels", "versions"},
+    {"tree"},
+    {"config", "draft", "verify", "commit"},
+    {"train"},
+    {"triton_interpreter", "engine"},
+    {"plugin", "cli"},
+]
+
+
+def room_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return "triton_kernels" if parts[0] == "triton_kernels" else parts[1]
+
+
+def imported_modules(path: Path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def test_vllm_is_imported_in_one_folder():
+    for path in SOURCES:
+        if room_of(path) not in ("engine", "plugin"):
+            for module in imported_modules(path):
+                assert module.split(".")[0] != "vllm", f"{path} imports {module}"
+
+
+def test_imports_go_one_way():
+    level = {room: index for index, rooms in enumerate(ROOMS) for room in rooms}
+    for path in SOURCES:
+        here = room_of(path)
+        if here == "__init__":
+            continue
+        for module in imported_modules(path):
+            parts = module.split(".")
+            if parts[0] == "vllm_specblock" and len(parts) > 1 and parts[1] in level:
+                assert level[parts[1]] <= level[here], f"{path} imports {module}"
+
+
+STEP = [
+    *ROOT.glob("vllm_specblock/verify/walk.py"),
+    *ROOT.glob("vllm_specblock/commit/*.py"),
+    *(ROOT / "vllm_specblock/draft" / f"{name}.py" for name in (
+        "head", "paged", "specblock", "expand", "model", "rope"
+    )),
+    *(ROOT / "vllm_specblock/engine" / f"{name}.py" for name in (
+        "slots", "rows", "sampler", "speculator", "model_state", "attention", "kv"
+    )),
+    ROOT / "vllm_specblock/tree.py",
+]  # fmt: skip
+READS = re.compile(r"\.(item|tolist|cpu|numpy|nonzero)\(|(?<![.\w])int\((?!self\.|len)|synchronize")
+
+
+@pytest.mark.parametrize("path", STEP, ids=lambda path: path.stem)
+def test_no_device_value_is_read_on_the_way_of_a_step(path):
+    """Every exception says on its line that it reads host memory, or is meant for people."""
+    people = "    def path_matrix"
+    source = path.read_text().split(people)[0]
+    for number, line in enumerate(source.splitlines(), 1):
+        if READS.search(line):
+            assert "# a host" in line, f"{path.name}:{number}: {line.strip()}"
+
+
+def test_kernels_are_not_importable_by_their_folder(tmp_path):
+    """vLLM prefers any top-level `triton_kernels` over the MoE kernels that it ships."""
+    wheel = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*wheel, "-w", tmp_path, str(ROOT)], check=True)
+    (built,) = tmp_path.glob("*.whl")
+    names = zipfile.ZipFile(built).namelist()
+    assert "vllm_specblock/triton_kernels/tree_attention.py" in names
+    assert not [name for name in names if name.startswith("triton_kernels/")]
+    find = "import importlib.util as u, vllm_specblock.triton_kernels as k; print(k.__name__);"
+    code = find + "print(u.find_spec('triton_kernels'))"
+    found = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert found.stdout.split() == ["vllm_specblock.triton_kernels", "None"]
+
+
+def test_supported_versions_stand_in_the_readme():
+    from vllm_specblock.versions import SUPPORTED_VLLM
+
+    readme = (ROOT / "README.md").read_text()
+    for minor, where in SUPPORTED_VLLM.items():
+        assert f"| {minor}.x | {where} |" in readme
