@@ -138,7 +138,7 @@ def plan_reference(
         if total == len(members) * width and min(lens) == width:
             rows = slice(first, first + total)
             group_prefix = prefix_len[rows].view(len(members), width)
-            group_words = words[rows].view(len(members), width, -1)
+            group_words = words[rows].view(len(members), width, words.shape[1])
         else:
             slot = torch.arange(width)
             last = torch.tensor(lens)[:, None] - 1
@@ -150,12 +150,12 @@ def plan_reference(
 
         everyone = len(members) == len(query_len)
         which = slice(len(members)) if everyone else torch.tensor(members)
-        entry = torch.arange(max(seqs))
-        # Padding re-reads the request's own last entry, never a stranger's: a masked entry still
-        # takes part with weight 0, and 0 · NaN is NaN.
-        own = entry.minimum(torch.tensor(seqs)[:, None] - 1)
+        seen = _visibility(group_prefix, group_words, window_start[which], seqs)
+        # What nobody sees is not read, it may be unwritten memory or a stranger's: a masked entry
+        # still takes part with weight 0, and 0 · NaN is NaN. Entry 0 stands in for it.
+        own = torch.where(seen.any(1), torch.arange(seen.shape[2]), 0)
         block = block_table[which].long().gather(1, own // block_size)
-        mask = _visibility(entry, group_prefix, group_words, window_start[which], seqs, dtype)
+        mask = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, float("-inf"))[:, None]
         groups.append(
             RequestGroup(
                 len(members), first, tokens, used, used_tokens, block, own % block_size, mask
@@ -165,30 +165,24 @@ def plan_reference(
 
 
 def _visibility(
-    entry: torch.Tensor,
-    prefix: torch.Tensor,
-    words: torch.Tensor,
-    window_start: torch.Tensor,
-    seqs: list[int],
-    dtype: torch.dtype,
+    prefix: torch.Tensor, words: torch.Tensor, window_start: torch.Tensor, seqs: list[int]
 ) -> torch.Tensor:
-    """The rule of this module as an additive mask.
+    """The rule of this module, unpacked.
 
-    entry [L] int64, prefix [G, Q] int32, words [G, Q, W] int64, window_start [G] int32,
-    seqs: entries of each request -> [G, 1, Q, L] of `dtype`, 0 where visible and -inf elsewhere.
+    prefix [G, Q] int32, words [G, Q, W] int64, window_start [G] int32, seqs: the entries of each
+    request -> [G, Q, L] bool, L = max(seqs).
     """
+    entry = torch.arange(max(seqs))
     bound = torch.tensor(seqs)[:, None, None]
-    seen = entry < prefix[..., None].clamp(max=bound)
+    prefix = prefix[..., None].clamp(max=bound)
     bits = ((words[..., None] >> torch.arange(64)) & 1).flatten(2).bool()
     column = window_start.long()[:, None, None] + torch.arange(bits.shape[-1])
     # A column may be in the prefix already: scattering must not take it away.
-    bits = (bits & (column < bound)) | (column < prefix[..., None].clamp(max=bound))
+    bits = (bits & (column < bound)) | (column < prefix)
     # Columns past the end all land in one spare column that is cut off again.
-    padded = F.pad(seen, (0, 1))
-    padded.scatter_(2, column.clamp(max=len(entry)).expand_as(bits), bits)
-    seen = padded[..., :-1]
-    mask = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, float("-inf"))
-    return mask[:, None]
+    seen = F.pad(entry < prefix, (0, 1))
+    seen.scatter_(2, column.clamp(max=len(entry)).expand_as(bits), bits)
+    return seen[..., :-1]
 
 
 def attend_reference(

@@ -344,3 +344,11 @@ def test_bounds_cut_what_the_rule_would_show(kernels):
     module = kernels.load("tree_attention")
     check(module.tree_attention_triton(*arguments, torch.empty_like(batch.query)), batch)
     check(tree_attention(*arguments), batch)
+
+
+def test_entries_that_nobody_sees_are_not_read(kernels):
+    """seq_len is an upper bound: up to it there may be memory that was never written (NaN here)."""
+    batch = make_batch([Tree(20, 3), Chunk(17, 2), Tree(5, 2)], device=kernels.device)
+    batch.seq_len += torch.tensor([8, 10, 8], dtype=torch.int32, device=kernels.device)
+    check(launch(kernels, batch), batch)
+    check(tree_attention(*batch.arguments()), batch)
