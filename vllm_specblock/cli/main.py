@@ -11,6 +11,7 @@ from typer.core import TyperGroup
 from vllm_specblock.cli.convert import convert
 from vllm_specblock.cli.init import init
 from vllm_specblock.cli.inspect import inspect
+from vllm_specblock.cli.train import train
 
 
 class OneSentenceErrors(TyperGroup):
@@ -21,8 +22,9 @@ class OneSentenceErrors(TyperGroup):
             return super().invoke(ctx)
         except ValueError as error:
             from vllm_specblock.draft.config import CheckpointError
+            from vllm_specblock.train.config import TrainError
 
-            if not isinstance(error, CheckpointError):
+            if not isinstance(error, CheckpointError | TrainError):
                 raise
             typer.echo(f"Error: {error}", err=True)
             raise typer.Exit(1) from None
@@ -37,3 +39,4 @@ app = typer.Typer(
 app.command()(init)
 app.command()(convert)
 app.command()(inspect)
+app.command()(train)

@@ -1,0 +1,60 @@
+"""A drafter small enough to be compared with loops, and one that often guesses right."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from vllm_specblock.draft.config import DrafterConfig, TargetInfo
+from vllm_specblock.draft.model import SpecBlockDrafter
+
+HIDDEN, VOCAB, DRAFT_VOCAB = 32, 20, 14
+
+
+@pytest.fixture
+def make_drafter():
+    def make(**changes) -> SpecBlockDrafter:
+        torch.manual_seed(3)
+        config = DrafterConfig(
+            **{
+                "hidden_size": HIDDEN,
+                "target_hidden_size": HIDDEN,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "head_dim": 8,
+                "intermediate_size": 48,
+                "num_hidden_layers": 2,
+                "block_size": 4,
+                "vocab_size": VOCAB,
+                "draft_vocab_size": DRAFT_VOCAB,
+                "rank_topk": 10,
+                "target": TargetInfo(hidden_size=HIDDEN, vocab_size=VOCAB, layer_ids=(2, 3, 4)),
+                **changes,
+            }
+        )
+        drafter = SpecBlockDrafter(config)
+        named = torch.randperm(VOCAB)[:DRAFT_VOCAB].sort().values  # target ids it can name
+        drafter.t2d.zero_()[named] = True
+        drafter.d2t.copy_(named - torch.arange(DRAFT_VOCAB))
+        return drafter
+
+    return make
+
+
+@pytest.fixture
+def lucky(make_drafter):
+    """A drafter whose first choice is draft id 3 or 7, by the sign of one product, and tokens
+    [B, L] that are mostly those two: paths of every length occur."""
+
+    def make(batch: int, length: int, **changes):
+        drafter = make_drafter(**changes)
+        with torch.no_grad():
+            drafter.lm_head.weight.mul_(0.05)
+            drafter.lm_head.weight[3] = torch.randn(HIDDEN)
+            drafter.lm_head.weight[7] = -drafter.lm_head.weight[3]
+        common = drafter.target_ids(torch.tensor([3, 7]))
+        tokens = common[torch.randint(2, (batch, length))]
+        other = torch.rand(batch, length) < 0.1
+        return drafter, tokens.where(~other, torch.randint(VOCAB, (batch, length)))
+
+    return make

@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from vllm_specblock.train.losses import OUTSIDE, block_loss, rank_bucket
+
+
+@pytest.fixture
+def block(make_drafter):
+    """Arguments of `block_loss` for 40 rows whose labels are often the drafter's choice."""
+    drafter = make_drafter()
+    rows, K = 40, drafter.config.block_size
+    hidden = torch.randn(rows, K, drafter.config.hidden_size, requires_grad=True)
+    with torch.no_grad():
+        choice = drafter.heads(hidden)[0].argmax(-1)
+    label = choice.where(torch.rand(rows, K) < 0.7, torch.randint(14, (rows, K)))
+    label = label.where(torch.rand(rows, K) < 0.9, OUTSIDE)
+    return {
+        "drafter": drafter,
+        "hidden": hidden,
+        "label": label,
+        "law": torch.randn(30, 14).softmax(-1),
+        "law_row": torch.randint(30, (rows, K)),
+        "start": torch.rand(rows) < 0.8,
+        "rank": True,
+    }
+
+
+def naive(drafter, hidden, label, law, law_row, start, rank):
+    """Eqs. 5 and 6 and the rank loss as they are written, one position at a time."""
+    rows, K = label.shape
+    draft = [[] for _ in range(K)]
+    buckets, mask, hit = [], [[False] * K for _ in range(rows)], [[False] * K for _ in range(rows)]
+    for t in range(rows):
+        m = bool(start[t])
+        for k in range(K):
+            y = label[t, k].item()
+            if not m or y == OUTSIDE:
+                break
+            mask[t][k] = True
+            logits, rank_logits = drafter.heads(hidden[t, k])
+            p = logits.double().softmax(-1).tolist()
+            teacher = law[law_row[t, k]].tolist()
+            draft[k].append(-sum(a * math.log(b) for a, b in zip(teacher, p)))
+            r = 1 + sum(other > p[y] for other in p)
+            bucket = 0 if r == 1 else 1 if r <= 4 else 2 if r <= 10 else 3
+            buckets.append(-rank_logits.double().log_softmax(-1)[bucket].item())
+            m = hit[t][k] = r == 1
+    means = [sum(losses) / len(losses) for losses in draft]
+    return means, sum(buckets) / len(buckets), mask, hit
+
+
+def test_matches_the_loop(block):
+    draft, rank, mask, hit = naive(**block)
+    loss = block_loss(**block)
+    assert loss.draft.tolist() == pytest.approx(draft, rel=1e-5)
+    counts = loss.on_path.sum(0)
+    assert (loss.nats / counts).tolist() == pytest.approx(draft, rel=1e-5)
+    assert loss.rank.item() == pytest.approx(rank, rel=1e-5)
+    assert loss.on_path.tolist() == mask
+    assert loss.hit.tolist() == hit
+    assert all(any(row[k] for row in mask) for k in range(4))  # every position was tested
+
+
+def test_a_path_ends_before_a_token_outside_the_draft_vocabulary(block):
+    drafter, hidden = block["drafter"], block["hidden"][:1]
+    choice = drafter.heads(hidden)[0].argmax(-1)  # all right, but position 2 cannot be named
+    choice[0, 1] = OUTSIDE
+    rest = {"law": block["law"], "law_row": block["law_row"][:1], "rank": False}
+    loss = block_loss(drafter, hidden, choice, start=torch.tensor([True]), **rest)
+    assert loss.on_path.tolist() == [[True, False, False, False]]
+
+
+def test_a_wrong_choice_is_counted_and_ends_the_path(block):
+    drafter, hidden = block["drafter"], block["hidden"][:1]
+    label = drafter.heads(hidden)[0].argmax(-1)
+    label[0, 1] = (label[0, 1] + 1) % 14
+    rest = {"law": block["law"], "law_row": block["law_row"][:1], "rank": False}
+    loss = block_loss(drafter, hidden, label, start=torch.tensor([True]), **rest)
+    assert loss.on_path.tolist() == [[True, True, False, False]]
+    assert loss.hit.tolist() == [[True, False, False, False]]
+
+
+def test_no_row_on_the_path_is_no_loss(block):
+    block["start"] = torch.zeros(40, dtype=torch.bool)
+    loss = block_loss(**block)
+    assert not loss.draft.any() and loss.rank == 0 and not loss.on_path.any()
+
+
+def test_rank_gradient_stays_in_the_rank_head(block):
+    block_loss(**block).rank.backward()
+    reached = {n for n, p in block["drafter"].named_parameters() if p.grad is not None}
+    assert reached == {"rank_head.0.weight", "rank_head.2.weight"}
+    assert block["hidden"].grad is None
+
+
+def test_without_the_rank_loss_the_rank_head_rests(block):
+    block["rank"] = False
+    loss = block_loss(**block)
+    loss.draft.sum().backward()
+    assert loss.rank == 0
+    assert block["drafter"].rank_head[0].weight.grad is None
+
+
+def test_few_rows_weigh_in_proportion_below_the_least(block):
+    means, counts = block_loss(**block).draft, block_loss(**block).on_path.sum(0)
+    least = counts[1].item()  # positions 1 and 2 have enough rows, 3 and 4 have not
+    loss = block_loss(**block, least=least)
+    expected = means * (counts / least).clamp(max=1)
+    torch.testing.assert_close(loss.draft, expected)
+    assert (expected[2:] < means[2:]).all()
+
+
+@pytest.mark.parametrize(
+    ("rank", "bucket"), [(1, 0), (2, 1), (4, 1), (5, 2), (10, 2), (11, 3), (14, 3)]
+)
+def test_rank_buckets(rank, bucket):
+    logits = torch.arange(14, 0, -1.0)[None]  # label i has rank i + 1
+    assert rank_bucket(logits, torch.tensor([rank - 1])).tolist() == [bucket]
