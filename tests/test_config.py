@@ -41,7 +41,7 @@ def test_wrong_options(given, says):
 
 @pytest.mark.parametrize("value", [0, 257, -3, 2.0, "60", True, None])
 def test_wrong_number_of_nodes(value):
-    with pytest.raises(OptionError, match="'num_speculative_tokens' is .* from 1 to 256"):
+    with pytest.raises(OptionError, match=r"'num_speculative_tokens' is .* from 1 to 256"):
         check_num_nodes(value)
 
 

@@ -7,7 +7,9 @@ registers it in the one process that asked.
 
 from __future__ import annotations
 
+import importlib
 import os
+import sys
 
 
 def enable() -> None:
@@ -26,3 +28,21 @@ def enable() -> None:
 
     # Abstract classes will do: the interpreter runs before any compiler or driver is asked.
     backends.setdefault("cpu", Backend(compiler=BaseBackend, driver=DriverBase))
+    _interpret_standard_library()
+
+
+def _interpret_standard_library() -> None:
+    """Decide again for `tl.max` and its like, which are kernels themselves.
+
+    vLLM loads torch's compiler, and with it `triton.language`, before any plugin is asked.
+    """
+    language = sys.modules.get("triton.language")
+    if language is None:
+        return
+    for name in ("standard", "random"):
+        module = importlib.import_module(f"triton.language.{name}")
+        before = {key: value for key, value in vars(module).items() if not key.startswith("__")}
+        importlib.reload(module)
+        for key, value in before.items():
+            if getattr(language, key, None) is value:
+                setattr(language, key, getattr(module, key))

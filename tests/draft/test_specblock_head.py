@@ -100,10 +100,7 @@ def dense_tree(drafter, embedding, features, text, end: int, head: SpecBlockHead
         base = torch.full_like(position, end)
         if drafter.config.block_rope == "path":
             base = base + position + 1
-        if before is None:
-            before = cache.starts(position)
-        else:
-            before = before.starts(row - 1, position)
+        before = before.starts(row - 1, position) if before else cache.starts(position)
         later = drafter(drafted[row, position], embedding[starts.token[0]], base, before)
         expansion.next_block(starts, block, *drafter.candidates(later[None], shape.width))
         drafted = torch.cat([drafted, later])

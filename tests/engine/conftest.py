@@ -14,6 +14,9 @@ import pytest
 pytest.importorskip("vllm", reason="engine tests run real vLLM")
 
 from support.engines import Engine, make_engine
+from vllm.plugins import load_general_plugins
+
+load_general_plugins()
 
 
 def pytest_collection_modifyitems(items):

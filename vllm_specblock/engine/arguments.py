@@ -27,6 +27,7 @@ from vllm_specblock.config import (
 )
 from vllm_specblock.draft import checkpoint
 from vllm_specblock.draft.config import DrafterConfig, default_layer_ids
+from vllm_specblock.tree import MAX_NODES
 
 DRAFTER_FILES = ["config.json", "*.safetensors", "vocab_mapping.pt"]
 
@@ -63,6 +64,7 @@ def translate(args: EngineArgs, target: ModelConfig, parallel: ParallelConfig) -
     config = checkpoint.read_config(drafter)
     checkpoint.check_tensors(drafter, config)
     layer_ids = _check_match(config, target)
+    _check_window(options, config)
 
     args.speculative_config = {
         **{key: value for key, value in given.items() if key in VLLM_KEYS},
@@ -184,6 +186,16 @@ def _check_target(target: ModelConfig) -> None:
                 f"The target {target.model!r} has {kind}, which SpecBlock cannot verify as a "
                 "tree yet: run it without speculative_config, or with another method."
             )
+
+
+def _check_window(options: SpecBlockConfig, config: DrafterConfig) -> None:
+    positions = (options.num_blocks - 1) * options.num_starts * config.block_size
+    if positions > MAX_NODES:
+        raise OptionError(
+            f"num_blocks {options.num_blocks} and num_starts {options.num_starts} draft "
+            f"{positions} positions after block 1, but at most {MAX_NODES} are supported "
+            f"((num_blocks − 1) × num_starts × {config.block_size}): lower one of them."
+        )
 
 
 def _check_match(config: DrafterConfig, target: ModelConfig) -> tuple[int, int, int]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from vllm import LLM, SamplingParams
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 TARGET = ROOT / "examples/tiny_pair/target"
 DRAFTER = ROOT / "examples/tiny_pair/drafter"
 MAX_MODEL_LEN = 512

@@ -1,0 +1,198 @@
+"""Whoever asks for something that cannot be reads one sentence before any weight is loaded."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.engines import DRAFTER, TARGET
+from vllm.engine.arg_utils import EngineArgs
+
+from vllm_specblock.config import OptionError
+from vllm_specblock.engine import arguments
+
+
+def configure(speculative: dict | None = None, target=TARGET, **changes):
+    """vLLM's own way from arguments to a config; loads no weight."""
+    given = {"method": "specblock", "model": str(DRAFTER), "num_speculative_tokens": 24}
+    return EngineArgs(
+        model=str(target),
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=512,
+        speculative_config=given | (speculative or {}),
+        **changes,
+    ).create_engine_config()
+
+
+def refused(*parts: str, **kwargs) -> None:
+    with pytest.raises(ValueError) as error:
+        configure(**kwargs)
+    sentence = str(error.value)
+    assert "\n" not in sentence and sentence.endswith("."), sentence
+    for part in parts:
+        assert part in sentence, sentence
+
+
+def test_accepted():
+    config = configure({"num_blocks": 3, "branching": [1, 2, 3, 4]})
+    assert config.speculative_config.num_speculative_tokens == 24
+    assert config.num_lookahead_tokens >= 24, "later blocks borrow these slots"
+    drafter, options = arguments.read_back(config.additional_config)
+    assert drafter == DRAFTER and options.num_blocks == 3 and options.branching == [1, 2, 3, 4]
+    draft = config.speculative_config.draft_model_config
+    assert draft.hf_config.eagle_aux_hidden_state_layer_ids == [2, 3, 4]
+
+
+def test_default_number_of_nodes():
+    given = {"method": "specblock", "model": str(DRAFTER)}
+    config = EngineArgs(model=str(TARGET), max_model_len=512, speculative_config=given)
+    assert config.create_engine_config().speculative_config.num_speculative_tokens == 60
+
+
+def test_keys_with_dashes():
+    assert configure({"num-blocks": 1}).additional_config["specblock"]["options"]["num_blocks"] == 1
+
+
+def test_other_methods_are_left_alone():
+    given = {"method": "ngram", "num_speculative_tokens": 3}
+    config = EngineArgs(model=str(TARGET), max_model_len=512, speculative_config=given)
+    built = config.create_engine_config()
+    assert built.speculative_config.method == "ngram" and "specblock" not in built.additional_config
+
+
+@pytest.mark.parametrize(
+    ("speculative", "parts"),
+    [
+        ({"num_block": 2}, ["'num_block'", "not known"]),
+        ({"num_blocks": 0}, ["'num_blocks' is 0"]),
+        ({"num_speculative_tokens": 257}, ["is 257", "1 to 256"]),
+        ({"model": None}, ["'model' is missing"]),
+        ({"model": "no/such"}, ["'model' is 'no/such'", "neither a folder"]),
+        ({"rejection_sample_method": "synthetic"}, ["'rejection_sample_method'", "not known"]),
+        ({"draft_sample_method": "probabilistic"}, ["'draft_sample_method'", "not known"]),
+        (
+            {"num_speculative_tokens": 60, "num_blocks": 8, "num_starts": 32},
+            ["num_blocks", "num_starts"],
+        ),
+    ],
+)
+def test_wrong_options(speculative, parts):
+    refused(*parts, speculative=speculative)
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"max_num_batched_tokens": 20}, ["max_num_batched_tokens is 20", "25 tokens"]),
+        ({"attention_backend": "TRITON_ATTN"}, ["attention_backend is TRITON_ATTN"]),
+        ({"kv_cache_dtype": "fp8"}, ["kv_cache_dtype is 'fp8'"]),
+    ],
+)
+def test_wrong_surroundings(changes, parts):
+    refused(*parts, **changes)
+
+
+def test_the_other_runner(monkeypatch):
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    refused("Model Runner V2", "VLLM_USE_V2_MODEL_RUNNER=1")
+
+
+TARGET_KIND = {
+    "model": "some/target",
+    "hf_text_config": SimpleNamespace(num_hidden_layers=7),
+    "is_encoder_decoder": False,
+    "use_mla": False,
+    "is_hybrid": False,
+    "is_attention_free": False,
+    "uses_mrope": False,
+    "attention_chunk_size": None,
+    "uses_alibi": False,
+    "get_sliding_window": lambda: None,
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ({"is_encoder_decoder": True}, "encoder-decoder"),
+        ({"use_mla": True}, "MLA"),
+        ({"is_hybrid": True}, "Mamba"),
+        ({"is_attention_free": True}, "Mamba"),
+        ({"uses_mrope": True}, "M-RoPE"),
+        ({"get_sliding_window": lambda: 128}, "sliding-window"),
+        (
+            {"hf_text_config": SimpleNamespace(layer_types=["sliding_attention"])},
+            "sliding-window",
+        ),
+        ({"attention_chunk_size": 8192}, "chunked attention"),
+        ({"uses_alibi": True}, "ALiBi"),
+        ({"hf_text_config": SimpleNamespace(attn_logit_softcapping=50.0)}, "soft cap"),
+    ],
+)
+def test_targets_that_cannot_be_verified_as_trees(kind, says):
+    arguments._check_target(SimpleNamespace(**TARGET_KIND))
+    with pytest.raises(OptionError, match=f"'some/target' has .*{says}.*cannot verify"):
+        arguments._check_target(SimpleNamespace(**TARGET_KIND | kind))
+
+
+@pytest.fixture
+def copied(tmp_path):
+    """A drafter whose config.json and tensors a test may spoil."""
+    shutil.copytree(DRAFTER, tmp_path / "drafter")
+    return tmp_path / "drafter"
+
+
+def edit(folder, **changes) -> None:
+    path = folder / "config.json"
+    raw = json.loads(path.read_text())
+    for key, value in changes.items():
+        inner, _, name = key.rpartition("__")
+        (raw[inner] if inner else raw)[name] = value
+    path.write_text(json.dumps(raw))
+
+
+def test_drafter_of_another_vocabulary(tmp_path):
+    other = tmp_path / "target"
+    shutil.copytree(TARGET, other)
+    edit(other, vocab_size=2049)
+    refused("vocabulary size 2048", "has 2049", target=other)
+
+
+def test_drafter_of_another_width(tmp_path):
+    other = tmp_path / "target"
+    shutil.copytree(TARGET, other)
+    edit(other, hidden_size=384, head_dim=64)
+    refused("hidden size 192", "has 384", target=other)
+
+
+def test_drafter_that_reads_layers_that_are_not_there(copied):
+    edit(copied, target__layer_ids=[2, 3, 7])
+    refused("[2, 3, 7]", "0 to 6", speculative={"model": str(copied)})
+
+
+def test_block_size_that_the_weights_do_not_have(copied):
+    edit(copied, block_size=5)
+    refused("block_size", "4", "5", speculative={"model": str(copied)})
+
+
+def test_missing_and_extra_tensors(copied):
+    tensors = load_file(copied / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if name != "norm.weight"}
+    save_file(kept, copied / "model.safetensors")
+    refused("norm.weight", speculative={"model": str(copied)})
+    save_file({**tensors, "stray.weight": torch.zeros(1)}, copied / "model.safetensors")
+    refused("stray.weight", speculative={"model": str(copied)})
+
+
+def test_mapping_that_is_not_plain_tensors(copied):
+    from vllm_specblock.draft.checkpoint import convert
+
+    published = copied.with_name("published")
+    convert(copied, published, "published")
+    torch.save({"d2t": object, "t2d": print}, published / "vocab_mapping.pt")
+    refused("vocab_mapping.pt", speculative={"model": str(published)})

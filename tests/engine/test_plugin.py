@@ -1,0 +1,84 @@
+"""Installing the plugin changes nothing for those who do not ask for it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
+from support.engines import TARGET
+
+from vllm_specblock import plugin
+
+REPORT = """
+import json, os, sys
+from vllm.engine.arg_utils import EngineArgs
+config = EngineArgs(model=sys.argv[1], max_model_len=256).create_engine_config()
+from triton.backends import backends
+from vllm.triton_utils import HAS_TRITON
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+print(json.dumps({
+    "runner v2": config.use_v2_model_runner,
+    "triton": HAS_TRITON,
+    "interpreter": os.environ.get("TRITON_INTERPRET"),
+    "backends": sorted(backends),
+    "attention": str(config.attention_config.backend),
+    "scheduler": str(config.scheduler_config.scheduler_cls),
+}))
+"""
+
+
+def report(**environment: str) -> dict:
+    clean = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("VLLM_USE_V2_MODEL_RUNNER", "TRITON_INTERPRET", "VLLM_PLUGINS")
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", REPORT, str(TARGET)],
+        env=clean | environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_same_runner_and_triton_with_and_without():
+    with_us, without = report(), report(VLLM_PLUGINS="")
+    assert with_us == without
+    assert with_us["interpreter"] is None and "cpu" not in with_us["backends"]
+
+
+def test_cpu_users_who_ask_get_the_runner():
+    asked = report(VLLM_USE_V2_MODEL_RUNNER="1")
+    assert asked["runner v2"] and asked["triton"] and asked["interpreter"] == "1"
+
+
+def test_register_twice_patches_once():
+    from vllm.engine.arg_utils import EngineArgs
+
+    from vllm_specblock.engine.registration import PATCHES
+
+    plugin.register()
+    before = EngineArgs.create_speculative_config, dict(PATCHES)
+    plugin.register()
+    assert (EngineArgs.create_speculative_config, dict(PATCHES)) == before
+    ours = [name for name in PATCHES if "cpu" not in name.lower() and "gpu." not in name]
+    assert len(ours) <= 3, ours
+
+
+@pytest.mark.parametrize("version", ["0.31.2", "0.33.0", "unknown"])
+def test_other_versions_step_aside_with_one_warning(version, monkeypatch, caplog):
+    monkeypatch.setattr(plugin, "_vllm_version", lambda: version)
+    monkeypatch.setattr("vllm_specblock.engine.registration.register", lambda: pytest.fail("no"))
+    logger = logging.getLogger("vllm.specblock")
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    with caplog.at_level(logging.WARNING, logger.name):
+        plugin.register()
+    (record,) = caplog.records
+    assert "steps aside" in record.message and "0.32.x" in record.message
+    assert version in record.message
