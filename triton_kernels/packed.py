@@ -29,6 +29,8 @@ class PackedQueries:
         prefix_len: [≥T] int32.
         words: [≥T, W] int64.
         window_start: [≥R] int32.
+        max_seq_len: bound of every `seq_len` for as long as the launch may be replayed; by
+            default that of `seq_len_host`, which a captured graph would outgrow.
 
     On a CPU the first layer works out gather indices and the mask, for all layers.
     """
@@ -44,12 +46,13 @@ class PackedQueries:
         prefix_len: torch.Tensor,
         words: torch.Tensor,
         window_start: torch.Tensor,
+        max_seq_len: int | None = None,
     ):
         self.block_table, self.query_start, self.seq_len = block_table, query_start, seq_len
         self.prefix_len, self.words, self.window_start = prefix_len, words, window_start
         self.block_size = block_size
         self.query_start_host, self.seq_len_host = query_start_host, seq_len_host
-        self.max_seq_len = max(seq_len_host)
+        self.max_seq_len = max_seq_len or max(seq_len_host)
         self.max_query_len = max(end - start for start, end in itertools.pairwise(query_start_host))
         self.plan: AttentionPlan | None = None
 

@@ -80,6 +80,7 @@ class TreeAttentionMetadataBuilder(AttentionMetadataBuilder[TreeAttentionMetadat
             visibility.prefix_len,
             visibility.words,
             visibility.window_start,
+            batch.max_seq_len,
         )
         return TreeAttentionMetadata(batch.num_actual_tokens, batch.slot_mapping, queries)
 

@@ -1,0 +1,106 @@
+"""`vllm serve <drafter>` as a user starts it: completions, chat, and the stock metrics."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+from support.engines import ROOT, TARGET
+
+DRAFTER = "examples/tiny_pair/drafter"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """The address of a server that was told nothing but the drafter's folder."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    log = tmp_path_factory.mktemp("serve") / "log"
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("VLLM_ENABLE_V1_MULTIPROCESSING", "TRITON_INTERPRET")
+    }
+    command = [
+        str(Path(sys.executable).with_name("vllm")), "serve", DRAFTER, "--port", str(port),
+        "--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager", "--max-model-len", "512",
+        "--kv-cache-memory-bytes", str(256 << 20), "--max-num-seqs", "8",
+    ]  # fmt: skip
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT
+        )
+    address = f"http://127.0.0.1:{port}"
+    try:
+        for _ in range(240):
+            assert process.poll() is None, log.read_text()[-3000:]
+            try:
+                urllib.request.urlopen(f"{address}/health", timeout=2)
+                break
+            except (urllib.error.URLError, ConnectionError, TimeoutError):
+                time.sleep(1)
+        else:
+            pytest.fail(log.read_text()[-3000:])
+        yield address
+    finally:
+        process.terminate()
+        process.wait(timeout=60)
+
+
+def post(url: str, **body) -> dict:
+    request = urllib.request.Request(
+        url, json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    return json.load(urllib.request.urlopen(request, timeout=120))
+
+
+@pytest.mark.skipif(shutil.which("vllm", path=str(Path(sys.executable).parent)) is None,
+                    reason="the vllm command is not installed")  # fmt: skip
+def test_a_user_session(server, plain):
+    prompt = "class Reader:\n    def __init__(self, name):\n"
+    (model,) = [
+        entry["id"] for entry in json.load(urllib.request.urlopen(f"{server}/v1/models"))["data"]
+    ]
+    answer = post(
+        f"{server}/v1/completions", model=model, prompt=prompt, max_tokens=64, temperature=0
+    )["choices"][0]
+    from vllm import SamplingParams
+
+    ids = plain.llm.get_tokenizer()(prompt)["input_ids"]
+    (expected,) = plain.generate([ids], SamplingParams(temperature=0, max_tokens=64))[0]
+    assert answer["text"] == expected.text
+
+    from openai import OpenAI
+
+    client = OpenAI(base_url=f"{server}/v1", api_key="none", max_retries=0)
+    chat = client.chat.completions.create(
+        model=model,
+        messages=[{"role": "user", "content": "write a class"}],
+        max_tokens=24,
+        seed=3,
+    )
+    assert chat.usage.completion_tokens == 24 or chat.choices[0].finish_reason == "stop"
+
+    metrics = urllib.request.urlopen(f"{server}/metrics").read().decode()
+
+    def counter(name: str) -> list[float]:
+        found = re.findall(rf"^vllm:spec_decode_num_{name}_total{{.*}} ([\d.e+]+)$", metrics, re.M)
+        return [float(value) for value in found]
+
+    (drafts,), (nodes,), (accepted,) = map(counter, ("drafts", "draft_tokens", "accepted_tokens"))
+    assert drafts > 0 and nodes <= 60 * drafts and accepted > 0
+    by_depth = counter("accepted_tokens_per_pos")
+    assert by_depth[0] <= drafts and by_depth == sorted(by_depth, reverse=True)
+    assert sum(by_depth) == accepted and not any(by_depth[8:]), "two blocks of four go no deeper"
+    assert TARGET.name in model
