@@ -6,12 +6,8 @@ import itertools
 
 import torch
 
-from .tree_attention import (
-    AttentionPlan,
-    attend_reference,
-    plan_reference,
-    tree_attention,
-)
+from .tree_attention import tree_attention
+from .tree_attention_reference import AttentionPlan, attend_reference, plan_reference
 
 
 class PackedQueries:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.naive_expand import NaiveExpansion
+from support.trees import texts
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from vllm_specblock.draft.expand import Expansion, Shape
@@ -48,15 +49,6 @@ def expand_both(shape: Shape, vocab: int, seed: int, num_requests: int = 2):
                 if s == 0:
                     ends[request] = plain.chain_end
     return expansion.finish(), [plain.finish() for plain in naive]
-
-
-def texts(tree, request: int) -> dict[tuple, float]:
-    parent, token = tree.parent[request].tolist(), tree.token[request].tolist()
-    known, out = {0: ()}, {}
-    for node in range(1, int(tree.size[request]) + 1):
-        known[node] = (*known[parent[node - 1]], token[node - 1])
-        out[known[node]] = float(tree.logprob[request, node - 1])
-    return out
 
 
 @pytest.mark.parametrize("branching", BRANCHINGS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.trees import texts
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from vllm_specblock.config import SpecBlockConfig
@@ -105,15 +106,6 @@ def dense_tree(drafter, embedding, features, text, end: int, head: SpecBlockHead
         expansion.next_block(starts, block, *drafter.candidates(later[None], shape.width))
         drafted = torch.cat([drafted, later])
     return expansion.finish()
-
-
-def texts(tree, request: int) -> dict[tuple, float]:
-    parent, token = tree.parent[request].tolist(), tree.token[request].tolist()
-    known, out = {0: ()}, {}
-    for node in range(1, int(tree.size[request]) + 1):
-        known[node] = (*known[parent[node - 1]], token[node - 1])
-        out[known[node]] = float(tree.logprob[request, node - 1])
-    return out
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from vllm_specblock.triton_kernels.tree_attention import (
+from vllm_specblock.triton_kernels.tree_attention import tree_attention
+from vllm_specblock.triton_kernels.tree_attention_reference import (
     MAX_BATCHED_QUERY,
     attend_reference,
     plan_reference,
-    tree_attention,
 )
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}

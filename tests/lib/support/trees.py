@@ -45,3 +45,13 @@ def ancestor_sets(tree: Nodes, slots: int) -> list[set[int]]:
     """Ancestors of every slot, root and itself included; unused slots hang from the root."""
     used = [set(path_to(tree, node)) for node in range(len(tree) + 1)]
     return used + [{0, node} for node in range(len(tree) + 1, slots + 1)]
+
+
+def texts(tree: DraftTree, request: int) -> dict[tuple, float]:
+    """Every node's tokens from the root on, and its score."""
+    parent, token = tree.parent[request].tolist(), tree.token[request].tolist()
+    known, out = {0: ()}, {}
+    for node in range(1, int(tree.size[request]) + 1):
+        known[node] = (*known[parent[node - 1]], token[node - 1])
+        out[known[node]] = float(tree.logprob[request, node - 1])
+    return out
