@@ -47,20 +47,21 @@ class Run:
         return 1 + self.accepted / max(1, self.drafts)
 
 
-def generate(prompts: list[str], sampling: dict, speculative: dict | None, repeat: int) -> Run:
+def generate(
+    prompts: list[str], sampling: dict, speculative: dict | None, repeat: int, **engine
+) -> Run:
     """All prompts, one at a time, `repeat` times; the quickest pass counts."""
     from vllm import LLM, SamplingParams
 
     llm = LLM(
         model=str(PAIR / "target"),
-        dtype="float32",
         max_model_len=1024,
         max_num_seqs=8,
-        enforce_eager=True,
         kv_cache_memory_bytes=256 << 20,
         enable_prefix_caching=False,
         disable_log_stats=False,
         speculative_config=speculative,
+        **engine,
     )
     params = [SamplingParams(seed=index, **sampling) for index in range(len(prompts))]
     llm.generate(prompts[:1], params[0], use_tqdm=False)  # first calls allocate and compile
@@ -97,6 +98,10 @@ def main(
     max_tokens: Annotated[int, typer.Option(help="Tokens per prompt.")] = 160,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     repeat: Annotated[int, typer.Option(help="Passes over the prompts; the best counts.")] = 2,
+    dtype: Annotated[str, typer.Option(help="Of both engines.")] = "float32",
+    graphs: Annotated[
+        bool, typer.Option(help="Compile, and capture CUDA graphs, in both engines.")
+    ] = False,
 ) -> None:
     """Compare vLLM with and without SpecBlock on the example pair."""
     import corpus
@@ -109,13 +114,14 @@ def main(
         "num_speculative_tokens": nodes,
         "num_blocks": blocks,
     }
-    plain = generate(texts, sampling, None, repeat)
-    tree = generate(texts, sampling, ours, repeat)
+    engine = {"dtype": dtype, "enforce_eager": not graphs}
+    plain = generate(texts, sampling, None, repeat, **engine)
+    tree = generate(texts, sampling, ours, repeat, **engine)
 
     different = sum(a != b for a, b in zip(plain.tokens, tree.tokens))
     count = sum(map(len, tree.tokens))
     print(f"\n--- a held-out file goes on ---\n{texts[0][-200:]}>>>{tree.texts[0][:200]}\n---")
-    print(f"{platform.machine()}, {os.cpu_count()} cores, float32, batch 1, T = {temperature}")
+    print(f"{platform.machine()}, {os.cpu_count()} cores, {dtype}, batch 1, T = {temperature}")
     print(f"{len(texts)} prompts, {count} tokens, best of {repeat} passes")
     print(f"{'':22}{'tokens/s':>10}{'τ (tokens per target step)':>30}")
     print(f"{'vLLM':22}{plain.tokens_per_second:>10.1f}{1.0:>30.2f}")

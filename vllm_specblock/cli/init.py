@@ -29,7 +29,8 @@ def init(
 ) -> None:
     """Make an untrained drafter, shaped after a Llama- or Qwen3-like target.
 
-    It drafts from the first --draft-vocab-size token ids; training maps the most frequent ones.
+    It drafts from the first --draft-vocab-size token ids. `specblock train` without --init makes
+    its own, which drafts from the most frequent ones of its data.
     """
     from vllm_specblock.draft import checkpoint
 
