@@ -31,7 +31,7 @@ class SetupError(Exception):
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv")
-    folder = parser.parse_args().venv
+    folder = parser.parse_args().venv.absolute()
     try:
         set_up(folder)
     except SetupError as error:
