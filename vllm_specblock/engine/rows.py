@@ -17,12 +17,13 @@ class StepRows:
 
     A request's rows in the batch are `base` rows up to and including the root, then its
     nodes. Committed are the base rows and, of the nodes, the accepted path. How many those
-    are is known on the device only, so a request that had drafts gets D rows for its path
-    (D: the deepest a path can be), the unused ones marked as padding. With this, every shape
-    follows from what was scheduled.
+    are is known on the device only, so with `pad` a request that had drafts gets D rows for
+    its path (D: the deepest a path can be), the unused ones marked as padding, and every
+    shape follows from what was scheduled. Without, it gets as many as it needs: for devices
+    whose memory is the host's, where looking costs nothing and rows do.
     """
 
-    def __init__(self, batch: InputBatch, slots: TreeSlots):
+    def __init__(self, batch: InputBatch, slots: TreeSlots, pad: bool):
         self.batch = batch
         num_reqs, device = batch.num_reqs, batch.idx_mapping.device
         drafts = batch.num_draft_tokens_per_req
@@ -30,7 +31,10 @@ class StepRows:
             drafts = np.zeros(num_reqs, dtype=np.int32)
         self.has_drafts = batch.num_draft_tokens > 0
         base = batch.num_scheduled_tokens[:num_reqs] - drafts
-        counts = base + np.where(drafts > 0, slots.max_depth, 0)
+        self.path = slots.path[batch.idx_mapping]
+        self.accepted = slots.accepted[batch.idx_mapping]
+        on_path = slots.max_depth if pad else self.accepted.numpy()  # a host tensor, not padded
+        counts = base + np.where(drafts > 0, on_path, 0)
         self.row_start_host = [0, *np.cumsum(counts).tolist()]  # a host array
         request = np.repeat(np.arange(num_reqs), counts)
         local = np.arange(len(request)) - np.repeat(self.row_start_host[:-1], counts)
@@ -42,8 +46,6 @@ class StepRows:
         self.request, self.local, self.beyond = put(request), put(local), put(beyond)
         self.base, self.row_start = put(base), put(np.array(self.row_start_host))
         self.query_start = batch.query_start_loc[:num_reqs].long()
-        self.path = slots.path[batch.idx_mapping]
-        self.accepted = slots.accepted[batch.idx_mapping]
 
     def moves(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Batch rows to copy from and to, and whether to copy at all; each [R, D]."""

@@ -42,6 +42,7 @@ class TreeSpeculator(DraftModelSpeculator):
         self.num_nodes = self.num_speculative_steps
         self.max_depth = min(self.num_nodes, self.options.num_blocks * config.block_size)
         self.slots = TreeSlots(self.max_num_reqs, self.num_nodes, self.max_depth, device)
+        self.pad_rows = device.type != "cpu"
         # Requests whose sampling looks at the order of the output so far verify a chain.
         self.needs_chain = np.zeros(self.max_num_reqs, dtype=bool)
         self.all_need_chain = False
@@ -154,7 +155,7 @@ class TreeSpeculator(DraftModelSpeculator):
         batch = input_batch
         if dummy_run:
             return self.draft_tokens[: batch.num_reqs]
-        rows = StepRows(batch, self.slots)
+        rows = StepRows(batch, self.slots, self.pad_rows)
         slot_mapping = slot_mappings[self.target_layers[0]]
         if rows.has_drafts:
             source, target, moves = rows.moves()
