@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.trees import ancestor_sets, nodes, path_to, to_tree
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from vllm_specblock.tree import (
     MAX_NODES,
@@ -44,6 +45,48 @@ def test_ancestors_and_depths(batch, spare):
         for node in range(1, len(plain) + 1):
             assert tree.depth[request, node - 1] == len(path_to(plain, node)) - 1
     assert torch.equal(depths(tree.parent), tree.depth)
+
+
+@pytest.mark.parametrize("size", [63, 64, 127, 128, 200, MAX_NODES])
+def test_ancestors_of_large_trees(size):
+    draw = torch.Generator().manual_seed(size)
+    plain = [(int(torch.randint(0, up + 1, (), generator=draw)), 0) for up in range(size)]
+    tree = to_tree([plain], size)
+    assert tree.ancestors.shape == (1, size + 1, words_for(size))
+    for node, expected in enumerate(ancestor_sets(plain, size)):
+        assert bits_of(tree.ancestors[0, node]) == expected
+    mask = tree.ancestor_mask()[0]
+    assert mask.shape == (size + 1, size + 1)
+    assert torch.equal(mask.sum(1)[1:], tree.depth[0] + 1)
+    assert tree.ancestors.is_contiguous()
+    for cut in {1, 63, min(64, size)}:
+        alone = to_tree([plain[:cut]], cut).ancestors
+        assert torch.equal(tree.prefix(cut).ancestors, alone)
+
+
+@quick
+@given(nodes())
+def test_a_known_depth_changes_nothing(plain):
+    tree = to_tree([plain], max(1, len(plain)))
+    longest = int(tree.depth.max())
+    known = DraftTree.from_nodes(tree.token, tree.parent, tree.logprob, tree.size, longest)
+    for name in DraftTree.__dataclass_fields__:
+        assert torch.equal(getattr(known, name), getattr(tree, name)), name
+
+
+@quick
+@given(nodes(), nodes())
+def test_disjoint_subtrees_do_not_see_each_other(first, second):
+    """Merged-tree paper, §4.2: φ(i) = n₁ + i gives a mask of two blocks below the root."""
+    n1, n2 = len(first), len(second)
+    moved = [(up + n1 if up else 0, token) for up, token in second]
+    mask = to_tree([first + moved], max(1, n1 + n2)).ancestor_mask()[0]
+    for own, block in ((first, slice(1, n1 + 1)), (second, slice(n1 + 1, n1 + n2 + 1))):
+        alone = to_tree([own], max(1, len(own))).ancestor_mask()[0, 1:, 1:]
+        assert torch.equal(mask[block, block], alone[: len(own), : len(own)])
+    assert mask[:, 0].all()
+    assert not mask[1 : n1 + 1, n1 + 1 : n1 + n2 + 1].any()
+    assert not mask[n1 + 1 : n1 + n2 + 1, 1 : n1 + 1].any()
 
 
 @pytest.mark.parametrize("count", [1, 62, 63, 64, 127, 128, 191, 192, MAX_NODES])
@@ -101,6 +144,14 @@ def test_path_matrix_lists_the_leaves(plain):
     leaves = [node for node in range(len(plain) + 1) if node not in inner]
     rows = [[node for node in row if node >= 0] for row in tree.path_matrix(0).tolist()]
     assert rows == [path_to(plain, leaf) for leaf in leaves]
+
+
+def test_nothing_is_read_on_the_host():
+    """A fake tensor has no value: any `.item()`, `if tensor` or data-dependent shape raises."""
+    with FakeTensorMode():
+        tree = DraftTree.empty(3, 70, "cpu")
+        tree.where(torch.zeros(3, dtype=torch.bool), tree.best_chain()).prefix(9).ancestor_mask()
+        depths(tree.parent)
 
 
 def test_where_picks_whole_trees():

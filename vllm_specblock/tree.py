@@ -22,13 +22,6 @@ def words_for(num_nodes: int) -> int:
     return -(-(num_nodes + 1) // _WORD)
 
 
-def node_bits(num_nodes: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """[N+1, W] int64: row i has only bit i set (bit 63 of a word is its sign)."""
-    index = torch.arange(num_nodes + 1, device=device)
-    bits = torch.zeros(num_nodes + 1, words_for(num_nodes), dtype=torch.int64, device=device)
-    return bits.scatter_(1, (index // _WORD)[:, None], (1 << (index % _WORD))[:, None])
-
-
 def unpack_bits(words: torch.Tensor, count: int) -> torch.Tensor:
     """[..., W] int64 → the first `count` bits, [..., count] bool."""
     bits = (words[..., None] >> torch.arange(_WORD, device=words.device)) & 1
@@ -45,23 +38,39 @@ def pack_bits(flags: torch.Tensor) -> torch.Tensor:
     return (flags.unflatten(-1, (num_words, _WORD)).long() << shift).sum(-1)
 
 
-def _climb(parent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ancestor words [R, N+1, W] and depths [R, N+1] int64 by pointer doubling.
+def _own(num_nodes: int, device: torch.device) -> torch.Tensor:
+    """[N+1, W+1] int64: node i has bit i in the first W columns and 1 in the last; root: zeros."""
+    count = words_for(num_nodes)
+    own = torch.zeros(count, _WORD, count + 1, dtype=torch.int64, device=device)
+    # Bit b of word w belongs to row 64·w + b. 1 << 63 is the sign bit.
+    own[..., :count].diagonal(dim1=0, dim2=2).copy_(
+        (1 << torch.arange(_WORD, device=device))[:, None]
+    )
+    own[..., count].fill_(1)
+    own[0, 0].zero_()
+    return own.flatten(0, 1)[: num_nodes + 1]
 
-    After step s every node knows its ancestors up to 2^s edges away, so log2(N+1) steps do,
-    whatever the trees look like.
+
+def _climb(parent: torch.Tensor, max_depth: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ancestor words [R, N+1, W] int64 and depths [R, N] int32 by pointer doubling.
+
+    After step s every node knows 2^s nodes of its path, so log2(max_depth) steps do, whatever
+    the trees look like. What a step adds are other nodes than are known already, and the root
+    counts nothing until the end: the union of bits is their sum, and one sum carries both the
+    words and, as one more column, the depth.
     """
     num_requests, num_nodes = parent.shape
     # Slots not in use (−1) hang from the root: they need some ancestor to attend to.
     jump = torch.nn.functional.pad(parent.clamp(min=0).long(), (1, 0))
-    words = node_bits(num_nodes, parent.device).expand(num_requests, -1, -1)
-    depth = (torch.arange(num_nodes + 1, device=parent.device) > 0).long()
-    depth = depth.expand(num_requests, -1)
-    for _ in range(num_nodes.bit_length()):
-        words = words | words.gather(1, jump[..., None].expand_as(words))
-        depth = depth + depth.gather(1, jump)
-        jump = jump.gather(1, jump)
-    return words, depth
+    path = _own(num_nodes, parent.device).expand(num_requests, -1, -1)
+    longest = num_nodes if max_depth is None else min(max_depth, num_nodes)
+    for step in range(max(0, longest - 1).bit_length()):
+        if step:
+            jump = jump.gather(1, jump)
+        path = path + path.gather(1, jump[..., None].expand_as(path))
+    words = path[..., :-1].clone(memory_format=torch.contiguous_format)
+    words[..., 0].bitwise_or_(1)
+    return words, path[:, 1:, -1].int()
 
 
 def ancestor_words(parent: torch.Tensor) -> torch.Tensor:
@@ -74,12 +83,12 @@ def ancestor_words(parent: torch.Tensor) -> torch.Tensor:
         [R, N+1, W] int64; bit j of node i is set when j lies on the path from the root to i,
         both included. A slot not in use has the root's bit and its own.
     """
-    return _climb(parent)[0]
+    return _climb(parent, None)[0]
 
 
 def depths(parent: torch.Tensor) -> torch.Tensor:
     """[R, N] int32, 1 for a child of the root (and for a slot not in use); `parent` [R, N]."""
-    return _climb(parent)[1][:, 1:].int()
+    return _climb(parent, None)[1]
 
 
 @dataclass(frozen=True)
@@ -104,9 +113,17 @@ class DraftTree:
 
     @classmethod
     def from_nodes(
-        cls, token: torch.Tensor, parent: torch.Tensor, logprob: torch.Tensor, size: torch.Tensor
+        cls,
+        token: torch.Tensor,
+        parent: torch.Tensor,
+        logprob: torch.Tensor,
+        size: torch.Tensor,
+        max_depth: int | None = None,
     ) -> DraftTree:
         """Complete a tree whose nodes are in order already; arguments as the attributes.
+
+        Args:
+            max_depth: no path is longer, if known: fewer steps to find the ancestors.
 
         Raises:
             ValueError: more than 256 node slots.
@@ -115,8 +132,8 @@ class DraftTree:
             raise ValueError(
                 f"A draft tree holds at most {MAX_NODES} nodes, and {token.shape[1]} were given."
             )
-        ancestors, depth = _climb(parent)
-        return cls(token, parent, depth[:, 1:].int(), logprob, size, ancestors)
+        ancestors, depth = _climb(parent, max_depth)
+        return cls(token, parent, depth, logprob, size, ancestors)
 
     @classmethod
     def chain(cls, token: torch.Tensor, logprob: torch.Tensor, size: torch.Tensor) -> DraftTree:

@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.trees import nodes, path_to
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from vllm_specblock.commit.rows import committed_sources
 from vllm_specblock.commit.store import store_kv
@@ -45,6 +46,15 @@ def test_moving_brings_the_path_together(batch, data):
             cells[to] = before[at]
     for first, rows in zip(starts, expected):
         assert cells[first : first + len(rows)] == rows
+
+
+def test_nothing_is_read_on_the_host():
+    """A fake tensor has no value: any `.item()`, `if tensor` or data-dependent shape raises."""
+    with FakeTensorMode():
+        start = torch.zeros(3, dtype=torch.int64)
+        path = torch.zeros(3, 9, dtype=torch.int64)
+        moves = committed_sources(start, start, path, start.int())[2]
+    assert moves.shape == (3, 8)
 
 
 def test_padding_is_stored_where_nobody_reads():

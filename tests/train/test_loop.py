@@ -5,10 +5,9 @@ import json
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
-from typer import Typer
 from typer.testing import CliRunner
 
-from vllm_specblock.cli.train import train as command
+from vllm_specblock.cli.main import app
 from vllm_specblock.draft import checkpoint
 from vllm_specblock.train import data, loop
 from vllm_specblock.train.config import TrainError, parse
@@ -233,12 +232,9 @@ def test_schedule(options):
 class TestCommand:
     @pytest.fixture
     def call(self, folder, tmp_path):
-        app = Typer()
-        app.command()(command)
-
         def call(*arguments, data=folder / "d.safetensors", target=folder / "target"):
             paths = ["--target", target, "--data", data, "--out", tmp_path / "out"]
-            return CliRunner().invoke(app, [str(part) for part in (*paths, *arguments)])
+            return CliRunner().invoke(app, ["train", *(str(part) for part in (*paths, *arguments))])
 
         return call
 

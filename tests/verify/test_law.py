@@ -1,40 +1,79 @@
-"""Sample-then-walk commits with the law of the papers' sequential rule."""
+"""Sample-then-walk commits with the law of the papers' sequential rule.
+
+That law is known: a text is committed with the product of the target's probabilities along it.
+Both rules are held to it, and so is a wrong one, which has to be found out.
+"""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 import pytest
 import torch
-from support.trees import to_tree
+from support.trees import path_to, to_tree
 
 from vllm_specblock.verify.reference import accept_sequentially
 from vllm_specblock.verify.walk import walk
 
-PLAIN = [(0, 1), (0, 2), (1, 0), (1, 3), (2, 1), (3, 2), (0, 4)]
+TREES = {
+    "tree": [(0, 1), (0, 2), (1, 0), (1, 3), (2, 1), (3, 2), (0, 4)],
+    # Two heads side by side: 1 and 1 3 are drafted by both, and go on differently.
+    "disjoint merge": [(0, 1), (0, 2), (1, 0), (1, 3), (0, 1), (5, 3), (6, 2), (5, 4)],
+}
 VOCAB, RUNS = 5, 20_000
 
 
-def law() -> torch.Tensor:
+def text(plain, node: int) -> tuple[int, ...]:
+    return tuple(plain[step - 1][1] for step in path_to(plain, node)[1:])
+
+
+def target(plain) -> torch.Tensor:
+    """[nodes + 1, V] float64, a random target that sees the text only."""
+    known: dict[tuple, torch.Tensor] = {}
     draw = torch.Generator().manual_seed(3)
-    logits = 1.5 * torch.randn(len(PLAIN) + 1, VOCAB, generator=draw, dtype=torch.float64)
-    return logits.softmax(-1)
+    for node in range(len(plain) + 1):
+        logits = 1.5 * torch.randn(VOCAB, generator=draw, dtype=torch.float64)
+        known.setdefault(text(plain, node), logits.softmax(-1))
+    return torch.stack([known[text(plain, node)] for node in range(len(plain) + 1)])
 
 
-def sequential(probabilities: torch.Tensor) -> Counter:
+def committed_law(plain, law: torch.Tensor) -> dict[tuple, float]:
+    """Committed text → its probability."""
+    texts = [text(plain, node) for node in range(len(plain) + 1)]
+    chance = {(): 1.0}
+    for node in range(1, len(plain) + 1):  # parents first
+        up = plain[node - 1][0]
+        chance[texts[node]] = chance[texts[up]] * float(law[up, texts[node][-1]])
+    ends = {}
+    for node, prefix in enumerate(texts):
+        for token in range(VOCAB):
+            if (*prefix, token) not in chance:
+                ends[(*prefix, token)] = chance[prefix] * float(law[node, token])
+    assert sum(ends.values()) == pytest.approx(1.0)
+    return ends
+
+
+def children(plain) -> dict[int, list[tuple[int, int]]]:
+    out: dict[int, list[tuple[int, int]]] = {}
+    for node, (up, token) in enumerate(plain, 1):
+        out.setdefault(up, []).append((node, token))
+    return out
+
+
+def sequential(plain, law: torch.Tensor) -> Counter:
     generator = torch.Generator().manual_seed(11)
-    children: dict[int, list[tuple[int, int]]] = {}
-    for node, (up, token) in enumerate(PLAIN, 1):
-        children.setdefault(up, []).append((node, token))
-    return Counter(
-        tuple(accept_sequentially(children, probabilities, generator)) for _ in range(RUNS)
-    )
+    below = children(plain)
+    return Counter(tuple(accept_sequentially(below, law, generator)) for _ in range(RUNS))
 
 
-def walked(probabilities: torch.Tensor, seed: int = 12) -> Counter:
-    generator = torch.Generator().manual_seed(seed)
-    sampled = torch.multinomial(probabilities, RUNS, replacement=True, generator=generator).T
-    tree = to_tree([PLAIN], len(PLAIN))
+def walked(plain, law: torch.Tensor) -> Counter:
+    generator = torch.Generator().manual_seed(12)
+    sampled = torch.multinomial(law, RUNS, replacement=True, generator=generator).T.contiguous()
+    texts = [text(plain, node) for node in range(len(plain) + 1)]
+    # The noise is keyed by the position: nodes of equal text draw the same token.
+    sampled = sampled[:, [texts.index(own) for own in texts]]
+    tree = to_tree([plain], len(plain))
     every = (RUNS, -1)
     depth = torch.nn.functional.pad(tree.depth.long(), (1, 0))
     verdict = walk(
@@ -42,9 +81,9 @@ def walked(probabilities: torch.Tensor, seed: int = 12) -> Counter:
         tree.parent.expand(*every),
         depth.expand(*every),
         tree.ancestors.expand(*every, -1),
-        torch.ones(RUNS, len(PLAIN), dtype=torch.bool),
-        sampled.contiguous(),
-        3,
+        torch.ones(RUNS, len(plain), dtype=torch.bool),
+        sampled,
+        int(depth.max()),
     )
     return Counter(
         tuple(output[: count + 1])
@@ -52,19 +91,63 @@ def walked(probabilities: torch.Tensor, seed: int = 12) -> Counter:
     )
 
 
-def distance(left: Counter, right: Counter) -> float:
-    """Total variation between two empirical laws of `RUNS` draws each."""
-    return sum(abs(left[key] - right[key]) for key in left | right) / 2 / RUNS
+def careless(plain, law: torch.Tensor, fault: str | None) -> Counter:
+    """The sequential rule with one fault, or without."""
+    generator = torch.Generator().manual_seed(13)
+    below, draws = children(plain), Counter()
+    for _ in range(RUNS):
+        node, committed, left = 0, [], law[0].clone()
+        tries = list(below.get(0, []))
+        while tries:
+            child, token = tries.pop(0)
+            if torch.rand((), generator=generator, dtype=torch.float64) < left[token]:
+                committed.append(token)
+                node, left, tries = child, law[child].clone(), list(below.get(child, []))
+                continue
+            left[token] = 0
+            if fault != "rejected without renormalising":
+                left = left / left.sum()
+        if fault == "bonus from the whole target":
+            left = law[node]
+        draws[(*committed, int(torch.multinomial(left, 1, generator=generator)))] += 1
+    return draws
 
 
-def test_same_law():
-    # Two samples of this size from one law over ~25 outcomes lie about 0.014 apart.
-    assert distance(walked(law()), sequential(law())) < 0.025
+def excess(counts: Counter, law: dict[tuple, float]) -> float:
+    """Pearson's χ² against `law`, in standard deviations above what the law itself gives."""
+    if not counts.keys() <= law.keys():  # a text that cannot be committed
+        return math.inf
+    common = {key: p for key, p in law.items() if p * RUNS >= 5}
+    rare = 1 - sum(common.values())
+    cells = [(counts[key], p) for key, p in common.items()]
+    if rare * RUNS >= 5:
+        cells.append((RUNS - sum(seen for seen, _ in cells), rare))
+    chi = sum((seen - RUNS * p) ** 2 / (RUNS * p) for seen, p in cells)
+    freedom = len(cells) - 1
+    return (chi - freedom) / math.sqrt(2 * freedom)
 
 
-@pytest.mark.parametrize("wrong", ["sharpened", "flattened"])
-def test_the_distance_would_tell(wrong):
-    """A target that is off by a little is found out."""
-    power = {"sharpened": 1.15, "flattened": 0.85}[wrong]
-    other = law() ** power
-    assert distance(walked(other / other.sum(-1, keepdim=True)), sequential(law())) > 0.04
+@pytest.mark.parametrize("name", TREES)
+@pytest.mark.parametrize("rule", [walked, sequential])
+def test_both_rules_have_the_targets_law(name, rule):
+    plain = TREES[name]
+    law = target(plain)
+    assert excess(rule(plain, law), committed_law(plain, law)) < 4
+
+
+@pytest.mark.parametrize(
+    "fault", [None, "rejected without renormalising", "bonus from the whole target"]
+)
+def test_a_wrong_rule_is_found_out(fault):
+    plain = TREES["tree"]
+    law = target(plain)
+    found = excess(careless(plain, law, fault), committed_law(plain, law))
+    assert found < 4 if fault is None else found > 8
+
+
+def test_a_target_that_is_slightly_off_is_found_out():
+    plain = TREES["tree"]
+    law = target(plain)
+    other = law**1.1
+    off = walked(plain, other / other.sum(-1, keepdim=True))
+    assert excess(off, committed_law(plain, law)) > 8

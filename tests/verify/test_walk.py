@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,6 +17,7 @@ quick = settings(deadline=None, max_examples=120)
 
 
 def run(tree, live, sampled, max_depth):
+    """`walk` on a DraftTree."""
     depth = torch.nn.functional.pad(tree.depth.long(), (1, 0))
     return walk(tree.token, tree.parent, depth, tree.ancestors, live, sampled, max_depth)
 
@@ -32,20 +34,18 @@ def cases(draw):
     return batch, slots, torch.tensor(sampled), live
 
 
-@quick
-@given(cases())
-def test_longest_matching_path(case):
-    batch, slots, sampled, scheduled = case
+def check_longest_path(batch, slots, sampled, scheduled, max_depth=None):
     tree = to_tree(batch, slots)
     live = torch.arange(slots) < torch.tensor(scheduled)[:, None]
-    max_depth = int(tree.depth.max())
+    max_depth = int(tree.depth.max()) if max_depth is None else max_depth
     verdict = run(tree, live, sampled, max_depth)
     for request, plain in enumerate(batch):
         z = sampled[request].tolist()
         reached = [
             path
             for path in (path_to(plain, n) for n in range(min(len(plain), scheduled[request]) + 1))
-            if all(plain[child - 1][1] == z[up] for up, child in itertools.pairwise(path))
+            if len(path) <= max_depth + 1
+            and all(plain[child - 1][1] == z[up] for up, child in itertools.pairwise(path))
         ]
         best = max(reached, key=lambda path: (len(path), -path[-1]))
         accepted = len(best) - 1
@@ -54,6 +54,47 @@ def test_longest_matching_path(case):
         assert verdict.output[request].tolist() == [z[node] for node in best] + [0] * (
             max_depth - accepted
         )
+
+
+@quick
+@given(cases())
+def test_longest_matching_path(case):
+    check_longest_path(*case)
+
+
+@quick
+@given(cases(), st.integers(0, 4))
+def test_what_lies_too_deep_is_not_accepted(case, max_depth):
+    check_longest_path(*case, max_depth=max_depth)
+
+
+@pytest.mark.parametrize("size", [63, 64, 128, 256])
+@pytest.mark.parametrize("vocab", [1, 2])
+def test_longest_matching_path_over_several_words(size, vocab):
+    """One token: everything matches, and the sign bits of the words with it."""
+    draw = torch.Generator().manual_seed(size)
+
+    def integer(below):
+        return int(torch.randint(0, below, (), generator=draw))
+
+    # Parents close by: deep trees.
+    batch = [
+        [(max(0, node - integer(3)), integer(vocab)) for node in range(count)]
+        for count in (size, size - 1, 5)
+    ]
+    sampled = torch.randint(0, vocab, (3, size + 1), generator=draw)
+    check_longest_path(batch, size, sampled, [size, size // 2, size])
+
+
+def test_the_same_text_from_two_heads():
+    """A disjoint merge: both heads draft 5, the first goes on with 6, the second with 7 8."""
+    plain = [(0, 5), (1, 6), (0, 5), (3, 7), (4, 8)]
+    tree = to_tree([plain, plain], 5)
+    # Nodes of equal text draw the same token.
+    sampled = torch.tensor([[5, 7, 0, 7, 8, 1], [5, 6, 2, 6, 0, 0]])
+    verdict = run(tree, torch.ones(2, 5, dtype=torch.bool), sampled, 3)
+    assert verdict.path.tolist() == [[0, 3, 4, 5], [0, 1, 2, 0]]
+    assert verdict.output.tolist() == [[5, 7, 8, 1], [5, 6, 2, 0]]
 
 
 def test_the_deeper_twin_decides():

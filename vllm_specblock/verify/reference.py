@@ -17,22 +17,25 @@ def accept_sequentially(
 
     At every node the distinct child tokens are tried in order: one is accepted with the
     probability that is left to it; rejected, it loses that probability and the rest is
-    renormalised. When all are rejected the bonus is drawn from what is left.
+    renormalised. When all are rejected the bonus is drawn from what is left. Nodes of equal
+    text (two heads drafted the same) are followed together: of all candidates the best counts.
 
     Args:
         children: node → its children as (node, token); 0 is the root.
-        law: [nodes + 1, V] float64, the target's distribution at every node.
+        law: [nodes + 1, V] float64, the target's distribution at every node; nodes of equal
+            text have equal rows.
     """
-    node, committed = 0, []
+    twins, committed = [0], []
     while True:
-        left, moved, tried = law[node].clone(), False, set()
-        for child, token in children.get(node, []):
-            if token in tried:
-                continue
-            tried.add(token)
+        drafted: dict[int, list[int]] = {}
+        for node in twins:
+            for child, token in children.get(node, []):
+                drafted.setdefault(token, []).append(child)
+        left, moved = law[twins[0]].clone(), False
+        for token, nodes in drafted.items():
             if torch.rand((), generator=generator, dtype=torch.float64) < left[token]:
                 committed.append(token)
-                node, moved = child, True
+                twins, moved = nodes, True
                 break
             left[token] = 0
             left /= left.sum()

@@ -55,11 +55,12 @@ def walk(
         ancestors: [R, N+1, W] int64.
         live: [R, N] bool, nodes that the target ran on and that may be accepted.
         sampled: [R, N+1] int64, z of the root and of every node.
-        max_depth: D, no path is longer.
+        max_depth: D; nodes below it are not accepted. A head drafts none, but drafts that are
+            not a head's (a scheduler's placeholders, dummy batches) lie on one long chain.
     """
     num_nodes = token.shape[1]
     wanted = sampled.gather(1, parent.clamp(min=0).long())
-    matches = live & (parent >= 0) & (token == wanted)
+    matches = live & (parent >= 0) & (token == wanted) & (depth[:, 1:] <= max_depth)
     matches = torch.nn.functional.pad(matches, (1, 0), value=True)  # the root
     missing = ancestors & ~pack_bits(matches)[:, None]
     reached = (missing == 0).all(-1)

@@ -14,6 +14,8 @@ ROOT = Path(__file__).resolve().parents[3]
 TARGET = ROOT / "examples/tiny_pair/target"
 DRAFTER = ROOT / "examples/tiny_pair/drafter"
 MAX_MODEL_LEN = 512
+# An engine that is collected takes the process groups of all others along.
+_ALIVE: list[Engine] = []
 
 
 @dataclass
@@ -85,7 +87,9 @@ def make_engine(speculative: dict[str, Any] | None, **changes: Any) -> Engine:
             "model": str(DRAFTER),
             **speculative,
         }
-    return Engine(LLM(**{**settings, **changes}))
+    engine = Engine(LLM(**{**settings, **changes}))
+    _ALIVE.append(engine)
+    return engine
 
 
 def prompts(count: int = 10, seed: int = 5, shared: int = 70) -> list[list[int]]:

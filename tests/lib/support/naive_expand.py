@@ -32,22 +32,27 @@ class NaiveExpansion:
         self.nodes += [None] * (self.shape.block_size * self.shape.width)
         self.rows += 1
 
+    def _joined(self) -> list[int]:
+        """Indices into `nodes` from best to worst, the best one per text."""
+        ranked = [i for i, node in enumerate(self.nodes) if node and node[1] > float("-inf")]
+        ranked.sort(key=lambda i: (-self.nodes[i][1], len(self.nodes[i][0]), i))
+        first: dict[tuple, int] = {}
+        for index in ranked:
+            first.setdefault(self.nodes[index][0], index)
+        return list(first.values())
+
     def starts(self, chain_end: int) -> list[int]:
-        """Indices into `nodes`, the chain's end first."""
+        """Indices into `nodes`, the chain's end first; no text starts twice."""
         free = [
             index
-            for index, node in enumerate(self.nodes)
-            if node and node[4] and index not in self.used and index != chain_end
+            for index in self._joined()
+            if self.nodes[index][4] and self.nodes[index][0] not in self.used
         ]
-        free.sort(key=lambda index: (-self.nodes[index][1], index))
-        chosen = [chain_end, *free[: self.shape.num_starts - 1]]
-        self.used |= set(chosen)
+        chosen = [chain_end, *(index for index in free if index != chain_end)]
+        chosen = chosen[: self.shape.num_starts]
+        self.used |= {self.nodes[index][0] for index in chosen}
         return chosen
 
     def finish(self) -> dict[tuple, float]:
-        """The best N texts and their scores."""
-        best: dict[tuple, float] = {}
-        for node in filter(None, self.nodes):
-            best[node[0]] = max(best.get(node[0], float("-inf")), node[1])
-        kept = sorted(best.items(), key=lambda item: -item[1])[: self.shape.budget]
-        return dict(kept)
+        """The best N texts and their scores, in order."""
+        return {self.nodes[i][0]: self.nodes[i][1] for i in self._joined()[: self.shape.budget]}
