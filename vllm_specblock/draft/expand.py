@@ -249,20 +249,21 @@ class Expansion:
         count = order.shape[1]
         place = torch.arange(count, device=order.device)
         kept = (winner == place) & (self.key.gather(1, order) < _CLOSED)
-        number = kept.cumsum(1)  # 1 is the root, so that node i is number i + 1
+        node = kept.cumsum(1) - 1  # 0 is the root
         # A loser's children hang from the winner, whose score is no lower.
-        number_of = torch.empty_like(order).scatter_(1, order, number.gather(1, winner))
+        node_of = torch.empty_like(order).scatter_(1, order, node.gather(1, winner))
 
-        slot = torch.arange(2, N + 2, device=order.device).expand(len(order), N).contiguous()
-        rank = torch.searchsorted(number, slot).clamp_(max=count - 1)
-        node = order.gather(1, rank)
-        parent = number_of.gather(1, self.parent.gather(1, node)) - 1
-        total = number[:, -1:]
-        used = slot <= total
+        # What is not kept or over the budget goes to a last column, which is cut off. (On a
+        # CPU `searchsorted` would do it too, but starts threads for as few as 200 values.)
+        column = torch.where(kept, node, N + 1).clamp_(max=N + 1)
+        candidate = order.new_zeros(len(order), N + 2).scatter_(1, column, order)[:, 1:-1]
+        parent = node_of.gather(1, self.parent.gather(1, candidate))
+        total = node[:, -1:]
+        used = torch.arange(N, device=order.device) < total
         return DraftTree.from_nodes(
-            torch.where(used, self.token.gather(1, node), 0),
+            torch.where(used, self.token.gather(1, candidate), 0),
             torch.where(used, parent, -1).int(),
-            torch.where(used, self.score.gather(1, node), _NEVER),
-            (total[:, 0] - 1).clamp(max=N).int(),
+            torch.where(used, self.score.gather(1, candidate), _NEVER),
+            total[:, 0].clamp(max=N).int(),
             self.shape.max_depth,
         )
