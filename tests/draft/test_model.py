@@ -112,7 +112,7 @@ def test_block2_of_the_first_training_row(variant, cut):
     # inference does not have.
     train = variant.train
     cache, hidden = variant.train_rows(1)
-    attend = cache.starts(torch.tensor([cut - 1]))
+    attend = cache.grow().starts(torch.tensor([0]), torch.tensor([cut - 1]))
     token = train[f"block2.M{cut}.row_tokens"][:1]
     hidden = variant.drafter(hidden[:, cut - 1], variant.embed(token), torch.tensor([1]), attend)
     logits, rank_logits = variant.drafter.heads(hidden)
@@ -123,10 +123,11 @@ def test_block2_of_the_first_training_row(variant, cut):
 def test_block3_of_the_first_training_row(variant):
     train, base = variant.train, torch.tensor([1])
     cache, hidden = variant.train_rows(1)
-    second = cache.starts(torch.tensor([1]))
+    growth = cache.grow()
+    second = growth.starts(torch.tensor([0]), torch.tensor([1]))
     token = train["block2.M2.row_tokens"][:1]
     hidden = variant.drafter(hidden[:, 1], variant.embed(token), base, second)
-    third = second.starts(torch.tensor([0]), torch.tensor([2]))
+    third = growth.starts(torch.tensor([1]), torch.tensor([2]))
     token = train["block3.M2_3.row_tokens"][:1]
     hidden = variant.drafter(hidden[:, 2], variant.embed(token), base, third)
     logits, rank_logits = variant.drafter.heads(hidden)
@@ -165,7 +166,8 @@ def test_every_block2_start(variant):
     slots = case["block2.start_slots"].long()
     base = torch.full_like(slots, cache.rows)  # block 1's, whatever the slot
     tokens = variant.embed(case["block2.start_tokens"])
-    hidden = variant.drafter(hidden[-1, slots], tokens, base, cache.starts(slots))
+    attend = cache.grow().starts(torch.zeros_like(slots), slots)
+    hidden = variant.drafter(hidden[-1, slots], tokens, base, attend)
     logits, rank_logits = variant.drafter.heads(hidden)
     assert_near(hidden, case["block2.prenorm_hidden"])
     assert_near(logits, case["block2.logits"])

@@ -93,16 +93,17 @@ def dense_tree(drafter, embedding, features, text, end: int, head: SpecBlockHead
     )
     expansion = Expansion(shape, torch.tensor(shape.branching), 1)
     expansion.first_block(*drafter.candidates(hidden, shape.width))
-    before = None
-    drafted = hidden
+    growth, drafted = cache.grow(), hidden
+    depth = torch.zeros(1, dtype=torch.int64)
     for block in range(2, shape.num_blocks + 1):
         starts = expansion.starts(block)
         position, row = starts.position[0], starts.row[0]
         base = torch.full_like(position, end)
         if drafter.config.block_rope == "path":
-            base = base + position + 1
-        before = before.starts(row - 1, position) if before else cache.starts(position)
-        later = drafter(drafted[row, position], embedding[starts.token[0]], base, before)
+            base = base + depth[row] + position + 1
+        depth = torch.cat([depth, depth[row] + position + 1])
+        attend = growth.starts(row, position)
+        later = drafter(drafted[row, position], embedding[starts.token[0]], base, attend)
         expansion.next_block(starts, block, *drafter.candidates(later[None], shape.width))
         drafted = torch.cat([drafted, later])
     return expansion.finish()
@@ -118,6 +119,9 @@ def dense_tree(drafter, embedding, features, text, end: int, head: SpecBlockHead
         ({}, {"qk_norm": True}),
         # Each block starts from the end of the one before: three rows on one path.
         ({"num_blocks": 3, "num_starts": 1}, {}),
+        # Starts of the third block lie in rows of both blocks before it.
+        ({"num_blocks": 3}, {}),
+        ({"num_blocks": 4, "num_starts": 5}, {"block_rope": "path"}),
     ],
 )
 @torch.no_grad()

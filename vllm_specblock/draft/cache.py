@@ -2,10 +2,11 @@
 
 * A row of block 1 sees all K positions of every earlier row, and its own up to itself. Its K
   keys and values stay in the cache.
-* A row of a later block starts at position j of a row of the block before. It sees all rows of
-  block 1 before the drafting row (the newest), then the path that leads to it: positions up to
-  the start in the drafting row, up to the next start in that start's row, and so on. Then its
-  own positions up to itself. Starts never see each other, and nothing of theirs stays.
+* A row of a later block starts at position j of a row of any earlier block. It sees what that
+  position sees: all rows of block 1 before the drafting row (in serving the newest), then the
+  path that leads to it, positions up to the start in the drafting row, up to the next start in
+  that start's row, and so on. Then its own positions up to itself. Starts of one block never
+  see each other, and nothing of theirs stays.
 
 Serving does the same over paged caches (`paged.py`), training over whole batches.
 """
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from vllm_specblock.draft.config import DrafterConfig
 
@@ -46,12 +47,11 @@ class DenseCache:
         """`attend` for block 1 over new rows; `keep` [Q] as given to the drafter's forward."""
         return AppendRows(self, keep)
 
-    def starts(self, position: Tensor) -> LaterBlock:
-        """`attend` for block 2. position [S] int64, 0-based: start s continues the drafting
-        row's position `position[s]`."""
-        drafting = [(k[-1:], v[-1:]) for k, v in zip(self.key, self.value)]
-        row = torch.zeros_like(position)
-        return LaterBlock(self, drafting, None, row, position)
+    def grow(self, row: Tensor | None = None) -> Growth:
+        """Later blocks over this cache. row [R] int64: the drafting rows (default: the newest)."""
+        if row is None:
+            row = torch.tensor([self.rows - 1], device=self.key[0].device)
+        return Growth(self, row)
 
 
 class AppendRows:
@@ -81,61 +81,54 @@ class AppendRows:
         return mixed.view_as(query)
 
 
-class LaterBlock:
-    """`attend` of one forward of a block >= 2 over S starts; itself the ground of the next.
+class Growth:
+    """The rows of blocks >= 2 that grow from drafting rows of one cache.
 
-    Args:
-        cache: the sequence's; its newest row is the drafting row.
-        before: per layer, keys and values [rows, P, nkv, D] of the block before, each row led
-            by the path to it.
-        path_mask: [rows, P - K] bool, what of that lead is on the path; None for block 1.
-        row: [S] int64, row of the block before which start s continues.
-        position: [S] int64, 0-based position in that row.
+    Rows are numbered in the order in which they are drafted: first the R drafting rows, then
+    the starts of block 2, then those of block 3, and so on. With R = 1 that is `Starts.row`.
+
+    Attributes:
+        key, value: per layer [E, nkv, D], every entry: position k of the cache's row i is entry
+            i·K + k; the later rows' entries follow.
+        sees: [rows, K, E] bool, the entries that each position of each row sees.
     """
 
-    def __init__(
-        self,
-        cache: DenseCache,
-        before: list[tuple[Tensor, Tensor]],
-        path_mask: Tensor | None,
-        row: Tensor,
-        position: Tensor,
-    ):
-        self.cache = cache
+    def __init__(self, cache: DenseCache, row: Tensor):
+        self.key = [key.flatten(0, 1) for key in cache.key]
+        self.value = [value.flatten(0, 1) for value in cache.value]
         self.block = cache.key[0].shape[1]
-        self.path = [(key[row], value[row]) for key, value in before]
-        mask = torch.arange(self.block, device=position.device) <= position[:, None]
-        self.mask = mask if path_mask is None else torch.cat([path_mask[row], mask], dim=1)
-        self.seen: list[tuple[Tensor, Tensor]] = []
+        own = row[:, None] * self.block + torch.arange(self.block, device=row.device)
+        self.sees = torch.arange(len(self.key[0]), device=row.device) <= own[..., None]
+
+    def starts(self, row: Tensor, position: Tensor) -> LaterBlock:
+        """`attend` of the next block's forward, which has to run before the next call.
+
+        row [S] int64: the row that start s continues; position [S] int64, 0-based, in that row.
+        """
+        count, block = len(row), self.block
+        path = self.sees[row, position][:, None].expand(-1, block, -1)
+        alone = torch.eye(count, dtype=torch.bool, device=row.device)
+        causal = torch.ones(block, block, dtype=torch.bool, device=row.device).tril()
+        own = (alone[:, None, :, None] & causal[None, :, None]).flatten(2)  # [S, K, S·K]
+        sees = torch.cat([path, own], dim=2)
+        self.sees = torch.cat([pad(self.sees, (0, count * block)), sees])
+        return LaterBlock(self, sees.flatten(0, 1))
+
+
+class LaterBlock:
+    """`attend` of one forward of a block >= 2 over S starts. sees [S·K, E] bool: with the
+    entries of these starts."""
+
+    def __init__(self, growth: Growth, sees: Tensor):
+        self.growth, self.sees = growth, sees
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """query [S, K, nh, D], key and value [S, K, nkv, D] -> [S, K, nh, D]."""
-        path_key, path_value = self.path[layer]
-        key, value = torch.cat([path_key, key], dim=1), torch.cat([path_value, value], dim=1)
-        self.seen.append((key, value))
-        prefix_key, prefix_value = (
-            kept[layer][:-1].flatten(0, 1) for kept in (self.cache.key, self.cache.value)
-        )
-        causal = torch.ones(self.block, self.block, dtype=torch.bool, device=key.device).tril()
-        prefix_mask = causal.new_ones(self.block, len(prefix_key))
-        return torch.stack(
-            [
-                _attention(
-                    query[start],
-                    torch.cat([prefix_key, key[start]]),
-                    torch.cat([prefix_value, value[start]]),
-                    torch.cat([prefix_mask, on_path.expand(self.block, -1), causal], dim=1),
-                )
-                for start, on_path in enumerate(self.mask)
-            ]
-        )
-
-    def starts(self, row: Tensor, position: Tensor) -> LaterBlock:
-        """`attend` for the block after this one, once this one's forward has run.
-
-        row [S'] int64: the start of this block that is continued; position [S'] int64, 0-based.
-        """
-        return LaterBlock(self.cache, self.seen, self.mask, row, position)
+        keys, values = self.growth.key, self.growth.value
+        keys[layer] = torch.cat([keys[layer], key.flatten(0, 1)])
+        values[layer] = torch.cat([values[layer], value.flatten(0, 1)])
+        mixed = _attention(query.flatten(0, 1), keys[layer], values[layer], self.sees)
+        return mixed.view_as(query)
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:

@@ -78,6 +78,9 @@ class DrafterConfig(BaseModel):
         rank_topk: logits over which the rank features are taken, or "full" for all of them.
         block_rope: RoPE base of block 2 and later: block 1's ("base"), or moved on by the
             depth of the node that it starts from ("path"). Read by whoever passes `base`.
+        prefix_broadcast: whether all K positions are given the condition and the token (eq. 2);
+            if not, the first alone is (ablation of Table 2).
+        layer_shift: whether eq. 3 stands between the layers; if not, nothing does (ablation).
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -99,6 +102,8 @@ class DrafterConfig(BaseModel):
     qk_norm: bool = False
     rank_topk: Annotated[int, Field(ge=TOP_LOGPROBS)] | Literal["full"] = PUBLISHED_RANK_TOPK
     block_rope: Literal["base", "path"] = "base"
+    prefix_broadcast: bool = True
+    layer_shift: bool = True
     target: TargetInfo
 
     @model_validator(mode="after")

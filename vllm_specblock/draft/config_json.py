@@ -189,6 +189,8 @@ def _published(config: DrafterConfig, torch_dtype: str) -> dict[str, Any]:
         ("qk_norm", False),
         ("rank_topk", PUBLISHED_RANK_TOPK),
         ("block_rope", "base"),
+        ("prefix_broadcast", True),
+        ("layer_shift", True),
     ):
         given = getattr(config, what)
         if given != held:

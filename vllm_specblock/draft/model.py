@@ -38,8 +38,9 @@ class SpecBlockDrafter(nn.Module):
         self.input_layer = InputLayer(config)
         self.rotary = Rotary(config)
         self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(depth))
+        shifts = depth - 1 if config.layer_shift else 0
         self.shift_proj = nn.ModuleList(
-            nn.Linear(2 * size, size, bias=False) for _ in range(depth - 1)
+            nn.Linear(2 * size, size, bias=False) for _ in range(shifts)
         )
         self.norm = RMSNorm(size, config.rms_norm_eps)
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
@@ -86,7 +87,7 @@ class SpecBlockDrafter(nn.Module):
         rope = self.rotary(base, hidden.dtype)
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
-            if index:
+            if index and self.config.layer_shift:
                 # The cast only matters under autocast: the kernel wants one dtype.
                 weight = self.shift_proj[index - 1].weight.to(hidden.dtype)
                 hidden = layer_shift(hidden, weight)
@@ -151,6 +152,7 @@ class InputLayer(nn.Module):
         self.query_norm = RMSNorm(size, eps)
         self.position_queries = nn.Embedding(config.block_size, size)
         self.fuse = nn.Linear(3 * size, size, bias=False)
+        self.prefix_broadcast = config.prefix_broadcast
 
     def forward(self, condition: Tensor, embedding: Tensor) -> Tensor:
         """condition [T, H], embedding [T, H] -> [T, K, H].
@@ -163,7 +165,9 @@ class InputLayer(nn.Module):
         row = torch.cat([self.condition_norm(condition), self.token_norm(embedding)], dim=-1)
         row = F.linear(row, weight[:, :of_row])
         query = F.linear(self.query_norm(self.position_queries.weight), weight[:, of_row:])
-        return row[:, None] + query
+        if self.prefix_broadcast:
+            return row[:, None] + query
+        return torch.cat([row[:, None] + query[:1], query[1:].expand(len(row), -1, -1)], dim=1)
 
 
 class DecoderLayer(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ def init(
     target_name: str | None = None,
     qk_norm: bool | None = None,
     seed: int = 0,
+    **choices: Any,
 ) -> SpecBlockDrafter:
     """An untrained float32 drafter on the CPU whose decoder layers are built like the target's.
 
@@ -46,6 +48,7 @@ def init(
         target_name: what vLLM loads as the target (default: `target_dir` as given).
         qk_norm: as in DrafterConfig (default: as the target). The published layout has none.
         seed: of the weights; the global generator is left alone.
+        choices: further keys of DrafterConfig, such as `block_rope`.
 
     Raises:
         CheckpointError: no target there, or one of another architecture; sizes or layers that
@@ -82,6 +85,7 @@ def init(
             "rope_scaling": scaling,
             "qk_norm": _QK_NORM[family] if qk_norm is None else qk_norm,
             "target": target,
+            **choices,
         },
     )
     with torch.random.fork_rng(devices=[]):  # torch's own initial weights, overwritten below
@@ -106,14 +110,30 @@ def _draw_weights(drafter: SpecBlockDrafter, generator: torch.Generator) -> None
 
 
 def _map_most_frequent(drafter: SpecBlockDrafter, token_counts: Tensor) -> None:
-    """Make the draft vocabulary the most frequent target ids; ties go to the lower id."""
+    """Make the draft vocabulary the most frequent target ids."""
     config: DrafterConfig = drafter.config
     if tuple(token_counts.shape) != (config.vocab_size,):
         raise CheckpointError(
             f"token_counts has shape {list(token_counts.shape)}, but the target has "
             f"{config.vocab_size} tokens to count."
         )
-    order = token_counts.cpu().sort(descending=True, stable=True).indices
-    targets = order[: config.draft_vocab_size].sort().values
-    drafter.d2t.copy_(targets - torch.arange(config.draft_vocab_size))
-    drafter.t2d.zero_()[targets] = True
+    d2t, t2d = most_frequent(token_counts, config.draft_vocab_size)
+    drafter.d2t.copy_(d2t)
+    drafter.t2d.copy_(t2d)
+
+
+def most_frequent(counts: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """The draft vocabulary of the `size` most frequent target ids; ties go to the lower id.
+
+    Args:
+        counts: [V] int64, how often each target id is to be predicted.
+
+    Returns:
+        d2t [size] int64, what a draft id lacks to its target id, and t2d [V] bool, whether a
+        target id has a draft id. Draft ids ascend with their target ids.
+    """
+    order = counts.cpu().sort(descending=True, stable=True).indices
+    named = order[:size].sort().values
+    t2d = torch.zeros(len(counts), dtype=torch.bool)
+    t2d[named] = True
+    return named - torch.arange(len(named)), t2d
