@@ -22,6 +22,7 @@ ROOMS = [
     {"train"},
     {"triton_interpreter", "engine"},
     {"plugin", "cli"},
+    {"__main__"},
 ]
 
 

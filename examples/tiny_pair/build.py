@@ -24,19 +24,17 @@ import target as target_stages
 import torch
 import transformers
 import typer
-from safetensors.torch import load_file
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
-from vllm_specblock.config import DEFAULT_NODES, SpecBlockConfig
+from vllm_specblock.config import SpecBlockConfig
 from vllm_specblock.draft import checkpoint
-from vllm_specblock.draft.expand import Shape
-from vllm_specblock.train import data
-from vllm_specblock.train.answers import continue_prompts
 from vllm_specblock.train.config import TrainConfig, parse
-from vllm_specblock.train.features import load_target, teach
-from vllm_specblock.train.loop import train
-from vllm_specblock.train.replay import acceptance, replay
+from vllm_specblock.train.judge.evaluate import evaluate, scripts_from, shapes_of
+from vllm_specblock.train.run import train
+from vllm_specblock.train.teacher.answers import continue_prompts
+from vllm_specblock.train.teacher.features import load_target
+from vllm_specblock.train.text.shards import Text, read_shard, write_shard
 
 HERE = Path(__file__).parent
 TARGET_FILES = (
@@ -99,6 +97,12 @@ def build(
         tokenizer = AutoTokenizer.from_pretrained(target_dir)
         return write_data(work, text.train, tokenizer, target_dir, answers, windows, device, seed)
 
+    def prompts_stage() -> dict:
+        prompts = corpus.prompts(text.held_out, held_out_prompts)
+        lines = "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts)
+        (work / "prompts.jsonl").write_text(lines)
+        return {"prompts": len(prompts)}
+
     def drafter_stage() -> dict:
         config = drafter_config(work, drafter_steps, batch, lr, device, seed)
         train(config)
@@ -111,6 +115,7 @@ def build(
     figures = {
         "target": stages.run("target", target_options, target_stage),
         "answers": stages.run("answers", data_options, answers_stage),
+        "prompts": stages.run("prompts", {"prompts": held_out_prompts}, prompts_stage),
         "drafter": stages.run("drafter", drafter_options, drafter_stage),
     }
     copy_files(target_dir, out / "target", TARGET_FILES)
@@ -204,20 +209,22 @@ def write_data(
                 temperature=TEMPERATURES[part % len(TEMPERATURES)],
                 seed=seed + part,
             )
-            aside = path.with_suffix(".partial")
-            data.save_tokens(aside, texts_of_part)
-            aside.replace(path)
-        stored = load_file(path)
-        sequences += stored["tokens"].split(stored["lengths"].tolist())
+            save_tokens(path, texts_of_part)
+        sequences += [text.tokens for text in read_shard(path)]
     new = sum(len(sequence) - PROMPT for sequence in sequences)
     sequences += [pieces[i] for i in order[answers : answers + windows]]
-    data.save_tokens(work / "drafter_data.safetensors", sequences)
+    save_tokens(work / "drafter_data.safetensors", sequences)
     return {
         "answers": answers,
         "tokens_of_the_target": new,
         "tokens_of_the_corpus": windows * WINDOW,
         "temperatures": TEMPERATURES,
     }
+
+
+def save_tokens(path: Path, sequences: list[torch.Tensor]) -> None:
+    """Sequences [T_i] of which every token is to be learned, those of the prompts too."""
+    write_shard(path, [Text(ids, torch.ones(len(ids), dtype=torch.bool)) for ids in sequences])
 
 
 def drafter_config(
@@ -251,46 +258,19 @@ def copy_files(source: Path, destination: Path, names: tuple[str, ...]) -> None:
             shutil.copyfile(source / name, destination / name)
 
 
-@torch.no_grad()
 def report(out: Path, held_out: list[str], count: int, device: str, new_tokens: int = 160) -> dict:
     """τ and α on greedy continuations of prompts from files that no stage was trained on."""
     tokenizer = AutoTokenizer.from_pretrained(out / "target")
     model = load_target(out / "target", "fp32", torch.device(device))
     drafter = checkpoint.load(out / "drafter", torch.float32, device)
-    layer_ids, draft_ids = drafter.config.target.layer_ids, drafter.t2d.nonzero()[:, 0]
     prompts = [
         torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])
         for text in corpus.prompts(held_out, count)
     ]
-    texts = continue_prompts(model, prompts, new_tokens)
-    K, options = drafter.config.block_size, SpecBlockConfig()
-    one = (1, 1, 1, 1)
-    shapes = {
-        "chain_of_one_block": Shape(K, 1, 1, one, K),
-        "chain_of_two_blocks": Shape(K, 2, 1, one, 2 * K),
-        f"tree_of_{DEFAULT_NODES}": Shape(
-            K, options.num_blocks, options.num_starts, tuple(options.branching), DEFAULT_NODES
-        ),
-    }
-    accepted: dict[str, list[int]] = {name: [] for name in shapes}
-    for text, prompt in zip(tqdm(texts, desc="replay", unit="prompt"), prompts):
-        features = teach(model, text[None].to(device), layer_ids, draft_ids).hidden[0]
-        for name, shape in shapes.items():
-            accepted[name] += replay(
-                drafter,
-                model.get_input_embeddings(),
-                features,
-                text.to(device),
-                len(prompt),
-                shape,
-            ).accepted
-    alpha = acceptance(drafter, model, texts, [len(prompt) for prompt in prompts], layer_ids)
-    return {
-        "prompts": len(prompts),
-        "tau": {name: round(1 + sum(a) / len(a), 3) for name, a in accepted.items()},
-        "steps": {name: len(a) for name, a in accepted.items()},
-        "alpha": [[round(share, 4) for share in block] for block in alpha],
-    }
+    scripts = scripts_from(model, prompts, new_tokens, layer_ids=drafter.config.target.layer_ids)
+    scripts = tqdm(scripts, desc="replay", total=len(prompts), unit="prompt")
+    options = SpecBlockConfig()
+    return evaluate(drafter, scripts, shapes_of(drafter, options), options.num_blocks).as_json()
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.training import write_pair
 
 from vllm_specblock.draft.config import DrafterConfig, TargetInfo
 from vllm_specblock.draft.model import SpecBlockDrafter
@@ -58,3 +59,9 @@ def lucky(make_drafter):
         return drafter, tokens.where(~other, torch.randint(VOCAB, (batch, length)))
 
     return make
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    """`target` and `d.safetensors` for short training runs."""
+    return write_pair(tmp_path_factory.mktemp("train"))

@@ -6,30 +6,50 @@ import math
 
 import pytest
 import torch
+from support.lessons import lesson_of, packed
 
 from vllm_specblock.draft.cache import DenseCache
-from vllm_specblock.train.features import Teaching
 from vllm_specblock.train.objective import Unroll
+from vllm_specblock.train.specblock import Recipe, SpecBlockLearner, outcome
 
-BATCH, LENGTH = 2, 11
+COLUMNS = 24
+LENGTHS = ((12, 10), (20,))  # documents of the two windows
 CLOSE = {"atol": 1e-5, "rtol": 1e-4}
 
 
 @pytest.fixture
 def scene(lucky):
+    """A drafter and a lesson: two documents in one window, a short one in the other."""
+
     def make(**changes):
-        drafter, tokens = lucky(BATCH, LENGTH, **changes)
-        tokens[1, 7:] = -1  # a short window
-        embed = torch.nn.Embedding(drafter.config.vocab_size, drafter.config.hidden_size)
-        hidden = torch.randn(BATCH, LENGTH, 3 * drafter.config.target_hidden_size)
-        law = torch.randn(BATCH, LENGTH, drafter.config.draft_vocab_size).softmax(-1)
-        return drafter, embed.requires_grad_(False), tokens, Teaching(hidden, law)
+        drafter, tokens = lucky(2, COLUMNS, **changes)
+        counted = torch.ones_like(tokens, dtype=torch.bool)
+        counted[0, :2] = False  # a prompt
+        counted[1, 5] = False
+        return drafter, lesson_of(drafter, packed(tokens, counted, LENGTHS))
 
     return make
 
 
+def documents(lesson):
+    """(window, first column, tokens [T], counted [T], hidden [T, 3·H]) of every document."""
+    for window, lengths in enumerate(LENGTHS):
+        first = 0
+        for length in lengths:
+            here = slice(first, first + length)
+            batch = lesson.batch
+            yield (
+                window,
+                first,
+                batch.tokens[window, here],
+                batch.counted[window, here].tolist(),
+                lesson.teaching.hidden[window, here],
+            )
+            first += length
+
+
 class Inference:
-    """The same rows through `DenseCache`, one at a time, as a request would run them."""
+    """A document's rows through `DenseCache`, one at a time, as a request would run them."""
 
     def __init__(self, drafter, embed, tokens, hidden):
         self.drafter, self.embed, self.tokens, self.hidden = drafter, embed, tokens, hidden
@@ -41,19 +61,16 @@ class Inference:
         for row in range(len(self.tokens) - 1):
             condition = self.drafter.condition(self.hidden[row][None])
             states = [self._forward(row, 0, condition, cache.append())]
-            attend, offset = cache, 0
+            growth, offset = cache.grow(), 0
             for block, cut in enumerate(cuts):
                 offset += cut
-                place = torch.tensor([cut - 1])
-                attend = (
-                    cache.starts(place) if block == 0 else attend.starts(torch.tensor([0]), place)
-                )
+                attend = growth.starts(torch.tensor([block]), torch.tensor([cut - 1]))
                 states.append(self._forward(row, offset, states[-1][cut - 1][None], attend))
             yield row, states
 
     def _forward(self, row, offset, condition, attend):
         place = row + 1 + offset
-        token = self.tokens[place].clamp(min=0) if place < len(self.tokens) else torch.tensor(0)
+        token = self.tokens[place] if place < len(self.tokens) else torch.tensor(0)
         base = torch.tensor([row + 1 + (offset if self.path_rope else 0)])
         return self.drafter(condition, self.embed(token)[None], base, attend)[0]
 
@@ -71,102 +88,117 @@ def record(unroll):
     return seen
 
 
+@pytest.mark.parametrize("kernel", ["sdpa", "flex"])
 @pytest.mark.parametrize("rope", ["base", "path"])
 @pytest.mark.parametrize("cuts", [[1], [2], [3], [4], [2, 4], [2, 1, 3]])
 @torch.no_grad()
-def test_states_are_those_of_inference(scene, cuts, rope):
-    drafter, embed, tokens, teaching = scene(block_rope=rope)
-    unroll = Unroll(drafter, embed, tokens, teaching, mask_restart=True)
+def test_states_are_those_of_inference(scene, cuts, rope, kernel):
+    drafter, lesson = scene(block_rope=rope)
+    unroll = Unroll(drafter, lesson, mask_restart=True, kernel=kernel)
     seen = record(unroll)
-    unroll.objective(cuts, rank=False)
+    unroll.blocks(cuts)
 
     expected = {
-        (window, row, block): state
-        for window in range(BATCH)
-        for row, states in Inference(
-            drafter, embed, tokens[window], teaching.hidden[window]
-        ).blocks(cuts)
+        (window, first + row, block): (state, row + 1 + sum(cuts[:block]) < len(tokens))
+        for window, first, tokens, _, hidden in documents(lesson)
+        for row, states in Inference(drafter, lesson.embed, tokens, hidden).blocks(cuts)
         for block, state in enumerate(states)
     }
     compared = 0
     for block, (attend, hidden) in enumerate(seen):
-        rows = torch.arange(LENGTH - 1).expand(BATCH, -1) if block == 0 else attend.row
+        rows = torch.arange(COLUMNS - 1).expand(2, -1) if block == 0 else attend.row
         hidden = hidden.view(*rows.shape, *hidden.shape[1:])
-        for window in range(BATCH):
+        for window in range(2):
             for place, row in enumerate(rows[window].tolist()):
-                if row + 1 + sum(cuts[:block]) < LENGTH:  # else its token is unknown
-                    torch.testing.assert_close(
-                        hidden[window, place], expected[window, row, block], **CLOSE
-                    )
+                state, known = expected.get((window, row, block), (None, False))
+                if known:  # else its token is not in the text
+                    torch.testing.assert_close(hidden[window, place], state, **CLOSE)
                     compared += 1
     assert len(seen) == len(cuts) + 1
-    assert compared > BATCH * LENGTH
+    assert compared > 20
 
 
 @pytest.mark.parametrize("restart", [False, True])
+@pytest.mark.parametrize("valid", [False, True])
 @pytest.mark.parametrize("cuts", [[1], [3], [1, 2], [2, 1]])
 @torch.no_grad()
-def test_objective_is_the_loop_over_rows(scene, cuts, restart):
+def test_objective_is_the_loop_over_rows(scene, cuts, restart, valid):
     """Eqs. 5-7 with labels, laws and cuts, from states that inference computed."""
-    drafter, embed, tokens, teaching = scene()
+    drafter, lesson = scene()
+    named = drafter.t2d.nonzero()[:, 0].tolist()
     counted = [[[] for _ in range(4)] for _ in range(len(cuts) + 1)]
-    for window in range(BATCH):
-        text = [None if token < 0 else token for token in tokens[window].tolist()]
-        named = drafter.t2d.nonzero()[:, 0].tolist()
-        label = [named.index(token) if token in named else None for token in text] + [None] * 20
-        rows = Inference(drafter, embed, tokens[window], teaching.hidden[window]).blocks(cuts)
-        for row, states in rows:
-            alive, offset = True, 0
+    paths = torch.zeros(2, len(cuts) + 1, 4)  # right before; right here too
+    for window, first, tokens, written, hidden in documents(lesson):
+        label = [
+            named.index(token) if token in named and mine else None
+            for token, mine in zip(tokens.tolist(), written)
+        ] + [None] * 20
+        for row, states in Inference(drafter, lesson.embed, tokens, hidden).blocks(cuts):
+            live = right = learned = written[row + 1]
+            offset = 0
             for block, state in enumerate(states):
-                on_path = []
+                masks = []
                 for k in range(1, 5):
                     place = row + 1 + offset + k
-                    alive = alive and label[place] is not None
-                    on_path.append(alive)
-                    if not alive:
+                    right, learned = (m and label[place] is not None for m in (right, learned))
+                    masks.append(learned)
+                    if not learned:
                         continue
                     logits = drafter.heads(state[k - 1])[0].double()
                     p = logits.softmax(-1).tolist()
-                    law = teaching.law[window, place - 1].tolist()
+                    law = lesson.teaching.law[window, first + place - 1].tolist()
                     loss = -sum(a * math.log(b) for a, b in zip(law, p))
                     counted[block][k - 1].append(loss)
-                    alive = p.index(max(p)) == label[place]
+                    paths[0, block, k - 1] += right
+                    right = right and p.index(max(p)) == label[place]
+                    paths[1, block, k - 1] += right
+                    learned = right if valid else learned
                 if block < len(cuts):
                     cut = cuts[block]
-                    after = label[row + 1 + offset + cut] is not None
-                    alive = after if restart else on_path[cut - 1]
+                    named_there = label[row + 1 + offset + cut] is not None
+                    after = live and named_there if restart or not valid else masks[cut - 1]
+                    right = learned = after
                     offset += cut
-                    if not alive:
+                    if not learned:
                         break
     expected = [
         sum(sum(losses) / len(losses) for losses in positions if losses) for positions in counted
     ]
     assert len(counted[-1][0]) > 2  # the last block was reached
 
-    objective = Unroll(drafter, embed, tokens, teaching, mask_restart=restart).objective(
-        cuts, rank=False
-    )
-    assert [block.draft.sum().item() for block in objective.blocks] == pytest.approx(
-        expected, rel=1e-5
-    )
-    assert objective.loss.item() == pytest.approx(sum(expected), rel=1e-5)
-    for block, positions in zip(objective.blocks, counted):
-        assert block.on_path.sum(0).tolist() == [len(losses) for losses in positions]
+    blocks = Unroll(drafter, lesson, mask_restart=restart, valid_prefix=valid).blocks(cuts)
+    for block, positions in zip(blocks, counted):
+        assert block.counted.tolist() == [len(losses) for losses in positions]
+    result = outcome(blocks, len(cuts) + 1, loss_floor=0.0)
+    assert result.loss.item() == pytest.approx(sum(expected), rel=1e-5)
+    assert torch.equal(result.seen, paths[0]) and torch.equal(result.hits, paths[1])
 
 
 def test_a_later_block_teaches_the_first(scene):
     """The condition of block 2 carries its gradient into block 1's query of the cut."""
-    drafter, embed, tokens, teaching = scene()
-    objective = Unroll(drafter, embed, tokens, teaching, mask_restart=True).objective([1], False)
-    objective.blocks[1].draft.sum().backward()
+    drafter, lesson = scene()
+    Unroll(drafter, lesson, mask_restart=True).blocks([1])[1].draft.sum().backward()
     assert drafter.input_layer.condition_proj.weight.grad.abs().sum() > 0
 
 
 def test_without_a_live_path_the_later_blocks_are_left_out(scene):
-    drafter, embed, tokens, teaching = scene()
+    drafter, lesson = scene()
     outside = (~drafter.t2d).nonzero()[0, 0]
-    objective = Unroll(drafter, embed, torch.full_like(tokens, outside), teaching).objective(
-        [2, 2], rank=True
-    )
-    assert len(objective.blocks) == 1
-    assert objective.loss == 0
+    lesson.batch.tokens.fill_(outside)
+    blocks = Unroll(drafter, lesson, rank="plain").blocks([2, 2])
+    assert len(blocks) == 1
+    assert outcome(blocks, 3, 0.25).loss == 0
+
+
+def test_recomputing_changes_no_gradient(scene):
+    """Activation checkpointing, of layers and of logits."""
+    gradients = []
+    for recompute in (False, True):
+        drafter, lesson = scene()
+        recipe = Recipe(num_blocks=3, rank_from=0, recompute=recompute)
+        SpecBlockLearner(drafter, recipe)(lesson).loss.backward()
+        gradients.append({n: p.grad for n, p in drafter.named_parameters() if p.grad is not None})
+    plain, again = gradients
+    assert plain.keys() == again.keys() and len(plain) > 20
+    for name, gradient in plain.items():
+        torch.testing.assert_close(again[name], gradient, msg=name)

@@ -4,38 +4,18 @@ import json
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from support.lessons import packed
+from support.training import VOCAB, save_tokens
+from transformers import LlamaForCausalLM
 from typer.testing import CliRunner
 
 from vllm_specblock.cli.main import app
 from vllm_specblock.draft import checkpoint
-from vllm_specblock.train import data, loop
+from vllm_specblock.train import loop, specblock
 from vllm_specblock.train.config import TrainError, parse
-from vllm_specblock.train.features import teach
-from vllm_specblock.train.loop import Trainer, learning_rate, train
-
-VOCAB = 40
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A random target, and text of a repeating pattern that can be learned."""
-    folder = tmp_path_factory.mktemp("train")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=7,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        initializer_range=0.3,  # its law is far from flat: there is something to learn
-    )
-    LlamaForCausalLM(config).save_pretrained(folder / "target")
-    pattern = torch.randint(VOCAB, (12,))
-    starts = torch.randint(12, (40,)).tolist()
-    data.save_tokens(folder / "d.safetensors", [pattern.repeat(4)[s : s + 24] for s in starts])
-    return folder
+from vllm_specblock.train.loop import Trainer, learning_rate
+from vllm_specblock.train.run import build, train
+from vllm_specblock.train.text.windows import load_texts, token_counts
 
 
 @pytest.fixture
@@ -48,6 +28,8 @@ def options(folder, tmp_path):
                 "out": tmp_path / "out",
                 "draft_vocab_size": 20,
                 "steps": 6,
+                "precision": "fp32",
+                "device": "cpu",
                 "batch": 4,
                 "length": 24,
                 "lr": 1e-3,
@@ -62,7 +44,17 @@ def options(folder, tmp_path):
 
 
 def weights(out):
-    return torch.load(out / "training" / "state.pt", weights_only=True)["drafter"]
+    state = torch.load(out / "training" / "state.pt", weights_only=True)
+    model = state["students"]["drafter"]["model"]
+    return {name.removeprefix("drafter."): value for name, value in model.items()}
+
+
+def trainer(config):
+    return build(config, torch.device("cpu"))
+
+
+def drafter_of(run):
+    return run.students["drafter"].spread.learner.drafter
 
 
 def history(out):
@@ -97,7 +89,7 @@ def test_a_killed_run_ends_where_an_unbroken_one_does(options, tmp_path, monkeyp
 
 @pytest.mark.parametrize("torn", ["state", "drafter"])
 def test_a_kill_while_saving_leaves_the_last_whole_save(options, monkeypatch, torn):
-    run = Trainer(options())
+    run = trainer(options())
     run.update()
     run.save()
     before = {path: path.read_bytes() for path in options().out.rglob("*.*") if path.is_file()}
@@ -112,12 +104,12 @@ def test_a_kill_while_saving_leaves_the_last_whole_save(options, monkeypatch, to
         if torn == "state":
             patch.setattr(loop.torch, "save", write_half)
         else:
-            patch.setattr(loop.checkpoint, "save", write_half)
+            patch.setattr(specblock.drafter_files, "save", write_half)
         run.save()
     assert (options().out / "training" / "state.pt").read_bytes() == before[
         options().out / "training" / "state.pt"
     ]
-    again = Trainer(options())
+    again = trainer(options())
     again.restore()
     assert again.step == 1
     again.save()  # a torn file of the old save is in nobody's way
@@ -133,7 +125,7 @@ def test_no_resume_starts_anew(options):
 
 def test_other_data_is_not_resumed_on(options, tmp_path):
     train(options(steps=1), progress=False)
-    data.save_tokens(tmp_path / "other.safetensors", [torch.arange(24)])
+    save_tokens(tmp_path / "other.safetensors", [torch.arange(24)])
     with pytest.raises(TrainError, match="was trained on other data"):
         train(options(steps=1, data=tmp_path / "other.safetensors"), progress=False)
 
@@ -153,13 +145,13 @@ def test_it_learns(options):
 
 
 def test_the_rank_head_rests_until_rank_from(options):
-    run = Trainer(options())
-    before = run.drafter.rank_head[0].weight.detach().clone()
+    run = trainer(options())
+    before = drafter_of(run).rank_head[0].weight.detach().clone()
     run.update()
     run.update()
-    assert torch.equal(run.drafter.rank_head[0].weight, before)
+    assert torch.equal(drafter_of(run).rank_head[0].weight, before)
     run.update()
-    assert not torch.equal(run.drafter.rank_head[0].weight, before)
+    assert not torch.equal(drafter_of(run).rank_head[0].weight, before)
 
 
 def test_the_result_loads_and_is_bf16(options):
@@ -167,61 +159,68 @@ def test_the_result_loads_and_is_bf16(options):
     drafter = checkpoint.load(out, torch.float32)
     for name, value in weights(out).items():
         assert torch.equal(drafter.state_dict()[name].float(), value.bfloat16().float()), name
-    frequent = data.load(options().data, None, VOCAB, 24, 6).counts(VOCAB).topk(8).indices
+    texts = load_texts(options().data, None, VOCAB)
+    frequent = token_counts(texts, VOCAB).topk(8).indices
     assert drafter.t2d[frequent].all()
     assert drafter.config.target.layer_ids == (2, 3, 4)
 
 
-def test_a_fresh_head_is_the_targets_with_its_norm_folded_in(options):
-    run = Trainer(options())
+def test_a_fresh_head_is_the_targets_with_its_norm_folded_in(options, tmp_path):
+    target = LlamaForCausalLM.from_pretrained(options().target)
     with torch.no_grad():
-        run.target.model.norm.weight.uniform_(0.5, 2.0)
-    drafter = run._drafter()
+        target.model.norm.weight.uniform_(0.5, 2.0)
+    target.save_pretrained(tmp_path / "target")
+    drafter = drafter_of(trainer(options(target=tmp_path / "target")))
     state = torch.randn(3, 32)
-    wanted = run.target.lm_head(state * run.target.model.norm.weight)[:, run.draft_ids]
+    wanted = target.lm_head(state * target.model.norm.weight)[:, drafter.t2d]
     torch.testing.assert_close(drafter.lm_head(state), wanted)
 
 
 def test_training_goes_on_from_a_drafter(options, tmp_path):
     first = train(options(steps=1, out=tmp_path / "first"), progress=False)
-    run = Trainer(options(init=first, draft_vocab_size=5))
+    run = trainer(options(init=first, draft_vocab_size=10))
     started = checkpoint.load(first)
     assert all(
-        torch.equal(run.drafter.state_dict()[name], value)
+        torch.equal(drafter_of(run).state_dict()[name], value)
         for name, value in started.state_dict().items()
     )
 
 
 def test_bf16_keeps_float32_masters(options):
-    run = Trainer(options(precision="bf16"))
+    run = trainer(options(precision="bf16"))
     run.update()
-    assert {p.dtype for p in run.drafter.parameters()} == {torch.float32}
-    assert run.target.dtype == torch.bfloat16
+    assert {p.dtype for p in drafter_of(run).parameters()} == {torch.float32}
+    assert run.teacher.decoder.dtype == torch.bfloat16
 
 
 def test_the_frozen_target_stays(options):
-    run = Trainer(options())
-    before = [p.clone() for p in run.target.parameters()]
+    run = trainer(options())
+    before = [p.clone() for p in run.teacher.decoder.parameters()]
     run.update()
-    assert all(torch.equal(a, b) for a, b in zip(before, run.target.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(before, run.teacher.decoder.parameters()))
 
 
 @torch.no_grad()
 def test_the_teaching_is_what_the_target_says(options):
-    run = Trainer(options())
-    tokens = run.windows.tokens[:2].clone()
-    tokens[1, 20:] = -1
-    teaching = teach(run.target, tokens, (2, 3, 4), run.draft_ids)
-    output = run.target(input_ids=tokens[1:, :20], output_hidden_states=True)
-    states = torch.cat([output.hidden_states[layer][0] for layer in (2, 3, 4)], dim=-1)
-    torch.testing.assert_close(teaching.hidden[1, :20], states)
-    law = output.logits[0].softmax(-1)[:, run.draft_ids]
-    torch.testing.assert_close(teaching.law[1, :20], law / law.sum(-1, keepdim=True))
+    """Two documents in one window: each as if it were alone."""
+    run = trainer(options())
+    tokens = torch.randint(VOCAB, (1, 24))
+    batch = packed(tokens, torch.ones_like(tokens, dtype=torch.bool), [(13, 9)])
+    teaching = run.teacher.teach(batch)
+    target = LlamaForCausalLM.from_pretrained(options().target)
+    for here in (slice(0, 13), slice(13, 22)):
+        output = target(input_ids=tokens[:, here], output_hidden_states=True)
+        states = torch.cat([output.hidden_states[layer][0] for layer in (2, 3, 4)], dim=-1)
+        close = {"atol": 1e-4, "rtol": 1e-4}
+        torch.testing.assert_close(teaching.hidden[0, here], states, **close)
+        torch.testing.assert_close(teaching.last[0, here], output.hidden_states[-1][0], **close)
+        law = output.logits[0].softmax(-1)[:, drafter_of(run).t2d]
+        torch.testing.assert_close(teaching.law[0, here], law / law.sum(-1, keepdim=True), **close)
 
 
 def test_schedule(options):
     config = options(steps=1000, lr=1.0)
-    rates = [learning_rate(config, step) for step in range(1000)]
+    rates = [learning_rate(config, step, 1000) for step in range(1000)]
     assert rates[:15] == pytest.approx([(step + 1) / 15 for step in range(15)])
     assert rates[15] == 1.0
     assert rates[15:] == sorted(rates[15:], reverse=True)
@@ -248,7 +247,7 @@ class TestCommand:
         [
             (["--lr", "0"], "Option lr"),
             (["--length", "9", "--block-size", "8"], "length 9 holds no whole block"),
-            (["--precision", "int8"], "Option precision"),
+            (["--batch", "8", "--micro-batch", "3"], "batch 8 is no multiple of micro_batch 3"),
             (["--init", "nowhere"], "nowhere"),
             (["--device", "gpu"], "gpu"),
         ],

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from vllm_specblock.train.losses import OUTSIDE, block_loss, rank_bucket
+from vllm_specblock.train.learner import OUTSIDE
+from vllm_specblock.train.losses import block_loss, ordinal_loss, plain_loss, rank_bucket
 
 
 @pytest.fixture
@@ -25,7 +26,7 @@ def block(make_drafter):
         "law": torch.randn(30, 14).softmax(-1),
         "law_row": torch.randint(30, (rows, K)),
         "start": torch.rand(rows) < 0.8,
-        "rank": True,
+        "rank": "plain",
     }
 
 
@@ -49,27 +50,34 @@ def naive(drafter, hidden, label, law, law_row, start, rank):
             bucket = 0 if r == 1 else 1 if r <= 4 else 2 if r <= 10 else 3
             buckets.append(-rank_logits.double().log_softmax(-1)[bucket].item())
             m = hit[t][k] = r == 1
-    means = [sum(losses) / len(losses) for losses in draft]
-    return means, sum(buckets) / len(buckets), mask, hit
+    return draft, buckets, mask, hit
 
 
-def test_matches_the_loop(block):
+@pytest.mark.parametrize("recompute", [False, True])
+def test_matches_the_loop(block, recompute):
     draft, rank, mask, hit = naive(**block)
-    loss = block_loss(**block)
-    assert loss.draft.tolist() == pytest.approx(draft, rel=1e-5)
-    counts = loss.on_path.sum(0)
-    assert (loss.nats / counts).tolist() == pytest.approx(draft, rel=1e-5)
-    assert loss.rank.item() == pytest.approx(rank, rel=1e-5)
+    loss = block_loss(**block, recompute=recompute)
+    assert loss.draft.tolist() == pytest.approx([sum(losses) for losses in draft], rel=1e-5)
+    assert loss.counted.tolist() == [len(losses) for losses in draft]
+    assert loss.rank.item() == pytest.approx(sum(rank), rel=1e-5)
     assert loss.on_path.tolist() == mask
     assert loss.hit.tolist() == hit
     assert all(any(row[k] for row in mask) for k in range(4))  # every position was tested
+
+
+def test_without_the_valid_prefix_a_wrong_choice_ends_no_path(block):
+    masked, free = block_loss(**block), block_loss(**block, valid_prefix=False)
+    named = (block["label"] != OUTSIDE).cumprod(1).bool() & block["start"][:, None]
+    assert free.counted.tolist() == named.sum(0).tolist()
+    assert (free.counted > masked.counted)[1:].all()
+    assert torch.equal(free.on_path, masked.on_path) and torch.equal(free.hit, masked.hit)
 
 
 def test_a_path_ends_before_a_token_outside_the_draft_vocabulary(block):
     drafter, hidden = block["drafter"], block["hidden"][:1]
     choice = drafter.heads(hidden)[0].argmax(-1)  # all right, but position 2 cannot be named
     choice[0, 1] = OUTSIDE
-    rest = {"law": block["law"], "law_row": block["law_row"][:1], "rank": False}
+    rest = {"law": block["law"], "law_row": block["law_row"][:1], "rank": None}
     loss = block_loss(drafter, hidden, choice, start=torch.tensor([True]), **rest)
     assert loss.on_path.tolist() == [[True, False, False, False]]
 
@@ -78,7 +86,7 @@ def test_a_wrong_choice_is_counted_and_ends_the_path(block):
     drafter, hidden = block["drafter"], block["hidden"][:1]
     label = drafter.heads(hidden)[0].argmax(-1)
     label[0, 1] = (label[0, 1] + 1) % 14
-    rest = {"law": block["law"], "law_row": block["law_row"][:1], "rank": False}
+    rest = {"law": block["law"], "law_row": block["law_row"][:1], "rank": None}
     loss = block_loss(drafter, hidden, label, start=torch.tensor([True]), **rest)
     assert loss.on_path.tolist() == [[True, True, False, False]]
     assert loss.hit.tolist() == [[True, False, False, False]]
@@ -98,20 +106,29 @@ def test_rank_gradient_stays_in_the_rank_head(block):
 
 
 def test_without_the_rank_loss_the_rank_head_rests(block):
-    block["rank"] = False
+    block["rank"] = None
     loss = block_loss(**block)
     loss.draft.sum().backward()
     assert loss.rank == 0
     assert block["drafter"].rank_head[0].weight.grad is None
 
 
-def test_few_rows_weigh_in_proportion_below_the_least(block):
-    means, counts = block_loss(**block).draft, block_loss(**block).on_path.sum(0)
-    least = counts[1].item()  # positions 1 and 2 have enough rows, 3 and 4 have not
-    loss = block_loss(**block, least=least)
-    expected = means * (counts / least).clamp(max=1)
-    torch.testing.assert_close(loss.draft, expected)
-    assert (expected[2:] < means[2:]).all()
+def test_ordinal_loss_is_the_loop():
+    logits, bucket = torch.randn(9, 4), torch.tensor([0, 0, 0, 0, 1, 1, 2, 3, 3])
+    share = [bucket.tolist().count(c) ** -0.5 for c in bucket.tolist()]
+    expected = 0.0
+    for row, true, weight in zip(logits.double().log_softmax(-1).tolist(), bucket.tolist(), share):
+        mass = [0.0] * 4
+        mass[true] += 0.85
+        mass[min(true + 1, 3)] += 0.10
+        mass[max(true - 1, 0)] += 0.05
+        expected -= weight * 9 / sum(share) * sum(m * p for m, p in zip(mass, row))
+    assert ordinal_loss(logits, bucket).item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_rank_losses_of_no_row_are_nothing():
+    none = torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64)
+    assert plain_loss(*none) == ordinal_loss(*none) == 0
 
 
 @pytest.mark.parametrize(

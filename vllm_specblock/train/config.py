@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
+import math
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -12,62 +14,143 @@ class TrainError(ValueError):
     """Training cannot start or go on; the message is one sentence that says why."""
 
 
-class TrainConfig(BaseModel):
-    """Options of one training run. Defaults are the paper's (Appendix A.1) where it gives one."""
+class RunConfig(BaseModel):
+    """Options of a training run, whatever learns. Defaults are the paper's (Appendix A.1) where
+    it gives one."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     target: Path = Field(description="Folder of the frozen target model.")
     data: Path = Field(
-        description="A folder of text files, a .jsonl file, or a .safetensors file of tokens."
+        description="What `specblock data` wrote, a folder of text files, a .jsonl with a text or "
+        "input_ids in every line, or a .safetensors with tokens and lengths."
     )
-    out: Path = Field(description="Where the drafter goes; training state lies in out/training.")
-    init: Path | None = Field(
-        default=None, description="Drafter to start from (default: fresh weights for the target)."
+    out: Path = Field(description="Where the drafter goes; training state lies in OUT/training.")
+    features: Path | None = Field(
+        default=None,
+        description="What `specblock features` wrote for the same data; default: a forward of "
+        "the target for every batch.",
     )
-
-    # What a fresh drafter is like; with `init` the checkpoint says all of this.
     target_name: str | None = Field(
-        default=None, description="What vLLM loads as the target (default: `target` as given)."
+        default=None,
+        description="What vLLM loads as the target, folder or hub id; default: target.",
     )
     layer_ids: tuple[int, int, int] | None = Field(
-        default=None, description="Target layers of the context feature (default: 2, N/2, N-3)."
+        default=None,
+        description="Target layers whose states the drafter reads; i is the state after i layers; "
+        "default: 2, N/2, N-3 of N.",
     )
-    block_size: int = Field(default=4, ge=1, description="K, draft positions of one block.")
-    num_layers: int = Field(default=2, ge=1, description="Decoder layers of the drafter.")
     draft_vocab_size: int = Field(
-        default=32000, ge=1, description="Most frequent target tokens that the drafter can name."
+        default=32000, ge=10, description="Most frequent target tokens that the drafter can name."
     )
 
-    steps: int = Field(default=10000, ge=1, description="Optimiser updates in all.")
-    batch: int = Field(default=8, ge=1, description="Sequences of one update.")
-    length: int = Field(default=512, ge=8, description="Longest sequence, tokens.")
+    epochs: float = Field(default=20.0, gt=0, description="Passes over the data.")
+    steps: int | None = Field(
+        default=None, ge=1, description="Optimiser updates in all; default: what epochs come to."
+    )
+    batch: int = Field(default=96, ge=1, description="Windows of one update, over all devices.")
+    micro_batch: int | None = Field(
+        default=None,
+        ge=1,
+        description="Windows that a device takes at once; gradients add up until the batch is "
+        "whole. Default: its whole share.",
+    )
+    length: int = Field(default=2048, ge=8, description="Columns of a window, tokens.")
+    pack: bool = Field(default=True, description="Put several short documents into one window.")
     lr: float = Field(default=5e-5, gt=0, description="Peak learning rate of AdamW.")
     weight_decay: float = Field(default=0.01, ge=0, description="Decoupled weight decay.")
     warmup: float = Field(
         default=0.015, ge=0, le=1, description="Share of the steps with a linearly rising rate."
     )
     clip: float = Field(default=0.5, gt=0, description="Largest gradient norm of one update.")
+    seed: int = Field(default=0, ge=0, description="Seeds weights, shuffling and cuts.")
+
+    device: str = Field(default="auto", description="auto, cpu, cuda or cuda:N.")
+    precision: Literal["fp32", "bf16"] = Field(
+        default="bf16", description="Arithmetic of both models; master weights are always fp32."
+    )
+    parallel: Literal["replicate", "shard"] = Field(
+        default="replicate",
+        description="Under torchrun: every device holds the whole drafter, or a shard of its "
+        "weights, gradients and optimiser state.",
+    )
+    save_every: int = Field(default=200, ge=1, description="Updates between two checkpoints.")
+    log_every: int = Field(default=20, ge=1, description="Updates between two log lines.")
+    hold_out: int = Field(
+        default=0,
+        ge=0,
+        description="Sequences at the data's end that are not trained on but drafted along: the "
+        "drafter with the best τ is kept in OUT/best.",
+    )
+    eval_every: int = Field(default=1000, ge=1, description="Updates between two of those replays.")
+    minutes: float | None = Field(
+        default=None, gt=0, description="Save and stop after so many; a later call goes on."
+    )
+    track: Literal["none", "tensorboard", "wandb"] = Field(
+        default="none", description="Where log lines go besides OUT/training/log.jsonl."
+    )
+
+    @model_validator(mode="after")
+    def _micro_batches_fill_the_batch(self) -> RunConfig:
+        if self.micro_batch and self.batch % self.micro_batch:
+            raise ValueError(f"batch {self.batch} is no multiple of micro_batch {self.micro_batch}")
+        return self
+
+    def num_steps(self, windows: int) -> int:
+        """Updates in all, for data of so many windows."""
+        return self.steps or math.ceil(self.epochs * windows / self.batch)
+
+    def must_match(self) -> dict[str, Any]:
+        """The options that a resumed run shares with the run it continues."""
+        return self.model_dump(mode="json", exclude=_FREE)
+
+
+class TrainConfig(RunConfig):
+    """Options of `specblock train`."""
+
+    init: Path | None = Field(
+        default=None, description="Drafter to start from; default: fresh weights for the target."
+    )
+    # What a fresh drafter is like; with `init` the checkpoint says all of this.
+    block_size: int = Field(default=4, ge=1, description="K, draft positions of one block.")
+    num_layers: int = Field(default=2, ge=1, description="Decoder layers of the drafter.")
+    rank_topk: int | Literal["full"] = Field(
+        default=20, description="Logits that the rank features are taken over, or full."
+    )
+    block_rope: Literal["base", "path"] = Field(
+        default="base", description="RoPE base of later blocks: block 1's, or moved on by the path."
+    )
+    prefix_broadcast: bool = Field(
+        default=True, description="Ablation: without, position 1 alone is given the prefix."
+    )
+    layer_shift: bool = Field(
+        default=True, description="Ablation: without, nothing stands between the layers."
+    )
+
     num_blocks: int = Field(default=2, ge=1, description="M, blocks drafted one after the other.")
     rank_from: int = Field(default=2000, ge=0, description="First update with the rank loss.")
+    rank_loss: Literal["plain", "ordinal"] = Field(
+        default="plain", description="Cross-entropy, or one that knows the buckets' order."
+    )
     loss_floor: float = Field(
         default=0.25,
         ge=0,
         le=1,
         description="Share of the rows that eq. 6 divides by at the least; 0 is the paper's.",
     )
-    mask_restart: bool = Field(
-        default=False, description="Ablation: the valid-prefix mask starts anew in each block."
+    valid_prefix: bool = Field(
+        default=True, description="Ablation: without, loss is counted after a wrong position too."
     )
-    seed: int = Field(default=0, ge=0, description="Seeds weights, shuffling and cuts.")
-
-    device: str = Field(default="cpu", description="cpu, cuda or cuda:N.")
-    precision: Literal["fp32", "bf16"] = Field(
-        default="fp32", description="Arithmetic of both models; master weights are always fp32."
+    mask_restart: bool = Field(
+        default=False, description="The valid-prefix mask starts anew in each block."
+    )
+    kernel: Literal["auto", "sdpa", "flex"] = Field(
+        default="auto", description="Attention of the block masks; auto: flex on a GPU."
+    )
+    recompute: bool = Field(
+        default=False, description="Activation checkpointing: less memory, a third more work."
     )
     compiled: bool = Field(default=False, description="Run the drafter through torch.compile.")
-    save_every: int = Field(default=200, ge=1, description="Updates between two checkpoints.")
-    log_every: int = Field(default=20, ge=1, description="Updates between two log lines.")
 
     @model_validator(mode="after")
     def _window_holds_a_block(self) -> TrainConfig:
@@ -77,27 +160,62 @@ class TrainConfig(BaseModel):
             )
         return self
 
-    def must_match(self) -> dict:
-        """The options that a resumed run shares with the run it continues."""
-        free = {
-            "target",
-            "target_name",
-            "data",
-            "out",
-            "init",
-            "device",
-            "compiled",
-            "save_every",
-            "log_every",
-        }
-        return self.model_dump(mode="json", exclude=free)
+
+_FREE = {
+    "target",
+    "target_name",
+    "data",
+    "out",
+    "features",
+    "init",
+    "micro_batch",
+    "device",
+    "parallel",
+    "kernel",
+    "recompute",
+    "compiled",
+    "save_every",
+    "log_every",
+    "track",
+    "minutes",
+}
+"""Options that may change when a run is resumed: they say where things are, or how the same
+numbers are computed."""
 
 
-def parse(**options) -> TrainConfig:
-    """A `TrainConfig` from keyword options, or a `TrainError` naming the first wrong one."""
+def parse(model: type[RunConfig] = TrainConfig, **options: Any) -> Any:
+    """A `model` from keyword options, or a `TrainError` naming the first wrong one."""
     try:
-        return TrainConfig(**options)
+        return model(**options)
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(str(part) for part in first["loc"]) or "options"
+        if first["type"] == "extra_forbidden":
+            near = difflib.get_close_matches(name, model.model_fields, n=1)
+            hint = f"; did you mean {near[0]}?" if near else "."
+            raise TrainError(f"There is no option {name}{hint}") from None
+        if first["type"] == "missing":
+            raise TrainError(f"The option {name} is missing.") from None
+        if first["type"] == "value_error":
+            raise TrainError(f"The options do not fit: {first['ctx']['error']}.") from None
         raise TrainError(f"Option {name}: {first['msg']} (got {first['input']!r}).") from None
+
+
+def read_recipe(path: Path) -> dict[str, Any]:
+    """The options in a YAML file.
+
+    Raises:
+        TrainError: there is no such file, or it is no mapping of options to values.
+    """
+    import yaml
+
+    try:
+        options = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError:
+        raise TrainError(f"There is no recipe {path}.") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        reason = str(error).replace("\n", " ")
+        raise TrainError(f"The recipe {path} is not YAML: {reason}.") from None
+    if not isinstance(options, dict):
+        raise TrainError(f"The recipe {path} must map options to values, such as `lr: 5e-5`.")
+    return options

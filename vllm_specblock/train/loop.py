@@ -1,238 +1,260 @@
-"""The trainer: one device, a frozen target beside the drafter, and a state that survives kills."""
+"""The training loop: one pass over the frozen target's features, one or several learners.
+
+Several learners see the same data in the same order and pay for the target once; `specblock
+train` has one. The state on disk survives a kill at any point.
+"""
 
 from __future__ import annotations
 
-import copy
-import hashlib
 import json
 import math
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
-from vllm_specblock.draft import checkpoint
-from vllm_specblock.draft.config import CheckpointError, default_layer_ids
-from vllm_specblock.draft.model import SpecBlockDrafter
-from vllm_specblock.train import data
-from vllm_specblock.train.config import TrainConfig, TrainError
-from vllm_specblock.train.features import first_line, load_target, load_tokenizer, teach
-from vllm_specblock.train.objective import Objective, Unroll
+from vllm_specblock.train import provenance
+from vllm_specblock.train.config import RunConfig, TrainError
+from vllm_specblock.train.distributed import world
+from vllm_specblock.train.journal import Journal, Tracker, describe
+from vllm_specblock.train.judge.replay import mean_tau
+from vllm_specblock.train.learner import Learner, Lesson, Script
+from vllm_specblock.train.parallel import Spread
+from vllm_specblock.train.teacher.features import Teacher
+from vllm_specblock.train.text.shards import replace
+from vllm_specblock.train.text.windows import Windows
 
 BETAS = (0.9, 0.999)
 STATE_DIR = "training"
+BEST_DIR = "best"
+JUDGED_DEPTH = 8
+"""Tokens that a step along a text must have before it, the same for every learner."""
 
 
-def train(config: TrainConfig, resume: bool = True, progress: bool = True) -> Path:
-    """Train a drafter and leave it in `config.out`, as vLLM loads it.
+class Student:
+    """A learner with its optimiser and its log, spread over the ranks."""
 
-    The state lies in `config.out/training`. With `resume`, a run that was stopped at whatever
-    point goes on from its last save and ends in the weights that an unbroken run ends in.
-
-    Args:
-        config: all options.
-        resume: go on from a state that is there; otherwise start anew and replace it.
-        progress: show a progress bar.
-
-    Returns:
-        config.out.
-
-    Raises:
-        TrainError: data, target, drafter or state cannot be used, or the loss is not finite.
-    """
-    run = Trainer(config)
-    if resume:
-        run.restore()
-    with tqdm(
-        total=config.steps, initial=run.step, desc="train", unit="step", disable=not progress
-    ) as bar:
-        while run.step < config.steps:
-            run.update()
-            bar.update()
-            if run.step % config.log_every == 0 or run.step == config.steps:
-                bar.set_postfix_str(describe(run.log()))
-            if run.step % config.save_every == 0 or run.step == config.steps:
-                run.save()
-    return config.out
-
-
-class Trainer:
-    """Everything that one run holds. `step` counts the updates done."""
-
-    def __init__(self, config: TrainConfig):
-        self.config, self.device = config, usable_device(config.device)
-        self.target = load_target(config.target, config.precision, self.device)
-        self.embed = self.target.get_input_embeddings()
-        # One past the context plus a whole block is the least that has a label at every k.
-        self.windows = data.load(
-            config.data,
-            lambda: load_tokenizer(config.target),
-            self.target.config.vocab_size,
-            config.length,
-            shortest=config.block_size + 2,
-        )
-        self.drafter = self._drafter().to(self.device, torch.float32).train()
-        self.draft_ids = self.drafter.t2d.nonzero()[:, 0]
-        self.layer_ids = self.drafter.config.target.layer_ids or default_layer_ids(
-            self.target.config.num_hidden_layers
-        )
-        self.forward = (
-            torch.compile(self.drafter.forward) if config.compiled else self.drafter.forward
-        )
+    def __init__(self, learner: Learner, config: RunConfig):
+        self.spread = Spread(learner, config.parallel)
         self.optimizer = torch.optim.AdamW(
-            self.drafter.parameters(),
+            [p for p in self.spread.parameters if p.requires_grad],
             lr=config.lr,
             betas=BETAS,
             weight_decay=config.weight_decay,
             fused=True,
         )
-        self.step, self.seconds, self.history = 0, 0.0, []
-        self.cuts = torch.Generator().manual_seed(config.seed)  # its state is saved
-        self._began = time.monotonic()
-        self._clear_sums()
+        self.journal = Journal()
+        self.best_tau = 0.0
 
-    def _drafter(self) -> SpecBlockDrafter:
-        config, of_target = self.config, self.target.config
-        try:
-            if config.init is None:
-                drafter = checkpoint.init(
-                    config.target,
-                    block_size=config.block_size,
-                    num_layers=config.num_layers,
-                    draft_vocab_size=min(config.draft_vocab_size, of_target.vocab_size),
-                    layer_ids=config.layer_ids,
-                    token_counts=self.windows.counts(of_target.vocab_size),
-                    target_name=config.target_name,
-                    seed=config.seed,
-                )
-                return self._with_target_head(drafter)
-            drafter = checkpoint.load(config.init)
-        except CheckpointError as error:
-            raise TrainError(str(error)) from error
-        for what in ("hidden_size", "vocab_size"):
-            made_for, found = getattr(drafter.config.target, what), getattr(of_target, what)
-            if made_for != found:
-                raise TrainError(
-                    f"The drafter in {config.init} is for a target whose {what} is {made_for}, "
-                    f"but that of {config.target} is {found}."
-                )
-        return drafter
+    def learn(self, lesson: Lesson, share: float, more_to_come: bool) -> None:
+        """Add up the gradients of one micro-batch, which is `share` of the batch."""
+        with self.spread.adding_up(more_to_come):
+            outcome = self.spread.module(lesson)
+            (outcome.loss * share).backward()
+        self.journal.add(outcome)
 
-    @torch.no_grad()
-    def _with_target_head(self, drafter: SpecBlockDrafter) -> SpecBlockDrafter:
-        """Start from the target's LM head, its final norm folded in, not from noise.
-
-        The drafter's last state then learns to be the target's, a task with far more signal
-        than finding out anew which direction means which token.
-        """
-        rows = drafter.t2d.nonzero()[:, 0].to(self.device)
-        head = self.target.get_output_embeddings().weight[rows].float()
-        if head.shape == drafter.lm_head.weight.shape:
-            drafter.lm_head.weight.copy_(head * self.target.get_decoder().norm.weight.float())
-        return drafter
-
-    def update(self) -> None:
-        """One optimiser update."""
-        config = self.config
-        tokens = self.windows.batch(self.step, config.batch, config.seed).to(self.device)
-        block_size = self.drafter.config.block_size
-        cuts = torch.randint(
-            1, block_size + 1, (config.num_blocks - 1,), generator=self.cuts
-        ).tolist()
-        with self._arithmetic():
-            teaching = teach(self.target, tokens, self.layer_ids, self.draft_ids)
-            unroll = Unroll(
-                self.drafter,
-                self.embed,
-                tokens,
-                teaching,
-                mask_restart=config.mask_restart,
-                loss_floor=config.loss_floor,
-                forward=self.forward,
-            )
-            objective = unroll.objective(cuts, rank=self.step >= config.rank_from)
-        objective.loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), config.clip)
+    def step(self, rate: float, clip: float) -> bool:
+        """Update the weights; False, and no update, if the gradient is not finite."""
+        norm = torch.nn.utils.clip_grad_norm_(self.spread.parameters, clip)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         if not norm.isfinite():
-            raise TrainError(
-                f"The gradient of update {self.step} is not finite; lower the learning rate "
-                f"({config.lr}) and go on from the last save."
-            )
+            return False
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(config, self.step)
+            group["lr"] = rate
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        return True
+
+    def state(self) -> dict[str, Any]:
+        return {
+            **self.spread.state(self.optimizer),
+            "journal": self.journal.state(),
+            "best_tau": self.best_tau,
+        }
+
+    def load_state(self, state: dict[str, Any], device: torch.device) -> None:
+        self.spread.load_state(self.optimizer, state)
+        self.journal.load_state(state["journal"], device)
+        self.best_tau = state["best_tau"]
+
+
+class Trainer:
+    """One run. `step` counts the updates done.
+
+    Args:
+        config: what every learner shares.
+        learners: by name, on `device`, float32. One alone is written to `config.out` itself,
+            several to a folder each.
+        teacher: the frozen target.
+        windows: training text.
+        scripts: the held-out texts, to draft along; only the first rank needs them.
+        device: this rank's.
+        facts: what is written beside each checkpoint.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        learners: Mapping[str, Learner],
+        teacher: Teacher,
+        windows: Windows,
+        scripts: list[Script],
+        device: torch.device,
+        facts: dict[str, Any],
+    ):
+        self.config, self.teacher, self.windows = config, teacher, windows
+        self.scripts, self.device, self.facts = scripts, device, facts
+        self.rank, self.ranks = world()
+        self.micro = config.micro_batch or max(1, config.batch // self.ranks)
+        if config.batch % (self.micro * self.ranks):
+            raise TrainError(
+                f"A batch of {config.batch} windows cannot be shared by {self.ranks} devices that "
+                f"take {self.micro} at once: make batch a multiple of {self.micro * self.ranks}."
+            )
+        self.students = {name: Student(learner, config) for name, learner in learners.items()}
+        self.steps = config.num_steps(len(windows))
+        self.step, self.seconds = 0, 0.0
+        self._began = time.monotonic()
+
+    def run(self, progress: bool = True) -> None:
+        """Train to the end, saving on the way."""
+        config = self.config
+        folder = config.out / STATE_DIR
+        tracker = Tracker(config.track, folder, config.model_dump(mode="json"))
+        hidden = not progress or self.rank != 0
+        with tqdm(total=self.steps, initial=self.step, unit="step", disable=hidden) as bar:
+            while self.step < self.steps:
+                if self._out_of_time():
+                    self.save()
+                    bar.write(f"Stopped after {config.minutes:g} minutes, at update {self.step}.")
+                    return
+                self.update()
+                bar.update()
+                last = self.step == self.steps
+                if last or self.step % config.log_every == 0:
+                    for name, entry in self.log().items():
+                        bar.set_postfix_str(describe(entry))
+                        tracker.log(name, entry)
+                if config.hold_out and (last or self.step % config.eval_every == 0):
+                    for name, entry in self.judge().items():
+                        bar.write(f"step {self.step} {name}: τ {entry['tau']:.3f}")
+                        tracker.log(name, entry)
+                if last or self.step % config.save_every == 0:
+                    self.save()
+
+    def _out_of_time(self) -> bool:
+        """Whether to stop now, decided by the first rank."""
+        if self.config.minutes is None:
+            return False
+        late = torch.tensor(float(self._this_call() > 60 * self.config.minutes))
+        if self.ranks > 1:
+            late = late.to(self.device)
+            dist.broadcast(late, 0)
+        return bool(late)
+
+    def update(self) -> None:
+        """One optimiser update of every learner."""
+        config = self.config
+        batch = self.windows.batch(self.step, config.batch, config.seed)
+        rounds = config.batch // (self.micro * self.ranks)
+        for turn in range(rounds):
+            first = (turn * self.ranks + self.rank) * self.micro
+            mine = batch[slice(first, first + self.micro)].to(self.device)
+            with self._arithmetic():
+                lesson = Lesson(
+                    mine,
+                    self.teacher.teach(mine),
+                    self.teacher.embed,
+                    self.step,
+                    seed=(config.seed * 1_000_003 + self.step) * 1_009 + turn,
+                )
+                for student in self.students.values():
+                    student.learn(lesson, 1 / rounds, more_to_come=turn < rounds - 1)
+        rate = learning_rate(config, self.step, self.steps)
+        for name, student in self.students.items():
+            if not student.step(rate, config.clip):
+                raise TrainError(
+                    f"The gradient of {name} at update {self.step} is not finite; lower the "
+                    f"learning rate ({config.lr}) and go on from the last save."
+                )
         self.step += 1
-        self._add(objective)
 
     def _arithmetic(self):
         bf16 = self.config.precision == "bf16"
         return torch.autocast(self.device.type, torch.bfloat16, enabled=bf16)
 
-    def _clear_sums(self) -> None:
-        shape = (self.config.num_blocks, self.drafter.config.block_size)
-        self._rank = torch.zeros(2, device=self.device)  # rank loss, updates
-        # Nats, hits, and positions on their path.
-        self._sums = torch.zeros(3, *shape, device=self.device)
-
-    @torch.no_grad()
-    def _add(self, objective: Objective) -> None:
-        for block, loss in enumerate(objective.blocks):
-            self._rank[0] += loss.rank / len(objective.blocks)
-            self._sums[:, block] += torch.stack([loss.nats, loss.hit.sum(0), loss.on_path.sum(0)])
-        self._rank[1] += 1
-
-    def log(self) -> dict:
-        """Means since the last call, kept in the history and returned.
-
-        Per block and position, over the positions on their path: `loss` in nats, and `accuracy`,
-        the share at which the drafter's first choice was the text's token.
-        """
-        nats, hits, positions = self._sums
-        rank, updates = self._rank.tolist()
-        entry = {
+    def log(self) -> dict[str, dict[str, Any]]:
+        """A log entry of every learner."""
+        about = {
             "step": self.step,
-            "loss": (nats / positions.clamp(min=1)).tolist(),
-            "accuracy": (hits / positions.clamp(min=1)).tolist(),
-            "rank_loss": rank / max(1, updates),
-            "learning_rate": learning_rate(self.config, self.step - 1),
-            "seconds": self.seconds + time.monotonic() - self._began,
+            "learning_rate": learning_rate(self.config, self.step - 1, self.steps),
+            "seconds": round(self._elapsed(), 3),
         }
-        self._clear_sums()
-        self.history.append(entry)
-        return entry
+        return {name: student.journal.entry(**about) for name, student in self.students.items()}
+
+    def judge(self) -> dict[str, dict[str, Any]]:
+        """Replay every learner; keep those that are better than ever in OUT/best."""
+        found = {}
+        for name, student in self.students.items():
+            learner = student.spread.whole()
+            if self.rank == 0:
+                tau, _ = mean_tau(learner.draft_along, self.scripts, JUDGED_DEPTH)
+                found[name] = {"step": self.step, "tau": round(tau, 4)}
+                student.journal.entries.append(found[name])
+                if tau > student.best_tau:
+                    student.best_tau = tau
+                    self._keep(learner, self.folder(name) / BEST_DIR)
+        if self.ranks > 1:
+            dist.barrier()
+        return found
+
+    def folder(self, name: str) -> Path:
+        """Where the learner `name` is written."""
+        return self.config.out if len(self.students) == 1 else self.config.out / name
 
     def save(self) -> None:
-        """Write the drafter, then the state that goes with it. Every file is written aside and
-        renamed: whatever kills the run, the last whole state stays."""
+        """Write the drafters, then the state that goes with them. Every file is written aside
+        and renamed: whatever kills the run, the last whole state stays."""
         folder = self.config.out / STATE_DIR
+        self.keep()
+        students = {name: student.state() for name, student in self.students.items()}
+        if self.rank != 0:
+            return
         folder.mkdir(parents=True, exist_ok=True)
-        checkpoint.save(_as_bf16(self.drafter), self.config.out)
+        for name, student in self.students.items():
+            log = f"{name}.jsonl" if len(self.students) > 1 else "log.jsonl"
+            student.journal.write(folder / log)
         state = {
             "options": json.dumps(self.config.must_match()),
-            "data": self._fingerprint(),
-            "drafter": self.drafter.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "data": self.windows.fingerprint(),
             "step": self.step,
-            "cuts": self.cuts.get_state(),
-            "sums": self._sums,
-            "rank": self._rank,
-            "history": json.dumps(self.history),
-            "seconds": self.seconds + time.monotonic() - self._began,
+            "seconds": self._elapsed(),
+            "students": students,
         }
-        partial = folder / "state.partial"
-        torch.save(state, partial)
-        partial.replace(folder / "state.pt")
-        log = folder / "log.partial"
-        log.write_text("".join(json.dumps(entry) + "\n" for entry in self.history))
-        log.replace(folder / "log.jsonl")
+        replace(folder / "state.pt", lambda aside: torch.save(state, aside))
+
+    def keep(self) -> None:
+        """Write the drafters as they are."""
+        for name, student in self.students.items():
+            learner = student.spread.whole()
+            if self.rank == 0:
+                self._keep(learner, self.folder(name))
+
+    def _keep(self, learner: Learner, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        learner.save(folder)
+        provenance.write(folder, self.facts | {"step": self.step, "seconds": self._elapsed()})
 
     def restore(self) -> None:
         """Go on from the state in `config.out`, if there is one.
 
         Raises:
-            TrainError: it belongs to other options or other data.
+            TrainError: it belongs to other options, other data or other learners.
         """
         path = self.config.out / STATE_DIR / "state.pt"
         if not path.exists():
@@ -248,47 +270,33 @@ class Trainer:
                     f"{path} was trained with {name} = {before.get(name)}, not {value}; "
                     "give the same options, another --out, or --no-resume to start anew."
                 )
-        if state["data"] != self._fingerprint():
+        if state["data"] != self.windows.fingerprint():
             raise TrainError(
                 f"{path} was trained on other data than {self.config.data}; give the same data, "
                 "another --out, or --no-resume to start anew."
             )
-        self.drafter.load_state_dict(state["drafter"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.cuts.set_state(state["cuts"])
+        if state["students"].keys() != self.students.keys():
+            raise TrainError(
+                f"{path} holds {', '.join(state['students'])}, not {', '.join(self.students)}; "
+                "give another --out, or --no-resume to start anew."
+            )
+        for name, student in self.students.items():
+            student.load_state(state["students"][name], self.device)
         self.step, self.seconds = state["step"], state["seconds"]
-        self._sums, self._rank = state["sums"].to(self.device), state["rank"].to(self.device)
-        self.history = json.loads(state["history"])
         self._began = time.monotonic()
 
-    def _fingerprint(self) -> str:
-        return hashlib.sha256(self.windows.tokens.numpy().tobytes()).hexdigest()
+    def _elapsed(self) -> float:
+        """Seconds of training, those before a resume included."""
+        return self.seconds + self._this_call()
+
+    def _this_call(self) -> float:
+        return time.monotonic() - self._began
 
 
-def learning_rate(config: TrainConfig, step: int) -> float:
-    """Rate of update `step` (0-based): linear warm-up, then a cosine to 0."""
-    warmup = math.ceil(config.warmup * config.steps)
+def learning_rate(config: RunConfig, step: int, steps: int) -> float:
+    """Rate of update `step` (0-based) of `steps`: linear warm-up, then a cosine to 0."""
+    warmup = math.ceil(config.warmup * steps)
     if step < warmup:
         return config.lr * (step + 1) / warmup
-    done = (step - warmup) / max(1, config.steps - warmup)
+    done = (step - warmup) / max(1, steps - warmup)
     return config.lr * 0.5 * (1 + math.cos(math.pi * done))
-
-
-def describe(entry: dict) -> str:
-    """A log entry as the progress bar shows it: block 1's loss, all blocks' accuracy."""
-    accuracy = " | ".join(
-        " ".join(f"{100 * share:.0f}" for share in block) for block in entry["accuracy"]
-    )
-    return f"nats {entry['loss'][0][0]:.2f} rank {entry['rank_loss']:.2f} right% {accuracy}"
-
-
-def usable_device(name: str) -> torch.device:
-    """The torch device called `name`; raises `TrainError` where this machine has none such."""
-    try:
-        return torch.zeros(0, device=name).device
-    except (RuntimeError, AssertionError) as error:
-        raise TrainError(f"The device {name} cannot be used: {first_line(error)}") from error
-
-
-def _as_bf16(drafter: SpecBlockDrafter) -> SpecBlockDrafter:
-    return copy.deepcopy(drafter).to("cpu", torch.bfloat16)

@@ -7,34 +7,40 @@ position, so the LM head runs only where a loss is counted: about half of all po
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
 
 from vllm_specblock.draft.model import SpecBlockDrafter
-
-OUTSIDE = -1
-"""Label of a position whose token the drafter cannot name, or that lies past the text's end."""
+from vllm_specblock.train.learner import OUTSIDE
 
 RANK_BUCKETS = (1, 4, 10)
 """Highest rank of buckets 0, 1 and 2; bucket 3 is the rest (section 3.2)."""
 
+RankLoss = Literal["plain", "ordinal"]
+
+_WIDER, _NARROWER = 0.10, 0.05
+"""Label mass that the ordinal rank loss moves to the neighbouring buckets. A bucket too wide
+costs a few nodes, one too narrow the whole path: hence more to the wider side."""
+
 
 @dataclass(frozen=True)
 class BlockLoss:
-    """What one block of T rows gave.
+    """What one block of T rows gave: sums, so that other ranks' can be added.
 
-    draft: [K] fp32, the loss of each position k (eq. 6), nats; 0 where no row is on its path.
-    rank: [] fp32, mean cross-entropy of the rank buckets; 0 where it is switched off.
-    nats: [K] fp32, without gradient, the cross-entropy summed over the rows on their path.
-    on_path: [T, K] bool, the mask m of eq. 5.
+    draft: [K] fp32, cross-entropy summed over each position's counted rows, nats.
+    rank: [] fp32, rank loss summed over all counted positions; 0 where it is switched off.
+    counted: [K] int64, rows of each position that the losses were summed over.
+    on_path: [T, K] bool, the mask m of eq. 5: everything before was right.
     hit: [T, K] bool, on the path and the drafter's first choice is the label.
     """
 
     draft: Tensor
     rank: Tensor
-    nats: Tensor
+    counted: Tensor
     on_path: Tensor
     hit: Tensor
 
@@ -46,8 +52,9 @@ def block_loss(
     law: Tensor,
     law_row: Tensor,
     start: Tensor,
-    rank: bool,
-    least: float = 0.0,
+    rank: RankLoss | None,
+    valid_prefix: bool = True,
+    recompute: bool = False,
 ) -> BlockLoss:
     """Losses of one block at T rows.
 
@@ -59,46 +66,85 @@ def block_loss(
         law: [P, Vd] fp32, p* over the draft vocabulary after each of P text positions.
         law_row: [T, K] int64, which row of `law` is p* at each position.
         start: [T] bool, m at position 1.
-        rank: count the rank loss. Its gradient stays in the rank head.
-        least: rows that N_k of eq. 6 is taken as at the least. With 0, while paths are still
-            short, the mean of a handful of rows weighs as much as that of all rows, and its
-            noise drowns the first position.
+        rank: form of the rank loss, None for none. Its gradient stays in the rank head.
+        valid_prefix: without it (ablation of Table 2) rows go on being counted after a wrong
+            choice; `on_path` and `hit` mean the same as with it.
+        recompute: keep no logits for the backward pass, compute them again.
     """
-    on_path, hit = torch.zeros_like(label, dtype=torch.bool), torch.zeros_like(label).bool()
-    zero = hidden.new_zeros((), dtype=torch.float32)
-    draft, nats = [zero] * label.shape[1], [zero] * label.shape[1]
-    bucket_loss, bucket_count = zero, 0
     rows = start.nonzero()[:, 0]
+    right = start.clone()  # rows without a wrong choice so far
+    on_path, hit = torch.zeros_like(label).bool(), torch.zeros_like(label).bool()
+    draft, counted = [], []
+    rank_sum = hidden.new_zeros((), dtype=torch.float32)
     for k in range(label.shape[1]):
         rows = rows[label[rows, k] != OUTSIDE]
-        if not len(rows):
-            break
-        on_path[rows, k] = True
-        wanted = label[rows, k]
-        if rank:
-            logits, rank_logits = drafter.heads(hidden[rows, k])
-        else:  # spares the top-k of the rank features
-            logits = drafter.lm_head(drafter.norm(hidden[rows, k]))
-        logits = logits.float()
-        # -sum p* log p, with sum p* = 1.
-        loss = (logits.logsumexp(-1) - (law[law_row[rows, k]] * logits).sum(-1)).sum()
-        draft[k], nats[k] = loss / max(len(rows), least), loss.detach()
-        if rank:
-            bucket = rank_bucket(logits.detach(), wanted)
-            bucket_loss = bucket_loss + cross_entropy(rank_logits.float(), bucket, reduction="sum")
-            bucket_count += len(rows)
-        rows = rows[logits.argmax(-1) == wanted]
-        hit[rows, k] = True
+        arguments = drafter, hidden[rows, k], label[rows, k], law, law_row[rows, k], rank
+        if recompute:
+            loss, rank_loss, correct = checkpoint(_position, *arguments, use_reentrant=False)
+        else:
+            loss, rank_loss, correct = _position(*arguments)
+        draft.append(loss)
+        counted.append(len(rows))
+        rank_sum = rank_sum + rank_loss
+        on_path[rows, k] = right[rows]
+        hit[rows, k] = right[rows] & correct
+        right = torch.zeros_like(right).index_put((rows,), hit[rows, k])
+        if valid_prefix:
+            rows = rows[correct]
     return BlockLoss(
-        draft=torch.stack(draft),
-        rank=bucket_loss / max(1, bucket_count),
-        nats=torch.stack(nats),
-        on_path=on_path,
-        hit=hit,
+        torch.stack(draft), rank_sum, torch.tensor(counted, device=label.device), on_path, hit
     )
+
+
+def _position(
+    drafter: SpecBlockDrafter,
+    hidden: Tensor,
+    label: Tensor,
+    law: Tensor,
+    law_row: Tensor,
+    rank: RankLoss | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One position at n rows: summed cross-entropy [], summed rank loss [], first choice is the
+    label [n]. hidden [n, H], label and law_row [n]."""
+    if rank:
+        logits, rank_logits = drafter.heads(hidden)
+    else:  # spares the top-k of the rank features
+        logits = drafter.lm_head(drafter.norm(hidden))
+    logits = logits.float()
+    # -sum p* log p, with sum p* = 1.
+    loss = (logits.logsumexp(-1) - (law[law_row] * logits).sum(-1)).sum()
+    rank_loss = torch.zeros_like(loss)
+    if rank:
+        bucket = rank_bucket(logits.detach(), label)
+        loss_of = ordinal_loss if rank == "ordinal" else plain_loss
+        rank_loss = loss_of(rank_logits.float(), bucket)
+    return loss, rank_loss, logits.argmax(-1) == label
 
 
 def rank_bucket(logits: Tensor, label: Tensor) -> Tensor:
     """Bucket 0..3 of each label's rank (1 = most likely) in logits [n, Vd]; label [n] -> [n]."""
     rank = 1 + (logits > logits.gather(-1, label[:, None])).sum(-1)
     return torch.bucketize(rank, torch.tensor(RANK_BUCKETS, device=rank.device))
+
+
+def plain_loss(logits: Tensor, bucket: Tensor) -> Tensor:
+    """The paper's: cross-entropy, summed. logits [n, C], bucket [n] -> []."""
+    return cross_entropy(logits, bucket, reduction="sum")
+
+
+def ordinal_loss(logits: Tensor, bucket: Tensor) -> Tensor:
+    """Cross-entropy that knows the buckets' order, summed. logits [n, C], bucket [n] -> [].
+
+    Labels are smoothed towards the neighbouring buckets, more to the wider one, and rare
+    buckets weigh more: by the inverse root of their frequency here, on average 1.
+    """
+    classes = logits.shape[-1]
+    soft = torch.zeros_like(logits)
+    for shift, mass in ((0, 1 - _WIDER - _NARROWER), (1, _WIDER), (-1, _NARROWER)):
+        # At either end the mass that finds no neighbour stays with the label.
+        soft.scatter_add_(
+            1, (bucket + shift).clamp(0, classes - 1)[:, None], torch.full_like(soft[:, :1], mass)
+        )
+    weight = torch.bincount(bucket, minlength=classes).clamp(min=1).float().rsqrt()[bucket]
+    weight = weight * len(bucket) / weight.sum().clamp(min=1e-9)
+    return -(weight * (soft * logits.log_softmax(-1)).sum(-1)).sum()

@@ -1,33 +1,22 @@
-"""One training pass: every row of a batch drafts its M blocks, and eq. 7 sums their losses.
+"""The training objective: all rows of a batch draft M blocks, as inference would (section 3.3).
 
-Row i of a window is (features of x_i, token x_{i+1}, RoPE base i+1). Position k of a block that
-starts `offset` tokens further on predicts x_{i+1+offset+k}; block 1 has offset 0, and a cut at s
-adds s.
+Row t reads the target's features of x_t and the token x_{t+1} (RoPE base t+1 in its document).
+Position k of a block that starts `offset` tokens further on predicts x_{t+1+offset+k}; block 1
+has offset 0, and a cut at s adds s.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from vllm_specblock.draft.model import SpecBlockDrafter
-from vllm_specblock.train.attention import FirstBlock, NextBlock
-from vllm_specblock.train.features import Teaching
-from vllm_specblock.train.losses import OUTSIDE, BlockLoss, block_loss
-
-
-@dataclass(frozen=True)
-class Objective:
-    """Eq. 7 over one batch, and the blocks that it is made of.
-
-    loss: [] fp32; blocks: one entry per block that had a row to draft from.
-    """
-
-    loss: Tensor
-    blocks: list[BlockLoss]
+from vllm_specblock.train.attention import FirstBlock, Kernel, NextBlock
+from vllm_specblock.train.labels import draft_labels
+from vllm_specblock.train.learner import OUTSIDE, Lesson
+from vllm_specblock.train.losses import BlockLoss, RankLoss, block_loss
 
 
 class Unroll:
@@ -35,93 +24,97 @@ class Unroll:
 
     Args:
         drafter: the model being trained.
-        embed: target ids -> the target's own embeddings [..., H].
-        tokens: [B, L] int64, negative past a window's end.
-        teaching: the target's features and law for the same tokens.
-        mask_restart: ablation, block 2's mask does not follow from block 1's.
-        loss_floor: N_k of eq. 6 counts as at least this share of block 1's rows; see
-            `block_loss`.
-        first_row: [B] int64, rows before it give context but no loss (default: all count).
+        lesson: the batch, with the target's features, law and embeddings.
+        valid_prefix: see `block_loss`.
+        mask_restart: block 2's mask does not follow from block 1's.
+        rank: form of the rank loss, None for none.
+        kernel: of the attention.
+        recompute: spare memory, see `block_loss`.
         forward: drafter.forward, or a compiled form of it.
     """
 
     def __init__(
         self,
         drafter: SpecBlockDrafter,
-        embed: Callable[[Tensor], Tensor],
-        tokens: Tensor,
-        teaching: Teaching,
+        lesson: Lesson,
+        *,
+        valid_prefix: bool = True,
         mask_restart: bool = False,
-        loss_floor: float = 0.0,
-        first_row: Tensor | None = None,
+        rank: RankLoss | None = None,
+        kernel: Kernel = "sdpa",
+        recompute: bool = False,
         forward: Callable | None = None,
     ):
-        self.drafter, self.embed, self.tokens, self.teaching = drafter, embed, tokens, teaching
-        self.mask_restart, self.forward = mask_restart, forward or drafter.forward
-        self.config = drafter.config
-        self.first_row = torch.zeros_like(tokens[:, 0]) if first_row is None else first_row
-        self.least = loss_floor * tokens[:, 1:].numel()
-        self.label = draft_labels(drafter, tokens)
+        self.drafter, self.config = drafter, drafter.config
+        self.batch, self.teaching, self.embed = lesson.batch, lesson.teaching, lesson.embed
+        self.valid_prefix, self.mask_restart, self.rank = valid_prefix, mask_restart, rank
+        self.kernel, self.recompute = kernel, recompute
+        self.forward = forward or drafter.forward
+        self.label = draft_labels(drafter.t2d, lesson.batch)
 
-    def objective(self, cuts: list[int], rank: bool) -> Objective:
+    def blocks(self, cuts: list[int]) -> list[BlockLoss]:
         """Run block 1 and one more block after each of `cuts` (each 1..K).
 
-        Returns the sum of all blocks' losses. A block that no row's path reaches is left out,
-        and so are those after it.
+        A block that no row's path reaches is left out, and so are those after it.
         """
-        batch, length = self.tokens.shape
-        row = torch.arange(length - 1, device=self.tokens.device).expand(batch, -1)  # [B, S]
-        attend: FirstBlock | NextBlock = FirstBlock(batch)
+        batch, length = self.batch.tokens.shape
+        row = torch.arange(length - 1, device=self.label.device).expand(batch, -1)  # [B, S]
+        attend: FirstBlock | NextBlock = FirstBlock(self.batch, self.config.block_size, self.kernel)
         condition = self.drafter.condition(self.teaching.hidden[:, :-1].flatten(0, 1))
-        live, offset = row >= self.first_row[:, None], 0
-        blocks = []
+        # The target drew a row's root itself: serving drafts from no other row.
+        live = self.batch.at(self.batch.counted, row, row + 1, False)
+        offset, blocks = 0, []
         for cut in [*cuts, None]:
             hidden = self._block(row, offset, condition, attend)
-            blocks.append(self._loss(hidden, row, offset, live, rank))
+            blocks.append(self._loss(hidden, row, offset, live))
             if cut is None:
                 break
-            on_path = blocks[-1].on_path[:, cut - 1].view_as(row)
-            if self.mask_restart:
-                on_path = live & (self._at(self.label, row + 1 + offset + cut) != OUTSIDE)
-            source, live = compact(on_path)
+            source, live = compact(self._reached(blocks[-1], row, offset, live, cut))
             if not source.shape[1]:
                 break
             states = hidden[:, cut - 1].view(*row.shape, -1)
             condition = states.gather(1, source[..., None].expand(-1, -1, states.shape[-1]))
             condition = condition.flatten(0, 1)
-            attend = NextBlock(attend, source, cut, self.config.block_size)
+            attend = NextBlock(attend, source, cut)
             row, offset = row.gather(1, source), offset + cut
-        return Objective(sum(block.draft.sum() + block.rank for block in blocks), blocks)
+        return blocks
+
+    def _reached(
+        self, block: BlockLoss, row: Tensor, offset: int, live: Tensor, cut: int
+    ) -> Tensor:
+        """Rows whose path may go on from position `cut`, [B, R] bool."""
+        if self.valid_prefix and not self.mask_restart:
+            return block.on_path[:, cut - 1].view_as(row)
+        named = self.batch.at(self.label, row, row + 1 + offset + cut, OUTSIDE) != OUTSIDE
+        return live & named
 
     def _block(self, row: Tensor, offset: int, condition: Tensor, attend) -> Tensor:
         """row [B, R] -> hidden [B·R, K, H]."""
-        token = self._at(self.tokens, row + 1 + offset).clamp(min=0).flatten()
-        base = row.flatten() + 1 + (offset if self.config.block_rope == "path" else 0)
-        return self.forward(condition, self.embed(token), base, attend)
+        token = self.batch.at(self.batch.tokens, row, row + 1 + offset, 0).clamp(min=0)
+        base = self.batch.position.gather(1, row) + 1
+        if self.config.block_rope == "path":
+            base = base + offset
+        return self.forward(condition, self.embed(token.flatten()), base.flatten(), attend)
 
-    def _loss(self, hidden: Tensor, row: Tensor, offset: int, live: Tensor, rank: bool):
-        batch, length = self.tokens.shape
-        step = torch.arange(1, self.config.block_size + 1, device=row.device)
+    def _loss(self, hidden: Tensor, row: Tensor, offset: int, live: Tensor) -> BlockLoss:
+        windows, length = self.batch.tokens.shape
+        block = self.config.block_size
+        step = torch.arange(1, block + 1, device=row.device)
         place = (row[..., None] + 1 + offset + step).flatten(1)  # [B, R·K]
-        label = self._at(self.label, place).view(-1, self.config.block_size)
-        window = torch.arange(batch, device=row.device)[:, None]
-        law_row = (window * length + (place - 1).clamp(max=length - 1)).view_as(label)
-        law = self.teaching.law.flatten(0, 1)
+        label = self.batch.at(self.label, row.repeat_interleave(block, 1), place, OUTSIDE)
+        window = torch.arange(windows, device=row.device)[:, None]
+        law_row = window * length + (place - 1).clamp(max=length - 1)
         return block_loss(
-            self.drafter, hidden, label, law, law_row, live.flatten(), rank, self.least
+            self.drafter,
+            hidden,
+            label.view(-1, block),
+            self.teaching.law.flatten(0, 1),
+            law_row.view(-1, block),
+            live.flatten(),
+            self.rank,
+            self.valid_prefix,
+            self.recompute,
         )
-
-    def _at(self, values: Tensor, place: Tensor) -> Tensor:
-        """values [B, L] at columns place [B, n]; `OUTSIDE` past the last column."""
-        inside = place < values.shape[1]
-        return values.gather(1, place.clamp(max=values.shape[1] - 1)).where(inside, OUTSIDE)
-
-
-def draft_labels(drafter: SpecBlockDrafter, tokens: Tensor) -> Tensor:
-    """Target ids [...] -> draft ids, `OUTSIDE` where the drafter has none (or the id is < 0)."""
-    inside = drafter.t2d.cumsum(0) - 1
-    to_draft = torch.where(drafter.t2d, inside, OUTSIDE)
-    return to_draft[tokens.clamp(min=0)].where(tokens >= 0, OUTSIDE)
 
 
 def compact(wanted: Tensor) -> tuple[Tensor, Tensor]:

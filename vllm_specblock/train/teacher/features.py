@@ -3,42 +3,75 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from vllm_specblock.train.config import TrainError
+from vllm_specblock.train.text.batch import Batch
 
 
 class Teaching(NamedTuple):
-    """One target forward over B windows of L tokens.
+    """One target forward over B windows of L columns; documents do not see each other.
 
     hidden: [B, L, 3·Ht], un-normed residual stream of the low, mid and high layer (eq. 1's input).
+    last: [B, L, Ht], what the target's LM head reads: after the last layer and the final norm.
     law: [B, L, Vd] fp32, p*: the target's next-token probabilities after each token, restricted
         to the draft vocabulary and renormalised (eq. 6).
     """
 
     hidden: Tensor
+    last: Tensor
     law: Tensor
 
 
-@torch.no_grad()
-def teach(
-    target: torch.nn.Module, tokens: Tensor, layer_ids: tuple[int, int, int], draft_ids: Tensor
-) -> Teaching:
-    """Run the frozen target over `tokens`.
+class Teacher(Protocol):
+    """Where a batch's `Teaching` comes from: a forward of the target, or the disk."""
+
+    def teach(self, batch: Batch) -> Teaching: ...
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Target ids [...] int64 -> the target's own embeddings [..., Ht]."""
+        ...
+
+
+class OnlineTeacher:
+    """Runs the frozen target over each batch.
 
     Args:
         target: a transformers causal LM.
-        tokens: [B, L] int64; padding (negative) may only follow a window's last token, where
-            causal attention keeps it from mattering.
         layer_ids: indices into transformers' `hidden_states` (0 = embeddings).
         draft_ids: [Vd] int64, the target ids of the draft vocabulary.
     """
-    output = target(input_ids=tokens.clamp(min=0), output_hidden_states=True, use_cache=False)
-    hidden = torch.cat([output.hidden_states[layer] for layer in layer_ids], dim=-1)
-    return Teaching(hidden, output.logits[..., draft_ids].float().softmax(-1))
+
+    def __init__(self, target: torch.nn.Module, layer_ids: tuple[int, int, int], draft_ids: Tensor):
+        self.decoder, self.layer_ids = target.get_decoder(), layer_ids
+        self.embedding = target.get_input_embeddings()
+        # Only the rows that the law is restricted to: no logits over the whole vocabulary.
+        self.head = target.get_output_embeddings().weight[draft_ids]
+
+    @torch.no_grad()
+    def teach(self, batch: Batch) -> Teaching:
+        # transformers keeps documents apart where positions start anew.
+        output = self.decoder(
+            input_ids=batch.tokens.clamp(min=0),
+            position_ids=batch.position,
+            output_hidden_states=True,
+            use_cache=False,
+        )
+        hidden = torch.cat([output.hidden_states[layer] for layer in self.layer_ids], dim=-1)
+        last = output.last_hidden_state
+        return Teaching(hidden, last, law_of(last, self.head))
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return self.embedding(tokens)
+
+
+def law_of(last: Tensor, head: Tensor) -> Tensor:
+    """p* over the draft vocabulary. last [..., Ht], head [Vd, Ht] -> [..., Vd] fp32."""
+    return linear(last, head.to(last.dtype)).float().softmax(-1)
 
 
 def load_target(path: Path, precision: str, device: torch.device) -> torch.nn.Module:

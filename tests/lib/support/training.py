@@ -1,0 +1,38 @@
+"""A target and text that a drafter learns something from in a few updates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from vllm_specblock.train.text import shards
+from vllm_specblock.train.text.shards import Text
+
+VOCAB = 40
+
+
+def write_pair(folder: Path) -> Path:
+    """A random target in folder/target, and a repeating pattern in folder/d.safetensors."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=7,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.3,  # its law is far from flat: there is something to learn
+    )
+    LlamaForCausalLM(config).save_pretrained(folder / "target")
+    pattern = torch.randint(VOCAB, (12,))
+    starts = torch.randint(12, (40,)).tolist()
+    save_tokens(folder / "d.safetensors", [pattern.repeat(4)[s : s + 24] for s in starts])
+    return folder
+
+
+def save_tokens(path: Path, sequences: list[torch.Tensor]) -> None:
+    """Sequences of which every token is to be learned."""
+    texts = [Text(tokens, torch.ones(len(tokens), dtype=torch.bool)) for tokens in sequences]
+    shards.write_shard(path, texts)

@@ -1,0 +1,154 @@
+"""Drafting along a text against the served head over a paged cache."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from support.trees import texts
+
+from vllm_specblock.config import SpecBlockConfig
+from vllm_specblock.draft.cache import Growth
+from vllm_specblock.draft.expand import Shape
+from vllm_specblock.draft.head import CommittedRows
+from vllm_specblock.draft.specblock import SpecBlockHead
+from vllm_specblock.train.judge.drafting import (
+    SpecBlockDraft,
+    chain_shape,
+    serving_shape,
+    uniform_shape,
+)
+from vllm_specblock.train.learner import Script
+
+LENGTH, PAGE = 40, 8
+ROOTS = (6, 7, 11, 20)
+WIDE = {"num_blocks": 3, "num_starts": 3, "branching": [8, 8, 8, 8]}
+
+
+@pytest.fixture
+def scene(make_drafter):
+    def make(**changes):
+        drafter = make_drafter(**changes).eval()
+        with torch.no_grad():
+            for parameter in drafter.parameters():
+                parameter.normal_(std=0.25)
+        embedding = torch.randn(20, 32)
+        script = Script(
+            torch.randint(20, (LENGTH,)),
+            6,
+            torch.randn(LENGTH, 96),
+            torch.randn(LENGTH, 32),
+            lambda tokens: embedding[tokens],
+        )
+        return drafter, script
+
+    return make
+
+
+def served_trees(drafter, script, options, nodes):
+    """The trees of a request that is committed up to each of ROOTS in turn."""
+    head = SpecBlockHead(drafter, script.embed, options, nodes, max_model_len=96)
+    pages = 96 // PAGE
+    caches = [torch.randn(pages + 1, PAGE * 4, 2, 16).transpose(1, 2) for _ in range(2)]
+    head.bind(caches)  # noise in the cache: nothing of it may be seen
+    table = torch.randperm(pages)[None] + 1
+    done = 0
+    for root in ROOTS:
+        position = torch.arange(done, root)
+        yield head.propose(
+            CommittedRows(
+                script.hidden[position],
+                script.tokens[position + 1],
+                position,
+                table[0, position // PAGE] * PAGE + position % PAGE,
+                torch.tensor([0, len(position)], dtype=torch.int32),
+                [0, len(position)],
+                torch.tensor([len(position) - 1]),
+                table.int(),
+                PAGE,
+                root - 1,
+            )
+        )
+        done = root
+
+
+@pytest.mark.parametrize(
+    ("options", "nodes", "changes"),
+    [
+        ({"num_blocks": 1}, 20, {}),
+        ({}, 60, {}),
+        ({"num_blocks": 3}, 60, {}),
+        ({"num_blocks": 3, "num_starts": 5, "branching": [3, 1, 0, 2]}, 40, {}),
+        (WIDE, 60, {"block_rope": "path"}),
+        ({"num_blocks": 4, "num_starts": 3}, 30, {"block_rope": "path", "qk_norm": True}),
+        ({"num_blocks": 3}, 5, {}),  # fewer slots than starts
+    ],
+)
+@torch.no_grad()
+def test_drafts_what_serving_drafts(scene, options, nodes, changes):
+    drafter, script = scene(**changes)
+    options = SpecBlockConfig(**options)
+    draft = SpecBlockDraft(drafter, script, serving_shape(drafter, options, nodes))
+    for root, served in zip(ROOTS, served_trees(drafter, script, options, nodes)):
+        found, wanted = texts(draft(root), 0), texts(served, 0)
+        assert list(found) == list(wanted)
+        assert list(found.values()) == pytest.approx(list(wanted.values()), abs=1e-4)
+
+
+def test_starts_of_a_third_block_lie_in_both_blocks_before(scene, monkeypatch):
+    """Without that the comparison above would say little."""
+    drafter, script = scene()
+    rows, starts = [], Growth.starts
+
+    def record(growth, row, position):
+        rows.append(row.tolist())
+        return starts(growth, row, position)
+
+    monkeypatch.setattr(Growth, "starts", record)
+    shape = serving_shape(drafter, SpecBlockConfig(**WIDE), 60)
+    draft = SpecBlockDraft(drafter, script, shape)
+    for root in ROOTS:
+        draft(root)
+    assert all(set(second) == {0} for second in rows[::2])
+    assert any(0 in third and {1, 2, 3} & set(third) for third in rows[1::2])
+
+
+def test_only_what_is_known_at_the_root_is_read(scene):
+    drafter, script = scene()
+    shape = serving_shape(drafter, SpecBlockConfig(num_blocks=3), 30)
+    hidden, tokens = script.hidden.clone(), script.tokens.clone()
+    hidden[10:], tokens[11:] = float("nan"), 0
+    blind = dataclasses.replace(script, hidden=hidden, tokens=tokens)
+    seen, unseen = (SpecBlockDraft(drafter, each, shape)(10) for each in (script, blind))
+    assert texts(seen, 0) == texts(unseen, 0)
+
+
+def test_a_chain_is_the_best_token_of_every_position(scene):
+    drafter, script = scene()
+    tree = SpecBlockDraft(drafter, script, chain_shape(drafter, 3))(9)
+    assert tree.parent[0].tolist() == list(range(12))
+    wide = SpecBlockDraft(drafter, script, Shape(4, 3, 1, (5, 5, 5, 5), 200))(9)
+    assert tuple(tree.token[0].tolist()) in texts(wide, 0)
+
+
+@pytest.mark.parametrize(("blocks", "nodes"), [(2, 60), (2, 30), (3, 60), (1, 12)])
+def test_a_uniform_tree_fills_its_budget_without_the_rank_head(scene, blocks, nodes):
+    drafter, script = scene()
+    shape = uniform_shape(serving_shape(drafter, SpecBlockConfig(num_blocks=blocks), nodes))
+    assert len(set(shape.branching)) == 1 and shape.budget == nodes
+    trees = []
+    for favourite in range(4):
+        with torch.no_grad():  # the rank head says the same bucket everywhere
+            drafter.rank_head[2].weight.zero_()
+            drafter.rank_head[2].weight[favourite] = 1.0
+        trees.append(texts(SpecBlockDraft(drafter, script, shape)(12), 0))
+    assert trees.count(trees[0]) == 4
+    assert len(trees[0]) == nodes
+
+
+def test_arithmetic_is_in_the_drafters_dtype(scene):
+    drafter, script = scene()
+    draft = SpecBlockDraft(drafter.to(torch.bfloat16), script, chain_shape(drafter, 2))
+    draft(9)
+    assert draft.cache.key[0].dtype == torch.bfloat16

@@ -1,0 +1,68 @@
+"""Command-line options made from the fields of a pydantic model: one place for each option."""
+
+from __future__ import annotations
+
+import inspect
+import types
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from pydantic import BaseModel
+
+from vllm_specblock.cli.options import three_layers
+
+
+def options_of(model: type[BaseModel]) -> Callable:
+    """Decorate a command so that it takes `model`'s fields as options.
+
+    The command's last parameter must be `**given`: it gets those that the user wrote, by name.
+    """
+
+    def decorate(command: Callable) -> Callable:
+        own = list(inspect.signature(command, eval_str=True).parameters.values())[:-1]
+        fields = [_option(name, field) for name, field in model.model_fields.items()]
+
+        def run(**arguments: Any) -> None:
+            names = {parameter.name for parameter in own}
+            given = {k: v for k, v in arguments.items() if k not in names and v is not None}
+            command(**{k: v for k, v in arguments.items() if k in names}, **given)
+
+        parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in (*own, *fields)]
+        run.__signature__ = inspect.Signature(parameters)
+        run.__annotations__ = {p.name: p.annotation for p in parameters}
+        run.__name__, run.__doc__ = command.__name__, command.__doc__
+        return run
+
+    return decorate
+
+
+def _option(name: str, field) -> inspect.Parameter:
+    kind, how = _kind(field.annotation)
+    default = field.default if not field.is_required() and field.default is not None else None
+    shown = str(default) if default is not None else False
+    if isinstance(default, bool):
+        shown = f"{'' if default else 'no-'}{name.replace('_', '-')}"
+    option = typer.Option(help=field.description, show_default=shown, **how)
+    annotation = Annotated[kind | None, option]
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
+    )
+
+
+def _kind(annotation: Any) -> tuple[type, dict[str, Any]]:
+    """The type that typer parses a field's values as, and what else it must be told."""
+    parts = [annotation]
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        parts = [part for part in typing.get_args(annotation) if part is not type(None)]
+    if len(parts) > 1:  # a number or a word: pydantic tells which
+        words = [w for part in parts if typing.get_origin(part) is Literal for w in part.__args__]
+        return str, {"metavar": "|".join(["N", *words])}
+    if typing.get_origin(parts[0]) is Literal:
+        return parts[0], {}
+    if typing.get_origin(parts[0]) is tuple:
+        return str, {"parser": three_layers, "metavar": "LOW,MID,HIGH"}
+    assert parts[0] in (int, float, bool, str, Path), f"no option for {annotation}"
+    return parts[0], {}

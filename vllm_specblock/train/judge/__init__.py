@@ -1,0 +1,1 @@
+"""How good a drafter is, without serving it."""

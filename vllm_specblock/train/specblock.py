@@ -1,0 +1,115 @@
+"""SpecBlock as a learner: eq. 7 over a batch, and how the trained drafter drafts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from vllm_specblock.draft import checkpoint as drafter_files
+from vllm_specblock.draft.expand import Shape
+from vllm_specblock.draft.model import SpecBlockDrafter
+from vllm_specblock.train.attention import Kernel
+from vllm_specblock.train.distributed import mean_over_ranks
+from vllm_specblock.train.judge.drafting import SpecBlockDraft, serving_shape
+from vllm_specblock.train.learner import Draft, Learner, Lesson, Outcome, Script
+from vllm_specblock.train.losses import BlockLoss, RankLoss
+from vllm_specblock.train.objective import Unroll
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a SpecBlock drafter learns; the defaults are those of `TrainConfig`.
+
+    Attributes:
+        num_blocks: M, blocks drafted one after the other.
+        rank_from: first update with the rank loss.
+        rank_loss: its form.
+        loss_floor: N_k of eq. 6 counts as at least this share of block 1's rows. With 0,
+            while paths are still short, the mean of a handful of rows weighs as much as that
+            of all rows, and its noise drowns the first position.
+        valid_prefix: eq. 5; False is an ablation.
+        mask_restart: the valid-prefix mask starts anew in each block.
+        kernel: of the attention.
+        recompute: activation checkpointing, of the layers and of the logits.
+        compiled: run the drafter's forward through torch.compile.
+    """
+
+    num_blocks: int = 2
+    rank_from: int = 2000
+    rank_loss: RankLoss = "plain"
+    loss_floor: float = 0.25
+    valid_prefix: bool = True
+    mask_restart: bool = False
+    kernel: Kernel = "sdpa"
+    recompute: bool = False
+    compiled: bool = False
+
+
+class SpecBlockLearner(Learner):
+    """A SpecBlock drafter with its objective.
+
+    Args:
+        drafter: float32, in training mode.
+        recipe: how it learns.
+        shape: of the trees it is judged by (default: what serving drafts by default).
+    """
+
+    def __init__(self, drafter: SpecBlockDrafter, recipe: Recipe, shape: Shape | None = None):
+        super().__init__()
+        self.drafter, self.recipe = drafter, recipe
+        self.shape = shape or serving_shape(drafter)
+        if recipe.recompute:
+            for layer in drafter.layers:
+                layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+        # A list: as an attribute the compiled function would be a module of ours.
+        self._forward = [torch.compile(drafter.forward) if recipe.compiled else drafter.forward]
+
+    def forward(self, lesson: Lesson) -> Outcome:
+        recipe, K = self.recipe, self.drafter.config.block_size
+        cuts = torch.randint(1, K + 1, (recipe.num_blocks - 1,), generator=lesson.draws())
+        blocks = Unroll(
+            self.drafter,
+            lesson,
+            valid_prefix=recipe.valid_prefix,
+            mask_restart=recipe.mask_restart,
+            rank=recipe.rank_loss if lesson.step >= recipe.rank_from else None,
+            kernel=recipe.kernel,
+            recompute=recipe.recompute,
+            forward=self._forward[0],
+        ).blocks(cuts.tolist())
+        return outcome(blocks, recipe.num_blocks, recipe.loss_floor)
+
+    def draft_along(self, script: Script) -> Draft:
+        return SpecBlockDraft(self.drafter, script, self.shape)
+
+    def save(self, directory: Path) -> None:
+        # Not deepcopy of the module: that would take the checkpointed forwards along.
+        drafter = SpecBlockDrafter(self.drafter.config)
+        drafter.load_state_dict(self.drafter.state_dict())
+        drafter_files.save(drafter.to(torch.bfloat16), directory)
+
+
+def outcome(blocks: list[BlockLoss], num_blocks: int, loss_floor: float) -> Outcome:
+    """Eq. 7 from the sums of up to `num_blocks` blocks: those that were not reached count 0."""
+    absent = num_blocks - len(blocks)
+
+    def grid(rows: list[Tensor]) -> Tensor:
+        return torch.cat([torch.stack(rows).float(), rows[0].new_zeros(absent, *rows[0].shape)])
+
+    counted = grid([block.counted for block in blocks])
+    nats = grid([block.draft for block in blocks])
+    draft = mean_over_ranks(nats, counted, loss_floor)
+    rank = mean_over_ranks(grid([block.rank for block in blocks]), counted.sum(1))
+    return Outcome(
+        loss=draft.sum() + rank.sum(),
+        nats=nats.detach(),
+        counted=counted,
+        hits=grid([block.hit.sum(0) for block in blocks]),
+        seen=grid([block.on_path.sum(0) for block in blocks]),
+        rank_loss=rank.detach().sum() / len(blocks),
+    )

@@ -1,0 +1,1 @@
+"""Training text: from chats and documents to packed windows of tokens."""
