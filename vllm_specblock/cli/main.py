@@ -9,6 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from vllm_specblock.cli.convert import convert
+from vllm_specblock.cli.data import data
 from vllm_specblock.cli.init import init
 from vllm_specblock.cli.inspect import inspect
 from vllm_specblock.cli.train import train
@@ -38,5 +39,6 @@ app = typer.Typer(
 )
 app.command()(init)
 app.command()(convert)
+app.command()(data)
 app.command()(inspect)
 app.command()(train)

@@ -1,0 +1,142 @@
+"""`specblock data` over the example target, in real vLLM."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
+
+from vllm_specblock.cli.main import app
+from vllm_specblock.train.text import shards
+
+TARGET = Path(__file__).resolve().parents[2] / "examples/tiny_pair/target"
+NEW = 24
+PROMPTS = ["class Reader:\n", "import os\n\ndef main(", "for line in lines:\n", "x = [\n"]
+
+
+@pytest.fixture
+def source(tmp_path) -> Path:
+    lines = [
+        {"prompt": PROMPTS[0]},
+        {"messages": [{"role": "user", "content": PROMPTS[1]}]},
+        {"what": "?"},
+        {"data": [PROMPTS[2], "an answer of the data"]},
+        {"conversations": [{"from": "human", "value": PROMPTS[3]}]},
+    ]
+    path = tmp_path / "chat.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return path
+
+
+def specblock_data(source: Path, out: Path, *more: str | int | Path):
+    """The command as a user gives it, in a process of its own."""
+    engine = {"enforce_eager": True, "kv_cache_memory_bytes": 64 << 20}
+    arguments = [
+        "data", "--target", TARGET, "--input", source, "--out", out, "--max-length", 256,
+        "--max-new-tokens", NEW, "--dtype", "float32", "--engine", json.dumps(engine), *more,
+    ]  # fmt: skip
+    # As in a user's shell, where nothing has chosen how vLLM runs its engine.
+    hidden = ("VLLM_ENABLE_V1_MULTIPROCESSING", "TRITON_INTERPRET")
+    environment = {name: value for name, value in os.environ.items() if name not in hidden}
+    return subprocess.run(
+        [sys.executable, "-c", "from vllm_specblock.cli.main import app; app()"]
+        + [str(argument) for argument in arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def greedy(prompt: list[int]) -> list[int]:
+    """transformers' own answer."""
+    model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32)
+    ids = torch.tensor([prompt])
+    text = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False
+    )
+    return text[0, len(prompt) :].tolist()
+
+
+@pytest.mark.engine
+def test_answers_are_the_targets_own(source, tmp_path):
+    pytest.importorskip("vllm", reason="runs real vLLM")
+    options = ("--temperature", 0, "--temperature", 0.8, "--shard-size", 2)
+    whole = tmp_path / "whole"
+    result = specblock_data(source, whole, *options)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert f"{source}:3: it has none of the keys" in result.stderr
+    assert "1 lines were skipped." in result.stdout
+    assert "draft vocabulary: 2,048 of 2,048 tokens cover 100.0 % of" in result.stdout
+
+    tokenizer = AutoTokenizer.from_pretrained(TARGET)
+    texts = list(shards.read(whole))
+    assert len(texts) == 4
+    for number, (prompt, text) in enumerate(zip(PROMPTS, texts)):
+        chat = [{"role": "user", "content": prompt}]
+        asked = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+        ids = text.tokens.tolist()
+        assert ids[: len(asked)] == asked
+        assert text.counted.tolist() == [False] * len(asked) + [True] * (len(ids) - len(asked))
+        assert (ids[len(asked) :] == greedy(asked)) == (number % 2 == 0)
+
+    # A run that was stopped after the first shard, and goes on.
+    there = [shards.shard_path(whole, number) for number in (0, 1)]
+    first, second = (path.read_bytes() for path in there)
+    there[1].unlink()
+    (whole / "data.json").unlink()
+    result = specblock_data(source, whole, *options)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert [path.read_bytes() for path in there] == [first, second]
+
+    # All is there: no engine starts, whatever it would be given.
+    result = specblock_data(source, whole, *options, "--tensor-parallel-size", 64)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert "4 sequences of" in result.stdout
+
+
+@pytest.mark.engine
+def test_what_vllm_refuses_is_one_sentence(source, tmp_path):
+    pytest.importorskip("vllm", reason="runs real vLLM")
+    result = specblock_data(source, tmp_path / "out", "--engine", '{"no_such_option": 1}')
+    assert result.returncode == 1
+    (said,) = [line for line in result.stderr.splitlines() if "Error: " in line]
+    assert "vLLM cannot run the target" in said and "no_such_option" in said
+
+
+def test_keeping_and_its_errors(source, tmp_path):
+    def run(*more):
+        arguments = [
+            "data",
+            "--target",
+            TARGET,
+            "--input",
+            source,
+            "--out",
+            tmp_path / "out",
+            *more,
+        ]
+        return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+    result = run("--answers", "keep", "--draft-vocab-size", 3)
+    assert result.exit_code == 0, result.output
+    (text,) = shards.read(tmp_path / "out")
+    tokenizer = AutoTokenizer.from_pretrained(TARGET)
+    assert tokenizer.decode(text.tokens[text.counted]) == "an answer of the data</s>"
+    assert "1 sequences of" in result.stdout and "4 lines were skipped." in result.stdout
+    kept = text.tokens[text.counted].tolist()
+    share = sum(sorted(map(kept.count, set(kept)))[-3:]) / len(kept)
+    assert f"3 of 2,048 tokens cover {100 * share:.1f} % of the counted tokens" in result.stdout
+
+    result = run("--answers", "keep", "--max-length", 100)
+    assert result.exit_code == 1
+    assert "was begun with max_length = 2048, not 100" in result.stderr.splitlines()[-1]
+    result = run("--engine", "[1]")
+    assert result.exit_code == 2 and "not a JSON object" in result.stderr

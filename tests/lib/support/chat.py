@@ -1,0 +1,86 @@
+"""A target of letters: one token per character, ChatML markers, and answers out of a hash."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import string
+from pathlib import Path
+
+import tokenizers
+from transformers import PreTrainedTokenizerFast
+
+START, END, BOS = "<|im_start|>", "<|im_end|>", "<s>"
+TOKENS = [BOS, START, END, "?", *string.ascii_letters, *string.digits, *" \n<>/:.,"]
+IDS = {token: index for index, token in enumerate(TOKENS)}
+_TURN = "{{ '" + START + "' + m['role'] }}\n{{ TEXT + '" + END + "' }}\n"
+_QUESTION = "{% if add_generation_prompt %}" + START + "assistant\n{% endif %}"
+CHATML = "{% for m in messages %}" + _TURN.replace("TEXT", "m['content']") + "{% endfor %}"
+CHATML += _QUESTION
+# As thinking models have it: of an answer in the past only what follows the thought.
+FORGETFUL = CHATML.replace("m['content']", "m['content'].split('</t>')[-1]")
+# The past is told in one way and asked for in another; no end token is written.
+TELLING = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] }}\n{% endfor %}"
+TELLING += "{% if add_generation_prompt %}assistant says: {% endif %}"
+# No end token is written, but the past begins as it was asked.
+PLAIN = TELLING.replace("assistant says: ", "assistant: ")
+
+
+def make_target(folder: Path, template: str | None, vocab_size: int = len(TOKENS)) -> Path:
+    """The small files of a target: config and tokenizer, no weights."""
+    shutil.rmtree(folder, ignore_errors=True)
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(IDS, unk_token="?"))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("[\\s\\S]"), "isolated")
+    inner.decoder = tokenizers.decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner,
+        bos_token=BOS,
+        eos_token=END,
+        unk_token="?",
+        additional_special_tokens=[START],
+    )
+    tokenizer.chat_template = template
+    folder.mkdir()
+    tokenizer.save_pretrained(folder)
+    config = {"model_type": "llama", "vocab_size": vocab_size, "max_position_embeddings": 4096}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def ids_of(text: str) -> list[int]:
+    """Token ids of a text with markers, found without the tokenizer."""
+    found = []
+    while text:
+        marker = next((m for m in (START, END, BOS) if text.startswith(m)), text[0])
+        found.append(IDS[marker])
+        text = text[len(marker) :]
+    return found
+
+
+def text_of(ids: list[int]) -> str:
+    return "".join(TOKENS[i] for i in ids)
+
+
+def answer_to(prompt: list[int], temperature: float, most: int, seed: int) -> list[int]:
+    """A pretended answer of 1 to 12 letters, ended unless `most` tokens cut it."""
+    draw = random.Random(f"{prompt} {temperature} {seed if temperature else None}")
+    letters = [draw.choice(string.ascii_lowercase) for _ in range(draw.randint(1, 12))]
+    return ids_of("".join(letters) + END)[:most]
+
+
+class Answers:
+    """An `Answerer` that pretends, and remembers what it was asked: one list per call."""
+
+    def __init__(self):
+        self.calls: list[list[list[int]]] = []
+        self.seeds: list[int] = []
+        self.forgotten = 0
+
+    def generate(self, prompts, temperatures, max_tokens, seeds):
+        self.calls.append(prompts)
+        self.seeds += seeds
+        return [answer_to(*each) for each in zip(prompts, temperatures, max_tokens, seeds)]
+
+    def forget(self):
+        self.forgotten += 1
