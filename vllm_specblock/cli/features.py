@@ -1,0 +1,126 @@
+"""`specblock features`: the target's features of training data, extracted once through vLLM."""
+
+from __future__ import annotations
+
+import os
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from vllm_specblock.cli.options import LayerIds
+
+
+class Dtype(StrEnum):
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+def features(
+    target: Annotated[Path, typer.Option(help="Folder of the target model.")],
+    data: Annotated[Path, typer.Option(help="Training data, as `specblock train` takes it.")],
+    out: Annotated[Path, typer.Option(help="Folder to write the features to.")],
+    length: Annotated[
+        int, typer.Option(min=1, help="Tokens of the longest piece: --length of the training.")
+    ],
+    layer_ids: LayerIds = None,
+    dtype: Annotated[
+        Dtype, typer.Option(help="Of the target's arithmetic and of the features.")
+    ] = Dtype.auto,
+    shard_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens of one file; also what a kill can lose.")
+    ] = 32768,
+    step_tokens: Annotated[
+        int | None, typer.Option(min=1, help="vLLM's max_num_batched_tokens.")
+    ] = None,
+    tensor_parallel_size: Annotated[int, typer.Option(min=1, help="GPUs for the target.")] = 1,
+    gpu_memory_utilization: Annotated[
+        float | None, typer.Option(help="Share of a GPU's memory that vLLM may take.")
+    ] = None,
+    kv_cache_gib: Annotated[
+        float | None,
+        typer.Option(help="GiB for vLLM's caches. Default: on GPUs what is free, on a CPU 2."),
+    ] = None,
+    eager: Annotated[
+        bool, typer.Option("--eager", help="No compilation and no CUDA graphs: starts sooner.")
+    ] = False,
+) -> None:
+    """Run the target over training data once, and keep what a drafter learns from.
+
+    For each token that is four vectors of the target's width: 32 KiB for an 8B model in bf16.
+    Killed and started again with the same options, it goes on at the first missing file.
+    """
+    # Here and not above: torch and vLLM take seconds, `--help` should not.
+    from tqdm import tqdm
+
+    from vllm_specblock.draft.target_info import describe_target, read_target
+    from vllm_specblock.train.teacher import feature_store, target_rows
+    from vllm_specblock.train.teacher.features import load_tokenizer
+    from vllm_specblock.train.text.windows import load_texts
+
+    raw = read_target(target)
+    _check_length(length, raw)
+    texts = load_texts(data, lambda: load_tokenizer(target), raw["vocab_size"])
+    sequences = [text.tokens for text in texts]
+    origin = feature_store.Origin(
+        target=target_rows.fingerprint(target),
+        data=feature_store.fingerprint(sequences),
+        layer_ids=describe_target(target, layer_ids=layer_ids).layer_ids,
+        dtype=_dtype_of(raw) if dtype is Dtype.auto else dtype.value,
+        length=length,
+        shard_tokens=shard_tokens,
+    )
+    if feature_store.begin(out, origin):
+        typer.echo(f"The features in {out} are whole already.")
+        return
+    given = {
+        "max_num_batched_tokens": step_tokens,
+        "tensor_parallel_size": tensor_parallel_size,
+        "gpu_memory_utilization": gpu_memory_utilization,
+        "kv_cache_memory_bytes": kv_cache_gib and int(kv_cache_gib * 2**30),
+        "enforce_eager": eager,
+    }
+    engine = {name: value for name, value in given.items() if value is not None}
+    extractor = _extractor()(target, origin.layer_ids, length, origin.dtype, out / "parts", engine)
+    try:
+        with tqdm(total=sum(map(len, sequences)), unit="tok", unit_scale=True) as bar:
+            feature_store.fill(out, origin, sequences, extractor, bar.update)
+    finally:
+        extractor.close()
+    typer.echo(f"The features are in {out}.")
+
+
+def _extractor() -> type:
+    """The class that runs vLLM, imported only now."""
+    from vllm_specblock.train.config import TrainError
+
+    # vLLM reads both when it is imported. Its other runner has no hook for our connector.
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    try:
+        from vllm_specblock.engine.extract import FeatureExtractor
+    except ModuleNotFoundError as error:
+        if error.name != "vllm":
+            raise
+        raise TrainError(
+            "`specblock features` runs the target in vLLM, which is not installed here."
+        ) from None
+    return FeatureExtractor
+
+
+def _check_length(length: int, raw: dict[str, Any]) -> None:
+    from vllm_specblock.train.config import TrainError
+
+    longest = raw.get("max_position_embeddings")
+    if longest is not None and length >= longest:
+        raise TrainError(
+            f"Pieces of {length} tokens were asked for, but vLLM needs a position more than that "
+            f"and the target has {longest}: give a --length of {longest - 1} at the most."
+        )
+
+
+def _dtype_of(raw: dict[str, Any]) -> str:
+    """The dtype that a target's config.json names; older ones call it torch_dtype."""
+    return raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"
