@@ -10,6 +10,7 @@ from typer.core import TyperGroup
 
 from vllm_specblock.cli.convert import convert
 from vllm_specblock.cli.data import data
+from vllm_specblock.cli.eval import evaluate
 from vllm_specblock.cli.features import features
 from vllm_specblock.cli.init import init
 from vllm_specblock.cli.inspect import inspect
@@ -44,3 +45,4 @@ app.command()(data)
 app.command()(inspect)
 app.command()(features)
 app.command()(train)
+app.command("eval")(evaluate)

@@ -1,0 +1,99 @@
+"""`specblock eval` on the example pair."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from vllm_specblock.cli.main import app
+from vllm_specblock.config import SpecBlockConfig
+from vllm_specblock.draft import checkpoint
+from vllm_specblock.train.judge.drafting import SpecBlockDraft, serving_shape
+from vllm_specblock.train.judge.evaluate import scripts_from
+from vllm_specblock.train.judge.replay import mean_tau
+from vllm_specblock.train.teacher.features import load_target, load_tokenizer
+
+PAIR = Path(__file__).parents[2] / "examples" / "tiny_pair"
+DRAFTER, TARGET = PAIR / "drafter", PAIR / "target"
+PROMPTS = ["import os\nimport sys\n\n\ndef main():\n", "class Reader:\n", "def add(a, b):\n"]
+
+
+def specblock(*arguments: str | Path | int):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def prompts(tmp_path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
+    return path
+
+
+def test_table_and_file_say_what_replay_finds(prompts, tmp_path):
+    out = tmp_path / "new" / "figures.json"
+    result = specblock(
+        "eval", DRAFTER, "--target", TARGET, "--data", prompts, "--prompts", 2,
+        "--new-tokens", 40, "--temperature", 0, "--temperature", 0.8, "--nodes", 16,
+        "--nodes", 30, "--blocks", 3, "--starts", 4, "--uniform", "--seed", 5, "--json", out,
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    figures = json.loads(out.read_text())
+    assert (figures["device"], figures["dtype"], figures["prompts"]) == ("cpu", "float32", 2)
+    assert figures["seed"] == 5 and "torch" in figures["versions"]
+    tokenizer, target = load_tokenizer(TARGET), load_target(TARGET, "fp32", torch.device("cpu"))
+    drafter = checkpoint.load(DRAFTER)
+    ids = [torch.tensor(tokenizer(prompt)["input_ids"]) for prompt in PROMPTS[:2]]
+    for entry, temperature in zip(figures["results"], (0.0, 0.8)):
+        scripts = list(
+            scripts_from(target, ids, 40, temperature=temperature, seed=5, layer_ids=(2, 3, 4))
+        )
+        assert entry["temperature"] == temperature
+        for nodes in (16, 30):
+            shape = serving_shape(drafter, SpecBlockConfig(num_blocks=3, num_starts=4), nodes)
+            tau, steps = mean_tau(
+                lambda s, shape=shape: SpecBlockDraft(drafter, s, shape), scripts, 12
+            )
+            found = entry["trees"][f"tree of {nodes}"]
+            assert (found["tau"], found["steps"]) == (tau, steps)
+            assert f"{tau:.3f} ± " in result.stdout
+        assert len(entry["chain"]["alpha"]) == 12
+        assert "chain of 3 blocks" in entry["trees"] and "uniform tree of 16" in entry["trees"]
+    assert figures["results"][0]["trees"]["tree of 30"]["tau"] > 2.5  # a trained drafter
+
+
+def test_the_drafter_says_what_its_target_is(prompts, monkeypatch):
+    arguments = ["eval", DRAFTER, "--data", prompts, "--prompts", 1, "--new-tokens", 12]
+    arguments += ["--temperature", 0, "--nodes", 8]
+    monkeypatch.chdir(PAIR.parents[1])
+    result = specblock(*arguments)
+    assert result.exit_code == 0, result.output
+    monkeypatch.chdir(prompts.parent)
+    result = specblock(*arguments)
+    assert result.exit_code == 1
+    assert "is for examples/tiny_pair/target, which is no folder here" in result.stderr
+
+
+def test_errors_are_one_sentence_on_stderr(prompts, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(TARGET, other)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"vocab_size": 999}))
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("\n")
+    pair = ["eval", DRAFTER, "--target", TARGET]
+    for arguments, said in (
+        (["eval", DRAFTER, "--target", other, "--data", prompts], "vocab_size is 2048, but that"),
+        ([*pair, "--data", tmp_path / "none"], "There are no prompts at"),
+        ([*pair, "--data", empty], "None of the lines"),
+        ([*pair, "--data", prompts, "--device", "cuda:7"], "The device cuda:7 cannot be used"),
+        (["eval", tmp_path, "--data", prompts], "There is no "),
+    ):
+        result = specblock(*arguments)
+        assert result.exit_code == 1, result.output
+        assert said in result.stderr and result.stderr.count("\n") == 1, result.stderr
+        assert result.stdout == ""

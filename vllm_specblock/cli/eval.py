@@ -1,0 +1,172 @@
+"""`specblock eval`: what a drafter is worth for its target, measured without serving."""
+
+from __future__ import annotations
+
+import json
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+class Precision(StrEnum):
+    """Arithmetic of target and drafter."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+
+
+def evaluate(
+    drafter: Annotated[Path, typer.Argument(help="Drafter directory, in either layout.")],
+    data: Annotated[
+        Path,
+        typer.Option(
+            help="Prompts: a .jsonl file of lines with a prompt, a text or a conversation, or a "
+            "folder made by `specblock data`."
+        ),
+    ],
+    target: Annotated[
+        Path | None, typer.Option(help="Folder of the target. Default: as the drafter names it.")
+    ] = None,
+    prompts: Annotated[int, typer.Option(min=1, help="How many prompts, from the first on.")] = 64,
+    prompt_tokens: Annotated[
+        int,
+        typer.Option(min=1, help="Of a text without a prompt, so many tokens are taken as one."),
+    ] = 64,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Put each prompt through the target's chat template.")
+    ] = False,
+    new_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens that the target writes after each prompt.")
+    ] = 160,
+    temperature: Annotated[
+        list[float] | None,
+        typer.Option(
+            min=0, help="Of the target's texts; 0 is greedy. Repeatable. Default: 0 and 1."
+        ),
+    ] = None,
+    nodes: Annotated[
+        list[int] | None,
+        typer.Option(min=1, max=256, help="Nodes of a tree. Repeatable. Default: as in serving."),
+    ] = None,
+    blocks: Annotated[
+        int | None, typer.Option(min=1, max=8, help="M, blocks of a tree. Default: as in serving.")
+    ] = None,
+    starts: Annotated[
+        int | None,
+        typer.Option(min=1, max=32, help="S, starts of a later block. Default: as in serving."),
+    ] = None,
+    uniform: Annotated[
+        bool, typer.Option("--uniform", help="Also trees of one width, without the rank head.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Of the sampled texts.")] = 0,
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
+    precision: Annotated[
+        Precision, typer.Option(help="Arithmetic of target and drafter.")
+    ] = Precision.FP32,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="File to write all figures to.")
+    ] = None,
+) -> None:
+    """Draft along the target's own texts, and print how far the drafter reaches.
+
+    τ is the mean of tokens committed per step, α the share of right first choices given that all
+    before were right. Drafting is that of serving, one text at a time.
+    """
+    # Here and not above: torch and transformers take seconds, `--help` should not.
+    from tqdm import tqdm
+
+    from vllm_specblock.cli.eval_tables import print_tables
+    from vllm_specblock.config import DEFAULT_NODES, SpecBlockConfig
+    from vllm_specblock.draft import checkpoint
+    from vllm_specblock.train.judge import evaluate as figures_of
+    from vllm_specblock.train.parallel import usable_device
+    from vllm_specblock.train.provenance import provenance
+    from vllm_specblock.train.teacher.features import load_target, load_tokenizer
+    from vllm_specblock.train.text.prompts import read_prompts
+    from vllm_specblock.train.text.shards import replace
+
+    where = usable_device(device)
+    target, layer_ids, vocab_size = _target(drafter, target)
+    found = read_prompts(
+        data,
+        load_tokenizer(target),
+        prompts,
+        prompt_tokens=prompt_tokens,
+        chat=chat,
+        vocab_size=vocab_size,
+        report=lambda line: typer.echo(line, err=True),
+    )
+    if json_file is not None:
+        json_file.parent.mkdir(parents=True, exist_ok=True)
+    model = load_target(target, precision.value, where)
+    weights = checkpoint.load(drafter, model.dtype, where)
+    given = {"num_blocks": blocks, "num_starts": starts}
+    options = SpecBlockConfig(**{key: value for key, value in given.items() if value is not None})
+    budgets = list(dict.fromkeys(nodes or [DEFAULT_NODES]))
+    shapes = figures_of.shapes_of(weights, options, budgets, uniform)
+
+    results = []
+    for heat in dict.fromkeys(temperature or [0.0, 1.0]):
+        scripts = figures_of.scripts_from(
+            model, found, new_tokens, temperature=heat, seed=seed, layer_ids=layer_ids
+        )
+        bar = tqdm(scripts, f"temperature {heat:g}", total=len(found), unit="text")
+        figures = figures_of.evaluate(weights, bar, shapes, options.num_blocks)
+        results.append({"temperature": heat, **figures.as_json()})
+    whole = {
+        "drafter": str(drafter),
+        "target": str(target),
+        "data": str(data),
+        "device": _device_name(where),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "prompts": len(found),
+        "prompt_tokens": sum(map(len, found)),
+        "chat": chat,
+        "max_new_tokens": new_tokens,
+        "seed": seed,
+        "options": options.model_dump(),
+        "results": results,
+        **provenance(),
+    }
+    print_tables(whole)
+    if json_file is not None:
+        text = json.dumps(whole, indent=1) + "\n"
+        replace(json_file, lambda aside: aside.write_text(text, encoding="utf-8"))
+        typer.echo(f"All figures are in {json_file}.")
+
+
+def _target(drafter: Path, target: Path | None) -> tuple[Path, tuple[int, int, int], int]:
+    """The target's folder, the layers that the drafter reads, and the target's vocabulary size.
+
+    Raises:
+        TrainError: there is no target, or it is not the drafter's.
+        CheckpointError: one of the configs cannot be used.
+    """
+    from vllm_specblock.draft import checkpoint
+    from vllm_specblock.draft.target_info import describe_target
+    from vllm_specblock.train.config import TrainError
+
+    config = checkpoint.read_config(drafter)
+    if target is None:
+        name = config.target.name
+        if name is None or not Path(name).is_dir():
+            said = "names no target" if name is None else f"is for {name}, which is no folder here"
+            raise TrainError(f"The drafter in {drafter} {said}; give the target's with --target.")
+        target = Path(name)
+    info = describe_target(target, layer_ids=config.target.layer_ids)
+    for what in ("hidden_size", "vocab_size"):
+        made_for, found = getattr(config.target, what), getattr(info, what)
+        if made_for != found:
+            raise TrainError(
+                f"The drafter in {drafter} is for a target whose {what} is {made_for}, but that "
+                f"of {target} is {found}."
+            )
+    return target, info.layer_ids, info.vocab_size
+
+
+def _device_name(device) -> str:
+    import torch
+
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
