@@ -1,0 +1,245 @@
+"""EAGLE-3 (arXiv 2503.01840) with the dynamic tree of EAGLE-2 (arXiv 2406.16858).
+
+One decoder layer, run once per drafted token. Row t reads the target's fused features of token t
+and the embedding of token t + 1, and predicts token t + 2. Every further step takes the state
+that the step before it left in place of features: in training ("training-time test") as in use.
+
+As in the paper and as vLLM's `llama_eagle3` computes it. Simplified: the text's own tokens are fed
+in training and every one that the draft vocabulary can name gives a loss (the authors leave out
+those where the target's likeliest token lies outside of it); attention of the unrolled steps is
+dense over all steps' keys; the tree is grown for one request at a time.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from baselines.eagle3_layer import Attend, Layer, Sizes, masked_attention
+from baselines.eagle3_tree import Along, Growth
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from vllm_specblock.draft.config import default_layer_ids
+from vllm_specblock.draft.config_json import rope_of
+from vllm_specblock.draft.model import RMSNorm
+from vllm_specblock.draft.rope import inverse_frequencies
+from vllm_specblock.train.distributed import mean_over_ranks
+from vllm_specblock.train.labels import draft_labels
+from vllm_specblock.train.learner import OUTSIDE, Draft, Learner, Lesson, Outcome, Script
+from vllm_specblock.train.text.batch import Batch
+from vllm_specblock.train.text.shards import replace
+
+DECAY = 0.8
+"""Weight of a step's loss relative to the step before, as in the authors' code."""
+
+
+class Eagle3(Learner):
+    """The drafter and its objective. Parameter names are those that vLLM loads.
+
+    Args:
+        d2t: [Vd] int64, what a draft id lacks to its target id.
+        t2d: [V] bool, whether a target id has a draft id.
+        steps: J, unrolled steps of training.
+        growth: of the trees that `draft_along` gives.
+    """
+
+    def __init__(
+        self, sizes: Sizes, d2t: Tensor, t2d: Tensor, steps: int = 7, growth: Growth | None = None
+    ):
+        super().__init__()
+        self.sizes, self.steps, self.growth = sizes, steps, growth or Growth()
+        size = sizes.hidden_size
+        self.fc = nn.Linear(3 * size, size, bias=False)
+        self.midlayer = Layer(sizes)
+        self.norm = RMSNorm(size, sizes.rms_norm_eps)
+        self.lm_head = nn.Linear(size, len(d2t), bias=False)
+        self.register_buffer("d2t", d2t.clone())
+        self.register_buffer("t2d", t2d.clone())
+        # No buffer: `learner.to(bfloat16)` would round it.
+        self.frequency = inverse_frequencies(sizes)
+
+    @classmethod
+    def for_target(
+        cls,
+        target_config: Any,
+        d2t: Tensor,
+        t2d: Tensor,
+        seed: int,
+        head: Tensor | None = None,
+        *,
+        steps: int = 7,
+        growth: Growth | None = None,
+        **sizes: Any,
+    ) -> Eagle3:
+        """An untrained drafter shaped after its target; the global generator is left alone.
+
+        Args:
+            target_config: of transformers, Llama- or Qwen3-like.
+            seed: of the weights.
+            head: [Vd, H], what the LM head starts from (default: drawn like the rest).
+            sizes: fields of `Sizes` that shall not be the target's.
+        """
+        theta, scaling = rope_of(target_config.to_dict())
+        size, heads = target_config.hidden_size, target_config.num_attention_heads
+        of_target = {
+            "hidden_size": size,
+            "num_attention_heads": heads,
+            "num_key_value_heads": target_config.num_key_value_heads,
+            "head_dim": getattr(target_config, "head_dim", None) or size // heads,
+            "intermediate_size": target_config.intermediate_size,
+            "rms_norm_eps": target_config.rms_norm_eps,
+            "rope_theta": theta,
+            "rope_scaling": scaling,
+            "vocab_size": target_config.vocab_size,
+            "max_position_embeddings": target_config.max_position_embeddings,
+        }
+        if "layer_ids" not in sizes:
+            sizes["layer_ids"] = default_layer_ids(target_config.num_hidden_layers)
+        with torch.random.fork_rng(devices=[]):  # torch's own initial weights, overwritten below
+            learner = cls(Sizes(**(of_target | sizes)), d2t, t2d, steps, growth)
+        _draw_weights(learner, torch.Generator().manual_seed(seed))
+        if head is not None:
+            learner.lm_head.weight.data.copy_(head)
+        return learner
+
+    @property
+    def num_parameters(self) -> int:
+        """Numbers that are trained."""
+        return sum(weight.numel() for weight in self.parameters())
+
+    def run(self, embedding: Tensor, feature: Tensor, position: Tensor, attend: Attend) -> Tensor:
+        """One step over any rows.
+
+        embedding [..., H] of each row's token, feature [..., H] of the token before it (after
+        `fc`, or this function's own output of the step before), position [...] int64 ->
+        [..., H], the state before the final norm.
+        """
+        angle = position[..., None, None].float() * self.frequency.to(position.device)
+        cos, sin = angle.cos(), angle.sin()
+        rope = torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
+        return self.midlayer(embedding.to(self.fc.weight.dtype), feature, rope, attend)
+
+    def fuse(self, hidden: Tensor) -> Tensor:
+        """The target's three layers [..., 3·H] -> [..., H]."""
+        return self.fc(hidden.to(self.fc.weight.dtype))
+
+    def logits(self, state: Tensor) -> Tensor:
+        """[..., H], as `run` returns it -> [..., Vd] fp32."""
+        return self.lm_head(self.norm(state)).float()
+
+    def best(self, state: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        """The `width` likeliest tokens after each state.
+
+        state [n, H] -> log-probabilities [n, w] fp32, descending, and target ids [n, w] int64.
+        """
+        top = self.logits(state).log_softmax(-1).topk(min(width, len(self.d2t)))
+        return top.values, top.indices + self.d2t[top.indices]
+
+    def forward(self, lesson: Lesson) -> Outcome:
+        """The unrolled steps over every row (M = 1, K = J).
+
+        All rows whose label is known give a loss; the tally counts those of them where every
+        earlier step's first choice was the text's token, so that hits / seen is α_k.
+        """
+        batch, law = lesson.batch, lesson.teaching.law
+        label = draft_labels(self.t2d, batch)
+        column = torch.arange(batch.tokens.shape[1], device=label.device).expand_as(label)
+        on_path = torch.ones_like(label, dtype=torch.bool)
+        attend = UnrolledSight(batch)
+        state = self.fuse(lesson.teaching.hidden)
+        total, count, tally = [], [], []
+        for step in range(self.steps):
+            token = batch.at(batch.tokens, column, column + step + 1, 0).clamp(min=0)
+            state = self.run(lesson.embed(token), state, batch.position + step, attend)
+            wanted = batch.at(label, column, column + step + 2, OUTSIDE)
+            window, row = (wanted != OUTSIDE).nonzero(as_tuple=True)
+            logits = self.logits(state[window, row])
+            nats = F.cross_entropy(logits, law[window, row + step + 1], reduction="none")
+            total.append(nats.sum())
+            count.append(len(nats))
+            seen = on_path[window, row]
+            hit = seen & (logits.argmax(-1) == wanted[window, row])
+            tally.append(torch.stack([(nats.detach() * seen).sum(), hit.sum(), seen.sum()]))
+            on_path = torch.zeros_like(on_path).index_put((window, row), hit)
+        weight = DECAY ** torch.arange(self.steps, device=label.device)
+        count = torch.tensor(count, device=label.device)
+        loss = (mean_over_ranks(torch.stack(total), count) * weight).sum()
+        nats, hits, seen = torch.stack(tally, dim=1)[:, None].float()
+        return Outcome(loss, nats, hits, seen, torch.zeros_like(loss))
+
+    def draft_along(self, script: Script) -> Draft:
+        """Trees of `self.growth` along one text."""
+        return Along(self, script, self.growth)
+
+    def save(self, directory: Path) -> None:
+        """A checkpoint for vLLM's method "eagle3"."""
+        directory.mkdir(parents=True, exist_ok=True)
+        tensors = {name: weight.detach().cpu() for name, weight in self.state_dict().items()}
+        tensors = {
+            name: weight.bfloat16() if weight.is_floating_point() else weight
+            for name, weight in tensors.items()
+        }
+        if len(self.d2t) == len(self.t2d):
+            # vLLM has no place for a mapping where there is nothing to map.
+            del tensors["d2t"], tensors["t2d"]
+        text = json.dumps(self._config_json(), indent=2) + "\n"
+        replace(directory / "model.safetensors", lambda aside: save_file(tensors, aside))
+        replace(directory / "config.json", lambda aside: aside.write_text(text, encoding="utf-8"))
+
+    def _config_json(self) -> dict[str, Any]:
+        raw = dict(vars(self.sizes))
+        layers = list(raw.pop("layer_ids"))
+        theta, scaling = raw.pop("rope_theta"), raw.pop("rope_scaling")
+        return raw | {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "model_type": "llama",
+            "num_hidden_layers": 1,
+            "draft_vocab_size": len(self.d2t),
+            "hidden_act": "silu",
+            "tie_word_embeddings": False,
+            "rope_parameters": {"rope_type": "default", **(scaling or {}), "rope_theta": theta},
+            "torch_dtype": "bfloat16",
+            "eagle_aux_hidden_state_layer_ids": layers,
+            "eagle_config": {
+                "use_aux_hidden_state": True,
+                "eagle_aux_hidden_state_layer_ids": layers,
+            },
+        }
+
+
+class UnrolledSight:
+    """Who sees whom in training: row t of step j sees step 0 of its document's rows up to t, and
+    itself in the steps 1 … j, as a chain that was drafted from row t would.
+
+    Called once per step, in order, with queries [B, L, nh, D].
+    """
+
+    def __init__(self, batch: Batch):
+        document = batch.document
+        length = document.shape[1]
+        own = torch.eye(length, dtype=torch.bool, device=document.device)
+        same = document[:, :, None] == document[:, None, :]
+        self.mask = same & torch.ones_like(own).tril()  # [B, L, steps · L]
+        self.own = own.expand_as(self.mask)
+        self.key = self.value = None
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if self.key is not None:
+            key, value = torch.cat([self.key, key], 1), torch.cat([self.value, value], 1)
+            self.mask = torch.cat([self.mask, self.own], dim=-1)
+        self.key, self.value = key, value
+        return masked_attention(query, key, value, self.mask)
+
+
+@torch.no_grad()
+def _draw_weights(learner: nn.Module, generator: torch.Generator) -> None:
+    for weight in learner.parameters():
+        if weight.dim() == 1:
+            weight.fill_(1.0)  # a norm
+        else:
+            # Inputs are normed; scaling by the fan-in keeps outputs at unit size at any width.
+            weight.normal_(std=weight.shape[1] ** -0.5, generator=generator)

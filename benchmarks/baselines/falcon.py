@@ -1,0 +1,267 @@
+"""Falcon-style drafting (arXiv 2412.12639): semi-autoregressive, k tokens per forward.
+
+A forward reads the newest k rows as one block: LSTM layers along it, then decoder layers whose
+relaxed causal mask lets the block's rows see each other and all earlier blocks. Row j of the
+block gives the j-th of the next k tokens. Those tokens and the states that gave them, in place of
+the target's features, are the next block; a few such forwards fill a tree of fixed shape.
+
+Simplified:
+* The LSTM starts anew in every block. Its task in the paper, that tokens of one block depend on
+  each other, is inside the block; what is further back, attention gives.
+* A block ends at each row. Blocks see earlier blocks that end a multiple of k before, so what a
+  row drafts does not depend on where the text was cut. A text's first blocks begin before it,
+  with entries of zeros.
+* Instead of a loss on features and glancing distillation, later forwards are trained on the
+  states that earlier ones gave, their tokens being the text's (EAGLE-3's training-time test).
+* Features of three target layers and a reduced vocabulary, as all drafters here have them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from baselines.groups import (
+    GroupTrunk,
+    Kept,
+    KeyValue,
+    earlier_rows,
+    group_attention,
+    sizes_like,
+)
+from baselines.positions import PositionsLearner
+from baselines.trees import TreePlan, default_hits, static_tree
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from vllm_specblock.draft.config import DrafterConfig
+from vllm_specblock.draft.model import RMSNorm
+from vllm_specblock.train.learner import Draft, Lesson, Outcome, Script
+from vllm_specblock.train.text.batch import Batch
+from vllm_specblock.tree import DraftTree
+
+_ROWS_AT_ONCE = 256
+"""Rows of one pass along a script: bounds the memory of long ones."""
+
+_WIDTH = 10
+"""Choices per position that the static tree picks from."""
+
+Seen = Callable[[int, Tensor, Tensor], KeyValue]
+
+
+class Falcon(PositionsLearner):
+    """See the module.
+
+    Args:
+        config: sizes; `block_size` is k. What it says of the rank head and the shift is not read.
+        d2t, t2d: draft vocabulary.
+        head: [Vd, H], first weights of the LM head, the target's final norm folded in.
+        forwards: F; the tree is at most F·k deep.
+        lstm_layers: before the decoder layers.
+        budget: N, nodes of a drafted tree.
+    """
+
+    def __init__(
+        self,
+        config: DrafterConfig,
+        d2t: Tensor,
+        t2d: Tensor,
+        head: Tensor | None = None,
+        forwards: int = 3,
+        lstm_layers: int = 1,
+        budget: int = 60,
+    ):
+        super().__init__(config.hidden_size, d2t, t2d, head)
+        self.config, self.forwards, self.budget = config, forwards, budget
+        size = config.hidden_size
+        self.lstm = nn.LSTM(size, size, lstm_layers, batch_first=True)
+        self.trunk = GroupTrunk(config)
+        self.norm = RMSNorm(size, config.rms_norm_eps)
+        shape = forwards * config.block_size, min(_WIDTH, len(d2t))
+        self.register_buffer("hits", default_hits(*shape).float())
+
+    @classmethod
+    def for_target(
+        cls, target_config: Any, d2t: Tensor, t2d: Tensor, seed: int, head: Tensor | None = None,
+        *, block: int = 2, forwards: int = 3, lstm_layers: int = 1, budget: int = 60, **sizes: Any,
+    ) -> Falcon:  # fmt: skip
+        """A drafter for a target with this transformers config.
+
+        Args:
+            seed: of the weights.
+            block: k.
+            sizes: keys of DrafterConfig, such as `intermediate_size` and `num_hidden_layers`.
+        """
+        config = sizes_like(target_config, len(d2t), block, **sizes)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return cls(config, d2t, t2d, head, forwards, lstm_layers, budget)
+
+    def logits(self, states: Tensor) -> Tensor:
+        return self.lm_head(self.norm(states))
+
+    def forward(self, lesson: Lesson) -> Outcome:
+        count = self.forwards * self.config.block_size
+        return self.outcome(self.states(lesson), lesson, [1.0] * count, self.forwards)
+
+    def states(self, lesson: Lesson) -> Tensor:
+        """All forwards of all rows but the last, fed the text's tokens: [B, L − 1, F·k, H]."""
+        batch, block = lesson.batch, self.config.block_size
+        windows, length = batch.tokens.shape
+        rows, prefix, own = slice(0, length - 1), Kept(dim=1), Kept(dim=2)
+        entries = self.entries(
+            lesson.teaching.hidden[:, rows], lesson.embed(batch.tokens[:, 1:].clamp(min=0)), batch
+        )
+        states = [self.first(entries, batch, rows, prefix, own)]
+        row = torch.arange(length - 1, device=entries.device).repeat_interleave(block)
+        row, offset = row.expand(windows, -1), torch.arange(block, device=entries.device)
+        sees = _visible(batch, rows, block)
+        for done in range(block, block * self.forwards, block):
+            place = row + 2 + done - block + offset.repeat(length - 1)
+            token = batch.at(batch.tokens, row, place, 0).clamp(min=0)
+            embedding = lesson.embed(token).unflatten(1, (-1, block))
+            entries = self.trunk.entry(states[-1], embedding)
+            base = _base(batch.position[:, rows], block) + done
+            states.append(self.run(entries, base, sees, prefix.held, own))
+        return torch.cat(states, dim=2)
+
+    def entries(self, hidden: Tensor, embedding: Tensor, batch: Batch) -> Tensor:
+        """Each row's block: itself and the k − 1 rows before it, zeros before the text.
+
+        hidden [B, R, 3·Ht], embedding of the next tokens [B, R, Ht] -> [B, R, k, H].
+        """
+        block = self.config.block_size
+        real = self.trunk.entry(self.trunk.condition(hidden), embedding)
+        entries = pad(real, (0, 0, block - 1, 0)).unfold(1, block, 1).transpose(2, 3)
+        back = torch.arange(block - 1, -1, -1, device=real.device)
+        exists = batch.position[:, : real.shape[1], None] >= back
+        return entries.masked_fill(~exists[..., None], 0.0)
+
+    def first(self, entries: Tensor, batch: Batch, rows: slice, prefix: Kept, own: Kept) -> Tensor:
+        """The first forward of the rows `rows`; those before them are in `prefix` already.
+
+        entries [B, R, k, H] -> states [B, R, k, H], before the final norm.
+        """
+        block = self.config.block_size
+
+        def grow(layer: int, key: Tensor, value: Tensor) -> KeyValue:
+            return prefix.extend(layer, key.flatten(1, 2), value.flatten(1, 2))
+
+        base = _base(batch.position[:, rows], block)
+        return self.run(entries, base, _visible(batch, rows, block), grow, own)
+
+    def run(self, entries: Tensor, base: Tensor, sees: Tensor, prefix: Seen, own: Kept) -> Tensor:
+        """One forward.
+
+        Args:
+            entries: [B, R, k, H].
+            base: [B, R] int64, RoPE position of each block's first entry.
+            sees: [B, R, P] bool, which entries of the prefix a row's blocks see.
+            prefix: (layer, this forward's key, value [B, R, k, nkv, D]) -> the prefix's.
+            own: what the row's earlier blocks left; this one joins it.
+
+        Returns:
+            [B, R, k, H], before the final norm.
+        """
+
+        def attend(layer: int, *flat: Tensor) -> Tensor:
+            query, key, value = (each.unflatten(0, base.shape) for each in flat)
+            mine = own.extend(layer, key, value)
+            shape = query.shape[2], mine[0].shape[2]
+            relaxed = torch.ones(shape, dtype=torch.bool, device=query.device)
+            seen = prefix(layer, key, value)
+            return group_attention(query, seen, mine, sees, relaxed).flatten(0, 1)
+
+        along = self.lstm(entries.flatten(0, 1))[0].unflatten(0, base.shape)
+        return self.trunk(entries + along, base, attend)
+
+    @torch.no_grad()
+    def calibrate(self, lessons: Iterable[Lesson]) -> None:
+        """Shape later trees by how often each rank of each position is right on `lessons`,
+        the text's own tokens having been fed. One rank's lessons; the rates are not gathered.
+
+        The default rates weigh as much as one row: no rank is shut out for want of samples.
+        """
+        right = default_hits(*self.hits.shape).to(self.hits)
+        count = torch.ones_like(right[:, :1])
+        for lesson in lessons:
+            for k, (logits, _, wanted) in enumerate(self.positions(self.states(lesson), lesson)):
+                best = logits.topk(self.hits.shape[1]).indices
+                right[k] += (best == wanted[:, None]).sum(0)
+                count[k] += len(wanted)
+        self.hits.copy_(right / count)
+
+    @torch.no_grad()
+    def draft_along(self, script: Script) -> Draft:
+        batch, prefix, block = Batch.of(script.tokens[None]), Kept(dim=1), self.config.block_size
+        last = len(script.tokens) - 1
+        entries = self.entries(
+            script.hidden[None, :last], script.embed(script.tokens[None, 1:]), batch
+        )
+        # No block sees what comes after its row, so all first forwards can be run before the
+        # first root is asked for: the numbers are those of one pass per root.
+        passes = []
+        for start in range(0, last, _ROWS_AT_ONCE):
+            rows = slice(start, min(start + _ROWS_AT_ONCE, last))
+            passes.append(self.first(entries[:, rows], batch, rows, prefix, Kept(dim=2)))
+        first = torch.cat(passes, dim=1)[0]  # [T − 1, k, H]
+        by_row = prefix.map(lambda kept: kept.unflatten(1, (last, block)), dim=1)
+        plan = TreePlan(*static_tree(self.hits.cpu(), self.budget), block, first.device)
+
+        @torch.no_grad()
+        def draft(root: int) -> DraftTree:
+            row = root - 1
+            earlier = by_row.map(lambda kept: kept[:, row % block : row : block].flatten(1, 2), 1)
+            own = by_row.map(lambda kept: kept[:, row : row + 1], dim=2)
+            return self._grow(plan, first[row : row + 1], row, earlier, own, script)
+
+        return draft
+
+    def _grow(
+        self, plan: TreePlan, states: Tensor, row: int, earlier: Kept, own: Kept, script: Script
+    ) -> DraftTree:
+        """The tree of one row, forward after forward. states [1, k, H], of the first one."""
+        block = self.config.block_size
+        token = torch.zeros(plan.count, dtype=torch.int64, device=states.device)
+        logprob = torch.zeros(plan.count, device=states.device)
+        for index, step in enumerate(plan.steps):
+            if index:
+                own = own.map(lambda kept, source=step.source: kept[:, source], dim=2)
+                embedding = script.embed(token[step.path])
+                entries = self.trunk.entry(states[step.source], embedding)[None]
+                base = _base(torch.full((1, len(step.path)), row, device=token.device), block)
+                seen = earlier.layers[0][0].shape[1]
+                sees = torch.ones(1, len(step.path), seen, dtype=torch.bool, device=token.device)
+                states = self.run(
+                    entries,
+                    base + index * block,
+                    sees,
+                    lambda layer, *_: earlier.layers[layer],
+                    own,
+                )[0]
+            values, tokens = self.candidates(states, self.hits.shape[1])
+            token[step.node] = tokens[step.start, step.offset, step.rank]
+            logprob[step.node] = values[step.start, step.offset, step.rank]
+        return plan.tree(token, logprob)
+
+    def save(self, directory: Path) -> None:
+        """The sizes and the state dict; no engine loads it."""
+        config = {
+            "architectures": ["Falcon"],
+            "forwards": self.forwards,
+            "lstm_layers": self.lstm.num_layers,
+            "budget": self.budget,
+        }
+        self.write(directory, config | self.config.model_dump(mode="json"), self.state_dict())
+
+
+def _base(position: Tensor, block: int) -> Tensor:
+    """RoPE position of the first entry of a row's block; row i itself is at i + 1."""
+    return position + 2 - block
+
+
+def _visible(batch: Batch, rows: slice, block: int) -> Tensor:
+    """[B, R, P·k] bool: blocks that end a multiple of k before each row of `rows`."""
+    return earlier_rows(batch.document, rows, block).repeat_interleave(block, dim=-1)

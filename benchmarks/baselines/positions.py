@@ -1,0 +1,128 @@
+"""What the drafters share whose every row drafts K positions with one LM head.
+
+Row i has the target's features of x_i and the token x_{i+1}, the root; its position k = 1..K
+predicts x_{i+1+k}.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from vllm_specblock.train.distributed import mean_over_ranks
+from vllm_specblock.train.labels import draft_labels
+from vllm_specblock.train.learner import OUTSIDE, Learner, Lesson, Outcome
+from vllm_specblock.train.text.shards import replace
+
+
+class PositionsLearner(Learner):
+    """Draft vocabulary, LM head, loss and files.
+
+    Args:
+        hidden_size: H, what the LM head reads.
+        d2t: [Vd] int64, what a draft id lacks to its target id.
+        t2d: [V] bool, whether a target id has a draft id.
+        head: [Vd, H], first weights of the LM head (default: random).
+    """
+
+    def __init__(self, hidden_size: int, d2t: Tensor, t2d: Tensor, head: Tensor | None):
+        super().__init__()
+        self.lm_head = nn.Linear(hidden_size, len(d2t), bias=False)
+        self.register_buffer("d2t", d2t.clone())
+        self.register_buffer("t2d", t2d.clone())
+        if head is None:
+            head = torch.randn(len(d2t), hidden_size) * hidden_size**-0.5
+        self.lm_head.weight.data.copy_(head)
+
+    @property
+    def num_parameters(self) -> int:
+        """All that is trained, the LM head included."""
+        return sum(weight.numel() for weight in self.parameters())
+
+    def logits(self, states: Tensor) -> Tensor:
+        """states [..., H] -> [..., Vd]."""
+        return self.lm_head(states)
+
+    def outcome(
+        self, states: Tensor, lesson: Lesson, weights: Sequence[float], blocks: int = 1
+    ) -> Outcome:
+        """Cross-entropy to the target's law at every position, whatever came before it.
+
+        Args:
+            states: [B, L − 1, K, H], of all rows but the last, which has no root.
+            weights: of the K positions' means in the loss, which is their weighted mean.
+            blocks: M, into which the K positions are split.
+
+        Returns:
+            nats, hits and seen as [M, K / M], of the rows whose earlier positions were right.
+        """
+        law = lesson.teaching.law
+        sums = []
+        right = torch.ones_like(lesson.batch.counted[:, :-1])
+        for k, (logits, counted, wanted) in enumerate(self.positions(states, lesson), 1):
+            inside = counted.shape[1]
+            target = law[:, k : k + inside][counted]
+            nats = cross_entropy(logits, target, reduction="none")
+            with torch.no_grad():
+                so_far = right[:, :inside][counted]
+                hit = so_far & (logits.argmax(-1) == wanted)
+                right = torch.zeros_like(right)
+                right[:, :inside][counted] = hit
+                seen = so_far.sum(), hit.sum(), (nats * so_far).sum()
+            sums.append((nats.sum(), counted.sum(), *seen))
+        total, count, seen, hits, nats = (torch.stack(column) for column in zip(*sums))
+        weight = torch.tensor(weights, device=total.device)
+        loss = (mean_over_ranks(total, count) * weight).sum() / weight.sum()
+        shown = (each.float().view(blocks, -1) for each in (nats, hits, seen))
+        return Outcome(loss, *shown, loss.new_zeros(()))
+
+    def positions(self, states: Tensor, lesson: Lesson) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Position after position of states [B, L − 1, K, H], where its label counts.
+
+        Yields:
+            logits [n, Vd] fp32 of the rows that count; which those are, [B, r] bool, of the r rows
+            whose position k lies inside the window; their labels [n] int64.
+        """
+        batch = lesson.batch
+        label = draft_labels(self.t2d, batch)
+        length = label.shape[1]
+        row = torch.arange(length - 1, device=label.device).expand(len(label), -1)
+        # The target drew a row's root itself: serving drafts from no other row.
+        live = batch.at(batch.counted, row, row + 1, False)
+        for k in range(1, states.shape[2] + 1):
+            inside = max(0, length - 1 - k)
+            wanted = batch.at(label, row, row + 1 + k, OUTSIDE)[:, :inside]
+            counted = live[:, :inside] & (wanted != OUTSIDE)
+            logits = self.logits(states[:, :inside, k - 1][counted]).float()
+            yield logits, counted, wanted[counted]
+
+    def candidates(self, states: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        """The best `width` tokens (or all of a smaller vocabulary) at states [..., H].
+
+        Returns:
+            log-probabilities [..., width] fp32, descending, and target ids [..., width] int64.
+        """
+        logprob = self.logits(states).float().log_softmax(-1)
+        top = logprob.topk(min(width, logprob.shape[-1]))
+        return top.values, top.indices + self.d2t[top.indices]
+
+    def write(self, directory: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        """config.json and model.safetensors, floating-point tensors in bf16."""
+        stored = {
+            name: (value.bfloat16() if value.is_floating_point() else value).detach().cpu().clone()
+            for name, value in tensors.items()
+        }
+        directory.mkdir(parents=True, exist_ok=True)
+        replace(
+            directory / "model.safetensors",
+            lambda aside: safetensors.torch.save_file(stored, aside, {"format": "pt"}),
+        )
+        text = json.dumps(config, indent=2) + "\n"
+        replace(directory / "config.json", lambda aside: aside.write_text(text, encoding="utf-8"))

@@ -1,0 +1,250 @@
+"""The controlled comparison: every drafter learns from one pass over one target's features, in
+the same order, and is judged by the same replay. Tables 1 and 2 of the paper, in shape.
+
+    python benchmarks/comparison.py examples/tiny_pair/comparison.yaml
+
+Training, then one replay per drafter and temperature; each stage goes on where it was stopped.
+With `minutes` in the recipe a call ends after so many and asks to be called again.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import roster
+import torch
+import typer
+from pydantic import Field
+from roster import ABLATIONS, BASELINES
+from transformers import AutoConfig
+
+from vllm_specblock.cli.from_model import options_of
+from vllm_specblock.draft.untrained import most_frequent
+from vllm_specblock.train.config import RunConfig, TrainError, parse, read_recipe
+from vllm_specblock.train.judge.drafting import SpecBlockDraft, serving_shape, uniform_shape
+from vllm_specblock.train.judge.evaluate import Reach, scripts_from
+from vllm_specblock.train.judge.replay import Replay, replay
+from vllm_specblock.train.learner import Learner, Lesson, Script
+from vllm_specblock.train.loop import Trainer
+from vllm_specblock.train.parallel import ranks
+from vllm_specblock.train.run import Ground, folded_head, make_teacher, prepare, scripts_of
+from vllm_specblock.train.specblock import Recipe, SpecBlockLearner
+from vllm_specblock.train.teacher import target_rows
+from vllm_specblock.train.teacher.features import load_target, load_tokenizer
+from vllm_specblock.train.text.prompts import read_prompts
+from vllm_specblock.train.text.shards import replace
+
+UNIFORM = "− rank-guided branching"
+_CALIBRATION = 8  # batches that Falcon's static tree is shaped by
+_SHORTEST = 12
+
+
+class Comparison(RunConfig):
+    """Options of the comparison: those of a training run, and:"""
+
+    drafters: str = Field(default="all", description="Names with commas between them, or all.")
+    num_blocks: int = Field(default=2, ge=1, description="M, blocks that SpecBlock learns.")
+    rank_from: int = Field(default=2000, ge=0, description="First update with the rank loss.")
+    loss_floor: float = Field(default=0.25, ge=0, le=1, description="See `specblock train`.")
+    prompts: Path = Field(description=".jsonl of prompts that the drafters are judged on.")
+    num_prompts: int = Field(default=24, ge=1, description="How many of them.")
+    new_tokens: int = Field(default=160, ge=16, description="Tokens of the target per prompt.")
+    nodes: int = Field(default=60, ge=1, le=256, description="N, nodes of everybody's trees.")
+    depth: int = Field(
+        default=8, ge=1, description="Tokens that must follow a root for a step to count."
+    )
+
+    @property
+    def names(self) -> list[str]:
+        """The drafters that take part."""
+        if self.drafters == "all":
+            return list(roster.EVERYONE)
+        return [name.strip() for name in self.drafters.split(",")]
+
+
+@options_of(Comparison)
+def compare(
+    recipe: Annotated[Path | None, typer.Argument(help="YAML file of options.")] = None,
+    **given: Any,
+) -> None:
+    """Train every drafter on the same lessons, replay them, print the table."""
+    config = parse(Comparison, **(read_recipe(recipe) if recipe else {}) | given)
+    deadline = time.monotonic() + 60 * config.minutes if config.minutes else None
+    with ranks(config.device) as device:
+        ground = prepare(config, device, _SHORTEST)
+        learners = {name: roster.make(name, footing(config, ground)) for name in config.names}
+        t2d = most_frequent(ground.counts, _vocabulary(config, ground))[1]
+        teacher = make_teacher(config, ground, t2d, device)
+        trainer = Trainer(
+            config,
+            {name: learner.to(device).train() for name, learner in learners.items()},
+            teacher,
+            ground.windows,
+            scripts_of(ground, teacher, device),
+            device,
+            ground.facts,
+        )
+        trainer.restore()
+        trainer.run()
+        if trainer.step < trainer.steps or trainer.rank != 0:
+            return
+        calibrate(trainer)
+        judge(config, trainer, device, deadline)
+
+
+def footing(config: Comparison, ground: Ground) -> roster.Ground:
+    """What all drafters are made for."""
+    d2t, t2d = most_frequent(ground.counts, _vocabulary(config, ground))
+    return roster.Ground(
+        config.target,
+        AutoConfig.from_pretrained(config.target),
+        d2t,
+        t2d,
+        ground.counts,
+        target_rows.head_rows(config.target, t2d.nonzero()[:, 0]).float(),
+        folded_head(config.target, t2d),
+        ground.target.layer_ids,
+        Recipe(config.num_blocks, config.rank_from, loss_floor=config.loss_floor),
+        config.nodes,
+        config.seed,
+    )
+
+
+def _vocabulary(config: Comparison, ground: Ground) -> int:
+    return min(config.draft_vocab_size, ground.target.vocab_size)
+
+
+@torch.no_grad()
+def calibrate(trainer: Trainer) -> None:
+    """Falcon verifies a static tree: shape it by training text, once it has learned."""
+    student = trainer.students.get("Falcon")
+    if student is None:
+        return
+    lessons = []
+    for step in range(_CALIBRATION):
+        batch = trainer.windows.batch(step, trainer.micro, trainer.config.seed).to(trainer.device)
+        teaching = trainer.teacher.teach(batch)
+        lessons.append(Lesson(batch, teaching, trainer.teacher.embed, trainer.step, seed=step))
+    student.spread.learner.float().calibrate(lessons)
+
+
+def judge(
+    config: Comparison, trainer: Trainer, device: torch.device, deadline: float | None
+) -> None:
+    """Replay everybody along greedy and sampled texts; OUT/results.json grows one by one."""
+    path = config.out / "results.json"
+    results = json.loads(path.read_text()) if path.exists() else {}
+    target = load_target(config.target, config.precision, device)
+    prompts = read_prompts(config.prompts, load_tokenizer(config.target), config.num_prompts)
+    for temperature in (0.0, 1.0):
+        scripts = list(
+            scripts_from(
+                target,
+                prompts,
+                config.new_tokens,
+                temperature=temperature,
+                seed=config.seed,
+                layer_ids=trainer.config.layer_ids or _layers(trainer),
+            )
+        )
+        for name, make_draft in contestants(config, trainer).items():
+            key = f"{name} T={temperature:g}"
+            if key in results:
+                continue
+            if deadline and time.monotonic() > deadline:
+                print("Time is up: call again to go on.")
+                return
+            began = time.monotonic()
+            whole = Replay.join(
+                replay(make_draft(script), script, config.depth) for script in scripts
+            )
+            reach = Reach.of(whole)
+            results[key] = {
+                "tau": round(reach.tau, 4),
+                "error": round(reach.error, 4),
+                "steps": reach.steps,
+                "nodes": round(reach.nodes, 1),
+                "seconds": round(time.monotonic() - began, 1),
+            }
+            text = json.dumps(results, indent=1, ensure_ascii=False) + "\n"
+            replace(path, lambda aside, text=text: aside.write_text(text))
+    summary = {
+        "results": results,
+        "parameters": {n: roster.parameters(s.spread.learner) for n, s in trainer.students.items()},
+        "alpha": {n: last_alpha(s.journal.entries) for n, s in trainer.students.items()},
+        "seconds_of_training": round(trainer.seconds, 1),
+        "updates": trainer.step,
+        "facts": trainer.facts,
+    }
+    text = json.dumps(summary, indent=1, ensure_ascii=False, default=str) + "\n"
+    replace(config.out / "comparison.json", lambda aside: aside.write_text(text))
+    print(table(summary))
+
+
+def _layers(trainer: Trainer) -> tuple[int, int, int]:
+    return trainer.teacher.layer_ids
+
+
+def last_alpha(entries: list[dict[str, Any]]) -> list[list[float]]:
+    """α per block and position over the last tenth of the log lines, from training text."""
+    lines = [torch.tensor(entry["alpha"]) for entry in entries if "alpha" in entry]
+    last = lines[-max(1, len(lines) // 10) :]
+    return [[round(a, 3) for a in block] for block in torch.stack(last).mean(0).tolist()]
+
+
+def contestants(config: Comparison, trainer: Trainer) -> dict[str, Any]:
+    """Everybody that is replayed: the drafters, and SpecBlock with a uniform tree."""
+    found: dict[str, Any] = {}
+    for name, student in trainer.students.items():
+        learner: Learner = student.spread.learner
+        if isinstance(learner, SpecBlockLearner):
+            learner.shape = serving_shape(learner.drafter, nodes=config.nodes)
+        found[name] = learner.draft_along
+    if "specblock" in trainer.students:
+        drafter = trainer.students["specblock"].spread.learner.drafter
+        shape = uniform_shape(serving_shape(drafter, nodes=config.nodes))
+
+        def uniform(script: Script) -> SpecBlockDraft:
+            return SpecBlockDraft(drafter, script, shape)
+
+        found[UNIFORM] = uniform
+    return found
+
+
+def table(summary: dict[str, Any]) -> str:
+    """The comparison in Markdown."""
+    lines = [
+        "| drafter | M parameters | drafter forwards | τ, T=0 | τ, T=1 | α₁ … (training text) |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    results = summary["results"]
+    for key in results:
+        name, _, temperature = key.rpartition(" T=")
+        if temperature != "0":
+            continue
+        of = "specblock" if name == UNIFORM else name
+        alpha = " \\| ".join(
+            " ".join(f"{a:.2f}" for a in block) for block in summary["alpha"].get(of, [])
+        )
+        taus = [results.get(f"{name} T={t}") for t in (0, 1)]
+        shown = [f"{r['tau']:.2f} ± {r['error']:.2f}" if r else "–" for r in taus]
+        count = summary["parameters"].get(of, 0) / 1e6
+        lines.append(
+            f"| {name} | {count:.2f} | {FORWARDS.get(of, 2)} | {shown[0]} | {shown[1]} | {alpha} |"
+        )
+    return "\n".join(lines)
+
+
+FORWARDS = {"EAGLE-3": 7, "Medusa": 1, "ParallelSpec": 1, "Falcon": 3, "SpS": 5}
+"""Drafter forwards per step, one after the other; SpecBlock's variants take M = 2."""
+
+assert set(FORWARDS) == set(BASELINES) and "specblock" in ABLATIONS
+
+if __name__ == "__main__":
+    try:
+        typer.run(compare)
+    except TrainError as error:
+        raise SystemExit(f"Error: {error}") from None

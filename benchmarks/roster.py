@@ -1,0 +1,161 @@
+"""Who takes part in the controlled comparison: SpecBlock, its ablations, and the baselines.
+
+All start from the target's LM head where their widths allow it, name the same draft vocabulary,
+and come as close to SpecBlock's parameter count as their sizes allow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from baselines.eagle3 import Eagle3
+from baselines.falcon import Falcon
+from baselines.medusa import Medusa
+from baselines.parallelspec import ParallelSpec
+from baselines.sps import SmallModel
+from torch import Tensor
+
+from vllm_specblock.draft.untrained import init
+from vllm_specblock.train.config import TrainError
+from vllm_specblock.train.learner import Learner
+from vllm_specblock.train.specblock import Recipe, SpecBlockLearner
+
+ABLATIONS: dict[str, dict[str, Any]] = {
+    "specblock": {},
+    "− prefix broadcast": {"prefix_broadcast": False},
+    "− layer-wise shift": {"layer_shift": False},
+    "− valid-prefix mask": {"valid_prefix": False},
+    "mask restarted": {"mask_restart": True},
+    "ordinal rank loss": {"rank_loss": "ordinal"},
+    "rank_topk full": {"rank_topk": "full"},
+    "RoPE along the path": {"block_rope": "path"},
+}
+"""What each variant of SpecBlock changes: of Table 2, then of the choices left open. That of
+rank-guided branching is no other drafter, but another tree of the first."""
+
+BASELINES = ("EAGLE-3", "Medusa", "ParallelSpec", "Falcon", "SpS")
+EVERYONE = (*ABLATIONS, *BASELINES)
+
+
+@dataclass(frozen=True)
+class Ground:
+    """What every drafter is made for.
+
+    Attributes:
+        target: folder of the target; config: its transformers config.
+        d2t [Vd] int64, t2d [V] bool: draft vocabulary.
+        counts: [V] int64, which it was chosen by.
+        head: [Vd, Ht] fp32, the target's LM head; folded: with its final norm in it.
+        layer_ids: target layers that are read.
+        recipe: how SpecBlock learns.
+        budget: N, nodes of everybody's trees.
+        seed: of the weights.
+        sizes: changes to SpecBlock's own layers: keys of `draft.untrained.init`.
+    """
+
+    target: Any
+    config: Any
+    d2t: Tensor
+    t2d: Tensor
+    counts: Tensor
+    head: Tensor
+    folded: Tensor
+    layer_ids: tuple[int, int, int]
+    recipe: Recipe
+    budget: int
+    seed: int
+    sizes: dict[str, Any] = field(default_factory=dict)
+
+
+def make(name: str, ground: Ground) -> Learner:
+    """The drafter called `name`, untrained.
+
+    Raises:
+        TrainError: nobody is called so.
+    """
+    if name in ABLATIONS:
+        return _specblock(ground, **ABLATIONS[name])
+    if name not in BASELINES:
+        raise TrainError(f"No drafter is called {name!r}; there are {', '.join(EVERYONE)}.")
+    wanted = parameters(_specblock(ground))
+    of_target = (ground.config, ground.d2t, ground.t2d, ground.seed)
+    if name == "EAGLE-3":
+        return _matched(
+            wanted,
+            lambda width: Eagle3.for_target(
+                *of_target, ground.folded, layer_ids=ground.layer_ids, intermediate_size=width
+            ),
+        )
+    if name == "Medusa":
+        # Its heads have no width of their own: their depth is what can be chosen.
+        return _matched(
+            wanted,
+            lambda depth: Medusa.for_target(
+                *of_target, ground.head, num_layers=depth, budget=ground.budget
+            ),
+            step=1,
+        )
+    if name == "ParallelSpec":
+        return _matched(
+            wanted,
+            lambda width: ParallelSpec.for_target(
+                *of_target, ground.folded, budget=ground.budget, intermediate_size=width
+            ),
+        )
+    if name == "Falcon":
+        return _matched(
+            wanted,
+            lambda width: Falcon.for_target(
+                *of_target, ground.folded, budget=ground.budget, intermediate_size=width
+            ),
+        )
+    return _matched(wanted, lambda width: _small_model(ground, width))
+
+
+def _small_model(ground: Ground, width: int) -> SmallModel:
+    """Two thirds as wide as the target and half as deep, with whole heads of 32 or more."""
+    head_dim = max(32, ground.config.hidden_size // ground.config.num_attention_heads)
+    heads = max(1, round(2 / 3 * ground.config.hidden_size / head_dim))
+    return SmallModel.for_target(
+        ground.config,
+        ground.d2t,
+        ground.t2d,
+        ground.seed,
+        hidden_size=heads * head_dim,
+        intermediate_size=width,
+        num_hidden_layers=max(2, ground.config.num_hidden_layers // 2),
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+    )
+
+
+def parameters(learner: Learner) -> int:
+    """Numbers that are trained."""
+    return sum(weight.numel() for weight in learner.parameters())
+
+
+def _matched(wanted: int, make: Callable[[int], Learner], step: int = 16) -> Learner:
+    """`make(size)` of the size, a multiple of `step`, whose parameters are nearest to `wanted`."""
+    one, two = (parameters(make(times * step)) for times in (1, 2))
+    best = max(1, round(1 + (wanted - one) / (two - one)))  # parameters grow linearly
+    return make(best * step)
+
+
+def _specblock(ground: Ground, **changes: Any) -> SpecBlockLearner:
+    of_recipe = {k: v for k, v in changes.items() if k in Recipe.__dataclass_fields__}
+    choices = {k: v for k, v in changes.items() if k not in of_recipe}
+    drafter = init(
+        ground.target,
+        draft_vocab_size=len(ground.d2t),
+        layer_ids=ground.layer_ids,
+        token_counts=ground.counts,
+        seed=ground.seed,
+        **ground.sizes,
+        **choices,
+    )
+    with torch.no_grad():
+        drafter.lm_head.weight.copy_(ground.folded)
+    return SpecBlockLearner(drafter, replace(ground.recipe, **of_recipe))

@@ -1,0 +1,344 @@
+"""EAGLE-3 against a loop over rows in plain arithmetic: states, losses, trees, files."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from baselines.eagle3 import DECAY, Eagle3
+from baselines.eagle3_tree import Growth
+from safetensors.torch import load_file
+from transformers import LlamaConfig
+
+from vllm_specblock.train.learner import Lesson, Script
+from vllm_specblock.train.teacher.features import Teaching
+from vllm_specblock.train.text.batch import Batch
+
+HIDDEN, VOCAB, STEPS = 16, 20, 4
+NAMED = torch.tensor([1, 2, 4, 5, 6, 8, 9, 10, 12, 13, 15, 16, 18, 19])
+TARGET = LlamaConfig(
+    hidden_size=HIDDEN,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=4,
+    intermediate_size=24,
+    num_hidden_layers=9,
+    vocab_size=VOCAB,
+    rms_norm_eps=1e-5,
+    rope_parameters={"rope_type": "default", "rope_theta": 100.0},
+    max_position_embeddings=64,
+)
+CLOSE = {"atol": 1e-4, "rtol": 1e-4}
+
+
+def make(seed: int = 1, **changes) -> Eagle3:
+    t2d = torch.zeros(VOCAB, dtype=torch.bool)
+    t2d[NAMED] = True
+    learner = Eagle3.for_target(
+        TARGET, NAMED - torch.arange(len(NAMED)), t2d, seed, steps=STEPS, **changes
+    )
+    with torch.no_grad():
+        for name, weight in learner.named_parameters():
+            if "norm" in name:
+                weight.uniform_(0.5, 1.5, generator=torch.Generator().manual_seed(len(name)))
+    return learner
+
+
+class Plain:
+    """The drafter one row at a time, in float64, with nothing of the module but its weights."""
+
+    def __init__(self, learner: Eagle3):
+        self.weight = {name: w.detach().double() for name, w in learner.named_parameters()}
+
+    def norm(self, x, name):
+        return x / math.sqrt(float((x * x).mean()) + 1e-5) * self.weight[name + ".weight"]
+
+    def turned(self, x, position):
+        """RoPE of every head, pair by pair."""
+        out = x.clone()
+        for head in range(len(x)):
+            for i in range(2):
+                angle = position * 100.0 ** (-2 * i / 4)
+                a, b = float(x[head, i]), float(x[head, i + 2])
+                out[head, i] = a * math.cos(angle) - b * math.sin(angle)
+                out[head, i + 2] = b * math.cos(angle) + a * math.sin(angle)
+        return out
+
+    def fuse(self, hidden):
+        return self.weight["fc.weight"] @ hidden.double()
+
+    def row(self, embedding, feature, position, seen):
+        """(state, seen and this row's own key and value)."""
+        w, at = self.weight, "midlayer.self_attn."
+        normed = torch.cat(
+            [
+                self.norm(embedding.double(), "midlayer.input_layernorm"),
+                self.norm(feature, "midlayer.hidden_norm"),
+            ]
+        )
+        query = self.turned((w[at + "q_proj.weight"] @ normed).view(4, 4), position)
+        key = self.turned((w[at + "k_proj.weight"] @ normed).view(2, 4), position)
+        seen = [*seen, (key, (w[at + "v_proj.weight"] @ normed).view(2, 4))]
+        mixed = []
+        for head in range(4):
+            score = [float(query[head] @ k[head // 2]) / 2 for k, _ in seen]
+            total = sum(math.exp(each) for each in score)
+            mixed.append(sum(math.exp(e) / total * v[head // 2] for e, (_, v) in zip(score, seen)))
+        hidden = feature + w[at + "o_proj.weight"] @ torch.cat(mixed)
+        normed = self.norm(hidden, "midlayer.post_attention_layernorm")
+        gate = w["midlayer.mlp.gate_proj.weight"] @ normed
+        inner = gate * gate.sigmoid() * (w["midlayer.mlp.up_proj.weight"] @ normed)
+        return hidden + w["midlayer.mlp.down_proj.weight"] @ inner, seen
+
+    def logprob(self, state) -> list[float]:
+        logits = self.weight["lm_head.weight"] @ self.norm(state, "norm")
+        return logits.log_softmax(-1).tolist()
+
+    def path(self, embed, tokens, hidden, row: int, further: list[int]):
+        """States of the chain that is drafted at `row` and fed `further` tokens."""
+        seen = []
+        for i in range(row + 1):
+            state, seen = self.row(embed(tokens[i + 1]), self.fuse(hidden[i]), i, seen)
+        states = [state]
+        for step, token in enumerate(further, start=1):
+            state, seen = self.row(embed(torch.tensor(token)), state, row + step, seen)
+            states.append(state)
+        return states
+
+
+@pytest.fixture
+def embed():
+    torch.manual_seed(0)
+    table = torch.randn(VOCAB, HIDDEN)
+    return lambda tokens: table[tokens]
+
+
+@pytest.fixture
+def lesson(embed):
+    """Two windows: documents of 7 and 4 tokens and one column to spare; one document of 12."""
+    torch.manual_seed(2)
+    tokens = torch.randint(VOCAB, (2, 12))
+    tokens[0, 11] = -1
+    document = torch.tensor([[0] * 7 + [1] * 4 + [2], [0] * 12])
+    position = torch.tensor([[*range(7), *range(4), 0], [*range(12)]])
+    counted = tokens >= 0
+    counted[1, :3] = False
+    batch = Batch(tokens, document, position, counted)
+    law = torch.randn(2, 12, len(NAMED)).softmax(-1)
+    teaching = Teaching(torch.randn(2, 12, 3 * HIDDEN), torch.randn(2, 12, HIDDEN), law)
+    return Lesson(batch, teaching, embed, 0, 0)
+
+
+DOCUMENTS = [(0, 0, 7), (0, 7, 4), (1, 0, 12)]  # window, first column, length
+
+
+def recorded(learner: Eagle3) -> list[torch.Tensor]:
+    """What the layer gives from now on, forward by forward."""
+    states: list[torch.Tensor] = []
+    learner.midlayer.register_forward_hook(lambda _, __, output: states.append(output.detach()))
+    return states
+
+
+def test_every_step_of_training_is_the_plain_chain(lesson):
+    learner = make()
+    states, plain = recorded(learner), Plain(learner)
+    learner(lesson)
+    compared = 0
+    for window, first, length in DOCUMENTS:
+        tokens = lesson.batch.tokens[window, first : first + length]
+        hidden = lesson.teaching.hidden[window, first : first + length]
+        for row in range(length - 1):
+            further = tokens[row + 2 : row + 1 + STEPS].tolist()
+            expected = plain.path(lesson.embed, tokens, hidden, row, further)
+            for step, state in enumerate(expected):
+                torch.testing.assert_close(
+                    states[step][window, first + row].double(), state, **CLOSE
+                )
+                compared += 1
+    assert compared == 18 + 6 + 38
+
+
+def test_loss_and_tally_are_the_loop_over_rows(lesson):
+    learner = make(seed=4)
+    with torch.no_grad():
+        # Two likely tokens, so that chains of every length occur.
+        learner.lm_head.weight[[3, 9]] *= 5
+    tokens, named = lesson.batch.tokens, NAMED.tolist()
+    tokens.copy_(torch.where(torch.rand(2, 12) < 0.9, NAMED[[3, 9]][tokens % 2], tokens))
+    tokens[0, 11] = -1
+    plain = Plain(learner)
+    losses = [[] for _ in range(STEPS)]
+    nats, hits, seen = ([0.0] * STEPS for _ in range(3))
+    for window, first, length in DOCUMENTS:
+        text = tokens[window, first : first + length]
+        hidden = lesson.teaching.hidden[window, first : first + length]
+        for row in range(length - 2):
+            further = text[row + 2 : row + 1 + STEPS].tolist()
+            alive = True
+            for step, state in enumerate(plain.path(lesson.embed, text, hidden, row, further)):
+                place = row + 2 + step
+                known = place < length and lesson.batch.counted[window, first + place]
+                if not known or text[place].item() not in named:
+                    alive = False
+                    continue
+                logprob = plain.logprob(state)
+                law = lesson.teaching.law[window, first + place - 1].tolist()
+                loss = -sum(p * q for p, q in zip(law, logprob))
+                losses[step].append(loss)
+                if alive:
+                    nats[step] += loss
+                    seen[step] += 1
+                    alive = logprob.index(max(logprob)) == named.index(text[place].item())
+                    hits[step] += alive
+    assert hits[0] > 3 and hits[1] > 0 and len(losses[-1]) > seen[-1] > 0
+    outcome = learner(lesson)
+    expected = sum(DECAY**step * sum(each) / len(each) for step, each in enumerate(losses))
+    assert outcome.loss.item() == pytest.approx(expected, rel=1e-5)
+    assert outcome.nats[0].tolist() == pytest.approx(nats, rel=1e-4)
+    assert outcome.hits.tolist() == [hits]
+    assert outcome.seen.tolist() == [seen]
+    outcome.loss.backward()
+    assert all(weight.grad.abs().sum() > 0 for weight in learner.parameters())
+
+
+def test_nothing_counted_is_no_loss(lesson):
+    learner = make()
+    lesson.batch.counted.fill_(False)
+    outcome = learner(lesson)
+    outcome.loss.backward()
+    assert outcome.loss == 0 and outcome.seen.sum() == 0
+
+
+@pytest.fixture
+def script(embed):
+    torch.manual_seed(7)
+    tokens = torch.randint(VOCAB, (12,))
+    return Script(tokens, 3, torch.randn(12, 3 * HIDDEN), torch.randn(12, HIDDEN), embed)
+
+
+def plain_tree(plain: Plain, script: Script, root: int, growth: Growth) -> dict[tuple, float]:
+    """EAGLE-2's tree over whole paths, without a cache: path -> score, best first."""
+
+    def children(path, score):
+        states = plain.path(script.embed, script.tokens, script.hidden, root - 1, list(path))
+        ranked = sorted(zip(plain.logprob(states[-1]), NAMED.tolist()), reverse=True)
+        return [((*path, token), score + each) for each, token in ranked[: growth.width]]
+
+    level = children((), 0.0)
+    found = list(level)
+    for _ in range(growth.depth - 1):
+        best = sorted(level, key=lambda node: -node[1])[: growth.width]
+        level = [child for path, score in best for child in children(path, score)]
+        found += level
+    return dict(sorted(found, key=lambda node: -node[1])[: growth.budget])
+
+
+def paths(tree) -> dict[tuple, float]:
+    """Every node's tokens from the root, and its score, in the tree's order."""
+    known = [()]
+    for node in range(int(tree.size[0])):
+        known.append((*known[int(tree.parent[0, node])], int(tree.token[0, node])))
+    return dict(zip(known[1:], tree.logprob[0].tolist()))
+
+
+@pytest.mark.parametrize(
+    "growth", [Growth(5, 3, 20), Growth(3, 4, 40), Growth(2, 30, 60), Growth.chain(5)]
+)
+def test_trees_are_those_of_a_search_without_cache(script, growth):
+    learner = make(growth=growth)
+    with torch.no_grad():
+        learner.lm_head.weight.mul_(4)  # sure enough for deep nodes to be kept
+    plain = Plain(learner)
+    draft = learner.draft_along(script)
+    hidden = script.hidden.clone()
+    for root in (3, 4, 8):
+        expected = plain_tree(plain, script, root, growth)
+        script.hidden[root:] = float("nan")  # not known yet
+        tree = draft(root)
+        script.hidden.copy_(hidden)
+        found = paths(tree)
+        assert found.keys() == expected.keys()
+        assert list(found.values()) == pytest.approx(list(expected.values()), abs=1e-3)
+        size = int(tree.size[0])
+        assert size == len(expected)
+        assert int(tree.depth.max()) == growth.depth
+        assert tree.token.shape == (1, growth.budget)
+        assert (tree.logprob[0, :size].diff() <= 0).all()
+        assert (tree.parent[0, :size] <= torch.arange(size)).all()
+        assert (tree.parent[0, size:] == -1).all()
+
+
+def test_equal_scores_keep_parents_first(script):
+    """A head that is certain of all: every node scores the same."""
+    learner = make(growth=Growth(5, 4, 60))
+    learner.best = lambda state, width: (
+        torch.zeros(len(state), width),
+        torch.arange(width).expand(len(state), -1),
+    )
+    tree = learner.draft_along(script)(3)
+    assert (tree.parent[0] <= torch.arange(60)).all()
+    assert tree.depth[0].bincount().tolist() == [0, 4, 16, 16, 16, 8]
+
+
+def test_training_drafts_as_serving_does(lesson):
+    """The states of the unrolled steps are those of a chain whose tokens are the text's."""
+    learner = make(growth=Growth.chain(STEPS))
+    states = recorded(learner)
+    learner(lesson)
+    trained = torch.stack(states)[:, 1]  # [J, L, H]
+    tokens, hidden = lesson.batch.tokens[1], lesson.teaching.hidden[1]
+    script = Script(tokens, 2, hidden, lesson.teaching.last[1], lesson.embed)
+    draft = learner.draft_along(script)
+    for root in (2, 3, 7):
+        told = iter(tokens[root + 1 :])
+        learner.best = lambda state, width: (torch.zeros(1, 1), next(told).view(1, 1))  # noqa: B023
+        states.clear()
+        tree = draft(root)
+        assert tree.token[0].tolist() == tokens[root + 1 : root + 1 + STEPS].tolist()
+        assert len(states) == STEPS  # drafter forwards
+        drafted = torch.stack([state[-1] for state in states])
+        torch.testing.assert_close(drafted, trained[:, root - 1], atol=1e-5, rtol=1e-4)
+
+
+def test_weights_are_of_the_seed_alone():
+    def weights(seed, **more):
+        state = torch.get_rng_state()
+        learner = make(seed, **more)
+        assert torch.equal(state, torch.get_rng_state())
+        return learner
+
+    assert torch.equal(weights(1).fc.weight, weights(1).fc.weight)
+    assert not torch.equal(weights(1).fc.weight, weights(2).fc.weight)
+    head = torch.randn(len(NAMED), HIDDEN)
+    assert torch.equal(weights(1, head=head).lm_head.weight, head)
+    wide = weights(1, intermediate_size=40)
+    assert wide.num_parameters - weights(1).num_parameters == 3 * HIDDEN * 16
+    # fc, attention, two norms more than a Llama layer's, MLP, final norm, head
+    assert weights(1).num_parameters == (
+        48 * 16 + 2 * 16 * (16 + 8 + 8) + 16 * 16 + 3 * 16 + 3 * 16 * 24 + 16 + 14 * 16
+    )
+
+
+def test_files_are_whole_and_named_as_vllm_reads_them(tmp_path):
+    learner = make()
+    learner.save(tmp_path / "out")
+    learner.save(tmp_path / "out")
+    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == [
+        "config.json",
+        "model.safetensors",
+    ]
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(
+        tensors["midlayer.self_attn.q_proj.weight"].float(),
+        learner.midlayer.self_attn.q_proj.weight.bfloat16().float(),
+    )
+    assert torch.equal(torch.arange(14) + tensors["d2t"], NAMED)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["eagle_aux_hidden_state_layer_ids"] == [2, 4, 6]
+    assert config["draft_vocab_size"] == 14 and config["rope_parameters"]["rope_theta"] == 100.0
+
+    everything = torch.ones(VOCAB, dtype=torch.bool)
+    Eagle3.for_target(TARGET, torch.zeros(VOCAB, dtype=torch.int64), everything, 0).save(tmp_path)
+    assert "d2t" not in load_file(tmp_path / "model.safetensors")

@@ -1,0 +1,108 @@
+"""ParallelSpec's grouped pass against one plain causal sequence per row."""
+
+from __future__ import annotations
+
+import baselines.parallelspec as module
+import pytest
+import torch
+from baselines.parallelspec import ParallelSpec
+from safetensors.torch import load_file
+from support.baseline_lessons import (
+    TARGET_CONFIG,
+    embed,
+    naive_outcome,
+    packed_lesson,
+    plain_trunk,
+    script_to,
+    train,
+    vocabulary,
+)
+from support.trees import texts
+
+K = 4
+
+
+@pytest.fixture
+def drafter() -> ParallelSpec:
+    d2t, t2d, _ = vocabulary()
+    return ParallelSpec.for_target(TARGET_CONFIG, d2t, t2d, 0, positions=K, budget=15)
+
+
+@pytest.fixture
+def lesson():
+    return packed_lesson()
+
+
+@torch.no_grad()
+def row_alone(drafter, lesson, window, begin, column) -> list[torch.Tensor]:
+    """Log-probabilities of a row's positions: its document up to it, then the mask tokens."""
+    here = slice(begin, column + 1)
+    trunk = drafter.trunk
+    condition = trunk.condition_norm(
+        lesson.teaching.hidden[window, here] @ trunk.condition_proj.weight.T
+    )
+    token = trunk.token_norm(embed(lesson.batch.tokens[window, begin + 1 : column + 2]))
+    real = torch.cat([condition, token], -1) @ trunk.fuse.weight.T
+    inputs = torch.cat([real, drafter.mask_tokens])
+    count = len(inputs)
+    causal = torch.ones(count, count).tril().bool()
+    states = plain_trunk(trunk, inputs, torch.arange(1, count + 1), causal)[-K:]
+    return list((drafter.norm(states) @ drafter.lm_head.weight.T).log_softmax(-1))
+
+
+def test_loss_is_that_of_every_row_alone(drafter, lesson):
+    def rows(*where):
+        return row_alone(drafter, lesson, *where)
+
+    loss, nats, hits, seen = naive_outcome(rows, lesson, [1.0] * K)
+    outcome = drafter(lesson)
+    assert outcome.loss.item() == pytest.approx(loss, rel=1e-4)
+    assert outcome.seen.tolist() == [seen] and seen[0] > 12
+    assert outcome.hits.tolist() == [hits]
+    assert outcome.nats[0].tolist() == pytest.approx(nats, rel=1e-4)
+
+
+@pytest.mark.parametrize("at_once", [3, 100])
+def test_drafts_what_it_was_trained_to(drafter, lesson, monkeypatch, at_once):
+    monkeypatch.setattr(module, "_ROWS_AT_ONCE", at_once)
+    named = vocabulary()[2]
+    whole = drafter.draft_along(script_to(lesson, 8))
+    for root in (1, 4, 8):
+        positions = row_alone(drafter, lesson, 0, 0, root - 1)
+        tree = drafter.draft_along(script_to(lesson, root))(root)
+        found = texts(tree, 0)
+        assert len(found) == 15
+        for path, score in found.items():
+            total = sum(positions[k][named.index(token)].item() for k, token in enumerate(path))
+            assert score == pytest.approx(total, abs=1e-4)
+        assert texts(whole(root), 0) == pytest.approx(found, abs=1e-5)
+
+
+def test_learns():
+    d2t, t2d, _ = vocabulary()
+    before, after = train(ParallelSpec.for_target(TARGET_CONFIG, d2t, t2d, 0, positions=3))
+    assert before < 0.4 and after > 0.9
+
+
+def test_every_weight_learns_and_is_saved(drafter, lesson, tmp_path):
+    drafter(lesson).loss.backward()
+    assert all(weight.grad.abs().sum() > 0 for weight in drafter.parameters())
+    drafter.save(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    other = ParallelSpec(drafter.config, *vocabulary()[:2], budget=15)
+    other.load_state_dict(tensors)
+    assert torch.equal(other.mask_tokens, drafter.mask_tokens.bfloat16().float())
+    assert drafter.num_parameters == sum(
+        value.numel() for name, value in tensors.items() if name not in ("d2t", "t2d")
+    )
+
+
+def test_half_precision_and_one_seed_one_drafter(drafter, lesson):
+    d2t, t2d, _ = vocabulary()
+    twin = ParallelSpec.for_target(TARGET_CONFIG, d2t, t2d, 0, positions=K)
+    assert torch.equal(twin.mask_tokens, drafter.mask_tokens)
+    assert torch.equal(twin.trunk.fuse.weight, drafter.trunk.fuse.weight)
+    with torch.autocast("cpu", torch.bfloat16):
+        half = drafter(lesson)
+    assert half.loss.dtype == torch.float32
+    assert half.loss.item() == pytest.approx(drafter(lesson).loss.item(), rel=0.03)
