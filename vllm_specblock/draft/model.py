@@ -136,7 +136,17 @@ class RMSNorm(nn.RMSNorm):
     """RMS norm with float32 arithmetic inside."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., n] -> [..., n]. The cast only matters under autocast, which leaves weights be."""
+        """[..., n] -> [..., n], in the dtype of x.
+
+        Under autocast, too: left to itself it leaves weights in float32, and on a GPU makes
+        float32 of the result, of which every projection after it would keep a copy of its own.
+        """
+        if torch.is_autocast_enabled(x.device.type):
+            with torch.autocast(x.device.type, enabled=False):
+                return self._norm(x)
+        return self._norm(x)
+
+    def _norm(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 

@@ -125,7 +125,13 @@ class NextBlock(TrainingAttention):
             self.row = before.row.gather(1, source)  # [B, R], row of block 1
             self.reach = before.reach  # positions of the row's own block 1 on the path
         self.own = self.block_size + self._lead  # entries of one start: its path, then itself
-        self.prefix = self.first.begin.shape[1] * self.block_size - self.block_size
+        self.prefix = (self.first.begin.shape[1] - 1) * self.block_size  # block 1's entries
+        # Per start, as tensors: cuts that change from batch to batch recompile nothing.
+        self.low = self.first.begin.gather(1, self.row)
+        self.high = (self.row * self.block_size + self.reach).clamp(max=self.prefix)
+        starts = torch.arange(self.row.shape[1], device=self.row.device)
+        self.own_low = self.prefix + starts * self.own
+        self.own_high = self.own_low + self._lead
 
     @property
     def _lead(self) -> int:
@@ -136,12 +142,9 @@ class NextBlock(TrainingAttention):
 
     def sees(self, window: Tensor, query: Tensor, key: Tensor) -> Tensor:
         start, position = query // self.block_size, query % self.block_size
-        row = self.row[window, start]
-        in_prefix = (key < row * self.block_size + self.reach) & (key < self.prefix)
-        in_prefix = in_prefix & (key >= self.first.begin[window, row])
-        entry = key - self.prefix
-        mine = (entry >= start * self.own) & (entry <= start * self.own + self._lead + position)
-        return in_prefix | ((key >= self.prefix) & mine)
+        in_prefix = (key >= self.low[window, start]) & (key < self.high[window, start])
+        own = (key >= self.own_low[start]) & (key <= self.own_high[start] + position)
+        return in_prefix | own
 
     def _path(self, layer: int) -> tuple[Tensor | None, Tensor | None]:
         """Keys and values of the blocks strictly between block 1 and this one, on the path."""

@@ -184,6 +184,10 @@ def recipe(config: TrainConfig, device: torch.device) -> Recipe:
     """The options that are about the objective."""
     names = {field.name for field in dataclasses.fields(Recipe)}
     chosen = {name: value for name, value in config.model_dump().items() if name in names}
+    if config.kernel == "flex" and device.type == "cpu":
+        raise TrainError(
+            "Flex attention has no backward pass on a CPU: leave kernel at auto, or give sdpa."
+        )
     if config.kernel == "auto":
         chosen["kernel"] = "flex" if device.type == "cuda" else "sdpa"
     return Recipe(**chosen)

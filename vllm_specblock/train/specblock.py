@@ -70,8 +70,7 @@ class SpecBlockLearner(Learner):
         self._forward = [torch.compile(drafter.forward) if recipe.compiled else drafter.forward]
 
     def forward(self, lesson: Lesson) -> Outcome:
-        recipe, K = self.recipe, self.drafter.config.block_size
-        cuts = torch.randint(1, K + 1, (recipe.num_blocks - 1,), generator=lesson.draws())
+        recipe = self.recipe
         blocks = Unroll(
             self.drafter,
             lesson,
@@ -81,8 +80,13 @@ class SpecBlockLearner(Learner):
             kernel=recipe.kernel,
             recompute=recipe.recompute,
             forward=self._forward[0],
-        ).blocks(cuts.tolist())
+        ).blocks(self.cuts(lesson))
         return outcome(blocks, recipe.num_blocks, recipe.loss_floor)
+
+    def cuts(self, lesson: Lesson) -> list[int]:
+        """Where later blocks start in this batch: one position 1..K per boundary."""
+        block, boundaries = self.drafter.config.block_size, self.recipe.num_blocks - 1
+        return torch.randint(1, block + 1, (boundaries,), generator=lesson.draws()).tolist()
 
     def draft_along(self, script: Script) -> Draft:
         return SpecBlockDraft(self.drafter, script, self.shape)
