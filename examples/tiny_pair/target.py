@@ -1,4 +1,4 @@
-"""Stages 1 and 2 of the example pair: its tokenizer, and the small Llama it calls a target."""
+"""Stages 1 and 2 of the example pair: its tokenizer, and the Llama that it calls a target."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
+from sizes import Size
+from stages import Deadline, OutOfTime
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-VOCAB_SIZE = 2048
 BOS, EOS, PAD = "<s>", "</s>", "<pad>"
 CHAT_TEMPLATE = (
     "{% for m in messages %}# {{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
@@ -20,8 +21,8 @@ CHAT_TEMPLATE = (
 )
 
 
-def train_tokenizer(texts: Iterable[str], out: Path) -> PreTrainedTokenizerFast:
-    """Byte-level BPE of `VOCAB_SIZE` entries over `texts`, saved to `out`."""
+def train_tokenizer(texts: Iterable[str], out: Path, vocab_size: int) -> PreTrainedTokenizerFast:
+    """Byte-level BPE of `vocab_size` entries over `texts`, saved to `out`."""
     bpe = Tokenizer(models.BPE())
     # Runs of blanks are a word of their own: indentation is most of what Python repeats.
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -29,7 +30,7 @@ def train_tokenizer(texts: Iterable[str], out: Path) -> PreTrainedTokenizerFast:
     bpe.train_from_iterator(
         texts,
         trainers.BpeTrainer(
-            vocab_size=VOCAB_SIZE,
+            vocab_size=vocab_size,
             special_tokens=[PAD, BOS, EOS],
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
@@ -51,15 +52,15 @@ def encode(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> torch.Tensor
     return torch.tensor(stream, dtype=torch.int64)
 
 
-def target_config(tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
-    """3.5 M parameters; seven layers, so that the three feature layers differ (2, 3, 4)."""
+def target_config(tokenizer: PreTrainedTokenizerFast, size: Size) -> LlamaConfig:
+    """The target's architecture."""
     return LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=192,
-        intermediate_size=512,
-        num_hidden_layers=7,
-        num_attention_heads=6,
-        num_key_value_heads=2,
+        vocab_size=size.vocab_size,
+        hidden_size=size.hidden_size,
+        intermediate_size=size.intermediate_size,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        num_key_value_heads=size.kv_heads,
         max_position_embeddings=2048,
         rope_theta=10000.0,
         rms_norm_eps=1e-5,
@@ -75,11 +76,10 @@ def train_target(
     held_out: torch.Tensor,
     tokenizer: PreTrainedTokenizerFast,
     out: Path,
+    size: Size,
+    deadline: Deadline,
     *,
     steps: int,
-    batch: int = 16,
-    length: int = 384,
-    peak_lr: float = 2e-3,
     seed: int = 0,
     device: str = "cpu",
     compiled: bool = False,
@@ -91,16 +91,26 @@ def train_target(
         stream: training ids [T] int64.
         held_out: ids [T'] int64, for the reported loss only.
         out: where the model goes (safetensors, bf16).
-        steps: optimiser steps of `batch` × `length` tokens.
+        size: of model, batches and learning rate.
+        deadline: when to save and stop.
+        steps: optimiser steps.
         compiled: run the step through torch.compile (needs a C++ compiler; 1.5 × on a CPU).
 
     Returns:
         Figures of the run: held-out loss in nats per token, seconds, tokens.
+
+    Raises:
+        OutOfTime: the deadline came before the last step.
     """
+    batch, length = size.batch, size.length
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(target_config(tokenizer)).to(device)
+    model = LlamaForCausalLM(target_config(tokenizer, size)).to(device)
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=peak_lr, betas=(0.9, 0.95), weight_decay=0.05, fused=True
+        model.parameters(),
+        lr=size.lr,
+        betas=(0.9, 0.95),
+        weight_decay=size.weight_decay,
+        fused=True,
     )
     warmup = max(1, steps // 50)
     schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -117,7 +127,7 @@ def train_target(
         first, seconds = state["step"], state["seconds"]
 
     def loss_of(rows: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(device, torch.bfloat16):
+        with torch.autocast(torch.device(device).type, torch.bfloat16):
             logits = model(input_ids=rows[:, :-1], use_cache=False).logits
         return torch.nn.functional.cross_entropy(
             logits.flatten(0, 1).float(), rows[:, 1:].flatten()
@@ -139,9 +149,12 @@ def train_target(
         schedule.step()
         if step % 20 == 0:
             bar.set_postfix(loss=f"{loss.item():.3f}")
-        if (step + 1) % save_every == 0 or step + 1 == steps:
+        last, late = step + 1 == steps, deadline.passed()
+        if last or late or (step + 1) % save_every == 0:
             elapsed = seconds + time.monotonic() - began
             _save_state(state_file, model, optimizer, schedule, step + 1, elapsed)
+        if late and not last:
+            raise OutOfTime
 
     figures = {
         "held_out_loss_nats": held_out_loss(model, held_out, length, device),

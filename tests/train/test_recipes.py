@@ -1,0 +1,275 @@
+"""What stands under examples/: every recipe parses, every quoted command exists, and the chain
+from corpus to table runs, at a size at which nothing is learned."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+import yaml
+from comparison import Comparison
+from safetensors.torch import load_file
+from transformers import AutoConfig, LlamaForCausalLM
+
+from vllm_specblock.cli.main import app
+from vllm_specblock.config import check_num_nodes, parse_options
+from vllm_specblock.train.config import TrainConfig, parse, read_recipe
+
+ROOT = Path(__file__).resolve().parents[2]
+PAIR, STDLIB = ROOT / "examples/tiny_pair", ROOT / "examples/stdlib_100m"
+RECIPES = sorted(ROOT.glob("examples/recipes/*.yaml"))
+YAMLS = sorted([*ROOT.glob("examples/**/*.yaml"), *ROOT.glob("benchmarks/**/*.yaml")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("examples/**/*.md"), *ROOT.glob("benchmarks/*.md")])
+
+PAPER = {
+    "block_size": 4,
+    "num_layers": 2,
+    "num_blocks": 2,
+    "draft_vocab_size": 32000,
+    "epochs": 20.0,
+    "steps": None,
+    "batch": 96,
+    "lr": 5e-5,
+    "warmup": 0.015,
+    "clip": 0.5,
+    "rank_from": 2000,
+    "rank_loss": "plain",
+    "precision": "bf16",
+    "prefix_broadcast": True,
+    "layer_shift": True,
+    "valid_prefix": True,
+}
+"""Sections 4.1 and A.1."""
+
+SHELL = {"|", ">", "&&", ";", "&"}
+"""Words that end a command's own."""
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+@pytest.fixture
+def pair(monkeypatch):
+    """A module of examples/tiny_pair by its name."""
+    monkeypatch.syspath_prepend(PAIR)
+    return importlib.import_module
+
+
+def commands(page: Path) -> list[list[str]]:
+    """The words of every command in a page's fenced blocks that is ours."""
+    found = []
+    for kind, block in re.findall(r"^ *```(\w*)\n(.*?)^ *```", page.read_text(), re.M | re.S):
+        if kind not in ("", "bash", "sh"):
+            continue
+        for line in block.replace("\\\n", " ").splitlines():
+            ours = r"\s*(specblock |torchrun .*vllm_specblock |python \S+\.py|\S*vllm serve )"
+            if re.match(ours, line):
+                found.append(shlex.split(line, comments=True))
+    return found
+
+
+def program(script: Path, monkeypatch):
+    """What a script of ours hands to typer, as a command of click."""
+    handed = []
+    monkeypatch.syspath_prepend(script.parent)
+    monkeypatch.setattr(typer, "run", handed.append)
+    runpy.run_path(str(script), run_name="__main__")
+    (function,) = handed
+    of_script = typer.Typer()
+    of_script.command()(function)
+    return typer.main.get_command(of_script)
+
+
+def is_comparison(path: Path) -> bool:
+    return path.stem == "comparison"
+
+
+@pytest.mark.parametrize("path", YAMLS, ids=name_of)
+def test_a_recipe_parses(path):
+    model = Comparison if is_comparison(path) else TrainConfig
+    parse(model, **read_recipe(path))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_recipes_have_the_papers_values(path):
+    config = parse(**read_recipe(path))
+    assert {name: getattr(config, name) for name in PAPER} == PAPER
+    assert set(PAPER) - set(read_recipe(path)) <= {
+        "steps",
+        "prefix_broadcast",
+        "layer_shift",
+        "valid_prefix",
+    }, "what a recipe relies on it says itself"
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_recipes_can_be_shared_by_one_eight_or_sixteen_gpus(path):
+    config = parse(**read_recipe(path))
+    for gpus in (1, 8, 16):
+        assert config.batch % (gpus * config.micro_batch) == 0
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_commands_of_a_page_exist(page, monkeypatch):
+    specblock = typer.main.get_command(app)
+    for words in commands(page):
+        if words[:1] == ["python"]:
+            script, rest = ROOT / words[1], words[2:]
+            if "typer.run(" not in script.read_text():  # it takes no options
+                continue
+            command = program(script, monkeypatch)
+        elif "serve" in words[:2]:
+            if "--speculative-config" in words:
+                options = json.loads(words[words.index("--speculative-config") + 1])
+                parse_options(options)
+                check_num_nodes(options["num_speculative_tokens"])
+            continue
+        else:
+            _, *rest = words[words.index("vllm_specblock") :] if words[0] == "torchrun" else words
+            command, rest = specblock.commands[rest[0]], rest[1:]
+        rest = rest[: next((i for i, word in enumerate(rest) if word in SHELL), None)]
+        given = {} if "--help" in rest else command.make_context(words[0], list(rest)).params
+        recipe = given.get("recipe")
+        if recipe is not None and not recipe.stem.isupper():  # RECIPE is the reader's
+            options = {k: v for k, v in given.items() if v is not None}
+            model = Comparison if is_comparison(recipe) else TrainConfig
+            options = {k: v for k, v in options.items() if k in model.model_fields}
+            parse(model, **read_recipe(ROOT / recipe) | options)
+
+
+def test_pages_quote_commands():
+    """The test above looks at something."""
+    for page in ("README.md", "examples/recipes/README.md", "examples/stdlib_100m/README.md"):
+        assert len(commands(ROOT / page)) >= 4
+
+
+def test_the_tiny_target_is_the_committed_one(pair):
+    """Generalised or not: config and parameters of the pair in this repository."""
+    tokenizer = pair("transformers").AutoTokenizer.from_pretrained(PAIR / "target")
+    made = pair("target").target_config(tokenizer, pair("sizes").SIZES["tiny"]).to_dict()
+    committed = AutoConfig.from_pretrained(PAIR / "target").to_dict()
+    written = {"architectures", "dtype", "torch_dtype", "_name_or_path", "transformers_version"}
+    for name in made.keys() - written:
+        assert made[name] == committed[name], name
+
+
+def test_100m_is_100m(pair):
+    tokenizer = pair("transformers").AutoTokenizer.from_pretrained(PAIR / "target")
+    with torch.device("meta"):
+        size = pair("sizes").SIZES["100m"]
+        target = LlamaForCausalLM(pair("target").target_config(tokenizer, size))
+    assert sum(weight.numel() for weight in target.parameters()) == pytest.approx(100e6, rel=0.01)
+
+
+def test_recipes_of_100m_agree(pair):
+    comparison, alone = (read_recipe(STDLIB / f"{n}.yaml") for n in ("comparison", "train"))
+    only = {"prompts", "drafters", "num_prompts", "new_tokens", "nodes", "hold_out", "out"}
+    assert {k: v for k, v in comparison.items() if k not in only} == {
+        k: v for k, v in alone.items() if k != "out"
+    }
+    size = pair("sizes").SIZES["100m"]
+    built = pair("build").drafter_config(Path("w"), Path("n"), size, "cuda", seed=0)
+    for name in ("draft_vocab_size", "length", "batch", "steps", "lr", "rank_from", "loss_floor"):
+        assert getattr(parse(**alone), name) == getattr(built, name), name
+
+
+def build(pair, work: Path, **options) -> None:
+    options = {"held_out_prompts": 2, "drafter": False} | options
+    pair("build").build(size="nano", work=work, **options)
+
+
+def test_a_build_cut_into_calls_ends_in_the_same_files(pair, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(pair("lessons"), "PART", 8)  # two parts
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    build(pair, whole)
+    calls = 0
+    while not (cut / "prompts.jsonl").exists():
+        build(pair, cut, minutes=0.0)
+        calls += 1
+    # Three updates in three calls, the last of which goes on with the first part.
+    assert calls == 4
+    assert capsys.readouterr().out.count("call again") == calls - 1
+    for name in ("target/model.safetensors", "drafter_data.safetensors"):
+        ours, theirs = load_file(cut / name), load_file(whole / name)
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+    stages = json.loads((cut / "stages.json").read_text())
+    assert stages["target"]["figures"]["tokens"] == 3 * 2 * 64
+
+    with pytest.raises(SystemExit, match="was run with"):
+        build(pair, cut, seed=1)
+
+
+def test_the_drafters_stage_is_over_at_its_last_update_only(pair, tmp_path):
+    build(pair, tmp_path)
+    stages = pair("stages")
+    size = pair("sizes").SIZES["nano"]
+    config = pair("build").drafter_config(tmp_path, tmp_path / "target", size, "cpu", seed=0)
+    soon = stages.Deadline(None)
+    soon.minutes_left = lambda: 1e-9
+    soon.check = lambda: None
+    with pytest.raises(stages.OutOfTime):
+        pair("build").train_drafter(config, soon)
+    figures = pair("build").train_drafter(config, stages.Deadline(None))
+    assert figures["log"][-1]["step"] == size.drafter_steps
+
+
+def test_the_table_over_seeds(monkeypatch):
+    table = runpy.run_path(str(STDLIB / "run.py"))["table"]
+    summaries = [
+        {"results": {f"a b T={t}": {"tau": tau + t, "error": 0.5} for t in (0, 1)}}
+        for tau in (1.0, 2.0, 6.0)
+    ]
+    # Mean 3; squared distances 4, 1, 9 over n - 1 = 2: 7, whose root is 2.65.
+    assert table(summaries).splitlines()[2] == "| a b | 3.00 ± 2.65 | 4.00 ± 2.65 |"
+    assert table(summaries[:1]).splitlines()[2] == "| a b | 1.00 ± 0.50 | 2.00 ± 0.50 |"
+
+
+def test_the_chain_from_corpus_to_table(tmp_path):
+    """`run.py` with the committed recipe, shrunk."""
+    small = read_recipe(STDLIB / "comparison.yaml") | {
+        "drafters": "specblock, EAGLE-3, Medusa",
+        "draft_vocab_size": 256,
+        "length": 32,
+        "batch": 2,
+        "micro_batch": 1,
+        "steps": 2,
+        "rank_from": 1,
+        "num_prompts": 1,
+        "new_tokens": 16,
+        "nodes": 8,
+    }
+    (tmp_path / "small.yaml").write_text(yaml.safe_dump(small, allow_unicode=True))
+    work = tmp_path / "work"
+
+    def run(minutes: float) -> str:
+        words = ["--size", "nano", "--device", "cpu", "--seeds", "0", "--minutes", minutes]
+        words += ["--recipe", tmp_path / "small.yaml", "--work", work]
+        return subprocess.run(
+            [sys.executable, STDLIB / "run.py", *map(str, words)],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+
+    assert "prompts.jsonl is still to come: call again" in run(0)
+    assert not work.exists()
+    printed = run(30)
+    assert "All is done" in printed
+    results = (work / "results.md").read_text()
+    rows = re.findall(r"^\| ([^|]+) \| [\d.]+ ± [\d.]+ \| [\d.]+ ± [\d.]+ \|$", results, re.M)
+    assert rows == ["specblock", "EAGLE-3", "Medusa", "− rank-guided branching"]
+    judged = work / "comparison/seed-0/comparison.json"
+    updates, written = json.loads(judged.read_text())["updates"], judged.stat().st_mtime_ns
+    assert updates == 2
+    assert "All is done" in run(30) and judged.stat().st_mtime_ns == written
