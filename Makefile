@@ -5,13 +5,23 @@ VENV := .venv
 # Model Runner V2 is vLLM's default on a GPU; its CPU build has to be told.
 export VLLM_USE_V2_MODEL_RUNNER ?= 1
 
-.PHONY: demo test lint setup clean
+.PHONY: demo test first-drafter lint setup clean
 
 demo: setup
 	$(VENV)/bin/python examples/offline.py
 
 test: setup
 	$(VENV)/bin/pytest
+
+FIRST := runs/first_drafter
+first-drafter: setup
+	$(VENV)/bin/python examples/first_drafter/prompts.py $(FIRST)
+	$(VENV)/bin/specblock data --target examples/tiny_pair/target --input $(FIRST)/prompts.jsonl \
+		--raw-prompts --limit 1536 --max-new-tokens 160 --temperature 0 --temperature 0.7 \
+		--shard-size 256 --draft-vocab-size 1536 --out $(FIRST)/data \
+		--engine '{"kv_cache_memory_bytes": 536870912, "enforce_eager": true}'
+	$(VENV)/bin/specblock train examples/first_drafter/train.yaml
+	$(VENV)/bin/specblock eval $(FIRST)/drafter --data $(FIRST)/held_out.jsonl --prompts 8
 
 lint: setup
 	$(VENV)/bin/ruff check .
