@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 
 import pytest
 
@@ -131,3 +132,78 @@ def test_kernels_that_are_replaced_on_a_cpu_are_there():
     from vllm_specblock.engine.cpu_kernels import KERNELS
 
     assert set(KERNELS) <= set(_registry)
+
+
+def test_extraction_of_hidden_states():
+    """`engine/extract.py`: the states that are kept, and what is added to them."""
+    from vllm.config.kv_transfer import KVTransferConfig
+    from vllm.config.speculative import SpeculativeConfig
+    from vllm.v1.worker.gpu.spec_decode import extract_hidden_states
+
+    speculator = extract_hidden_states.ExtractHiddenStatesSpeculator
+    assert arguments_of(speculator.propose)[:6] == [
+        "self", "input_batch", "attn_metadata", "slot_mappings", "last_hidden_states",
+        "aux_hidden_states",
+    ]  # fmt: skip
+    assert "eagle_aux_hidden_state_layer_ids" in inspect.getsource(extract_hidden_states)
+    assert "extract_hidden_states" in inspect.getsource(SpeculativeConfig)
+    fields = {field.name for field in dataclasses.fields(SpeculativeConfig)}
+    assert fields >= {"draft_model_config", "num_speculative_tokens"}
+    fields = {field.name for field in dataclasses.fields(KVTransferConfig)}
+    assert fields >= {
+        "kv_connector", "kv_connector_module_path", "kv_role", "kv_connector_extra_config",
+    }  # fmt: skip
+
+
+def test_connector_of_hidden_states():
+    """`engine/extract.py`: what its connector takes over, and what it replaces off a GPU."""
+    from vllm.distributed.kv_transfer.kv_connector.v1 import (
+        example_hidden_states_connector as example,
+    )
+
+    original = example.ExampleHiddenStatesConnector
+    assert arguments_of(original.__init__) == ["self", "vllm_config", "role", "kv_cache_config"]
+    assert arguments_of(original.register_kv_caches) == ["self", "kv_caches"]
+    assert arguments_of(original._submit_async_write) == ["self", "pending"]
+    assert isinstance(inspect.getattr_static(original, "_write_tensors"), staticmethod)
+    assert arguments_of(original._write_tensors) == ["tensors", "event", "filename", "lock_fd"]
+    assert [field.name for field in dataclasses.fields(example.PendingSave)] == [
+        "req_id", "filename", "token_ids", "block_ids",
+    ]  # fmt: skip
+    source = inspect.getsource(original)
+    for name in ("_kv_cache", "_lock_fds", "_req_copy_events"):
+        assert re.search(rf"self\.{name}: .+ =", source), name
+    # The stand-in for a copy's event answers to these two and to nothing else.
+    used = set(re.findall(r"\bevent\.(\w+)\(", source))
+    assert used <= {"synchronize", "query", "record"} and "synchronize" in used
+    assert '"shared_storage_path"' in source and '"hidden_states_path"' in source
+    assert arguments_of(example.load_hidden_states) == ["path"]
+    assert arguments_of(example.cleanup_hidden_states)[0] == "path"
+
+
+def test_an_engine_in_this_process_can_be_stepped():
+    """`engine/extract.py` lets it go on until its connector was told of every request."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.engine.core_client import InprocClient, MPClient
+
+    assert "self.engine_core = EngineCore(" in inspect.getsource(InprocClient.__init__)
+    assert arguments_of(InprocClient.get_output) == ["self"]
+    assert arguments_of(InprocClient.shutdown)[0] == "self"
+    assert "self.scheduler" in inspect.getsource(EngineCore.__init__)
+    assert arguments_of(Scheduler.has_requests) == ["self"]
+    assert "self.engine_core =" not in inspect.getsource(MPClient)
+
+
+def test_generation():
+    """`engine/generate.py`: token prompts in, token ids out, each request with its own seed."""
+    from vllm import LLM, SamplingParams
+    from vllm.outputs import CompletionOutput
+
+    fields = set(SamplingParams.__struct_fields__)
+    assert fields >= {"temperature", "top_p", "max_tokens", "seed", "detokenize"}
+    assert arguments_of(LLM.generate)[:3] == ["self", "prompts", "sampling_params"]
+    assert "use_tqdm" in arguments_of(LLM.generate)
+    (_, *reset) = inspect.signature(LLM.reset_prefix_cache).parameters.values()
+    assert all(parameter.default is not parameter.empty for parameter in reset)
+    assert "token_ids" in {field.name for field in dataclasses.fields(CompletionOutput)}

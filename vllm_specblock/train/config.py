@@ -63,7 +63,7 @@ class RunConfig(BaseModel):
         default=0.015, ge=0, le=1, description="Share of the steps with a linearly rising rate."
     )
     clip: float = Field(default=0.5, gt=0, description="Largest gradient norm of one update.")
-    seed: int = Field(default=0, ge=0, description="Seeds weights, shuffling and cuts.")
+    seed: int = Field(default=0, ge=0, lt=2**32, description="Seeds weights, shuffling and cuts.")
 
     device: str = Field(default="auto", description="auto, cpu, cuda or cuda:N.")
     precision: Literal["fp32", "bf16"] = Field(
@@ -216,6 +216,6 @@ def read_recipe(path: Path) -> dict[str, Any]:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         reason = str(error).replace("\n", " ")
         raise TrainError(f"The recipe {path} is not YAML: {reason}.") from None
-    if not isinstance(options, dict):
+    if not isinstance(options, dict) or not all(isinstance(name, str) for name in options):
         raise TrainError(f"The recipe {path} must map options to values, such as `lr: 5e-5`.")
     return options

@@ -62,13 +62,22 @@ class Journal:
         return entry
 
     def state(self) -> dict[str, Any]:
-        return {"entries": json.dumps(self.entries), "grid": self.grid, "rank": self.rank}
+        """With the sums of all ranks; every rank has to call this."""
+        sums = {name: getattr(self, name) for name in ("grid", "rank")}
+        if self.grid is not None and world()[1] > 1:
+            sums = {name: value.clone() for name, value in sums.items()}
+            for value in sums.values():
+                dist.all_reduce(value)
+        return {"entries": json.dumps(self.entries), **sums}
 
     def load_state(self, state: dict[str, Any], device: torch.device) -> None:
+        """Put back what `state` gave: its sums count once, on the first rank."""
         self.entries = json.loads(state["entries"])
-        self.grid, self.rank = (
-            None if state[name] is None else state[name].to(device) for name in ("grid", "rank")
-        )
+        if state["grid"] is None:
+            self.grid = self.rank = None
+            return
+        mine = 1.0 if world()[0] == 0 else 0.0
+        self.grid, self.rank = (state[name].to(device) * mine for name in ("grid", "rank"))
 
     def write(self, path: Path) -> None:
         """All entries, one JSON object a line."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,72 +16,26 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
 from vllm_specblock.train import provenance
 from vllm_specblock.train.config import RunConfig, TrainError
 from vllm_specblock.train.distributed import world
-from vllm_specblock.train.journal import Journal, Tracker, describe
+from vllm_specblock.train.journal import Tracker, describe
 from vllm_specblock.train.judge.replay import mean_tau
 from vllm_specblock.train.learner import Learner, Lesson, Script
-from vllm_specblock.train.parallel import Spread
+from vllm_specblock.train.student import Student
 from vllm_specblock.train.teacher.features import Teacher
 from vllm_specblock.train.text.shards import replace
 from vllm_specblock.train.text.windows import Windows
 
-BETAS = (0.9, 0.999)
 STATE_DIR = "training"
 BEST_DIR = "best"
 JUDGED_DEPTH = 8
 """Tokens that a step along a text must have before it, the same for every learner."""
 
-
-class Student:
-    """A learner with its optimiser and its log, spread over the ranks."""
-
-    def __init__(self, learner: Learner, config: RunConfig):
-        self.spread = Spread(learner, config.parallel)
-        self.optimizer = torch.optim.AdamW(
-            [p for p in self.spread.parameters if p.requires_grad],
-            lr=config.lr,
-            betas=BETAS,
-            weight_decay=config.weight_decay,
-            fused=True,
-        )
-        self.journal = Journal()
-        self.best_tau = 0.0
-
-    def learn(self, lesson: Lesson, share: float, more_to_come: bool) -> None:
-        """Add up the gradients of one micro-batch, which is `share` of the batch."""
-        with self.spread.adding_up(more_to_come):
-            outcome = self.spread.module(lesson)
-            (outcome.loss * share).backward()
-        self.journal.add(outcome)
-
-    def step(self, rate: float, clip: float) -> bool:
-        """Update the weights; False, and no update, if the gradient is not finite."""
-        norm = torch.nn.utils.clip_grad_norm_(self.spread.parameters, clip)
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        if not norm.isfinite():
-            return False
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return True
-
-    def state(self) -> dict[str, Any]:
-        return {
-            **self.spread.state(self.optimizer),
-            "journal": self.journal.state(),
-            "best_tau": self.best_tau,
-        }
-
-    def load_state(self, state: dict[str, Any], device: torch.device) -> None:
-        self.spread.load_state(self.optimizer, state)
-        self.journal.load_state(state["journal"], device)
-        self.best_tau = state["best_tau"]
+_LOST_IN_A_ROW = 20
+"""Updates without a finite gradient after which a run is given up: its weights are broken."""
 
 
 class Trainer:
@@ -117,6 +72,11 @@ class Trainer:
                 f"take {self.micro} at once: make batch a multiple of {self.micro * self.ranks}."
             )
         self.students = {name: Student(learner, config) for name, learner in learners.items()}
+        if scripts and not any(s.prompt + JUDGED_DEPTH + 1 < len(s.tokens) for s in scripts):
+            raise TrainError(
+                f"None of the {config.hold_out} held-out texts goes on for {JUDGED_DEPTH + 2} "
+                "tokens after its prompt: hold out more, or none."
+            )
         self.steps = config.num_steps(len(windows))
         self.step, self.seconds = 0, 0.0
         self._began = time.monotonic()
@@ -131,7 +91,11 @@ class Trainer:
             while self.step < self.steps:
                 if self._out_of_time():
                     self.save()
-                    bar.write(f"Stopped after {config.minutes:g} minutes, at update {self.step}.")
+                    if self.rank == 0:
+                        bar.write(
+                            f"Stopped after {config.minutes:g} minutes, at update {self.step} of "
+                            f"{self.steps}: the same call goes on."
+                        )
                     return
                 self.update()
                 bar.update()
@@ -171,16 +135,18 @@ class Trainer:
                     self.teacher.teach(mine),
                     self.teacher.embed,
                     self.step,
-                    seed=(config.seed * 1_000_003 + self.step) * 1_009 + turn,
+                    seed=config.seed * 1_000_003 + self.step,  # one cut for the whole batch
                 )
                 for student in self.students.values():
                     student.learn(lesson, 1 / rounds, more_to_come=turn < rounds - 1)
         rate = learning_rate(config, self.step, self.steps)
         for name, student in self.students.items():
-            if not student.step(rate, config.clip):
+            student.step(rate, config.clip)
+            if student.lost == _LOST_IN_A_ROW:
                 raise TrainError(
-                    f"The gradient of {name} at update {self.step} is not finite; lower the "
-                    f"learning rate ({config.lr}) and go on from the last save."
+                    f"The gradient of {name} has not been finite for {student.lost} updates, to "
+                    f"number {self.step}: start anew (--no-resume) with a learning rate below "
+                    f"{config.lr}."
                 )
         self.step += 1
 
@@ -231,7 +197,7 @@ class Trainer:
             student.journal.write(folder / log)
         state = {
             "options": json.dumps(self.config.must_match()),
-            "data": self.windows.fingerprint(),
+            "data": self.windows.fingerprint,
             "step": self.step,
             "seconds": self._elapsed(),
             "students": students,
@@ -257,12 +223,15 @@ class Trainer:
             TrainError: it belongs to other options, other data or other learners.
         """
         path = self.config.out / STATE_DIR / "state.pt"
+        self._agree(path.exists(), path)
         if not path.exists():
             return
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)
         except Exception as error:
             raise TrainError(f"{path} is no training state: {error}.") from None
+        if not isinstance(state, dict) or "options" not in state:
+            raise TrainError(f"{path} is no training state of this version; give another --out.")
         before, now = json.loads(state["options"]), self.config.must_match()
         for name, value in now.items():
             if before.get(name) != value:
@@ -270,7 +239,7 @@ class Trainer:
                     f"{path} was trained with {name} = {before.get(name)}, not {value}; "
                     "give the same options, another --out, or --no-resume to start anew."
                 )
-        if state["data"] != self.windows.fingerprint():
+        if state["data"] != self.windows.fingerprint:
             raise TrainError(
                 f"{path} was trained on other data than {self.config.data}; give the same data, "
                 "another --out, or --no-resume to start anew."
@@ -284,6 +253,24 @@ class Trainer:
             student.load_state(state["students"][name], self.device)
         self.step, self.seconds = state["step"], state["seconds"]
         self._began = time.monotonic()
+
+    def _agree(self, found: bool, path: Path) -> None:
+        """Every rank reads the state: hosts must share the folder that it lies in."""
+        if self.ranks == 1:
+            return
+        answers: list[bool] = [False] * self.ranks
+        dist.all_gather_object(answers, found)
+        if len(set(answers)) > 1:
+            raise TrainError(
+                f"Only some ranks see {path}: --out must be on a folder that all share."
+            )
+
+    def forget(self) -> None:
+        """Take away what an earlier run left that this one could be taken for."""
+        if self.rank == 0:
+            (self.config.out / STATE_DIR / "state.pt").unlink(missing_ok=True)
+            for name in self.students:
+                shutil.rmtree(self.folder(name) / BEST_DIR, ignore_errors=True)
 
     def _elapsed(self) -> float:
         """Seconds of training, those before a resume included."""

@@ -11,6 +11,7 @@ import contextlib
 import copy
 import os
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any, Literal
 
 import torch
@@ -41,9 +42,13 @@ def ranks(device: str) -> Iterator[torch.device]:
     if usable.type == "cuda":
         torch.cuda.set_device(usable)
     if many:
-        dist.init_process_group("nccl" if usable.type == "cuda" else "gloo")
+        # The others wait while the first rank replays: longer than the default allows.
+        backend = "nccl" if usable.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(hours=2))
     try:
         yield usable
+        if many:
+            dist.barrier()  # a rank that leaves early can hang gloo's threads at exit
     finally:
         if many:
             dist.destroy_process_group()

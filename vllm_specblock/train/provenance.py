@@ -18,13 +18,20 @@ _PACKAGES = ("vllm-specblock", "torch", "transformers", "safetensors", "vllm", "
 
 
 def provenance() -> dict[str, Any]:
-    """Command, git revision (None outside a repository) and versions of this process."""
+    """Command, git revisions and versions of this process. A revision is None outside of a
+    repository: that of the folder it was called in, and of the plugin if it is a checkout."""
     return {
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "git": revision(Path.cwd()) or revision(Path(__file__).parent),
+        "command": _command(),
+        "git": {"folder": revision(Path.cwd()), "plugin": revision(Path(__file__).parent)},
         "versions": {"python": platform.python_version(), **versions()},
         "machine": platform.machine(),
     }
+
+
+def _command() -> str:
+    """As it was called; `python -m vllm_specblock`, torchrun's way, is `specblock`."""
+    name = Path(sys.argv[0]).name
+    return shlex.join(["specblock" if name == "__main__.py" else name, *sys.argv[1:]])
 
 
 def versions() -> dict[str, str]:

@@ -19,7 +19,7 @@ from vllm_specblock.train import provenance
 from vllm_specblock.train.config import RunConfig, TrainConfig, TrainError
 from vllm_specblock.train.distributed import world
 from vllm_specblock.train.learner import Script
-from vllm_specblock.train.loop import Trainer
+from vllm_specblock.train.loop import STATE_DIR, Trainer
 from vllm_specblock.train.parallel import ranks
 from vllm_specblock.train.specblock import Recipe, SpecBlockLearner
 from vllm_specblock.train.teacher import feature_store, target_rows
@@ -58,6 +58,13 @@ def train(
     Raises:
         TrainError: data, target, drafter or state cannot be used, or the loss is not finite.
     """
+    state = config.out / STATE_DIR / "state.pt"
+    if config.out.exists() and not config.out.is_dir():
+        raise TrainError(f"{config.out} is a file, but the drafter goes to a folder.")
+    if dry_run and state.exists():
+        raise TrainError(
+            f"{config.out} holds a drafter that has learned; give a dry run another --out."
+        )
     with ranks(config.device) as device:
         trainer = build(config, device)
         if dry_run:
@@ -65,6 +72,8 @@ def train(
             return config.out
         if resume:
             trainer.restore()
+        else:
+            trainer.forget()
         trainer.run(progress)
     return config.out
 
@@ -130,7 +139,7 @@ def prepare(config: RunConfig, device: torch.device, shortest: int) -> Ground:
     ]
     facts = provenance.provenance() | {
         "options": config.model_dump(mode="json"),
-        "data": windows.fingerprint(),
+        "data": windows.fingerprint,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "ranks": world()[1],
     }
@@ -164,6 +173,8 @@ def scripts_of(ground: Ground, teacher: Teacher, device: torch.device) -> list[S
     first = len(ground.windows.texts)
     scripts = []
     for number, text in enumerate(ground.held_out, first):
+        if not text.counted.any():
+            continue  # its prompt fills the window
         batch = Batch.of(text.tokens.long()[None], text.counted[None])
         piece = Piece(number, 0, len(text.tokens))
         batch = dataclasses.replace(batch, pieces=((piece,),)).to(device)

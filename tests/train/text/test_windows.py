@@ -171,10 +171,10 @@ def test_the_fingerprint_sees_tokens_masks_and_windows():
     text = Text(torch.tensor([3, 4, 5, 6]), torch.ones(4, dtype=torch.bool))
     other = Text(text.tokens, torch.tensor([False, True, True, True]))
     found = {
-        Windows([text, text], 8, 3).fingerprint(),
-        Windows([text, text], 8, 3, pack=False).fingerprint(),
-        Windows([text, other], 8, 3).fingerprint(),
-        Windows([text, Text(text.tokens + 1, text.counted)], 8, 3).fingerprint(),
+        Windows([text, text], 8, 3).fingerprint,
+        Windows([text, text], 8, 3, pack=False).fingerprint,
+        Windows([text, other], 8, 3).fingerprint,
+        Windows([text, Text(text.tokens + 1, text.counted)], 8, 3).fingerprint,
     }
     assert len(found) == 4
-    assert Windows([text, text], 8, 3).fingerprint() in found
+    assert Windows([text, text], 8, 3).fingerprint in found

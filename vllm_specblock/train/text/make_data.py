@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from vllm_specblock.train import provenance
 from vllm_specblock.train.config import TrainError
 from vllm_specblock.train.text import shards
 from vllm_specblock.train.text.answering import Answerer
@@ -138,17 +138,7 @@ def _finish(options: DataOptions, making: dict[str, Any], lines: Lines, vocab_si
         "cut": sum(fact["cut"] for fact in facts),
         "shards": len(paths),
         **making,
-        "versions": _versions(),
+        "versions": provenance.versions(),
     }
     shards.write_index(options.out, index)
     return Made(index, counts)
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in ("vllm-specblock", "vllm", "torch", "transformers"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:  # kept data needs no vLLM
-            continue
-    return found

@@ -6,6 +6,7 @@ import bisect
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -102,6 +103,7 @@ class Windows:
             self._order[seed, epoch] = torch.randperm(len(self), generator=draw)
         return self._order[seed, epoch]
 
+    @cached_property
     def fingerprint(self) -> str:
         """Changes with every token, mask bit and window."""
         digest = hashlib.sha256(repr(self.plan).encode())

@@ -1,0 +1,140 @@
+"""`specblock train` as users call it: recipe, command line, help. Nothing is trained here."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from vllm_specblock.cli.main import app
+from vllm_specblock.train import run
+from vllm_specblock.train.config import TrainConfig
+
+
+@pytest.fixture
+def called(monkeypatch):
+    """What the trainer was called with, each time."""
+    calls = []
+
+    def train(config, **how):
+        calls.append((config, how))
+
+    monkeypatch.setattr(run, "train", train)
+    return calls
+
+
+@pytest.fixture
+def recipe(tmp_path) -> Path:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        "target: T\ndata: D\nout: O\nlr: 1e-4\nbatch: 12\npack: false\ncompiled: true\n"
+    )
+    return path
+
+
+def train(*arguments: str | Path):
+    return CliRunner().invoke(app, ["train", *(str(argument) for argument in arguments)])
+
+
+def test_the_command_line_wins_over_the_recipe(called, recipe):
+    result = train(recipe, "--lr", "3e-4", "--pack", "--no-compiled", "--out", "elsewhere")
+    assert result.exit_code == 0, result.output
+    config = called[0][0]
+    assert (config.lr, config.pack, config.compiled) == (3e-4, True, False)
+    assert (config.out, config.target, config.batch) == (Path("elsewhere"), Path("T"), 12)
+
+
+def test_a_recipe_alone_keeps_what_it_says(called, recipe):
+    assert train(recipe).exit_code == 0
+    config, how = called[0]
+    assert (config.lr, config.batch, config.pack, config.compiled) == (1e-4, 12, False, True)
+    assert config.length == TrainConfig.model_fields["length"].default
+    assert how == {"resume": True, "dry_run": False}
+
+
+def test_how_to_run(called, recipe):
+    assert train(recipe, "--no-resume", "--dry-run").exit_code == 0
+    assert called[0][1] == {"resume": False, "dry_run": True}
+
+
+def test_options_of_every_kind(called):
+    result = train(
+        "--target", "T", "--data", "D", "--out", "O", "--layer-ids", "2,5,8", "--rank-topk", "full",
+        "--rank-loss", "ordinal", "--minutes", "2.5", "--no-valid-prefix", "--features", "F",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    config = called[0][0]
+    assert (config.layer_ids, config.rank_topk, config.rank_loss) == ((2, 5, 8), "full", "ordinal")
+    assert (config.minutes, config.valid_prefix, config.features) == (2.5, False, Path("F"))
+
+
+def test_a_number_or_a_word(called):
+    arguments = ("--target", "T", "--data", "D", "--out", "O", "--rank-topk")
+    assert train(*arguments, "7").exit_code == 0
+    assert called[0][0].rank_topk == 7
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("bacth: 3", "Error: There is no option bacth; did you mean batch?"),
+        ("lr: quick", "Error: Option lr: "),
+        ("lr: {a", "is not YAML"),
+    ],
+)
+def test_a_wrong_recipe_is_one_sentence(called, recipe, line, says):
+    recipe.write_text(recipe.read_text().replace("lr: 1e-4", line))
+    result = train(recipe)
+    assert result.exit_code == 1 and not called
+    (message,) = result.stderr.strip().splitlines()
+    assert message.startswith("Error: ") and says in message
+
+
+def test_a_missing_option_is_one_sentence(called):
+    result = train("--data", "D", "--out", "O")
+    assert result.exit_code == 1 and not called
+    assert result.stderr.strip() == "Error: The option target is missing."
+
+
+def test_an_unknown_option_has_a_suggestion(called):
+    result = train("--target", "T", "--bacth", "3")
+    assert result.exit_code == 2 and not called
+    assert "--batch" in result.stderr
+
+
+@pytest.fixture(scope="module")
+def help_text() -> str:
+    """The help page with one space between words and no frames."""
+    wide = {"COLUMNS": "400", "TERMINAL_WIDTH": "400", "NO_COLOR": "1", "TERM": "dumb"}
+    result = CliRunner().invoke(app, ["train", "--help"], env=wide)
+    assert result.exit_code == 0
+    return "\n".join(re.sub(r"[\s│]+", " ", line) for line in result.output.splitlines())
+
+
+@pytest.mark.parametrize("name", TrainConfig.model_fields)
+def test_help_shows_every_option_with_its_default(help_text, name):
+    field, option = TrainConfig.model_fields[name], name.replace("_", "-")
+    (line,) = [line for line in help_text.split("\n") if re.match(rf" ?--{option} ", line)]
+    assert field.description in line
+    default = field.default
+    if isinstance(default, bool):
+        assert f"--no-{option}" in line
+        default = option if default else f"no-{option}"
+    if not field.is_required() and default is not None:
+        assert f"[default: ({default})]" in line
+    elif not field.is_required():
+        assert name in {"steps", "minutes"} or "default" in line.lower()
+
+
+def test_help_does_not_wait_for_torch():
+    code = (
+        "import sys; from typer.testing import CliRunner; from vllm_specblock.cli.main import app;"
+        "assert CliRunner().invoke(app, ['train', '--help']).exit_code == 0;"
+        "print([name for name in ('torch', 'transformers', 'vllm') if name in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout.strip() == "[]", result.stdout + result.stderr

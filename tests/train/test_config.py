@@ -1,0 +1,136 @@
+"""Options and recipes of the trainer: what is taken, and one sentence for what is not."""
+
+from __future__ import annotations
+
+import pytest
+
+from vllm_specblock.train.config import RunConfig, TrainConfig, TrainError, parse, read_recipe
+
+NEEDED = {"target": "T", "data": "D", "out": "O"}
+
+
+def sentence(error: pytest.ExceptionInfo) -> str:
+    """The message, if it is one sentence on one line."""
+    text = str(error.value)
+    assert "\n" not in text and text.endswith((".", "?")), text
+    return text
+
+
+def test_defaults_are_the_papers():
+    config = parse(**NEEDED)
+    assert (config.epochs, config.batch, config.lr) == (20, 96, 5e-5)
+    assert (config.warmup, config.clip, config.rank_from) == (0.015, 0.5, 2000)
+    assert (config.block_size, config.num_layers, config.rank_topk) == (4, 2, 20)
+
+
+def test_a_run_of_other_learners_has_no_options_of_specblock():
+    with pytest.raises(TrainError, match="There is no option rank_from"):
+        parse(RunConfig, **NEEDED, rank_from=3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"batchs": 4}, "There is no option batchs; did you mean batch?"),
+        ({"rank-from": 4}, "There is no option rank-from; did you mean rank_from?"),
+        ({"quux": 4}, "There is no option quux."),
+        ({"target": None}, "Option target: "),
+        ({"steps": "many"}, "Option steps: "),
+        ({"steps": 2.5}, "Option steps: "),
+        ({"lr": "fast"}, "Option lr: "),
+        ({"lr": float("nan")}, "Option lr: "),
+        ({"precision": "fp16"}, "Option precision: "),
+        ({"pack": "perhaps"}, "Option pack: "),
+        ({"layer_ids": [2, 4]}, "layer_ids"),
+        ({"rank_topk": "most"}, "Option rank_topk"),
+        ({"hold_out": -1}, "Option hold_out: "),
+        ({"loss_floor": 1.5}, "Option loss_floor: "),
+        ({"batch": 8, "micro_batch": 3}, "batch 8 is no multiple of micro_batch 3."),
+        ({"length": 9, "block_size": 8}, "length 9 holds no whole block of 8 positions."),
+    ],
+)
+def test_wrong_options_are_one_sentence(changes, says):
+    with pytest.raises(TrainError) as error:
+        parse(**NEEDED | changes)
+    assert says in sentence(error)
+
+
+@pytest.mark.parametrize("name", NEEDED)
+def test_a_missing_option_is_named(name):
+    given = {key: value for key, value in NEEDED.items() if key != name}
+    with pytest.raises(TrainError, match=rf"^The option {name} is missing\.$"):
+        parse(**given)
+
+
+def test_options_do_not_change_under_a_run():
+    with pytest.raises(ValueError):
+        parse(**NEEDED).lr = 1.0
+
+
+@pytest.mark.parametrize("name", sorted(TrainConfig.model_fields))
+def test_every_option_is_explained(name):
+    field = TrainConfig.model_fields[name]
+    assert field.description and len(field.description) > 10
+
+
+class TestRecipe:
+    @pytest.fixture
+    def read(self, tmp_path):
+        def read(text: str):
+            path = tmp_path / "recipe.yaml"
+            path.write_text(text, encoding="utf-8")
+            return read_recipe(path)
+
+        return read
+
+    def test_values_have_their_types(self, read):
+        recipe = read(
+            "target: T\ndata: D\nout: O\n"
+            "lr: 5e-4\n"  # no number in YAML 1.1, which wants 5.0e-4: a string that is one
+            "layer_ids: [2, 5, 8]\nrank_topk: full\npack: no\nmicro_batch: 6\nhold_out: 3\n"
+        )
+        config = parse(**recipe)
+        assert config.lr == 5e-4
+        assert (config.layer_ids, config.rank_topk) == ((2, 5, 8), "full")
+        assert (config.pack, config.micro_batch, config.hold_out) == (False, 6, 3)
+
+    @pytest.mark.parametrize(
+        ("text", "says"),
+        [
+            ("lr: [1\n", "is not YAML"),
+            ("a: b: c\n", "is not YAML"),
+            ("- lr\n- 3\n", "must map options to values"),
+            ("just words\n", "must map options to values"),
+            ("", "must map options to values"),
+        ],
+    )
+    def test_what_is_no_recipe_is_one_sentence(self, read, text, says):
+        with pytest.raises(TrainError, match=says) as error:
+            read(text)
+        assert "recipe.yaml" in sentence(error)
+
+    def test_bytes_that_are_no_text(self, tmp_path):
+        (tmp_path / "r.yaml").write_bytes(b"lr: \xff\xfe\n")
+        with pytest.raises(TrainError, match="is not YAML"):
+            read_recipe(tmp_path / "r.yaml")
+
+    def test_a_missing_file(self, tmp_path):
+        with pytest.raises(TrainError, match=r"There is no recipe .*nowhere\.yaml"):
+            read_recipe(tmp_path / "nowhere.yaml")
+
+
+class TestResume:
+    """What a resumed run shares with the one that it continues."""
+
+    def test_what_changes_the_numbers_must_match(self):
+        names = parse(**NEEDED).must_match().keys()
+        assert names >= {
+            "steps", "epochs", "batch", "length", "pack", "lr", "weight_decay", "warmup", "clip",
+            "seed", "precision", "hold_out", "num_blocks", "rank_from", "rank_loss", "loss_floor",
+            "valid_prefix", "mask_restart", "block_size", "num_layers", "rank_topk",
+        }  # fmt: skip
+
+    def test_where_things_are_may_change(self):
+        one = parse(**NEEDED)
+        other = parse(target="T2", data="D2", out="O2", minutes=3, save_every=7, track="wandb")
+        assert one.must_match() == other.must_match()

@@ -1,0 +1,184 @@
+"""Several learners in one run: each as if it were alone, the target asked once for all."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from vllm_specblock.draft import checkpoint
+from vllm_specblock.train.config import TrainError, parse
+from vllm_specblock.train.learner import Learner, Outcome
+from vllm_specblock.train.loop import Trainer
+from vllm_specblock.train.run import make_teacher, new_drafter, prepare, recipe, scripts_of
+from vllm_specblock.train.specblock import SpecBlockLearner
+
+CPU = torch.device("cpu")
+RECIPES = {
+    "first": {},
+    "free": {"valid_prefix": False, "rank_loss": "ordinal", "rank_from": 0},
+    "deep": {"num_blocks": 3, "mask_restart": True, "loss_floor": 0.0},
+}
+
+
+@pytest.fixture(scope="module")
+def make(folder, tmp_path_factory):
+    """A trainer of some of `RECIPES`, and of whatever else is given."""
+    runs = tmp_path_factory.mktemp("runs")
+
+    def make(*names: str, out: str, others: dict | None = None) -> Trainer:
+        config = parse(
+            target=folder / "target",
+            data=folder / "d.safetensors",
+            out=runs / out,
+            draft_vocab_size=20,
+            steps=6,
+            precision="fp32",
+            device="cpu",
+            batch=4,
+            micro_batch=2,
+            length=24,
+            lr=3e-3,
+            rank_from=2,
+            save_every=2,
+            log_every=3,
+            hold_out=2,
+            eval_every=3,
+        )
+        ground = prepare(config, CPU, shortest=6)
+        learners: dict[str, Learner] = {}
+        for name in names:
+            drafter = new_drafter(config, ground).float().train()
+            chosen = replace(recipe(config, CPU), **RECIPES[name])
+            learners[name] = SpecBlockLearner(drafter, chosen)
+        learners |= others or {}
+        teacher = make_teacher(config, ground, new_drafter(config, ground).t2d, CPU)
+        scripts = scripts_of(ground, teacher, CPU)
+        return Trainer(config, learners, teacher, ground.windows, scripts, CPU, ground.facts)
+
+    return make
+
+
+def learned(trainer: Trainer, name: str) -> dict[str, torch.Tensor]:
+    return trainer.students[name].spread.learner.state_dict()
+
+
+def entries(trainer: Trainer, name: str) -> list[dict]:
+    """The log of a learner as it lies on disk, without times."""
+    log = f"{name}.jsonl" if len(trainer.students) > 1 else "log.jsonl"
+    lines = (trainer.config.out / "training" / log).read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k != "seconds"} for line in lines]
+
+
+@pytest.fixture(scope="module")
+def together(make) -> Trainer:
+    trainer = make(*RECIPES, out="together")
+    trainer.run(progress=False)
+    return trainer
+
+
+def test_each_learns_what_it_learns_alone(make, together):
+    for name in RECIPES:
+        alone = make(name, out=f"alone {name}")
+        alone.run(progress=False)
+        mine, other = learned(together, name), learned(alone, name)
+        assert all(torch.equal(mine[key], other[key]) for key in mine), name
+        assert entries(together, name) == entries(alone, name)
+    heads = [learned(together, name)["drafter.lm_head.weight"] for name in RECIPES]
+    assert not torch.equal(heads[0], heads[1]) and not torch.equal(heads[0], heads[2])
+
+
+def test_each_has_a_folder_of_its_own(together):
+    out = together.config.out
+    assert {path.name for path in out.iterdir()} == {*RECIPES, "training"}
+    for name in RECIPES:
+        written = checkpoint.load(out / name, torch.float32).state_dict()
+        state = learned(together, name)
+        for key, value in written.items():
+            assert torch.equal(value.float(), state[f"drafter.{key}"].bfloat16().float())
+        assert json.loads((out / name / "provenance.json").read_text())["step"] == 6
+        assert (out / name / "best" / "model.safetensors").exists()
+    depths = [len(entries(together, name)[0]["alpha"]) for name in RECIPES]
+    assert depths == [2, 2, 3]  # M of each
+
+
+def test_the_target_is_asked_once_for_all(make):
+    trainer = make(*RECIPES, out="asked")
+    asked = []
+
+    def teach(batch, inner=trainer.teacher.teach):
+        asked.append(len(batch))
+        return inner(batch)
+
+    trainer.teacher.teach = teach
+    trainer.update()
+    assert asked == [2, 2]  # micro-batches of one update
+
+
+def test_a_killed_run_goes_on_with_all_of_them(make, together, monkeypatch):
+    def update(self, inner=Trainer.update):
+        if self.step == 5:
+            raise KeyboardInterrupt
+        inner(self)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Trainer, "update", update)
+        make(*RECIPES, out="killed").run(progress=False)
+    again = make(*RECIPES, out="killed")
+    again.restore()
+    assert again.step == 4
+    again.run(progress=False)
+    for name in RECIPES:
+        mine, whole = learned(again, name), learned(together, name)
+        assert all(torch.equal(mine[key], whole[key]) for key in whole), name
+        assert entries(again, name) == entries(together, name)
+        assert again.students[name].best_tau == together.students[name].best_tau
+
+
+def test_other_learners_do_not_take_over_a_state(make):
+    make("first", "free", out="others").save()
+    with pytest.raises(TrainError, match="holds first, free, not first, deep"):
+        make("first", "deep", out="others").restore()
+
+
+class Broken(Learner):
+    """Its gradient is no number from some update on."""
+
+    def __init__(self, since: int):
+        super().__init__()
+        self.weight, self.since = nn.Parameter(torch.ones(3)), since
+
+    def forward(self, lesson):
+        loss = self.weight.sum() * (torch.nan if lesson.step >= self.since else 1.0)
+        grid = torch.ones(1, 1)
+        return Outcome(loss, grid, grid, grid, torch.tensor(0.0))
+
+    def draft_along(self, script):
+        raise NotImplementedError
+
+    def save(self, directory):
+        (directory / "model.safetensors").write_bytes(b"")
+
+
+def test_a_gradient_that_is_no_number_costs_one_learner_one_update(make):
+    trainer = make("first", out="broken", others={"broken": Broken(since=1)})
+    alone = make("first", out="alone")
+    for _ in range(3):
+        trainer.update()
+        alone.update()
+    broken, first = (trainer.students[name] for name in ("broken", "first"))
+    assert broken.lost == 2 and first.lost == 0
+    assert bool(broken.spread.learner.weight.isfinite().all())
+    mine, other = (t.students["first"].spread.learner.state_dict() for t in (trainer, alone))
+    assert all(torch.equal(mine[name], other[name]) for name in mine)
+
+
+def test_a_learner_that_is_lost_is_named(make):
+    trainer = make("first", out="broken", others={"broken": Broken(since=1)})
+    with pytest.raises(TrainError, match="gradient of broken has not been finite for 20 updates"):
+        for _ in range(30):
+            trainer.update()
+    assert trainer.step == 20

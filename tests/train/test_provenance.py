@@ -1,0 +1,85 @@
+"""What is written beside a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from vllm_specblock.train import provenance
+
+
+@pytest.fixture
+def repository(tmp_path, monkeypatch):
+    """A git repository of one commit, which git knows no other around."""
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
+    folder = tmp_path / "repository"
+    folder.mkdir()
+    (folder / "file").write_text("one\n")
+    for words in (["init", "-q"], ["add", "file"], ["commit", "-q", "-m", "first"]):
+        who = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+        subprocess.run(["git", "-C", str(folder), *who, *words], check=True)
+    return folder
+
+
+def head_of(folder) -> str:
+    return (folder / ".git" / "HEAD").read_text().split()[-1]
+
+
+def test_the_revision_is_the_commits(repository):
+    commit = (repository / ".git" / head_of(repository)).read_text().strip()
+    assert provenance.revision(repository) == commit
+    (repository / "sub").mkdir()
+    assert provenance.revision(repository / "sub") == commit
+
+
+def test_changed_files_show(repository):
+    clean = provenance.revision(repository)
+    (repository / "file").write_text("two\n")
+    assert provenance.revision(repository) == clean + "+changes"
+
+
+def test_new_files_show(repository):
+    clean = provenance.revision(repository)
+    (repository / "other").write_text("x")
+    assert provenance.revision(repository) == clean + "+changes"
+
+
+def test_outside_a_repository_there_is_no_revision(tmp_path, monkeypatch):
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert provenance.revision(tmp_path) is None
+
+
+def test_without_git_there_is_no_revision(repository, monkeypatch):
+    monkeypatch.setenv("PATH", str(repository))
+    assert provenance.revision(repository) is None
+
+
+def test_the_command_can_be_pasted(repository, monkeypatch):
+    monkeypatch.chdir(repository)
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/specblock", "train", "--out", "a folder"])
+    facts = provenance.provenance()
+    assert facts["command"] == "specblock train --out 'a folder'"
+    assert facts["git"]["folder"] == provenance.revision(repository)
+    assert facts["git"]["plugin"] == provenance.revision(Path(provenance.__file__).parent)
+
+
+def test_versions_are_those_of_this_process():
+    versions = provenance.provenance()["versions"]
+    assert versions["python"] == platform.python_version()
+    assert versions["torch"] == torch.__version__
+    assert versions["transformers"] == transformers.__version__
+    assert "safetensors" in versions and "vllm-specblock" in versions
+
+
+def test_facts_are_replaced_whole(tmp_path):
+    provenance.write(tmp_path, {"step": 1, "folder": tmp_path})
+    provenance.write(tmp_path, {"step": 2})
+    assert json.loads((tmp_path / "provenance.json").read_text()) == {"step": 2}
+    assert [path.name for path in tmp_path.iterdir()] == ["provenance.json"]

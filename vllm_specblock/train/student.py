@@ -1,0 +1,64 @@
+"""A learner on its way: with its optimiser, its log and its best result so far."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from vllm_specblock.train.config import RunConfig
+from vllm_specblock.train.journal import Journal
+from vllm_specblock.train.learner import Learner, Lesson
+from vllm_specblock.train.parallel import Spread
+
+BETAS = (0.9, 0.999)
+
+
+class Student:
+    """A learner with its optimiser and its log, spread over the ranks."""
+
+    def __init__(self, learner: Learner, config: RunConfig):
+        self.spread = Spread(learner, config.parallel)
+        self.optimizer = torch.optim.AdamW(
+            [p for p in self.spread.parameters if p.requires_grad],
+            lr=config.lr,
+            betas=BETAS,
+            weight_decay=config.weight_decay,
+            fused=True,
+        )
+        self.journal = Journal()
+        self.best_tau = 0.0
+        self.lost = 0  # updates in a row whose gradient was not finite
+
+    def learn(self, lesson: Lesson, share: float, more_to_come: bool) -> None:
+        """Add up the gradients of one micro-batch, which is `share` of the batch."""
+        with self.spread.adding_up(more_to_come):
+            outcome = self.spread.module(lesson)
+            (outcome.loss * share).backward()
+        self.journal.add(outcome)
+
+    def step(self, rate: float, clip: float) -> None:
+        """Update the weights, unless the gradient is not finite: then count that."""
+        norm = torch.nn.utils.clip_grad_norm_(self.spread.parameters, clip)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        finite = bool(norm.isfinite())
+        if finite:
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate
+            self.optimizer.step()
+        self.lost = 0 if finite else self.lost + 1
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def state(self) -> dict[str, Any]:
+        return {
+            **self.spread.state(self.optimizer),
+            "journal": self.journal.state(),
+            "best_tau": self.best_tau,
+            "lost": self.lost,
+        }
+
+    def load_state(self, state: dict[str, Any], device: torch.device) -> None:
+        self.spread.load_state(self.optimizer, state)
+        self.journal.load_state(state["journal"], device)
+        self.best_tau, self.lost = state["best_tau"], state["lost"]
