@@ -188,7 +188,9 @@ def parse(model: type[RunConfig] = TrainConfig, **options: Any) -> Any:
     try:
         return model(**options)
     except ValidationError as error:
-        first = error.errors()[0]
+        errors = error.errors()
+        # A misspelt option often leaves another one missing: name the cause.
+        first = next((e for e in errors if e["type"] == "extra_forbidden"), errors[0])
         name = ".".join(str(part) for part in first["loc"]) or "options"
         if first["type"] == "extra_forbidden":
             near = difflib.get_close_matches(name, model.model_fields, n=1)
