@@ -175,7 +175,11 @@ def judge(
         "results": results,
         "parameters": {n: roster.parameters(s.spread.learner) for n, s in trainer.students.items()},
         "alpha": {n: last_alpha(s.journal.entries) for n, s in trainer.students.items()},
-        "seconds_of_training": round(trainer.seconds, 1),
+        "seconds_of_training": max(
+            entry.get("seconds", 0.0)
+            for student in trainer.students.values()
+            for entry in student.journal.entries
+        ),
         "updates": trainer.step,
         "facts": trainer.facts,
     }
