@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import time
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,12 +23,13 @@ from roster import ABLATIONS, BASELINES
 from transformers import AutoConfig
 
 from vllm_specblock.cli.from_model import options_of
+from vllm_specblock.config import SpecBlockConfig
 from vllm_specblock.draft.untrained import most_frequent
 from vllm_specblock.train.config import RunConfig, TrainError, parse, read_recipe
 from vllm_specblock.train.judge.drafting import SpecBlockDraft, serving_shape, uniform_shape
 from vllm_specblock.train.judge.evaluate import Reach, scripts_from
 from vllm_specblock.train.judge.replay import Replay, replay
-from vllm_specblock.train.learner import Learner, Lesson, Script
+from vllm_specblock.train.learner import Learner, Lesson
 from vllm_specblock.train.loop import Trainer
 from vllm_specblock.train.parallel import ranks
 from vllm_specblock.train.run import Ground, folded_head, make_teacher, prepare, scripts_of
@@ -38,6 +40,8 @@ from vllm_specblock.train.text.prompts import read_prompts
 from vllm_specblock.train.text.shards import replace
 
 UNIFORM = "− rank-guided branching"
+PAPER = "paper's branching"
+_PAPERS_MAP = [2, 4, 6, 4]
 _CALIBRATION = 8  # batches that Falcon's static tree is shaped by
 _SHORTEST = 12
 
@@ -200,7 +204,7 @@ def last_alpha(entries: list[dict[str, Any]]) -> list[list[float]]:
 
 
 def contestants(config: Comparison, trainer: Trainer) -> dict[str, Any]:
-    """Everybody that is replayed: the drafters, and SpecBlock with a uniform tree."""
+    """Everybody that is replayed: the drafters, and SpecBlock with other trees."""
     found: dict[str, Any] = {}
     for name, student in trainer.students.items():
         learner: Learner = student.spread.learner
@@ -209,12 +213,12 @@ def contestants(config: Comparison, trainer: Trainer) -> dict[str, Any]:
         found[name] = learner.draft_along
     if "specblock" in trainer.students:
         drafter = trainer.students["specblock"].spread.learner.drafter
-        shape = uniform_shape(serving_shape(drafter, nodes=config.nodes))
-
-        def uniform(script: Script) -> SpecBlockDraft:
-            return SpecBlockDraft(drafter, script, shape)
-
-        found[UNIFORM] = uniform
+        papers = SpecBlockConfig(branching=_PAPERS_MAP)
+        for name, shape in (
+            (UNIFORM, uniform_shape(serving_shape(drafter, nodes=config.nodes))),
+            (PAPER, serving_shape(drafter, papers, config.nodes)),
+        ):
+            found[name] = partial(SpecBlockDraft, drafter, shape=shape)
     return found
 
 
@@ -229,7 +233,7 @@ def table(summary: dict[str, Any]) -> str:
         name, _, temperature = key.rpartition(" T=")
         if temperature != "0":
             continue
-        of = "specblock" if name == UNIFORM else name
+        of = "specblock" if name in (UNIFORM, PAPER) else name
         alpha = " \\| ".join(
             " ".join(f"{a:.2f}" for a in block) for block in summary["alpha"].get(of, [])
         )

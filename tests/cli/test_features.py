@@ -18,7 +18,7 @@ from vllm_specblock.cli.main import app
 from vllm_specblock.train.teacher.feature_store import FeatureStore
 from vllm_specblock.train.teacher.features import OnlineTeacher, load_target
 from vllm_specblock.train.teacher.stored_teacher import StoredTeacher
-from vllm_specblock.train.text.windows import Windows, load
+from vllm_specblock.train.text.windows import Windows, load_texts
 
 TARGET = Path(__file__).parents[2] / "examples/tiny_pair/target"
 LENGTH, LAYERS = 48, (0, 3, 6)
@@ -80,7 +80,7 @@ class TestThroughVLLM:
         ids = torch.arange(5, 2048, 9)
         online = OnlineTeacher(load_target(TARGET, "fp32", torch.device("cpu")), LAYERS, ids)
         stored = StoredTeacher(folder, TARGET, ids, "cpu", torch.float32, LAYERS, LENGTH)
-        windows = Windows(load(data, lambda: None, 2048), LENGTH, shortest=3)
+        windows = Windows(load_texts(data, lambda: None, 2048), LENGTH, shortest=3)
         batch = windows.of(range(len(windows)))
         inside = batch.tokens >= 0
         assert max(map(len, batch.pieces)) > 1 and not inside.all()

@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from vllm_specblock.cli.options import four_widths
+
 
 class Precision(StrEnum):
     """Arithmetic of target and drafter."""
@@ -57,6 +59,14 @@ def evaluate(
         int | None,
         typer.Option(min=1, max=32, help="S, starts of a later block. Default: as in serving."),
     ] = None,
+    branching: Annotated[
+        str | None,
+        typer.Option(
+            parser=four_widths,
+            metavar="B1,B2,B3,B4",
+            help="Children per rank bucket, 0 to 32. Default: as in serving.",
+        ),
+    ] = None,
     uniform: Annotated[
         bool, typer.Option("--uniform", help="Also trees of one width, without the rank head.")
     ] = False,
@@ -78,7 +88,7 @@ def evaluate(
     from tqdm import tqdm
 
     from vllm_specblock.cli.eval_tables import print_tables
-    from vllm_specblock.config import DEFAULT_NODES, SpecBlockConfig
+    from vllm_specblock.config import DEFAULT_NODES, parse_options
     from vllm_specblock.draft import checkpoint
     from vllm_specblock.train.judge import evaluate as figures_of
     from vllm_specblock.train.parallel import usable_device
@@ -102,8 +112,8 @@ def evaluate(
         json_file.parent.mkdir(parents=True, exist_ok=True)
     model = load_target(target, precision.value, where)
     weights = checkpoint.load(drafter, model.dtype, where)
-    given = {"num_blocks": blocks, "num_starts": starts}
-    options = SpecBlockConfig(**{key: value for key, value in given.items() if value is not None})
+    given = {"num_blocks": blocks, "num_starts": starts, "branching": branching}
+    options = parse_options({key: value for key, value in given.items() if value is not None})
     budgets = list(dict.fromkeys(nodes or [DEFAULT_NODES]))
     shapes = figures_of.shapes_of(weights, options, budgets, uniform)
 

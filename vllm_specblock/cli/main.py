@@ -24,10 +24,11 @@ class OneSentenceErrors(TyperGroup):
         try:
             return super().invoke(ctx)
         except ValueError as error:
+            from vllm_specblock.config import OptionError
             from vllm_specblock.draft.config import CheckpointError
             from vllm_specblock.train.config import TrainError
 
-            if not isinstance(error, CheckpointError | TrainError):
+            if not isinstance(error, CheckpointError | OptionError | TrainError):
                 raise
             typer.echo(f"Error: {error}", err=True)
             raise typer.Exit(1) from None

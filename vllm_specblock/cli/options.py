@@ -19,6 +19,16 @@ def three_layers(text: str) -> tuple[int, int, int]:
     return low, mid, high
 
 
+def four_widths(text: str) -> list[int]:
+    """Parse "2,4,6,4"."""
+    widths = text.split(",")
+    if len(widths) != 4 or not all(width.strip().isdigit() for width in widths):
+        raise typer.BadParameter(
+            f"{text!r} is not four numbers with commas between them, such as 2,4,6,4."
+        )
+    return [int(width) for width in widths]
+
+
 LayerIds = Annotated[
     str | None,
     typer.Option(
