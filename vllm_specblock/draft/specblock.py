@@ -40,7 +40,9 @@ class SpecBlockHead(Head):
         # Later blocks borrow one reserved slot per start, and N are reserved.
         starts = min(options.num_starts, max(1, num_nodes // max(1, blocks - 1)))
         self.K = drafter.config.block_size
-        self.shape = Shape(self.K, blocks, starts, tuple(options.branching), num_nodes)
+        most = drafter.config.draft_vocab_size  # more children than it can name there are not
+        widths = tuple(min(width, most) for width in options.branching)
+        self.shape = Shape(self.K, blocks, starts, widths, num_nodes)
         self.max_depth = min(num_nodes, blocks * self.K)
         self.path_rope = drafter.config.block_rope == "path"
 
