@@ -5,14 +5,14 @@ import json
 import pytest
 import torch
 from support.lessons import packed
-from support.training import VOCAB, save_tokens
+from support.training import VOCAB, save_tokens, short_run
 from transformers import LlamaForCausalLM
 from typer.testing import CliRunner
 
 from vllm_specblock.cli.main import app
 from vllm_specblock.draft import checkpoint
 from vllm_specblock.train import loop, specblock
-from vllm_specblock.train.config import TrainError, parse
+from vllm_specblock.train.config import TrainError
 from vllm_specblock.train.loop import Trainer, learning_rate
 from vllm_specblock.train.run import build, train
 from vllm_specblock.train.text.windows import load_texts, token_counts
@@ -21,24 +21,7 @@ from vllm_specblock.train.text.windows import load_texts, token_counts
 @pytest.fixture
 def options(folder, tmp_path):
     def make(**changes):
-        return parse(
-            **{
-                "target": folder / "target",
-                "data": folder / "d.safetensors",
-                "out": tmp_path / "out",
-                "draft_vocab_size": 20,
-                "steps": 6,
-                "precision": "fp32",
-                "device": "cpu",
-                "batch": 4,
-                "length": 24,
-                "lr": 1e-3,
-                "rank_from": 2,
-                "save_every": 3,
-                "log_every": 2,
-                **changes,
-            }
-        )
+        return short_run(folder, **{"out": tmp_path / "out", **changes})
 
     return make
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.training import VOCAB, save_tokens
+from support.training import VOCAB, save_tokens, short_run
 from transformers import LlamaForCausalLM
 
 from vllm_specblock.draft import checkpoint
@@ -29,24 +29,7 @@ LENGTH = 24
 @pytest.fixture
 def options(folder, tmp_path):
     def make(**changes):
-        return parse(
-            **{
-                "target": folder / "target",
-                "data": folder / "d.safetensors",
-                "out": tmp_path / "out",
-                "draft_vocab_size": 20,
-                "steps": 6,
-                "precision": "fp32",
-                "device": "cpu",
-                "batch": 4,
-                "length": LENGTH,
-                "lr": 1e-3,
-                "rank_from": 2,
-                "save_every": 100,
-                "log_every": 2,
-                **changes,
-            }
-        )
+        return short_run(folder, **{"out": tmp_path / "out", "save_every": 100, **changes})
 
     return make
 

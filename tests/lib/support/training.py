@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from vllm_specblock.train.config import TrainConfig, parse
 from vllm_specblock.train.text import shards
 from vllm_specblock.train.text.shards import Text
 
@@ -36,3 +37,22 @@ def save_tokens(path: Path, sequences: list[torch.Tensor]) -> None:
     """Sequences of which every token is to be learned."""
     texts = [Text(tokens, torch.ones(len(tokens), dtype=torch.bool)) for tokens in sequences]
     shards.write_shard(path, texts)
+
+
+def short_run(folder: Path, **changes) -> TrainConfig:
+    """Options of six updates on what `write_pair` left in `folder`."""
+    options = {
+        "target": folder / "target",
+        "data": folder / "d.safetensors",
+        "draft_vocab_size": 20,
+        "steps": 6,
+        "precision": "fp32",
+        "device": "cpu",
+        "batch": 4,
+        "length": 24,
+        "lr": 1e-3,
+        "rank_from": 2,
+        "save_every": 3,
+        "log_every": 2,
+    }
+    return parse(**options | changes)
