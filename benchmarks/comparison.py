@@ -79,9 +79,9 @@ def compare(
     deadline = time.monotonic() + 60 * config.minutes if config.minutes else None
     with ranks(config.device) as device:
         ground = prepare(config, device, _SHORTEST)
-        learners = {name: roster.make(name, footing(config, ground)) for name in config.names}
-        t2d = most_frequent(ground.counts, _vocabulary(config, ground))[1]
-        teacher = make_teacher(config, ground, t2d, device)
+        common = footing(config, ground)
+        learners = {name: roster.make(name, common) for name in config.names}
+        teacher = make_teacher(config, ground, common.t2d, device)
         trainer = Trainer(
             config,
             {name: learner.to(device).train() for name, learner in learners.items()},
@@ -96,12 +96,13 @@ def compare(
         if trainer.step < trainer.steps or trainer.rank != 0:
             return
         calibrate(trainer)
-        judge(config, trainer, device, deadline)
+        judge(config, trainer, common.layer_ids, device, deadline)
 
 
 def footing(config: Comparison, ground: Ground) -> roster.Ground:
     """What all drafters are made for."""
-    d2t, t2d = most_frequent(ground.counts, _vocabulary(config, ground))
+    size = min(config.draft_vocab_size, ground.target.vocab_size)
+    d2t, t2d = most_frequent(ground.counts, size)
     return roster.Ground(
         config.target,
         AutoConfig.from_pretrained(config.target),
@@ -115,10 +116,6 @@ def footing(config: Comparison, ground: Ground) -> roster.Ground:
         config.nodes,
         config.seed,
     )
-
-
-def _vocabulary(config: Comparison, ground: Ground) -> int:
-    return min(config.draft_vocab_size, ground.target.vocab_size)
 
 
 @torch.no_grad()
@@ -136,7 +133,11 @@ def calibrate(trainer: Trainer) -> None:
 
 
 def judge(
-    config: Comparison, trainer: Trainer, device: torch.device, deadline: float | None
+    config: Comparison,
+    trainer: Trainer,
+    layer_ids: tuple[int, int, int],
+    device: torch.device,
+    deadline: float | None,
 ) -> None:
     """Replay everybody along greedy and sampled texts; OUT/results.json grows one by one."""
     path = config.out / "results.json"
@@ -151,7 +152,7 @@ def judge(
                 config.new_tokens,
                 temperature=temperature,
                 seed=config.seed,
-                layer_ids=trainer.config.layer_ids or _layers(trainer),
+                layer_ids=layer_ids,
             )
         )
         for name, make_draft in contestants(config, trainer).items():
@@ -190,10 +191,6 @@ def judge(
     text = json.dumps(summary, indent=1, ensure_ascii=False, default=str) + "\n"
     replace(config.out / "comparison.json", lambda aside: aside.write_text(text))
     print(table(summary))
-
-
-def _layers(trainer: Trainer) -> tuple[int, int, int]:
-    return trainer.teacher.layer_ids
 
 
 def last_alpha(entries: list[dict[str, Any]]) -> list[list[float]]:

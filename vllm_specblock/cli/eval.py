@@ -151,11 +151,11 @@ def _target(drafter: Path, target: Path | None) -> tuple[Path, tuple[int, int, i
     """The target's folder, the layers that the drafter reads, and the target's vocabulary size.
 
     Raises:
-        TrainError: there is no target, or it is not the drafter's.
-        CheckpointError: one of the configs cannot be used.
+        TrainError: there is no target.
+        CheckpointError: one of the configs cannot be used, or they do not belong together.
     """
     from vllm_specblock.draft import checkpoint
-    from vllm_specblock.draft.target_info import describe_target
+    from vllm_specblock.draft.target_info import check_target, describe_target
     from vllm_specblock.train.config import TrainError
 
     config = checkpoint.read_config(drafter)
@@ -166,13 +166,7 @@ def _target(drafter: Path, target: Path | None) -> tuple[Path, tuple[int, int, i
             raise TrainError(f"The drafter in {drafter} {said}; give the target's with --target.")
         target = Path(name)
     info = describe_target(target, layer_ids=config.target.layer_ids)
-    for what in ("hidden_size", "vocab_size"):
-        made_for, found = getattr(config.target, what), getattr(info, what)
-        if made_for != found:
-            raise TrainError(
-                f"The drafter in {drafter} is for a target whose {what} is {made_for}, but that "
-                f"of {target} is {found}."
-            )
+    check_target(drafter, config.target, target, info)
     return target, info.layer_ids, info.vocab_size
 
 

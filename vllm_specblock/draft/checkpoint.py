@@ -19,7 +19,7 @@ from torch import Tensor
 from vllm_specblock.draft.config import CheckpointError, DrafterConfig
 from vllm_specblock.draft.config_json import Layout, from_json, layout_of, read_json, to_json
 from vllm_specblock.draft.model import SpecBlockDrafter
-from vllm_specblock.draft.target_info import describe_target
+from vllm_specblock.draft.target_info import check_target, describe_target
 from vllm_specblock.draft.untrained import init
 
 __all__ = [
@@ -140,13 +140,7 @@ def convert(
     if target is not None:
         layer_ids = layer_ids or config.target.layer_ids
         info = describe_target(target, target_name, layer_ids)
-        for what in ("hidden_size", "vocab_size"):
-            made_for, found = getattr(config.target, what), getattr(info, what)
-            if made_for != found:
-                raise CheckpointError(
-                    f"The drafter in {source} is for a target whose {what} is {made_for}, but "
-                    f"that of {target} is {found}."
-                )
+        check_target(source, config.target, target, info)
         config = config.model_copy(update={"target": info})
     _write(config, read_tensors(source, config), Path(destination), to)
     return config

@@ -51,3 +51,23 @@ def describe_target(
         vocab_size=raw["vocab_size"],
         layer_ids=layer_ids,
     )
+
+
+def check_target(
+    drafter: str | os.PathLike[str],
+    made_for: TargetInfo,
+    directory: str | os.PathLike[str],
+    found: TargetInfo,
+) -> None:
+    """Hold what a drafter was made for against the target in `directory`.
+
+    Raises:
+        CheckpointError: they are of other sizes.
+    """
+    for what in ("hidden_size", "vocab_size"):
+        wanted, here = getattr(made_for, what), getattr(found, what)
+        if wanted != here:
+            raise CheckpointError(
+                f"The drafter in {drafter} is for a target whose {what} is {wanted}, but that of "
+                f"{directory} is {here}."
+            )

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from vllm_specblock.draft import checkpoint
 from vllm_specblock.draft.config import CheckpointError, TargetInfo
 from vllm_specblock.draft.model import SpecBlockDrafter
-from vllm_specblock.draft.target_info import describe_target
+from vllm_specblock.draft.target_info import check_target, describe_target
 from vllm_specblock.train import provenance
 from vllm_specblock.train.config import RunConfig, TrainConfig, TrainError
 from vllm_specblock.train.distributed import world
@@ -220,15 +220,9 @@ def new_drafter(config: TrainConfig, ground: Ground) -> SpecBlockDrafter:
                 **{name: getattr(config, name) for name in _CHOICES},
             )
         drafter = checkpoint.load(config.init)
+        check_target(config.init, drafter.config.target, config.target, ground.target)
     except CheckpointError as error:
         raise TrainError(str(error)) from error
-    for what in ("hidden_size", "vocab_size"):
-        made_for, found = getattr(drafter.config.target, what), getattr(ground.target, what)
-        if made_for != found:
-            raise TrainError(
-                f"The drafter in {config.init} is for a target whose {what} is {made_for}, "
-                f"but that of {config.target} is {found}."
-            )
     return drafter
 
 

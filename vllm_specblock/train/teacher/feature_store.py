@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from vllm_specblock.train.config import TrainError
-from vllm_specblock.train.text.batch import Piece
+from vllm_specblock.train.text.batch import Piece, pieces_of
 from vllm_specblock.train.text.shards import replace
 
 INDEX = "features.json"
@@ -82,13 +82,6 @@ def fingerprint(sequences: Iterable[Tensor]) -> str:
         digest.update(len(tokens).to_bytes(8, "little"))
         digest.update(tokens.to(torch.int32).contiguous().numpy().tobytes())
     return digest.hexdigest()[:32]
-
-
-def pieces_of(sequences: Iterable[Tensor], length: int) -> Iterator[Piece]:
-    """Consecutive pieces of at most `length` tokens; sequences are numbered in their order."""
-    for number, tokens in enumerate(sequences):
-        for start in range(0, len(tokens), length):
-            yield Piece(number, start, min(length, len(tokens) - start))
 
 
 def shard_path(folder: Path, number: int) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,6 +22,14 @@ class Piece(NamedTuple):
     sequence: int
     start: int
     length: int
+
+
+def pieces_of(sequences: Iterable[Tensor], length: int, first: int = 0) -> Iterator[Piece]:
+    """Consecutive pieces of at most `length` tokens, of sequences that are numbered in their
+    order from `first` on. Training and stored features have to be cut alike."""
+    for number, tokens in enumerate(sequences, first):
+        for start in range(0, len(tokens), length):
+            yield Piece(number, start, min(length, len(tokens) - start))
 
 
 @dataclass(frozen=True)

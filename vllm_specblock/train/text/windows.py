@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vllm_specblock.train.config import TrainError
 from vllm_specblock.train.text import shards
-from vllm_specblock.train.text.batch import NO_TOKEN, Batch, Piece
+from vllm_specblock.train.text.batch import NO_TOKEN, Batch, Piece, pieces_of
 from vllm_specblock.train.text.shards import Text
 
 
@@ -35,11 +35,10 @@ class Windows:
     ):
         self.texts, self.length, self.first = texts, length, first
         pieces = [
-            Piece(first + number, start, min(length, len(text.tokens) - start))
-            for number, text in enumerate(texts)
-            for start in range(0, len(text.tokens), length)
+            piece
+            for piece in pieces_of((text.tokens for text in texts), length, first)
+            if piece.length >= shortest and self._text(piece).counted[2:].any()
         ]
-        pieces = [p for p in pieces if p.length >= shortest and self._text(p).counted[2:].any()]
         if not pieces:
             raise TrainError(
                 f"The data holds no sequence of {shortest} tokens or more with tokens to learn."
