@@ -1,0 +1,175 @@
+"""From scored candidates to a draft tree: equal texts joined, the best N kept and put in order.
+
+Whatever drafts or combines lays its candidates side by side, each with the candidate that it
+hangs from, and most of them marked as not wanted. One pass at the end makes the tree. Shapes are
+fixed by the caller, and no value is read on the host.
+
+Candidates are ranked by one int64 key, smallest first: bits 32–62 hold −score (a float that is
+not negative orders as its bits do; not wanted is +inf), bits 24–31 the depth, bits 0–23 the
+candidate's index. Ties thus go to the shallower, then to the earlier candidate, and the sorted
+key says by itself which candidate it was. Candidate 0 is the root.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from vllm_specblock.tree import DraftTree
+
+NEVER = float("-inf")
+"""Score of what is no candidate."""
+CLOSED = 0x7F800000 << 32
+"""Key of that score: what is not below it is not a node."""
+ROOT_HASH = 1
+"""Not 0: a leading token 0 has to count."""
+MAX_DEPTH = 255
+DEPTH_ONE = 1 << 24
+"""What one more token on a path adds to a key."""
+INDEX_BITS = DEPTH_ONE - 1
+_PATH_FACTOR = -7046029254386353131
+
+
+def extend_hash(
+    path_hash: torch.Tensor, token: torch.Tensor, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Hash of a text one token longer, in wrapping int64; arguments broadcast.
+
+    Two texts of one hash would be taken for one: a draft in the wrong place, never a wrong
+    output, since the target judges the tree as it stands.
+    """
+    return torch.add(token, path_hash, alpha=_PATH_FACTOR, out=out)
+
+
+def rank_key(
+    score: torch.Tensor, tie: torch.Tensor, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The key of candidates.
+
+    Args:
+        score: [...] fp32, cumulative log-score, at most 0; −inf: not wanted.
+        tie: [...] int64, depth << 24 | index.
+    """
+    return torch.add(tie, score.abs().view(torch.int32), alpha=1 << 32, out=out)
+
+
+def join(key: torch.Tensor, path_hash: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rank candidates, and find which are of equal text.
+
+    Args:
+        key, path_hash: [R, C] int64, the root first.
+
+    Returns:
+        order: [R, C] int64, candidates from best to worst; the root is the first.
+        winner: [R, C] int64, by rank: the best rank of the same text.
+    """
+    order = key.sort(dim=1).values & INDEX_BITS
+    # Nodes of equal text are neighbours once sorted by hash; the first of them is the best.
+    by_hash, rank = path_hash.gather(1, order).sort(dim=1, stable=True)
+    leads = torch.nn.functional.pad(by_hash[:, 1:] != by_hash[:, :-1], (1, 0), value=True)
+    place = torch.arange(order.shape[1], device=order.device)
+    leader = (place * leads).cummax(dim=1).values
+    return order, torch.empty_like(order).scatter_(1, rank, rank.gather(1, leader))
+
+
+@dataclass(frozen=True)
+class Selection:
+    """A tree, and what became of the candidates.
+
+    Attributes:
+        tree: R trees of N node slots.
+        node: [R, C] int64, the node that each candidate is, or has joined; 0 is the root, and
+            more than N stands for those over the budget. Of candidates that were not wanted it
+            says nothing.
+    """
+
+    tree: DraftTree
+    node: torch.Tensor
+
+
+def select(
+    token: torch.Tensor,
+    parent: torch.Tensor,
+    score: torch.Tensor,
+    key: torch.Tensor,
+    path_hash: torch.Tensor | None,
+    budget: int,
+    max_depth: int,
+) -> Selection:
+    """Join candidates of equal text, keep the best, put them in order.
+
+    Of equal texts the best is kept, and the others' children hang from it. That keeps parents
+    first: a child scores no higher than its own parent, which scores no higher than the kept one.
+
+    Args (each [R, C], the root first):
+        token: int64, target vocabulary.
+        parent: int64, the candidate that each hangs from.
+        score: fp32, cumulative log-score, never above the parent's.
+        key: int64, see `rank_key`.
+        path_hash: int64, see `extend_hash`; None if no two texts are equal.
+        budget: N.
+        max_depth: no path is longer.
+    """
+    count = key.shape[1]
+    place = torch.arange(count, device=key.device)
+    if path_hash is None:
+        order = key.sort(dim=1).values & INDEX_BITS
+        kept = key.gather(1, order) < CLOSED
+    else:
+        order, winner = join(key, path_hash)
+        kept = (winner == place) & (key.gather(1, order) < CLOSED)
+    rank_node = kept.cumsum(1) - 1  # 0 is the root
+    of_text = rank_node if path_hash is None else rank_node.gather(1, winner)
+    node = torch.empty_like(order).scatter_(1, order, of_text)
+
+    # What is not kept or over the budget goes to a last column, which is cut off. (On a CPU
+    # `searchsorted` would do it too, but starts threads for as few as 200 values.)
+    column = torch.where(kept, rank_node, budget + 1).clamp_(max=budget + 1)
+    candidate = order.new_zeros(len(order), budget + 2).scatter_(1, column, order)[:, 1:-1]
+    total = rank_node[:, -1:]
+    used = torch.arange(budget, device=order.device) < total
+    tree = DraftTree.from_nodes(
+        torch.where(used, token.gather(1, candidate), 0),
+        torch.where(used, node.gather(1, parent.gather(1, candidate)), -1).int(),
+        torch.where(used, score.gather(1, candidate), NEVER),
+        total[:, 0].clamp(max=budget).int(),
+        max_depth,
+    )
+    return Selection(tree, node)
+
+
+def select_nodes(
+    token: torch.Tensor,
+    parent: torch.Tensor,
+    score: torch.Tensor,
+    depth: torch.Tensor,
+    path_hash: torch.Tensor | None,
+    budget: int,
+    max_depth: int,
+) -> Selection:
+    """`select` for candidates without the root, which is put before them.
+
+    Args (each [R, C]):
+        token, score, path_hash: as in `select`.
+        parent: int64, 0 for the root, else 1 + the number of the candidate.
+        depth: int64, 1 for a child of the root; broadcasts.
+
+    Returns:
+        as `select`; column c of `node` is candidate c − 1, and column 0 the root.
+    """
+
+    def rooted(values: torch.Tensor, root: int) -> torch.Tensor:
+        return torch.nn.functional.pad(values, (1, 0), value=root)
+
+    index = torch.arange(1, token.shape[1] + 1, device=token.device)
+    tie = (depth * DEPTH_ONE + index).expand_as(token)
+    return select(
+        rooted(token, 0),
+        rooted(parent, 0),
+        rooted(score, 0),
+        rooted(rank_key(score, tie), 0),
+        None if path_hash is None else rooted(path_hash, ROOT_HASH),
+        budget,
+        max_depth,
+    )
