@@ -180,15 +180,28 @@ class DraftTree:
             *(pick(getattr(self, name), getattr(other, name)) for name in self.__dataclass_fields__)
         )
 
+    def put(self, index: torch.Tensor, other: DraftTree) -> DraftTree:
+        """The same trees, but for the requests `index` [n] int64 those of `other` (n trees)."""
+        return DraftTree(
+            *(
+                getattr(self, name).index_copy(0, index, getattr(other, name))
+                for name in self.__dataclass_fields__
+            )
+        )
+
     def ancestor_mask(self) -> torch.Tensor:
         """[R, N+1, N+1] bool: whether node j is on the path to node i."""
         return unpack_bits(self.ancestors, self.token.shape[1] + 1)
 
-    def best_chain(self) -> DraftTree:
-        """The path that is expected to go furthest, laid out as a chain in the first slots.
+    def best_path(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The path that is expected to go furthest.
 
         That is the one with the largest sum of exp(logprob) over its nodes: the expected
         number of its tokens that are accepted, if scores were the target's.
+
+        Returns:
+            entry: [R, N] int64, entries (node − 1) of the path from the top down, then the rest.
+            length: [R] int32, nodes on the path.
         """
         on_path = self.ancestor_mask()[:, 1:, 1:]  # [R, N, N]
         used = self.parent >= 0
@@ -197,10 +210,13 @@ class DraftTree:
         count = on_path.shape[1]
         path = on_path.gather(1, end[:, None, None].expand(-1, 1, count))[:, 0] & used
         # Nodes of a path ascend with their depth: to the front in order, the rest behind.
-        order = torch.where(path, self.depth, count + 1).argsort(dim=1, stable=True)
-        return DraftTree.chain(
-            self.token.gather(1, order), self.logprob.gather(1, order), path.sum(1).int()
-        )
+        entry = torch.where(path, self.depth, count + 1).argsort(dim=1, stable=True)
+        return entry, path.sum(1).int()
+
+    def best_chain(self) -> DraftTree:
+        """`best_path`, laid out as a chain in the first slots."""
+        entry, length = self.best_path()
+        return DraftTree.chain(self.token.gather(1, entry), self.logprob.gather(1, entry), length)
 
     def path_matrix(self, request: int) -> torch.Tensor:
         """One request's root-to-leaf paths (merged-tree paper, §4.4), for people and tests.

@@ -1,0 +1,227 @@
+"""Merged trees against plain Python, and what both ways to merge have in common."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.trees import nodes, texts, to_tree
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from vllm_specblock.candidates import ROOT_HASH, extend_hash
+from vllm_specblock.combine.merge import merge, path_hashes
+from vllm_specblock.tree import MAX_NODES, DraftTree
+from vllm_specblock.verify.walk import walk
+
+HOWS = ["disjoint", "trie"]
+quick = settings(deadline=None, max_examples=80)
+
+
+@st.composite
+def pairs(draw, vocab: int = 3):
+    """Two trees per request over few tokens: twins within a head and across, and many ties."""
+    count, out = draw(st.integers(1, 3)), []
+    for _ in range(2):
+        plain = [draw(nodes(max_nodes=16, vocab=vocab)) for _ in range(count)]
+        slots = max(1, *map(len, plain)) + draw(st.integers(0, 2))
+        steps = draw(st.lists(st.sampled_from([0, 1, 4]), min_size=slots, max_size=slots))
+        score = torch.tensor(steps).cumsum(0) / -8  # sums are exact
+        tree = to_tree(plain, slots)
+        out.append(replace(tree, logprob=torch.where(tree.parent >= 0, score, float("-inf"))))
+    return tuple(out)
+
+
+def slots_of(pair) -> int:
+    return sum(tree.token.shape[1] for tree in pair)
+
+
+def node_texts(tree: DraftTree, request: int) -> list[tuple]:
+    """Text of the root and of every node in use, twins included."""
+    known = [()]
+    parent, token = tree.parent[request].tolist(), tree.token[request].tolist()
+    for up, what in list(zip(parent, token))[: int(tree.size[request])]:
+        known.append((*known[up], what))
+    return known
+
+
+def merge_plainly(pair, request: int, how: str, budget: int) -> list[tuple]:
+    """(parent, token, score, origin) of every node that the merged tree is to have.
+
+    What makes two nodes one is their name: where they come from, or what they say.
+    """
+    candidates, before = [], 0
+    for head, tree in enumerate(pair, 1):
+        said = node_texts(tree, request)
+        names = said if how == "trie" else [(), *((head, i) for i in range(1, len(said)))]
+        for index in range(1, len(said)):
+            score = float(tree.logprob[request, index - 1])
+            up = names[int(tree.parent[request, index - 1])]
+            rank = (-score, len(said[index]), before + index)
+            candidates.append((rank, names[index], up, said[index][-1], score, head))
+        before += tree.token.shape[1]
+    merged: dict[tuple, list] = {}
+    for _, name, up, token, score, head in sorted(candidates):
+        merged.setdefault(name, [up, token, score, 0])[-1] |= head
+    number = {name: place for place, name in enumerate([(), *merged])}
+    return [(number[up], *rest) for up, *rest in merged.values()][:budget]
+
+
+@pytest.mark.parametrize("how", HOWS)
+@quick
+@given(pairs(), st.data())
+def test_equal_to_plain_python(how, pair, data):
+    """Order, parents, scores and origins, node by node, at every budget."""
+    budget = data.draw(st.integers(1, slots_of(pair) + 2))
+    combined = merge(*pair, how, budget)
+    tree = combined.tree
+    for request in range(len(tree.token)):
+        size = int(tree.size[request])
+        fields = (tree.parent, tree.token, tree.logprob, combined.origin)
+        found = list(zip(*(field[request, :size].tolist() for field in fields)))
+        assert found == merge_plainly(pair, request, how, budget)
+        assert (tree.parent[request, size:] == -1).all()
+        assert torch.isneginf(tree.logprob[request, size:]).all()
+        assert (combined.origin[request, size:] == 0).all()
+    assert combined.origin.dtype == torch.uint8 and combined.origin.shape == tree.token.shape
+
+
+@pytest.mark.parametrize("how", HOWS)
+@quick
+@given(pairs(), st.data())
+def test_every_prefix_is_the_tree_of_a_smaller_budget(how, pair, data):
+    whole = merge(*pair, how, slots_of(pair))
+    tree = whole.tree
+    assert (tree.parent < torch.arange(1, slots_of(pair) + 1)).all()
+    assert (tree.logprob[:, 1:] <= tree.logprob[:, :-1]).all()
+    cut = data.draw(st.integers(1, slots_of(pair)))
+    small = merge(*pair, how, cut)
+    again = DraftTree.from_nodes(tree.token, tree.parent, tree.logprob, tree.size)
+    for name in DraftTree.__dataclass_fields__:
+        assert torch.equal(getattr(tree.prefix(cut), name), getattr(small.tree, name)), name
+        assert torch.equal(getattr(tree, name), getattr(again, name)), name
+    assert torch.equal(whole.origin[:, :cut], small.origin)
+
+
+@quick
+@given(pairs(), st.data())
+def test_a_known_depth_changes_nothing(pair, data):
+    longest = max(int(tree.depth.max()) for tree in pair)
+    for how in HOWS:
+        known, found = merge(*pair, how, 20, longest), merge(*pair, how, 20)
+        assert torch.equal(known.origin, found.origin)
+        for name in DraftTree.__dataclass_fields__:
+            assert torch.equal(getattr(known.tree, name), getattr(found.tree, name)), name
+
+
+@quick
+@given(pairs(), st.integers(0, 10**6))
+def test_both_ways_accept_the_same_text(pair, seed):
+    """As long as the budget does not bind. Nodes of equal text draw the same token."""
+    drawn: dict[tuple, int] = {}
+    luck = random.Random(seed)
+
+    def accepted(how):
+        tree = merge(*pair, how, slots_of(pair)).tree
+        sampled = torch.zeros(len(tree.token), slots_of(pair) + 1, dtype=torch.int64)
+        for request in range(len(sampled)):
+            for node, text in enumerate(node_texts(tree, request)):
+                name = (request, *text)
+                sampled[request, node] = drawn.setdefault(name, luck.randrange(3))
+        depth = torch.nn.functional.pad(tree.depth.long(), (1, 0))
+        live = tree.parent >= 0
+        return walk(tree.token, tree.parent, depth, tree.ancestors, live, sampled, 16)
+
+    disjoint, trie = map(accepted, HOWS)
+    assert torch.equal(disjoint.accepted, trie.accepted)
+    assert torch.equal(disjoint.output, trie.output)
+
+
+@quick
+@given(pairs(), st.integers(1, 24))
+def test_a_trie_says_each_text_once_and_no_less(pair, budget):
+    disjoint, trie = (merge(*pair, how, budget) for how in HOWS)
+    for request in range(len(trie.origin)):
+        said = node_texts(trie.tree, request)
+        assert len(said) == len(set(said))
+        assert set(node_texts(disjoint.tree, request)) <= set(said)
+        scores = [texts(tree, request) for tree in pair]
+        for text, score in texts(trie.tree, request).items():
+            # `texts` keeps the last of a head's own twins, which is not the best.
+            assert score >= max(known.get(text, float("-inf")) for known in scores)
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_a_joint_budget_goes_to_the_better_head(how):
+    """The second head's worst node is better than the first head's best."""
+    chain = [(node, node) for node in range(6)]
+    first = to_tree([chain], 6)
+    second = to_tree([[(up, 9) for up, _ in chain]], 6)
+    unsure = replace(first, logprob=first.logprob - 1)
+    assert merge(unsure, second, how, 6).origin.tolist() == [[2] * 6]
+    assert merge(unsure, second, how, 8).origin.tolist() == [[2] * 6 + [1] * 2]
+
+
+def test_equal_prefixes_are_one_node():
+    """Both say 0 0; the first is surer of the start, and the second's end hangs from it."""
+    first = to_tree([[(0, 0), (1, 0), (0, 7)]], 3)
+    second = to_tree([[(0, 0), (1, 0), (2, 5)]], 4)
+    combined = merge(first, replace(second, logprob=second.logprob - 0.01), "trie", 6)
+    assert list(texts(combined.tree, 0)) == [(0,), (0, 0), (7,), (0, 0, 5)]
+    assert combined.origin.tolist() == [[3, 3, 1, 2, 0, 0]]
+    assert combined.tree.parent.tolist() == [[0, 1, 0, 2, -1, -1]]
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_the_largest_trees(how):
+    draw = random.Random(3)
+    plain = [[(draw.randint(0, node), draw.randrange(4)) for node in range(256)] for _ in "12"]
+    pair = [to_tree([one], MAX_NODES) for one in plain]
+    combined = merge(*pair, how, MAX_NODES)
+    found = zip(combined.tree.parent[0].tolist(), combined.tree.token[0].tolist())
+    expected = merge_plainly(pair, 0, how, MAX_NODES)
+    assert list(found) == [(up, token) for up, token, *_ in expected]
+
+
+@quick
+@given(st.lists(nodes(), min_size=1, max_size=3))
+def test_path_hashes_token_by_token(batch):
+    tree = to_tree(batch, max(1, *map(len, batch)))
+    found = path_hashes(tree.token, tree.parent, max_depth=int(tree.depth.max()))
+    for request in range(len(batch)):
+        for node, text in enumerate(node_texts(tree, request)[1:]):
+            path_hash = torch.tensor(ROOT_HASH)
+            for token in text:
+                path_hash = extend_hash(path_hash, torch.tensor(token))
+            assert found[request, node] == path_hash
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_nothing_is_read_on_the_host(how):
+    """A fake tensor has no value: any `.item()` or data-dependent shape raises."""
+    with FakeTensorMode():
+        pair = DraftTree.empty(3, 60, "cpu"), DraftTree.empty(3, 30, "cpu")
+        combined = merge(*pair, how, 60, 8)
+        chains = combined.where(torch.zeros(3, dtype=torch.bool))
+    assert combined.tree.token.shape == combined.origin.shape == chains.origin.shape == (3, 60)
+
+
+@pytest.mark.parametrize("how, most", [("disjoint", 85), ("trie", 120)])
+def test_operations_per_step(how, most):
+    """Each is a launch on a GPU."""
+
+    class Count(TorchDispatchMode):
+        total = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.total += not function.is_view
+            return function(*args, **(kwargs or {}))
+
+    pair = DraftTree.empty(1, 60, "cpu"), DraftTree.empty(1, 60, "cpu")
+    with Count() as count:
+        merge(*pair, how, 60, 8)
+    assert count.total < most

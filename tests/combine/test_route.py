@@ -1,0 +1,144 @@
+"""Routing against plain Python, the shares of a budget, and what a combined tree knows."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.trees import nodes, to_tree
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from vllm_specblock.combine.budget import shares
+from vllm_specblock.combine.combined import Combined
+from vllm_specblock.combine.route import agreement, confidence, route
+from vllm_specblock.tree import DraftTree
+
+HOWS = ["mean", "sum"]
+quick = settings(deadline=None, max_examples=80)
+
+
+@st.composite
+def pairs(draw):
+    """Two trees of as many slots per request, with falling scores of their own."""
+    count, slots = draw(st.integers(1, 4)), draw(st.integers(1, 12))
+    out = []
+    for _ in range(2):
+        tree = to_tree([draw(nodes(max_nodes=slots, vocab=3)) for _ in range(count)], slots)
+        falls = st.lists(st.integers(0, 40), min_size=slots, max_size=slots)
+        score = torch.tensor([draw(falls) for _ in range(count)]).cumsum(1) / -16
+        out.append(replace(tree, logprob=torch.where(tree.parent >= 0, score, float("-inf"))))
+    return tuple(out)
+
+
+def mu(tree: DraftTree, request: int, how: str) -> float:
+    """§5 of the paper, in double precision."""
+    size = int(tree.size[request])
+    total = sum(math.exp(score) for score in tree.logprob[request, :size].tolist())
+    return total / size if how == "mean" and size else total
+
+
+@pytest.mark.parametrize("how", HOWS)
+@quick
+@given(pairs())
+def test_equal_to_plain_python(how, pair):
+    combined, chosen = route(*pair, how)
+    sure = [confidence(tree, how) for tree in pair]
+    for request in range(len(chosen)):
+        ours, theirs = (mu(tree, request, how) for tree in pair)
+        for values, expected in zip(sure, (ours, theirs)):
+            assert values[request].item() == pytest.approx(expected, rel=1e-5)
+        if abs(theirs - ours) > 1e-5 * ours:  # in single precision others are a tie
+            assert chosen[request] == (theirs > ours)
+        head = 2 if chosen[request] else 1
+        for name in DraftTree.__dataclass_fields__:
+            whole, part = getattr(combined.tree, name), getattr(pair[head - 1], name)
+            assert torch.equal(whole[request], part[request]), name
+        size = int(combined.tree.size[request])
+        slots = combined.origin.shape[1]
+        assert combined.origin[request].tolist() == [head] * size + [0] * (slots - size)
+
+
+def test_the_mean_favours_small_trees():
+    """One node of 0.5, against a tree that has it and others."""
+    small = DraftTree.chain(
+        torch.tensor([[4, 0, 0]]), torch.tensor([[0.5, 0, 0]]).log(), torch.tensor([1])
+    )
+    large = DraftTree.chain(
+        torch.tensor([[4, 5, 6]]), torch.tensor([[0.5, 0.4, 0.3]]).log(), torch.tensor([3])
+    )
+    assert confidence(large, "mean").item() == pytest.approx(0.4)
+    assert confidence(large, "sum").item() == pytest.approx(1.2)
+    assert not route(small, large, "mean")[1].item() and route(small, large, "sum")[1].item()
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_ties_and_empty_trees(how):
+    some, none = to_tree([[(0, 1), (1, 2)]], 4), DraftTree.empty(1, 4, "cpu")
+    # exp of this rounds to 0.
+    hopeless = replace(some, logprob=some.logprob - 500)
+    assert confidence(hopeless, how).item() == confidence(none, how).item() == 0
+    for first, second, expected in [
+        (some, some, False),
+        (some, none, False),
+        (none, some, True),
+        (none, none, False),
+        (hopeless, none, False),
+        (none, hopeless, True),
+        (hopeless, some, True),
+    ]:
+        combined, chosen = route(first, second, how)
+        assert chosen.tolist() == [expected]
+        assert combined.tree.size.tolist() == (second if expected else first).size.tolist()
+
+
+def test_agreement():
+    said, other, none = ([(0, 3), (1, 4)], [(0, 4), (0, 3)], [])
+    first = to_tree([said, said, said, none, none], 3)
+    second = to_tree([[(0, 3)], other, none, said, none], 3)
+    assert agreement(first, second).tolist() == [True, False, False, False, False]
+
+
+def test_origin_follows_the_best_path():
+    """A chain for the first request only: its nodes 1 and 3, whose heads differ."""
+    plain = [(0, 1), (0, 2), (1, 3)]
+    origin = torch.tensor([[1, 2, 3, 0]], dtype=torch.uint8).expand(2, -1)
+    combined = Combined(to_tree([plain, plain], 4), origin)
+    mixed = combined.where(torch.tensor([True, False]))
+    assert mixed.tree.token.tolist() == [[1, 3, 0, 0], [1, 2, 3, 0]]
+    assert mixed.tree.parent.tolist() == [[0, 1, -1, -1], [0, 0, 1, -1]]
+    assert mixed.origin.tolist() == [[1, 3, 0, 0], [1, 2, 3, 0]]
+    assert mixed.origin.dtype == torch.uint8
+
+
+@pytest.mark.parametrize(
+    "num_nodes, policy, budget, expected",
+    [
+        (60, "route", "split", (60, 60)),
+        (60, "merge", "joint", (60, 60)),
+        (60, "merge", "split", (30, 30)),
+        (61, "merge", "split", (31, 30)),
+        (2, "merge", "split", (1, 1)),
+        (1, "merge", "joint", (1, 1)),
+    ],
+)
+def test_shares(num_nodes, policy, budget, expected):
+    assert shares(num_nodes, policy, budget) == expected
+
+
+def test_one_node_cannot_be_split():
+    with pytest.raises(ValueError, match="A budget of 1 cannot be split between two heads"):
+        shares(1, "merge", "split")
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_nothing_is_read_on_the_host(how):
+    """A fake tensor has no value: any `.item()` or data-dependent shape raises."""
+    with FakeTensorMode():
+        pair = DraftTree.empty(3, 60, "cpu"), DraftTree.empty(3, 60, "cpu")
+        combined, chosen = route(*pair, how)
+        agreed = agreement(*pair)
+    assert combined.origin.shape == (3, 60) and chosen.shape == agreed.shape == (3,)

@@ -1,0 +1,31 @@
+"""How many nodes each of two heads drafts, for a tree of N nodes to be verified."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+
+def shares(
+    num_nodes: int, policy: Literal["route", "merge"], budget: Literal["split", "joint"]
+) -> tuple[int, int]:
+    """(N₁, N₂), nodes that the first and the second head draft.
+
+    A routed tree is one head's alone, and a joint budget goes to whoever has the better nodes:
+    either may need all N. Split, each head drafts half of them, the first one more if N is odd.
+
+    Args:
+        num_nodes: N, nodes of the verified tree.
+        policy, budget: `CombineConfig.head_policy` and `.budget`; routing ignores the budget.
+
+    Raises:
+        ValueError: a split of fewer than two nodes.
+    """
+    if policy == "route" or budget == "joint":
+        return num_nodes, num_nodes
+    if num_nodes < 2:
+        raise ValueError(
+            f"A budget of {num_nodes} cannot be split between two heads, each of which needs at "
+            "least one node: raise num_speculative_tokens to 2 or more, or set budget to 'joint'."
+        )
+    second = num_nodes // 2
+    return num_nodes - second, second

@@ -1,0 +1,37 @@
+"""Combined: the trees that are verified, and which head each of their nodes is from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from vllm_specblock.tree import DraftTree
+
+
+@dataclass(frozen=True)
+class Combined:
+    """R trees of N node slots, and their authors.
+
+    Attributes:
+        tree: the trees.
+        origin: [R, N] uint8, bit 0: head 1 drafted the node, bit 1: head 2; 0: slot not in use.
+    """
+
+    tree: DraftTree
+    origin: torch.Tensor
+
+    @classmethod
+    def of(cls, tree: DraftTree, head: int) -> Combined:
+        """All nodes are from one head; `head` is 1 or 2."""
+        return cls(tree, ((tree.parent >= 0) * head).to(torch.uint8))
+
+    def where(self, chain: torch.Tensor) -> Combined:
+        """The best path alone, as a chain, for the requests where `chain` [R] bool holds."""
+        entry, length = self.tree.best_path()
+        place = torch.arange(entry.shape[1], device=entry.device)
+        origin = torch.where(place < length[:, None], self.origin.gather(1, entry), 0)
+        return Combined(
+            self.tree.where(chain, self.tree.best_chain()),
+            torch.where(chain[:, None], origin, self.origin),
+        )

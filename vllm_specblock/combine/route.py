@@ -1,0 +1,51 @@
+"""Routing: the tree of the surer head is verified (dual-draft routing paper, §4 and §5)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from vllm_specblock.combine.combined import Combined
+from vllm_specblock.tree import DraftTree
+
+How = Literal["mean", "sum"]
+
+
+def confidence(tree: DraftTree, how: How) -> torch.Tensor:
+    """How sure a head is of its tree.
+
+    "mean" is the paper's μ, the mean of exp(logprob) over the nodes. "sum" is their sum, the
+    number of tokens that the head expects to be accepted.
+
+    Returns:
+        [R] fp32; 0 for an empty tree.
+    """
+    total = tree.logprob.exp().sum(1)  # exp(−inf) = 0: slots not in use add nothing
+    return total if how == "sum" else total / tree.size.clamp(min=1)
+
+
+def route(first: DraftTree, second: DraftTree, how: How) -> tuple[Combined, torch.Tensor]:
+    """The surer head's tree, request by request; head 1 where both are equally sure.
+
+    Args:
+        first, second: R trees of N node slots each.
+        how: see `confidence`.
+
+    Returns:
+        the trees, and [R] bool: head 2 was chosen.
+    """
+    surer = confidence(second, how) > confidence(first, how)
+    # Sizes, too: what is very unsure rounds to 0, but is more than nothing.
+    chosen = (second.size > 0) & (surer | (first.size == 0))
+    ones, twos = Combined.of(first, head=1), Combined.of(second, head=2)
+    origin = torch.where(chosen[:, None], twos.origin, ones.origin)
+    return Combined(first.where(chosen, second), origin), chosen
+
+
+def agreement(first: DraftTree, second: DraftTree) -> torch.Tensor:
+    """[R] bool: both heads drafted something, and their best first tokens are the same.
+
+    Node 1, the best node of a tree, is a child of the root.
+    """
+    return (first.size > 0) & (second.size > 0) & (first.token[:, 0] == second.token[:, 0])
