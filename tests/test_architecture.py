@@ -17,8 +17,8 @@ SOURCES = sorted([*ROOT.glob("vllm_specblock/**/*.py"), *ROOT.glob("triton_kerne
 # Imports go one way: a room may import from itself and from those before it.
 ROOMS = [
     {"triton_kernels", "versions"},
-    {"tree"},
-    {"config", "draft", "verify", "commit"},
+    {"tree", "candidates"},
+    {"config", "draft", "combine", "verify", "commit"},
     {"train"},
     {"triton_interpreter", "engine"},
     {"plugin", "cli"},
@@ -63,12 +63,16 @@ STEP = [
     *ROOT.glob("vllm_specblock/verify/walk.py"),
     *ROOT.glob("vllm_specblock/commit/*.py"),
     *(ROOT / "vllm_specblock/draft" / f"{name}.py" for name in (
-        "head", "paged", "specblock", "expand", "model", "rope"
+        "head", "paged", "specblock", "expand", "model", "rope", "ngram"
     )),
+    *ROOT.glob("vllm_specblock/combine/*.py"),
+    *(ROOT / "vllm_specblock/draft/eagle3" / f"{name}.py" for name in ("growth", "head", "model")),
     *(ROOT / "vllm_specblock/engine" / f"{name}.py" for name in (
-        "slots", "rows", "sampler", "speculator", "model_state", "attention", "kv"
+        "slots", "rows", "sampler", "speculator", "proposal", "counters", "model_state",
+        "attention", "kv"
     )),
     ROOT / "vllm_specblock/tree.py",
+    ROOT / "vllm_specblock/candidates.py",
 ]  # fmt: skip
 READS = re.compile(r"\.(item|tolist|cpu|numpy|nonzero)\(|(?<![.\w])int\((?!self\.|len)|synchronize")
 
@@ -81,6 +85,13 @@ def test_no_device_value_is_read_on_the_way_of_a_step(path):
     for number, line in enumerate(source.splitlines(), 1):
         if READS.search(line):
             assert "# a host" in line, f"{path.name}:{number}: {line.strip()}"
+
+
+def test_combine_and_verify_know_trees_not_heads():
+    for path in SOURCES:
+        if room_of(path) in ("combine", "verify"):
+            for module in imported_modules(path):
+                assert not module.startswith("vllm_specblock.draft"), f"{path} imports {module}"
 
 
 def test_kernels_are_not_importable_by_their_folder(tmp_path):

@@ -4,39 +4,116 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_specblock.config import OptionError, SpecBlockConfig, check_num_nodes, parse_options
+from vllm_specblock.config import (
+    CombineConfig,
+    Eagle3Config,
+    NGramConfig,
+    OptionError,
+    SpecBlockConfig,
+    check_num_nodes,
+    parse_combine,
+    parse_head,
+    split_keys,
+)
 from vllm_specblock.versions import is_supported, supported_sentence
 
 
+def refused(call, *parts: str) -> None:
+    with pytest.raises(OptionError) as error:
+        call()
+    sentence = str(error.value)
+    assert "\n" not in sentence and sentence.endswith(".")
+    for part in parts:
+        assert part in sentence, sentence
+
+
 def test_defaults():
-    assert parse_options({"method": "specblock", "model": "x"}) == SpecBlockConfig()
+    assert parse_head({}, "specblock") == SpecBlockConfig()
+    assert parse_head({}, "eagle3") == Eagle3Config()
+    assert parse_head({}, "ngram") == NGramConfig()
+    assert parse_combine({}) == CombineConfig()
 
 
 def test_given():
-    options = parse_options({"num_blocks": 3, "branching": [1, 2, 3, 0], "num_starts": 4})
+    options = parse_head({"num_blocks": 3, "branching": [1, 2, 3, 0], "num_starts": 4}, "specblock")
     assert (options.num_blocks, options.num_starts, options.branching) == (3, 4, [1, 2, 3, 0])
+
+
+def test_whose_key_is_whose():
+    first, second, combine = split_keys(
+        {
+            "method": "specblock",
+            "model": "a",
+            "revision": "main",
+            "num_speculative_tokens": 60,
+            "num_blocks": 3,
+            "second_head": {"head": "ngram", "min-match": 3},
+            "head_policy": "merge",
+            "merge": "disjoint",
+        }
+    )
+    assert first == {"model": "a", "revision": "main", "num_blocks": 3}
+    assert second == {"head": "ngram", "min_match": 3}
+    assert combine == {"head_policy": "merge", "merge": "disjoint"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "says"),
+    [
+        (
+            "specblock",
+            {"num_block": 2},
+            ["'num_block'", "not known", "num_blocks", "num_starts", "branching", "second_head"],
+        ),
+        ("specblock", {"num_blocks": 0}, ["'num_blocks' is 0", "greater than or equal to 1"]),
+        ("specblock", {"num_blocks": 9}, ["'num_blocks' is 9", "less than or equal to 8"]),
+        ("specblock", {"num_blocks": "2"}, ["'num_blocks' is '2'", "a valid integer"]),
+        ("specblock", {"num_starts": 2.5}, ["'num_starts' is 2.5", "a valid integer"]),
+        ("specblock", {"branching": [2, 4, 6]}, ["'branching' is [2, 4, 6]", "at least 4 items"]),
+        (
+            "specblock",
+            {"branching": [2, 4, 6, -1]},
+            ["'branching' (entry 3) is -1", "greater than or equal"],
+        ),
+        ("specblock", {"branching": "wide"}, ["'branching' is 'wide'", "a valid list"]),
+        ("eagle3", {"num_blocks": 2}, ["'num_blocks' is not known", "'eagle3'", "depth", "top_k"]),
+        ("eagle3", {"depth": 0}, ["'depth' is 0", "greater than or equal to 1"]),
+        ("ngram", {"min_match": 9}, ["min_match is 9", "max_match, 8"]),
+        ("ngram", {"top_k": 9}, ["'top_k' is not known", "'ngram'", "branches"]),
+    ],
+)
+def test_wrong_options_of_a_head(kind, given, says):
+    refused(lambda: parse_head(given, kind), *says)
+
+
+def test_a_wrong_option_of_the_second_head_says_so():
+    refused(lambda: parse_head({"depth": 0}, "eagle3", "second_head."), "'second_head.depth' is 0")
 
 
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"num_block": 2}, ["'num_block'", "not known", "num_blocks", "num_starts", "branching"]),
-        ({"num_blocks": 0}, ["'num_blocks' is 0", "greater than or equal to 1"]),
-        ({"num_blocks": 9}, ["'num_blocks' is 9", "less than or equal to 8"]),
-        ({"num_blocks": "2"}, ["'num_blocks' is '2'", "a valid integer"]),
-        ({"num_starts": 2.5}, ["'num_starts' is 2.5", "a valid integer"]),
-        ({"branching": [2, 4, 6]}, ["'branching' is [2, 4, 6]", "at least 4 items"]),
-        ({"branching": [2, 4, 6, -1]}, ["'branching' (entry 3) is -1", "greater than or equal"]),
-        ({"branching": "wide"}, ["'branching' is 'wide'", "a valid list"]),
+        ({"head_policy": "vote"}, ["'head_policy' is 'vote'", "'route' or 'merge'"]),
+        ({"merge": "tree"}, ["'merge' is 'tree'", "'disjoint' or 'trie'"]),
+        ({"budget": 3}, ["'budget' is 3", "'split' or 'joint'"]),
+        ({"route": True}, ["'route' is True", "'eager' or 'lazy'"]),
     ],
 )
-def test_wrong_options(given, says):
-    with pytest.raises(OptionError) as error:
-        parse_options({"method": "specblock", **given})
-    sentence = str(error.value)
-    assert "\n" not in sentence and sentence.endswith(".")
-    for part in says:
-        assert part in sentence
+def test_wrong_policies(given, says):
+    refused(lambda: parse_combine(given), *says)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"second_head": "ngram"}, ["'second_head' is 'ngram'", "dictionary"]),
+        ({"head_policy": "merge"}, ["'head_policy'", "there is one", "'second_head'"]),
+        ({"head": "eagle"}, ["'head' is 'eagle'", "specblock, eagle3, ngram"]),
+        ({"second_head": {"head": "medusa"}}, ["'second_head.head' is 'medusa'", "ngram"]),
+    ],
+)
+def test_heads_that_cannot_be_told_apart(given, says):
+    refused(lambda: split_keys({"method": "specblock", **given}), *says)
 
 
 @pytest.mark.parametrize("value", [0, 257, -3, 2.0, "60", True, None])

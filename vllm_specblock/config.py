@@ -1,14 +1,15 @@
-"""SpecBlockConfig: every option of ours, its default, and the sentence for a wrong one.
+"""Every option of ours, its default, and the sentence for a wrong one.
 
-The keys stand beside vLLM's own in `speculative_config`. Nothing here imports vLLM; what must
-be held against the target is in `engine/arguments.py`.
+The keys stand beside vLLM's own in `speculative_config`: those of the first head and those that
+say how two heads go together at the top, those of the second head under `second_head`. Nothing
+here imports vLLM; what must be held against the target is in `engine/arguments.py`.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from vllm_specblock.tree import MAX_NODES
 
@@ -29,15 +30,20 @@ VLLM_KEYS = frozenset(
 )
 """Keys of `speculative_config` that vLLM itself reads and that hold with draft trees."""
 
+SOURCE_KEYS = frozenset({"head", "model", "revision"})
+"""Keys that say where a head comes from: its kind, and its checkpoint."""
+
 
 class OptionError(ValueError):
     """A key of `speculative_config` that cannot be followed; the message is one sentence."""
 
 
-class SpecBlockConfig(BaseModel):
-    """How a SpecBlock drafter grows its tree (paper, §3.2; `K` is fixed by the checkpoint)."""
-
+class _Options(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class SpecBlockConfig(_Options):
+    """How a SpecBlock drafter grows its tree (paper, §3.2; `K` is fixed by the checkpoint)."""
 
     num_blocks: Annotated[int, Field(ge=1, le=8)] = 2
     """M: drafter forwards per step. The deepest path holds M × K draft tokens."""
@@ -53,21 +59,125 @@ class SpecBlockConfig(BaseModel):
     narrower than what a budget of 60 nodes can hold where the target samples."""
 
 
-def parse_options(given: dict[str, Any]) -> SpecBlockConfig:
-    """Our keys of a `speculative_config`, checked.
+class Eagle3Config(_Options):
+    """How an EAGLE-3 drafter grows its tree: EAGLE-2's, level by level (arXiv 2406.16858).
+
+    The defaults are those of the authors' release, which counts its `depth` of 7 without the
+    first level.
+    """
+
+    depth: Annotated[int, Field(ge=1, le=32)] = 8
+    """Drafter forwards per step, and tokens on the longest path."""
+
+    top_k: Annotated[int, Field(ge=1, le=32)] = 10
+    """Nodes of a level that grow children, and children of each. Growing takes a cache slot per
+    such node and level after the first, of which there are as many as the tree has nodes: with
+    fewer than (depth − 1) × top_k, fewer nodes per level grow."""
+
+
+class NGramConfig(_Options):
+    """How the request's own text is looked up."""
+
+    min_match: Annotated[int, Field(ge=1, le=32)] = 1
+    """Tokens at the text's end that must have occurred before."""
+
+    max_match: Annotated[int, Field(ge=1, le=32)] = 8
+    """Tokens beyond which a longer match counts no more."""
+
+    depth: Annotated[int, Field(ge=1, le=64)] = 16
+    """Tokens to take over from an occurrence: the longest path."""
+
+    branches: Annotated[int, Field(ge=1, le=32)] = 8
+    """Occurrences that are followed, the longest matches first, the latest of equals."""
+
+    @model_validator(mode="after")
+    def _ascending(self) -> NGramConfig:
+        if self.min_match > self.max_match:
+            raise ValueError(
+                f"min_match is {self.min_match}, but must not be above max_match, {self.max_match}"
+            )
+        return self
+
+
+HEADS: dict[str, type[_Options]] = {
+    "specblock": SpecBlockConfig,
+    "eagle3": Eagle3Config,
+    "ngram": NGramConfig,
+}
+"""Kinds of heads and their options."""
+
+
+class CombineConfig(_Options):
+    """How the trees of two heads become one (routing and merged-tree papers)."""
+
+    head_policy: Literal["route", "merge"] = "route"
+    """Verify the tree of the surer head, or both trees at once under the root they share."""
+
+    route: Literal["eager", "lazy"] = "eager"
+    """Draft both heads in every step, or the second one only where the first is not sure."""
+
+    confidence: Literal["mean", "sum"] = "mean"
+    """What makes a head the surer one: the mean of its nodes' probabilities, as the paper has
+    it, or their sum, the number of tokens it expects to be accepted. The mean favours small
+    trees."""
+
+    merge: Literal["disjoint", "trie"] = "trie"
+    """Keep both trees apart, as the paper does, or join what both of them say."""
+
+    budget: Literal["split", "joint"] = "joint"
+    """Half of the nodes for each head, or the best nodes of both, each drafting all of them."""
+
+
+def parse_head(given: dict[str, Any], kind: str, where: str = "") -> _Options:
+    """The options of one head, checked.
 
     Args:
-        given: the whole dictionary as the user wrote it; vLLM's own keys are passed over.
+        given: its keys, without those of `SOURCE_KEYS`.
+        kind: one of `HEADS`.
+        where: put before a key in messages, e.g. "second_head.".
 
     Raises:
         OptionError: an unknown key, a wrong type or a value out of range. One sentence that
             names the key, what was given and what is accepted.
     """
-    ours = {key: value for key, value in given.items() if key not in VLLM_KEYS}
-    try:
-        return SpecBlockConfig(**ours)
-    except ValidationError as error:
-        raise OptionError(_sentence(error)) from None
+    return _parse(HEADS[kind], given, where, f" of a head of kind {kind!r}")
+
+
+def parse_combine(given: dict[str, Any]) -> CombineConfig:
+    """How two heads go together; as `parse_head`."""
+    return _parse(CombineConfig, given, "", "")
+
+
+def split_keys(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any] | None, dict]:
+    """A `speculative_config` as (first head, second head or None, how they go together).
+
+    Raises:
+        OptionError: `second_head` is no dictionary; keys for two heads are given without it;
+            an unknown kind of head.
+    """
+    ours = {k: v for k, v in given.items() if k not in VLLM_KEYS or k in SOURCE_KEYS}
+    second = ours.pop("second_head", None)
+    combine = {k: ours.pop(k) for k in list(ours) if k in CombineConfig.model_fields}
+    if second is not None and not isinstance(second, dict):
+        raise OptionError(
+            f"speculative_config key 'second_head' is {second!r}, but must be a dictionary, such "
+            'as {"model": DRAFTER} or {"head": "ngram"}.'
+        )
+    if combine and second is None:
+        raise OptionError(
+            f"speculative_config key '{next(iter(combine))}' says how two heads go together, but "
+            "there is one: name the other under 'second_head', or drop the key."
+        )
+    if second is not None:
+        second = {key.replace("-", "_"): value for key, value in second.items()}
+    for head, where in ((ours, ""), (second or {}, "second_head.")):
+        kind = head.get("head")
+        if kind is not None and kind not in HEADS:
+            raise OptionError(
+                f"speculative_config key '{where}head' is {kind!r}, but must be one of "
+                f"{', '.join(HEADS)}."
+            )
+    return ours, second, combine
 
 
 def check_num_nodes(value: Any) -> int:
@@ -84,12 +194,26 @@ def check_num_nodes(value: Any) -> int:
     return value
 
 
-def _sentence(error: ValidationError) -> str:
+def _parse(model: type[_Options], given: dict[str, Any], where: str, whose: str) -> Any:
+    try:
+        return model(**given)
+    except ValidationError as error:
+        raise OptionError(_sentence(error, model, where, whose)) from None
+
+
+def _sentence(error: ValidationError, model: type[_Options], where: str, whose: str) -> str:
     first = error.errors()[0]
+    if first["type"] == "value_error":
+        return f"speculative_config: {where}{first['ctx']['error']}."
     key, *inside = first["loc"]
-    where = f"'{key}'" + (f" (entry {inside[0]})" if inside else "")
+    name = f"'{where}{key}'" + (f" (entry {inside[0]})" if inside else "")
     if first["type"] == "extra_forbidden":
-        known = ", ".join(sorted({*SpecBlockConfig.model_fields, *VLLM_KEYS}))
-        return f"speculative_config key {where} is not known; accepted are: {known}."
+        known = {*model.model_fields, *SOURCE_KEYS}
+        if not where:
+            known |= {*VLLM_KEYS, *CombineConfig.model_fields, "second_head"}
+        return (
+            f"speculative_config key {name} is not known; accepted{whose} are: "
+            f"{', '.join(sorted(known))}."
+        )
     expected = first["msg"].removeprefix("Input should be ").removeprefix("List should have ")
-    return f"speculative_config key {where} is {first['input']!r}, but must be {expected}."
+    return f"speculative_config key {name} is {first['input']!r}, but must be {expected}."

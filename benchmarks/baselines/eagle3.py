@@ -4,7 +4,8 @@ One decoder layer, run once per drafted token. Row t reads the target's fused fe
 and the embedding of token t + 1, and predicts token t + 2. Every further step takes the state
 that the step before it left in place of features: in training ("training-time test") as in use.
 
-As in the paper and as vLLM's `llama_eagle3` computes it. Simplified: the text's own tokens are fed
+The drafter and the growth of its tree are those that we serve (`vllm_specblock.draft.eagle3`);
+here are the objective and drafting along one text. Simplified: the text's own tokens are fed
 in training and every one that the draft vocabulary can name gives a loss (the authors leave out
 those where the target's likeliest token lies outside of it); attention of the unrolled steps is
 dense over all steps' keys; the tree is grown for one request at a time.
@@ -18,15 +19,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from baselines.eagle3_layer import Attend, Layer, Sizes, masked_attention
-from baselines.eagle3_tree import Along, Growth
+from baselines.eagle3_tree import Along, masked_attention
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from vllm_specblock.draft.config import default_layer_ids
 from vllm_specblock.draft.config_json import rope_of
-from vllm_specblock.draft.model import RMSNorm
-from vllm_specblock.draft.rope import inverse_frequencies
+from vllm_specblock.draft.eagle3.config import Eagle3Shape
+from vllm_specblock.draft.eagle3.growth import Growth
+from vllm_specblock.draft.eagle3.model import Eagle3Drafter
 from vllm_specblock.train.distributed import mean_over_ranks
 from vllm_specblock.train.labels import draft_labels
 from vllm_specblock.train.learner import OUTSIDE, Draft, Learner, Lesson, Outcome, Script
@@ -35,9 +36,10 @@ from vllm_specblock.train.text.shards import replace
 
 DECAY = 0.8
 """Weight of a step's loss relative to the step before, as in the authors' code."""
+GROWTH = Growth(depth=7, top_k=10, budget=60)
 
 
-class Eagle3(Learner):
+class Eagle3(Learner, Eagle3Drafter):
     """The drafter and its objective. Parameter names are those that vLLM loads.
 
     Args:
@@ -48,19 +50,12 @@ class Eagle3(Learner):
     """
 
     def __init__(
-        self, sizes: Sizes, d2t: Tensor, t2d: Tensor, steps: int = 7, growth: Growth | None = None
+        self, shape: Eagle3Shape, d2t: Tensor, t2d: Tensor, steps: int = 7, growth: Growth = GROWTH
     ):
-        super().__init__()
-        self.sizes, self.steps, self.growth = sizes, steps, growth or Growth()
-        size = sizes.hidden_size
-        self.fc = nn.Linear(3 * size, size, bias=False)
-        self.midlayer = Layer(sizes)
-        self.norm = RMSNorm(size, sizes.rms_norm_eps)
-        self.lm_head = nn.Linear(size, len(d2t), bias=False)
-        self.register_buffer("d2t", d2t.clone())
+        super().__init__(shape)
+        self.steps, self.growth = steps, growth.within(len(d2t))
+        self.d2t.copy_(d2t)
         self.register_buffer("t2d", t2d.clone())
-        # No buffer: `learner.to(bfloat16)` would round it.
-        self.frequency = inverse_frequencies(sizes)
 
     @classmethod
     def for_target(
@@ -72,7 +67,7 @@ class Eagle3(Learner):
         head: Tensor | None = None,
         *,
         steps: int = 7,
-        growth: Growth | None = None,
+        growth: Growth = GROWTH,
         **sizes: Any,
     ) -> Eagle3:
         """An untrained drafter shaped after its target; the global generator is left alone.
@@ -81,12 +76,13 @@ class Eagle3(Learner):
             target_config: of transformers, Llama- or Qwen3-like.
             seed: of the weights.
             head: [Vd, H], what the LM head starts from (default: drawn like the rest).
-            sizes: fields of `Sizes` that shall not be the target's.
+            sizes: fields of `Eagle3Shape` that shall not be the target's.
         """
         theta, scaling = rope_of(target_config.to_dict())
         size, heads = target_config.hidden_size, target_config.num_attention_heads
         of_target = {
             "hidden_size": size,
+            "target_hidden_size": size,
             "num_attention_heads": heads,
             "num_key_value_heads": target_config.num_key_value_heads,
             "head_dim": getattr(target_config, "head_dim", None) or size // heads,
@@ -95,12 +91,12 @@ class Eagle3(Learner):
             "rope_theta": theta,
             "rope_scaling": scaling,
             "vocab_size": target_config.vocab_size,
-            "max_position_embeddings": target_config.max_position_embeddings,
+            "draft_vocab_size": len(d2t),
         }
         if "layer_ids" not in sizes:
             sizes["layer_ids"] = default_layer_ids(target_config.num_hidden_layers)
         with torch.random.fork_rng(devices=[]):  # torch's own initial weights, overwritten below
-            learner = cls(Sizes(**(of_target | sizes)), d2t, t2d, steps, growth)
+            learner = cls(Eagle3Shape(**(of_target | sizes)), d2t, t2d, steps, growth)
         _draw_weights(learner, torch.Generator().manual_seed(seed))
         if head is not None:
             learner.lm_head.weight.data.copy_(head)
@@ -110,34 +106,6 @@ class Eagle3(Learner):
     def num_parameters(self) -> int:
         """Numbers that are trained."""
         return sum(weight.numel() for weight in self.parameters())
-
-    def run(self, embedding: Tensor, feature: Tensor, position: Tensor, attend: Attend) -> Tensor:
-        """One step over any rows.
-
-        embedding [..., H] of each row's token, feature [..., H] of the token before it (after
-        `fc`, or this function's own output of the step before), position [...] int64 ->
-        [..., H], the state before the final norm.
-        """
-        angle = position[..., None, None].float() * self.frequency.to(position.device)
-        cos, sin = angle.cos(), angle.sin()
-        rope = torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
-        return self.midlayer(embedding.to(self.fc.weight.dtype), feature, rope, attend)
-
-    def fuse(self, hidden: Tensor) -> Tensor:
-        """The target's three layers [..., 3·H] -> [..., H]."""
-        return self.fc(hidden.to(self.fc.weight.dtype))
-
-    def logits(self, state: Tensor) -> Tensor:
-        """[..., H], as `run` returns it -> [..., Vd] fp32."""
-        return self.lm_head(self.norm(state)).float()
-
-    def best(self, state: Tensor, width: int) -> tuple[Tensor, Tensor]:
-        """The `width` likeliest tokens after each state.
-
-        state [n, H] -> log-probabilities [n, w] fp32, descending, and target ids [n, w] int64.
-        """
-        top = self.logits(state).log_softmax(-1).topk(min(width, len(self.d2t)))
-        return top.values, top.indices + self.d2t[top.indices]
 
     def forward(self, lesson: Lesson) -> Outcome:
         """The unrolled steps over every row (M = 1, K = J).
@@ -173,7 +141,7 @@ class Eagle3(Learner):
 
     def draft_along(self, script: Script) -> Draft:
         """Trees of `self.growth` along one text."""
-        return Along(self, script, self.growth)
+        return Along(self, script)
 
     def save(self, directory: Path) -> None:
         """A checkpoint for vLLM's method "eagle3"."""
@@ -191,17 +159,24 @@ class Eagle3(Learner):
         replace(directory / "config.json", lambda aside: aside.write_text(text, encoding="utf-8"))
 
     def _config_json(self) -> dict[str, Any]:
-        raw = dict(vars(self.sizes))
-        layers = list(raw.pop("layer_ids"))
-        theta, scaling = raw.pop("rope_theta"), raw.pop("rope_scaling")
-        return raw | {
+        shape = self.config
+        of_layer = (
+            "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+            "intermediate_size", "vocab_size", "draft_vocab_size", "rms_norm_eps",
+        )  # fmt: skip
+        rope = {
+            "rope_type": "default",
+            **(shape.rope_scaling or {}),
+            "rope_theta": shape.rope_theta,
+        }
+        layers = list(shape.layer_ids)
+        return {key: getattr(shape, key) for key in of_layer} | {
             "architectures": ["LlamaForCausalLMEagle3"],
             "model_type": "llama",
             "num_hidden_layers": 1,
-            "draft_vocab_size": len(self.d2t),
             "hidden_act": "silu",
             "tie_word_embeddings": False,
-            "rope_parameters": {"rope_type": "default", **(scaling or {}), "rope_theta": theta},
+            "rope_parameters": rope | {"rope_theta": shape.rope_theta},
             "torch_dtype": "bfloat16",
             "eagle_aux_hidden_state_layer_ids": layers,
             "eagle_config": {

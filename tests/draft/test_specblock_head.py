@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.rows import rows_of, zero_rows
 from support.trees import texts
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
@@ -11,7 +12,6 @@ from vllm_specblock.config import SpecBlockConfig
 from vllm_specblock.draft.cache import DenseCache
 from vllm_specblock.draft.config import DrafterConfig, TargetInfo
 from vllm_specblock.draft.expand import Expansion
-from vllm_specblock.draft.head import CommittedRows
 from vllm_specblock.draft.model import SpecBlockDrafter
 from vllm_specblock.draft.specblock import SpecBlockHead
 
@@ -44,39 +44,6 @@ def make_head(drafter, options: SpecBlockConfig, nodes: int) -> tuple[SpecBlockH
     ]  # [blocks, heads, entries, 2D], entries consecutive in memory
     head.bind(caches)
     return head, embedding
-
-
-def rows_of(requests, tables, features, text, padding: int = 0) -> CommittedRows:
-    """Rows first … end − 1 of each request, and `padding` rows that stand for rejected nodes."""
-    parts, start, last = [], [0], []
-    for request, (first, end) in enumerate(requests):
-        position = torch.arange(first, end + padding)
-        real = position < end
-        slot = tables[request][(position // PAGE).clamp(max=7)] * PAGE + position % PAGE
-        index = position.clamp(max=end - 1)
-        parts.append(
-            (
-                features[request][index],
-                text[request][index + 1],
-                position,
-                torch.where(real, slot, -1),
-            )
-        )
-        last.append(start[-1] + end - first - 1)
-        start.append(start[-1] + len(position))
-    features, token, position, slot = (torch.cat(part) for part in zip(*parts))
-    return CommittedRows(
-        features,
-        token,
-        position,
-        slot,
-        torch.tensor(start, dtype=torch.int32),
-        start,
-        torch.tensor(last),
-        tables.int(),
-        PAGE,
-        int(position.max()),
-    )
 
 
 def dense_tree(drafter, embedding, features, text, end: int, head: SpecBlockHead):
@@ -130,7 +97,8 @@ def test_paged_equals_dense(options, drafter_changes):
     drafter = make_drafter(**drafter_changes)
     head, embedding = make_head(drafter, SpecBlockConfig(**options), nodes=40)
     draw = torch.Generator().manual_seed(2)
-    features = torch.randn(2, MAX_LEN, 3 * H, generator=draw)
+    states = torch.randn(3, 2, MAX_LEN, H, generator=draw)
+    features = states.permute(1, 2, 0, 3).flatten(2)  # [R, n, 3H], low, mid, high
     text = torch.randint(0, V, (2, MAX_LEN + 1), generator=draw)
     tables = torch.tensor([[3, 7, 1, 12, 5, 6, 9, 10], [4, 2, 8, 11, 13, 14, 15, 16]])
     for requests, padding in (
@@ -139,7 +107,8 @@ def test_paged_equals_dense(options, drafter_changes):
         ([(20, 23), (9, 10)], 4),
         ([(23, 24), (10, 14)], 8),
     ):
-        tree = head.propose(rows_of(requests, tables, features, text, padding))
+        head.advance(rows_of(requests, tables, states, text, PAGE, padding))
+        tree = head.draft()
         for request, (_, end) in enumerate(requests):
             expected = dense_tree(drafter, embedding, features[request], text[request], end, head)
             found, wanted = texts(tree, request), texts(expected, 0)
@@ -150,14 +119,27 @@ def test_paged_equals_dense(options, drafter_changes):
 
 
 @torch.no_grad()
+def test_some_requests_draft_what_all_would():
+    drafter = make_drafter()
+    head, _ = make_head(drafter, SpecBlockConfig(num_blocks=3), nodes=40)
+    states, text = torch.randn(3, 3, MAX_LEN, H), torch.randint(0, V, (3, MAX_LEN + 1))
+    tables = torch.arange(1, 19).view(3, 6)
+    head.advance(rows_of([(0, 11), (0, 6), (0, 17)], tables, states, text, PAGE))
+    whole, some = head.draft(), head.draft(torch.tensor([2, 0]))
+    for place, request in enumerate((2, 0)):
+        assert texts(some, place) == pytest.approx(texts(whole, request), abs=1e-5)
+
+
+@torch.no_grad()
 def test_at_the_length_limit_later_blocks_are_left_out():
     """Their rows would have no slot; block 1 goes on alone."""
     drafter = make_drafter()
     head, _ = make_head(drafter, SpecBlockConfig(), nodes=40)
-    features, text = torch.randn(1, MAX_LEN, 3 * H), torch.randint(0, V, (1, MAX_LEN + 1))
+    states, text = torch.randn(3, 1, MAX_LEN, H), torch.randint(0, V, (1, MAX_LEN + 1))
     tables = torch.arange(1, 9)[None]
     before = [cache.clone() for cache in head.sight.caches]
-    tree = head.propose(rows_of([(0, MAX_LEN)], tables, features, text))
+    head.advance(rows_of([(0, MAX_LEN)], tables, states, text, PAGE))
+    tree = head.draft()
     assert max(len(path) for path in texts(tree, 0)) == K
     for cache, old in zip(head.sight.caches, before):
         changed = (cache != old).any(-1).any(1).any(-1).nonzero().flatten().tolist()
@@ -174,22 +156,10 @@ def test_proposal_reads_nothing_on_the_host():
         )
         head.sight = _sight_made_outside(head)
         head.width = torch.zeros(4, dtype=torch.int64)
-        integers = {"dtype": torch.int64}
-        tree = head.propose(
-            CommittedRows(
-                torch.zeros(12, 3 * H),
-                torch.zeros(12, **integers),
-                torch.zeros(12, **integers),
-                torch.zeros(12, **integers),
-                torch.zeros(3, dtype=torch.int32),
-                [0, 9, 12],
-                torch.zeros(2, **integers),
-                torch.zeros(2, 8, dtype=torch.int32),
-                PAGE,
-                20,
-            )
-        )
-    assert tree.token.shape == (2, 60)
+        head.advance(zero_rows(PAGE, H))
+        tree = head.draft()
+        some = head.draft(torch.zeros(1, dtype=torch.int64))
+    assert tree.token.shape == (2, 60) and some.token.shape == (1, 60)
 
 
 def _sight_made_outside(head):

@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("vllm", reason="engine tests run real vLLM")
 
 from support.engines import Engine, make_engine
+from support.matrix import Reference
 from vllm.plugins import load_general_plugins
 
 load_general_plugins()
@@ -29,6 +30,12 @@ def pytest_collection_modifyitems(items):
 def plain() -> Engine:
     """vLLM without us: the same runner, its own attention."""
     return make_engine(None)
+
+
+@pytest.fixture(scope="session")
+def reference(plain) -> Reference:
+    """What vLLM without us gives, generated once for all tests."""
+    return Reference(plain)
 
 
 @pytest.fixture(scope="session")

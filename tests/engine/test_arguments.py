@@ -13,7 +13,7 @@ from support.engines import DRAFTER, TARGET
 from vllm.engine.arg_utils import EngineArgs
 
 from vllm_specblock.config import OptionError
-from vllm_specblock.engine import arguments
+from vllm_specblock.engine import arguments, refusals
 
 
 def configure(speculative: dict | None = None, target=TARGET, **changes):
@@ -42,8 +42,11 @@ def test_accepted():
     config = configure({"num_blocks": 3, "branching": [1, 2, 3, 4]})
     assert config.speculative_config.num_speculative_tokens == 24
     assert config.num_lookahead_tokens >= 24, "later blocks borrow these slots"
-    drafter, options = arguments.read_back(config.additional_config)
-    assert drafter == DRAFTER and options.num_blocks == 3 and options.branching == [1, 2, 3, 4]
+    plan = arguments.read_back(config.additional_config)
+    (head,) = plan.heads
+    assert head.kind == "specblock" and head.folder == str(DRAFTER)
+    assert head.options.num_blocks == 3 and head.options.branching == [1, 2, 3, 4]
+    assert plan.combine is None
     draft = config.speculative_config.draft_model_config
     assert draft.hf_config.eagle_aux_hidden_state_layer_ids == [2, 3, 4]
 
@@ -55,7 +58,9 @@ def test_default_number_of_nodes():
 
 
 def test_keys_with_dashes():
-    assert configure({"num-blocks": 1}).additional_config["specblock"]["options"]["num_blocks"] == 1
+    given = {"num-blocks": 1, "second-head": {"head": "ngram", "max-match": 5}}
+    plan = arguments.read_back(configure(given).additional_config)
+    assert plan.heads[0].options.num_blocks == 1 and plan.heads[1].options.max_match == 5
 
 
 def test_other_methods_are_left_alone():
@@ -135,9 +140,9 @@ TARGET_KIND = {
     ],
 )
 def test_targets_that_cannot_be_verified_as_trees(kind, says):
-    arguments._check_target(SimpleNamespace(**TARGET_KIND))
+    refusals.check_target(SimpleNamespace(**TARGET_KIND))
     with pytest.raises(OptionError, match=f"'some/target' has .*{says}.*cannot verify"):
-        arguments._check_target(SimpleNamespace(**TARGET_KIND | kind))
+        refusals.check_target(SimpleNamespace(**TARGET_KIND | kind))
 
 
 @pytest.fixture
@@ -196,3 +201,67 @@ def test_mapping_that_is_not_plain_tensors(copied):
     convert(copied, published, "published")
     torch.save({"d2t": object, "t2d": print}, published / "vocab_mapping.pt")
     refused("vocab_mapping.pt", speculative={"model": str(published)})
+
+
+NGRAM = {"head": "ngram"}
+
+
+def test_two_heads():
+    given = {"second_head": NGRAM, "head_policy": "merge", "budget": "split"}
+    plan = arguments.read_back(configure(given).additional_config)
+    assert [head.kind for head in plan.heads] == ["specblock", "ngram"]
+    assert plan.combine.head_policy == "merge" and plan.combine.budget == "split"
+    assert plan.layers == (2, 3, 4)
+
+
+def test_a_head_without_weights():
+    config = configure({"head": "ngram", "model": None})
+    plan = arguments.read_back(config.additional_config)
+    assert plan.heads[0].folder is None and plan.layers == ()
+    draft = config.speculative_config.draft_model_config
+    assert (draft.get_hidden_size(), draft.get_vocab_size()) == (192, 2048)
+    assert arguments.is_ours(config.speculative_config)
+
+
+@pytest.mark.parametrize(
+    ("speculative", "parts"),
+    [
+        ({"second_head": "ngram"}, ["'second_head' is 'ngram'", "dictionary"]),
+        ({"second_head": {}}, ["'second_head.model' is missing"]),
+        ({"second_head": {"model": "no/such"}}, ["'second_head.model' is 'no/such'"]),
+        ({"second_head": {"head": "medusa"}}, ["'second_head.head' is 'medusa'", "eagle3"]),
+        ({"second_head": NGRAM | {"model": "x"}}, ["'ngram'", "no weights"]),
+        ({"second_head": NGRAM | {"depth": 0}}, ["'second_head.depth' is 0"]),
+        ({"second_head": NGRAM | {"num_blocks": 2}}, ["'second_head.num_blocks'", "not known"]),
+        ({"head": "eagle3"}, ["'head' is 'eagle3'", "kind 'specblock'"]),
+        ({"head_policy": "merge"}, ["'head_policy'", "'second_head'"]),
+        ({"second_head": NGRAM, "head_policy": "vote"}, ["'head_policy' is 'vote'"]),
+        ({"second_head": NGRAM, "merge": "trie"}, ["'merge'", "head_policy is 'route'"]),
+        (
+            {"second_head": NGRAM, "head_policy": "merge", "route": "lazy"},
+            ["'route'", "head_policy is 'merge'"],
+        ),
+        (
+            {
+                "second_head": NGRAM,
+                "head_policy": "merge",
+                "budget": "split",
+                "num_speculative_tokens": 1,
+            },
+            ["cannot be split", "num_speculative_tokens"],
+        ),
+        ({"head": "ngram", "model": None, "second_head": NGRAM}, ["Both heads", "n-gram"]),
+    ],
+)
+def test_wrong_combinations(speculative, parts):
+    refused(*parts, speculative=speculative)
+
+
+def test_second_head_of_another_target(copied):
+    edit(copied, vocab_size=2049, target__vocab_size=2049)
+    refused(
+        "second_head",
+        "vocabulary size 2049",
+        "has 2048",
+        speculative={"second_head": {"model": str(copied)}},
+    )

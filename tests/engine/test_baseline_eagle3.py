@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from baselines.eagle3 import Eagle3
-from baselines.eagle3_tree import Growth
 from safetensors.torch import load_file
 from support.engines import TARGET, Engine, make_engine, prompts
 from vllm import SamplingParams
 
+from vllm_specblock.draft.eagle3.growth import Growth
 from vllm_specblock.train.learner import Lesson, Script
 from vllm_specblock.train.teacher.answers import continue_prompts
 from vllm_specblock.train.teacher.features import OnlineTeacher, load_target

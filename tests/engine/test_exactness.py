@@ -7,60 +7,13 @@ log-probabilities. `test_enough_tokens` counts what was compared.
 from __future__ import annotations
 
 import pytest
-from support.engines import Engine, assert_identical, make_engine, prompts
+from support.engines import Engine, make_engine
 from support.heads import install
+from support.matrix import CASES, PROMPTS, Checker, params
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
-COMPARED = {"tokens": 0}
-PROMPTS = prompts()
-
-
-def params(count: int = len(PROMPTS), **common) -> list[SamplingParams]:
-    """One per prompt, each with a seed of its own and, unless given, a length of its own."""
-    return [
-        SamplingParams(
-            **{"temperature": 0.0, "ignore_eos": True, "seed": 1000 + i, "max_tokens": 40 + 7 * i}
-            | common
-        )
-        for i in range(count)
-    ]
-
-
-CASES = {
-    "greedy": {},
-    "temperature 0.7": {"temperature": 0.7},
-    "temperature 1": {"temperature": 1.0},
-    "top-p": {"temperature": 1.0, "top_p": 0.9},
-    "top-k": {"temperature": 0.7, "top_k": 20},
-    "top-k and top-p": {"temperature": 1.0, "top_k": 30, "top_p": 0.8},
-    "min-p": {"temperature": 1.0, "min_p": 0.05},
-    "greedy log-probabilities": {"logprobs": 4},
-    "sampled log-probabilities": {"temperature": 1.0, "logprobs": 2},
-    "repetition penalty": {"repetition_penalty": 1.3},
-    "presence penalty, sampled": {"temperature": 0.8, "presence_penalty": 0.9},
-    "frequency penalty": {"frequency_penalty": 0.6},
-    "logit bias": {"logit_bias": {20: 4.0, 33: -5.0}},
-    "logit bias, sampled": {"temperature": 1.0, "logit_bias": {20: 3.0}},
-    "allowed tokens": {"temperature": 1.0, "allowed_token_ids": list(range(3, 2048, 3))},
-}
-
-
-@pytest.fixture(scope="module")
-def reference(plain: Engine):
-    """What plain vLLM gives for a case; each is generated once."""
-    known: dict[str, list] = {}
-
-    def of(name: str, requests: list[SamplingParams], texts=PROMPTS):
-        if name not in known:
-            known[name] = plain.generate(texts, requests)
-        return known[name]
-
-    return of
-
-
-def check(engine: Engine, requests, expected, texts=PROMPTS) -> None:
-    COMPARED["tokens"] += assert_identical(engine.generate(texts, requests), expected).tokens
+check = Checker()
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -155,7 +108,7 @@ def test_aborts(tree: Engine, reference):
     assert sorted(done) == sorted(f"abort-{index}" for index in kept)
     for index in kept:
         assert done[f"abort-{index}"] == expected[index][0].tokens
-        COMPARED["tokens"] += len(expected[index][0].tokens)
+        check.tokens += len(expected[index][0].tokens)
 
 
 @pytest.mark.parametrize("kind", ["scattered", "deep", "random", "twins", "empty"])
@@ -238,4 +191,4 @@ def test_sizes_of_trees(reference, nodes):
 
 def test_enough_tokens():
     """Runs last: the suite compared at least 20,000 tokens, of which none differed."""
-    assert COMPARED["tokens"] >= 20_000
+    assert check.tokens >= 20_000

@@ -21,7 +21,13 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, LlamaForCausalLM
 
 from vllm_specblock.cli.main import app
-from vllm_specblock.config import check_num_nodes, parse_options
+from vllm_specblock.config import (
+    SOURCE_KEYS,
+    check_num_nodes,
+    parse_combine,
+    parse_head,
+    split_keys,
+)
 from vllm_specblock.train.config import TrainConfig, parse, read_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -131,7 +137,11 @@ def test_commands_of_a_page_exist(page, monkeypatch):
         elif "serve" in words[:2]:
             if "--speculative-config" in words:
                 options = json.loads(words[words.index("--speculative-config") + 1])
-                parse_options(options)
+                first, second, combine = split_keys(options)
+                for head in (first, second or {}):
+                    keys = {k: v for k, v in head.items() if k not in SOURCE_KEYS}
+                    parse_head(keys, head.get("head", "specblock"))
+                parse_combine(combine)
                 check_num_nodes(options["num_speculative_tokens"])
             continue
         else:

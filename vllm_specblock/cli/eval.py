@@ -88,7 +88,7 @@ def evaluate(
     from tqdm import tqdm
 
     from vllm_specblock.cli.eval_tables import print_tables
-    from vllm_specblock.config import DEFAULT_NODES, parse_options
+    from vllm_specblock.config import DEFAULT_NODES, parse_head
     from vllm_specblock.draft import checkpoint
     from vllm_specblock.train.judge import evaluate as figures_of
     from vllm_specblock.train.parallel import usable_device
@@ -113,7 +113,8 @@ def evaluate(
     model = load_target(target, precision.value, where)
     weights = checkpoint.load(drafter, model.dtype, where)
     given = {"num_blocks": blocks, "num_starts": starts, "branching": branching}
-    options = parse_options({key: value for key, value in given.items() if value is not None})
+    given = {key: value for key, value in given.items() if value is not None}
+    options = parse_head(given, "specblock")
     budgets = list(dict.fromkeys(nodes or [DEFAULT_NODES]))
     shapes = figures_of.shapes_of(weights, options, budgets, uniform)
 

@@ -56,7 +56,7 @@ def check_tensors(directory: PathLike, config: DrafterConfig) -> None:
             another shape, or the vocabulary mapping is not one.
     """
     path = Path(directory) / WEIGHTS
-    with _opened(path) as file:
+    with opened(path) as file:
         shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
         mapping = {name: file.get_tensor(name) for name in _MAPPING_NAMES if name in shapes}
     mapping |= _read_mapping_file(Path(directory))
@@ -73,7 +73,7 @@ def read_tensors(directory: PathLike, config: DrafterConfig) -> dict[str, Tensor
         CheckpointError: as `check_tensors`.
     """
     check_tensors(directory, config)
-    with _opened(Path(directory) / WEIGHTS) as file:
+    with opened(Path(directory) / WEIGHTS) as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     if "d2t" not in tensors:
         tensors |= _identity(config)
@@ -171,7 +171,8 @@ def _replace(path: Path, write) -> None:
     aside.replace(path)
 
 
-def _opened(path: Path):
+def opened(path: Path):
+    """The safetensors file at `path`; raises CheckpointError if there is none, or half of one."""
     if not path.is_file():
         raise CheckpointError(
             f"There is no {path}; a drafter directory holds {CONFIG} and {WEIGHTS}."
@@ -211,25 +212,39 @@ def _identity(config: DrafterConfig) -> dict[str, Tensor]:
     }
 
 
+def check_names(
+    found: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]], where: PathLike
+) -> None:
+    """Raises CheckpointError unless `found` and `wanted`, shapes by name, are of the same names."""
+    if missing := sorted(wanted.keys() - found.keys()):
+        raise CheckpointError(f"{where} lacks {_listed(missing)}, which its {CONFIG} asks for.")
+    if extra := sorted(found.keys() - wanted.keys()):
+        raise CheckpointError(f"{where} holds {_listed(extra)}, which its {CONFIG} has no use for.")
+
+
+def check_shapes(
+    found: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]], where: PathLike
+) -> None:
+    """Raises CheckpointError unless every name in `wanted` is of that shape in `found`."""
+    for name, shape in wanted.items():
+        if found[name] != shape:
+            raise CheckpointError(
+                f"{where}: {name} has shape {list(found[name])}, but its {CONFIG} asks for "
+                f"{list(shape)}."
+            )
+
+
 def _check_shapes(found: dict[str, tuple[int, ...]], config: DrafterConfig, path: Path) -> None:
     with torch.device("meta"):
         wanted = {n: tuple(t.shape) for n, t in SpecBlockDrafter(config).state_dict().items()}
-    if missing := sorted(wanted.keys() - found.keys()):
-        raise CheckpointError(f"{path} lacks {_listed(missing)}, which its {CONFIG} asks for.")
-    if extra := sorted(found.keys() - wanted.keys()):
-        raise CheckpointError(f"{path} holds {_listed(extra)}, which its {CONFIG} has no use for.")
+    check_names(found, wanted, path)
     queries = found["input_layer.position_queries.weight"]
     if queries[:1] != (config.block_size,):
         raise CheckpointError(
             f"{path} holds queries for {queries[0] if queries else 0} draft positions, but K in "
             f"its {CONFIG} (block_size, or diffspec_draft_token_num) is {config.block_size}."
         )
-    for name, shape in wanted.items():
-        if found[name] != shape:
-            raise CheckpointError(
-                f"{path}: {name} has shape {list(found[name])}, but its {CONFIG} asks for "
-                f"{list(shape)}."
-            )
+    check_shapes(found, wanted, path)
 
 
 def _check_mapping(d2t: Tensor, t2d: Tensor, directory: PathLike) -> None:

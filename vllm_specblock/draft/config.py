@@ -124,7 +124,7 @@ class DrafterConfig(BaseModel):
         ):
             if value != of_target:
                 raise ValueError(f"{key} is {value}, but the target's is {of_target}")
-        _check_rope_scaling(self.rope_scaling)
+        check_rope_scaling(self.rope_scaling)
         return self
 
 
@@ -149,7 +149,8 @@ def rope_type(scaling: dict[str, Any]) -> str | None:
     return scaling.get("rope_type", scaling.get("type"))
 
 
-def _check_rope_scaling(scaling: dict[str, Any] | None) -> None:
+def check_rope_scaling(scaling: dict[str, Any] | None) -> None:
+    """Raises ValueError for a `rope_scaling` entry of a kind that `rope.py` does not compute."""
     if scaling is None:
         return
     kind = rope_type(scaling)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from vllm_specblock.config import DEFAULT_NODES, METHOD
 from vllm_specblock.draft.config import (
@@ -21,6 +21,7 @@ from vllm_specblock.draft.config import (
 )
 
 Layout = Literal["ours", "published"]
+Config = TypeVar("Config", bound=BaseModel)
 
 MODEL_TYPE = "specblock"
 ARCHITECTURE = "SpecBlockDrafter"
@@ -217,9 +218,10 @@ def _published(config: DrafterConfig, torch_dtype: str) -> dict[str, Any]:
     return raw
 
 
-def checked(where: str, keys: dict[str, Any]) -> DrafterConfig:
+def checked(where: str, keys: dict[str, Any], kind: type[Config] = DrafterConfig) -> Config:
+    """A config of `kind` out of `keys`; raises CheckpointError, where `where` names the file."""
     try:
-        return DrafterConfig(**keys)
+        return kind(**keys)
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])

@@ -1,9 +1,10 @@
-"""The interface of a head: it yields a draft tree and advances on what the target committed."""
+"""The interface of a head: it advances on what the target committed and yields a draft tree."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -14,12 +15,12 @@ from vllm_specblock.tree import DraftTree
 class CommittedRows:
     """What one target step committed, as the rows that a head advances on.
 
-    Row t holds the target's features of the token at `position[t]` and the token after it.
+    Row t holds the target's states of the token at `position[t]` and the token after it.
     The rows of a request are consecutive. Requests that drafted have a fixed number of rows
     whatever was accepted; those beyond the accepted path are padding (`slot` −1).
 
-    Attributes (T rows, R requests):
-        features: [T, 3·Ht], low, mid and top hidden states of the target.
+    Attributes (T rows, R requests, L layers of the target that some head reads):
+        states: L × [T, Ht], hidden states of the target, low layers first.
         token: [T] int64, the token at position + 1, target vocabulary.
         position: [T] int64.
         slot: [T] int64, the target's cache slot of that position, −1 for padding.
@@ -30,9 +31,12 @@ class CommittedRows:
         block_table: [R, max blocks] int32.
         block_size: tokens in one block.
         max_position: host upper bound of `position`, for loop bounds only.
+        text: [S, longest request] int32, the tokens of whoever owns each of the engine's S
+            request slots; the root, at position[last] + 1, is the last one that counts.
+        text_row: [R] int64, each request's row of `text`.
     """
 
-    features: torch.Tensor
+    states: tuple[torch.Tensor, ...]
     token: torch.Tensor
     position: torch.Tensor
     slot: torch.Tensor
@@ -42,25 +46,73 @@ class CommittedRows:
     block_table: torch.Tensor
     block_size: int
     max_position: int
+    text: torch.Tensor
+    text_row: torch.Tensor
+
+    def features(self, layers: tuple[int, ...]) -> torch.Tensor:
+        """[T, len(layers) · Ht], the states of `layers` (indices into `states`) side by side."""
+        return torch.cat([self.states[layer] for layer in layers], dim=-1)
+
+
+@dataclass(frozen=True)
+class CacheLayer:
+    """One layer of a head in the engine's paged cache.
+
+    Attributes:
+        num_kv_heads, head_dim: of its keys and values.
+        entries_per_token: keys and values that a token leaves.
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    entries_per_token: int
 
 
 class Head(ABC):
     """Anything that yields a DraftTree for every request.
 
-    A head keeps no state of a request outside the paged cache: a request can be preempted,
-    resumed or served from cached prefixes without the head being told.
+    A step calls `advance` once and `draft` at most once. Between the two a head may hold what
+    it likes; from one step to the next it keeps no state of a request outside the paged cache:
+    a request can be preempted, resumed or served from cached prefixes, and drafted for by
+    another head, without the head being told.
+
+    Attributes:
+        kind: what `speculative_config` calls such a head.
+        num_nodes: N, nodes of every tree it yields.
+        max_depth: the deepest path it can draft.
     """
 
+    kind: ClassVar[str]
     num_nodes: int
-    """N, nodes of every tree it yields."""
-
     max_depth: int
-    """The deepest path it can draft."""
+
+    def cache_layers(self) -> list[CacheLayer]:
+        """The layers whose keys and values the engine is to keep."""
+        return []
+
+    def bind(self, caches: list[torch.Tensor]) -> None:  # noqa: B027 (not all have any)
+        """Take the paged caches, one per layer of `cache_layers`.
+
+        Each is [blocks, kv heads, block size · entries per token, 2 · head dim], keys first,
+        under the target's block table: entry slot · entries + i is the i-th of the token at
+        `slot`. Slots after the root are reserved for as many tokens as the verified tree has
+        nodes; a head may use them until the step ends.
+        """
 
     @abstractmethod
-    def propose(self, rows: CommittedRows) -> DraftTree:
-        """Advance on the committed rows, and draft from the last row of every request.
+    def advance(self, rows: CommittedRows) -> None:
+        """Take in what the target committed: write every row's keys and values.
+
+        Also for requests that will not be drafted for: other requests may hit their blocks.
+        """
+
+    @abstractmethod
+    def draft(self, requests: torch.Tensor | None = None) -> DraftTree:
+        """Draft from the last row of every request of the step, or of some.
+
+        Args:
+            requests: [n] int64, the requests wanted; None: all R.
 
         Returns:
-            R trees of `num_nodes` slots, rooted in `token[last]`.
+            n or R trees of `num_nodes` slots, rooted in `token[last]`.
         """

@@ -118,16 +118,19 @@ class BlockSight:
             words,
             ends,
         )
-        self._begin(rows, last, num_requests)
+        self.rows_of_step, self.newest = rows, last
         return PagedAttention(self.caches, entry, queries, kept)
 
-    def _begin(self, rows: CommittedRows, last: torch.Tensor, num_requests: int) -> None:
-        """What the later blocks of this step share: the drafting row's place, and the limits."""
-        self.step, self.last = rows, last
-        self.requests = num_requests
+    def begin(self, requests: torch.Tensor | None) -> None:
+        """Say for which requests ([n] int64; None: all of the step) later blocks are drafted."""
+        step, last, table = self.rows_of_step, self.newest, self.rows_of_step.block_table
+        if requests is not None:
+            last, table = last[requests], table[requests]
+        self.last, self.block_table, self.requests = last, table, len(last)
+        self.token_block, self.newest_bound = step.block_size, step.max_position
         # Per row that has been drafted: entries it sees as prefix, and its window bits.
         self.prefix = last[:, None] * self.K  # [R, 1]
-        self.words = self.own.new_zeros(num_requests, 1, self.own.shape[-1])  # [R, 1, W]
+        self.words = self.own.new_zeros(len(last), 1, self.own.shape[-1])  # [R, 1, W]
 
     def next(self, block: int, starts: Starts) -> tuple[PagedAttention, torch.Tensor]:
         """Block `block` ≥ 2 from S starts per request.
@@ -135,7 +138,7 @@ class BlockSight:
         Returns:
             the attention, and [R, S] bool: the starts whose row has a slot at all.
         """
-        K, S, step = self.K, self.S, self.step
+        K, S, size = self.K, self.S, self.token_block
         first_row = 1 + (block - 2) * S
         row, position = starts.row, starts.position  # [R, S]
         of_drafting_row = row == 0
@@ -150,9 +153,9 @@ class BlockSight:
 
         at = self.last[:, None] + first_row + self.rows  # [R, S] token positions to borrow
         there = at < self.max_position
-        block_index = (at // step.block_size).clamp(max=step.block_table.shape[1] - 1)
-        slot = step.block_table.gather(1, block_index).long() * step.block_size
-        slot = torch.where(there, slot + at % step.block_size, -1)
+        block_index = (at // size).clamp(max=self.block_table.shape[1] - 1)
+        slot = self.block_table.gather(1, block_index).long() * size
+        slot = torch.where(there, slot + at % size, -1)
         entry = torch.where(slot >= 0, slot * K, -K)[..., None] + self.k  # [R, S, K]
 
         own = self.own[first_row : first_row + S]  # [S, K, W]
@@ -160,10 +163,10 @@ class BlockSight:
         window = ((self.last + 1) * K).int()
         length = (block - 1) * S * K
         each = [S * K * r for r in range(self.requests + 1)]
-        limit = min(step.max_position + 1 + (block - 1) * S, self.max_position) * K
+        limit = min(self.newest_bound + 1 + (block - 1) * S, self.max_position) * K
         queries = PackedQueries(
-            step.block_table,
-            step.block_size * K,
+            self.block_table,
+            size * K,
             torch.arange(0, each[-1] + 1, S * K, dtype=torch.int32, device=at.device),
             each,
             (window + length).clamp(max=self.max_position * K),

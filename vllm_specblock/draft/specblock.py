@@ -9,7 +9,7 @@ import torch
 
 from vllm_specblock.config import SpecBlockConfig
 from vllm_specblock.draft.expand import Expansion, Shape
-from vllm_specblock.draft.head import CommittedRows, Head
+from vllm_specblock.draft.head import CacheLayer, CommittedRows, Head
 from vllm_specblock.draft.model import SpecBlockDrafter
 from vllm_specblock.draft.paged import BlockSight
 from vllm_specblock.tree import DraftTree
@@ -24,7 +24,11 @@ class SpecBlockHead(Head):
         options: how the tree grows.
         num_nodes: N.
         max_model_len: tokens of the longest request.
+        spare_slots: cache slots reserved after the root; default: N.
+        layers: which of a step's `states` are the low, mid and top one.
     """
+
+    kind = "specblock"
 
     def __init__(
         self,
@@ -33,12 +37,15 @@ class SpecBlockHead(Head):
         options: SpecBlockConfig,
         num_nodes: int,
         max_model_len: int,
+        spare_slots: int | None = None,
+        layers: tuple[int, ...] = (0, 1, 2),
     ):
         self.drafter, self.embed, self.num_nodes = drafter, embed, num_nodes
-        self.max_model_len = max_model_len
+        self.max_model_len, self.layers = max_model_len, layers
         blocks = min(options.num_blocks, num_nodes + 1)
-        # Later blocks borrow one reserved slot per start, and N are reserved.
-        starts = min(options.num_starts, max(1, num_nodes // max(1, blocks - 1)))
+        # Later blocks borrow one reserved slot per start.
+        spare = num_nodes if spare_slots is None else spare_slots
+        starts = min(options.num_starts, max(1, spare // max(1, blocks - 1)))
         self.K = drafter.config.block_size
         most = drafter.config.draft_vocab_size  # more children than it can name there are not
         widths = tuple(min(width, most) for width in options.branching)
@@ -46,8 +53,12 @@ class SpecBlockHead(Head):
         self.max_depth = min(num_nodes, blocks * self.K)
         self.path_rope = drafter.config.block_rope == "path"
 
+    def cache_layers(self) -> list[CacheLayer]:
+        config = self.drafter.config
+        layer = CacheLayer(config.num_key_value_heads, config.head_dim, config.block_size)
+        return [layer] * config.num_hidden_layers
+
     def bind(self, caches: list[torch.Tensor]) -> None:
-        """Give the head its paged cache, one [blocks, kv heads, block size · K, 2D] a layer."""
         self.sight = BlockSight(
             caches,
             self.K,
@@ -58,20 +69,27 @@ class SpecBlockHead(Head):
         )
         self.width = torch.tensor(self.shape.branching, device=caches[0].device)
 
-    def propose(self, rows: CommittedRows) -> DraftTree:
-        drafter, K, S = self.drafter, self.K, self.shape.num_starts
+    def advance(self, rows: CommittedRows) -> None:
         base = rows.position + 1
         attend = self.sight.first(rows)
-        hidden = drafter(
-            drafter.condition(rows.features), self.embed(rows.token), base, attend, rows.last
+        condition = self.drafter.condition(rows.features(self.layers))
+        self.hidden = self.drafter(
+            condition, self.embed(rows.token), base, attend, rows.last
         )  # [R, K, H]
+        self.base = base[rows.last]  # [R]
+
+    def draft(self, requests: torch.Tensor | None = None) -> DraftTree:
+        drafter, K, S = self.drafter, self.K, self.shape.num_starts
+        hidden, base = self.hidden, self.base[:, None]
+        if requests is not None:
+            hidden, base = hidden[requests], base[requests]
         num_requests = hidden.shape[0]
         expansion = Expansion(self.shape, self.width, num_requests)
         expansion.first_block(*drafter.candidates(hidden, self.shape.width))
 
+        self.sight.begin(requests)
         drafted = hidden[:, None]  # [R, rows so far, K, H]; row 0 is the drafting row
-        depth = torch.zeros_like(base[rows.last])[:, None]  # [R, rows so far] tokens before a row
-        base = base[rows.last, None]  # [R, 1]
+        depth = torch.zeros_like(base)  # [R, rows so far] tokens before a row
         request = torch.arange(num_requests, device=hidden.device)[:, None]
         for block in range(2, self.shape.num_blocks + 1):
             starts = expansion.starts(block)

@@ -34,12 +34,6 @@ def patch(owner: Any, name: str, make: Callable[[Callable], Callable]) -> None:
     setattr(owner, name, replacement)
 
 
-def is_ours(speculative_config: Any) -> bool:
-    """Whether a vLLM SpeculativeConfig asks for a SpecBlock drafter."""
-    draft = getattr(speculative_config, "draft_model_config", None)
-    return draft is not None and bool(DRAFT_ARCHITECTURES & set(draft.architectures or ()))
-
-
 def register() -> None:
     from transformers import AutoConfig
     from vllm import ModelRegistry
@@ -64,14 +58,16 @@ def _accept_method() -> None:
     """
     from vllm.engine.arg_utils import EngineArgs
 
-    from vllm_specblock.engine import arguments
+    from vllm_specblock.engine import arguments, metrics
 
     def make(original):
         def create_speculative_config(self, target_model_config, target_parallel_config):
-            request = arguments.translate(self, target_model_config, target_parallel_config)
+            plan = arguments.translate(self, target_model_config, target_parallel_config)
             config = original(self, target_model_config, target_parallel_config)
-            if request is not None:
-                arguments.finish(config, request)
+            if plan is not None:
+                arguments.finish(config, plan, target_model_config)
+                if not self.disable_log_stats:
+                    metrics.announce(config)
             return config
 
         return create_speculative_config
@@ -82,6 +78,8 @@ def _accept_method() -> None:
 def _build_speculator() -> None:
     """P2: the choice of a speculator is an if-chain over vLLM's own."""
     from vllm.v1.worker.gpu import spec_decode
+
+    from vllm_specblock.engine.arguments import is_ours
 
     def make(original):
         def init_speculator(vllm_config, device, req_states):
@@ -104,6 +102,8 @@ def _build_speculator() -> None:
 def _accept_sampling_params() -> None:
     """P3: min_p and logit_bias are refused with any speculation; with us they are exact."""
     from vllm.sampling_params import SamplingParams
+
+    from vllm_specblock.engine.arguments import is_ours
 
     def make(original):
         def _validate_spec_decode(self, speculative_config):

@@ -45,6 +45,9 @@ class StepRows:
 
         self.request, self.local, self.beyond = put(request), put(local), put(beyond)
         self.base, self.row_start = put(base), put(np.array(self.row_start_host))
+        self.drafts = put(drafts)  # [R], nodes that the target ran on
+        prompt_done = batch.num_computed_prefill_tokens_np + batch.num_scheduled_tokens[:num_reqs]
+        self.goes_on = put(prompt_done >= batch.prefill_len_np).bool()  # [R], has a root
         self.query_start = batch.query_start_loc[:num_reqs].long()
 
     def moves(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -67,7 +70,7 @@ class StepRows:
 
         Args:
             slot_mapping: [batch rows] int64.
-            hidden_states: three of [batch rows, Ht].
+            hidden_states: per layer [batch rows, Ht].
             all_token_ids: [slots, max_model_len] int32, this step's tokens included.
             block_table: [R, max blocks] int32.
             block_size: tokens per block.
@@ -83,7 +86,7 @@ class StepRows:
         token = all_token_ids[batch.idx_mapping[request], ahead].long()
         bound = batch.seq_lens_cpu_upper_bound[: batch.num_reqs]
         return CommittedRows(
-            features=torch.cat([state[source] for state in hidden_states], dim=-1),
+            states=tuple(state[source] for state in hidden_states),
             token=torch.where(real, token, 0),
             position=position,
             slot=torch.where(real, slot_mapping[place], -1),
@@ -93,4 +96,6 @@ class StepRows:
             block_table=block_table,
             block_size=block_size,
             max_position=int(bound.max()) - 1,  # a host tensor
+            text=all_token_ids,
+            text_row=batch.idx_mapping.long(),
         )

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import torch
 
-from vllm_specblock.tree import DraftTree, ancestor_words, words_for
+from vllm_specblock.combine.combined import Combined
+from vllm_specblock.tree import ancestor_words, words_for
 
 
 class TreeSlots:
@@ -21,6 +22,8 @@ class TreeSlots:
         ancestors: [S, N+1, W] int64, as in DraftTree.
         path: [S, D+1] int64, node at each position of the accepted path; column 0 is the root.
         accepted: [S] int32, draft nodes on that path.
+        origin: [S, N] uint8, the heads that drafted each node, see `combine.Combined`; 0: no
+            draft of ours.
     """
 
     def __init__(self, num_slots: int, num_nodes: int, max_depth: int, device: torch.device):
@@ -36,6 +39,7 @@ class TreeSlots:
         )
         self.path = torch.zeros(num_slots, max_depth + 1, dtype=torch.int64, device=device)
         self.accepted = torch.zeros(num_slots, dtype=torch.int32, device=device)
+        self.origin = torch.zeros(shape, dtype=torch.uint8, device=device)
         self.reset(slice(None))
 
     def reset(self, slot: int | slice) -> None:
@@ -48,14 +52,17 @@ class TreeSlots:
         self.depth[slot] = self._chain_depth
         self.ancestors[slot] = self._chain_ancestors
         self.accepted[slot] = 0
+        self.origin[slot] = 0
 
-    def store(self, slots: torch.Tensor, tree: DraftTree) -> None:
+    def store(self, slots: torch.Tensor, combined: Combined) -> None:
         """Keep the trees that were just proposed; `slots` [R] int64.
 
         They have no verdict yet. Nor will they get one if their drafts are not scheduled, and
         then nothing of them must be committed.
         """
+        tree = combined.tree
         self.parent[slots] = tree.parent
         self.depth[slots, 1:] = tree.depth.long()
         self.ancestors[slots] = tree.ancestors
         self.accepted[slots] = 0
+        self.origin[slots] = combined.origin

@@ -7,17 +7,18 @@ import torch
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.sampling_params import SamplingParams
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm.v1.worker.gpu.states import RequestState
 
-from vllm_specblock.draft import checkpoint
-from vllm_specblock.draft.head import Head
-from vllm_specblock.draft.specblock import SpecBlockHead
 from vllm_specblock.engine.arguments import read_back
-from vllm_specblock.engine.kv import DrafterAttention
+from vllm_specblock.engine.counters import HeadCounters
+from vllm_specblock.engine.heads import build_head, register_layers
+from vllm_specblock.engine.metrics import make_sink
 from vllm_specblock.engine.model_state import TreeModelState
+from vllm_specblock.engine.proposal import Proposer, Verified, head_budgets, make_proposer
 from vllm_specblock.engine.rows import StepRows
 from vllm_specblock.engine.slots import TreeSlots
 from vllm_specblock.triton_kernels.commit import KVCacheSet, move_kv
@@ -32,16 +33,13 @@ class TreeSpeculator(DraftModelSpeculator):
     in a row.
     """
 
-    head: Head
+    proposer: Proposer
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: RequestState):
         super().__init__(vllm_config, device)
         self.req_states = req_states
-        self.drafter_dir, self.options = read_back(vllm_config.additional_config)
-        config = checkpoint.read_config(self.drafter_dir)
+        self.plan = read_back(vllm_config.additional_config)
         self.num_nodes = self.num_speculative_steps
-        self.max_depth = min(self.num_nodes, self.options.num_blocks * config.block_size)
-        self.slots = TreeSlots(self.max_num_reqs, self.num_nodes, self.max_depth, device)
         self.pad_rows = device.type != "cpu"
         # Requests whose sampling looks at the order of the output so far verify a chain.
         self.needs_chain = np.zeros(self.max_num_reqs, dtype=bool)
@@ -53,29 +51,35 @@ class TreeSpeculator(DraftModelSpeculator):
         self, target_model: nn.Module, target_attn_layer_names: set[str]
     ) -> nn.Module:
         self.target_layers = sorted(target_attn_layer_names)
-        drafter = checkpoint.load(self.drafter_dir, dtype=self.dtype, device=self.device).eval()
-        config = drafter.config
-        # Numbered on from the target's layers, as vLLM's own drafters are.
-        first = self.vllm_config.model_config.get_num_layers(self.vllm_config.parallel_config)
-        self.drafter_layers = [
-            f"specblock.layers.{first + index}.attn" for index in range(config.num_hidden_layers)
-        ]
-        for name in self.drafter_layers:
-            DrafterAttention(
-                self.vllm_config,
-                name,
-                config.num_key_value_heads,
-                config.head_dim,
-                config.block_size,
+        budgets = head_budgets(self.plan.combine, self.num_nodes)
+        heads = [
+            build_head(
+                head,
+                self.plan.layers,
+                target_model.embed_input_ids,
+                num_nodes,
+                self.num_nodes,
+                self.max_model_len,
+                self.dtype,
+                self.device,
             )
-        self.head = SpecBlockHead(
-            drafter,
-            target_model.embed_input_ids,
-            self.options,
-            self.num_nodes,
-            self.max_model_len,
+            for head, num_nodes in zip(self.plan.heads, budgets)
+        ]
+        self.head_layers = register_layers(self.vllm_config, heads)
+        self.proposer = make_proposer(
+            heads, self.plan.combine, self.num_nodes, self.max_num_reqs, self.device
         )
-        return drafter
+        self.max_depth = self.proposer.max_depth
+        self.slots = TreeSlots(self.max_num_reqs, self.num_nodes, self.max_depth, self.device)
+        self.counters = HeadCounters(
+            len(heads),
+            self.num_nodes,
+            self.max_depth,
+            self.device,
+            make_sink(self.vllm_config, get_tensor_model_parallel_rank()),
+        )
+        weights = [head.drafter for head in heads if head.cache_layers()]
+        return nn.ModuleList(weights)
 
     def load_model(self, target_model: nn.Module) -> None:
         super().load_model(target_model)
@@ -91,17 +95,22 @@ class TreeSpeculator(DraftModelSpeculator):
 
     def set_attn(self, *args, **kwargs) -> None:
         super().set_attn(*args, **kwargs)
-        self.group = next(
-            index
-            for index, group in enumerate(self.kv_cache_config.kv_cache_groups)
-            if self.drafter_layers[0] in group.layer_names
-        )
+        wanted = {self.target_layers[0], *(name for names in self.head_layers for name in names)}
+        groups = [set(group.layer_names) for group in self.kv_cache_config.kv_cache_groups]
+        found = [index for index, names in enumerate(groups) if names >= wanted]
+        if not found:
+            raise ValueError(
+                "vLLM gave the target's layers and the heads' different block tables, which "
+                "SpecBlock cannot draft with: run this target without speculative_config."
+            )
+        self.group = found[0]
 
     def bind_caches(self) -> None:
         """The paged caches exist now: hand them to the commit and to the head."""
         context = self.vllm_config.compilation_config.static_forward_context
         self.target_caches = KVCacheSet([context[name].kv_cache for name in self.target_layers])
-        self.head.bind([context[name].kv_cache for name in self.drafter_layers])
+        for head, names in zip(self.proposer.heads, self.head_layers):
+            head.bind([context[name].kv_cache for name in names])
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         """No graph of its own yet; the target's verification runs in vLLM's."""
@@ -167,9 +176,19 @@ class TreeSpeculator(DraftModelSpeculator):
             self.block_tables.input_block_tables[self.group][: batch.num_reqs],
             self.block_tables.block_sizes[self.group],
         )
-        tree = self.head.propose(committed)
+        slot = batch.idx_mapping
+        origin = self.slots.origin[slot]
+        # Drafts of ours that the target ran on: placeholders have no origin.
+        live = (rows.drafts > 0) & (origin[:, 0] > 0)
+        self.proposer.learn(Verified(slot, live, rows.accepted))
+        self.counters.verified(origin, rows.drafts, rows.path)
+
+        proposal = self.proposer.propose(committed)
+        combined = proposal.combined
         chain = self.needs_chain[batch.idx_mapping_np]
         if chain.any():
-            tree = tree.where(torch.from_numpy(chain).to(self.device), tree.best_chain())
-        self.slots.store(batch.idx_mapping, tree)
-        return tree.token
+            combined = combined.where(torch.from_numpy(chain).to(self.device))
+        self.slots.store(slot, combined)
+        self.counters.drafted(proposal.drafted, proposal.second, proposal.agreed, rows.goes_on)
+        self.counters.publish()
+        return combined.tree.token

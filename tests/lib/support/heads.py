@@ -7,6 +7,7 @@ import random
 import torch
 
 from vllm_specblock.draft.head import CommittedRows, Head
+from vllm_specblock.engine.proposal import One
 from vllm_specblock.tree import DraftTree
 
 
@@ -28,10 +29,10 @@ class ScriptedHead(Head):
         self.draw = random.Random(seed)
         self.vocab = speculator.vocab_size
 
-    def bind(self, caches) -> None:
-        """Needs no cache."""
+    def advance(self, rows: CommittedRows) -> None:
+        """Has nothing to take in."""
 
-    def propose(self, rows: CommittedRows) -> DraftTree:
+    def draft(self, requests=None) -> DraftTree:
         drafted = [self._one(slot) for slot in self.slots.tolist()]
         N = self.num_nodes
         token = torch.zeros(len(drafted), N, dtype=torch.int64)
@@ -90,7 +91,7 @@ class ScriptedHead(Head):
 def install(engine, kind: str, future: dict[tuple[int, ...], list[int]]):
     """Put a scripted head in the engine's; returns a function that restores it."""
     speculator = engine.speculator
-    before = speculator.head
+    before = speculator.proposer
     head = ScriptedHead(kind, future, speculator)
     head.slots = torch.zeros(0, dtype=torch.int64)
     propose = speculator.propose
@@ -99,10 +100,10 @@ def install(engine, kind: str, future: dict[tuple[int, ...], list[int]]):
         head.slots = input_batch.idx_mapping
         return propose(input_batch, *args, **kwargs)
 
-    speculator.head, speculator.propose = head, noting
+    speculator.proposer, speculator.propose = One(head), noting
 
     def restore():
-        speculator.head = before
+        speculator.proposer = before
         del speculator.propose
 
     return restore

@@ -6,12 +6,12 @@ import dataclasses
 
 import pytest
 import torch
+from support.rows import rows_of
 from support.trees import texts
 
 from vllm_specblock.config import SpecBlockConfig
 from vllm_specblock.draft.cache import Growth
 from vllm_specblock.draft.expand import Shape
-from vllm_specblock.draft.head import CommittedRows
 from vllm_specblock.draft.specblock import SpecBlockHead
 from vllm_specblock.train.judge.drafting import (
     SpecBlockDraft,
@@ -53,23 +53,12 @@ def served_trees(drafter, script, options, nodes):
     caches = [torch.randn(pages + 1, PAGE * 4, 2, 16).transpose(1, 2) for _ in range(2)]
     head.bind(caches)  # noise in the cache: nothing of it may be seen
     table = torch.randperm(pages)[None] + 1
+    states = torch.stack(script.hidden.chunk(3, dim=-1))[:, None]  # [3, 1, n, Ht]
     done = 0
     for root in ROOTS:
-        position = torch.arange(done, root)
-        yield head.propose(
-            CommittedRows(
-                script.hidden[position],
-                script.tokens[position + 1],
-                position,
-                table[0, position // PAGE] * PAGE + position % PAGE,
-                torch.tensor([0, len(position)], dtype=torch.int32),
-                [0, len(position)],
-                torch.tensor([len(position) - 1]),
-                table.int(),
-                PAGE,
-                root - 1,
-            )
-        )
+        rows = rows_of([(done, root)], table, states, script.tokens[None], PAGE)
+        head.advance(rows)
+        yield head.draft()
         done = root
 
 

@@ -1,0 +1,68 @@
+"""The matrix of sampling parameters over which an engine with heads must say what vLLM says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from support.engines import Engine, Output, assert_identical, prompts
+from vllm import SamplingParams
+
+PROMPTS = prompts()
+
+CASES = {
+    "greedy": {},
+    "temperature 0.7": {"temperature": 0.7},
+    "temperature 1": {"temperature": 1.0},
+    "top-p": {"temperature": 1.0, "top_p": 0.9},
+    "top-k": {"temperature": 0.7, "top_k": 20},
+    "top-k and top-p": {"temperature": 1.0, "top_k": 30, "top_p": 0.8},
+    "min-p": {"temperature": 1.0, "min_p": 0.05},
+    "greedy log-probabilities": {"logprobs": 4},
+    "sampled log-probabilities": {"temperature": 1.0, "logprobs": 2},
+    "repetition penalty": {"repetition_penalty": 1.3},
+    "presence penalty, sampled": {"temperature": 0.8, "presence_penalty": 0.9},
+    "frequency penalty": {"frequency_penalty": 0.6},
+    "logit bias": {"logit_bias": {20: 4.0, 33: -5.0}},
+    "logit bias, sampled": {"temperature": 1.0, "logit_bias": {20: 3.0}},
+    "allowed tokens": {"temperature": 1.0, "allowed_token_ids": list(range(3, 2048, 3))},
+}
+
+
+def params(count: int = len(PROMPTS), **common) -> list[SamplingParams]:
+    """One per prompt, each with a seed of its own and, unless given, a length of its own."""
+    return [
+        SamplingParams(
+            **{"temperature": 0.0, "ignore_eos": True, "seed": 1000 + i, "max_tokens": 40 + 7 * i}
+            | common
+        )
+        for i in range(count)
+    ]
+
+
+class Reference:
+    """What an engine without heads gives; everything is generated once."""
+
+    def __init__(self, plain: Engine):
+        self.plain = plain
+        self.known: dict[str, list[list[Output]]] = {}
+
+    def __call__(
+        self,
+        name: str,
+        requests: list[SamplingParams],
+        texts: Sequence[list[int]] = PROMPTS,
+    ) -> list[list[Output]]:
+        """Outputs of `requests`; the same `name` must mean the same requests."""
+        if name not in self.known:
+            self.known[name] = self.plain.generate(texts, requests)
+        return self.known[name]
+
+
+class Checker:
+    """Holds engines against expected outputs, and counts the tokens."""
+
+    def __init__(self):
+        self.tokens = 0
+
+    def __call__(self, engine: Engine, requests, expected, texts=PROMPTS) -> None:
+        self.tokens += assert_identical(engine.generate(texts, requests), expected).tokens

@@ -1,0 +1,163 @@
+"""The dynamic draft tree of EAGLE-2 (arXiv 2406.16858), level by level, for R texts at once.
+
+Every level's forward runs the best nodes of the level before, and each gives its best tokens. Of
+all candidates the best N are the tree. Shapes are fixed by `Growth`; no value is read on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from vllm_specblock.candidates import NEVER, select_nodes
+from vllm_specblock.draft.eagle3.model import Attend, Eagle3Drafter
+from vllm_specblock.draft.expand import Starts
+from vllm_specblock.tree import DraftTree
+
+
+@dataclass(frozen=True)
+class Growth:
+    """How a tree grows.
+
+    Attributes:
+        depth: drafter forwards, and tokens on the longest path.
+        top_k: children of a node that grows, and nodes of a level that may grow.
+        budget: N, nodes of the tree.
+        spare: cache slots that rows of level 2 and later may take; None: as many as they like.
+    """
+
+    depth: int
+    top_k: int
+    budget: int
+    spare: int | None = None
+
+    @classmethod
+    def chain(cls, depth: int) -> Growth:
+        """No tree: the best token after the best token."""
+        return cls(depth, 1, depth)
+
+    @property
+    def width(self) -> int:
+        """Nodes of a level that grow: rows of every forward after the first."""
+        if self.spare is None:
+            return self.top_k
+        return max(1, min(self.top_k, self.spare // max(1, self.depth - 1)))
+
+    def within(self, draft_vocab_size: int) -> Growth:
+        """The same for a drafter that can name only so many tokens."""
+        return replace(self, top_k=min(self.top_k, draft_vocab_size))
+
+
+Sight = Callable[[int, Starts], tuple[Attend, torch.Tensor | None]]
+"""sight(level, rows) -> what the rows of level ≥ 2 attend with, and [R, width] bool: which of them
+have a place in the cache at all (None: all)."""
+
+
+def grow(
+    drafter: Eagle3Drafter,
+    embed: Callable[[torch.Tensor], torch.Tensor],
+    growth: Growth,
+    state: torch.Tensor,
+    position: torch.Tensor,
+    sight: Sight,
+) -> DraftTree:
+    """The trees under the tokens that the newest committed rows have embedded.
+
+    Args:
+        embed: [n] target ids -> [n, H].
+        state: [R, H], what the drafter left at those rows.
+        position: [R] int64, their RoPE position. A row of level d stands d − 1 further.
+    """
+    requests, width = len(state), growth.width
+    request = torch.arange(requests, device=state.device)[:, None]
+    levels = Levels(growth)
+    logprob, token = drafter.best(state, growth.top_k)
+    levels.first(logprob, token)
+    state = state[:, None]  # [R, rows of the last forward, H]
+    for level in range(2, growth.depth + 1):
+        rows = levels.starts()
+        attend, there = sight(level, rows)
+        feature = drafter.carry(state[request, rows.row - levels.first_row])
+        state = drafter.run(
+            embed(rows.token.flatten()),
+            feature.flatten(0, 1),
+            (position[:, None] + level - 1).expand(-1, width).flatten(),
+            attend,
+        )
+        logprob, token = drafter.best(state, growth.top_k)
+        state = state.view(requests, width, -1)
+        valid = rows.valid if there is None else rows.valid & there
+        levels.next(
+            replace(rows, valid=valid),
+            logprob.view(requests, width, -1),
+            token.view(requests, width, -1),
+        )
+    return levels.finish()
+
+
+class Levels:
+    """Candidates of all levels so far; `first`, then `starts` and `next` per level, `finish`.
+
+    Candidate 0 is the root. Drafted row 0 is the newest committed one, and rows 1 + (d − 2)·width
+    … of level d ≥ 2 follow.
+
+    Attributes:
+        first_row: first row of the newest level.
+    """
+
+    def __init__(self, growth: Growth):
+        self.growth, self.first_row, self.before = growth, 0, 0
+        self.token: list[torch.Tensor] = []  # per level [R, candidates]
+        self.score: list[torch.Tensor] = []
+        self.parent: list[torch.Tensor] = []
+
+    def first(self, logprob: torch.Tensor, token: torch.Tensor) -> None:
+        """Hang level 1 under the root: logprob [R, k] float32, best first, token [R, k] int64."""
+        self._add(token, logprob.clamp(max=0), torch.zeros_like(token))
+
+    def starts(self) -> Starts:
+        """The best nodes of the newest level, [R, width]."""
+        score, index = self.score[-1].topk(self.growth.width, dim=1)
+        row = self.first_row + index // self.growth.top_k
+        return Starts(
+            node=1 + self.before + index,
+            token=self.token[-1].gather(1, index),
+            row=row,
+            position=torch.zeros_like(row),
+            valid=score > NEVER,
+        )
+
+    def next(self, rows: Starts, logprob: torch.Tensor, token: torch.Tensor) -> None:
+        """Hang a level under `rows`: logprob and token [R, width, k]."""
+        of_row = self.score[-1].gather(1, rows.node - 1 - self.before)
+        of_row = torch.where(rows.valid, of_row, NEVER)[..., None]
+        # Rounding may leave a certain token's log-probability above 0; a child's score must
+        # not pass its parent's.
+        score = of_row + logprob.clamp(max=0)
+        self.before += self.token[-1].shape[1]
+        self.first_row += 1 if len(self.token) == 1 else self.growth.width
+        self._add(
+            token.flatten(1), score.flatten(1), rows.node[..., None].expand_as(token).flatten(1)
+        )
+
+    def finish(self) -> DraftTree:
+        """The best N candidates, in order."""
+        depth = [
+            torch.full_like(token[:1], level) for level, token in enumerate(self.token, start=1)
+        ]
+        return select_nodes(
+            torch.cat(self.token, 1),
+            torch.cat(self.parent, 1),
+            torch.cat(self.score, 1),
+            torch.cat(depth, 1),
+            None,
+            self.growth.budget,
+            self.growth.depth,
+        ).tree
+
+    def _add(self, token: torch.Tensor, score: torch.Tensor, parent: torch.Tensor) -> None:
+        self.token.append(token)
+        self.score.append(score)
+        self.parent.append(parent)

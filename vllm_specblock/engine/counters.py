@@ -1,0 +1,123 @@
+"""What every head drafted and what became of it, counted on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+Counts = dict[tuple[str, int], int]
+"""(name, head) → count since the engine started; head 1 or 2, or 0 for what is of both."""
+
+_KINDS = 3
+"""Origins a node in use can have: 1 head 1, 2 head 2, 3 both."""
+
+
+class HeadCounters:
+    """Sums over all steps and requests, in one small tensor of the device.
+
+    Counting never waits for the device. `publish` hands on what has arrived on the host: on a
+    GPU the sums as they stood one step before, since it starts the copy of today's and does
+    not wait for it.
+
+    Args:
+        num_heads: 1 or 2.
+        num_nodes: N, slots of a verified tree.
+        max_depth: D, the deepest path.
+        sink: takes the counts of every `publish`; None: nobody listens.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_nodes: int,
+        max_depth: int,
+        device: torch.device | str,
+        sink: Callable[[Counts], None] | None = None,
+    ):
+        self.num_heads, self.sink = num_heads, sink
+        # Nodes by origin, as (verified, accepted, first of a tree); then what `drafted` adds.
+        split = _KINDS * 3
+        self.total = torch.zeros(split + 2 * num_heads + 4, dtype=torch.int64, device=device)
+        self._nodes = self.total[:split].view(_KINDS, 3)
+        self._drafts = self.total[split:]
+        self._kinds = torch.arange(1, _KINDS + 1, dtype=torch.uint8, device=device)[:, None, None]
+        self._node = torch.arange(num_nodes + 1, device=device)
+        self._column = torch.tensor(
+            [0] * (num_nodes + 1) + [1] * (max_depth + 1) + [2], device=device
+        )
+        self._host = self.total
+        if self.total.is_cuda:
+            self._host = torch.zeros(self.total.shape, dtype=torch.int64, pin_memory=True)
+
+    def verified(self, origin: torch.Tensor, scheduled: torch.Tensor, path: torch.Tensor) -> None:
+        """Count the trees that the target ran on in this step.
+
+        Args:
+            origin: [R, N] uint8, who drafted a node: bit 0 head 1, bit 1 head 2; 0: slot not in
+                use.
+            scheduled: [R] integers, nodes that the target ran on, the first ones of the tree;
+                0 leaves the request out, whatever its other rows say.
+            path: [R, D+1] int64, accepted nodes; 0 (the root) first and beyond the end.
+        """
+        # The root is nobody's: its 0 also stands for what lies beyond the path's end.
+        seen = torch.nn.functional.pad(origin, (1, 0)) * (self._node <= scheduled[:, None])
+        kinds = torch.cat([seen, seen.gather(1, path), seen[:, 1:2]], dim=1)
+        self._nodes.index_add_(1, self._column, (kinds == self._kinds).sum(1))
+
+    def drafted(
+        self,
+        sizes: Sequence[torch.Tensor],
+        second: torch.Tensor,
+        agreed: torch.Tensor,
+        live: torch.Tensor,
+    ) -> None:
+        """Count the trees that the heads drafted in this step.
+
+        Args:
+            sizes: per head [R] int32, nodes of its own tree; 0 where it has none.
+            second: [R] bool, the second head was asked.
+            agreed: [R] bool, both heads' trees begin with the same token.
+            live: [R] bool; the other requests are left out (mid-prompt, padding).
+        """
+        table = torch.stack([*sizes, second.int(), agreed.int()]) * live
+        trees = table[: self.num_heads] > 0
+        rows = [table, trees, trees.all(0, keepdim=True), live[None]]
+        self._drafts += torch.cat(rows).sum(1)
+
+    def publish(self) -> None:
+        """Hand the sink what is on the host by now."""
+        if self.sink is None:
+            return
+        self.sink(tally(self._host.tolist(), self.num_heads))  # a host tensor
+        if self._host is not self.total:
+            self._host.copy_(self.total, non_blocking=True)
+
+    def as_dict(self) -> dict[str, int]:
+        """All counts by name, with "_1" or "_2" for a head's; waits for the device."""
+        counts = tally(self.total.tolist(), self.num_heads)  # a host read, not for a step
+        return {f"{name}_{head}" if head else name: n for (name, head), n in counts.items()}
+
+
+def tally(total: Sequence[int], num_heads: int) -> Counts:
+    """From the sums that `HeadCounters` keeps to counts by name."""
+    split = _KINDS * 3
+    nodes = [total[start : start + 3] for start in range(0, split, 3)]
+    size, rest = total[split : split + num_heads], total[split + num_heads :]
+    second, agreed, *trees, both, live = rest
+    counts: Counts = {}
+    for head in range(1, num_heads + 1):
+        counts["drafted_trees", head] = trees[head - 1]
+        counts["drafted_nodes", head] = size[head - 1]
+        # Kind 3 is of both heads and counts for both.
+        verified, accepted, first = (a + b for a, b in zip(nodes[head - 1], nodes[2]))
+        counts["chosen_trees", head] = first
+        counts["verified_nodes", head] = verified
+        counts["accepted_nodes", head] = accepted
+    counts["tree_nodes", 0] = sum(kind[0] for kind in nodes)
+    if num_heads == 2:
+        counts["shared_nodes", 0], counts["shared_accepted_nodes", 0], _ = nodes[2]
+        counts["both_drafted", 0] = both
+        counts["agreed", 0] = agreed
+        counts["second_skipped", 0] = live - second
+    return counts

@@ -1,0 +1,203 @@
+"""Which heads draft, from which checkpoints and with which options: checked, and sent along.
+
+Made in the process that reads the user's arguments, before any weight is loaded, and read back
+in the one that runs the model.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+from vllm.config import ModelConfig
+
+from vllm_specblock.combine.budget import shares
+from vllm_specblock.config import (
+    HEADS,
+    SOURCE_KEYS,
+    CombineConfig,
+    Eagle3Config,
+    NGramConfig,
+    OptionError,
+    SpecBlockConfig,
+    parse_combine,
+    parse_head,
+    split_keys,
+)
+from vllm_specblock.draft import checkpoint as specblock_files
+from vllm_specblock.draft.config import DrafterConfig, default_layer_ids
+from vllm_specblock.draft.eagle3 import checkpoint as eagle3_files
+from vllm_specblock.tree import MAX_NODES
+
+DRAFTER_FILES = ["config.json", "*.safetensors", "vocab_mapping.pt", "pytorch_model*.bin*"]
+
+
+class HeadPlan(BaseModel):
+    """One head.
+
+    Attributes:
+        kind: one of `config.HEADS`.
+        folder: of its checkpoint; None for a head without weights.
+        options: how it grows its tree.
+        layers: the target's layers that it reads; i is the state after i layers.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    kind: str
+    folder: str | None
+    options: SpecBlockConfig | Eagle3Config | NGramConfig
+    layers: tuple[int, ...] = ()
+
+
+class Plan(BaseModel):
+    """The heads, one or two, and how two of them go together."""
+
+    model_config = ConfigDict(frozen=True)
+
+    heads: tuple[HeadPlan, ...]
+    combine: CombineConfig | None = None
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """All layers of the target that some head reads, low first."""
+        return tuple(sorted({layer for head in self.heads for layer in head.layers}))
+
+    def dump(self) -> dict[str, Any]:
+        """As plain data; `Plan.read` is the way back."""
+        return self.model_dump(mode="json")
+
+    @classmethod
+    def read(cls, dumped: dict[str, Any]) -> Plan:
+        heads = tuple(
+            HeadPlan(**{**head, "options": HEADS[head["kind"]](**head["options"])})
+            for head in dumped["heads"]
+        )
+        combine = dumped["combine"]
+        return cls(heads=heads, combine=CombineConfig(**combine) if combine else None)
+
+
+def make_plan(given: dict[str, Any], num_nodes: int, target: ModelConfig) -> Plan:
+    """From a `speculative_config` (dashes in keys replaced already) to a plan.
+
+    Raises:
+        OptionError: a key, its type or its value; a drafter made for another target; two heads
+            that do not go together.
+        CheckpointError: a drafter's files are not what their config says.
+    """
+    first, second, combining = split_keys(given)
+    combine = None if second is None else parse_combine(combining)
+    if combine is not None:
+        _check_policy(combine, num_nodes)
+    heads = [_plan_head(first, target, "")]
+    if second is not None:
+        heads.append(_plan_head(second, target, "second_head."))
+        if heads[0].kind == heads[1].kind == "ngram":
+            raise OptionError(
+                "Both heads look up the request's own text (n-gram), and would draft the same: "
+                "name a drafter for one of them, or drop second_head."
+            )
+    return Plan(heads=tuple(heads), combine=combine)
+
+
+def fetch_drafter(model: Any, revision: str | None, where: str = "") -> Path:
+    """The drafter's local folder; a hub id is downloaded (config and tensors only).
+
+    Raises:
+        OptionError: no `model`, or neither a folder nor a hub id that can be had.
+    """
+    if not isinstance(model, str) or not model:
+        raise OptionError(
+            f"speculative_config key '{where}model' is missing: name a SpecBlock or EAGLE-3 "
+            "drafter, as a folder or as a hub id, or give head 'ngram', which needs none."
+        )
+    if os.path.isdir(model):
+        return Path(model).resolve()
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model, revision=revision, allow_patterns=DRAFTER_FILES))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise OptionError(
+            f"speculative_config key '{where}model' is {model!r}, which is neither a folder here "
+            f"nor a hub id that could be downloaded ({type(error).__name__})."
+        ) from None
+
+
+def _plan_head(given: dict[str, Any], target: ModelConfig, where: str) -> HeadPlan:
+    model, kind = given.get("model"), given.get("head")
+    keys = {key: value for key, value in given.items() if key not in SOURCE_KEYS}
+    if kind == "ngram":
+        if model is not None:
+            raise OptionError(
+                f"speculative_config key '{where}model' is {model!r}, but a head of kind 'ngram' "
+                "looks up the request's own text and has no weights: drop the one or the other."
+            )
+        return HeadPlan(kind=kind, folder=None, options=parse_head(keys, kind, where))
+    folder = fetch_drafter(model, given.get("revision"), where)
+    found = "eagle3" if eagle3_files.is_eagle3(folder) else "specblock"
+    if kind not in (None, found):
+        raise OptionError(
+            f"speculative_config key '{where}head' is {kind!r}, but {model!r} holds a drafter of "
+            f"kind {found!r}: drop 'head', or name another drafter."
+        )
+    options = parse_head(keys, found, where)
+    files = eagle3_files if found == "eagle3" else specblock_files
+    config = files.read_config(folder)
+    files.check_tensors(folder, config)
+    layers = _check_match(found, config, target, where)
+    if isinstance(config, DrafterConfig):
+        _check_window(options, config, where)
+    return HeadPlan(kind=found, folder=str(folder), options=options, layers=layers)
+
+
+def _check_policy(combine: CombineConfig, num_nodes: int) -> None:
+    policy = combine.head_policy
+    of_policy = {"route": ("route", "confidence"), "merge": ("merge", "budget")}
+    for other, keys in of_policy.items():
+        given = [key for key in keys if key in combine.model_fields_set]
+        if other != policy and given:
+            raise OptionError(
+                f"speculative_config key '{given[0]}' goes with head_policy '{other}', but "
+                f"head_policy is '{policy}': change the one or drop the other."
+            )
+    try:
+        shares(num_nodes, policy, combine.budget)
+    except ValueError as error:
+        raise OptionError(str(error)) from None
+
+
+def _check_window(options: SpecBlockConfig, config: DrafterConfig, where: str) -> None:
+    positions = (options.num_blocks - 1) * options.num_starts * config.block_size
+    if positions > MAX_NODES:
+        raise OptionError(
+            f"{where}num_blocks {options.num_blocks} and {where}num_starts {options.num_starts} "
+            f"draft {positions} positions after block 1, but at most {MAX_NODES} are supported "
+            f"((num_blocks − 1) × num_starts × {config.block_size}): lower one of them."
+        )
+
+
+def _check_match(kind: str, config: Any, target: ModelConfig, where: str) -> tuple[int, ...]:
+    """Hold a drafter against the target; returns the target layers that it reads."""
+    whose = "The drafter of second_head" if where else "The drafter"
+    for what, made_for, found in (
+        ("hidden size", config.target_hidden_size, target.get_hidden_size()),
+        ("vocabulary size", config.vocab_size, target.get_vocab_size()),
+    ):
+        if made_for != found:
+            raise OptionError(
+                f"{whose} was made for a target of {what} {made_for}, but "
+                f"{target.model!r} has {found}: use a drafter of this target."
+            )
+    layers = target.hf_text_config.num_hidden_layers
+    given = config.layer_ids if kind == "eagle3" else config.target.layer_ids
+    layer_ids = given or default_layer_ids(layers)
+    if max(layer_ids) >= layers:
+        raise OptionError(
+            f"{whose} reads target layers {list(layer_ids)}, but {target.model!r} has only "
+            f"layers 0 to {layers - 1}: use a drafter of this target."
+        )
+    return tuple(layer_ids)

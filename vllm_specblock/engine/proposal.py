@@ -1,0 +1,195 @@
+"""What the heads draft, combined into the trees that the target verifies next."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+
+from vllm_specblock.combine.budget import shares
+from vllm_specblock.combine.combined import Combined
+from vllm_specblock.combine.lazy import LazyGate
+from vllm_specblock.combine.merge import merge
+from vllm_specblock.combine.route import agreement, confidence, route
+from vllm_specblock.config import CombineConfig
+from vllm_specblock.draft.head import CommittedRows, Head
+from vllm_specblock.tree import DraftTree
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What became of the trees of the step before, by request (R).
+
+    Attributes:
+        slot: [R] int64, the engine's request slot.
+        live: [R] bool, the target ran on a tree of ours.
+        accepted: [R] int32, draft nodes on the accepted path.
+    """
+
+    slot: torch.Tensor
+    live: torch.Tensor
+    accepted: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """The trees of a step, and how they came about.
+
+    Attributes:
+        combined: R trees of N slots, and which head each node is from.
+        drafted: per head [R] int32, nodes of its own tree; 0 where it did not draft.
+        second: [R] bool, the second head drafted; all False with one head.
+        agreed: [R] bool, both drafted and name the same first token.
+    """
+
+    combined: Combined
+    drafted: tuple[torch.Tensor, ...]
+    second: torch.Tensor
+    agreed: torch.Tensor
+
+
+class Proposer(ABC):
+    """Asks the heads of an engine for trees, once a step.
+
+    Every head advances in every step, whoever drafts or is chosen: so they stay interchangeable
+    (routing paper, §7).
+    """
+
+    heads: list[Head]
+
+    @property
+    def max_depth(self) -> int:
+        """Tokens on the longest path of any tree."""
+        return max(head.max_depth for head in self.heads)
+
+    def learn(self, verified: Verified) -> None:  # noqa: B027 (few have to)
+        """Take note of what was accepted."""
+
+    def propose(self, rows: CommittedRows) -> Proposal:
+        for head in self.heads:
+            head.advance(rows)
+        return self.combine(rows)
+
+    @abstractmethod
+    def combine(self, rows: CommittedRows) -> Proposal:
+        """One tree per request; the heads have advanced."""
+
+
+class One(Proposer):
+    """A single head: its tree is the tree."""
+
+    def __init__(self, head: Head):
+        self.heads = [head]
+
+    def combine(self, rows: CommittedRows) -> Proposal:
+        tree = self.heads[0].draft()
+        none = torch.zeros_like(tree.size, dtype=torch.bool)
+        return Proposal(Combined.of(tree, head=1), (tree.size,), none, none)
+
+
+class Route(Proposer):
+    """Both heads draft, the surer one's tree is verified (routing paper, §5)."""
+
+    def __init__(self, heads: list[Head], options: CombineConfig):
+        self.heads, self.how = heads, options.confidence
+
+    def combine(self, rows: CommittedRows) -> Proposal:
+        first, second = (head.draft() for head in self.heads)
+        return self.choose(first, second, torch.ones_like(first.size, dtype=torch.bool))
+
+    def choose(self, first: DraftTree, second: DraftTree, drafted: torch.Tensor) -> Proposal:
+        """The tree of the surer head; `drafted` [R] bool: the second head was asked at all."""
+        combined, _ = route(first, second, self.how)
+        agreed = drafted & agreement(first, second)
+        return Proposal(combined, (first.size, second.size), drafted, agreed)
+
+
+class LazyRoute(Route):
+    """Differs from Route in that the second head drafts only where the first is not sure.
+
+    On a device whose memory is the host's, it drafts for just those requests. Elsewhere nobody
+    may wait for a device value: it drafts for all requests or for none, by what most of them
+    wanted in the last step whose answer has come back.
+
+    Args:
+        num_slots: request slots of the engine.
+    """
+
+    def __init__(
+        self, heads: list[Head], options: CombineConfig, num_slots: int, device: torch.device
+    ):
+        super().__init__(heads, options)
+        self.gate = LazyGate(device, how=options.confidence)
+        self.looks = device.type == "cpu"
+        self.most_want = torch.ones(1, dtype=torch.bool, pin_memory=not self.looks)
+        # By request slot, of the tree under verification.
+        self.sure = torch.zeros(num_slots, device=device)
+        self.both = torch.zeros(num_slots, dtype=torch.bool, device=device)
+
+    def learn(self, verified: Verified) -> None:
+        slot = verified.slot
+        self.gate.learn(self.sure[slot], self.both[slot], verified.accepted, verified.live)
+
+    def combine(self, rows: CommittedRows) -> Proposal:
+        first = self.heads[0].draft()
+        sure = confidence(first, self.how)
+        wanted = self.gate.wants(sure, rows.position[rows.last])
+        second, drafted = self._ask(wanted, first)
+        self.sure[rows.text_row], self.both[rows.text_row] = sure, drafted
+        return self.choose(first, second, drafted)
+
+    def _ask(self, wanted: torch.Tensor, first: DraftTree) -> tuple[DraftTree, torch.Tensor]:
+        """The second head's trees, and for which requests it drafted ([R] bool)."""
+        count, head = len(wanted), self.heads[1]
+        if not self.looks:
+            ask = bool(self.most_want)  # a host tensor
+            self.most_want.copy_(2 * wanted.sum() >= count, non_blocking=True)
+            wanted = torch.full_like(wanted, ask)
+            asked = count if ask else 0
+        else:
+            index = wanted.nonzero()[:, 0]  # a host tensor
+            asked = len(index)
+        if asked == count:
+            return head.draft(), wanted
+        empty = DraftTree.empty(*first.token.shape, wanted.device)
+        if not asked:
+            return empty, wanted
+        return empty.put(index, head.draft(index)), wanted
+
+
+class Merge(Proposer):
+    """Both heads draft, and the union of their trees is verified at once (merged-tree paper)."""
+
+    def __init__(self, heads: list[Head], options: CombineConfig, num_nodes: int):
+        self.heads, self.how, self.num_nodes = heads, options.merge, num_nodes
+
+    def combine(self, rows: CommittedRows) -> Proposal:
+        first, second = (head.draft() for head in self.heads)
+        combined = merge(first, second, self.how, self.num_nodes, self.max_depth)
+        both = torch.ones_like(first.size, dtype=torch.bool)
+        return Proposal(combined, (first.size, second.size), both, agreement(first, second))
+
+
+def head_budgets(options: CombineConfig | None, num_nodes: int) -> tuple[int, ...]:
+    """Nodes that each head drafts."""
+    if options is None:
+        return (num_nodes,)
+    return shares(num_nodes, options.head_policy, options.budget)
+
+
+def make_proposer(
+    heads: list[Head],
+    options: CombineConfig | None,
+    num_nodes: int,
+    num_slots: int,
+    device: torch.device,
+) -> Proposer:
+    """The proposer of `options`; None with a single head."""
+    if options is None:
+        return One(heads[0])
+    if options.head_policy == "merge":
+        return Merge(heads, options, num_nodes)
+    if options.route == "lazy":
+        return LazyRoute(heads, options, num_slots, device)
+    return Route(heads, options)

@@ -1,0 +1,82 @@
+"""What draft trees cannot be had with: a runner, a parallelism, a target; one sentence each."""
+
+from __future__ import annotations
+
+from vllm import envs
+from vllm.config import ModelConfig, ParallelConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from vllm_specblock.config import OptionError
+
+
+def check_batch(args: EngineArgs, nodes: int) -> None:
+    budget = args.max_num_batched_tokens
+    if budget is not None and budget < nodes + 1:
+        raise OptionError(
+            f"max_num_batched_tokens is {budget}, but one request's tree takes {nodes + 1} tokens "
+            f"(num_speculative_tokens {nodes} and its root): raise the one or lower the other."
+        )
+
+
+def check_runner(args: EngineArgs, parallel: ParallelConfig) -> None:
+    from vllm.platforms import current_platform
+    from vllm.triton_utils import HAS_TRITON
+
+    if current_platform.is_cpu() and (envs.VLLM_USE_V2_MODEL_RUNNER is not True or not HAS_TRITON):
+        raise OptionError(
+            "SpecBlock runs on vLLM's Model Runner V2, which a CPU build uses only when told to: "
+            "set VLLM_USE_V2_MODEL_RUNNER=1 before Python starts."
+        )
+    if envs.VLLM_USE_V2_MODEL_RUNNER is False:
+        raise OptionError(
+            "SpecBlock runs on vLLM's Model Runner V2, and VLLM_USE_V2_MODEL_RUNNER=0 switches "
+            "it off: unset it."
+        )
+    for name, size in (
+        ("pipeline_parallel_size", parallel.pipeline_parallel_size),
+        ("decode_context_parallel_size", parallel.decode_context_parallel_size),
+        ("prefill_context_parallel_size", parallel.prefill_context_parallel_size),
+    ):
+        if size > 1:
+            raise OptionError(f"{name} is {size}, but SpecBlock supports 1 only.")
+    if parallel.enable_batch_sharded_sampling:
+        raise OptionError("SpecBlock does not support enable_batch_sharded_sampling: drop it.")
+    if getattr(args, "watermark_config", None):
+        raise OptionError("SpecBlock does not support watermarking: drop watermark_config.")
+    chosen = args.attention_backend or args.attention_config.backend
+    if chosen not in (None, AttentionBackendEnum.CUSTOM):
+        raise OptionError(
+            f"attention_backend is {getattr(chosen, 'name', chosen)}, but draft trees need "
+            "SpecBlock's own attention: leave it unset."
+        )
+    if args.kv_cache_dtype not in ("auto", "bfloat16", "float16"):
+        raise OptionError(
+            f"kv_cache_dtype is {args.kv_cache_dtype!r}, but SpecBlock supports 'auto' only."
+        )
+
+
+def check_target(target: ModelConfig) -> None:
+    text = target.hf_text_config
+    layer_types = set(getattr(text, "layer_types", None) or ())
+    for refused, kind in (
+        (target.is_encoder_decoder, "an encoder-decoder"),
+        (target.use_mla, "multi-head latent attention (MLA)"),
+        (target.is_hybrid or target.is_attention_free, "recurrent (Mamba or hybrid) layers"),
+        (target.uses_mrope, "multimodal positions (M-RoPE)"),
+        (
+            target.get_sliding_window() is not None or "sliding_attention" in layer_types,
+            "sliding-window attention",
+        ),
+        (target.attention_chunk_size is not None, "chunked attention"),
+        (target.uses_alibi, "ALiBi positions"),
+        (
+            bool(getattr(text, "attn_logit_softcapping", None)),
+            "a soft cap on attention logits",
+        ),
+    ):
+        if refused:
+            raise OptionError(
+                f"The target {target.model!r} has {kind}, which SpecBlock cannot verify as a "
+                "tree yet: run it without speculative_config, or with another method."
+            )
