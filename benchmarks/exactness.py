@@ -1,18 +1,21 @@
-"""Compare 100,000 tokens with and without SpecBlock: the output must not change.
+"""Compare tokens with and without the plugin, for every combination of heads: none may change.
 
-    python benchmarks/exactness.py [--tokens 100000]
+    python benchmarks/exactness.py [--combination "SpecBlock + n-gram, route"] [--tokens 20000]
 
 Batches of eight requests of different length and temperature, on held-out prompts of the example
-pair, through two engines in one process, in float32. Exits with 1 on the first difference.
+pair, through two engines in one process, in float32; each combination in a process of its own.
+Exits with 1 if a token differs. `examples/two_heads/README.md` makes the second SpecBlock drafter
+and the EAGLE-3 one.
 """
 
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -21,6 +24,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import typer
+from combinations import NGRAM, POLICIES, alone, eagle3, specblock, together
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -30,11 +34,36 @@ sys.path.insert(0, str(PAIR))
 TEMPERATURES = (0.0, 0.7, 1.0, 0.0)
 
 
-def main(
-    tokens: Annotated[int, typer.Option(help="Tokens to compare, at least.")] = 100_000,
-    nodes: Annotated[int, typer.Option(help="Nodes of the draft tree.")] = 24,
-) -> None:
-    """Generate the same requests twice and compare every token."""
+def combinations(drafter: str, second: str, eagle: str, nodes: int) -> dict[str, dict[str, Any]]:
+    """Every `speculative_config` by its name.
+
+    Args:
+        drafter, second: folders of two SpecBlock drafters; eagle: of an EAGLE-3 one.
+        nodes: of the draft tree.
+    """
+    kinds = {"SpecBlock": specblock(drafter), "EAGLE-3": eagle3(eagle), "n-gram": NGRAM}
+    found = {name: alone(head, nodes) for name, head in kinds.items()}
+    pairs = {
+        "SpecBlock + SpecBlock": (specblock(drafter), specblock(second)),
+        "SpecBlock + EAGLE-3": (kinds["SpecBlock"], kinds["EAGLE-3"]),
+        "SpecBlock + n-gram": (kinds["SpecBlock"], NGRAM),
+        "EAGLE-3 + n-gram": (kinds["EAGLE-3"], NGRAM),
+    }
+    for name, (first, other) in pairs.items():
+        for policy in POLICIES:
+            found[f"{name}, {policy}"] = together(first, other, nodes, policy)
+    return found
+
+
+def compare(speculative: dict[str, Any], tokens: int) -> tuple[int, float]:
+    """Generate the same requests with and without drafts, until `tokens` are compared.
+
+    Returns:
+        Tokens compared, and the seconds it took.
+
+    Raises:
+        SystemExit: a token differs.
+    """
     import corpus
     from vllm import LLM, SamplingParams
 
@@ -50,14 +79,7 @@ def main(
             speculative_config=speculative,
         )
 
-    plain = engine(None)
-    tree = engine(
-        {
-            "method": "specblock",
-            "model": str(PAIR / "drafter"),
-            "num_speculative_tokens": nodes,
-        }
-    )
+    plain, tree = engine(None), engine(speculative)
     held_out = corpus.load().held_out
     texts = [p for size in (400, 150, 800) for p in corpus.prompts(held_out, 40, size)]
     compared, batch, began = 0, 0, time.monotonic()
@@ -78,13 +100,49 @@ def main(
             theirs = plain.generate(prompts, params, use_tqdm=False)
             for mine, other in zip(ours, theirs):
                 if mine.outputs[0].token_ids != other.outputs[0].token_ids:
-                    print(f"different: batch {batch}, prompt {mine.prompt!r}")
-                    raise typer.Exit(1)
+                    raise SystemExit(f"different: batch {batch}, prompt {mine.prompt!r}")
                 compared += len(mine.outputs[0].token_ids)
                 bar.update(len(mine.outputs[0].token_ids))
             batch += 1
-    seconds = time.monotonic() - began
-    print(f"{compared} tokens compared in {seconds:.0f} s, 0 different (float32, batch 8)")
+    return compared, time.monotonic() - began
+
+
+def main(
+    combination: Annotated[str, typer.Option(help="One of --list, or all.")] = "all",
+    tokens: Annotated[int, typer.Option(min=1, help="To compare per combination, at least.")] = (
+        20_000
+    ),
+    nodes: Annotated[int, typer.Option(help="Nodes of the draft tree.")] = 24,
+    drafter: Annotated[Path, typer.Option(help="A SpecBlock drafter.")] = PAIR / "drafter",
+    second: Annotated[Path, typer.Option(help="Another.")] = ROOT / "runs/two_heads/tables",
+    eagle: Annotated[Path, typer.Option("--eagle3", help="An EAGLE-3 drafter.")] = ROOT
+    / "runs/two_heads/eagle3",
+    list_all: Annotated[bool, typer.Option("--list", help="Only name the combinations.")] = False,
+) -> None:
+    """Compare one combination, or all of them."""
+    known = combinations(str(drafter), str(second), str(eagle), nodes)
+    if list_all:
+        print("\n".join(known))
+        return
+    if combination != "all":
+        if combination not in known:
+            raise SystemExit(
+                f"--combination {combination!r} is not known; there are: {'; '.join(known)}."
+            )
+        compared, seconds = compare(known[combination], tokens)
+        print(f"{combination}: {compared} tokens compared in {seconds:.0f} s, 0 different "
+              "(float32, batch 8)", flush=True)  # fmt: skip
+        return
+    options = [f"--tokens={tokens}", f"--nodes={nodes}", f"--drafter={drafter}",
+               f"--second={second}", f"--eagle3={eagle}"]  # fmt: skip
+    failed = [
+        name
+        for name in known
+        if subprocess.run([sys.executable, __file__, f"--combination={name}", *options]).returncode
+    ]
+    print(f"{len(known) - len(failed)} of {len(known)} combinations are exact"
+          + "".join(f"\nnot exact, or failed: {name}" for name in failed))  # fmt: skip
+    raise typer.Exit(bool(failed))
 
 
 if __name__ == "__main__":

@@ -19,14 +19,20 @@ CHARACTERS = 250  # of a prompt, about 80 tokens
 EVERY = 3000  # characters from one prompt of a file to the next
 
 
-def pieces(texts: list[str]) -> list[str]:
-    """The beginnings of evenly spaced parts of `texts`, each cut at a line's end."""
+def pieces(texts: list[str], every: int = EVERY) -> list[str]:
+    """The beginnings of parts of `texts`, one every so many characters, cut at a line's end."""
     found = []
     for text in texts:
-        for start in range(0, len(text) - 2 * CHARACTERS, EVERY):
+        for start in range(0, len(text) - 2 * CHARACTERS, every):
             first = text.find("\n", start) + 1 if start else 0
             found.append(text[first : text.rfind("\n", first, first + CHARACTERS) + 1])
     return [piece for piece in found if piece.strip()]
+
+
+def write(path: Path, prompts: list[str]) -> None:
+    """One JSON object a line."""
+    path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    print(f"{len(prompts):,} prompts in {path}")
 
 
 def main(out: Path) -> None:
@@ -37,9 +43,7 @@ def main(out: Path) -> None:
         ("prompts", pieces(texts.train)),
         ("held_out", corpus.prompts(texts.held_out, 24)),
     ):
-        lines = [json.dumps({"prompt": prompt}) + "\n" for prompt in prompts]
-        (out / f"{name}.jsonl").write_text("".join(lines))
-        print(f"{len(lines):,} prompts in {out / name}.jsonl")
+        write(out / f"{name}.jsonl", prompts)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,44 @@
+"""`speculative_config`s of one head and of two, for whatever runs many of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+NGRAM = {"head": "ngram"}
+
+POLICIES: dict[str, dict[str, str]] = {
+    "route": {"head_policy": "route"},
+    "lazy route": {"head_policy": "route", "route": "lazy"},
+    "merge disjoint": {"head_policy": "merge", "merge": "disjoint", "budget": "joint"},
+    "merge trie, joint": {"head_policy": "merge", "merge": "trie", "budget": "joint"},
+    "merge trie, split": {"head_policy": "merge", "merge": "trie", "budget": "split"},
+}
+"""Ways of two heads to go together."""
+
+
+def specblock(folder: Path | str, **options: Any) -> dict[str, Any]:
+    """A SpecBlock head."""
+    return {"head": "specblock", "model": str(folder), **options}
+
+
+def eagle3(folder: Path | str, **options: Any) -> dict[str, Any]:
+    """An EAGLE-3 head, whose tree grows level by level."""
+    return {"head": "eagle3", "model": str(folder), **options}
+
+
+def alone(head: dict[str, Any], nodes: int) -> dict[str, Any]:
+    """One head with trees of `nodes` nodes."""
+    return {"method": "specblock", "num_speculative_tokens": nodes, **head}
+
+
+def together(
+    first: dict[str, Any], second: dict[str, Any], nodes: int, policy: str, **how: str
+) -> dict[str, Any]:
+    """Two heads by one of `POLICIES`; `how` adds to its keys."""
+    return alone(first, nodes) | {"second_head": second} | POLICIES[policy] | how
+
+
+def eagle3_chain(folder: Path | str, tokens: int) -> dict[str, Any]:
+    """vLLM's own EAGLE-3: one path of `tokens` tokens per step."""
+    return {"method": "eagle3", "model": str(folder), "num_speculative_tokens": tokens}

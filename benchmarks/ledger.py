@@ -1,0 +1,63 @@
+"""Results of a benchmark in a file that grows with each of them: a killed run goes on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from vllm_specblock.train import provenance
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def from_root(path: Path) -> str:
+    """`path` as seen from the repository's root, where it lies below: without anyone's folders."""
+    path = path.resolve()
+    return path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else str(path)
+
+
+class Ledger:
+    """Results by name, and the settings they were measured with.
+
+    Args:
+        path: a JSON file; made, or gone on with.
+        settings: what all results have in common; JSON's types only.
+
+    Raises:
+        SystemExit: the file has results of other settings.
+    """
+
+    def __init__(self, path: Path, settings: dict[str, Any]):
+        self.path, self.settings = path, settings
+        self.results: dict[str, Any] = {}
+        if path.exists():
+            known = json.loads(path.read_text(encoding="utf-8"))
+            other = {k for k in settings.keys() | known["settings"].keys()
+                     if settings.get(k) != known["settings"].get(k)}  # fmt: skip
+            if other:
+                raise SystemExit(
+                    f"{path} has results with other {', '.join(sorted(other))}: give another "
+                    "--out, or delete it."
+                )
+            self.results = known["results"]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.results
+
+    def add(self, name: str, result: Any) -> None:
+        """Keep a result; the file is whole at any time."""
+        self.results[name] = result
+        text = json.dumps(
+            {
+                "settings": self.settings,
+                "provenance": provenance.provenance(),
+                "results": self.results,
+            },
+            indent=1,
+            ensure_ascii=False,
+        )
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        aside = self.path.with_suffix(".partial")
+        aside.write_text(text + "\n", encoding="utf-8")
+        aside.replace(self.path)

@@ -1,0 +1,67 @@
+"""The prompts of the two slices: whose files they are from, and that they are the same again."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    path = EXAMPLES / "two_heads/prompts.py"
+    spec = importlib.util.spec_from_file_location("two_heads_prompts", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def library(tmp_path):
+    """Forty files of code and forty of tables, each line with its file's name on it."""
+    for index in range(80):
+        name = f"encodings/t{index}.py" if index % 2 else f"c{index}.py"
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("".join(f"# {name} {line}\n" for line in range(250)))
+    return tmp_path
+
+
+def test_slices_and_sides_go_by_the_path_from_the_root(prompts, library):
+    texts = prompts.load(library)
+    seen = set()
+    for slice_name, corpus in texts.items():
+        for held_out, side in ((False, corpus.train), (True, corpus.held_out)):
+            for text in side:
+                name = text.split()[1]
+                seen.add(name)
+                assert name.startswith("encodings/") == (slice_name == "tables")
+                assert prompts.corpus.is_held_out(name) == held_out
+    assert len(seen) == 80 and all(corpus.held_out for corpus in texts.values())
+
+
+def test_the_same_again_and_never_of_a_held_out_file(prompts, library, tmp_path, monkeypatch):
+    load = prompts.load
+    monkeypatch.setattr(prompts, "load", lambda: load(library))
+    folders = tmp_path / "a", tmp_path / "b"
+    for folder in folders:
+        prompts.main(folder)
+    for name in prompts.SLICES:
+        for held_out, file in ((False, f"{name}.jsonl"), (True, f"{name}_held_out.jsonl")):
+            one, two = ((folder / file).read_bytes() for folder in folders)
+            assert one == two
+            found = [json.loads(line)["prompt"] for line in one.decode().splitlines()]
+            assert found and len(found) <= (prompts.HELD_OUT if held_out else prompts.LEARNED)
+            assert len(found) < 3 or found != sorted(found), "they are in random order"
+            # A piece may begin within a file, never within a line.
+            names = {line.split()[1] for piece in found for line in piece.splitlines()}
+            assert {prompts.corpus.is_held_out(each) for each in names} == {held_out}
+
+
+def test_tables_are_cut_more_densely(prompts):
+    text = "".join(f"{line:09}\n" for line in range(1000))
+    assert len(prompts.drawn([text], 1000, 99)) == 3 * len(prompts.drawn([text], 3000, 99)) - 2
