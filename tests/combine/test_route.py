@@ -97,9 +97,10 @@ def test_ties_and_empty_trees(how):
 
 def test_agreement():
     said, other, none = ([(0, 3), (1, 4)], [(0, 4), (0, 3)], [])
-    first = to_tree([said, said, said, none, none], 3)
-    second = to_tree([[(0, 3)], other, none, said, none], 3)
-    assert agreement(first, second).tolist() == [True, False, False, False, False]
+    zero = [(0, 0)]  # what slots not in use hold, too
+    first = to_tree([said, said, zero, none, none, zero], 3)
+    second = to_tree([[(0, 3)], other, none, zero, none, zero], 3)
+    assert agreement(first, second).tolist() == [True, False, False, False, False, True]
 
 
 def test_origin_follows_the_best_path():

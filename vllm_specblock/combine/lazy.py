@@ -96,8 +96,8 @@ class LazyGate:
         hit = ((cell[:, None] == self._cell) & counts[:, None]).float()  # [R, 2B]
         keep = torch.where(counts.any(), self.decay, 1.0)
         self.steps.mul_(keep).add_(hit.sum(0).view(2, BUCKETS))
-        gained = torch.where(counts, accepted, 0)[:, None] * hit
-        self.accepted.mul_(keep).add_(gained.sum(0).view(2, BUCKETS))
+        gained = (accepted[:, None] * hit).sum(0)
+        self.accepted.mul_(keep).add_(gained.view(2, BUCKETS))
         self.threshold.copy_(self._best())
 
     def bucket(self, confidence: torch.Tensor) -> torch.Tensor:

@@ -147,8 +147,8 @@ def _plan_head(given: dict[str, Any], target: ModelConfig, where: str) -> HeadPl
     options = parse_head(keys, found, where)
     files = eagle3_files if found == "eagle3" else specblock_files
     config = files.read_config(folder)
-    files.check_tensors(folder, config)
     layers = _check_match(found, config, target, where)
+    files.check_tensors(folder, config)
     if isinstance(config, DrafterConfig):
         _check_window(options, config, where)
     return HeadPlan(kind=found, folder=str(folder), options=options, layers=layers)

@@ -110,7 +110,8 @@ class LazyRoute(Route):
 
     On a device whose memory is the host's, it drafts for just those requests. Elsewhere nobody
     may wait for a device value: it drafts for all requests or for none, by what most of them
-    wanted in the last step whose answer has come back.
+    wanted in the last step whose answer has come back. There all explore in the same steps, or
+    those that do would be outvoted.
 
     Args:
         num_slots: request slots of the engine.
@@ -123,6 +124,7 @@ class LazyRoute(Route):
         self.gate = LazyGate(device, how=options.confidence)
         self.looks = device.type == "cpu"
         self.most_want = torch.ones(1, dtype=torch.bool, pin_memory=not self.looks)
+        self.step = torch.zeros(1, dtype=torch.int64, device=device)
         # By request slot, of the tree under verification.
         self.sure = torch.zeros(num_slots, device=device)
         self.both = torch.zeros(num_slots, dtype=torch.bool, device=device)
@@ -134,7 +136,9 @@ class LazyRoute(Route):
     def combine(self, rows: CommittedRows) -> Proposal:
         first = self.heads[0].draft()
         sure = confidence(first, self.how)
-        wanted = self.gate.wants(sure, rows.position[rows.last])
+        self.step += 1
+        key = rows.position[rows.last] if self.looks else self.step.expand(len(rows.last))
+        wanted = self.gate.wants(sure, key)
         second, drafted = self._ask(wanted, first)
         self.sure[rows.text_row], self.both[rows.text_row] = sure, drafted
         return self.choose(first, second, drafted)
