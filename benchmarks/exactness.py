@@ -114,9 +114,9 @@ def main(
     ),
     nodes: Annotated[int, typer.Option(help="Nodes of the draft tree.")] = 24,
     drafter: Annotated[Path, typer.Option(help="A SpecBlock drafter.")] = PAIR / "drafter",
-    second: Annotated[Path, typer.Option(help="Another.")] = ROOT / "runs/two_heads/tables",
+    second: Annotated[Path, typer.Option(help="Another.")] = ROOT / "examples/two_heads/tables",
     eagle: Annotated[Path, typer.Option("--eagle3", help="An EAGLE-3 drafter.")] = ROOT
-    / "runs/two_heads/eagle3",
+    / "examples/two_heads/eagle3",
     list_all: Annotated[bool, typer.Option("--list", help="Only name the combinations.")] = False,
 ) -> None:
     """Compare one combination, or all of them."""

@@ -20,11 +20,11 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import typer
-from combinations import specblock, together
+from combinations import together
 from one_engine import TARGET
 
 ROOT = Path(__file__).resolve().parent.parent
-HEADS = ROOT / "runs/two_heads"
+HEADS = ROOT / "examples/two_heads"
 COLOURS = {0: "#d9d9d9", 1: "#8ecae6", 2: "#ffb703", 3: "#95d5b2"}
 """Of the root, of head 1, of head 2, of both."""
 LEGEND = {1: "head 1", 2: "head 2", 3: "both heads"}
@@ -205,7 +205,7 @@ def main(
     prompt: Annotated[str, typer.Option(help="What to go on with.")] = "def main(argv):\n",
 ) -> None:
     """Run, pick a tree, draw it."""
-    heads = specblock(first), specblock(second)
+    heads = {"model": str(first)}, {"model": str(second)}
     speculative = together(*heads, nodes, "merge trie, joint")
     pictures = record(speculative, target, prompt, new_tokens)
     best = max(pictures, key=mix)

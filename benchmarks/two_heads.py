@@ -21,6 +21,7 @@ from one_engine import TARGET, Answer, EngineFailed, Request, Task, run
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "runs/two_heads"
+HEADS = ROOT / "examples/two_heads"
 PLAIN = "vLLM"
 CHAIN = "EAGLE-3 chain, vLLM's own"
 """Its rejection sampler keeps the law of a sampled output, not its tokens: only those of T = 0
@@ -166,10 +167,9 @@ def measure(request: Request, ledger: Ledger, name: str) -> bool:
 
 def main(
     target: Annotated[Path, typer.Option(help="Folder of the target.")] = TARGET,
-    code: Annotated[Path, typer.Option(help="Head 1, a SpecBlock drafter.")] = FOLDER / "code",
-    tables: Annotated[Path, typer.Option(help="Head 2, another.")] = FOLDER / "tables",
-    eagle: Annotated[Path, typer.Option("--eagle3", help="An EAGLE-3 drafter.")] = FOLDER
-    / "eagle3",
+    code: Annotated[Path, typer.Option(help="Head 1, a SpecBlock drafter.")] = HEADS / "code",
+    tables: Annotated[Path, typer.Option(help="Head 2, another.")] = HEADS / "tables",
+    eagle: Annotated[Path, typer.Option("--eagle3", help="An EAGLE-3 drafter.")] = HEADS / "eagle3",
     prompts_from: Annotated[
         Path, typer.Option(help="Has code_held_out.jsonl and tables_held_out.jsonl.")
     ] = FOLDER,
