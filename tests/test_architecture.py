@@ -74,7 +74,10 @@ STEP = [
     ROOT / "vllm_specblock/tree.py",
     ROOT / "vllm_specblock/candidates.py",
 ]  # fmt: skip
-READS = re.compile(r"\.(item|tolist|cpu|numpy|nonzero)\(|(?<![.\w])int\((?!self\.|len)|synchronize")
+READS = re.compile(
+    r"\.(item|tolist|cpu|numpy|nonzero)\(|(?<![.\w])(int\((?!self\.|len)|bool\()|synchronize"
+    r"|from_numpy\("
+)
 
 
 @pytest.mark.parametrize("path", STEP, ids=lambda path: path.stem)

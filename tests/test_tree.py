@@ -120,7 +120,7 @@ def test_every_prefix_is_a_tree(plain, data):
 @given(batches)
 def test_best_chain_is_the_best_path(batch):
     tree = to_tree(batch, max(1, *(len(tree) for tree in batch)))
-    chain = tree.best_chain()
+    chain = tree.chain_of(*tree.best_path())
     for request, plain in enumerate(batch):
         gains = {
             node: sum(math.exp(-0.1 * step) for step in path_to(plain, node)[1:])
@@ -150,7 +150,8 @@ def test_nothing_is_read_on_the_host():
     """A fake tensor has no value: any `.item()`, `if tensor` or data-dependent shape raises."""
     with FakeTensorMode():
         tree = DraftTree.empty(3, 70, "cpu")
-        tree.where(torch.zeros(3, dtype=torch.bool), tree.best_chain()).prefix(9).ancestor_mask()
+        chain = tree.chain_of(*tree.best_path())
+        tree.where(torch.zeros(3, dtype=torch.bool), chain).prefix(9).ancestor_mask()
         depths(tree.parent)
 
 

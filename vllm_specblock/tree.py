@@ -213,9 +213,8 @@ class DraftTree:
         entry = torch.where(path, self.depth, count + 1).argsort(dim=1, stable=True)
         return entry, path.sum(1).int()
 
-    def best_chain(self) -> DraftTree:
-        """`best_path`, laid out as a chain in the first slots."""
-        entry, length = self.best_path()
+    def chain_of(self, entry: torch.Tensor, length: torch.Tensor) -> DraftTree:
+        """A path as `best_path` gives it, laid out as a chain in the first slots."""
         return DraftTree.chain(self.token.gather(1, entry), self.logprob.gather(1, entry), length)
 
     def path_matrix(self, request: int) -> torch.Tensor:

@@ -96,6 +96,8 @@ def test_wrong_options(speculative, parts):
         ({"max_num_batched_tokens": 20}, ["max_num_batched_tokens is 20", "25 tokens"]),
         ({"attention_backend": "TRITON_ATTN"}, ["attention_backend is TRITON_ATTN"]),
         ({"kv_cache_dtype": "fp8"}, ["kv_cache_dtype is 'fp8'"]),
+        ({"kv_cache_dtype": "bfloat16"}, ["kv_cache_dtype is 'bfloat16'", "'auto' only"]),
+        ({"enable_lora": True}, ["LoRA", "enable_lora"]),
     ],
 )
 def test_wrong_surroundings(changes, parts):
@@ -251,10 +253,33 @@ def test_a_head_without_weights():
             ["cannot be split", "num_speculative_tokens"],
         ),
         ({"head": "ngram", "model": None, "second_head": NGRAM}, ["Both heads", "n-gram"]),
+        ({"second_head": {"model": str(DRAFTER)}}, ["Both heads", "drafter", "another"]),
+        ({"second_head": NGRAM | {"revision": "main"}}, ["'second_head.revision' is 'main'"]),
     ],
 )
 def test_wrong_combinations(speculative, parts):
     refused(*parts, speculative=speculative)
+
+
+def test_lazy_routing_over_several_devices():
+    refused(
+        "'route' is 'lazy'",
+        "tensor_parallel_size is 2",
+        speculative={"second_head": NGRAM, "route": "lazy"},
+        tensor_parallel_size=2,
+        distributed_executor_backend="mp",
+    )
+
+
+def test_two_configs_of_the_same_arguments():
+    args = EngineArgs(
+        model=str(TARGET),
+        max_model_len=512,
+        speculative_config={"method": "specblock", "model": str(DRAFTER)},
+    )
+    for _ in range(2):
+        config = args.create_engine_config()
+        assert arguments.is_ours(config.speculative_config)
 
 
 def test_second_head_of_another_target(copied):

@@ -32,6 +32,6 @@ class Combined:
         place = torch.arange(entry.shape[1], device=entry.device)
         origin = torch.where(place < length[:, None], self.origin.gather(1, entry), 0)
         return Combined(
-            self.tree.where(chain, self.tree.best_chain()),
+            self.tree.where(chain, self.tree.chain_of(entry, length)),
             torch.where(chain[:, None], origin, self.origin),
         )

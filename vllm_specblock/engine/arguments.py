@@ -13,7 +13,13 @@ from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from vllm_specblock.config import DEFAULT_NODES, METHOD, VLLM_KEYS, check_num_nodes
+from vllm_specblock.config import (
+    DEFAULT_NODES,
+    METHOD,
+    VLLM_KEYS,
+    OptionError,
+    check_num_nodes,
+)
 from vllm_specblock.engine.plan import Plan, make_plan
 from vllm_specblock.engine.refusals import check_batch, check_runner, check_target
 
@@ -40,7 +46,9 @@ def translate(args: EngineArgs, target: ModelConfig, parallel: ParallelConfig) -
     check_batch(args, nodes)
     check_runner(args, parallel)
     check_target(target)
-    plan = make_plan(given, nodes, target)
+    hub = {"token": args.hf_token, "cache_dir": args.download_dir}
+    plan = make_plan(given, nodes, target, hub)
+    _check_lazy(plan, parallel)
 
     folder = next((head.folder for head in plan.heads if head.folder), str(NO_WEIGHTS))
     args.speculative_config = {
@@ -52,6 +60,16 @@ def translate(args: EngineArgs, target: ModelConfig, parallel: ParallelConfig) -
     args.additional_config = {**(args.additional_config or {}), METHOD: plan.dump()}
     args.attention_backend = AttentionBackendEnum.CUSTOM
     return plan
+
+
+def _check_lazy(plan: Plan, parallel: ParallelConfig) -> None:
+    # On a GPU each rank decides by what it has seen so far, and two might disagree.
+    lazy = plan.combine is not None and plan.combine.route == "lazy"
+    if lazy and parallel.tensor_parallel_size > 1:
+        raise OptionError(
+            f"speculative_config key 'route' is 'lazy' and tensor_parallel_size is "
+            f"{parallel.tensor_parallel_size}, but lazy routing supports 1 only: take 'eager'."
+        )
 
 
 def finish(config: SpeculativeConfig, plan: Plan, target: ModelConfig) -> None:

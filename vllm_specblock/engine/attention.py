@@ -132,6 +132,8 @@ class TreeAttentionImpl(AttentionImpl):
             (sinks is not None, "attention sinks"),
             (attn_type != AttentionType.DECODER, f"attention of type {attn_type}"),
             (kv_sharing_target_layer_name is not None, "layers that share their KV cache"),
+            # A checkpoint may ask for it by itself.
+            (kv_cache_dtype.startswith("fp8"), "a quantised KV cache"),
         ):
             if refused:
                 raise NotImplementedError(f"SpecBlock cannot verify trees with {what} yet.")

@@ -79,8 +79,14 @@ class Plan(BaseModel):
         return cls(heads=heads, combine=CombineConfig(**combine) if combine else None)
 
 
-def make_plan(given: dict[str, Any], num_nodes: int, target: ModelConfig) -> Plan:
+def make_plan(
+    given: dict[str, Any], num_nodes: int, target: ModelConfig, hub: dict[str, Any]
+) -> Plan:
     """From a `speculative_config` (dashes in keys replaced already) to a plan.
+
+    Args:
+        num_nodes: N.
+        hub: how to download from the hub: keywords of `snapshot_download`.
 
     Raises:
         OptionError: a key, its type or its value; a drafter made for another target; two heads
@@ -91,19 +97,24 @@ def make_plan(given: dict[str, Any], num_nodes: int, target: ModelConfig) -> Pla
     combine = None if second is None else parse_combine(combining)
     if combine is not None:
         _check_policy(combine, num_nodes)
-    heads = [_plan_head(first, target, "")]
+    heads = [_plan_head(first, target, "", hub)]
     if second is not None:
-        heads.append(_plan_head(second, target, "second_head."))
-        if heads[0].kind == heads[1].kind == "ngram":
+        heads.append(_plan_head(second, target, "second_head.", hub))
+        if heads[0].folder == heads[1].folder:
+            what = heads[0].folder or "the request's own text (n-gram)"
             raise OptionError(
-                "Both heads look up the request's own text (n-gram), and would draft the same: "
-                "name a drafter for one of them, or drop second_head."
+                f"Both heads draft from {what}, and would say the same: name another drafter for "
+                "one of them, or drop second_head."
             )
     return Plan(heads=tuple(heads), combine=combine)
 
 
-def fetch_drafter(model: Any, revision: str | None, where: str = "") -> Path:
+def fetch_drafter(model: Any, where: str = "", **hub: Any) -> Path:
     """The drafter's local folder; a hub id is downloaded (config and tensors only).
+
+    Args:
+        where: put before a key in messages.
+        hub: keywords of `snapshot_download`.
 
     Raises:
         OptionError: no `model`, or neither a folder nor a hub id that can be had.
@@ -119,7 +130,7 @@ def fetch_drafter(model: Any, revision: str | None, where: str = "") -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(model, revision=revision, allow_patterns=DRAFTER_FILES))
+        return Path(snapshot_download(model, allow_patterns=DRAFTER_FILES, **hub))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise OptionError(
             f"speculative_config key '{where}model' is {model!r}, which is neither a folder here "
@@ -127,17 +138,21 @@ def fetch_drafter(model: Any, revision: str | None, where: str = "") -> Path:
         ) from None
 
 
-def _plan_head(given: dict[str, Any], target: ModelConfig, where: str) -> HeadPlan:
+def _plan_head(
+    given: dict[str, Any], target: ModelConfig, where: str, hub: dict[str, Any]
+) -> HeadPlan:
     model, kind = given.get("model"), given.get("head")
     keys = {key: value for key, value in given.items() if key not in SOURCE_KEYS}
     if kind == "ngram":
-        if model is not None:
-            raise OptionError(
-                f"speculative_config key '{where}model' is {model!r}, but a head of kind 'ngram' "
-                "looks up the request's own text and has no weights: drop the one or the other."
-            )
+        for key in ("model", "revision"):
+            if given.get(key) is not None:
+                raise OptionError(
+                    f"speculative_config key '{where}{key}' is {given[key]!r}, but a head of kind "
+                    "'ngram' looks up the request's own text and has no weights: drop the one or "
+                    "the other."
+                )
         return HeadPlan(kind=kind, folder=None, options=parse_head(keys, kind, where))
-    folder = fetch_drafter(model, given.get("revision"), where)
+    folder = fetch_drafter(model, where, revision=given.get("revision"), **hub)
     found = "eagle3" if eagle3_files.is_eagle3(folder) else "specblock"
     if kind not in (None, found):
         raise OptionError(

@@ -40,6 +40,11 @@ def check_runner(args: EngineArgs, parallel: ParallelConfig) -> None:
     ):
         if size > 1:
             raise OptionError(f"{name} is {size}, but SpecBlock supports 1 only.")
+    if args.enable_lora:
+        raise OptionError(
+            "SpecBlock does not support LoRA yet, since its heads draft for all requests with one "
+            "embedding: drop enable_lora."
+        )
     if parallel.enable_batch_sharded_sampling:
         raise OptionError("SpecBlock does not support enable_batch_sharded_sampling: drop it.")
     if getattr(args, "watermark_config", None):
@@ -50,7 +55,7 @@ def check_runner(args: EngineArgs, parallel: ParallelConfig) -> None:
             f"attention_backend is {getattr(chosen, 'name', chosen)}, but draft trees need "
             "SpecBlock's own attention: leave it unset."
         )
-    if args.kv_cache_dtype not in ("auto", "bfloat16", "float16"):
+    if args.kv_cache_dtype != "auto":
         raise OptionError(
             f"kv_cache_dtype is {args.kv_cache_dtype!r}, but SpecBlock supports 'auto' only."
         )

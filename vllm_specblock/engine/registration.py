@@ -62,9 +62,12 @@ def _accept_method() -> None:
 
     def make(original):
         def create_speculative_config(self, target_model_config, target_parallel_config):
+            given = self.speculative_config
             plan = arguments.translate(self, target_model_config, target_parallel_config)
             config = original(self, target_model_config, target_parallel_config)
             if plan is not None:
+                # Whoever makes a second config of the same arguments asks for us again.
+                self.speculative_config = given
                 arguments.finish(config, plan, target_model_config)
                 if not self.disable_log_stats:
                     metrics.announce(config)

@@ -9,6 +9,8 @@ from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.sampling_params import SamplingParams
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm.v1.worker.gpu.states import RequestState
@@ -39,6 +41,12 @@ class TreeSpeculator(DraftModelSpeculator):
         super().__init__(vllm_config, device)
         self.req_states = req_states
         self.plan = read_back(vllm_config.additional_config)
+        if any(head.kind == "ngram" for head in self.plan.heads):
+            # vLLM keeps the texts in host memory unless its own n-gram method reads them.
+            states = req_states.all_token_ids
+            req_states.all_token_ids = StagedWriteTensor(
+                states.gpu.shape, dtype=states.dtype, device=device
+            )
         self.num_nodes = self.num_speculative_steps
         self.pad_rows = device.type != "cpu"
         # Requests whose sampling looks at the order of the output so far verify a chain.
@@ -133,7 +141,7 @@ class TreeSpeculator(DraftModelSpeculator):
                 params.repetition_penalty != 1.0
                 or params.presence_penalty != 0.0
                 or params.frequency_penalty != 0.0
-                or bool(params.bad_words)
+                or bool(params.bad_words)  # a host list
                 or params.structured_outputs is not None
                 or params.thinking_token_budget is not None
             )
@@ -187,7 +195,7 @@ class TreeSpeculator(DraftModelSpeculator):
         combined = proposal.combined
         chain = self.needs_chain[batch.idx_mapping_np]
         if chain.any():
-            combined = combined.where(torch.from_numpy(chain).to(self.device))
+            combined = combined.where(async_tensor_h2d(chain, device=self.device))
         self.slots.store(slot, combined)
         self.counters.drafted(proposal.drafted, proposal.second, proposal.agreed, rows.goes_on)
         self.counters.publish()
