@@ -128,7 +128,7 @@ class TreeAttentionImpl(AttentionImpl):
         for refused, what in (
             (alibi_slopes is not None, "ALiBi"),
             (sliding_window is not None, "a sliding window"),
-            (bool(logits_soft_cap), "a soft cap"),
+            (bool(logits_soft_cap), "a soft cap"),  # a host number
             (sinks is not None, "attention sinks"),
             (attn_type != AttentionType.DECODER, f"attention of type {attn_type}"),
             (kv_sharing_target_layer_name is not None, "layers that share their KV cache"),
