@@ -116,6 +116,10 @@ class CombineConfig(_Options):
     route: Literal["eager", "lazy"] = "eager"
     """Draft both heads in every step, or the second one only where the first is not sure."""
 
+    second_head_cost: Annotated[float, Field(ge=0, le=4)] | None = None
+    """For a lazy route: what drafting the second head adds to a step, as a share of its time.
+    None: 0.15, or 0.02 for an n-gram head. `benchmarks/two_heads.py` shows how to find it."""
+
     confidence: Literal["mean", "sum"] = "mean"
     """What makes a head the surer one: the mean of its nodes' probabilities, as the paper has
     it, or their sum, the number of tokens it expects to be accepted. The mean favours small

@@ -239,6 +239,7 @@ def test_a_head_without_weights():
         ({"head_policy": "merge"}, ["'head_policy'", "'second_head'"]),
         ({"second_head": NGRAM, "head_policy": "vote"}, ["'head_policy' is 'vote'"]),
         ({"second_head": NGRAM, "merge": "trie"}, ["'merge'", "head_policy is 'route'"]),
+        ({"second_head": NGRAM, "second_head_cost": 0.1}, ["'second_head_cost'", "'lazy'"]),
         (
             {"second_head": NGRAM, "head_policy": "merge", "route": "lazy"},
             ["'route'", "head_policy is 'merge'"],

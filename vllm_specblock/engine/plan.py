@@ -171,7 +171,10 @@ def _plan_head(
 
 def _check_policy(combine: CombineConfig, num_nodes: int) -> None:
     policy = combine.head_policy
-    of_policy = {"route": ("route", "confidence"), "merge": ("merge", "budget")}
+    of_policy = {
+        "route": ("route", "confidence", "second_head_cost"),
+        "merge": ("merge", "budget"),
+    }
     for other, keys in of_policy.items():
         given = [key for key in keys if key in combine.model_fields_set]
         if other != policy and given:
@@ -179,6 +182,11 @@ def _check_policy(combine: CombineConfig, num_nodes: int) -> None:
                 f"speculative_config key '{given[0]}' goes with head_policy '{other}', but "
                 f"head_policy is '{policy}': change the one or drop the other."
             )
+    if combine.route == "eager" and combine.second_head_cost is not None:
+        raise OptionError(
+            "speculative_config key 'second_head_cost' goes with route 'lazy', but route is "
+            "'eager': change the one or drop the other."
+        )
     try:
         shares(num_nodes, policy, combine.budget)
     except ValueError as error:
