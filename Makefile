@@ -5,7 +5,7 @@ VENV := .venv
 # Model Runner V2 is vLLM's default on a GPU; its CPU build has to be told.
 export VLLM_USE_V2_MODEL_RUNNER ?= 1
 
-.PHONY: demo test first-drafter lint setup clean
+.PHONY: demo test first-drafter two-heads lint setup clean
 
 demo: setup
 	$(VENV)/bin/python examples/offline.py
@@ -22,6 +22,20 @@ first-drafter: setup
 		--engine '{"kv_cache_memory_bytes": 536870912, "enforce_eager": true}'
 	$(VENV)/bin/specblock train examples/first_drafter/train.yaml
 	$(VENV)/bin/specblock eval $(FIRST)/drafter --data $(FIRST)/held_out.jsonl --prompts 8
+
+TWO := runs/two_heads
+ANSWER := $(VENV)/bin/specblock data --target examples/tiny_pair/target --raw-prompts \
+	--max-new-tokens 160 --temperature 0 --temperature 0.7 --shard-size 256 \
+	--draft-vocab-size 1536 \
+	--engine '{"kv_cache_memory_bytes": 536870912, "enforce_eager": true}'
+two-heads: setup
+	$(VENV)/bin/python examples/two_heads/prompts.py $(TWO)
+	$(ANSWER) --input $(TWO)/code.jsonl --out $(TWO)/data/code
+	$(ANSWER) --input $(TWO)/tables.jsonl --out $(TWO)/data/tables
+	$(ANSWER) --input $(TWO)/code.jsonl --input $(TWO)/tables.jsonl --out $(TWO)/data/both
+	$(VENV)/bin/specblock train examples/two_heads/code.yaml
+	$(VENV)/bin/specblock train examples/two_heads/tables.yaml
+	$(VENV)/bin/python benchmarks/comparison.py examples/two_heads/comparison.yaml
 
 lint: setup
 	$(VENV)/bin/ruff check .

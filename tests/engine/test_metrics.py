@@ -18,9 +18,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import REGISTRY
-from support.engines import TARGET
+from support.engines import TARGET, Engine, make_engine, prompts
 from support.trees import nodes, path_to
 from torch._subclasses.fake_tensor import FakeTensorMode
+from vllm import SamplingParams
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 from vllm.v1.metrics.reader import get_metrics_snapshot
 
@@ -389,3 +390,56 @@ def test_a_line_per_interval_tells_what_was_added(tmp_path, log):
     patient = metrics.Sink(str(tmp_path / "counter_y-1.db"), labels, interval=60.0)
     patient(full)
     assert len(log) == 2
+
+
+def counted(engine: Engine) -> dict[tuple[str, str | None], int]:
+    """Every counter by its name, without "vllm:", and its head."""
+    values = [m for m in engine.llm.get_metrics() if hasattr(m, "value")]
+    return {(m.name.removeprefix("vllm:"), m.labels.get("head")): m.value for m in values}
+
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=1.0, seed=3, max_tokens=40, ignore_eos=True)
+
+
+def test_a_real_run_agrees_with_vllms_own_counters():
+    engine = make_engine({"num_speculative_tokens": 24})
+    engine.generate(prompts(4), GREEDY)
+    got = counted(engine)
+    for ours, theirs in (
+        ("chosen_trees", "drafts"),
+        ("verified_nodes", "draft_tokens"),  # while every tree fills its slots
+        ("accepted_nodes", "accepted_tokens"),
+    ):
+        assert got[f"specblock_{ours}", "1"] == got[f"spec_decode_num_{theirs}", None] > 0
+
+
+@pytest.mark.parametrize("how", ["eager", "lazy"])
+def test_shares_of_a_real_router(how):
+    engine = make_engine(
+        {"num_speculative_tokens": 24, "second_head": {"head": "ngram"}, "route": how}
+    )
+    for params in (GREEDY, SAMPLED):
+        engine.generate(prompts(4), params)
+    got = counted(engine)
+    first, second = (got["specblock_chosen_trees", head] for head in "12")
+    assert first > 0 and second > 0
+    assert first + second == got["spec_decode_num_drafts", None]
+    accepted = sum(got["specblock_accepted_nodes", head] for head in "12")
+    assert accepted == got["spec_decode_num_accepted_tokens", None]
+    skipped = got["specblock_second_skipped", None]
+    assert skipped > 0 if how == "lazy" else skipped == 0
+
+
+def test_what_both_heads_say_is_counted_for_both():
+    engine = make_engine(
+        {"num_speculative_tokens": 24, "second_head": {"head": "ngram"}, "head_policy": "merge"}
+    )
+    engine.generate(prompts(4), GREEDY)
+    got = counted(engine)
+    both = sum(got["specblock_verified_nodes", head] for head in "12")
+    shared = got["specblock_shared_nodes", None]
+    assert both - shared == got["specblock_tree_nodes", None] and shared > 0
+    accepted = sum(got["specblock_accepted_nodes", head] for head in "12")
+    shared = got["specblock_shared_accepted_nodes", None]
+    assert accepted - shared == got["spec_decode_num_accepted_tokens", None]
