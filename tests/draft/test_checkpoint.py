@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.refusals import refusal
 
 from vllm_specblock.draft import checkpoint
 from vllm_specblock.draft.checkpoint import CheckpointError
@@ -77,18 +78,7 @@ def assert_same_tensors(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) 
 
 
 def refused(directory: Path) -> str:
-    """The one sentence with which both the cheap check and the loader refuse `directory`."""
-    messages = []
-    for attempt in (
-        lambda: checkpoint.check_tensors(directory, checkpoint.read_config(directory)),
-        lambda: checkpoint.load(directory),
-    ):
-        with pytest.raises(CheckpointError) as error:
-            attempt()
-        messages.append(str(error.value))
-    assert messages[0] == messages[1]
-    assert messages[0].endswith(".") and "\n" not in messages[0]
-    return messages[0]
+    return refusal(checkpoint, directory)
 
 
 # --- reading -------------------------------------------------------------------------------

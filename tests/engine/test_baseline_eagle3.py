@@ -6,7 +6,7 @@ import pytest
 import torch
 from baselines.eagle3 import Eagle3
 from safetensors.torch import load_file
-from support.engines import TARGET, Engine, make_engine, prompts
+from support.engines import TARGET, Engine, make_engine, prompts, record_drafts
 from vllm import SamplingParams
 
 from vllm_specblock.draft.eagle3.growth import Growth
@@ -73,15 +73,7 @@ def engine(teacher_and_learner, tmp_path_factory) -> Engine:
 def test_vllm_drafts_what_the_baseline_drafts(engine, plain, teacher_and_learner, monkeypatch):
     """Same tokens as without a drafter, and step by step the same draft."""
     teacher, learner = teacher_and_learner
-    drafts: list[list[int]] = []
-    propose = engine.speculator.propose
-
-    def noting(*args, **kwargs):
-        tokens = propose(*args, **kwargs)
-        drafts.append(tokens[0].tolist())
-        return tokens
-
-    monkeypatch.setattr(engine.speculator, "propose", noting)
+    drafts = record_drafts(engine, monkeypatch)
     same = steps = accepted = 0
     for prompt in PROMPTS:
         drafts.clear()

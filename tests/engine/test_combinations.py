@@ -7,10 +7,9 @@ engine with preemption, chunked prefill and prefix hits.
 from __future__ import annotations
 
 import pytest
-from support.engines import DRAFTER, ROOT, Engine, make_engine
-from support.matrix import CASES, PROMPTS, Checker, params
+from support.engines import DRAFTER, ROOT, Engine, make_engine, record_preemptions
+from support.matrix import CASES, PROMPTS, Checker, crowded_engine, params, to_the_limit
 from support.trees import texts
-from vllm import SamplingParams
 
 SECOND = str(ROOT / "examples/two_heads/tables")
 EAGLE3 = str(ROOT / "examples/two_heads/eagle3")
@@ -72,35 +71,17 @@ def test_rows_padded_as_on_a_gpu(engine, reference, monkeypatch, temperature):
 @pytest.mark.parametrize(
     "name", ["two SpecBlocks, lazy", "SpecBlock and EAGLE-3, trie", "EAGLE-3 and n-gram, route"]
 )
-def test_crowded(name, plain):
+def test_crowded(name, reference):
     """Chunked prefill, preemption and the length limit at once."""
-    crowded = make_engine(
-        {"num_speculative_tokens": 16, **COMBINATIONS[name]},
-        max_num_batched_tokens=96,
-        num_gpu_blocks_override=24,
-        max_model_len=256,
-    )
-    preempted = []
-    scheduler = crowded.core.scheduler
-    original = scheduler._preempt_request
-
-    def counting(request, *args, **kwargs):
-        preempted.append(request.request_id)
-        return original(request, *args, **kwargs)
-
-    scheduler._preempt_request = counting
+    crowded = crowded_engine({"num_speculative_tokens": 16, **COMBINATIONS[name]})
+    preempted = record_preemptions(crowded)
     for temperature in (0.0, 1.0):
-        requests = [
-            SamplingParams(
-                temperature=temperature, seed=i, max_tokens=256 - len(text), ignore_eos=True
-            )
-            for i, text in enumerate(PROMPTS)
-        ]
-        Checker()(crowded, requests, plain.generate(PROMPTS, requests))
+        requests = to_the_limit(temperature)
+        Checker()(crowded, requests, reference(f"to the limit, {temperature}", requests))
     assert preempted, "the cache was large enough for everybody: this tested no preemption"
 
 
-def record(engine: Engine, head, until: int | None = None) -> dict[tuple, dict]:
+def record(head) -> dict[tuple, dict]:
     """What `head` drafts from now on: text so far → its tree, as texts with scores."""
     drafted: dict[tuple, dict] = {}
     advance, draft = head.advance, head.draft
@@ -130,8 +111,8 @@ def test_second_head_drafts_what_it_would_alone(second):
     both = make_engine({"num_speculative_tokens": 16, "second_head": second}, **common)
     alone = make_engine({"num_speculative_tokens": 16, **second}, **common)
     requests = params(max_tokens=60)
-    found = record(both, both.speculator.proposer.heads[1])
-    wanted = record(alone, alone.speculator.proposer.heads[0])
+    found = record(both.speculator.proposer.heads[1])
+    wanted = record(alone.speculator.proposer.heads[0])
     for engine in (both, alone):
         for _ in range(2):  # the second time from cached prefixes
             engine.generate(PROMPTS, requests)

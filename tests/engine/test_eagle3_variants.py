@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from support.engines import TARGET, make_engine, prompts
+from support.engines import TARGET, make_engine, prompts, record_drafts
 from support.rows import rows_of
 from vllm import SamplingParams
 
@@ -105,15 +105,7 @@ def test_step_by_step_the_same_draft(make, own_embedding, teacher, tmp_path, mon
     engine = make_engine(
         {"method": "eagle3", "model": str(tmp_path), "num_speculative_tokens": DRAFTED}
     )
-    drafts: list[list[int]] = []
-    propose = engine.speculator.propose
-
-    def noting(*args, **kwargs):
-        tokens = propose(*args, **kwargs)
-        drafts.append(tokens[0].tolist())
-        return tokens
-
-    monkeypatch.setattr(engine.speculator, "propose", noting)
+    drafts = record_drafts(engine, monkeypatch)
     head = Eagle3Head(
         checkpoint.load(tmp_path), teacher.embed, Eagle3Config(depth=DRAFTED, top_k=1), DRAFTED,
         MAX_LEN,

@@ -7,9 +7,9 @@ log-probabilities. `test_enough_tokens` counts what was compared.
 from __future__ import annotations
 
 import pytest
-from support.engines import Engine, make_engine
+from support.engines import Engine, make_engine, record_preemptions
 from support.heads import install
-from support.matrix import CASES, PROMPTS, Checker, params
+from support.matrix import CASES, PROMPTS, Checker, crowded_engine, params, to_the_limit
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
@@ -132,31 +132,13 @@ def test_rows_padded_as_on_a_gpu(tree: Engine, reference, monkeypatch, name):
     check(tree, params(**CASES[name]), reference(name, params(**CASES[name])))
 
 
-def test_crowded(reference, plain: Engine):
+def test_crowded(reference):
     """Chunked prefill, preemption and the length limit at once, with deep and wrong drafts."""
-    crowded = make_engine(
-        {"num_speculative_tokens": 16},
-        max_num_batched_tokens=96,
-        num_gpu_blocks_override=24,
-        max_model_len=256,
-    )
-    preempted = []
-    scheduler = crowded.core.scheduler
-    original = type(scheduler)._preempt_request
-
-    def counting(self, request, *args, **kwargs):
-        preempted.append(request.request_id)
-        return original(self, request, *args, **kwargs)
-
-    scheduler._preempt_request = counting.__get__(scheduler)
+    crowded = crowded_engine({"num_speculative_tokens": 16})
+    preempted = record_preemptions(crowded)
     for temperature in (0.0, 1.0):
-        requests = [
-            SamplingParams(
-                temperature=temperature, seed=i, max_tokens=256 - len(text), ignore_eos=True
-            )
-            for i, text in enumerate(PROMPTS)
-        ]
-        expected = plain.generate(PROMPTS, requests)
+        requests = to_the_limit(temperature)
+        expected = reference(f"to the limit, {temperature}", requests)
         check(crowded, requests, expected)
         future = {tuple(text): answer.tokens for text, (answer,) in zip(PROMPTS, expected)}
         restore = install(crowded, "scattered", future)

@@ -108,16 +108,7 @@ class DrafterConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> DrafterConfig:
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"num_attention_heads is {self.num_attention_heads}, but must be a multiple of "
-                f"num_key_value_heads, {self.num_key_value_heads}"
-            )
-        if self.draft_vocab_size > self.vocab_size:
-            raise ValueError(
-                f"draft_vocab_size is {self.draft_vocab_size}, but must not exceed vocab_size, "
-                f"{self.vocab_size}"
-            )
+        check_shape(self)
         for key, value, of_target in (
             ("target_hidden_size", self.target_hidden_size, self.target.hidden_size),
             ("vocab_size", self.vocab_size, self.target.vocab_size),
@@ -126,6 +117,20 @@ class DrafterConfig(BaseModel):
                 raise ValueError(f"{key} is {value}, but the target's is {of_target}")
         check_rope_scaling(self.rope_scaling)
         return self
+
+
+def check_shape(config: Any) -> None:
+    """What every drafter's sizes have to fulfil; raises `ValueError`."""
+    if config.num_attention_heads % config.num_key_value_heads:
+        raise ValueError(
+            f"num_attention_heads is {config.num_attention_heads}, but must be a multiple of "
+            f"num_key_value_heads, {config.num_key_value_heads}"
+        )
+    if config.draft_vocab_size > config.vocab_size:
+        raise ValueError(
+            f"draft_vocab_size is {config.draft_vocab_size}, but must not exceed vocab_size, "
+            f"{config.vocab_size}"
+        )
 
 
 def default_layer_ids(num_layers: int) -> tuple[int, int, int]:

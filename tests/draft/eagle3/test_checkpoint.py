@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from support.refusals import refusal
 
 from vllm_specblock.draft.config import CheckpointError
 from vllm_specblock.draft.eagle3 import checkpoint
@@ -75,18 +76,7 @@ def assert_loads(directory: Path, drafter: Eagle3Drafter) -> None:
 
 
 def refused(directory: Path) -> str:
-    """The one sentence with which both the cheap check and the loader refuse `directory`."""
-    messages = []
-    for attempt in (
-        lambda: checkpoint.check_tensors(directory, checkpoint.read_config(directory)),
-        lambda: checkpoint.load(directory),
-    ):
-        with pytest.raises(CheckpointError) as error:
-            attempt()
-        messages.append(str(error.value))
-    assert messages[0] == messages[1]
-    assert messages[0].endswith(".") and "\n" not in messages[0]
-    return messages[0]
+    return refusal(checkpoint, directory)
 
 
 # --- layouts -------------------------------------------------------------------------------

@@ -92,6 +92,34 @@ def make_engine(speculative: dict[str, Any] | None, **changes: Any) -> Engine:
     return engine
 
 
+def record_drafts(engine: Engine, monkeypatch) -> list[list[int]]:
+    """Tokens that the engine's speculator proposes for its first request, step by step."""
+    drafts: list[list[int]] = []
+    propose = engine.speculator.propose
+
+    def noting(*args, **kwargs):
+        tokens = propose(*args, **kwargs)
+        drafts.append(tokens[0].tolist())
+        return tokens
+
+    monkeypatch.setattr(engine.speculator, "propose", noting)
+    return drafts
+
+
+def record_preemptions(engine: Engine) -> list[str]:
+    """Ids of the requests that the engine's scheduler preempts from now on."""
+    preempted: list[str] = []
+    scheduler = engine.core.scheduler
+    original = scheduler._preempt_request
+
+    def noting(request, *args, **kwargs):
+        preempted.append(request.request_id)
+        return original(request, *args, **kwargs)
+
+    scheduler._preempt_request = noting
+    return preempted
+
+
 def prompts(count: int = 10, seed: int = 5, shared: int = 70) -> list[list[int]]:
     """Token ids of different lengths, from 3 on; half of them share their first `shared` ids."""
     draw = random.Random(seed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from support.engines import Engine, Output, assert_identical, prompts
+from support.engines import Engine, Output, assert_identical, make_engine, prompts
 from vllm import SamplingParams
 
 PROMPTS = prompts()
@@ -36,6 +36,24 @@ def params(count: int = len(PROMPTS), **common) -> list[SamplingParams]:
             | common
         )
         for i in range(count)
+    ]
+
+
+def crowded_engine(speculative: dict) -> Engine:
+    """An engine with far too small a cache: prompts come in chunks, requests are preempted."""
+    return make_engine(
+        speculative,
+        max_num_batched_tokens=96,
+        num_gpu_blocks_override=24,
+        max_model_len=256,
+    )
+
+
+def to_the_limit(temperature: float) -> list[SamplingParams]:
+    """Requests that go on until the crowded engine's length limit, one per prompt."""
+    return [
+        SamplingParams(temperature=temperature, seed=i, max_tokens=256 - len(text), ignore_eos=True)
+        for i, text in enumerate(PROMPTS)
     ]
 
 

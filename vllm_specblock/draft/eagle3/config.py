@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from vllm_specblock.draft.config import Count, check_rope_scaling
+from vllm_specblock.draft.config import Count, check_rope_scaling, check_shape
 
 
 class Eagle3Shape(BaseModel):
@@ -59,16 +59,7 @@ class Eagle3Shape(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> Eagle3Shape:
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"num_attention_heads is {self.num_attention_heads}, but must be a multiple of "
-                f"num_key_value_heads, {self.num_key_value_heads}"
-            )
-        if self.draft_vocab_size > self.vocab_size:
-            raise ValueError(
-                f"draft_vocab_size is {self.draft_vocab_size}, but must not exceed vocab_size, "
-                f"{self.vocab_size}"
-            )
+        check_shape(self)
         if self.layer_ids is not None:
             ids = self.layer_ids
             # The target hands its states out in layer order: any other order here would swap
