@@ -73,6 +73,12 @@ def test_convert_both_ways(target, tmp_path):
     assert (back / "vocab_mapping.pt").exists()
 
 
+def test_inspect_shows_an_eagle3_drafter():
+    shown = specblock("inspect", FIXTURES.parents[1] / "examples/two_heads/eagle3").output
+    for part in ('"norm_before_residual": false', "midlayer.mlp", "bfloat16", "1,536 of"):
+        assert part in shown
+
+
 def test_inspect_shows_config_tensors_size_and_coverage():
     result = specblock("inspect", FIXTURES / "qwen")
     assert result.exit_code == 0, result.output

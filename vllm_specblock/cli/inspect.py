@@ -9,13 +9,19 @@ import typer
 
 
 def inspect(
-    directory: Annotated[Path, typer.Argument(help="Drafter directory, in either layout.")],
+    directory: Annotated[
+        Path, typer.Argument(help="Of a SpecBlock drafter in either layout, or of EAGLE-3.")
+    ],
 ) -> None:
     """Check a drafter and print its config, tensors, size and vocabulary coverage."""
-    from vllm_specblock.draft import checkpoint
+    import torch
 
-    config = checkpoint.read_config(directory)
-    tensors = checkpoint.read_tensors(directory, config)
+    from vllm_specblock.draft import checkpoint
+    from vllm_specblock.draft.eagle3 import checkpoint as eagle3
+
+    files = eagle3 if eagle3.is_eagle3(directory) else checkpoint
+    config = files.read_config(directory)
+    tensors = files.read_tensors(directory, config)
     typer.echo(config.model_dump_json(indent=2))
     width = max(map(len, tensors))
     for name, tensor in sorted(tensors.items()):
@@ -24,7 +30,7 @@ def inspect(
     weights = sum(tensor.numel() for tensor in tensors.values() if tensor.is_floating_point())
     typer.echo(f"parameters: {weights:,}")
     covered, total = config.draft_vocab_size, config.vocab_size
-    mapped = tensors["t2d"].nonzero()[:, 0]
+    mapped = torch.arange(covered) + tensors["d2t"]
     typer.echo(
         f"draft vocabulary: {covered:,} of {total:,} target tokens ({covered / total:.1%}), "
         f"ids {mapped[0]} to {mapped[-1]}"

@@ -64,6 +64,15 @@ def check_tensors(directory: PathLike, config: Eagle3Shape) -> None:
     _checked(Path(directory), config)
 
 
+def read_tensors(directory: PathLike, config: Eagle3Shape) -> dict[str, Tensor]:
+    """The tensors as they are stored, under the drafter's own names.
+
+    Raises:
+        CheckpointError: as `check_tensors`.
+    """
+    return {name: entry.read() for name, entry in _checked(Path(directory), config).items()}
+
+
 def load(
     directory: PathLike,
     dtype: torch.dtype = torch.float32,
@@ -75,11 +84,10 @@ def load(
         CheckpointError: as `read_config` and `check_tensors`.
     """
     config = read_config(directory)
-    stored = _checked(Path(directory), config)
+    tensors = read_tensors(directory, config)
     with torch.device("meta"):
-        drafter = Eagle3Drafter(config, own_embedding=_EMBEDDING in stored)
+        drafter = Eagle3Drafter(config, own_embedding=_EMBEDDING in tensors)
     drafter = drafter.to(dtype).to_empty(device=device)
-    tensors = {name: entry.read() for name, entry in stored.items()}
     drafter.load_state_dict(tensors)
     return drafter
 
