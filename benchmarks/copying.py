@@ -2,175 +2,158 @@
 
     python benchmarks/copying.py [--help]
 
-"Edit this" and "quote this" make a large model copy. The example's target of 3 M parameters does
-not follow either: it copies where a text is as regular as a table or a list of imports. So
-prompts of three forms are made of held-out files, plain vLLM answers all of them greedily, and
-those whose answer is a copy are the copy-heavy set. No drafter takes part in the choice. How many
-were asked and kept is in the results; a larger target keeps more.
+The prompts ask for an edit or for quotes of a piece of code, and come from files that neither
+target nor drafter saw (`examples/copying/README.md` makes all three). None is chosen by what is
+answered: how much of an answer is a copy is part of the results. Every engine answers greedily and
+sampled, in a process of its own, and is held against plain vLLM. A killed run goes on.
 """
 
 from __future__ import annotations
 
-import keyword
-import re
-import sys
+import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from combinations import NGRAM, alone, specblock, together
 from ledger import Ledger, from_root
-from one_engine import TARGET, EngineFailed, Request, Task, run
+from one_engine import ACCEPTED, DRAFTS, Answer, EngineFailed, Request, Task, run
 
 ROOT = Path(__file__).resolve().parent.parent
-PAIR = ROOT / "examples/tiny_pair"
+FOLDER = ROOT / "runs/copying"
 PLAIN, BASE = "vLLM", "SpecBlock"
-PROMPTS = "copy-heavy prompts"
+FORMS = ("edit", "quote")
+TEMPERATURES = (0.0, 1.0)
 GRAM = 4
-"""A generated token is copied if it ends so many tokens in a row that the prompt has, too."""
-LINES, SHORTEST, AGAIN = 8, 12, 3
-"""Lines of a piece, characters of a line that counts, lines given again."""
+"""A token is taken over from a text if it ends so many tokens in a row that are there, too."""
+ALONE = ((12, 1), (24, 1), (60, 2))
+"""(N, M) of SpecBlock alone: the fastest of them is what has to be beaten."""
 
 
-def rename(text: str) -> str:
-    """`text` with its most frequent long name replaced throughout."""
-    words = [w for w in re.findall(r"\b[a-z_]{4,}\b", text) if not keyword.iskeyword(w)]
-    if not words:
-        return text
-    name = max(sorted(set(words)), key=words.count)
-    return re.sub(rf"\b{name}\b", "renamed", text)
+def origins(prompt: list[int], answer: list[int]) -> tuple[float, float]:
+    """Shares of the answer's tokens taken over from the prompt, and else from the answer itself.
 
-
-def edit(lines: list[str]) -> str:
-    """A piece, and its beginning again with one name changed."""
-    return "".join(lines) + "\n# the same lines, edited:\n\n" + rename("".join(lines[:AGAIN]))
-
-
-def quote(lines: list[str]) -> str:
-    """A piece, and its first line again, quoted in a comment."""
-    return "".join(lines) + "\n# In the words of the lines above:\n# " + lines[0].lstrip()
-
-
-def repeat_line(lines: list[str]) -> str:
-    """One line, six times."""
-    return lines[0] * 6
-
-
-FORMS = {"edit": edit, "quote": quote, "repeat": repeat_line}
-
-
-def candidates(texts: list[str], places: int) -> list[tuple[str, str]]:
-    """(form, prompt) of `places` evenly spaced pieces of every text that is long enough.
-
-    A prompt does not end with its newline: to the target a line's end and the next line's
-    indentation are one token.
+    Small models repeat themselves. What does so is drafted as easily as a copy, and is none.
     """
-    found = []
-    for text in texts:
-        lines = [line for line in text.splitlines(True) if len(line.strip()) >= SHORTEST]
-        for place in range(places if len(lines) > LINES else 0):
-            first = (len(lines) - LINES) * place // places
-            piece = lines[first : first + LINES]
-            found += [(name, form(piece).rstrip("\n")) for name, form in FORMS.items()]
-    return found
+    asked = {tuple(prompt[i : i + GRAM]) for i in range(len(prompt) - GRAM + 1)}
+    text, said, found = prompt + answer, set(), []
+    for end in range(len(prompt), len(text)):
+        gram = tuple(text[max(0, end - GRAM + 1) : end + 1])
+        found.append("prompt" if gram in asked else "answer" if gram in said else "new")
+        said.add(gram)
+    return found.count("prompt") / len(answer), found.count("answer") / len(answer)
 
 
-def copied(prompt: list[int], answer: list[int]) -> float:
-    """Share of the answer's tokens that end `GRAM` tokens in a row of the prompt."""
-    known = {tuple(prompt[i : i + GRAM]) for i in range(len(prompt) - GRAM + 1)}
-    text = prompt + answer
-    ends = range(len(prompt), len(text))
-    return sum(tuple(text[max(0, i - GRAM + 1) : i + 1]) in known for i in ends) / len(answer)
+def engines(drafter: str, nodes: int, blocks: int) -> dict[str, dict[str, Any] | None]:
+    """Every engine's `speculative_config`; plain vLLM first, since all are held against it.
 
-
-def choose(
-    asked: list[tuple[str, str]], shares: list[float], least: float, count: int
-) -> tuple[list[str], dict[str, dict[str, float]]]:
-    """The first `count` prompts, forms in turn, whose share is `least` or more; and per form
-    how many were asked and are copies, and the mean share."""
-    of_form: dict[str, list[tuple[str, float]]] = {name: [] for name in FORMS}
-    for (form, prompt), share in zip(asked, shares, strict=True):
-        of_form[form].append((prompt, share))
-    figures, copies = {}, []
-    for form, each in of_form.items():
-        kept = list(dict.fromkeys(prompt for prompt, share in each if share >= least))
-        copies.append(kept)
-        mean = sum(share for _, share in each) / max(1, len(each))
-        figures[form] = {"asked": len(each), "copies": len(kept), "mean_share": round(mean, 3)}
-    longest = max(map(len, copies))
-    in_turn = [kept[i] for i in range(longest) for kept in copies if i < len(kept)]
-    return in_turn[:count], figures
-
-
-def engines(drafter: str, nodes: int, how: dict[str, Any]) -> dict[str, dict[str, Any] | None]:
-    """Every engine's `speculative_config`; `how` are options of the SpecBlock head."""
-    head = specblock(drafter, **how)
-
-    def both(policy: str, **keys: str) -> dict[str, Any]:
-        return together(head, NGRAM, nodes, policy, **keys)
-
-    return {
-        PLAIN: None,
-        BASE: alone(head, nodes),
+    Args:
+        drafter: folder of the SpecBlock head.
+        nodes, blocks: of two heads, and nodes of n-gram lookup alone.
+    """
+    head = specblock(drafter, num_blocks=blocks)
+    found: dict[str, dict[str, Any] | None] = {PLAIN: None}
+    for n, m in ALONE:
+        found[f"{BASE}, N = {n}, M = {m}"] = alone(specblock(drafter, num_blocks=m), n)
+    return found | {
         "n-gram": alone(NGRAM, nodes),
-        "route, mean": both("route", confidence="mean"),
-        "route, sum": both("route", confidence="sum"),
-        "lazy route, mean": both("lazy route", confidence="mean"),
-        "lazy route, sum": both("lazy route", confidence="sum"),
-        "merge trie, joint": both("merge trie, joint"),
+        "route, mean": together(head, NGRAM, nodes, "route", confidence="mean"),
+        "route, sum": together(head, NGRAM, nodes, "route", confidence="sum"),
+        "lazy route, sum": together(head, NGRAM, nodes, "lazy route", confidence="sum"),
+        "n-gram first, lazy, sum": together(NGRAM, head, nodes, "lazy route", confidence="sum"),
+        "merge trie, joint": together(head, NGRAM, nodes, "merge trie, joint"),
+    }
+
+
+def cells() -> list[tuple[str, float]]:
+    """(form, temperature) of every task."""
+    return [(form, temperature) for form in FORMS for temperature in TEMPERATURES]
+
+
+def cell_name(form: str, temperature: float) -> str:
+    return f"{form}, T = {temperature:g}"
+
+
+def total(result: dict[str, dict[str, Any]], temperature: float) -> dict[str, float]:
+    """τ, tokens/s and outputs that differ at one temperature, over all forms."""
+    of = [result[cell_name(form, temperature)] for form in FORMS]
+    counted = {key: sum(cell["counters"].get(key, 0) for cell in of) for key in (DRAFTS, ACCEPTED)}
+    return {
+        "tau": 1 + counted[ACCEPTED] / max(1, counted[DRAFTS]),
+        "speed": sum(cell["tokens"] for cell in of) / sum(cell["seconds"] for cell in of),
+        "different": sum(cell.get("different", 0) for cell in of),
     }
 
 
 def markdown(results: dict[str, dict[str, Any]]) -> str:
-    """A row per engine."""
-    rows = ["| engine | τ | tokens/s | × vLLM | × SpecBlock | outputs that differ |"]
-    rows.append("| --- " * 6 + "|")
-    for name, found in results.items():
-        speed = found["tokens_per_second"]
-        times = [
-            f"{speed / results[other]['tokens_per_second']:.2f}" if other in results else "–"
-            for other in (PLAIN, BASE)
-        ]
-        asked = f"{found['different']} of {len(found['digests'])}" if name != PLAIN else "–"
-        rows.append(
-            f"| {name} | {found['tau']:.2f} | {speed:.1f} | {' | '.join(times)} | {asked} |"
-        )
-    return "\n".join(rows)
+    """A row per engine; × SpecBlock is over the fastest of those alone, by temperature."""
+    totals = {name: [total(result, t) for t in TEMPERATURES] for name, result in results.items()}
+    bases = [each for name, each in totals.items() if name.startswith(BASE)]
+    fastest = [max((each[i]["speed"] for each in bases), default=None) for i in range(2)]
+    head = [f"{what}, T = {t:g}" for t in TEMPERATURES
+            for what in ("τ", "tokens/s", "× SpecBlock")]  # fmt: skip
+    rows = [["engine", *head, "outputs that differ"], ["---"] * (len(head) + 2)]
+    for name, each in totals.items():
+        row = [name]
+        for found, base in zip(each, fastest):
+            times = f"{found['speed'] / base:.2f}" if base else "–"
+            row += [f"{found['tau']:.2f}", f"{found['speed']:.1f}", times]
+        asked = sum(len(cell["digests"]) for cell in results[name].values())
+        different = sum(found["different"] for found in each)
+        rows.append([*row, "–" if name == PLAIN else f"{different} of {asked}"])
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
-def find_prompts(
-    target: str, engine: dict[str, Any], places: int, max_tokens: int, least: float, count: int
-) -> dict[str, Any]:
-    """The copy-heavy prompts, and per form how many were asked and are copies.
+def load_prompts(path: Path, count: int) -> dict[str, list[str]]:
+    """The first `count` prompts of each form.
 
     Raises:
-        SystemExit: no answer is a copy.
+        SystemExit: there is no such file, or it has fewer.
     """
-    sys.path.insert(0, str(PAIR))
-    import corpus
+    if not path.exists():
+        raise SystemExit(f"There are no prompts at {path}: run examples/copying/build.py first.")
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    found = {form: [x["prompt"] for x in lines if x["form"] == form][:count] for form in FORMS}
+    for form, prompts in found.items():
+        if len(prompts) < count:
+            raise SystemExit(
+                f"{path} has {len(prompts)} prompts of the form {form!r}, but --prompts is {count}."
+            )
+    return found
+
+
+def summary(answers: list[Answer], plain: dict[str, Any] | None) -> dict[str, Any]:
+    """One engine's results by cell; `plain` are plain vLLM's, None for its own."""
+    names = [cell_name(*cell) for cell in cells()]
+    return {
+        name: answer.summary(plain and plain[name])
+        for name, answer in zip(names, answers, strict=True)
+    }
+
+
+def add_origins(
+    result: dict[str, Any], answers: list[Answer], prompts: dict[str, list[str]], target: Path
+) -> None:
+    """Note in every cell what each answer took over, in the prompts' order."""
     from transformers import AutoTokenizer
 
-    asked = candidates(corpus.load().held_out, places)
-    texts = [prompt for _, prompt in asked]
-    # Quick, and in other batches than the measurement: whatever ties do, copies stay copies.
-    task = Task(texts, 0.0, max_tokens, batch=32)
-    (answer,) = run(Request(target, None, [task], engine | {"max_num_seqs": 32}))
-    ids = AutoTokenizer.from_pretrained(target)(texts, add_special_tokens=False)["input_ids"]
-    shares = [copied(*each) for each in zip(ids, answer.ids, strict=True)]
-    chosen, figures = choose(asked, shares, least, count)
-    if not chosen:
-        raise SystemExit(f"No answer of the target is a copy to {least}: give a lower --least.")
-    return {"prompts": chosen, "forms": figures}
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    for (form, temperature), answer in zip(cells(), answers, strict=True):
+        ids = tokenizer(prompts[form])["input_ids"]
+        shares = [origins(*each) for each in zip(ids, answer.ids, strict=True)]
+        cell = result[cell_name(form, temperature)]
+        cell["copied"], cell["repeated"] = ([round(x, 3) for x in each] for each in zip(*shares))
 
 
 def main(
-    target: Annotated[Path, typer.Option(help="Folder of the target.")] = TARGET,
-    drafter: Annotated[Path, typer.Option(help="A SpecBlock drafter.")] = PAIR / "drafter",
-    nodes: Annotated[int, typer.Option(help="Nodes of a tree.")] = 24,
-    blocks: Annotated[int, typer.Option(help="M, forwards of the drafter.")] = 1,
-    prompts: Annotated[int, typer.Option(min=1, help="Copy-heavy prompts, at most.")] = 16,
-    places: Annotated[int, typer.Option(min=1, help="Pieces of a file to try.")] = 4,
-    least: Annotated[float, typer.Option(help="Share of an answer that must be copied.")] = 0.8,
+    target: Annotated[Path, typer.Option(help="Folder of the target.")] = FOLDER / "target",
+    drafter: Annotated[Path, typer.Option(help="A SpecBlock drafter.")] = FOLDER / "drafter",
+    prompts_from: Annotated[
+        Path, typer.Option(help="JSON lines with `prompt` and `form`.")
+    ] = FOLDER / "held_out.jsonl",
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts of each form.")] = 12,
+    nodes: Annotated[int, typer.Option(help="Nodes of a tree of two heads.")] = 24,
+    blocks: Annotated[int, typer.Option(help="M of SpecBlock as one of two heads.")] = 1,
     max_tokens: Annotated[int, typer.Option(min=8, help="Tokens per prompt.")] = 128,
     repeat: Annotated[int, typer.Option(min=1, help="Passes; the quickest counts.")] = 2,
     dtype: Annotated[str, typer.Option(help="Of all engines.")] = "float32",
@@ -179,13 +162,12 @@ def main(
     out: Annotated[Path, typer.Option(help="JSON of the results.")] = ROOT
     / "benchmarks/results/copying.json",
 ) -> None:
-    """Find copy-heavy prompts, then measure every engine on them."""
-    how = {"num_blocks": blocks}
+    """Measure every engine, and print a table."""
+    texts = load_prompts(prompts_from, prompts)
     settings = {
-        **{"target": from_root(target), "drafter": from_root(drafter)},
-        **{"nodes": nodes, "how": how},
-        **{"count": prompts, "places": places, "least": least, "max_tokens": max_tokens},
-        **{"repeat": repeat, "dtype": dtype, "graphs": graphs, "temperature": 0.0, "batch": 1},
+        **{"target": from_root(target), "drafter": from_root(drafter), "prompts": texts},
+        **{"nodes": nodes, "blocks": blocks, "max_tokens": max_tokens, "batch": 1},
+        **{"repeat": repeat, "dtype": dtype, "graphs": graphs},
     }
     engine = {
         "dtype": dtype,
@@ -193,29 +175,31 @@ def main(
         "kv_cache_memory_bytes": cache_mib << 20,
     }
     ledger = Ledger(out, settings)
-    if PROMPTS not in ledger:
-        found = find_prompts(str(target), engine, places, max_tokens, least, prompts)
-        ledger.add(PROMPTS, found)
-    chosen = ledger.results[PROMPTS]["prompts"]
-    for form, figures in ledger.results[PROMPTS]["forms"].items():
-        print(f"{form}: {figures}")
-    task = Task(chosen, 0.0, max_tokens, 1, repeat)
+    tasks = [Task(texts[form], t, max_tokens, 1, repeat) for form, t in cells()]
     measured, failed = {}, 0
-    for name, speculative in engines(str(drafter), nodes, how).items():
+    for name, speculative in engines(str(drafter), nodes, blocks).items():
         if name not in ledger:
+            print(f"{name} …", flush=True)
             try:
-                (answer,) = run(Request(str(target), speculative, [task], engine))
+                answers = list(run(Request(str(target), speculative, tasks, engine)))
             except EngineFailed as error:
                 print(f"{name}: {error}")
                 if name == PLAIN:
                     raise typer.Exit(1) from None
                 failed += 1
                 continue
-            ledger.add(name, answer.summary(ledger.results.get(PLAIN)))
+            result = summary(answers, ledger.results.get(PLAIN))
+            if name == PLAIN:
+                add_origins(result, answers, texts, target)
+            ledger.add(name, result)
         measured[name] = ledger.results[name]
-    print(f"\n{len(chosen)} prompts, {max_tokens} tokens each, greedy, batch 1, {dtype}, "
-          f"trees of {nodes} nodes\n\n{markdown(measured)}")  # fmt: skip
-    if failed or any(found.get("different") for found in measured.values()):
+    for cell, result in measured[PLAIN].items():
+        copied, repeated = (sum(result[key]) / prompts for key in ("copied", "repeated"))
+        print(f"{cell}: {copied:.0%} copied from the prompt, {repeated:.0%} the answer's own again")
+    print(f"\n{len(FORMS) * prompts} prompts, {max_tokens} tokens each, batch 1, {dtype}; "
+          f"two heads: N = {nodes}, M = {blocks}\n\n{markdown(measured)}")  # fmt: skip
+    different = any(cell.get("different") for found in measured.values() for cell in found.values())
+    if failed or different:
         raise typer.Exit(1)
 
 

@@ -1,0 +1,172 @@
+"""A target that copies when told to: the example target, taught copy tasks, and prompts for it.
+
+    python examples/copying/build.py [--help]
+
+Stages, each left alone once its result is there: WORK/target, then WORK/prompts.jsonl to be
+answered and learned from, and WORK/held_out.jsonl from files that no stage has seen. Killed and run
+again with the same options, it goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from transformers import AutoTokenizer, LlamaForCausalLM
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tiny_pair"))
+import corpus
+import target as loop
+from sizes import SIZES, Size
+from stages import Deadline, OutOfTime, Stages
+from tasks import FORMS, LONGEST, SHORTEST, draw, piece
+
+EXAMPLE = Path(loop.__file__).parent / "target"
+PLAIN_SHARE = 0.15
+"""Of the texts that are plain code: without, the target forgets what else it knew."""
+HELD_OUT = 16
+"""Held-out prompts of each form."""
+ENOUGH = 440
+"""Characters of a held-out piece at the least: an answer of 128 tokens, and more."""
+CHECKED = 64
+"""Held-out tasks of each form by which the target is judged."""
+
+
+def plain(texts: list[str], count: int, rng: random.Random) -> list[str]:
+    """`count` pieces of `texts` as they are."""
+    long_enough = [text for text in texts if len(text) > 2 * LONGEST]
+    sizes = [len(text) for text in long_enough]
+    return [
+        piece(text, rng.randint(SHORTEST, LONGEST), rng)
+        for text in rng.choices(long_enough, sizes, k=count)
+    ]
+
+
+def lessons(texts: list[str], count: int, rng: random.Random) -> list[str]:
+    """`count` texts in random order: tasks with their answers, forms in equal shares, and code."""
+    each = round(count * (1 - PLAIN_SHARE) / len(FORMS))
+    found = [t.prompt + t.answer for form in FORMS for t in draw(texts, form, each, rng)]
+    found += plain(texts, count - len(found), rng)
+    rng.shuffle(found)
+    return found
+
+
+@torch.inference_mode()
+def accuracy(folder: Path, texts: list[str]) -> dict[str, float]:
+    """Share of the answers' tokens that are the target's first choice after those before them.
+
+    Args:
+        folder: of the target.
+        texts: to make tasks of; the same ones in every call.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    rng, found = random.Random(1), {}
+    for form in FORMS:
+        right = total = 0
+        for task in draw(texts, form, CHECKED, rng):
+            first = len(tokenizer(task.prompt, add_special_tokens=False)["input_ids"])
+            ids = tokenizer(task.prompt + task.answer, add_special_tokens=False)["input_ids"]
+            ids = torch.tensor([ids])
+            guess = model(input_ids=ids).logits[0, first - 1 : -1].argmax(-1)
+            right += (guess == ids[0, first:]).sum().item()
+            total += len(guess)
+        found[form] = round(right / total, 4)
+    return found
+
+
+def begin(folder: Path, size: Size) -> None:
+    """Lay the example target where the training loop of `tiny_pair` looks for a run to resume."""
+    unfinished = shutil.ignore_patterns("*.safetensors")
+    shutil.copytree(EXAMPLE, folder, ignore=unfinished, dirs_exist_ok=True)
+    model = LlamaForCausalLM.from_pretrained(EXAMPLE, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        lr=size.lr,
+        betas=(0.9, 0.95),
+        weight_decay=size.weight_decay,
+        fused=True,
+    )
+    # Update 0 learns nothing; from then on the loop's own schedule says how much.
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(step, 1))
+    loop._save_state(folder / "state.pt", model, optimizer, schedule, 0, 0.0)
+
+
+def write(path: Path, lines: list[dict]) -> None:
+    """One JSON object a line."""
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    print(f"{len(lines):,} prompts in {path}")
+
+
+def write_prompts(work: Path, text: corpus.Corpus, count: int, rng: random.Random) -> None:
+    """What the drafter learns from, a quarter of it plain code, and what it is measured on."""
+    part = count // 4
+    asked = plain(text.train, part, rng)
+    for form in FORMS:
+        asked += [t.prompt for t in draw(text.train, form, (count - part) // len(FORMS), rng)]
+    rng.shuffle(asked)
+    write(work / "prompts.jsonl", [{"prompt": prompt} for prompt in asked])
+    held_out = [
+        {"prompt": task.prompt, "form": task.form, "answer": task.answer}
+        for form in FORMS
+        for task in draw(text.held_out, form, HELD_OUT, rng, shortest=ENOUGH)
+    ]
+    write(work / "held_out.jsonl", held_out)
+
+
+def main(
+    work: Annotated[Path, typer.Option(help="Where everything goes.")] = Path("runs/copying"),
+    steps: Annotated[int, typer.Option(help="Updates of the target.")] = 800,
+    batch: Annotated[int, typer.Option(help="Windows of one update.")] = 8,
+    length: Annotated[int, typer.Option(help="Tokens of a window.")] = 512,
+    lr: Annotated[float, typer.Option(help="Peak learning rate of the target.")] = 1e-3,
+    texts: Annotated[int, typer.Option(help="Texts that the target learns from.")] = 12_000,
+    prompts: Annotated[int, typer.Option(help="Prompts that the drafter learns from.")] = 1200,
+    compiled: Annotated[
+        bool, typer.Option(help="torch.compile the training (needs a C++ compiler).")
+    ] = False,
+    minutes: Annotated[
+        float | None, typer.Option(min=0, help="Save and stop after so many. Default: never.")
+    ] = None,
+) -> None:
+    """Teach the target, then write the prompts."""
+    text = corpus.load()
+    size = replace(SIZES["tiny"], batch=batch, length=length, lr=lr)
+    folder, deadline = work / "target", Deadline(minutes)
+
+    def teach() -> dict:
+        if not (folder / "state.pt").exists():
+            begin(folder, size)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        figures = {"before": accuracy(EXAMPLE, text.held_out)}
+        print(figures, flush=True)
+        figures |= loop.train_target(
+            loop.encode(tokenizer, lessons(text.train, texts, random.Random(0))),
+            loop.encode(tokenizer, plain(text.held_out, 200, random.Random(2))),
+            tokenizer,
+            folder,
+            size,
+            deadline,
+            steps=steps,
+            compiled=compiled,
+        )
+        return figures | {"after": accuracy(folder, text.held_out)}
+
+    options = {"steps": steps, "batch": batch, "length": length, "lr": lr, "texts": texts}
+    try:
+        print(json.dumps(Stages(work / "stages.json").run("target", options, teach), indent=1))
+    except OutOfTime:
+        print(f"Stopped after {minutes:g} minutes, and saved: call again to go on.")
+        return
+    write_prompts(work, text, prompts, random.Random(3))
+
+
+if __name__ == "__main__":
+    typer.run(main)
