@@ -64,8 +64,27 @@ def student(tmp_path):
 
 
 def run(command: list[str]) -> None:
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stderr[-3000:]
+    """Run to a good end; of a run that hangs, say where every thread stands."""
+    environment = os.environ | {"PYTHONFAULTHANDLER": "1"}
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment
+    )
+    try:
+        _, stderr = process.communicate(timeout=240)
+    except subprocess.TimeoutExpired:
+        signal_all(next(word for word in command if word.startswith("--out=")), signal.SIGABRT)
+        _, stderr = process.communicate(timeout=60)
+        pytest.fail(f"a run hung:\n{stderr[-6000:]}")
+    assert process.returncode == 0, stderr[-3000:]
+
+
+def signal_all(word: str, number: int) -> None:
+    """Send a signal to whoever has `word` in its command line: torchrun's workers are sessions
+    of their own, and outlive it."""
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if word in (entry / "cmdline").read_text():
+                os.kill(int(entry.name), number)
 
 
 def kill_after_a_save(command: list[str], state: Path) -> None:
@@ -76,11 +95,7 @@ def kill_after_a_save(command: list[str], state: Path) -> None:
     began = time.monotonic()
     while not state.exists() and process.poll() is None and time.monotonic() < began + 120:
         time.sleep(0.01)
-    # torchrun's workers are sessions of their own, and outlive it.
-    for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if str(state.parents[1]) in (entry / "cmdline").read_text():
-                os.kill(int(entry.name), signal.SIGKILL)
+    signal_all(f"--out={state.parents[1]}", signal.SIGKILL)
     process.wait()
     assert torch.load(state, weights_only=True)["step"] < OPTIONS["steps"]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import os
 from collections.abc import Iterator
 from datetime import timedelta
@@ -29,6 +30,9 @@ from vllm_specblock.train.learner import Learner
 @contextlib.contextmanager
 def ranks(device: str) -> Iterator[torch.device]:
     """This process's device, with the other ranks joined for as long as the context lasts.
+
+    Nothing that was spread over the ranks may outlive the context: it keeps the ranks' connections,
+    and gloo's threads with them, alive into the interpreter's exit, which can then hang.
 
     Raises:
         TrainError: this machine has no such device.
@@ -51,6 +55,7 @@ def ranks(device: str) -> Iterator[torch.device]:
             dist.barrier()  # a rank that leaves early can hang gloo's threads at exit
     finally:
         if many:
+            gc.collect()  # modules can be part of cycles
             dist.destroy_process_group()
 
 

@@ -66,16 +66,23 @@ def train(
             f"{config.out} holds a drafter that has learned; give a dry run another --out."
         )
     with ranks(config.device) as device:
-        trainer = build(config, device)
-        if dry_run:
-            trainer.keep()
-            return config.out
-        if resume:
-            trainer.restore()
-        else:
-            trainer.forget()
-        trainer.run(progress)
+        _train_on(device, config, resume, progress, dry_run)
     return config.out
+
+
+def _train_on(
+    device: torch.device, config: TrainConfig, resume: bool, progress: bool, dry_run: bool
+) -> None:
+    """`train` among ranks that have joined. The trainer is gone when it returns: see `ranks`."""
+    trainer = build(config, device)
+    if dry_run:
+        trainer.keep()
+        return
+    if resume:
+        trainer.restore()
+    else:
+        trainer.forget()
+    trainer.run(progress)
 
 
 def build(config: TrainConfig, device: torch.device) -> Trainer:
