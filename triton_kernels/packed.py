@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import itertools
+from typing import NamedTuple
 
 import torch
 
+from .sliding_window import see_last
 from .tree_attention import tree_attention
 from .tree_attention_reference import AttentionPlan, attend_reference, plan_reference
+
+
+class Sight(NamedTuple):
+    """What the queries of a step see in some of the layers."""
+
+    prefix_from: torch.Tensor | None  # [T] int32
+    words: torch.Tensor  # [T, W] int64
+    plan: AttentionPlan | None  # on a CPU
 
 
 class PackedQueries:
@@ -27,8 +37,13 @@ class PackedQueries:
         window_start: [≥R] int32.
         max_seq_len: bound of every `seq_len` for as long as the launch may be replayed; by
             default that of `seq_len_host`, which a captured graph would outgrow.
+        max_query_len: bound of every request's queries, likewise.
+        any_length: requests may have other lengths than `query_start_host` says, up to
+            max_query_len, and still want the same bits as in any other batch. Costs a launch
+            for each class of tiles.
 
-    On a CPU the first layer works out gather indices and the mask, for all layers.
+    The first layer works out, for all layers that follow, what a sliding window leaves, and on a
+    CPU gather indices and the mask: set `plan` to None when the tensors have changed.
     """
 
     def __init__(
@@ -43,14 +58,26 @@ class PackedQueries:
         words: torch.Tensor,
         window_start: torch.Tensor,
         max_seq_len: int | None = None,
+        max_query_len: int | None = None,
+        any_length: bool = False,
     ):
         self.block_table, self.query_start, self.seq_len = block_table, query_start, seq_len
         self.prefix_len, self.words, self.window_start = prefix_len, words, window_start
         self.block_size = block_size
         self.query_start_host, self.seq_len_host = query_start_host, seq_len_host
         self.max_seq_len = max_seq_len or max(seq_len_host)
-        self.max_query_len = max(end - start for start, end in itertools.pairwise(query_start_host))
-        self.plan: AttentionPlan | None = None
+        self.host_lens = {end - start for start, end in itertools.pairwise(query_start_host)}
+        self.max_query_len = max_query_len or max(self.host_lens)
+        self.any_length = any_length
+        self.plan: dict[tuple, Sight] | None = None  # by window and bits_only
+
+    @property
+    def query_lens(self) -> set[int]:
+        """Lengths of requests, as `tree_attention` wants them."""
+        longest = self.max_query_len
+        if self.any_length:  # powers of two name every class of tiles
+            return {longest, *(1 << k for k in range(longest.bit_length()))}
+        return {longest, *(length for length in self.host_lens if length < longest)}
 
     def attend(
         self,
@@ -58,26 +85,57 @@ class PackedQueries:
         kv_cache: torch.Tensor,
         scale: float,
         out: torch.Tensor | None = None,
+        *,
+        window: int | None = None,
+        bits_only: bool = False,
+        soft_cap: float = 0.0,
+        key_scale: torch.Tensor | None = None,
+        value_scale: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attention of one layer.
 
         Args:
             query: [T, heads, D].
-            kv_cache: [blocks, kv heads, block size, 2D], keys first.
+            kv_cache: [blocks, kv heads, block size, 2D], keys first; of the queries' dtype or
+                float8_e4m3fn.
             scale: factor on the dot products.
             out: [T, heads, D] to write into; made if not given.
+            window: a query sees only the last so many entries of what it would see.
+            bits_only: leave the prefix out, for a caller that attends it by other means.
+            soft_cap, key_scale, value_scale, lse: see `tree_attention`.
+
+        Returns:
+            `out`.
         """
         if out is None:
             out = torch.empty_like(query)
+        sight = self._see(window, bits_only, query)
+        rare = {
+            "soft_cap": soft_cap, "key_scale": key_scale, "value_scale": value_scale, "lse": lse,
+        }  # fmt: skip
         if query.is_cuda:
             return tree_attention(
-                query, kv_cache, self.block_table, self.query_start, self.max_query_len,
-                self.seq_len, self.max_seq_len, self.prefix_len, self.words, self.window_start,
-                scale, out,
+                query, kv_cache, self.block_table, self.query_start, self.query_lens,
+                self.seq_len, self.max_seq_len, self.prefix_len, sight.words, self.window_start,
+                scale, out, prefix_from=sight.prefix_from, **rare,
             )  # fmt: skip
+        return attend_reference(query, kv_cache, sight.plan, scale, out, **rare)
+
+    def _see(self, window: int | None, bits_only: bool, query: torch.Tensor) -> Sight:
+        """What is left of the queries' sight, worked out by the first layer that asks."""
         if self.plan is None:
-            self.plan = plan_reference(
-                self.block_table, self.block_size, self.query_start_host, self.seq_len_host,
-                self.prefix_len, self.words, self.window_start, query.dtype,
-            )  # fmt: skip
-        return attend_reference(query, kv_cache, self.plan, scale, out)
+            self.plan = {}
+        if (window, bits_only) not in self.plan:
+            prefix_from, words, plan = None, self.words, None
+            if window is not None:
+                prefix_from, words = see_last(self.prefix_len, words, window)
+            if bits_only:
+                prefix_from = self.prefix_len
+            if not query.is_cuda:
+                plan = plan_reference(
+                    self.block_table, self.block_size, self.query_start_host, self.seq_len_host,
+                    self.prefix_len, words, self.window_start, query.dtype, prefix_from,
+                )  # fmt: skip
+            self.plan[window, bits_only] = Sight(prefix_from, words, plan)
+        return self.plan[window, bits_only]

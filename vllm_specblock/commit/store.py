@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import torch
 
+FP8 = torch.float8_e4m3fn
+LARGEST = torch.finfo(FP8).max
+
 
 def store_kv(
-    kv_cache: torch.Tensor, entry: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    kv_cache: torch.Tensor,
+    entry: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_scale: torch.Tensor | None = None,
+    value_scale: torch.Tensor | None = None,
 ) -> None:
     """Store keys and values at their entries.
 
@@ -17,10 +25,21 @@ def store_kv(
             entry 0, which lies in vLLM's null block: nobody reads it, and no branch depends
             on the data.
         key, value: [T, kv heads, D].
+        key_scale, value_scale: [] fp32 each, what a stored number is to be multiplied by; given
+            for a float8_e4m3fn cache only, where what is out of range becomes the largest number.
 
     Raises:
         RuntimeError: the entries of `kv_cache` are not consecutive in memory.
     """
     _, heads, _, width = kv_cache.shape
+    if kv_cache.dtype == FP8:
+        # As bytes, since torch does not index fp8.
+        kv_cache = kv_cache.view(torch.uint8)
+        key, value = _to_fp8(key, key_scale), _to_fp8(value, value_scale)
     flat = kv_cache.transpose(1, 2).view(-1, heads, width)
     flat[entry.clamp(min=0)] = torch.cat([key, value], dim=-1)
+
+
+def _to_fp8(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """The bytes of x / scale; torch's own conversion gives NaN beyond the range."""
+    return (x.float() / scale).clamp(-LARGEST, LARGEST).to(FP8).view(torch.uint8)

@@ -17,8 +17,11 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from vllm_specblock.commit.store import store_kv
+from vllm_specblock.engine import flash_prefix
 from vllm_specblock.tree import words_for
 from vllm_specblock.triton_kernels.packed import PackedQueries
+
+CACHE_DTYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3")
 
 
 class Visibility:
@@ -30,9 +33,20 @@ class Visibility:
         prefix_len: [T] int32.
         words: [T, W] int64.
         window_start: [R] int32.
+        adaptive: how many of a batch's rows are whose is decided on the device; the host knows
+            their sum and the most that one request can have.
+        all_trees: every row of the batch is a root or a node: none is of a prompt.
     """
 
-    def __init__(self, max_rows: int, max_requests: int, num_nodes: int, device: torch.device):
+    def __init__(
+        self,
+        max_rows: int,
+        max_requests: int,
+        num_nodes: int,
+        device: torch.device,
+        adaptive: bool = False,
+    ):
+        self.adaptive, self.all_trees = adaptive, False
         self.prefix_len = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self.words = torch.zeros(max_rows, words_for(num_nodes), dtype=torch.int64, device=device)
         self.window_start = torch.zeros(max_requests, dtype=torch.int32, device=device)
@@ -51,6 +65,7 @@ class TreeAttentionMetadata:
     num_rows: int
     slot_mapping: torch.Tensor  # [T] int64
     queries: PackedQueries
+    all_trees: bool = False
 
 
 class TreeAttentionMetadataBuilder(AttentionMetadataBuilder[TreeAttentionMetadata]):
@@ -63,6 +78,11 @@ class TreeAttentionMetadataBuilder(AttentionMetadataBuilder[TreeAttentionMetadat
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.visibility: Visibility | None = None
 
+    @classmethod
+    def get_varlen_cudagraph_max_query_len(cls, vllm_config, kv_cache_spec) -> int:
+        # The kernel takes any mixture of lengths.
+        return vllm_config.num_speculative_tokens + 1
+
     def build(
         self,
         common_prefix_len: int,
@@ -70,25 +90,33 @@ class TreeAttentionMetadataBuilder(AttentionMetadataBuilder[TreeAttentionMetadat
         fast_build: bool = False,
     ) -> TreeAttentionMetadata:
         batch, visibility = common_attn_metadata, self.visibility
+        starts = batch.query_start_loc_cpu
+        if visibility.adaptive and batch.query_start_loc.device.type == "cpu":
+            starts = batch.query_start_loc
         queries = PackedQueries(
             batch.block_table_tensor,
             self.kv_cache_spec.block_size,
             batch.query_start_loc,
-            batch.query_start_loc_cpu.tolist(),  # a host tensor
+            starts.tolist(),  # a host tensor
             batch.seq_lens,
             batch.seq_lens_cpu_upper_bound.tolist(),  # a host tensor
             visibility.prefix_len,
             visibility.words,
             visibility.window_start,
             batch.max_seq_len,
+            batch.max_query_len,
+            any_length=visibility.adaptive,
         )
-        return TreeAttentionMetadata(batch.num_actual_tokens, batch.slot_mapping, queries)
+        return TreeAttentionMetadata(
+            batch.num_actual_tokens, batch.slot_mapping, queries, visibility.all_trees
+        )
 
 
 class TreeAttentionBackend(AttentionBackend):
     """Registered as vLLM's CUSTOM backend and chosen only by a SpecBlock request."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.bfloat16, torch.float16]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = list(CACHE_DTYPES)
 
     @staticmethod
     def get_name() -> str:
@@ -101,6 +129,10 @@ class TreeAttentionBackend(AttentionBackend):
     @staticmethod
     def get_builder_cls() -> type[TreeAttentionMetadataBuilder]:
         return TreeAttentionMetadataBuilder
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
@@ -127,18 +159,18 @@ class TreeAttentionImpl(AttentionImpl):
     ):
         for refused, what in (
             (alibi_slopes is not None, "ALiBi"),
-            (sliding_window is not None, "a sliding window"),
-            (bool(logits_soft_cap), "a soft cap"),  # a host number
             (sinks is not None, "attention sinks"),
             (attn_type != AttentionType.DECODER, f"attention of type {attn_type}"),
             (kv_sharing_target_layer_name is not None, "layers that share their KV cache"),
-            # A checkpoint may ask for it by itself.
-            (kv_cache_dtype.startswith("fp8"), "a quantised KV cache"),
+            # A checkpoint may ask for one by itself.
+            (kv_cache_dtype not in CACHE_DTYPES, f"a KV cache of type {kv_cache_dtype}"),
         ):
             if refused:
                 raise NotImplementedError(f"SpecBlock cannot verify trees with {what} yet.")
         self.num_heads, self.head_size, self.scale = num_heads, head_size, scale
         self.num_kv_heads = num_kv_heads
+        self.window, self.soft_cap = sliding_window, logits_soft_cap or 0.0
+        self.fp8 = kv_cache_dtype.startswith("fp8")
 
     def forward(
         self,
@@ -146,7 +178,7 @@ class TreeAttentionImpl(AttentionImpl):
         query,  # [T, heads, head size]
         key,  # [T, kv heads, head size]
         value,
-        kv_cache,  # [blocks, kv heads, block size, 2 × head size]
+        kv_cache,  # [blocks, kv heads, block size, 2 × head size]; uint8 for fp8
         attn_metadata: TreeAttentionMetadata | None,
         output,  # [T, heads, head size]
         output_scale=None,
@@ -156,6 +188,22 @@ class TreeAttentionImpl(AttentionImpl):
             return output.fill_(0)
         num_rows = attn_metadata.num_rows
         slots = attn_metadata.slot_mapping[:num_rows]
-        store_kv(kv_cache, slots, key[:num_rows], value[:num_rows])
-        attn_metadata.queries.attend(query[:num_rows], kv_cache, self.scale, output[:num_rows])
+        scales = {}
+        if self.fp8:  # vLLM keeps it as bytes
+            kv_cache = kv_cache.view(torch.float8_e4m3fn)
+            scales = {"key_scale": layer._k_scale, "value_scale": layer._v_scale}
+        store_kv(kv_cache, slots, key[:num_rows], value[:num_rows], **scales)
+        queries, all_trees = attn_metadata.queries, attn_metadata.all_trees
+        query, out = query[:num_rows], output[:num_rows]
+        by_flash = flash_prefix.choose(queries, self.head_size, all_trees, self.window)
+        if by_flash and not self.fp8:
+            flash = flash_prefix.flash_attention(self.head_size)
+            flash_prefix.attend_prefix_and_tree(
+                flash, queries, query, kv_cache, self.scale, out, self.soft_cap
+            )
+        else:
+            queries.attend(
+                query, kv_cache, self.scale, out,
+                window=self.window, soft_cap=self.soft_cap, **scales,
+            )  # fmt: skip
         return output

@@ -1,0 +1,220 @@
+"""Batches for tests of tree attention: who sees what as sets of entries, and the oracle."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from vllm_specblock.triton_kernels.tree_attention_reference import attend_reference, plan_reference
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
+LAYOUTS = {
+    "heads first": (0, 1, 2, 3),
+    "entries first": (0, 2, 1, 3),
+    "heads outside": (1, 0, 2, 3),
+}
+
+
+@dataclass
+class Chunk:
+    """Plain tokens at the end of `context` entries: a prefill chunk, or a decode step."""
+
+    context: int
+    length: int
+
+    def lens(self):
+        return self.length, self.context + self.length
+
+    def rows(self, generator):
+        return [(self.context + i + 1, set()) for i in range(self.length)]
+
+
+@dataclass
+class Tree:
+    """A root and `nodes` nodes with random parents after `context` entries."""
+
+    context: int
+    nodes: int
+
+    def lens(self):
+        return self.nodes + 1, self.context + self.nodes + 1
+
+    def rows(self, generator):
+        ancestors = [{0}]
+        for node in range(1, self.nodes + 1):
+            # Low parents make wide trees, high ones deep trees: take some of both.
+            low = int(torch.randint(0, node, (), generator=generator))
+            ancestors.append(ancestors[node - 1 if node % 2 else low] | {node})
+        return [(self.context, seen) for seen in ancestors]
+
+
+@dataclass
+class Blind:
+    """Queries that see nothing, as padding does."""
+
+    length: int
+
+    def lens(self):
+        return self.length, 0
+
+    def rows(self, generator):
+        return [(0, set())] * self.length
+
+
+@dataclass
+class Batch:
+    """Arguments of `tree_attention`, and what each query sees as a set of entries."""
+
+    query: torch.Tensor
+    kv_cache: torch.Tensor
+    block_table: torch.Tensor
+    query_start: torch.Tensor
+    seq_len: torch.Tensor
+    prefix_len: torch.Tensor
+    words: torch.Tensor
+    window_start: torch.Tensor
+    visible: list[tuple[int, set[int]]]  # per query: its request, the entries that it sees
+
+    def arguments(self):
+        lens = set((self.query_start[1:] - self.query_start[:-1]).tolist())
+        return (
+            self.query, self.kv_cache, self.block_table, self.query_start, lens, self.seq_len,
+            int(self.seq_len.max()), self.prefix_len, self.words, self.window_start,
+            self.query.shape[-1] ** -0.5,
+        )  # fmt: skip
+
+    def oracle(self, window=None, soft_cap=0.0, key_scale=1.0, value_scale=1.0):
+        """Query by query over its set of entries, in float64 -> out, log of the sums.
+
+        What a query sees is consecutive in position, in the order of its entries: the prefix,
+        then its path from the root down. A window keeps the last of it.
+        """
+        num_tokens, num_heads, size = self.query.shape
+        group = num_heads // self.kv_cache.shape[1]
+        block_size = self.kv_cache.shape[2]
+        out = torch.zeros(num_tokens, num_heads, size, dtype=torch.float64)
+        lse = torch.full((num_tokens, num_heads), -torch.inf, dtype=torch.float64)
+        for t, (request, entries) in enumerate(self.visible):
+            if not entries:
+                continue
+            entry = torch.tensor(sorted(entries)[-(window or len(entries)) :])
+            block = self.block_table[request].cpu()[entry // block_size].long()
+            kv = self.kv_cache.cpu()[block, :, entry % block_size].double()  # [n, nkv, 2D]
+            for head in range(num_heads):
+                key, value = kv[:, head // group].split(size, dim=-1)
+                scores = key @ self.query[t, head].cpu().double() * size**-0.5 * key_scale
+                if soft_cap:
+                    scores = soft_cap * torch.tanh(scores / soft_cap)
+                out[t, head] = scores.softmax(0) @ value * value_scale
+                lse[t, head] = scores.logsumexp(0)
+        return out, lse
+
+
+def signed(value: int) -> int:
+    return value - (1 << 64) if value >> 63 else value
+
+
+def make_batch(
+    requests,
+    *,
+    num_words=1,
+    head_size=32,
+    num_kv_heads=2,
+    group=1,
+    block_size=16,
+    dtype=torch.float32,
+    device="cpu",
+    layout="heads first",
+    tail=0,
+    seed=0,
+    cache_dtype=None,
+) -> Batch:
+    """A batch of the given requests, `tail` padding tokens at its end, blocks in random order.
+
+    Whatever no request owns is NaN in the cache, so that reading it cannot go unnoticed.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    shapes = torch.Generator().manual_seed(seed)  # trees do not depend on the cache's geometry
+    lens = [r.lens() for r in requests]
+    blocks = [-(-entries // block_size) for _, entries in lens]
+    order = torch.randperm(sum(blocks) + 3, generator=generator)
+    shape = [len(order), num_kv_heads, block_size, 2 * head_size]
+    order_in_memory = LAYOUTS[layout]
+    kv_cache = torch.full([shape[d] for d in order_in_memory], torch.nan, dtype=dtype)
+    # Every layout above is its own inverse permutation.
+    kv_cache = kv_cache.permute(order_in_memory)
+    block_table = torch.zeros(len(requests), max(*blocks, 1) + 2, dtype=torch.int32)
+    prefix, words, visible, start = [], [], [], [0]
+    taken = 0
+    for r, request in enumerate(requests):
+        num_queries, num_entries = lens[r]
+        own = order[taken : taken + blocks[r]]
+        taken += blocks[r]
+        block_table[r, : blocks[r]] = own
+        for e in range(num_entries):
+            kv_cache[own[e // block_size], :, e % block_size] = torch.randn(
+                num_kv_heads, 2 * head_size, generator=generator
+            ).to(cache_dtype or dtype)
+        window = getattr(request, "context", 0)
+        for prefix_len, bits in request.rows(shapes):
+            packed = sum(1 << j for j in bits)
+            prefix.append(prefix_len)
+            words.append([signed(packed >> 64 * w & (1 << 64) - 1) for w in range(num_words)])
+            visible.append((r, set(range(prefix_len)) | {window + j for j in bits}))
+        start.append(start[-1] + num_queries)
+    total = start[-1] + tail
+    query = torch.randn(total, num_kv_heads * group, head_size, generator=generator)
+    rows = torch.int32
+    return Batch(
+        query.to(device, dtype),
+        # `to` keeps the strides of a dense tensor.
+        kv_cache.to(device, cache_dtype or dtype),
+        block_table.to(device),
+        torch.tensor(start, dtype=rows, device=device),
+        torch.tensor([entries for _, entries in lens], dtype=rows, device=device),
+        torch.tensor(prefix + [0] * tail, dtype=rows, device=device),
+        torch.tensor(words + [[0] * num_words] * tail, dtype=torch.int64, device=device),
+        torch.tensor([getattr(r, "context", 0) for r in requests], dtype=rows, device=device),
+        visible,
+    )
+
+
+def check(got: torch.Tensor, batch: Batch, **rare) -> None:
+    """`rare` as in `Batch.oracle`."""
+    tolerance = TOLERANCE[batch.query.dtype]
+    assert got.dtype == batch.query.dtype
+    torch.testing.assert_close(
+        got.cpu().double(),
+        batch.oracle(**rare)[0],
+        atol=tolerance,
+        rtol=tolerance,
+        check_dtype=False,
+    )
+
+
+def reference(batch: Batch, max_seq_len: int = 1 << 30, **rare) -> torch.Tensor:
+    """The torch reference; `rare` as in `tree_attention`."""
+    plan = plan_reference(
+        batch.block_table.cpu(), batch.kv_cache.shape[2], batch.query_start.tolist(),
+        batch.seq_len.clamp(max=max_seq_len).tolist(), batch.prefix_len.cpu(), batch.words.cpu(),
+        batch.window_start.cpu(), batch.query.dtype, rare.pop("prefix_from", None),
+    )  # fmt: skip
+    query = batch.query.cpu()
+    out = torch.full_like(query, torch.nan)
+    return attend_reference(query, batch.kv_cache.cpu(), plan, query.shape[-1] ** -0.5, out, **rare)
+
+
+MIXED = [Chunk(5, 19), Tree(37, 12), Chunk(20, 1), Tree(3, 9), Chunk(0, 4)]
+
+
+def load(kernels):
+    """The module of the kernel, on a CPU with its parts bound to the interpreter."""
+    module = kernels.load("tree_attention", "attention_fold")
+    part = kernels.load("attention_kernel", "attention_fold")
+    module._tree_attention_kernel = part._tree_attention_kernel
+    return module
+
+
+def launch(kernels, batch: Batch, **rare) -> torch.Tensor:
+    out = torch.full_like(batch.query, torch.nan)
+    return load(kernels).tree_attention(*batch.arguments(), out, **rare)

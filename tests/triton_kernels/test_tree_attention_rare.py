@@ -1,0 +1,252 @@
+"""Tree attention's rarer sides: windows, soft caps, fp8 caches, sums, splits, merging."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from support.attention import (
+    MIXED,
+    TOLERANCE,
+    Blind,
+    Chunk,
+    Tree,
+    check,
+    launch,
+    load,
+    make_batch,
+    reference,
+)
+from vllm_specblock.triton_kernels import attention_tiles
+from vllm_specblock.triton_kernels.merge_states import merge_states
+from vllm_specblock.triton_kernels.packed import PackedQueries
+from vllm_specblock.triton_kernels.sliding_window import see_last
+
+FP8 = torch.float8_e4m3fn
+
+
+def packed(batch, **bounds) -> PackedQueries:
+    return PackedQueries(
+        batch.block_table, batch.kv_cache.shape[2], batch.query_start, batch.query_start.tolist(),
+        batch.seq_len, batch.seq_len.tolist(), batch.prefix_len, batch.words, batch.window_start,
+        **bounds,
+    )  # fmt: skip
+
+
+def windowed(batch, window: int) -> torch.Tensor:
+    """prefix_from of the batch, whose words are cut; what a window hides is made NaN."""
+    prefix_from, batch.words = see_last(batch.prefix_len, batch.words, window)
+    return prefix_from
+
+
+# Sliding windows. 3 is less than a path, 17 less than most contexts, 500 more than everything.
+
+
+@pytest.mark.parametrize("window", [1, 3, 17, 64, 500])
+def test_reference_sliding_window(window):
+    batch = make_batch(MIXED, group=2, tail=2)
+    prefix_from = windowed(batch, window)
+    check(reference(batch, prefix_from=prefix_from), batch, window=window)
+
+
+@pytest.mark.parametrize("window", [1, 3, 17, 64, 500])
+def test_kernel_sliding_window(kernels, window):
+    batch = make_batch([*MIXED, Chunk(150, 3)], device=kernels.device, tail=2)
+    prefix_from = windowed(batch, window)
+    check(launch(kernels, batch, prefix_from=prefix_from), batch, window=window)
+
+
+def test_a_window_smaller_than_the_tree_cuts_every_word(kernels):
+    for window in (2, 70):
+        batch = make_batch(
+            [Tree(11, 255), Chunk(0, 3)], num_words=4, num_kv_heads=1, device=kernels.device
+        )
+        prefix_from = windowed(batch, window)
+        check(launch(kernels, batch, prefix_from=prefix_from), batch, window=window)
+        check(reference(batch, prefix_from=prefix_from), batch, window=window)
+
+
+def test_layers_of_one_step_may_have_different_windows():
+    batch = make_batch(MIXED)
+    queries = packed(batch)
+    for window in (None, 5, 40, None, 5):
+        out = queries.attend(batch.query, batch.kv_cache, 32**-0.5, window=window)
+        check(out, batch, window=window)
+
+
+# Soft cap, scales, the log of the sums.
+
+
+@pytest.mark.parametrize("soft_cap", [0.5, 30.0])
+def test_soft_cap(kernels, soft_cap):
+    batch = make_batch(MIXED, group=2, device=kernels.device)
+    batch.query *= 20  # far into the cap
+    check(launch(kernels, batch, soft_cap=soft_cap), batch, soft_cap=soft_cap)
+    check(reference(batch, soft_cap=soft_cap), batch, soft_cap=soft_cap)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_fp8_cache(kernels, dtype):
+    scales = {"key_scale": 0.5, "value_scale": 3.0}
+    batch = make_batch(MIXED, group=2, dtype=dtype, cache_dtype=FP8, device=kernels.device)
+    on_device = {name: torch.tensor(s, device=kernels.device) for name, s in scales.items()}
+    got = launch(kernels, batch, **on_device)
+    loose = {"atol": 3 * TOLERANCE[dtype], "rtol": TOLERANCE[dtype]}  # values of three times
+    wanted = batch.oracle(**scales)[0]
+    torch.testing.assert_close(got.cpu().double(), wanted, **loose)
+    host = {name: torch.tensor(s) for name, s in scales.items()}
+    torch.testing.assert_close(reference(batch, **host).double(), wanted, **loose)
+
+
+def test_log_of_the_sums(kernels):
+    batch = make_batch([*MIXED, Blind(2)], group=2, device=kernels.device, tail=3)
+    batch.kv_cache[0] = 0.0  # a request without entries looks at block 0, with weight 0
+    wanted = batch.oracle()[1].float()
+    for run in (lambda lse: launch(kernels, batch, lse=lse), lambda lse: reference(batch, lse=lse)):
+        # Written through strides, as [heads, T] is what FlashAttention has.
+        lse = torch.full(batch.query.shape[1::-1], torch.nan).T
+        check(run(lse), batch)
+        torch.testing.assert_close(lse, wanted, atol=1e-5, rtol=1e-5)
+
+
+# Splits.
+
+
+@pytest.fixture
+def short_splits(monkeypatch):
+    """Splits at lengths that the interpreter can afford."""
+    monkeypatch.setattr(attention_tiles, "SPLIT_ENTRIES", 128)
+    monkeypatch.setattr(attention_tiles, "PROGRAMS", 16)
+
+
+LONG = [Tree(700, 12), Chunk(301, 40), Tree(90, 3), Chunk(530, 1)]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_long_contexts_in_splits(kernels, short_splits, dtype):
+    for requests in (LONG[:1], LONG):  # a program for each split; one for all
+        batch = make_batch(
+            requests, group=3, num_kv_heads=2, dtype=dtype, device=kernels.device, tail=2
+        )
+        lse = torch.empty(batch.query.shape[:2], device=kernels.device)
+        check(launch(kernels, batch, lse=lse), batch)
+        torch.testing.assert_close(
+            lse.cpu().double(), batch.oracle()[1], atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
+        )
+
+
+def test_splits_of_more_tiles_than_one(kernels, short_splits):
+    """183 rows are two tiles of 128, in the workspace side by side."""
+    batch = make_batch([Tree(700, 60)], group=3, num_kv_heads=1, device=kernels.device)
+    check(launch(kernels, batch), batch)
+
+
+def test_splits_under_a_window(kernels, short_splits):
+    batch = make_batch(LONG[:1], device=kernels.device)
+    prefix_from = windowed(batch, 400)
+    check(launch(kernels, batch, prefix_from=prefix_from), batch, window=400)
+
+
+def test_splits_with_a_workspace_of_the_caller(kernels, short_splits):
+    batch = make_batch(LONG[:1], device=kernels.device)
+    workspace = torch.full((1 << 17,), torch.nan, device=kernels.device)
+    check(launch(kernels, batch, workspace=workspace), batch)
+    assert not workspace[:64].isnan().any()
+
+
+def test_bits_do_not_depend_on_the_batch(kernels, short_splits):
+    """Alone a request's splits have programs of their own; in company one program reads them all;
+    beside a long chunk other tiles are launched."""
+    requests = [Tree(700, 12), *[Chunk(600, 1)] * 7, Chunk(20, 70)]
+    crowd = make_batch(requests, group=2, dtype=torch.bfloat16, device=kernels.device)
+    wanted = launch(kernels, crowd)
+    check(wanted, crowd)
+    for first, count in ((0, 1), (0, 2), (1, 1), (0, 4), (8, 1)):
+        part = slice(first, first + count)
+        start = crowd.query_start[first : first + count + 1]
+        rows = slice(int(start[0]), int(start[-1]))
+        few = replace(
+            crowd, query=crowd.query[rows], block_table=crowd.block_table[part],
+            query_start=start - start[0], seq_len=crowd.seq_len[part],
+            prefix_len=crowd.prefix_len[rows], words=crowd.words[rows],
+            window_start=crowd.window_start[part],
+        )  # fmt: skip
+        assert torch.equal(launch(kernels, few), wanted[rows])
+
+
+def test_the_batches_above_are_cut_differently(short_splits):
+    """Else the test above shows nothing."""
+    classes = attention_tiles.tile_classes(32, torch.bfloat16, attention_tiles.HOPPER_SHARED)
+
+    def plan(lens, requests):
+        return attention_tiles.plan_launches(classes, lens, 2, requests, 2, 720)
+
+    (alone,), crowd = plan({13}, 1), plan({1, 13, 70}, 9)
+    assert alone.tile.rows == 64 and not alone.whole
+    assert [(launch.tile.rows, launch.whole) for launch in crowd] == [
+        (16, True), (64, True), (128, True),
+    ]  # fmt: skip
+
+
+def test_lengths_that_were_not_foreseen_are_attended(kernels, short_splits):
+    """A captured graph knows the largest length only."""
+    batch = make_batch([Tree(300, 20), Chunk(40, 1), Chunk(0, 9)], device=kernels.device)
+    arguments = list(batch.arguments())
+    for lens in ({21}, {1, 64}, packed(batch, max_query_len=40, any_length=True).query_lens):
+        arguments[4] = lens
+        out = torch.full_like(batch.query, torch.nan)
+        check(load(kernels).tree_attention(*arguments, out), batch)
+
+
+def test_any_length_names_every_class():
+    batch = make_batch(MIXED)
+    lens = packed(batch, max_query_len=61, any_length=True).query_lens
+    classes = attention_tiles.tile_classes(128, torch.bfloat16, attention_tiles.HOPPER_SHARED)
+    for group in (1, 4, 8):
+        launches = attention_tiles.plan_launches(classes, lens, group, 4, 8, 4096)
+        largest = 61 * group
+        wanted = [rows for rows in (16, 64, 128) if rows == 16 or rows // 2 < largest]
+        assert [launch.tile.rows for launch in launches] == wanted[: len(launches)]
+        assert launches[-1].tile.rows == (64 if group == 1 else 128)
+
+
+# Merging.
+
+
+def merge(kernels, *states):
+    if kernels.device.type == "cuda":
+        return merge_states(*states)
+    return kernels.load("merge_states").merge_states_triton(*states)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_two_halves_merge_to_the_whole(kernels, dtype):
+    """Prefix here, window there, against attention over both."""
+    batch = make_batch(MIXED, group=3, head_size=48, dtype=dtype, device=kernels.device)
+    shape = batch.query.shape
+    halves = []
+    for part in ("prefix", "window"):
+        half = make_batch(MIXED, group=3, head_size=48, dtype=dtype, device=kernels.device)
+        lse = torch.empty(shape[:2], device=kernels.device)
+        rare = {"lse": lse}
+        if part == "prefix":
+            half.words = half.words * 0
+        else:
+            rare["prefix_from"] = half.prefix_len
+        halves += [launch(kernels, half, **rare), lse]
+    check(merge(kernels, *halves, torch.full_like(batch.query, torch.nan)), batch)
+    host = [x.cpu() for x in halves]
+    check(merge_states(*host, torch.empty(shape, dtype=dtype)), batch)
+
+
+def test_merging_empty_states(kernels):
+    """An empty state counts for nothing, though it be NaN, and though its log be +inf."""
+    lse_a = torch.tensor([[0.0, torch.inf], [-torch.inf, torch.inf], [3.0, -torch.inf]])
+    lse_b = torch.tensor([[-torch.inf, 2.0], [torch.inf, -torch.inf], [3.0, 1.0]])
+    out_a = torch.where(lse_a.isfinite(), 1.0, torch.nan)[..., None].expand(3, 2, 16)
+    out_b = torch.where(lse_b.isfinite(), 5.0, torch.nan)[..., None].expand(3, 2, 16)
+    wanted = torch.tensor([[1.0, 5.0], [0.0, 0.0], [3.0, 5.0]])[..., None].expand(3, 2, 16)
+    states = [x.to(kernels.device) for x in (out_a, lse_a, out_b, lse_b, torch.empty(3, 2, 16))]
+    torch.testing.assert_close(merge(kernels, *states).cpu(), wanted)
+    torch.testing.assert_close(merge_states(*(x.cpu() for x in states)), wanted)

@@ -1,0 +1,329 @@
+"""The kernel of tree attention: one tile of queries over the entries that it sees."""
+
+from __future__ import annotations
+
+from .attention_fold import _count_splits, _finish, _fold
+from .optional_triton import jit, tl
+
+
+@jit
+def _tree_attention_kernel(
+    query,  # [T, nh, D]
+    kv_cache,  # [num_blocks, nkv, block_size, 2D]
+    block_table,  # [R, max_blocks] int32
+    query_start,  # [R+1] int32
+    seq_len,  # [R] int32
+    prefix_len,  # [T] int32
+    prefix_from,  # [T] int32 or None
+    halves,  # [T, 2W] int32: words, low half first
+    window_start,  # [R] int32
+    key_scale,  # [] fp32 or None
+    value_scale,  # [] fp32 or None
+    out,  # [T, nh, D]
+    lse,  # [T, nh] fp32 or None
+    partial,  # [R, nkv, slots, BLOCK_M, BLOCK_D] fp32, or None if WHOLE
+    stats,  # [R, nkv, slots, 2, BLOCK_M] fp32, or None if WHOLE
+    num_tokens,
+    num_requests,
+    max_seq_len,
+    above,  # rows: requests of more, and at most `up_to`, are this launch's
+    up_to,
+    scale,
+    soft_cap,
+    query_token_stride,
+    query_head_stride,
+    query_dim_stride,
+    cache_block_stride,
+    cache_head_stride,
+    cache_entry_stride,
+    cache_dim_stride,
+    table_stride,
+    halves_stride,
+    out_token_stride,
+    out_head_stride,
+    out_dim_stride,
+    lse_token_stride,
+    lse_head_stride,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,  # query heads per kv head
+    HEAD: tl.constexpr,  # D
+    BLOCK_SIZE: tl.constexpr,
+    HALVES: tl.constexpr,  # 2W
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MASKED_N: tl.constexpr,  # BLOCK_N where a mask is needed, which takes registers
+    BLOCK_D: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    SPLIT_ENTRIES: tl.constexpr,
+    CAPPED: tl.constexpr,
+    WHOLE: tl.constexpr,  # this program reads all splits of its tile
+    SINGLE: tl.constexpr,  # there is one split only
+):
+    """One tile of BLOCK_M (token, query head of the group) rows of one request and one kv head."""
+    slot = tl.program_id(0)
+    request = tl.program_id(1)
+    kv_head = tl.program_id(2)
+    first_token = tl.load(query_start + request)
+    stop_token = tl.load(query_start + request + 1, mask=request < num_requests, other=num_tokens)
+    num_rows = (stop_token - first_token) * GROUP
+    lane = tl.arange(0, BLOCK_M)
+    nothing = tl.full([BLOCK_M], 0.0, tl.float32)
+    unseen = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    if request == num_requests:
+        for skip in range(0, num_rows, tl.num_programs(0) * BLOCK_M):
+            at = skip + slot * BLOCK_M + lane
+            _finish(
+                unseen, nothing, tl.full([BLOCK_M, BLOCK_D], 0.0, tl.float32),
+                (first_token + at // GROUP).to(tl.int64), kv_head * GROUP + at % GROUP,
+                at < num_rows, value_scale, out, lse, out_token_stride, out_head_stride,
+                out_dim_stride, lse_token_stride, lse_head_stride, HEAD, BLOCK_D,
+            )  # fmt: skip
+        return
+    if (num_rows <= above) | (num_rows > up_to):
+        return
+    tiles = (num_rows + BLOCK_M - 1) // BLOCK_M
+    bound = tl.minimum(tl.load(seq_len + request), max_seq_len)
+    splits = _count_splits(bound, tiles, KV_HEADS, PROGRAMS, MAX_SPLITS, SPLIT_ENTRIES)
+    tile, split = slot, 0
+    if not WHOLE:
+        # Tiles of a split lie side by side: what one reads, the next finds in the cache.
+        tile, split = slot % tiles, slot // tiles
+    if (tile >= tiles) | (split >= splits):
+        return
+
+    row = tile * BLOCK_M + lane
+    row_in = row < num_rows
+    token = (first_token + row // GROUP).to(tl.int64)
+    head = kv_head * GROUP + row % GROUP
+    dim = tl.arange(0, BLOCK_D)
+    q = tl.load(
+        (query + token * query_token_stride + head * query_head_stride)[:, None]
+        + dim[None, :] * query_dim_stride,
+        mask=row_in[:, None] & (dim < HEAD)[None, :],
+        other=0.0,
+    )
+    prefix = tl.load(prefix_len + token, mask=row_in, other=0)
+    oldest = nothing.to(tl.int32)
+    if prefix_from is not None:
+        oldest = tl.load(prefix_from + token, mask=row_in, other=0)
+    window = tl.load(window_start + request)
+    row_halves = halves + token * halves_stride
+
+    # No row of the tile sees an entry before `low` or from `end` on; every row sees those from
+    # `open` to `shut`, which therefore need no mask.
+    reach = prefix
+    low = tl.where(row_in & (oldest < prefix), oldest, bound)
+    for h in tl.static_range(HALVES):
+        half = tl.load(row_halves + h, mask=row_in, other=0)
+        reach = tl.where(half != 0, tl.maximum(reach, window + 32 * (h + 1)), reach)
+        low = tl.where(half != 0, tl.minimum(low, window), low)
+    end = tl.minimum(tl.max(reach, 0), bound)
+    low = tl.maximum(tl.min(low, 0), 0) // BLOCK_N * BLOCK_N
+    open = (tl.max(oldest, 0) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+    shut = tl.minimum(tl.min(tl.where(row_in, prefix, end), 0), end)
+    shut = tl.maximum(shut // BLOCK_N * BLOCK_N, open)
+    length = (tl.maximum(bound - low, 0) + splits - 1) // splits
+    length = (length + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+
+    # Scores in the scale of exp2: raw · factor.
+    factor = scale * 1.4426950408889634
+    inner = scale * 1.0
+    if key_scale is not None:
+        factor = factor * tl.load(key_scale)
+        inner = inner * tl.load(key_scale)
+    if CAPPED:
+        factor = soft_cap * 1.4426950408889634
+        inner = inner / soft_cap
+
+    table = block_table + request.to(tl.int64) * table_stride
+    cache = kv_cache + kv_head.to(tl.int64) * cache_head_stride
+    if WHOLE and not SINGLE:
+        top, total = unseen, nothing
+        acc = tl.full([BLOCK_M, BLOCK_D], 0.0, tl.float32)
+        for number in tl.range(0, splits, num_stages=1):
+            start = low + number * length
+            part_top, part_total, part = _read_split(
+                q, start, tl.minimum(start + length, end), open, shut, cache, table, prefix_from,
+                oldest, prefix, row_halves, row_in, window, end, factor, inner, cache_block_stride,
+                cache_entry_stride, cache_dim_stride, HEAD, BLOCK_SIZE, HALVES, BLOCK_M, BLOCK_N,
+                MASKED_N, BLOCK_D, CAPPED,
+            )  # fmt: skip
+            top, total, acc = _fold(top, total, acc, part_top, part_total, part)
+    else:
+        start = low + split * length
+        top, total, acc = _read_split(
+            q, start, tl.minimum(start + length, end), open, shut, cache, table, prefix_from,
+            oldest, prefix, row_halves, row_in, window, end, factor, inner, cache_block_stride,
+            cache_entry_stride, cache_dim_stride, HEAD, BLOCK_SIZE, HALVES, BLOCK_M, BLOCK_N,
+            MASKED_N, BLOCK_D, CAPPED,
+        )  # fmt: skip
+
+    if not WHOLE:  # noqa: SIM102 (known to the compiler, which the other is not)
+        if splits > 1:
+            place = (request * KV_HEADS + kv_head).to(tl.int64) * tl.num_programs(0) + slot
+            tl.store(
+                partial + place * BLOCK_M * BLOCK_D + lane[:, None] * BLOCK_D + dim[None, :], acc
+            )
+            tl.store(stats + place * 2 * BLOCK_M + lane, top)
+            tl.store(stats + place * 2 * BLOCK_M + BLOCK_M + lane, total)
+            return
+    _finish(
+        top, total, acc, token, head, row_in, value_scale, out, lse, out_token_stride,
+        out_head_stride, out_dim_stride, lse_token_stride, lse_head_stride, HEAD, BLOCK_D,
+    )  # fmt: skip
+
+
+@jit
+def _read_split(
+    q,  # [BLOCK_M, BLOCK_D]
+    start,
+    stop,
+    open,
+    shut,
+    cache,
+    table,
+    prefix_from,
+    oldest,  # [BLOCK_M] int32
+    prefix,  # [BLOCK_M] int32
+    row_halves,  # [BLOCK_M] pointers to the rows' halves
+    row_in,  # [BLOCK_M]
+    window,
+    end,
+    factor,
+    inner,
+    cache_block_stride,
+    cache_entry_stride,
+    cache_dim_stride,
+    HEAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HALVES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MASKED_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    CAPPED: tl.constexpr,
+):
+    """The entries start … stop-1: with a mask before `open`, without one up to `shut`, with one
+    from there on."""
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.full([BLOCK_M], 0.0, tl.float32)
+    acc = tl.full([BLOCK_M, BLOCK_D], 0.0, tl.float32)
+    if prefix_from is not None:
+        for at in tl.range(start, tl.minimum(stop, open), MASKED_N, num_stages=2):
+            top, total, acc = _absorb(
+                q, top, total, acc, at, cache, table, oldest, prefix, row_halves, row_in, window,
+                end, factor, inner, cache_block_stride, cache_entry_stride, cache_dim_stride, HEAD,
+                BLOCK_SIZE, HALVES, MASKED_N, BLOCK_D, CAPPED, MASKED=True,
+            )  # fmt: skip
+    for at in range(tl.maximum(start, open), tl.minimum(stop, shut), BLOCK_N):
+        top, total, acc = _absorb(
+            q, top, total, acc, at, cache, table, oldest, prefix, row_halves, row_in, window, end,
+            factor, inner, cache_block_stride, cache_entry_stride, cache_dim_stride, HEAD,
+            BLOCK_SIZE, HALVES, BLOCK_N, BLOCK_D, CAPPED, MASKED=False,
+        )  # fmt: skip
+    for at in tl.range(tl.maximum(start, shut), stop, MASKED_N, num_stages=2):
+        top, total, acc = _absorb(
+            q, top, total, acc, at, cache, table, oldest, prefix, row_halves, row_in, window, end,
+            factor, inner, cache_block_stride, cache_entry_stride, cache_dim_stride, HEAD,
+            BLOCK_SIZE, HALVES, MASKED_N, BLOCK_D, CAPPED, MASKED=True,
+        )  # fmt: skip
+    return top, total, acc
+
+
+@jit
+def _absorb(
+    q,  # [BLOCK_M, BLOCK_D]
+    top,  # [BLOCK_M] fp32 largest score so far
+    total,  # [BLOCK_M] fp32 sum of exponentials so far, relative to `top`
+    acc,  # [BLOCK_M, BLOCK_D] fp32
+    start,
+    cache,
+    table,
+    oldest,  # [BLOCK_M] int32
+    prefix,  # [BLOCK_M] int32
+    row_halves,  # [BLOCK_M] pointers to the rows' halves
+    row_in,  # [BLOCK_M]
+    window,
+    end,
+    factor,
+    inner,
+    cache_block_stride,
+    cache_entry_stride,
+    cache_dim_stride,
+    HEAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HALVES: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    CAPPED: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """One step of online softmax over the entries start … start+BLOCK_N-1."""
+    entry = start + tl.arange(0, BLOCK_N)
+    dim = tl.arange(0, BLOCK_D)
+    dim_in = dim < HEAD
+    if MASKED:
+        wanted = entry < end
+        column = entry - window
+        # BLOCK_N columns that begin anywhere touch so many 32-bit halves and no more. The shift
+        # is arithmetic: columns before the window give negative halves, which hold no bits.
+        first = (start - window) >> 5
+        bits = tl.full([q.shape[0], BLOCK_N], 0, tl.int32)
+        for i in tl.static_range((BLOCK_N + 30) // 32 + 1):
+            number = tl.full([q.shape[0]], first + i, tl.int32)
+            there = row_in & (number >= 0) & (number < HALVES)
+            half = tl.load(row_halves + number, mask=there, other=0)
+            bits = tl.where((column >> 5 == first + i)[None, :], half[:, None], bits)
+        bits = (bits >> (column & 31)[None, :]) & 1
+        in_prefix = (entry[None, :] < prefix[:, None]) & (entry[None, :] >= oldest[:, None])
+        visible = (in_prefix | (bits != 0)) & wanted[None, :]
+        # What nobody sees is not read: it may be unwritten memory, and 0 · NaN is NaN.
+        wanted = tl.max(visible.to(tl.int32), 0) > 0
+        block = tl.load(table + entry // BLOCK_SIZE, mask=wanted, other=0).to(tl.int64)
+        at = cache + block * cache_block_stride + entry % BLOCK_SIZE * cache_entry_stride
+        key = tl.load(
+            at[None, :] + dim[:, None] * cache_dim_stride,
+            mask=wanted[None, :] & dim_in[:, None],
+            other=0.0,
+        )
+    else:
+        block = tl.load(table + entry // BLOCK_SIZE).to(tl.int64)
+        at = cache + block * cache_block_stride + entry % BLOCK_SIZE * cache_entry_stride
+        if HEAD == BLOCK_D:
+            key = tl.load(at[None, :] + dim[:, None] * cache_dim_stride)
+        else:
+            key = tl.load(
+                at[None, :] + dim[:, None] * cache_dim_stride, mask=dim_in[:, None], other=0.0
+            )
+    # "tf32x3" keeps about float32's accuracy; it changes nothing for 16-bit inputs.
+    raw = tl.dot(q, key.to(q.dtype), input_precision="tf32x3")
+    if CAPPED:
+        # tanh; far out the exponential is infinite or 0, and the fraction 0 or 2.
+        raw = 1.0 - 2.0 / (1.0 + tl.exp2(raw * (inner * 2.8853900817779268)))
+    if MASKED:
+        raw = tl.where(visible, raw, float("-inf"))
+    new_top = tl.maximum(top, tl.max(raw, 1) * factor)
+    # While a row has seen nothing its maximum is -inf, and -inf - -inf is NaN.
+    base = tl.where(new_top == float("-inf"), 0.0, new_top)
+    weight = tl.exp2(raw * factor - base[:, None])
+    decay = tl.exp2(top - base)
+    total = total * decay + tl.sum(weight, 1)
+    if MASKED:
+        value = tl.load(
+            at[:, None] + (HEAD + dim)[None, :] * cache_dim_stride,
+            mask=wanted[:, None] & dim_in[None, :],
+            other=0.0,
+        )
+    else:
+        if HEAD == BLOCK_D:
+            value = tl.load(at[:, None] + (HEAD + dim)[None, :] * cache_dim_stride)
+        else:
+            value = tl.load(
+                at[:, None] + (HEAD + dim)[None, :] * cache_dim_stride,
+                mask=dim_in[None, :],
+                other=0.0,
+            )
+    value = value.to(q.dtype)
+    acc = tl.dot(weight.to(q.dtype), value, acc * decay[:, None], input_precision="tf32x3")
+    return new_top, total, acc

@@ -1,0 +1,127 @@
+"""How tree attention is cut into programs, worked out on the host from fixed numbers.
+
+Two cuts. Queries: a request's rows (query tokens × query heads of a kv head) go to tiles of the
+smallest class that holds them, or of the largest class. Entries: a request is read in splits, as
+many as its own length and its own rows allow.
+
+Neither cut looks at the rest of the batch, so a request's result has the same bits alone, in any
+company, and in a captured graph. What the batch decides is only who does the work: with few
+programs each split has its own, and a second kernel folds the partial results in order; with many,
+one program reads all splits and folds them in that same order by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from .optional_triton import cdiv, next_power_of_2
+
+PROGRAMS = 128
+"""Programs that fill the GPU (an H200 has 132 multiprocessors): one request is cut to about so
+many, and a batch that has so many requests, heads and tiles needs no more."""
+SPLIT_ENTRIES = 512
+"""The fewest cache entries that are worth a program of their own."""
+MAX_SPLITS = 16
+"""Of one request. Bounds the workspace: PROGRAMS · MAX_SPLITS tiles at most."""
+CLASSES = (16, 64, 128)
+"""Rows of a tile. 16 is the least a tensor core takes, 64 the least of Hopper's; a tree of 61
+tokens and 4 query heads per kv head has 244 rows, which two tiles of 128 hold."""
+HOPPER_SHARED = 227 * 1024
+"""Bytes of shared memory that one program may use on sm_90."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One class of tiles: constants that a kernel is compiled for."""
+
+    rows: int
+    entries: int  # read at a time
+    masked_entries: int  # the same where a mask is needed
+    num_warps: int
+    num_stages: int  # of the loop without a mask
+
+
+@cache
+def tile_classes(head_size: int, dtype: torch.dtype, shared: int) -> tuple[Tile, ...]:
+    """Tiles for a layer, the smallest first.
+
+    head_size: D. dtype: the queries'. shared: bytes of shared memory that a program may use.
+    """
+    # Float32 is multiplied as three products of parts, and the parts are in shared memory too.
+    width = max(next_power_of_2(head_size), 16) * (8 if dtype == torch.float32 else 2)
+    most = max(_floor_power_of_2(shared // 3 // width), 16)
+    rows = sorted({min(size, most) for size in CLASSES})
+    # Two blocks each of keys and of values beside the queries.
+    entries = _floor_power_of_2((shared - rows[-1] * width) // (4 * width))
+    entries = min(max(entries, 16), 128)
+    # Masks of 64 entries and more did not fit in the registers of a tile of 128 rows. Three
+    # stages: block numbers, keys and values, products; keys and values have two buffers.
+    return tuple(
+        Tile(size, entries, min(entries, 32 if size > 16 else 128), 8 if size == 128 else 4, 3)
+        for size in rows
+    )
+
+
+@cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that a program may use; on a CPU (interpreter) as on sm_90."""
+    if device.type != "cuda":
+        return HOPPER_SHARED
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch: the requests whose rows are more than `above`, and at most `up_to`."""
+
+    tile: Tile
+    above: int
+    up_to: int
+    tiles: int  # of the largest request
+    slots: int  # tiles × splits of any request, at most
+    whole: bool  # one program reads all splits of its tile
+    single: bool  # no request has more than one split
+
+
+def plan_launches(
+    classes: tuple[Tile, ...],
+    query_lens: Iterable[int],
+    group: int,
+    num_requests: int,
+    num_kv_heads: int,
+    max_seq_len: int,
+) -> list[Launch]:
+    """One launch for each class of tiles that a batch may need.
+
+    query_lens: the lengths that requests have, in query tokens; the largest is a bound. group:
+    query heads per kv head. max_seq_len: bound of the requests' entries. Together the launches
+    take every request, also one whose length was not foreseen.
+    """
+    rows = [n * group for n in query_lens if n > 0] or [1]
+    wanted = sorted({_class_of(classes, n) for n in rows})
+    launches, above = [], 0
+    for place, index in enumerate(wanted):
+        tile, last = classes[index], place == len(wanted) - 1
+        # The last launch has no upper end; an end that no request reaches.
+        up_to = 1 << 30 if last else tile.rows
+        tiles = cdiv(max(rows) if last else tile.rows, tile.rows)
+        splits = min(MAX_SPLITS, cdiv(max_seq_len, SPLIT_ENTRIES), PROGRAMS // num_kv_heads)
+        splits = max(splits, 1)
+        full = num_requests * num_kv_heads * tiles >= PROGRAMS
+        slots = max(tiles, min(PROGRAMS // num_kv_heads, tiles * splits))
+        whole = full or splits == 1
+        launches.append(Launch(tile, above, up_to, tiles, slots, whole, splits == 1))
+        above = up_to
+    return launches
+
+
+def _class_of(classes: tuple[Tile, ...], rows: int) -> int:
+    return next((i for i, tile in enumerate(classes) if rows <= tile.rows), len(classes) - 1)
+
+
+def _floor_power_of_2(n: int) -> int:
+    return 1 << max(n, 1).bit_length() - 1
