@@ -2,12 +2,10 @@
 
 Whatever drafts or combines lays its candidates side by side, each with the candidate that it
 hangs from, and most of them marked as not wanted. One pass at the end makes the tree. Shapes are
-fixed by the caller, and no value is read on the host.
+fixed by the caller, and no value is read on the host. On a GPU the pass is one launch
+(`triton_kernels/select_tree.py`).
 
-Candidates are ranked by one int64 key, smallest first: bits 32–62 hold −score (a float that is
-not negative orders as its bits do; not wanted is +inf), bits 24–31 the depth, bits 0–23 the
-candidate's index. Ties thus go to the shallower, then to the earlier candidate, and the sorted
-key says by itself which candidate it was. Candidate 0 is the root.
+Candidates are ranked by one int64 key: see `triton_kernels/candidate_keys.py`.
 """
 
 from __future__ import annotations
@@ -16,19 +14,39 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_specblock.tree import DraftTree
+from vllm_specblock.tree import DraftTree, check_budget
+from vllm_specblock.triton_kernels.candidate_keys import (
+    CLOSED,
+    DEPTH_ONE,
+    INDEX_BITS,
+    MAX_DEPTH,
+    PATH_FACTOR,
+    ROOT_HASH,
+)
+from vllm_specblock.triton_kernels.select_tree import (
+    MOST_CANDIDATES,
+    TreeTensors,
+    select_triton,
+)
+
+__all__ = [
+    "CLOSED",
+    "DEPTH_ONE",
+    "MAX_DEPTH",
+    "NEVER",
+    "ROOT_HASH",
+    "Selection",
+    "extend_hash",
+    "join",
+    "rank_key",
+    "select",
+    "select_nodes",
+    "select_reference",
+    "tree_of",
+]
 
 NEVER = float("-inf")
 """Score of what is no candidate."""
-CLOSED = 0x7F800000 << 32
-"""Key of that score: what is not below it is not a node."""
-ROOT_HASH = 1
-"""Not 0: a leading token 0 has to count."""
-MAX_DEPTH = 255
-DEPTH_ONE = 1 << 24
-"""What one more token on a path adds to a key."""
-INDEX_BITS = DEPTH_ONE - 1
-_PATH_FACTOR = -7046029254386353131
 
 
 def extend_hash(
@@ -39,7 +57,7 @@ def extend_hash(
     Two texts of one hash would be taken for one: a draft in the wrong place, never a wrong
     output, since the target judges the tree as it stands.
     """
-    return torch.add(token, path_hash, alpha=_PATH_FACTOR, out=out)
+    return torch.add(token, path_hash, alpha=PATH_FACTOR, out=out)
 
 
 def rank_key(
@@ -110,7 +128,32 @@ def select(
         path_hash: int64, see `extend_hash`; None if no two texts are equal.
         budget: N.
         max_depth: no path is longer.
+
+    Raises:
+        ValueError: more than 256 node slots.
     """
+    check_budget(budget)
+    if key.is_cuda and key.shape[1] <= MOST_CANDIDATES:
+        made = select_triton(token, parent, score, key, path_hash, budget, max_depth)
+        return Selection(tree_of(made), made.node)
+    return select_reference(token, parent, score, key, path_hash, budget, max_depth)
+
+
+def tree_of(made: TreeTensors) -> DraftTree:
+    """The tree that a kernel made."""
+    return DraftTree(made.token, made.parent, made.depth, made.logprob, made.size, made.ancestors)
+
+
+def select_reference(
+    token: torch.Tensor,
+    parent: torch.Tensor,
+    score: torch.Tensor,
+    key: torch.Tensor,
+    path_hash: torch.Tensor | None,
+    budget: int,
+    max_depth: int,
+) -> Selection:
+    """`select` in torch, on any device and for any number of candidates."""
     count = key.shape[1]
     place = torch.arange(count, device=key.device)
     if path_hash is None:

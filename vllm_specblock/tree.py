@@ -22,6 +22,14 @@ def words_for(num_nodes: int) -> int:
     return -(-(num_nodes + 1) // _WORD)
 
 
+def check_budget(num_nodes: int) -> None:
+    """Raises ValueError for more than 256 node slots."""
+    if num_nodes > MAX_NODES:
+        raise ValueError(
+            f"A draft tree holds at most {MAX_NODES} nodes, and {num_nodes} were given."
+        )
+
+
 def unpack_bits(words: torch.Tensor, count: int) -> torch.Tensor:
     """[..., W] int64 → the first `count` bits, [..., count] bool."""
     bits = (words[..., None] >> torch.arange(_WORD, device=words.device)) & 1
@@ -128,10 +136,7 @@ class DraftTree:
         Raises:
             ValueError: more than 256 node slots.
         """
-        if token.shape[1] > MAX_NODES:
-            raise ValueError(
-                f"A draft tree holds at most {MAX_NODES} nodes, and {token.shape[1]} were given."
-            )
+        check_budget(token.shape[1])
         ancestors, depth = _climb(parent, max_depth)
         return cls(token, parent, depth, logprob, size, ancestors)
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.drafted_blocks import coarse_block, random_block
 from support.naive_expand import NaiveExpansion
 from support.trees import texts
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
@@ -15,24 +16,6 @@ from vllm_specblock.draft.expand import Expansion, Shape
 from vllm_specblock.tree import DraftTree
 
 BRANCHINGS = [(2, 4, 10, 0), (2, 4, 6, 4), (1, 1, 1, 1), (3, 0, 0, 0)]
-
-
-def random_block(draw, shape, vocab, *rows):
-    """Top log-probabilities [..., K, B], distinct tokens and buckets, as a drafter gives them."""
-    full = (2.0 * torch.randn(*rows, shape.block_size, vocab, generator=draw)).log_softmax(-1)
-    top, token = full.topk(shape.width, dim=-1)
-    bucket = torch.randint(0, 4, (*rows, shape.block_size), generator=draw)
-    return top, token, bucket
-
-
-def coarse_block(draw, shape, vocab, *rows):
-    """The same with scores on a grid of 1/8: sums are exact, and ties are everywhere.
-
-    Some tokens are certain (0), some impossible (−inf).
-    """
-    top, token, bucket = random_block(draw, shape, vocab, *rows)
-    coarse = torch.randint(0, 12, top.shape, generator=draw).sort(dim=-1).values / -8
-    return torch.where(coarse < -1.25, float("-inf"), coarse), token, bucket
 
 
 def expand_both(shape: Shape, vocab: int, seed: int, num_requests: int = 2, make=random_block):

@@ -303,9 +303,9 @@ def test_every_other_parameter_learns_from_the_draft_loss():
 
 
 def test_autocast_trains_float32_weights_in_bfloat16(monkeypatch):
-    def shift_in_one_dtype(hidden, weight):
+    def shift_in_one_dtype(hidden, weight, norm):
         assert hidden.dtype == weight.dtype == torch.bfloat16  # the kernel wants it so
-        return layer_shift(hidden, weight)
+        return layer_shift(hidden, weight, norm)
 
     monkeypatch.setattr("vllm_specblock.draft.model.layer_shift", shift_in_one_dtype)
     torch.manual_seed(0)

@@ -7,6 +7,7 @@ import importlib.util
 import sys
 from types import ModuleType
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,21 +20,26 @@ class Kernels:
     def __init__(self, device: str):
         self.device = torch.device(device)
 
-    def load(self, name: str) -> ModuleType:
+    def load(self, name: str, *parts: str) -> ModuleType:
         """The module `triton_kernels/<name>.py`; on CPU a private copy bound to the interpreter.
 
         Triton decides at decoration whether a kernel is interpreted. The copy is decorated while
         the switch is on, so that no other test of this process meets interpreted kernels.
+
+        parts: modules whose jitted functions its kernels call; copied likewise.
         """
         module = importlib.import_module(f"{PACKAGE}.{name}")
         if self.device.type == "cuda":
             return module
+        copies = {f"{PACKAGE}.{part}": self.load(part) for part in parts}
         copy = importlib.util.module_from_spec(
             importlib.util.spec_from_file_location(f"{PACKAGE}.interpreted_{name}", module.__file__)
         )
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("TRITON_INTERPRET", "1")
             patch.setitem(sys.modules, copy.__name__, copy)  # a dataclass looks itself up there
+            for part, copied in copies.items():
+                patch.setitem(sys.modules, part, copied)
             copy.__spec__.loader.exec_module(copy)
         return copy
 
@@ -53,17 +59,23 @@ def kernels(request, monkeypatch) -> Kernels:
         interpreter = pytest.importorskip("triton.runtime.interpreter")
         interpret_library(interpreter, monkeypatch)
         teach_bf16_dot(interpreter, monkeypatch)
+        teach_whole_arrays(interpreter, monkeypatch)
     return Kernels(request.param)
 
 
 def interpret_library(interpreter: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's own library (`tl.max`, `tl.sum`, …) was decorated with the switch off."""
+    """Triton's own library (`tl.max`, `tl.sort`, …) was decorated with the switch off."""
     from triton.runtime.jit import JITFunction
 
-    for name, function in vars(interpreter.tl).items():
-        if isinstance(function, JITFunction):
-            interpreted = interpreter.InterpretedFunction(function.fn)
-            monkeypatch.setattr(interpreter.tl, name, interpreted)
+    # The interpreter imports it late, and it wants the library as it was.
+    importlib.import_module("triton.experimental.gluon")
+    interpreted = {}
+    for library in (interpreter.tl, interpreter.tl.standard):  # the second one also has helpers
+        for name, function in vars(library).items():
+            if isinstance(function, JITFunction):
+                if function not in interpreted:
+                    interpreted[function] = interpreter.InterpretedFunction(function.fn)
+                monkeypatch.setattr(library, name, interpreted[function])
 
 
 def teach_bf16_dot(interpreter: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,3 +90,17 @@ def teach_bf16_dot(interpreter: ModuleType, monkeypatch: pytest.MonkeyPatch) -> 
         return plain(self, widen(self, a), widen(self, b), *rest)
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+
+
+def teach_whole_arrays(interpreter: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What sorts are made of, the interpreter does element by element: seconds for a hundred."""
+    plain = interpreter.ReduceOps.generic_reduce
+
+    def generic_reduce(self, input):
+        if self.combine_fn is not interpreter.tl.standard._xor_combine:
+            return plain(self, input)
+        (tensor,) = input
+        values = np.bitwise_xor.reduce(tensor.handle.data, axis=self.axis, keepdims=self.keep_dims)
+        return [self.to_tensor(values, tensor.dtype)]
+
+    monkeypatch.setattr(interpreter.ReduceOps, "generic_reduce", generic_reduce)

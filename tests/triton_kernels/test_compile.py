@@ -6,6 +6,12 @@ find out last.
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -29,16 +35,20 @@ class Compile:
         from triton.runtime.jit import mangle_type
 
         arguments = dict(zip(self.kernel.arg_names, positional)) | named
-        signature, constants = {}, {}
-        for parameter in self.kernel.params:
+        signature, constants, attributes = {}, {}, {}
+        for place, parameter in enumerate(self.kernel.params):
             value = arguments[parameter.name]
-            if parameter.is_constexpr or (type(value) is int and value == 1):
+            # A launch would find the same out: what is 1, what is absent, what is aligned.
+            if (type(value) is int and value % 16 == 0) or isinstance(value, torch.Tensor):
+                attributes[place,] = [["tt.divisibility", 16]]
+            if parameter.is_constexpr or value is None or (type(value) is int and value == 1):
+                attributes.pop((place,), None)
                 signature[parameter.name] = "constexpr"
                 constants[parameter.name] = value
             else:
                 signature[parameter.name] = mangle_type(value)
         options = {"num_warps": num_warps, "num_stages": num_stages}
-        source = ASTSource(self.kernel, signature, constants)
+        source = ASTSource(self.kernel, signature, constants, attributes)
         target = GPUTarget("cuda", CAPABILITY, 32)
         self.compiled.append(triton_compile(source, target=target, options=options))
 
@@ -53,7 +63,12 @@ def compiler(monkeypatch, tmp_path):
     if not isinstance(triton.language.max, triton.runtime.jit.JITFunction):
         pytest.skip("Triton was imported with its interpreter switched on")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    from vllm_specblock.triton_kernels import commit, layer_shift, tree_attention
+    from vllm_specblock.triton_kernels import (
+        attention_tiles,
+        commit,
+        layer_shift,
+        tree_attention,
+    )
 
     def swap(module, name):
         kernel = getattr(module, name)
@@ -64,6 +79,7 @@ def compiler(monkeypatch, tmp_path):
         return stand_in
 
     swap.layer_shift, swap.tree_attention, swap.commit = layer_shift, tree_attention, commit
+    swap.attention_tiles = attention_tiles
     return swap
 
 
@@ -80,28 +96,88 @@ def test_layer_shift_compiles(compiler, dtype):
     assert len(stand_in.compiled) == 2 and fits(stand_in)
 
 
+def attend(compiler, dtype, head_size, queries, requests, cache_dtype=None, **rare):
+    """Launch tree attention on stand-ins -> those of its two kernels."""
+    module, tokens, rows = compiler.tree_attention, requests * queries, torch.int32
+    stand_ins = [
+        compiler(module, name) for name in ("_tree_attention_kernel", "_fold_splits_kernel")
+    ]
+    query = torch.empty(tokens, 32, head_size, dtype=dtype)
+    cache = torch.empty(8, 16, 8, 2 * head_size, dtype=cache_dtype or dtype).transpose(1, 2)
+    if "prefix_from" in rare:
+        rare["prefix_from"] = torch.zeros(tokens, dtype=rows)
+    module.tree_attention(
+        query, cache, torch.zeros(requests, 2048, dtype=rows),
+        torch.zeros(requests + 1, dtype=rows), {queries}, torch.zeros(requests, dtype=rows), 32768,
+        torch.zeros(tokens, dtype=rows), torch.zeros(tokens, 1, dtype=torch.int64),
+        torch.zeros(requests, dtype=rows), 0.1, torch.empty_like(query), **rare,
+    )  # fmt: skip
+    return stand_ins
+
+
+ONE = torch.ones(())
+RARE = {
+    "plain": {},
+    "fp8": {"cache_dtype": torch.float8_e4m3fn, "key_scale": ONE, "value_scale": ONE},
+    "window and cap": {"prefix_from": True, "soft_cap": 50.0},
+}
+
+
 @pytest.mark.parametrize(
-    ("dtype", "head_size", "queries"),
-    [(torch.bfloat16, 128, 8), (torch.bfloat16, 96, 300), (torch.float32, 64, 16)],
+    ("dtype", "head_size", "queries", "rare"),
+    [
+        (torch.bfloat16, 64, 1, "window and cap"),
+        (torch.bfloat16, 96, 8, "plain"),
+        (torch.bfloat16, 128, 61, "fp8"),
+        (torch.bfloat16, 256, 61, "plain"),
+        (torch.float32, 128, 61, "plain"),
+    ],
     ids=str,
 )
-def test_tree_attention_compiles(compiler, dtype, head_size, queries):
-    stand_in = compiler(compiler.tree_attention, "_tree_attention_kernel")
-    tokens, rows = 2 * queries, torch.int32
-    compiler.tree_attention.tree_attention_triton(
-        torch.empty(tokens, 4, head_size, dtype=dtype),
-        torch.empty(8, 2, 16, 2 * head_size, dtype=dtype),
-        torch.zeros(2, 4, dtype=rows),
-        torch.zeros(3, dtype=rows),
-        queries,
-        torch.zeros(2, dtype=rows),
-        64,
-        torch.zeros(tokens, dtype=rows),
-        torch.zeros(tokens, 2, dtype=torch.int64),
-        torch.zeros(2, dtype=rows),
-        0.1,
-        torch.empty(tokens, 4, head_size, dtype=dtype),
-    )
+@pytest.mark.parametrize("shared", [SHARED_LIMIT, 227 * 1024], ids=["small", "hopper"])
+def test_tree_attention_compiles(compiler, monkeypatch, shared, dtype, head_size, queries, rare):
+    monkeypatch.setattr(compiler.attention_tiles, "shared_memory", lambda device: shared)
+    for stand_in in attend(compiler, dtype, head_size, queries, 1, **RARE[rare]):
+        assert [c.metadata.shared <= shared for c in stand_in.compiled] == [True]
+
+
+def local_traffic(compiled) -> list[str]:
+    """Loads and stores of spilled registers in the loop with the most tensor core instructions."""
+    folder = Path(sys.modules["triton"].__file__).parent / "backends/nvidia/bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [folder / "nvdisasm", "-c", file.name]
+        lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    label, loops, instructions = {}, [], lines.splitlines()
+    for number, line in enumerate(instructions):
+        if found := re.match(r"(\.L_x_\d+):", line):
+            label[found[1]] = number
+        elif (found := re.search(r"BRA.*(\.L_x_\d+)\)", line)) and found[1] in label:
+            loops.append(instructions[label[found[1]] : number])
+    innermost = [loop for loop in loops if not any(re.match(r"\.L_x_", line) for line in loop[1:])]
+    hot = max(innermost, key=lambda loop: sum("HGMMA" in line for line in loop))
+    assert sum("HGMMA" in line for line in hot) >= 16  # 128 × 128 × 128, twice
+    return [line for line in hot if re.search(r"\b(LDL|STL)", line)]
+
+
+@pytest.mark.parametrize("requests", [1, 32], ids=["split", "whole"])
+def test_nothing_spills_where_the_time_goes(compiler, requests):
+    """Head size 128 in bf16, trees of 61 tokens: the loop without a mask."""
+    (kernel,) = attend(compiler, torch.bfloat16, 128, 61, requests)[0].compiled
+    # What is folded so far waits in local memory, outside the loop. Inside it reads a scalar or
+    # two back, of 4 bytes, beside 64 KiB of keys and values.
+    traffic = local_traffic(kernel)
+    assert not [line for line in traffic if "STL" in line]
+    assert len(traffic) <= 2 and all("LDL R" in line for line in traffic)
+
+
+def test_merge_states_compiles(compiler):
+    from vllm_specblock.triton_kernels import merge_states
+
+    stand_in = compiler(merge_states, "_merge_states_kernel")
+    out, lse = torch.empty(61, 32, 128, dtype=torch.bfloat16), torch.empty(61, 32)
+    merge_states.merge_states_triton(out, lse, out, lse.T.contiguous().T, out)
     assert len(stand_in.compiled) == 1 and fits(stand_in)
 
 
@@ -111,3 +187,66 @@ def test_move_kv_compiles(compiler):
     slot = torch.zeros(2, 12, dtype=torch.int64)
     compiler.commit.move_kv_triton(compiler.commit.KVCacheSet(caches), slot, slot, slot.bool())
     assert len(stand_in.compiled) == 1 and fits(stand_in)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_rms_norm_compiles(compiler, dtype):
+    stand_in = compiler(compiler.layer_shift, "_rms_norm_kernel")
+    weight = torch.empty(4096, dtype=dtype)
+    compiler.layer_shift.rms_norm_triton(torch.empty(9, 4, 4096, dtype=dtype), weight, 1e-5)
+    assert len(stand_in.compiled) == 1 and fits(stand_in)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "vocab", "scope"), [(torch.bfloat16, 32_000, 20), (torch.float32, 152_064, None)]
+)
+def test_read_heads_compile(compiler, dtype, vocab, scope):
+    from vllm_specblock.triton_kernels import read_heads
+
+    stand_ins = [
+        compiler(read_heads, name) for name in ("_best_of_chunk_kernel", "_merge_and_rank_kernel")
+    ]
+    head = torch.nn.Sequential(
+        torch.nn.Linear(64 + 15, 256, bias=False, dtype=dtype),
+        torch.nn.SiLU(),
+        torch.nn.Linear(256, 4, bias=False, dtype=dtype),
+    )
+    read_heads.read_heads_triton(
+        torch.empty(2, 4, 64, dtype=dtype),
+        torch.empty(2, 4, vocab, dtype=dtype),
+        torch.zeros(vocab, dtype=torch.int64),
+        head,
+        10,
+        scope,
+    )
+    assert all(len(stand_in.compiled) == 1 and fits(stand_in) for stand_in in stand_ins)
+
+
+@pytest.mark.parametrize(("count", "joins"), [(577, True), (130, False)])
+def test_select_compiles(compiler, count, joins):
+    from vllm_specblock.triton_kernels import select_tree
+
+    stand_in = compiler(select_tree, "_select_kernel")
+    whole = torch.zeros(2, count, dtype=torch.int64)
+    path_hash = whole if joins else None
+    select_tree.select_triton(whole, whole, whole.float(), whole, path_hash, 60, 12)
+    assert len(stand_in.compiled) == 1 and fits(stand_in)
+
+
+def test_growth_compiles(compiler):
+    from vllm_specblock.triton_kernels import expand
+
+    starting, selecting = (
+        compiler(expand, name) for name in ("_hang_and_start_kernel", "_hang_and_select_kernel")
+    )
+    growing = expand.Growing(expand.Limits(4, 3, 4, 4, 60), torch.zeros(4, dtype=torch.int64), 1)
+
+    def block(rows):
+        token = torch.zeros(1, rows, 4, 4, dtype=torch.int64)
+        return token.float(), token, token[..., 0]
+
+    node, _, _, _, valid = growing.hang(1, None, None, *block(1))
+    node, _, _, _, valid = growing.hang(2, node, valid, *block(4))
+    growing.hang(3, node, valid, *block(4))
+    assert len(starting.compiled) == 2 and len(selecting.compiled) == 1
+    assert fits(starting) and fits(selecting)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 from vllm_specblock.triton_kernels.layer_shift import layer_shift, layer_shift_reference
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -16,9 +17,18 @@ def inputs(rows, block_len, size, dtype=torch.float32, device="cpu"):
     return hidden, weight
 
 
+def norm_over(size, device="cpu", dtype=torch.float32, eps=1e-2):
+    norm = nn.RMSNorm(size, eps).to(device, dtype)
+    with torch.no_grad():
+        norm.weight.copy_(torch.linspace(0.5, 2.0, size))
+    return norm
+
+
 def test_reference_is_equation_3():
     hidden, weight = inputs(3, 4, 6)
-    shifted = layer_shift(hidden, weight)
+    norm = norm_over(6)
+    shifted, normed = layer_shift(hidden, weight, norm)
+    torch.testing.assert_close(normed, norm(shifted))
     for t in range(3):
         for k in range(4):
             pair = torch.cat([hidden[t, k], hidden[t, max(k - 1, 0)]])
@@ -28,12 +38,13 @@ def test_reference_is_equation_3():
 def test_identity_weight_changes_nothing():
     hidden, _ = inputs(2, 5, 8)
     weight = torch.cat([torch.eye(8), torch.zeros(8, 8)], dim=1)
-    torch.testing.assert_close(layer_shift(hidden, weight), hidden, atol=0, rtol=0)
+    torch.testing.assert_close(layer_shift_reference(hidden, weight), hidden, atol=0, rtol=0)
 
 
 def test_gradients():
     hidden, weight = (x.double().requires_grad_() for x in inputs(2, 3, 4))
-    assert torch.autograd.gradcheck(layer_shift, (hidden, weight))
+    norm = norm_over(4, dtype=torch.float64)
+    assert torch.autograd.gradcheck(lambda *x: layer_shift(*x, norm), (hidden, weight))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -63,6 +74,20 @@ def test_kernel_takes_strided_hidden_and_no_rows(kernels):
 def test_a_needed_gradient_takes_the_reference(kernels):
     # On CUDA the kernel has no backward: the result must still carry a graph.
     hidden, weight = inputs(2, 3, 16, device=kernels.device)
-    assert layer_shift(hidden, weight.requires_grad_()).requires_grad
+    norm = norm_over(16, kernels.device)
+    assert all(x.requires_grad for x in layer_shift(hidden, weight.requires_grad_(), norm))
     with torch.no_grad():
-        assert not layer_shift(hidden, weight).requires_grad
+        assert not any(x.requires_grad for x in layer_shift(hidden, weight, norm))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("shape", [(1, 1, 16), (3, 4, 40), (2, 3, 2049)], ids=str)
+@torch.no_grad()
+def test_norm_matches_torch(kernels, shape, dtype):
+    x, _ = inputs(*shape[:2], 1, dtype, kernels.device)
+    x = (x * torch.linspace(-0.3, 2.0, shape[2], device=x.device)).to(dtype)
+    norm = norm_over(shape[2], kernels.device, dtype)
+    got = kernels.load("layer_shift").rms_norm_triton(x, norm.weight, norm.eps)
+    assert got.dtype == dtype
+    wanted = norm.float()(x.float())
+    torch.testing.assert_close(got.float(), wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])

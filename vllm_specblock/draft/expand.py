@@ -21,12 +21,14 @@ from vllm_specblock.candidates import (
     join,
     rank_key,
     select,
+    tree_of,
 )
 from vllm_specblock.tree import DraftTree
+from vllm_specblock.triton_kernels.candidate_keys import FIRST
+from vllm_specblock.triton_kernels.expand import Growing, Limits
+from vllm_specblock.triton_kernels.select_tree import MOST_CANDIDATES
 
 _DEPTH = MAX_DEPTH * DEPTH_ONE
-_FIRST = -(1 << 63)
-"""Put in a key, this bit sorts it before all others."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,11 @@ class Shape:
         """Drafted rows: the drafting row, and S per further block."""
         return 1 + (self.num_blocks - 1) * self.num_starts
 
+    @property
+    def candidates(self) -> int:
+        """C, the root included."""
+        return 1 + self.num_rows * self.block_size * self.width
+
 
 @dataclass(frozen=True)
 class Starts:
@@ -94,6 +101,16 @@ class Starts:
     valid: torch.Tensor
 
 
+def expansion(shape: Shape, width: torch.Tensor, num_requests: int) -> Expansion | FusedExpansion:
+    """An expansion where `width` lies: on a GPU one launch per block, if C is not too large.
+
+    Args:
+        width: [4] int64, `shape.branching` on the device, made once by the caller.
+    """
+    fused = width.is_cuda and shape.candidates <= MOST_CANDIDATES
+    return (FusedExpansion if fused else Expansion)(shape, width, num_requests)
+
+
 class Expansion:
     """Candidates of one step; `first_block`, then `starts` and `next_block` per block, `finish`.
 
@@ -106,7 +123,7 @@ class Expansion:
     def __init__(self, shape: Shape, width: torch.Tensor, num_requests: int):
         self.shape = shape
         K, B, device = shape.block_size, shape.width, width.device
-        count = 1 + shape.num_rows * K * B
+        count = shape.candidates
         self.fields = torch.empty(4, num_requests, count, dtype=torch.int64, device=device)
         self.token, self.path_hash, self.key, self.parent = self.fields.unbind()
         self.score = torch.empty(num_requests, count, dtype=torch.float32, device=device)
@@ -221,7 +238,7 @@ class Expansion:
         if self.rows < self.shape.num_rows:
             may_start = keys | self.closed[bucket][..., None]
             # The main chain goes on from row 0 of every block, which starts at its last end.
-            may_start[:, 0, -1, :1].bitwise_or_(_FIRST)
+            may_start[:, 0, -1, :1].bitwise_or_(FIRST)
             self.open.append(may_start.flatten(1))
 
     @property
@@ -235,3 +252,42 @@ class Expansion:
         score = self.score[:, : self.count]
         shape = self.shape
         return select(token, parent, score, key, path_hash, shape.budget, shape.max_depth).tree
+
+
+class FusedExpansion:
+    """`Expansion` as one launch per block, which also does what follows the block.
+
+    The same calls with the same results, in this order. Arguments as there.
+    """
+
+    def __init__(self, shape: Shape, width: torch.Tensor, num_requests: int):
+        sizes = (shape.block_size, shape.num_blocks, shape.num_starts, shape.width, shape.budget)
+        self.growing = Growing(Limits(*sizes), width, num_requests)
+
+    def first_block(
+        self, top_logprob: torch.Tensor, top_token: torch.Tensor, bucket: torch.Tensor
+    ) -> None:
+        """As `Expansion.first_block`."""
+        one_row = (top_logprob[:, None], top_token[:, None], bucket[:, None])
+        self.grown = self.growing.hang(1, None, None, *one_row)
+
+    def starts(self, block: int) -> Starts:
+        """As `Expansion.starts`; `block` is the one after that which hangs."""
+        return Starts(*self.grown)
+
+    def next_block(
+        self,
+        starts: Starts,
+        block: int,
+        top_logprob: torch.Tensor,
+        top_token: torch.Tensor,
+        bucket: torch.Tensor,
+    ) -> None:
+        """As `Expansion.next_block`."""
+        self.grown = self.growing.hang(
+            block, starts.node, starts.valid, top_logprob, top_token, bucket
+        )
+
+    def finish(self) -> DraftTree:
+        """As `Expansion.finish`."""
+        return tree_of(self.grown)

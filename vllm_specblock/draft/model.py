@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from vllm_specblock.draft.config import TOP_LOGPROBS, DrafterConfig
 from vllm_specblock.draft.rope import Rotary, rotate
 from vllm_specblock.triton_kernels.layer_shift import layer_shift
+from vllm_specblock.triton_kernels.read_heads import read_heads
+from vllm_specblock.triton_kernels.read_heads_reference import top_and_features
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """attend(layer, query [Q,K,nh,D], key [T,K,nkv,D], value [T,K,nkv,D]) -> [Q,K,nh,D].
@@ -87,11 +89,13 @@ class SpecBlockDrafter(nn.Module):
         rope = self.rotary(base, hidden.dtype)
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
+            normed = None
             if index and self.config.layer_shift:
                 # The cast only matters under autocast: the kernel wants one dtype.
                 weight = self.shift_proj[index - 1].weight.to(hidden.dtype)
-                hidden = layer_shift(hidden, weight)
-            hidden = layer(index, hidden, rope, attend, keep if index == last else None)
+                hidden, normed = layer_shift(hidden, weight, layer.input_layernorm)
+            kept = keep if index == last else None
+            hidden = layer(index, hidden, rope, attend, kept, normed)
         return hidden
 
     def heads(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -100,36 +104,37 @@ class SpecBlockDrafter(nn.Module):
         hidden [..., H], as `forward` returns it -> ([..., Vd], [..., C]). No gradient of the
         rank logits reaches the trunk or the LM head.
         """
-        logits, _, rank_logits = self._read(hidden, 0)
-        return logits, rank_logits
+        normed, logits = self._read(hidden)
+        with torch.no_grad():
+            _, features = top_and_features(logits, 0, self._scope)
+        features = features.to(normed.dtype)
+        return logits, self.rank_head(torch.cat([normed.detach(), features], dim=-1))
 
     def candidates(self, hidden: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
         """What tree expansion needs of `heads`, with one top-k for it and the rank features.
 
         hidden [..., H] -> the best `width` tokens' log-probabilities over the whole draft
         vocabulary [..., width] float32 (descending), their target ids [..., width] int64, and
-        the predicted rank bucket [...] int64.
+        the predicted rank bucket [...] int64. No gradient.
         """
-        logits, top, rank_logits = self._read(hidden, width)
-        total = logits.float().logsumexp(-1, keepdim=True)
-        logprob = top.values[..., :width].float() - total
-        return logprob, self.target_ids(top.indices[..., :width]), rank_logits.argmax(-1)
+        with torch.no_grad():
+            normed, logits = self._read(hidden)
+            return read_heads(normed, logits, self.d2t, self.rank_head, width, self._scope)
 
     def target_ids(self, draft_ids: Tensor) -> Tensor:
         """Target ids [...] int64 of draft ids [...] int64: d2t holds offsets."""
         return draft_ids + self.d2t[draft_ids]
 
-    def _read(self, hidden: Tensor, width: int) -> tuple[Tensor, torch.return_types.topk, Tensor]:
-        """(draft logits, their top-k of at least `width`, rank logits) of hidden [..., H]."""
+    def _read(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """(final norm, draft logits) of hidden [..., H]."""
         normed = self.norm(hidden)
-        logits = self.lm_head(normed)
-        with torch.no_grad():
-            scope = self.config.rank_topk
-            reach = TOP_LOGPROBS if scope == "full" else scope
-            top = logits.topk(min(max(reach, width), self.config.draft_vocab_size))
-            within = logits if scope == "full" else top.values[..., :reach]
-            features = rank_features(top.values[..., :TOP_LOGPROBS], within).to(normed.dtype)
-        return logits, top, self.rank_head(torch.cat([normed.detach(), features], dim=-1))
+        return normed, self.lm_head(normed)
+
+    @property
+    def _scope(self) -> int | None:
+        """Logits over which rank features are taken; None: all."""
+        scope = self.config.rank_topk
+        return None if scope == "full" else scope
 
 
 class RMSNorm(nn.RMSNorm):
@@ -197,9 +202,14 @@ class DecoderLayer(nn.Module):
         rope: tuple[Tensor, Tensor],
         attend: Attend,
         keep: Tensor | None,
+        normed: Tensor | None = None,
     ) -> Tensor:
-        """hidden [T, K, H], rope 2 × [T, K, 1, D], keep [Q] -> [T or Q, K, H]."""
-        normed = self.input_layernorm(hidden)
+        """hidden [T, K, H], rope 2 × [T, K, 1, D], keep [Q] -> [T or Q, K, H].
+
+        normed: [T, K, H], the input norm of `hidden`, from whoever has it already.
+        """
+        if normed is None:
+            normed = self.input_layernorm(hidden)
         mixed = self.self_attn(index, normed, rope, attend, keep)
         hidden = (hidden if keep is None else hidden[keep]) + mixed
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
@@ -254,23 +264,3 @@ class MLP(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., H] -> [..., H]."""
         return self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
-
-
-def rank_features(top: Tensor, within: Tensor) -> Tensor:
-    """ψ, the rank head's summary of a draft distribution (appendix B).
-
-    Args:
-        top: [..., 10], the largest logits, descending.
-        within: [..., n], the logits over which probabilities and entropy are taken.
-
-    Returns:
-        [..., 15] float32: log-probabilities of the top 10; gaps of the first logit to ranks 2,
-        3 and 5; probability of the first; entropy in nats.
-    """
-    top, within = top.float(), within.float()
-    total = within.logsumexp(-1, keepdim=True)
-    logprob, spread = top - total, within - total
-    entropy = -(spread.exp() * spread).sum(-1, keepdim=True)
-    best = top[..., :1]  # slices: indexing by a list would copy it to the device, and sync
-    gaps = (best - top[..., 1:3], best - top[..., 4:5])
-    return torch.cat([logprob, *gaps, logprob[..., :1].exp(), entropy], dim=-1)

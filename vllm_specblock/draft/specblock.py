@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from vllm_specblock.config import SpecBlockConfig
-from vllm_specblock.draft.expand import Expansion, Shape
+from vllm_specblock.draft.expand import Shape, expansion
 from vllm_specblock.draft.head import CacheLayer, CommittedRows, Head
 from vllm_specblock.draft.model import SpecBlockDrafter
 from vllm_specblock.draft.paged import BlockSight
@@ -84,15 +84,15 @@ class SpecBlockHead(Head):
         if requests is not None:
             hidden, base = hidden[requests], base[requests]
         num_requests = hidden.shape[0]
-        expansion = Expansion(self.shape, self.width, num_requests)
-        expansion.first_block(*drafter.candidates(hidden, self.shape.width))
+        growth = expansion(self.shape, self.width, num_requests)
+        growth.first_block(*drafter.candidates(hidden, self.shape.width))
 
         self.sight.begin(requests)
         drafted = hidden[:, None]  # [R, rows so far, K, H]; row 0 is the drafting row
         depth = torch.zeros_like(base)  # [R, rows so far] tokens before a row
         request = torch.arange(num_requests, device=hidden.device)[:, None]
         for block in range(2, self.shape.num_blocks + 1):
-            starts = expansion.starts(block)
+            starts = growth.starts(block)
             attend, there = self.sight.next(block, starts)
             condition = drafted[request, starts.row, starts.position]  # [R, S, H]
             row_base = base.expand(-1, S)
@@ -107,6 +107,6 @@ class SpecBlockHead(Head):
                 attend,
             ).view(num_requests, S, K, -1)
             starts = replace(starts, valid=starts.valid & there)
-            expansion.next_block(starts, block, *drafter.candidates(hidden, self.shape.width))
+            growth.next_block(starts, block, *drafter.candidates(hidden, self.shape.width))
             drafted = torch.cat([drafted, hidden], 1)
-        return expansion.finish()
+        return growth.finish()
