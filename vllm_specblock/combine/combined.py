@@ -26,6 +26,13 @@ class Combined:
         """All nodes are from one head; `head` is 1 or 2."""
         return cls(tree, ((tree.parent >= 0) * head).to(torch.uint8))
 
+    def empty_where(self, condition: torch.Tensor) -> Combined:
+        """No node in use for the requests where `condition` [R] bool holds."""
+        none = DraftTree.empty(*self.tree.token.shape, self.tree.token.device)
+        return Combined(
+            self.tree.where(condition, none), torch.where(condition[:, None], 0, self.origin)
+        )
+
     def where(self, chain: torch.Tensor) -> Combined:
         """The best path alone, as a chain, for the requests where `chain` [R] bool holds."""
         entry, length = self.tree.best_path()

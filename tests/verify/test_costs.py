@@ -1,0 +1,63 @@
+"""Costs are found from noisy steps, follow them when they change, and ignore pauses."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from vllm_specblock.verify.costs import StepCosts
+
+
+def true(tokens, requests):
+    return 4e-3 + 3e-4 * requests + 1e-4 * tokens
+
+
+def taught(steps=200, change=1.0, seed=0):
+    costs, rng = StepCosts(), np.random.default_rng(seed)
+    for _ in range(steps):
+        requests = int(rng.integers(1, 9))
+        tokens = requests * int(rng.integers(1, 61))
+        noise = 1 + 0.1 * rng.standard_normal()
+        costs.observe(tokens, requests, change * true(tokens, requests) * noise)
+    return costs
+
+
+def test_finds_what_a_request_and_a_token_add():
+    costs, tokens = taught(), np.array([1, 50, 400])
+    for requests in (1, 8):
+        assert costs.seconds(tokens, requests) == pytest.approx(true(tokens, requests), rel=0.1)
+
+
+def test_one_batch_size_and_two_tree_sizes_are_enough():
+    costs = StepCosts()
+    for tokens in [1, 25] * 10:
+        costs.observe(tokens, 1, true(tokens, 1))
+    assert costs.seconds(np.array([13]), 1)[0] == pytest.approx(true(13, 1), rel=0.05)
+
+
+def test_follows_when_the_machine_changes():
+    costs, rng = taught(), np.random.default_rng(1)
+    for _ in range(600):
+        tokens = int(rng.integers(1, 61))
+        costs.observe(tokens, 1, 2 * true(tokens, 1))
+    assert costs.seconds(np.array([30]), 1)[0] == pytest.approx(2 * true(30, 1), rel=0.05)
+
+
+def test_a_pause_is_not_a_step():
+    costs = taught()
+    before = costs.seconds(np.array([30]), 1)[0]
+    costs.observe(30, 1, 5.0)
+    assert costs.seconds(np.array([30]), 1)[0] == before
+
+
+def test_more_tokens_never_cost_less():
+    costs = StepCosts()
+    for tokens, seconds in [(1, 9e-3), (20, 5e-3), (40, 3e-3)] * 5:
+        costs.observe(tokens, 1, seconds)
+    found = costs.seconds(np.arange(1, 100), 1)
+    assert (np.diff(found) >= 0).all() and (found > 0).all()
+
+
+def test_before_anything_is_seen_tokens_cost_something():
+    found = StepCosts().seconds(np.array([1, 100]), 1)
+    assert 0 < found[0] < found[1]
