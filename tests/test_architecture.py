@@ -60,7 +60,7 @@ def test_imports_go_one_way():
 
 
 STEP = [
-    *ROOT.glob("vllm_specblock/verify/walk.py"),
+    *(ROOT / "vllm_specblock/verify" / f"{name}.py" for name in ("walk", "reach", "imposed")),
     *ROOT.glob("vllm_specblock/commit/*.py"),
     *(ROOT / "vllm_specblock/draft" / f"{name}.py" for name in (
         "head", "paged", "specblock", "expand", "model", "rope", "ngram"
@@ -69,7 +69,7 @@ STEP = [
     *(ROOT / "vllm_specblock/draft/eagle3" / f"{name}.py" for name in ("growth", "head", "model")),
     *(ROOT / "vllm_specblock/engine" / f"{name}.py" for name in (
         "slots", "rows", "sampler", "speculator", "proposal", "counters", "model_state",
-        "attention", "kv"
+        "attention", "kv", "graphs", "dummy", "adaptive"
     )),
     ROOT / "vllm_specblock/tree.py",
     ROOT / "vllm_specblock/candidates.py",

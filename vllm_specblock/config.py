@@ -26,6 +26,10 @@ VLLM_KEYS = frozenset(
         "revision",
         "num_speculative_tokens",
         "num_speculative_tokens_per_batch_size",
+        "enable_adaptive_verification",
+        "rejection_sample_method",
+        "synthetic_acceptance_rates",
+        "synthetic_acceptance_length",
     }
 )
 """Keys of `speculative_config` that vLLM itself reads and that hold with draft trees."""

@@ -78,7 +78,11 @@ def test_other_methods_are_left_alone():
         ({"num_speculative_tokens": 257}, ["is 257", "1 to 256"]),
         ({"model": None}, ["'model' is missing"]),
         ({"model": "no/such"}, ["'model' is 'no/such'", "neither a folder"]),
-        ({"rejection_sample_method": "synthetic"}, ["'rejection_sample_method'", "not known"]),
+        ({"rejection_sample_method": "block"}, ["'rejection_sample_method' is 'block'"]),
+        (
+            {"rejection_sample_method": "synthetic", "second_head": {"head": "ngram"}},
+            ["'synthetic'", "single SpecBlock drafter"],
+        ),
         ({"draft_sample_method": "probabilistic"}, ["'draft_sample_method'", "not known"]),
         (
             {"num_speculative_tokens": 60, "num_blocks": 8, "num_starts": 32},

@@ -69,6 +69,7 @@ def test_model_state():
 
 def test_samplers():
     from vllm.v1.worker.gpu.sample.sampler import Sampler
+    from vllm.v1.worker.gpu.sample.states import SamplingStates
     from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
     from vllm_specblock.engine.sampler import TreeSampler
@@ -78,8 +79,45 @@ def test_samplers():
         "self", "logits", "expanded_idx_mapping", "idx_mapping", "idx_mapping_np", "pos",
         "input_ids", "expanded_local_pos", "seq_lens_upper_bound_np", "return_logprobs",
     ]  # fmt: skip
+    assert "self.seeds = " in inspect.getsource(SamplingStates)
     # Beyond these three are the user's own, which may look at the order of the output.
     assert inspect.getsource(Sampler.__init__).count("_state,\n") >= 3
+
+
+def test_imposed_acceptance():
+    from vllm.config import SpeculativeConfig
+    from vllm.v1.spec_decode.utils import unconditional_to_conditional_rates
+
+    assert unconditional_to_conditional_rates([0.5, 0.25, 0.0, 0.0]) == [0.5, 0.5, 0.0, 0.0]
+    fields = {field.name: field for field in dataclasses.fields(SpeculativeConfig)}
+    assert fields["rejection_sample_method"].default == "standard"
+    assert fields["synthetic_acceptance_rates"].default is None
+
+
+def test_adaptive_verification():
+    from vllm.v1.worker.gpu import model_runner
+    from vllm.v1.worker.gpu.spec_decode import adaptive_verification
+
+    from vllm_specblock.engine.registration import PATCHES
+
+    name = "AdaptiveVerificationManager"
+    manager = PATCHES.get(f"{adaptive_verification.__name__}.{name}")
+    manager = manager or getattr(adaptive_verification, name)
+    assert arguments_of(manager.__init__)[:2] == ["self", "req_states"]
+    assert arguments_of(manager.get_num_tokens) == ["self", "num_tokens_per_req", "draft_tokens"]
+    assert arguments_of(manager.record_confidences) == ["self", "confidence_probs", "input_batch"]
+    source = inspect.getsource(manager)
+    for attribute in (
+        "req_states", "num_speculative_steps", "cost_tables", "_batch_budget", "_max_total_logits",
+        "_confidence_probs", "_stale_confidences", "_stale_idx",
+    ):  # fmt: skip
+        assert f"self.{attribute}" in source
+    # By its name in its own module, whichever class that is by then.
+    build = inspect.getsource(adaptive_verification.maybe_create_adaptive_verification_manager)
+    assert f"return {name}(\n        req_states," in build
+    runner = inspect.getsource(model_runner)
+    assert "self.speculator.draft_token_confidence_probs" in runner
+    assert 'self.speculator, "enable_adaptive_verification", False' in runner
 
 
 def test_input_batch_and_request_states():

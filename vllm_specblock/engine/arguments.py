@@ -11,6 +11,7 @@ from typing import Any
 
 from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_specblock.config import (
@@ -21,7 +22,7 @@ from vllm_specblock.config import (
     check_num_nodes,
 )
 from vllm_specblock.engine.plan import Plan, make_plan
-from vllm_specblock.engine.refusals import check_batch, check_runner, check_target
+from vllm_specblock.engine.refusals import check_acceptance, check_batch, check_runner, check_target
 
 NO_WEIGHTS = Path(__file__).parent / "no_weights"
 """vLLM wants a draft model's config also where no head has a checkpoint."""
@@ -49,6 +50,7 @@ def translate(args: EngineArgs, target: ModelConfig, parallel: ParallelConfig) -
     hub = {"token": args.hf_token, "cache_dir": args.download_dir}
     plan = make_plan(given, nodes, target, hub)
     _check_lazy(plan, parallel)
+    check_acceptance(given, plan)
 
     folder = next((head.folder for head in plan.heads if head.folder), str(NO_WEIGHTS))
     args.speculative_config = {
@@ -57,6 +59,9 @@ def translate(args: EngineArgs, target: ModelConfig, parallel: ParallelConfig) -
         "model": folder,
         "num_speculative_tokens": nodes,
     }
+    if current_platform.is_cpu():
+        # vLLM wants CUDA graphs with it; `host_budget.py` does without.
+        args.speculative_config.pop("enable_adaptive_verification", None)
     args.additional_config = {**(args.additional_config or {}), METHOD: plan.dump()}
     args.attention_backend = AttentionBackendEnum.CUSTOM
     return plan

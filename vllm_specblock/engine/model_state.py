@@ -29,7 +29,11 @@ class TreeModelState(DefaultModelState):
         super().__init__(vllm_config, model, encoder_cache, device)
         self.slots = self.speculator.slots
         self.visibility = Visibility(
-            self.max_num_tokens, self.max_num_reqs, self.slots.num_nodes, device
+            self.max_num_tokens,
+            self.max_num_reqs,
+            self.slots.num_nodes,
+            device,
+            self.speculator.enable_adaptive_verification,
         )
         # Read by captured graphs: one address for the life of the engine.
         self.positions = torch.zeros(self.max_num_tokens, dtype=torch.int64, device=device)
@@ -74,6 +78,7 @@ class TreeModelState(DefaultModelState):
         num_tokens = batch.num_tokens_after_padding
         self.visibility.set_causal(batch.positions)
         rows, slot = batch.logits_indices, batch.expanded_idx_mapping
+        self.visibility.all_trees = len(rows) == batch.num_tokens
         node = batch.expanded_local_pos.long()
         root = batch.positions[rows] - node
         self.visibility.prefix_len[rows] = root.int()
@@ -96,4 +101,5 @@ class TreeModelState(DefaultModelState):
         # Beyond vLLM's own three there are the user's, and those may look at anything.
         self.speculator.all_need_chain = len(sampler.logits_processors) > 3
         spec_config = self.vllm_config.speculative_config
-        return sampler, TreeSampler(sampler, spec_config, self.device, self.slots)
+        adaptive = self.speculator.enable_adaptive_verification
+        return sampler, TreeSampler(sampler, spec_config, self.device, self.slots, adaptive)

@@ -53,12 +53,17 @@ class HeadPlan(BaseModel):
 
 
 class Plan(BaseModel):
-    """The heads, one or two, and how two of them go together."""
+    """The heads, one or two, and how two of them go together.
+
+    Attributes:
+        adaptive: verify as many nodes of the trees as pay, step by step, or always all.
+    """
 
     model_config = ConfigDict(frozen=True)
 
     heads: tuple[HeadPlan, ...]
     combine: CombineConfig | None = None
+    adaptive: bool = False
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -76,7 +81,11 @@ class Plan(BaseModel):
             for head in dumped["heads"]
         )
         combine = dumped["combine"]
-        return cls(heads=heads, combine=CombineConfig(**combine) if combine else None)
+        return cls(
+            heads=heads,
+            combine=CombineConfig(**combine) if combine else None,
+            adaptive=dumped["adaptive"],
+        )
 
 
 def make_plan(
@@ -106,7 +115,13 @@ def make_plan(
                 f"Both heads draft from {what}, and would say the same: name another drafter for "
                 "one of them, or drop second_head."
             )
-    return Plan(heads=tuple(heads), combine=combine)
+    adaptive = given.get("enable_adaptive_verification", False)
+    if not isinstance(adaptive, bool):
+        raise OptionError(
+            f"speculative_config key 'enable_adaptive_verification' is {adaptive!r}, but must be "
+            "true or false."
+        )
+    return Plan(heads=tuple(heads), combine=combine, adaptive=adaptive)
 
 
 def fetch_drafter(model: Any, where: str = "", **hub: Any) -> Path:

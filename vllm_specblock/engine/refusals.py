@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+from typing import Any
+
 from vllm import envs
 from vllm.config import ModelConfig, ParallelConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_specblock.config import OptionError
+from vllm_specblock.engine.plan import Plan
+
+logger = logging.getLogger("vllm.specblock")
 
 
 def check_batch(args: EngineArgs, nodes: int) -> None:
@@ -85,3 +91,34 @@ def check_target(target: ModelConfig) -> None:
                 f"The target {target.model!r} has {kind}, which SpecBlock cannot verify as a "
                 "tree yet: run it without speculative_config, or with another method."
             )
+
+
+def check_acceptance(given: dict[str, Any], plan: Plan) -> None:
+    """Say aloud that acceptance is imposed; `given` is the user's `speculative_config`.
+
+    With `rejection_sample_method: "synthetic"`, vLLM's own key for measurements without trained
+    weights, entry i of `synthetic_acceptance_rates` (N of them) is the probability that the best
+    candidates down to depth i + 1 are all accepted, as it is of a chain's. `draft/imposed.py` says
+    what the other candidates have, `verify/imposed.py` how one is taken.
+
+    Raises:
+        OptionError: a method that trees do not have; acceptance imposed on other heads than one
+            SpecBlock drafter.
+    """
+    method = given.get("rejection_sample_method", "standard")
+    if method not in ("standard", "synthetic"):
+        raise OptionError(
+            f"speculative_config key 'rejection_sample_method' is {method!r}, but draft trees "
+            "are verified by 'standard', or by 'synthetic' in benchmarks: drop the key."
+        )
+    if method == "standard":
+        return
+    if plan.combine is not None or plan.heads[0].kind != "specblock":
+        raise OptionError(
+            "speculative_config key 'rejection_sample_method' is 'synthetic', but acceptance can "
+            "be imposed on a single SpecBlock drafter only: drop the key or the other head."
+        )
+    logger.warning(
+        "Acceptance is imposed (rejection_sample_method 'synthetic'): the output is not the "
+        "target's. This is for benchmarks only."
+    )

@@ -1,5 +1,7 @@
 """What the plugin tells vLLM at start-up: names to register, and three small patches.
 
+A fourth (`budget.py`) waits for the first engine that wants it.
+
 vLLM 0.32 has registries for draft architectures, model configs and attention backends, but
 none for speculative methods or speculators, and it refuses two sampling parameters with any
 speculation. The patches close those gaps. Each is recorded in `PATCHES`, applied once however

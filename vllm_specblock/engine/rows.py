@@ -45,10 +45,12 @@ class StepRows:
 
         self.request, self.local, self.beyond = put(request), put(local), put(beyond)
         self.base, self.row_start = put(base), put(np.array(self.row_start_host))
-        self.drafts = put(drafts)  # [R], nodes that the target ran on
         prompt_done = batch.num_computed_prefill_tokens_np + batch.num_scheduled_tokens[:num_reqs]
         self.goes_on = put(prompt_done >= batch.prefill_len_np).bool()  # [R], has a root
-        self.query_start = batch.query_start_loc[:num_reqs].long()
+        starts = batch.query_start_loc[: num_reqs + 1].long()
+        self.query_start = starts[:-1]
+        # [R], nodes that the target ran on. On the host there is only how many were scheduled.
+        self.drafts = starts.diff() - self.base
 
     def moves(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Batch rows to copy from and to, and whether to copy at all; each [R, D]."""

@@ -19,9 +19,12 @@ class TreeSampler(RejectionSampler):
     keeps what is around it: chunks of at most 1 GiB of logits, log-probabilities, NaN counts.
     """
 
-    def __init__(self, sampler, spec_config, device: torch.device, slots: TreeSlots):
+    def __init__(
+        self, sampler, spec_config, device: torch.device, slots: TreeSlots, adaptive: bool
+    ):
         super().__init__(sampler, spec_config, device)
         self.slots = slots
+        self.enable_adaptive_verification = adaptive
 
     def _verify(
         self,
@@ -41,12 +44,13 @@ class TreeSampler(RejectionSampler):
         # Noise is keyed by (seed, position): a node's is the position that its token would
         # take in plain decoding, which goes by depth.
         depth = self.slots.depth[expanded_idx_mapping, node]  # [rows]
+        position = pos - node + depth
         drawn, processed = self.sampler.sample(
             logits,
             expanded_idx_mapping,
             idx_mapping,
             idx_mapping_np,
-            pos - node + depth,
+            position,
             draft_sampled,
             expanded_local_pos,
             seq_lens_upper_bound_np,
@@ -58,7 +62,7 @@ class TreeSampler(RejectionSampler):
         live = rows < cu_num_logits[1:, None]
         rows = rows.clamp(max=logits.shape[0] - 1)
         token = verify_draft_sampled[rows]
-        verdict = walk(
+        trees = (
             token[:, 1:].long(),
             self.slots.parent[idx_mapping],
             self.slots.depth[idx_mapping],
@@ -67,6 +71,12 @@ class TreeSampler(RejectionSampler):
             drawn[rows],
             self.slots.max_depth,
         )
+        imposed = self.slots.imposed
+        if imposed is None:
+            verdict = walk(*trees)
+        else:
+            seed = self.sampler.sampling_states.seeds.gpu[idx_mapping]
+            verdict = imposed.walk(idx_mapping, seed, position[rows], *trees)
         self.slots.path[idx_mapping] = verdict.path
         self.slots.accepted[idx_mapping] = verdict.accepted
 

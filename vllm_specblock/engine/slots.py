@@ -11,6 +11,7 @@ import torch
 
 from vllm_specblock.combine.combined import Combined
 from vllm_specblock.tree import ancestor_words, words_for
+from vllm_specblock.verify.imposed import ImposedAcceptance
 
 
 class TreeSlots:
@@ -24,7 +25,11 @@ class TreeSlots:
         accepted: [S] int32, draft nodes on that path.
         origin: [S, N] uint8, the heads that drafted each node, see `combine.Combined`; 0: no
             draft of ours.
+        score: [S, N] fp32, cumulative draft log-scores of the nodes; −inf: no draft of ours.
+        imposed: what accepts in the target's place, in benchmarks; else None.
     """
+
+    imposed: ImposedAcceptance | None = None
 
     def __init__(self, num_slots: int, num_nodes: int, max_depth: int, device: torch.device):
         self.num_nodes, self.max_depth = num_nodes, max_depth
@@ -40,6 +45,7 @@ class TreeSlots:
         self.path = torch.zeros(num_slots, max_depth + 1, dtype=torch.int64, device=device)
         self.accepted = torch.zeros(num_slots, dtype=torch.int32, device=device)
         self.origin = torch.zeros(shape, dtype=torch.uint8, device=device)
+        self.score = torch.empty(shape, device=device)
         self.reset(slice(None))
 
     def reset(self, slot: int | slice) -> None:
@@ -53,6 +59,9 @@ class TreeSlots:
         self.ancestors[slot] = self._chain_ancestors
         self.accepted[slot] = 0
         self.origin[slot] = 0
+        self.score[slot] = float("-inf")
+        if self.imposed is not None:
+            self.imposed.forget(slot)
 
     def store(self, slots: torch.Tensor, combined: Combined) -> None:
         """Keep the trees that were just proposed; `slots` [R] int64.
@@ -66,3 +75,6 @@ class TreeSlots:
         self.ancestors[slots] = tree.ancestors
         self.accepted[slots] = 0
         self.origin[slots] = combined.origin
+        self.score[slots] = tree.logprob
+        if self.imposed is not None:
+            self.imposed.note(slots, tree)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch import nn
@@ -10,20 +13,32 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.sampling_params import SamplingParams
 from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.spec_decode.utils import unconditional_to_conditional_rates
 from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm.v1.worker.gpu.states import RequestState
 
+from vllm_specblock.draft.imposed import ImposedHead
+from vllm_specblock.engine.adaptive import AdaptiveTrees
 from vllm_specblock.engine.arguments import read_back
 from vllm_specblock.engine.counters import HeadCounters
+from vllm_specblock.engine.dummy import null_caches, of_nobody
+from vllm_specblock.engine.graphs import ProposalGraphs, StepInputs
 from vllm_specblock.engine.heads import build_head, register_layers
 from vllm_specblock.engine.metrics import make_sink
 from vllm_specblock.engine.model_state import TreeModelState
-from vllm_specblock.engine.proposal import Proposer, Verified, head_budgets, make_proposer
+from vllm_specblock.engine.proposal import (
+    LazyRoute,
+    Proposer,
+    Verified,
+    head_budgets,
+    make_proposer,
+)
 from vllm_specblock.engine.rows import StepRows
 from vllm_specblock.engine.slots import TreeSlots
 from vllm_specblock.triton_kernels.commit import KVCacheSet, move_kv
+from vllm_specblock.verify.imposed import ImposedAcceptance
 
 
 class TreeSpeculator(DraftModelSpeculator):
@@ -41,16 +56,24 @@ class TreeSpeculator(DraftModelSpeculator):
         super().__init__(vllm_config, device)
         self.req_states = req_states
         self.plan = read_back(vllm_config.additional_config)
-        if any(head.kind == "ngram" for head in self.plan.heads):
+        # A slot that no request gets: rows that fill up a batch belong to it.
+        self.spare = self.max_num_reqs
+        num_slots = self.max_num_reqs + 1
+        texts = req_states.all_token_ids
+        req_states.all_token_ids = StagedWriteTensor(
+            (num_slots, texts.gpu.shape[1]),
+            dtype=texts.dtype,
+            device=device,
             # vLLM keeps the texts in host memory unless its own n-gram method reads them.
-            states = req_states.all_token_ids
-            req_states.all_token_ids = StagedWriteTensor(
-                states.gpu.shape, dtype=states.dtype, device=device
-            )
+            uva_instead_of_gpu=all(head.kind != "ngram" for head in self.plan.heads),
+        )
         self.num_nodes = self.num_speculative_steps
         self.pad_rows = device.type != "cpu"
+        self.enable_adaptive_verification = self.plan.adaptive
+        self.use_acceptance_estimator = False  # a chain's
+        self.adaptive: AdaptiveTrees | None = None
         # Requests whose sampling looks at the order of the output so far verify a chain.
-        self.needs_chain = np.zeros(self.max_num_reqs, dtype=bool)
+        self.needs_chain = np.zeros(num_slots, dtype=bool)
         self.all_need_chain = False
 
     # ---- once, at start-up ----
@@ -74,11 +97,24 @@ class TreeSpeculator(DraftModelSpeculator):
             for head, num_nodes in zip(self.plan.heads, budgets)
         ]
         self.head_layers = register_layers(self.vllm_config, heads)
+        weights = [head.drafter for head in heads if head.cache_layers()]
+        rates = self.speculative_config.synthetic_acceptance_rates
+        if rates is not None:  # benchmarks only, and then there is one head
+            best = unconditional_to_conditional_rates(rates)
+            heads = [ImposedHead(heads[0], best, self.device)]
         self.proposer = make_proposer(
-            heads, self.plan.combine, self.num_nodes, self.max_num_reqs, self.device
+            heads, self.plan.combine, self.num_nodes, self.max_num_reqs + 1, self.device
         )
         self.max_depth = self.proposer.max_depth
-        self.slots = TreeSlots(self.max_num_reqs, self.num_nodes, self.max_depth, self.device)
+        self.slots = TreeSlots(self.max_num_reqs + 1, self.num_nodes, self.max_depth, self.device)
+        if rates is not None:
+            self.slots.imposed = ImposedAcceptance(
+                len(self.slots.parent), self.num_nodes, self.device
+            )
+        if self.plan.adaptive:
+            self.adaptive = AdaptiveTrees(
+                self.req_states, self.slots, self.draft_token_confidence_probs, self.device
+            )
         self.counters = HeadCounters(
             len(heads),
             self.num_nodes,
@@ -86,7 +122,6 @@ class TreeSpeculator(DraftModelSpeculator):
             self.device,
             make_sink(self.vllm_config, get_tensor_model_parallel_rank()),
         )
-        weights = [head.drafter for head in heads if head.cache_layers()]
         return nn.ModuleList(weights)
 
     def load_model(self, target_model: nn.Module) -> None:
@@ -121,10 +156,24 @@ class TreeSpeculator(DraftModelSpeculator):
             head.bind([context[name].kv_cache for name in names])
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
-        """No graph of its own yet; the target's verification runs in vLLM's."""
+        full = cudagraph_mode.decode_mode() == CUDAGraphMode.FULL
+        # Whether lazy routing asks its second head is a decision of the host, step by step.
+        if isinstance(self.proposer, LazyRoute):
+            full = False
+        self.graphs = ProposalGraphs(
+            self.vllm_config,
+            self.device,
+            CUDAGraphMode.FULL_DECODE_ONLY if full else CUDAGraphMode.NONE,
+            self.enable_adaptive_verification,
+            self.slots,
+            len(self.plan.layers),
+            self.target_input_buffers,
+            self.block_tables,
+            self.group,
+        )
 
     def capture(self) -> None:
-        """See init_cudagraph_manager."""
+        self.graphs.capture(self.step, self.draft_tokens)
 
     # ---- once per request ----
 
@@ -135,6 +184,8 @@ class TreeSpeculator(DraftModelSpeculator):
         position, which vLLM's processors take from the rows before it: true of a chain, not
         of a tree.
         """
+        if self.adaptive is not None:
+            self.adaptive.add(slot, params)
         self.needs_chain[slot] = self.all_need_chain or (
             params is not None
             and (
@@ -169,34 +220,109 @@ class TreeSpeculator(DraftModelSpeculator):
         is_profile=False,
         num_speculative_tokens=None,
     ) -> torch.Tensor:
-        batch = input_batch
-        if dummy_run:
-            return self.draft_tokens[: batch.num_reqs]
-        rows = StepRows(batch, self.slots, self.pad_rows)
-        slot_mapping = slot_mappings[self.target_layers[0]]
+        batch = of_nobody(input_batch, self.spare) if dummy_run else input_batch
+        if skip_attn_for_dummy_run:
+            return self.step(self._without_caches(batch, aux_hidden_states))
+        chain = self.needs_chain[batch.idx_mapping_np]
+
+        def inputs() -> StepInputs:
+            return StepInputs(
+                StepRows(batch, self.slots, self.pad_rows),
+                slot_mappings[self.target_layers[0]],
+                aux_hidden_states,
+                self.block_tables.input_block_tables[self.group][: batch.num_reqs],
+                self.block_tables.block_sizes[self.group],
+                async_tensor_h2d(chain, device=self.device) if chain.any() else None,
+            )
+
+        if dummy_run or self.adaptive is None or not self.adaptive.switch.resting:
+            tokens = self._draft(inputs, batch, aux_hidden_states, chain, dummy_run)
+        else:
+            if batch.num_draft_tokens:  # of the step before the rest
+                self.settle(inputs())
+            self.adaptive.sleep(batch)
+            tokens = self.draft_tokens[: batch.num_reqs]
+        if not dummy_run:
+            self.counters.publish()
+        return tokens
+
+    def _draft(
+        self,
+        inputs: Callable[[], StepInputs],
+        batch: InputBatch,
+        hidden_states: list[torch.Tensor],
+        chain: np.ndarray,
+        dummy_run: bool,
+    ) -> torch.Tensor:
+        """`step`, in a graph if one serves the batch."""
+        began = time.perf_counter()
+        graph = self.graphs.find(batch, dummy_run)
+        if graph is None:
+            tokens = self.step(inputs())
+        else:
+            self.graphs.fill(graph, batch, hidden_states, chain)
+            self.graphs.run_fullgraph(graph)
+            tokens = self.draft_tokens[: batch.num_reqs]
+        if self.adaptive is not None:
+            self.adaptive.switch.draft_seconds = time.perf_counter() - began
+        return tokens
+
+    def step(self, inputs: StepInputs) -> torch.Tensor:
+        """Commit, draft and keep the trees; the same eagerly and in a graph.
+
+        Returns:
+            [R, N] int64, the trees' tokens.
+        """
+        self.settle(inputs)
+        rows, slot = inputs.rows, inputs.rows.batch.idx_mapping
+        committed = rows.committed(
+            inputs.slot_mapping,
+            inputs.hidden_states,
+            self.req_states.all_token_ids.gpu,
+            inputs.block_table,
+            inputs.block_size,
+        )
+        proposal = self.proposer.propose(committed)
+        combined = proposal.combined
+        if inputs.chain is not None:
+            combined = combined.where(inputs.chain)
+        if self.adaptive is not None:
+            combined = self.adaptive.awake(slot, combined)
+            self.adaptive.offer(slot, combined)
+        self.slots.store(slot, combined)
+        self.counters.drafted(proposal.drafted, proposal.second, proposal.agreed, rows.goes_on)
+        return combined.tree.token
+
+    def settle(self, inputs: StepInputs) -> None:
+        """Commit the accepted paths, and learn from the verdicts."""
+        rows, slot_mapping = inputs.rows, inputs.slot_mapping
         if rows.has_drafts:
             source, target, moves = rows.moves()
             move_kv(self.target_caches, slot_mapping[source], slot_mapping[target], moves)
-        committed = rows.committed(
-            slot_mapping,
-            aux_hidden_states,
-            self.req_states.all_token_ids.gpu,
-            self.block_tables.input_block_tables[self.group][: batch.num_reqs],
-            self.block_tables.block_sizes[self.group],
-        )
-        slot = batch.idx_mapping
+        slot = rows.batch.idx_mapping
         origin = self.slots.origin[slot]
         # Drafts of ours that the target ran on: placeholders have no origin.
         live = (rows.drafts > 0) & (origin[:, 0] > 0)
         self.proposer.learn(Verified(slot, live, rows.accepted))
         self.counters.verified(origin, rows.drafts, rows.path)
+        if self.adaptive is not None:
+            self.adaptive.learn(rows, live)
 
-        proposal = self.proposer.propose(committed)
-        combined = proposal.combined
-        chain = self.needs_chain[batch.idx_mapping_np]
-        if chain.any():
-            combined = combined.where(async_tensor_h2d(chain, device=self.device))
-        self.slots.store(slot, combined)
-        self.counters.drafted(proposal.drafted, proposal.second, proposal.agreed, rows.goes_on)
-        self.counters.publish()
-        return combined.tree.token
+    def _without_caches(self, batch: InputBatch, hidden_states: list[torch.Tensor]) -> StepInputs:
+        """A dummy step from before vLLM made the caches: every block is one of no use."""
+        size = self.vllm_config.cache_config.block_size
+        for head in self.proposer.heads:
+            head.bind(null_caches(head.cache_layers(), size, self.dtype, self.device))
+        return StepInputs(
+            StepRows(batch, self.slots, self.pad_rows),
+            torch.full((batch.num_tokens,), -1, dtype=torch.int64, device=self.device),
+            hidden_states,
+            torch.zeros(
+                batch.num_reqs,
+                -(-self.max_model_len // size),
+                dtype=torch.int32,
+                device=self.device,
+            ),
+            size,
+            chain=None,
+        )

@@ -1,0 +1,216 @@
+"""Budgets that follow from costs: the tokens stay vLLM's own, and the trees fit what they cost."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.engines import make_engine
+from support.matrix import CASES, PROMPTS, Checker, crowded_engine, params, to_the_limit
+
+from vllm_specblock.engine import host_budget
+
+ADAPTIVE = {"enable_adaptive_verification": True}
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return make_engine({"num_speculative_tokens": 24, **ADAPTIVE})
+
+
+@pytest.fixture
+def verified(engine, monkeypatch):
+    """(drafts scheduled, drafts verified) of every decode step from now on."""
+    manager, found = engine.runner.adaptive_verification, []
+    choose = manager.get_num_tokens
+
+    def noting(*args):
+        tokens = choose(*args)
+        drafts, _, budget = manager._batch_budget
+        found.append((sum(drafts.values()), budget))
+        return tokens
+
+    monkeypatch.setattr(manager, "get_num_tokens", noting)
+    return found
+
+
+class FixedCosts:
+    """A machine whose steps take what `of_tokens` says."""
+
+    def __init__(self, of_tokens):
+        self.of_tokens = of_tokens
+
+    def observe(self, *_):
+        pass
+
+    def seconds(self, tokens, requests):
+        return self.of_tokens(tokens.astype(float))
+
+
+def charge(engine, monkeypatch, of_tokens, drafting=0.0):
+    """Steps take what `of_tokens` says, and drafting so long; no budget is an experiment."""
+    manager = engine.runner.adaptive_verification
+    monkeypatch.setattr(manager, "verify_costs", FixedCosts(of_tokens))
+    monkeypatch.setattr(manager, "draft_costs", FixedCosts(lambda count: 0 * count + drafting))
+    monkeypatch.setattr(host_budget, "_FIRST_STEPS", 0)
+    monkeypatch.setattr(host_budget, "_EXPLORE_EVERY", 10**9)
+
+
+def never_rest(engine, monkeypatch):
+    monkeypatch.setattr(engine.runner.adaptive_verification.rest, "decide", lambda *_: False)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_budgets_that_come_and_go_change_no_token(engine, reference, verified, monkeypatch, name):
+    """Exploration alone takes all, none, half and a quarter in turn."""
+    never_rest(engine, monkeypatch)
+    check = Checker()
+    requests = params(**CASES[name])
+    check(engine, requests, reference(name, requests))
+    engine.runner.adaptive_verification.steps = 0  # the next explores again
+    assert len({budget for _, budget in verified}) > 5
+    assert any(budget == 0 for drafted, budget in verified if drafted)
+
+
+def test_free_tokens_are_all_verified(engine, monkeypatch, verified):
+    charge(engine, monkeypatch, lambda tokens: np.full_like(tokens, 1.0) + 1e-9 * tokens)
+    engine.generate(PROMPTS[:2], params(2, temperature=0.0))
+    assert all(budget >= 0.9 * drafted for drafted, budget in verified)
+
+
+def test_dear_tokens_are_not_verified_at_all(engine, monkeypatch, verified):
+    charge(engine, monkeypatch, lambda tokens: tokens)
+    never_rest(engine, monkeypatch)
+    engine.generate(PROMPTS[:2], params(2, temperature=0.0))
+    assert all(budget == 0 for drafted, budget in verified if drafted)
+
+
+def test_between_the_two_the_surer_request_gets_more(engine, monkeypatch):
+    charge(engine, monkeypatch, lambda tokens: 10 + tokens)
+    manager = engine.runner.adaptive_verification
+    shares, divide = [], manager.reallocate_drafts
+
+    def noting(req_ids, idx_mapping):
+        result = divide(req_ids, idx_mapping)
+        survival = manager._confidence_probs[idx_mapping].cumprod(1)
+        shares.append((survival, result[0].diff() - 1))
+        return result
+
+    monkeypatch.setattr(manager, "reallocate_drafts", noting)
+    engine.generate(PROMPTS[:4], params(4, temperature=0.0))
+    cut = 0
+    for survival, count in shares:
+        kept = [row[:n] for row, n in zip(survival, count.tolist())]
+        lost = [row[n:] for row, n in zip(survival, count.tolist())]
+        worst = min((row.min().item() for row in kept if len(row)), default=1.0)
+        best = max((row.max().item() for row in lost if len(row)), default=0.0)
+        assert worst >= best
+        cut += 0 < sum(map(len, kept)) < survival.numel()
+    assert cut > 5
+
+
+def test_expected_tokens_are_about_what_is_accepted(engine, reference, monkeypatch):
+    """With everything verified, the sum of survivals is the number of accepted nodes."""
+    charge(engine, monkeypatch, lambda tokens: np.full_like(tokens, 1.0))
+    slots, speculator = engine.speculator.slots, engine.speculator
+    expected = accepted = 0.0
+    reach = speculator.adaptive.reach
+    learn = reach.learn
+
+    def noting(kind, logprob, reached, judged):
+        nonlocal expected, accepted
+        survival = reach.survival(kind, logprob) * judged
+        expected, accepted = expected + survival.sum().item(), accepted + reached.sum().item()
+        learn(kind, logprob, reached, judged)
+
+    monkeypatch.setattr(reach, "learn", noting)
+    for _ in range(3):
+        engine.generate(PROMPTS, params(temperature=1.0))
+    assert slots.score.isfinite().any()
+    assert accepted > 200
+    assert expected == pytest.approx(accepted, rel=0.2)
+
+
+def test_crowded(reference):
+    crowded = crowded_engine({"num_speculative_tokens": 16, **ADAPTIVE})
+    for temperature in (0.0, 1.0):
+        requests = to_the_limit(temperature)
+        Checker()(crowded, requests, reference(f"to the limit, {temperature}", requests))
+
+
+def test_vllms_own_schedule_by_batch_size(reference):
+    """Whole trees for up to two requests, their best three nodes for up to five, then none."""
+    scheduled = make_engine({
+        "num_speculative_tokens": 10,
+        "num_speculative_tokens_per_batch_size": [[1, 2, 10], [3, 5, 3], [6, 8, 0]],
+    })  # fmt: skip
+    counts, propose = set(), scheduled.speculator.propose
+
+    def noting(batch, *args, num_speculative_tokens, **kwargs):
+        counts.add((min(batch.num_reqs, 8), num_speculative_tokens))
+        return propose(batch, *args, num_speculative_tokens=num_speculative_tokens, **kwargs)
+
+    scheduled.speculator.propose = noting
+    for temperature in (0.0, 1.0):
+        requests = params(temperature=temperature)
+        Checker()(scheduled, requests, reference(f"scheduled, {temperature}", requests))
+    assert {3, 10, 0} == {count for _, count in counts}
+
+
+def note_proposals(engine, monkeypatch):
+    """(first request slot, nodes drafted for it) of every step that drafted, from now on."""
+    found, store = [], engine.speculator.slots.store
+
+    def noting(slots, combined):
+        found.append((slots.tolist(), combined.tree.size.tolist()))
+        store(slots, combined)
+
+    monkeypatch.setattr(engine.speculator.slots, "store", noting)
+    return found
+
+
+def test_where_plain_decoding_is_quicker_nothing_is_drafted(engine, monkeypatch, verified):
+    charge(engine, monkeypatch, lambda tokens: 1 + 1e-6 * tokens, drafting=100.0)
+    engine.generate(PROMPTS[:2], params(2, temperature=0.0))  # learns that it does not pay
+    proposals = note_proposals(engine, monkeypatch)
+    verified.clear()
+    engine.generate(PROMPTS[:2], params(2, temperature=0.0, max_tokens=40))
+    assert not proposals and all(budget == 0 for _, budget in verified)
+    assert len(verified) == 39
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_who_was_there_when_heads_rested_gets_no_tree_and_loses_nothing(
+    engine, reference, monkeypatch, temperature
+):
+    """Ten requests, eight at a time: the heads rest for five steps, in the midst of the first."""
+    rest, turn = engine.runner.adaptive_verification.rest, iter(range(10**6))
+    monkeypatch.setattr(rest, "decide", lambda *_: 4 <= next(turn) < 9)
+    proposals = note_proposals(engine, monkeypatch)
+    requests = params(temperature=temperature)
+    Checker()(engine, requests, reference(f"rested, {temperature}", requests))
+    asleep = engine.speculator.adaptive.asleep
+    assert asleep.tolist() == engine.speculator.adaptive.switch.asleep.tolist()
+    sizes = [size for slots, of in proposals[6:] for size in of]
+    assert 0 in sizes and max(sizes) == 24, "both kinds of requests were there after the rest"
+
+
+def test_rest_ends_when_drafting_pays_again(engine, monkeypatch, verified):
+    charge(engine, monkeypatch, lambda tokens: 1 + 1e-6 * tokens, drafting=100.0)
+    engine.generate(PROMPTS[:2], params(2, temperature=0.0))
+    assert engine.speculator.adaptive.switch.resting
+    charge(engine, monkeypatch, lambda tokens: 1 + 1e-6 * tokens)
+    engine.generate(PROMPTS[:1], params(1, temperature=0.0, max_tokens=3))  # notices
+    verified.clear()
+    engine.generate(PROMPTS[:2], params(2, temperature=0.0))
+    assert sum(budget > 0 for _, budget in verified) > 5
+
+
+def test_engines_that_did_not_ask_keep_vllms_way(plain):
+    assert plain.runner.adaptive_verification is None
+    fixed = make_engine({"num_speculative_tokens": 4})
+    assert fixed.runner.adaptive_verification is None and fixed.speculator.adaptive is None
+
+
+def test_what_is_not_true_or_false_is_one_sentence():
+    with pytest.raises(ValueError, match="'enable_adaptive_verification' is 'yes', but must be"):
+        make_engine({"enable_adaptive_verification": "yes"})

@@ -1,0 +1,96 @@
+"""Finds reads of device values on the host, on a machine whose every tensor is in host memory.
+
+On a GPU such a read waits for the device. Here nothing waits, so what counts is which line of
+ours asks: the house marks lines that read host memory with "# a host", and no other line of the
+package may read a value. What stands in for kernels on a CPU may.
+"""
+
+from __future__ import annotations
+
+import linecache
+import sys
+from pathlib import Path
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+ROOT = Path(__file__).resolve().parents[3]
+PACKAGES = (f"{ROOT / 'vllm_specblock'}/", f"{ROOT / 'triton_kernels'}/")
+STAND_INS = ("_reference.py", "/cpu.py", "/cpu_kernels.py", "/packed.py", "/paged_rows.py")
+"""Ends of the files that run in a kernel's place."""
+
+_METHODS = {
+    getattr(torch.Tensor, name)
+    for name in (
+        "item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__",
+        "__len__", "__iter__", "cpu", "is_nonzero", "__contains__",
+    )
+} - {torch.Tensor.__len__, torch.Tensor.__iter__}  # fmt: skip
+_OPS = {
+    "aten::_local_scalar_dense", "aten::item", "aten::is_nonzero", "aten::nonzero",
+    "aten::nonzero_numpy", "aten::masked_select", "aten::_unique2", "aten::unique_dim",
+    "aten::unique_consecutive", "aten::equal", "aten::repeat_interleave.Tensor",
+    "aten::bincount", "aten::argwhere", "aten::allclose",
+}  # fmt: skip
+
+
+class HostRead(AssertionError):
+    """A value was read that a GPU would have to be waited for."""
+
+
+def reads_values(op, args) -> bool:
+    """Whether an aten op's result has a shape, or a host value, that depends on tensors' values."""
+    name = op._schema.name
+    overload = f"{name}.{op._overloadname}"
+    if name in _OPS or overload in _OPS:
+        return True
+    if name in ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"):
+        return any(index is not None and index.dtype == torch.bool for index in args[1])
+    return False
+
+
+def check(what: str) -> None:
+    """Raise HostRead unless the read that is under way is one of host memory.
+
+    The innermost frame of ours or of vLLM decides: vLLM's own reads are its own affair.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if "/site-packages/vllm/" in file or file.endswith(STAND_INS):
+            return
+        if file.startswith(PACKAGES):
+            line = linecache.getline(file, frame.f_lineno)
+            if "# a host" not in line:
+                where = f"{Path(file).relative_to(ROOT)}:{frame.f_lineno}"
+                raise HostRead(f"{where} reads a device value ({what}): {line.strip()}")
+            return
+        frame = frame.f_back
+
+
+class HostReadMethods(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in _METHODS:
+            check(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+class HostReadOps(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if reads_values(func, args):
+            check(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class NoHostReads:
+    """A context in which reads of device values by lines of ours raise HostRead."""
+
+    def __enter__(self) -> None:
+        self.modes = [HostReadMethods(), HostReadOps()]
+        for mode in self.modes:
+            mode.__enter__()
+
+    def __exit__(self, *error) -> None:
+        for mode in reversed(self.modes):
+            mode.__exit__(*error)

@@ -1,0 +1,129 @@
+"""A CUDA graph's stand-in on a CPU: what ran under it runs again, on the same memory.
+
+Like a graph it knows nothing but addresses: a replay sees new values only where they were
+written into the tensors of the capture, and whatever Python computed stays what it was. It
+refuses what a capture refuses: reads of device values, shapes that depend on them, and tensors
+made from host values. It cannot tell a copy from host memory that is gone at the replay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+import torch
+from support.host_reads import HostReadMethods, check, reads_values
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+from vllm.v1.worker.gpu import cudagraph_utils
+from vllm_specblock.triton_kernels.packed import PackedQueries
+
+_FROM_HOST = {torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy}
+
+
+class CaptureError(RuntimeError):
+    """Something that no CUDA graph could hold."""
+
+
+class _Factories(HostReadMethods):
+    """Differs in that it refuses to make tensors from host values, too."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in _FROM_HOST:
+            raise CaptureError(f"{func.__name__} copies host values while a graph is captured.")
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def _memory(values) -> set[int]:
+    return {leaf.untyped_storage()._cdata for leaf in tree_leaves(values) if torch.is_tensor(leaf)}
+
+
+class RecordedGraph:
+    """What torch.cuda.CUDAGraph is to a capture: `replay` is all that is called on it."""
+
+    def __init__(self):
+        self.calls: list[Callable[[], None]] = []
+        self.replays = 0
+
+    def replay(self) -> None:
+        self.replays += 1
+        for call in self.calls:
+            call()
+
+
+class Recorder(TorchDispatchMode):
+    """Runs operations, and notes them in a RecordedGraph."""
+
+    def __init__(self, graph: RecordedGraph):
+        super().__init__()
+        self.graph = graph
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if reads_values(func, args):
+            check(str(func))  # host memory may be read: its value is the same at every replay
+            return func(*args, **kwargs)
+        with self:
+            result = func.decompose(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
+        result = func(*args, **kwargs)
+        given = _memory((args, kwargs))
+        if func._schema.is_mutable:
+            self.graph.calls.append(lambda: func(*args, **kwargs))
+        elif not _memory(result) <= given:
+            self.graph.calls.append(lambda: _again(func, args, kwargs, result))
+        return result
+
+    def attend(self, original, queries, query, kv_cache, scale, out=None):
+        """One attention call as a whole: its reference plans on the host, the kernel does not."""
+        if out is None:
+            out = torch.empty_like(query)
+
+        def again() -> None:
+            queries.plan = None
+            original(queries, query, kv_cache, scale, out)
+
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            again()
+        self.graph.calls.append(again)
+        return out
+
+
+def _again(func, args, kwargs, result) -> None:
+    new = func(*args, **kwargs)
+    tree_map(lambda old, fresh: old.copy_(fresh) if torch.is_tensor(old) else None, result, new)
+
+
+@contextlib.contextmanager
+def recording(graph: RecordedGraph, *args, **kwargs):
+    """Stands in for `torch.cuda.graph(graph, pool, stream=…)`."""
+    recorder, original = Recorder(graph), PackedQueries.attend
+
+    def attend(queries, *args, **kwargs):
+        return recorder.attend(original, queries, *args, **kwargs)
+
+    PackedQueries.attend = attend
+    try:
+        with _Factories(), recorder:
+            yield
+    finally:
+        PackedQueries.attend = original
+
+
+def stand_in(monkeypatch) -> None:
+    """Let vLLM's graph managers capture on a CPU, into RecordedGraph."""
+
+    class Platform:
+        @staticmethod
+        def get_global_graph_pool():
+            return None
+
+    monkeypatch.setattr(cudagraph_utils, "current_platform", Platform)
+    monkeypatch.setattr(cudagraph_utils, "graph_capture", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(
+        cudagraph_utils, "capture_pool", lambda pool, config: contextlib.nullcontext()
+    )
+    monkeypatch.setattr(cudagraph_utils, "current_stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", RecordedGraph)
+    monkeypatch.setattr(torch.cuda, "graph", recording)

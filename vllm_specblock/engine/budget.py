@@ -1,0 +1,92 @@
+"""vLLM's adaptive verification over trees: how many nodes pay in this step, and whether any do.
+
+vLLM gives a batch's drafts to whoever gains most by them, and takes as many as maximise expected
+tokens per second. It orders drafts by the running product of their confidences, which for a chain
+is the probability to survive, and for us is that of reaching a node (`verify/reach.py`): nodes
+stand in descending order, so what it keeps of a tree is a tree.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import numpy as np
+from vllm.v1.worker.gpu.spec_decode import adaptive_verification
+from vllm.v1.worker.gpu.spec_decode.adaptive_verification import AdaptiveVerificationManager
+from vllm.v1.worker.gpu.states import RequestState
+
+from vllm_specblock.engine.registration import patch
+from vllm_specblock.verify.rest import Rest
+
+
+class RestSwitch:
+    """What the manager tells the speculator; both live on the host, in one process.
+
+    Attributes:
+        resting: the heads do not draft at the end of this step.
+        asleep: [request slots] bool, requests for which they rested once: their heads' caches
+            have holes, and nothing is drafted for them any more.
+        draft_seconds: host time of the last proposal; of use where the host is the device.
+    """
+
+    def __init__(self, num_slots: int):
+        self.resting = False
+        self.asleep = np.zeros(num_slots, dtype=bool)
+        self.draft_seconds = 0.0
+
+
+_SWITCHES: weakref.WeakKeyDictionary[RequestState, RestSwitch] = weakref.WeakKeyDictionary()
+
+
+def switch_of(states: RequestState, num_slots: int) -> RestSwitch:
+    """Make the switch of an engine, known to the manager by the engine's request states."""
+    return _SWITCHES.setdefault(states, RestSwitch(num_slots))
+
+
+class TreeBudgetManager(AdaptiveVerificationManager):
+    """AdaptiveVerificationManager that can also do without drafting.
+
+    Differs in that it compares the best budget with plain decoding, of which drafting is no part:
+    where that is quicker, the heads rest.
+    """
+
+    def __init__(self, req_states: RequestState, *args, **kwargs):
+        super().__init__(req_states, *args, **kwargs)
+        self.switch = _SWITCHES[req_states]
+        self.rest = Rest(self.num_speculative_steps)
+
+    def get_num_tokens(self, num_tokens_per_req, draft_tokens) -> int:
+        super().get_num_tokens(num_tokens_per_req, draft_tokens)
+        drafts, others, budget = self._batch_budget
+        if self.switch.resting:  # there are no trees, whatever was scheduled
+            budget = 0
+        self._batch_budget = drafts, others, budget
+        self._decide(list(num_tokens_per_req), draft_tokens)
+        return sum(others.values()) + budget
+
+    def _decide(self, requests: list[str], draft_tokens) -> None:
+        """Whether the proposal at the end of this step takes place."""
+        decoding = [request for request in requests if draft_tokens.get(request)]
+        slots = np.array([self.req_states.req_id_to_index[request] for request in decoding])
+        if not self.switch.resting:
+            confidence = self._stale_confidences[self._stale_idx].np[slots]
+            # New requests stand at 1 until something is drafted for them.
+            drafted = (confidence < 1).any(1) & ~self.switch.asleep[slots]
+            self.rest.learn(confidence[drafted].astype(np.float64).cumprod(1))
+        draft_cost, verify_cost = self.cost_tables
+        self.switch.resting = self.rest.decide(
+            len(decoding), draft_cost[len(requests)], verify_cost
+        )
+
+
+def install(kind: type[TreeBudgetManager] = TreeBudgetManager) -> None:
+    """P4: the runner builds vLLM's manager by its name; engines of ours get `kind`. Idempotent."""
+
+    def make(original):
+        def build(req_states: RequestState, *args, **kwargs) -> AdaptiveVerificationManager:
+            ours = req_states in _SWITCHES
+            return (kind if ours else original)(req_states, *args, **kwargs)
+
+        return build
+
+    patch(adaptive_verification, "AdaptiveVerificationManager", make)

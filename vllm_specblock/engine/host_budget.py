@@ -1,0 +1,98 @@
+"""Adaptive verification on a CPU, where there is no graph capture in which to measure costs."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+from vllm.v1.worker.gpu import model_runner
+from vllm.v1.worker.gpu.spec_decode import adaptive_verification
+
+from vllm_specblock.engine import budget
+from vllm_specblock.engine.budget import TreeBudgetManager
+from vllm_specblock.engine.registration import patch
+from vllm_specblock.verify.costs import StepCosts
+
+_FIRST_SHARES = (1.0, 0.0, 0.5, 0.25)
+"""Of what is drafted, so much is verified in turn in the first steps: costs have to be seen."""
+_FIRST_STEPS = 12
+_EXPLORE_EVERY = 32
+"""Later one step in so many verifies half as much as it would, or twice as much."""
+
+
+class HostBudgetManager(TreeBudgetManager):
+    """TreeBudgetManager for a device whose memory is the host's.
+
+    Differs in where costs come from (the time from one decode step to the next, of which it
+    learns) and in that budgets are chosen by the confidences of the very trees to be verified.
+    """
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.verify_costs, self.draft_costs = StepCosts(), StepCosts()
+        self.steps = 0
+        self._before: tuple[float, list[str], int, bool] | None = None
+
+    def get_num_tokens(self, num_tokens_per_req, draft_tokens) -> int:
+        requests = list(num_tokens_per_req)
+        decodes = all(draft_tokens.get(request) for request in requests)
+        self._observe(requests if decodes else None)
+        count = np.arange(self.req_states.max_num_batched_tokens + 1)
+        each = count[: len(requests) + 1]
+        self.cost_tables = (
+            self.draft_costs.seconds(each, len(requests)),
+            self.verify_costs.seconds(count, len(requests)),
+        )
+        rested = self.switch.resting
+        tokens = super().get_num_tokens(num_tokens_per_req, draft_tokens)
+        if decodes:
+            if not rested:
+                tokens = self._explored()
+            self._before = time.perf_counter(), requests, tokens, self.switch.resting
+        return tokens
+
+    def _observe(self, requests: list[str] | None) -> None:
+        """Learn from the last step, if this one follows it: the same requests, still decoding."""
+        before, self._before = self._before, None
+        if before is None or requests != before[1]:
+            return
+        began, _, tokens, rested = before
+        count, drafting = len(requests), 0.0
+        if not rested:
+            drafting = self.switch.draft_seconds
+            self.draft_costs.observe(count, count, drafting)
+        self.verify_costs.observe(tokens, count, time.perf_counter() - began - drafting)
+
+    def _explored(self) -> int:
+        """Another budget than the best one, now and then; returns the batch's tokens."""
+        drafts, others, budget = self._batch_budget
+        limit = min(sum(drafts.values()), self._max_total_logits)
+        self.steps += 1
+        turn, rest = divmod(self.steps, _EXPLORE_EVERY)
+        if self.steps <= _FIRST_STEPS:
+            budget = int(limit * _FIRST_SHARES[self.steps % len(_FIRST_SHARES)])
+        elif not rest:
+            budget = min(2 * budget + 4, limit) if turn % 2 else budget // 2
+        self._batch_budget = drafts, others, budget
+        return sum(others.values()) + budget
+
+    def record_confidences(self, confidence_probs, input_batch) -> None:
+        slots, count = input_batch.idx_mapping, input_batch.num_reqs
+        self._confidence_probs[slots] = confidence_probs[:count]
+        # Host memory, as everything here.
+        self._stale_confidences[self._stale_idx].np[:] = self._confidence_probs.numpy()
+
+
+def install() -> None:
+    """P4 for a CPU, where vLLM takes CUDA graphs and a compiler for granted; idempotent."""
+    plain = adaptive_verification._assign_draft_token_budget
+    patch(adaptive_verification, "_assign_draft_token_budget_compiled", lambda original: plain)
+
+    def make(original):
+        def resolve_adaptive_cudagraph_mode(mode, **kwargs):
+            return original(mode, **kwargs) if mode.has_full_cudagraphs() else mode
+
+        return resolve_adaptive_cudagraph_mode
+
+    patch(model_runner, "resolve_adaptive_cudagraph_mode", make)
+    budget.install(HostBudgetManager)
