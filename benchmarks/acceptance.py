@@ -1,0 +1,69 @@
+"""Profiles of acceptance, α by depth, and vLLM's keys that impose one.
+
+The paper says of its measured α_k, the probability that the drafter's first choice at depth k is
+right where all before it were, that α_1 is above 0.80, that the decay is smooth, and what α_8 is
+(appendix C); the rest is in a plot. So: a straight line from 0.80 to α_8, raised to the power at
+which the tree of 60 nodes is accepted with the τ that is asked for.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from operator import mul
+from typing import Any
+
+from vllm_specblock.draft.expand import Shape
+from vllm_specblock.draft.imposed import imposed_tree
+
+FIRST_ALPHA = 0.80
+LAST_ALPHA = {"llama-8b": 0.544, "qwen3-8b": 0.369, "tiny": 0.544}
+"""α_8 of the paper's drafters for Llama-3.1-8B and Qwen3-8B; the tiny target borrows one."""
+DEPTHS = 8
+PAPER_TREE = Shape(4, 2, 8, (4, 8, 16, 16), 60)
+"""K, M, S, branching and nodes; the paper's tree has these, and narrower branching."""
+
+
+def line(model: str, power: float = 1.0) -> list[float]:
+    """α_1 … α_8 of a target."""
+    slope = (LAST_ALPHA[model] - FIRST_ALPHA) / (DEPTHS - 1)
+    return [(FIRST_ALPHA + slope * k) ** power for k in range(DEPTHS)]
+
+
+def tree_tau(best: list[float], shape: Shape) -> float:
+    """Tokens per target step that a tree is accepted with: its nodes' probabilities, and one."""
+    tree = imposed_tree(shape, best)
+    return 1 + tree.logprob.exp().sum().item()
+
+
+def chain_tau(best: list[float], tokens: int) -> float:
+    """The same of a chain."""
+    return 1 + sum(reached(best)[:tokens])
+
+
+def reached(best: list[float]) -> list[float]:
+    """Probability that all first choices down to each depth are right."""
+    return list(accumulate(best, mul))
+
+
+def profile(model: str, tau: float) -> list[float]:
+    """α by depth at which `PAPER_TREE` has this τ.
+
+    Raises:
+        SystemExit: no power of the line gives it.
+    """
+    low, high = 0.01, 50.0  # τ falls with the power
+    if not tree_tau(line(model, high), PAPER_TREE) < tau < tree_tau(line(model, low), PAPER_TREE):
+        raise SystemExit(f"--tau is {tau:g}, but trees of 8 levels give between 1 and 9.")
+    for _ in range(40):
+        middle = (low + high) / 2
+        if tree_tau(line(model, middle), PAPER_TREE) > tau:
+            low = middle
+        else:
+            high = middle
+    return line(model, low)
+
+
+def imposed(best: list[float], tokens: int) -> dict[str, Any]:
+    """Keys of `speculative_config` for drafts of `tokens` tokens or nodes."""
+    rates = (reached(best) + [0.0] * tokens)[:tokens]
+    return {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": rates}

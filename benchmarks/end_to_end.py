@@ -1,0 +1,303 @@
+"""Tokens/s in vLLM at the shapes of real targets, acceptance imposed; or of the example pair.
+
+    python benchmarks/end_to_end.py --model llama-8b     # random weights, on one large GPU
+    python benchmarks/end_to_end.py --model pair         # the example pair, real acceptance
+    python benchmarks/end_to_end.py --help
+
+With random weights nothing would be accepted. vLLM's `rejection_sample_method: "synthetic"` imposes
+it, on its own chains and on our trees alike: a first choice at depth k is right with probability
+α_k, whoever drafts it (`acceptance.py`). What is generated then means nothing; what a step costs
+is real. The paper's EAGLE-3 drafter is right more often than its SpecBlock drafter; here both have
+one profile, and so has vLLM's n-gram lookup.
+
+Every engine runs in a process of its own, with the same cache of keys and values. A killed run
+goes on.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any
+
+import steady_engine
+import torch
+import typer
+from acceptance import PAPER_TREE, chain_tau, imposed, profile, tree_tau
+from combinations import NGRAM, alone, eagle3_chain, specblock
+from ledger import ROOT, Ledger
+from one_engine import Answer, EngineFailed, Request, Task, run
+from shapes import MODELS, write_drafter, write_eagle3, write_target
+from steady_engine import DEVICE, DRAFTING, STEPS, TOKENS
+from timing import device_name, markdown
+from two_heads import chosen, numbers
+
+from vllm_specblock.config import METHOD
+
+PLAIN = "vLLM"
+PAIR = "pair"
+BLOCK = 128
+"""Tokens in one block of the cache, at most: platforms differ."""
+BLOCKS, STARTS = 2, 8
+"""M and S of SpecBlock."""
+
+SPEED_GOAL, SPEED_TAU = 3.5, 4.41
+"""Tokens/s over plain vLLM at batch 1, where the tree of 60 has this τ."""
+VERIFY_GOAL, VERIFY_NODES, VERIFY_CONTEXT = 1.10, 60, 2048
+"""A step without its drafting, over a plain decode step; batch 1."""
+DRAFTING_GOAL = 0.13
+"""Share of a step that drafting takes."""
+MEMORY_GOAL = 300e6
+"""Bytes beyond the drafter's weights; the cache is the same for all engines."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """What the engines load.
+
+    Attributes:
+        target, drafter, eagle: folders; best: α by depth, None for real acceptance.
+        engine: arguments of `LLM` that follow from it.
+    """
+
+    target: Path
+    drafter: Path
+    eagle: Path
+    best: list[float] | None
+    engine: dict[str, Any]
+
+
+@contextmanager
+def made(model: str, length: int, tau: float) -> Iterator[Place]:
+    """The example pair, or a target and drafters of random weights in a folder that goes away."""
+    if model == PAIR:
+        examples = ROOT / "examples"
+        pair = examples / "tiny_pair"
+        yield Place(pair / "target", pair / "drafter", examples / "two_heads/eagle3", None, {})
+        return
+    best, sizes = profile(model, tau), MODELS[model]
+    with TemporaryDirectory() as folder:
+        root = Path(folder)
+        target = write_target(root / "target", sizes, length)
+        yield Place(
+            target,
+            write_drafter(root / "drafter", target, sizes),
+            write_eagle3(root / "eagle3", sizes),
+            best,
+            {"load_format": "dummy", "skip_tokenizer_init": True},
+        )
+
+
+def engines(
+    place: Place, nodes: list[int], chains: list[int], gpu: bool
+) -> dict[str, dict[str, Any] | None]:
+    """Every engine's `speculative_config` by its name, plain vLLM first.
+
+    vLLM's n-gram kernels want a GPU. Elsewhere ours looks up, and is accepted as it is.
+    """
+    found: dict[str, dict[str, Any] | None] = {PLAIN: None}
+    for tokens in chains:
+        if gpu:
+            found[f"n-gram @ {tokens}"] = {
+                "method": "ngram_gpu", "num_speculative_tokens": tokens,
+                "prompt_lookup_min": 2, "prompt_lookup_max": 5,
+            }  # fmt: skip
+        found[f"EAGLE-3 chain @ {tokens}"] = eagle3_chain(place.eagle, tokens)
+    tree = specblock(place.drafter, num_blocks=BLOCKS, num_starts=STARTS)
+    for count in nodes:
+        found[f"SpecBlock @ {count}"] = alone(tree, count)
+    most = max(nodes)
+    found[f"SpecBlock, adaptive @ {most}"] = alone(tree, most) | {
+        "enable_adaptive_verification": True
+    }
+    if place.best is not None:
+        for keys in filter(None, found.values()):
+            keys |= imposed(place.best, keys["num_speculative_tokens"])
+    if not gpu:
+        found |= {f"n-gram, ours @ {tokens}": alone(NGRAM, tokens) for tokens in chains}
+    return found
+
+
+def expected_tau(place: Place, speculative: dict[str, Any] | None) -> float | None:
+    """τ that the imposed profile promises; None where nothing is imposed."""
+    if place.best is None or "rejection_sample_method" not in (speculative or {}):
+        return None
+    count = speculative["num_speculative_tokens"]
+    if speculative["method"] != METHOD:
+        return chain_tau(place.best, count)
+    shape = replace(PAPER_TREE, num_blocks=BLOCKS, num_starts=min(STARTS, count), budget=count)
+    return tree_tau(place.best, shape)
+
+
+def prompts_of(model: str, vocabulary: int, context: int, batch: int) -> list[Any]:
+    """Random ids, `context` of them each; for the pair, the beginnings of held-out files."""
+    if model == PAIR:
+        sys.path.insert(0, str(ROOT / "examples/tiny_pair"))
+        import corpus
+
+        texts = corpus.prompts(corpus.load().held_out, batch)
+        return [texts[index % len(texts)] for index in range(batch)]
+    draw = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, vocabulary, (batch, context), generator=draw)
+    return [{"prompt_token_ids": each} for each in ids.tolist()]
+
+
+def cache_bytes(config: Any, layers: int, length: int, batch: int, dtype_bytes: int) -> int:
+    """Room for all requests, and a quarter more: drafters' layers and slots of drafts."""
+    width = config.head_dim * config.num_key_value_heads * 2 * dtype_bytes
+    blocks = batch * (-(-length // BLOCK) + 2) + 64
+    # A SpecBlock drafter keeps K = 4 entries per token in each of its two layers.
+    return int(1.25 * blocks * BLOCK * width * (layers + 8))
+
+
+def summary(answer: Answer, batch: int, expected: float | None) -> dict[str, Any]:
+    """What one engine did, in JSON's types; `expected`: see `expected_tau`."""
+    counters = answer.counters
+    return {
+        "tokens_per_second": counters[TOKENS] / answer.seconds,
+        "step_ms": answer.seconds / counters[STEPS] * 1e3,
+        "drafting_ms": counters[DRAFTING] / counters[STEPS] * 1e-6,
+        "tau": answer.tau,
+        "tau_imposed": expected,
+        "tokens_per_step": counters[TOKENS] / counters[STEPS] / batch,
+        "device_bytes": counters[DEVICE],
+        "steps": counters[STEPS],
+        "batch": batch,
+    }
+
+
+def table(results: dict[str, dict[str, Any]]) -> str:
+    """A row per engine and batch."""
+    rows = [["batch", "engine", "tokens/s", "× vLLM", "τ", "ms per step", "drafting",
+             "rest / vLLM's step", "GPU GB over vLLM's"]]  # fmt: skip
+    for name, each in results.items():
+        plain = results.get(f"{PLAIN}, batch {each['batch']}")
+        rest = each["step_ms"] - each["drafting_ms"]
+        speed, verify, memory, tau = "–", "–", "–", f"{each['tau']:.2f}"
+        if each["tau_imposed"] is not None:
+            tau += f" ({each['tau_imposed']:.2f} imposed)"
+        if plain is not None:
+            speed = f"{each['tokens_per_second'] / plain['tokens_per_second']:.2f}"
+            verify = f"{rest / plain['step_ms']:.2f}"
+            if plain["device_bytes"]:
+                memory = f"{(each['device_bytes'] - plain['device_bytes']) / 1e9:.2f}"
+        rows.append([
+            str(each["batch"]), name.rpartition(", batch")[0], f"{each['tokens_per_second']:.0f}",
+            speed, tau, f"{each['step_ms']:.2f}",
+            f"{each['drafting_ms'] / each['step_ms']:.0%}", verify, memory,
+        ])  # fmt: skip
+    return markdown(rows)
+
+
+def goals(results: dict[str, dict[str, Any]], settings: dict[str, Any]) -> list[str]:
+    """A sentence per goal that these results can speak to."""
+    ours = {name: each for name, each in results.items() if name.startswith("SpecBlock")}
+    plain = {each["batch"]: each for name, each in results.items() if name.startswith(PLAIN + ",")}
+    best: dict[int, float] = {}
+    for each in ours.values():
+        if each["batch"] in plain:
+            speed = each["tokens_per_second"] / plain[each["batch"]]["tokens_per_second"]
+            best[each["batch"]] = max(speed, best.get(each["batch"], 0.0))
+    said = []
+    if 1 in best and settings["tau"] == SPEED_TAU:
+        said.append(f"best × vLLM at batch 1, τ = {SPEED_TAU} at 60 nodes: {best[1]:.2f} "
+                    f"(goal ≥ {SPEED_GOAL})")  # fmt: skip
+    if best:
+        worst = min(best, key=best.get)
+        said.append(f"best × vLLM at the worst batch, {worst}: {best[worst]:.2f} (goal ≥ 1.0)")
+    tree = ours.get(f"SpecBlock @ {VERIFY_NODES}, batch 1")
+    if tree is None:
+        return said
+    said.append(f"drafting share, batch 1: {tree['drafting_ms'] / tree['step_ms']:.0%} "
+                f"(goal ≤ {DRAFTING_GOAL:.0%})")  # fmt: skip
+    if 1 in plain:
+        rest = (tree["step_ms"] - tree["drafting_ms"]) / plain[1]["step_ms"]
+        at = f"batch 1, context {settings['context']}"
+        goal = f" (goal ≤ {VERIFY_GOAL})" if settings["context"] == VERIFY_CONTEXT else ""
+        said.append(f"step without drafting over a plain step, {at}: {rest:.2f}{goal}")
+        if plain[1]["device_bytes"]:
+            over = tree["device_bytes"] - plain[1]["device_bytes"] - settings["drafter_bytes"]
+            said.append(f"GPU memory beyond weights and cache: {over / 1e6:.0f} MB "
+                        f"(goal ≤ {MEMORY_GOAL / 1e6:.0f})")  # fmt: skip
+    return said
+
+
+def main(
+    model: Annotated[
+        str | None, typer.Option(help=f"{', '.join(MODELS)}, or {PAIR}; without a GPU: tiny.")
+    ] = None,
+    batches: Annotated[str, typer.Option(help="Requests at a time.")] = "1,2,4,8,16,32,64,128,256",
+    nodes: Annotated[str, typer.Option(help="N of SpecBlock.")] = "12,24,60",
+    chains: Annotated[str, typer.Option(help="Tokens of the chains.")] = "3,5",
+    tau: Annotated[float, typer.Option(help="Imposed, of the tree of 60 nodes.")] = SPEED_TAU,
+    context: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = VERIFY_CONTEXT,
+    tokens: Annotated[int, typer.Option(min=32, help="Generated per request.")] = 256,
+    repeat: Annotated[int, typer.Option(min=1, help="Passes; the quickest counts.")] = 3,
+    graphs: Annotated[bool, typer.Option(help="Compile, and capture CUDA graphs.")] = True,
+    only: Annotated[str | None, typer.Option(help="Parts of engines' names; a; b.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="JSON of the results (default: by the model's name).")
+    ] = None,
+) -> None:
+    """Measure every engine at every batch, print a table and the goals."""
+    gpu = torch.cuda.is_available()
+    model = model or ("llama-8b" if gpu else "tiny")
+    if model not in (*MODELS, PAIR):
+        raise SystemExit(f"--model is {model!r}, but must be one of {', '.join(MODELS)}, {PAIR}.")
+    path = out or ROOT / f"benchmarks/results/end_to_end_{model}.json"
+    slack = 2 * max(numbers(nodes, "--nodes")) + 2 * BLOCK
+    length = context + tokens + slack
+    with made(model, length, tau) as place:
+        from transformers import AutoConfig
+
+        config = AutoConfig.from_pretrained(place.target)
+        settings = {
+            "model": model, "device": device_name(torch.device("cuda" if gpu else "cpu")),
+            "dtype": "bfloat16" if gpu else "float32", "graphs": graphs and gpu,
+            "tau": tau, "alpha": place.best, "context": context, "tokens": tokens,
+            "repeat": repeat,
+            "drafter_bytes": (place.drafter / "model.safetensors").stat().st_size,
+        }  # fmt: skip
+        ledger, failed = Ledger(path, settings), []
+        found = engines(place, numbers(nodes, "--nodes"), numbers(chains, "--chains"), gpu)
+        for batch in numbers(batches, "--batches"):
+            prompts = prompts_of(model, config.vocab_size, context, batch)
+            arguments = place.engine | {
+                "dtype": settings["dtype"],
+                "enforce_eager": not settings["graphs"],
+                "max_model_len": length,
+                "max_num_seqs": batch,
+                # Every request's tree in one step, or the scheduler would cut them.
+                "max_num_batched_tokens": max(8192, batch * (slack // 2 + 1)),
+                "kv_cache_memory_bytes": cache_bytes(
+                    config, config.num_hidden_layers, length, batch, 2 if gpu else 4
+                ),
+            }
+            for name, speculative in chosen(found, only).items():
+                key = f"{name}, batch {batch}"
+                if key in ledger:
+                    continue
+                print(f"{key} …", flush=True)
+                task = Task(prompts, 0.0, tokens, batch, repeat)
+                request = Request(str(place.target), speculative, [task], arguments)
+                try:
+                    (answer,) = run(request, Path(steady_engine.__file__))
+                except EngineFailed as error:
+                    print(f"{key}: {error}")
+                    failed.append(key)
+                    continue
+                ledger.add(key, summary(answer, batch, expected_tau(place, speculative)))
+    print(f"\n{settings}\n\n{table(ledger.results)}\n")
+    said = goals(ledger.results, settings) if gpu else ["The goals are those of an H200."]
+    print("\n".join(said))
+    if failed:
+        print(f"failed: {', '.join(failed)}", file=sys.stderr)
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

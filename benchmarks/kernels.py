@@ -1,0 +1,286 @@
+"""The kernels on their own: tree attention against FlashAttention, all of them against torch.
+
+    python benchmarks/kernels.py [--help]
+
+On a GPU: bf16, shapes of an 8B target, CUDA graph replays, the L2 flushed between two. On a CPU
+the same code runs tiny, in float32, and says nothing about a GPU; it is there so that it never
+rots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch.nn.functional as F
+import typer
+from ledger import ROOT, Ledger
+from timing import device_name, markdown, time_call
+from torch import Tensor, nn
+from vllm_specblock.triton_kernels.commit import KVCacheSet, move_kv, move_kv_reference
+from vllm_specblock.triton_kernels.layer_shift import layer_shift, layer_shift_reference
+from vllm_specblock.triton_kernels.packed import PackedQueries
+
+from vllm_specblock.draft.expand import Shape
+from vllm_specblock.draft.imposed import imposed_tree
+
+GOAL = 1.10
+"""Tree attention over FlashAttention's time on a causal chain of the same size, at most."""
+BLOCK = 16
+"""Tokens in one block of the paged cache."""
+TREE_SHAPE = (4, 2, 8, (4, 8, 16, 16))
+"""K, M, S and branching of the trees."""
+ALPHA = [0.8, 0.7, 0.6, 0.5] * 2
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is measured: of the target's attention, of the trees, of the drafter.
+
+    Attributes:
+        heads, kv_heads, head_dim: of the target; nodes: N.
+        contexts, batches: of attention; layers: caches that a commit moves in.
+        hidden: H of the layer shift; rows: T, rows of a drafter forward.
+    """
+
+    dtype: torch.dtype
+    heads: int
+    kv_heads: int
+    head_dim: int
+    nodes: int
+    contexts: tuple[int, ...]
+    batches: tuple[int, ...]
+    layers: int
+    hidden: int
+    rows: tuple[int, ...]
+
+
+LARGE = Sizes(
+    torch.bfloat16, 32, 8, 128, 60, (512, 2048, 8192, 32768), (1, 2, 4, 8, 16, 32), 32, 4096,
+    (1, 4, 8, 16, 32, 64),
+)  # fmt: skip
+TINY = Sizes(torch.float32, 4, 2, 16, 12, (40,), (1, 2), 2, 32, (1, 3))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One shape of one kernel.
+
+    Attributes:
+        kernel, shape: its name and what tells it from the kernel's other cases.
+        ways: how to run it, ours first under "ours"; each gives what it computed, or None where
+            it works in place.
+        moved: bytes that any way has to read and write.
+    """
+
+    kernel: str
+    shape: str
+    ways: dict[str, Callable[[], Any]]
+    moved: int
+
+
+def attention_case(sizes: Sizes, context: int, batch: int, device: torch.device) -> Case:
+    """A root and its tree behind `context` tokens, `batch` times; FlashAttention: a chain."""
+    queries = sizes.nodes + 1
+    tree = imposed_tree(Shape(*TREE_SHAPE, sizes.nodes), ALPHA)
+    length = context + queries
+    blocks = -(-length // BLOCK)
+    draw = torch.Generator(device).manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=draw, device=device).to(sizes.dtype)
+
+    # The engine's layout: entries outside, heads inside (LBNHC).
+    storage = random(batch * blocks, BLOCK, sizes.kv_heads, 2 * sizes.head_dim)
+    order = torch.randperm(batch * blocks, generator=draw, device=device).int()
+    table = order.view(batch, blocks)
+    query = random(batch * queries, sizes.heads, sizes.head_dim)
+    start_host = [queries * request for request in range(batch + 1)]
+    start = torch.tensor(start_host, dtype=torch.int32, device=device)
+    lengths = torch.full((batch,), length, dtype=torch.int32, device=device)
+    packed = PackedQueries(
+        table,
+        BLOCK,
+        start,
+        start_host,
+        lengths,
+        [length] * batch,
+        torch.full((batch * queries,), context, dtype=torch.int32, device=device),
+        tree.ancestors.to(device).expand(batch, -1, -1).flatten(0, 1).contiguous(),
+        torch.full((batch,), context, dtype=torch.int32, device=device),
+    )
+    scale, cache = sizes.head_dim**-0.5, storage.transpose(1, 2)
+    ways = {"ours": lambda: packed.attend(query, cache, scale)}
+    if device.type == "cuda":
+        ways["FlashAttention, chain"] = _flash(query, storage, start, lengths, length, table)
+        ways["FlashAttention's prefix, our tree"] = _flash_prefix(packed, query, cache, scale)
+    ways["torch SDPA, dense"] = _dense(sizes, query, storage, table, tree.ancestors, context)
+    entries = batch * length * sizes.kv_heads * 2 * sizes.head_dim
+    moved = (entries + 2 * query.numel()) * sizes.dtype.itemsize
+    return Case("tree attention", f"context {context}, batch {batch}", ways, moved)
+
+
+def _flash(query, storage, start, lengths, length, table) -> Callable[[], Tensor]:
+    """vLLM's bundled FlashAttention, version 3 where the device has it, over its own layout."""
+    from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
+    from vllm.vllm_flash_attn import flash_attn_varlen_func
+
+    key, value = (each.contiguous() for each in storage.chunk(2, dim=-1))
+    out, queries = torch.empty_like(query), len(query) // len(table)
+    return lambda: flash_attn_varlen_func(
+        query, key, value, queries, start, length, seqused_k=lengths, causal=True,
+        block_table=table, out=out, fa_version=get_flash_attn_version(),
+    )  # fmt: skip
+
+
+def _flash_prefix(packed, query, cache, scale) -> Callable[[], Tensor]:
+    """What the engine takes for the shapes in `flash_prefix.FASTER`."""
+    from vllm_specblock.engine.flash_prefix import attend_prefix_and_tree, flash_attention
+
+    flash, out = flash_attention(query.shape[-1]), torch.empty_like(query)
+    return lambda: attend_prefix_and_tree(flash, packed, query, cache, scale, out)
+
+
+def _dense(sizes, query, storage, table, ancestors, context) -> Callable[[], Tensor]:
+    """Torch's attention on keys and values that lie in order already, with the tree's mask."""
+    batch, queries = len(table), sizes.nodes + 1
+    dense = storage[table.long()].flatten(1, 2)[:, : context + queries].transpose(1, 2)
+    key, value = (each.contiguous() for each in dense.chunk(2, dim=-1))
+    shift = torch.arange(queries)
+    tree = (ancestors[0][:, shift // 64] >> (shift % 64)) & 1  # [N+1, N+1]
+    mask = F.pad(tree.bool(), (context, 0), value=True).to(query.device)
+    rows = query.view(batch, queries, sizes.heads, -1).transpose(1, 2)
+    return lambda: (
+        F.scaled_dot_product_attention(rows, key, value, mask, enable_gqa=True)
+        .transpose(1, 2)
+        .flatten(0, 1)
+    )
+
+
+def shift_case(sizes: Sizes, rows: int, device: torch.device) -> Case:
+    """The drafter's layer shift over `rows` rows of K positions, and the norm that comes next."""
+    draw = torch.Generator(device).manual_seed(0)
+    hidden, weight = (
+        torch.randn(*shape, generator=draw, device=device).to(sizes.dtype)
+        for shape in ((rows, TREE_SHAPE[0], sizes.hidden), (sizes.hidden, 2 * sizes.hidden))
+    )
+    norm = nn.RMSNorm(sizes.hidden, eps=1e-5, dtype=sizes.dtype, device=device)
+
+    def reference() -> tuple[Tensor, Tensor]:
+        shifted = layer_shift_reference(hidden, weight)
+        return shifted, norm(shifted)
+
+    return Case(
+        "layer shift",
+        f"T {rows}, K {TREE_SHAPE[0]}, H {sizes.hidden}",
+        {
+            "ours": lambda: layer_shift(hidden, weight, norm),
+            "torch, concatenation": reference,
+        },
+        (weight.numel() + 3 * hidden.numel()) * sizes.dtype.itemsize,
+    )
+
+
+def commit_case(sizes: Sizes, batch: int, device: torch.device) -> Case:
+    """Paths of 8 nodes, scattered over the tree, moved to the front in every layer's cache."""
+    depth = min(8, sizes.nodes)
+    blocks = -(-(sizes.nodes + 1) // BLOCK)
+    caches = [
+        torch.randn(batch * blocks, BLOCK, sizes.kv_heads, 2 * sizes.head_dim, device=device)
+        .to(sizes.dtype)
+        .transpose(1, 2)
+        for _ in range(sizes.layers)
+    ]
+    first = torch.arange(batch, device=device)[:, None] * blocks * BLOCK
+    place = torch.arange(1, depth + 1, device=device)
+    target = first + place
+    source = first + place * sizes.nodes // depth
+    moves = source != target
+    together = KVCacheSet(caches)
+    entry = sizes.layers * sizes.kv_heads * 2 * sizes.head_dim * sizes.dtype.itemsize
+    return Case(
+        "commit",
+        f"batch {batch}, {depth} rows, {sizes.layers} layers",
+        {
+            "ours": lambda: move_kv(together, source, target, moves),
+            "torch, gather and scatter": lambda: move_kv_reference(together, source, target, moves),
+        },
+        2 * entry * int(moves.sum()),
+    )
+
+
+def expansion_case(sizes: Sizes, batch: int, device: torch.device) -> Case:
+    """From the candidates of M blocks to the best N nodes in order."""
+    from candidate_sets import random_candidates
+
+    ways, moved = random_candidates(Shape(*TREE_SHAPE, sizes.nodes), batch, device)
+    return Case("tree selection", f"batch {batch}, N {sizes.nodes}", ways, moved)
+
+
+def cases(sizes: Sizes, device: torch.device) -> Iterator[Case]:
+    """One after the other: the largest take most of a GPU's memory."""
+    for context in sizes.contexts:
+        for batch in sizes.batches:
+            yield attention_case(sizes, context, batch, device)
+    for rows in sizes.rows:
+        yield shift_case(sizes, rows, device)
+    for batch in sizes.batches:
+        yield commit_case(sizes, batch, device)
+        yield expansion_case(sizes, batch, device)
+
+
+def measure(case: Case, device: torch.device, runs: int) -> dict[str, Any]:
+    """Every way's time and bandwidth, and ours over each of the others."""
+    found = {
+        name: time_call(way, device, runs).with_bytes(case.moved, device)
+        for name, way in case.ways.items()
+    }
+    ours = found["ours"]["median_us"]
+    ratio = {name: ours / each["median_us"] for name, each in found.items() if name != "ours"}
+    return {"kernel": case.kernel, "shape": case.shape, "ways": found, "ours_over": ratio}
+
+
+def table(results: dict[str, dict[str, Any]]) -> str:
+    """A row per case and way; where there is a goal it stands beside the figure."""
+    rows = [["kernel", "shape", "way", "µs", "GB/s", "of peak", "ours / this"]]
+    for case in results.values():
+        for name, each in case["ways"].items():
+            share = "–" if each["share"] is None else f"{each['share']:.0%}"
+            over = case["ours_over"].get(name)
+            ratio = "–" if over is None else f"{over:.2f}"
+            if "FlashAttention" in name:
+                ratio += f" (goal ≤ {GOAL:.2f}: {'met' if over <= GOAL else 'missed'})"
+            rows.append([case["kernel"], case["shape"], name, f"{each['median_us']:.1f}",
+                         f"{each['gb_s']:.0f}", share, ratio])  # fmt: skip
+    return markdown(rows)
+
+
+def main(
+    device: Annotated[
+        str, typer.Option(help="cuda, or cpu for a tiny run of the same code.")
+    ] = "cuda" if torch.cuda.is_available() else "cpu",
+    only: Annotated[str | None, typer.Option(help="A part of a kernel's name.")] = None,
+    runs: Annotated[int, typer.Option(min=1, help="Calls; the median counts.")] = 100,
+    out: Annotated[Path, typer.Option(help="JSON of the results.")] = ROOT
+    / "benchmarks/results/kernels.json",
+) -> None:
+    """Time every kernel, print a table, write JSON."""
+    where = torch.device(device)
+    sizes = TINY if where.type == "cpu" else LARGE
+    settings = {"device": device_name(where), "tiny": sizes is TINY, "runs": runs,
+                "dtype": str(sizes.dtype)}  # fmt: skip
+    ledger = Ledger(out, settings)
+    for case in cases(sizes, where):
+        name = f"{case.kernel}, {case.shape}"
+        if name in ledger or (only is not None and only not in case.kernel):
+            continue
+        with torch.inference_mode():
+            ledger.add(name, measure(case, where, runs))
+    print(f"{settings}\n\n{table(ledger.results)}")
+
+
+if __name__ == "__main__":
+    typer.run(main)

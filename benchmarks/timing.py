@@ -1,0 +1,102 @@
+"""Time of one call on a device, with cold caches, and its place below the memory's bandwidth."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+BANDWIDTH = {"H200": 4.8e12, "H100": 3.35e12, "A100": 2.04e12}
+"""Peak bytes/s of a GPU's memory (SXM, the largest variant), by a part of its name."""
+FLUSH_BYTES = 256 << 20
+"""Written between two calls: more than any L2 holds, and long enough for the host to be ahead."""
+WARM_UP = 3
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Microseconds of a call: the median, and the quickest, of so many runs."""
+
+    median_us: float
+    least_us: float
+    runs: int
+
+    def with_bytes(self, moved: int, device: torch.device) -> dict[str, Any]:
+        """JSON of it beside what `moved` bytes per call come to.
+
+        gb_s: 10^9 bytes/s; share: of the device's peak, None where that is not known.
+        """
+        peak = peak_bandwidth(device)
+        rate = moved / (self.median_us * 1e-6)
+        return asdict(self) | {
+            "bytes": moved,
+            "gb_s": rate / 1e9,
+            "share": rate / peak if peak else None,
+        }
+
+
+def peak_bandwidth(device: torch.device) -> float | None:
+    """Bytes/s, or None for a device that is not in `BANDWIDTH`."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((rate for part, rate in BANDWIDTH.items() if part in name), None)
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def time_call(call: Callable[[], Any], device: torch.device, runs: int = 50) -> Timing:
+    """Run `call` again and again.
+
+    On a GPU it is captured once and replayed: what is measured is the device's time, whatever
+    the host needs to launch it. The call must be fit for a CUDA graph. On a CPU it is wall clock,
+    with warm caches.
+    """
+    took = _replayed(call, runs) if device.type == "cuda" else _called(call, runs)
+    return Timing(statistics.median(took), min(took), runs)
+
+
+def _called(call: Callable[[], Any], runs: int) -> list[float]:
+    for _ in range(WARM_UP):
+        call()
+    took = []
+    for _ in range(runs):
+        began = time.perf_counter()
+        call()
+        took.append((time.perf_counter() - began) * 1e6)
+    return took
+
+
+def _replayed(call: Callable[[], Any], runs: int) -> list[float]:
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # a capture wants everything compiled and allocated before
+        for _ in range(WARM_UP):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    pairs = []
+    for _ in range(runs + WARM_UP):
+        flush.zero_()
+        pair = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        pair[0].record()
+        graph.replay()
+        pair[1].record()
+        pairs.append(pair)
+    torch.cuda.synchronize()
+    return [start.elapsed_time(end) * 1e3 for start, end in pairs[WARM_UP:]]
+
+
+def markdown(rows: list[list[str]]) -> str:
+    """A table; the first row is its head."""
+    lines = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

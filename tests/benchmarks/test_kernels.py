@@ -1,0 +1,113 @@
+"""The kernel benchmark: all ways of a case do the same work, and the figures are what they say."""
+
+from __future__ import annotations
+
+import json
+
+import kernels
+import pytest
+import timing
+import torch
+from timing import Timing
+from typer.testing import CliRunner
+
+CPU = torch.device("cpu")
+
+
+def in_place(case):
+    """Whether the case works on caches of its own."""
+    return case.kernel == "commit"
+
+
+@pytest.mark.parametrize("case", kernels.cases(kernels.TINY, CPU), ids=lambda c: c.shape)
+def test_every_way_computes_the_same(case):
+    assert len(case.ways) >= 2 and case.moved > 0
+    if in_place(case):
+        return
+    with torch.inference_mode():
+        ours, *others = (way() for way in case.ways.values())
+    for other in others:
+        if case.kernel != "tree selection":
+            torch.testing.assert_close(ours, other, rtol=1e-4, atol=1e-4)
+        else:
+            for name, value in vars(ours.tree).items():
+                torch.testing.assert_close(value, getattr(other.tree, name), msg=name)
+            assert (ours.tree.size > 3).all()
+
+
+def test_commits_move_the_same(monkeypatch):
+    made, caches = [], kernels.KVCacheSet
+    monkeypatch.setattr(kernels, "KVCacheSet", lambda each: made.append(each) or caches(each))
+    for way in ("ours", "torch, gather and scatter"):
+        torch.manual_seed(3)
+        case = kernels.commit_case(kernels.TINY, 2, CPU)
+        before = [cache.clone() for cache in made[-1]]
+        case.ways[way]()
+        assert any(not torch.equal(old, new) for old, new in zip(before, made[-1]))
+    assert all(torch.equal(mine, other) for mine, other in zip(*made))
+
+
+def test_bytes_become_bandwidth(monkeypatch):
+    monkeypatch.setattr(timing, "peak_bandwidth", lambda device: 4e12)
+    found = Timing(median_us=100.0, least_us=90.0, runs=5).with_bytes(200_000_000, CPU)
+    assert found["gb_s"] == pytest.approx(2000) and found["share"] == pytest.approx(0.5)
+
+
+def test_a_cpu_has_no_peak():
+    assert Timing(1.0, 1.0, 1).with_bytes(1, CPU)["share"] is None
+
+
+def test_the_median_counts(monkeypatch):
+    now, took = [0.0], iter([5.0] * timing.WARM_UP + [1e-6, 20e-6, 3e-6])
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+
+    def call():
+        now[0] += next(took)
+
+    found = timing.time_call(call, CPU, runs=3)
+    assert found.least_us == pytest.approx(1, abs=0.01) and found.runs == 3
+    assert found.median_us == pytest.approx(3, abs=0.01)
+
+
+def case_result(over):
+    each = {"median_us": 10.0, "least_us": 9.0, "runs": 3, "bytes": 1, "gb_s": 1.0, "share": 0.5}
+    name = "FlashAttention, chain"
+    return {"kernel": "tree attention", "shape": "s", "ways": {"ours": each, name: each},
+            "ours_over": {name: over}}  # fmt: skip
+
+
+@pytest.mark.parametrize("over, said", [(1.1, "met"), (1.11, "missed")])
+def test_the_goal_stands_beside_the_figure(over, said):
+    text = kernels.table({"a": case_result(over)})
+    assert f"{over:.2f} (goal ≤ 1.10: {said})" in text and "50%" in text
+
+
+def test_the_command_on_a_cpu(tmp_path):
+    import typer
+
+    app = typer.Typer()
+    app.command()(kernels.main)
+    path = tmp_path / "k.json"
+    arguments = ["--device", "cpu", "--runs", "2", "--out", str(path)]
+    first = CliRunner().invoke(app, [*arguments, "--only", "shift"])
+    assert first.exit_code == 0, first.output
+    assert len(json.loads(path.read_text())["results"]) == len(kernels.TINY.rows)
+    second = CliRunner().invoke(app, arguments)
+    assert second.exit_code == 0, second.output
+    found = json.loads(path.read_text())
+    assert found["settings"]["tiny"] is True
+    assert {each["kernel"] for each in found["results"].values()} == {
+        "tree attention", "layer shift", "commit", "tree selection",
+    }  # fmt: skip
+    for each in found["results"].values():
+        assert all(way["median_us"] > 0 for way in each["ways"].values())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_replayed_call_takes_as_long_as_its_bytes():
+    """A copy of 1 GiB reaches most of the peak, and never more than it."""
+    source = torch.empty(1 << 29, dtype=torch.int8, device="cuda")
+    copy = torch.empty_like(source)
+    device = torch.device("cuda")
+    found = timing.time_call(lambda: copy.copy_(source), device, 20).with_bytes(1 << 30, device)
+    assert 0.4 < found["share"] < 1.05
