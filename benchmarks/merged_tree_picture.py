@@ -173,14 +173,14 @@ def record(
     core = llm.llm_engine.engine_core.engine_core
     proposer = core.model_executor.driver_worker.worker.model_runner.speculator.proposer
     seen: list[tuple[Any, int]] = []
-    propose = proposer.propose
+    combine = proposer.combine
 
     def noting(rows: Any) -> Any:
-        proposal = propose(rows)
+        proposal = combine(rows)
         seen.append((proposal.combined, int(rows.position[rows.last[0]]) + 1))
         return proposal
 
-    proposer.propose = noting
+    proposer.combine = noting
     (answer,) = llm.generate(
         [prompt],
         SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True),

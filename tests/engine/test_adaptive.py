@@ -137,23 +137,27 @@ def test_crowded(reference):
         Checker()(crowded, requests, reference(f"to the limit, {temperature}", requests))
 
 
-def test_vllms_own_schedule_by_batch_size(reference):
+def test_vllms_own_schedule_by_batch_size(reference, monkeypatch):
     """Whole trees for up to two requests, their best three nodes for up to five, then none."""
     scheduled = make_engine({
         "num_speculative_tokens": 10,
         "num_speculative_tokens_per_batch_size": [[1, 2, 10], [3, 5, 3], [6, 8, 0]],
     })  # fmt: skip
     counts, propose = set(), scheduled.speculator.propose
+    drafted = note_proposals(scheduled, monkeypatch)
 
     def noting(batch, *args, num_speculative_tokens, **kwargs):
-        counts.add((min(batch.num_reqs, 8), num_speculative_tokens))
-        return propose(batch, *args, num_speculative_tokens=num_speculative_tokens, **kwargs)
+        before = len(drafted)
+        tokens = propose(batch, *args, num_speculative_tokens=num_speculative_tokens, **kwargs)
+        counts.add((num_speculative_tokens, len(drafted) - before))
+        return tokens
 
     scheduled.speculator.propose = noting
     for temperature in (0.0, 1.0):
         requests = params(temperature=temperature)
         Checker()(scheduled, requests, reference(f"scheduled, {temperature}", requests))
-    assert {3, 10, 0} == {count for _, count in counts}
+    assert counts == {(10, 1), (3, 1), (0, 0)}
+    assert max(size for _, sizes in drafted[-20:] for size in sizes) == 10
 
 
 def note_proposals(engine, monkeypatch):

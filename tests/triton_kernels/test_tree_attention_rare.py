@@ -103,11 +103,15 @@ def test_log_of_the_sums(kernels):
     batch = make_batch([*MIXED, Blind(2)], group=2, device=kernels.device, tail=3)
     batch.kv_cache[0] = 0.0  # a request without entries looks at block 0, with weight 0
     wanted = batch.oracle()[1].float()
-    for run in (lambda lse: launch(kernels, batch, lse=lse), lambda lse: reference(batch, lse=lse)):
+    runs = (
+        (kernels.device, lambda lse: launch(kernels, batch, lse=lse)),
+        ("cpu", lambda lse: reference(batch, lse=lse)),
+    )
+    for device, run in runs:
         # Written through strides, as [heads, T] is what FlashAttention has.
-        lse = torch.full(batch.query.shape[1::-1], torch.nan).T
+        lse = torch.full(batch.query.shape[1::-1], torch.nan, device=device).T
         check(run(lse), batch)
-        torch.testing.assert_close(lse, wanted, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(lse.cpu(), wanted.cpu(), atol=1e-5, rtol=1e-5)
 
 
 # Splits.

@@ -70,10 +70,10 @@ class Proposer(ABC):
     def learn(self, verified: Verified) -> None:  # noqa: B027 (few have to)
         """Take note of what was accepted."""
 
-    def propose(self, rows: CommittedRows) -> Proposal:
+    def advance(self, rows: CommittedRows) -> None:
+        """The heads take in what was committed; all of them, see above."""
         for head in self.heads:
             head.advance(rows)
-        return self.combine(rows)
 
     @abstractmethod
     def combine(self, rows: CommittedRows) -> Proposal:

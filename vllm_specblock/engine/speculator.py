@@ -236,7 +236,9 @@ class TreeSpeculator(DraftModelSpeculator):
             )
 
         if dummy_run or self.adaptive is None or not self.adaptive.switch.resting:
-            tokens = self._draft(inputs, batch, aux_hidden_states, chain, dummy_run)
+            # vLLM's schedule by batch size may want no drafts at all.
+            draft = num_speculative_tokens != 0
+            tokens = self._propose(inputs, batch, aux_hidden_states, chain, dummy_run, draft)
         else:
             if batch.num_draft_tokens:  # of the step before the rest
                 self.settle(inputs())
@@ -246,19 +248,20 @@ class TreeSpeculator(DraftModelSpeculator):
             self.counters.publish()
         return tokens
 
-    def _draft(
+    def _propose(
         self,
         inputs: Callable[[], StepInputs],
         batch: InputBatch,
         hidden_states: list[torch.Tensor],
         chain: np.ndarray,
         dummy_run: bool,
+        draft: bool,
     ) -> torch.Tensor:
         """`step`, in a graph if one serves the batch."""
         began = time.perf_counter()
-        graph = self.graphs.find(batch, dummy_run)
+        graph = self.graphs.find(batch, dummy_run) if draft else None
         if graph is None:
-            tokens = self.step(inputs())
+            tokens = self.step(inputs(), draft)
         else:
             self.graphs.fill(graph, batch, hidden_states, chain)
             self.graphs.run_fullgraph(graph)
@@ -267,8 +270,11 @@ class TreeSpeculator(DraftModelSpeculator):
             self.adaptive.switch.draft_seconds = time.perf_counter() - began
         return tokens
 
-    def step(self, inputs: StepInputs) -> torch.Tensor:
+    def step(self, inputs: StepInputs, draft: bool = True) -> torch.Tensor:
         """Commit, draft and keep the trees; the same eagerly and in a graph.
+
+        Args:
+            draft: without, the heads only follow the target.
 
         Returns:
             [R, N] int64, the trees' tokens.
@@ -282,7 +288,11 @@ class TreeSpeculator(DraftModelSpeculator):
             inputs.block_table,
             inputs.block_size,
         )
-        proposal = self.proposer.propose(committed)
+        self.proposer.advance(committed)
+        if not draft:
+            self.slots.accepted[slot] = 0  # whatever is scheduled next has no verdict
+            return self.draft_tokens[: len(slot)]
+        proposal = self.proposer.combine(committed)
         combined = proposal.combined
         if inputs.chain is not None:
             combined = combined.where(inputs.chain)
