@@ -115,7 +115,7 @@ def test_the_other_runner(monkeypatch):
 
 TARGET_KIND = {
     "model": "some/target",
-    "hf_text_config": SimpleNamespace(num_hidden_layers=7),
+    "hf_text_config": SimpleNamespace(model_type="llama", num_hidden_layers=7),
     "is_encoder_decoder": False,
     "use_mla": False,
     "is_hybrid": False,
@@ -123,7 +123,6 @@ TARGET_KIND = {
     "uses_mrope": False,
     "attention_chunk_size": None,
     "uses_alibi": False,
-    "get_sliding_window": lambda: None,
 }
 
 
@@ -135,14 +134,9 @@ TARGET_KIND = {
         ({"is_hybrid": True}, "Mamba"),
         ({"is_attention_free": True}, "Mamba"),
         ({"uses_mrope": True}, "M-RoPE"),
-        ({"get_sliding_window": lambda: 128}, "sliding-window"),
-        (
-            {"hf_text_config": SimpleNamespace(layer_types=["sliding_attention"])},
-            "sliding-window",
-        ),
         ({"attention_chunk_size": 8192}, "chunked attention"),
         ({"uses_alibi": True}, "ALiBi"),
-        ({"hf_text_config": SimpleNamespace(attn_logit_softcapping=50.0)}, "soft cap"),
+        ({"hf_text_config": SimpleNamespace(model_type="gpt_oss")}, "attention sinks"),
     ],
 )
 def test_targets_that_cannot_be_verified_as_trees(kind, says):

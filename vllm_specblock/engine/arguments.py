@@ -22,7 +22,14 @@ from vllm_specblock.config import (
     check_num_nodes,
 )
 from vllm_specblock.engine.plan import Plan, make_plan
-from vllm_specblock.engine.refusals import check_acceptance, check_batch, check_runner, check_target
+from vllm_specblock.engine.refusals import (
+    check_acceptance,
+    check_batch,
+    check_one_cache,
+    check_runner,
+    check_target,
+    has_windows,
+)
 
 NO_WEIGHTS = Path(__file__).parent / "no_weights"
 """vLLM wants a draft model's config also where no head has a checkpoint."""
@@ -64,6 +71,10 @@ def translate(args: EngineArgs, target: ModelConfig, parallel: ParallelConfig) -
         args.speculative_config.pop("enable_adaptive_verification", None)
     args.additional_config = {**(args.additional_config or {}), METHOD: plan.dump()}
     args.attention_backend = AttentionBackendEnum.CUSTOM
+    if has_windows(target):
+        # One block table for all layers, at the price of what windows would save of the cache.
+        check_one_cache(args)
+        args.disable_hybrid_kv_cache_manager = True
     return plan
 
 

@@ -68,29 +68,35 @@ def check_runner(args: EngineArgs, parallel: ParallelConfig) -> None:
 
 
 def check_target(target: ModelConfig) -> None:
-    text = target.hf_text_config
-    layer_types = set(getattr(text, "layer_types", None) or ())
     for refused, kind in (
         (target.is_encoder_decoder, "an encoder-decoder"),
         (target.use_mla, "multi-head latent attention (MLA)"),
         (target.is_hybrid or target.is_attention_free, "recurrent (Mamba or hybrid) layers"),
         (target.uses_mrope, "multimodal positions (M-RoPE)"),
-        (
-            target.get_sliding_window() is not None or "sliding_attention" in layer_types,
-            "sliding-window attention",
-        ),
         (target.attention_chunk_size is not None, "chunked attention"),
         (target.uses_alibi, "ALiBi positions"),
-        (
-            bool(getattr(text, "attn_logit_softcapping", None)),
-            "a soft cap on attention logits",
-        ),
+        (target.hf_text_config.model_type == "gpt_oss", "attention sinks"),
     ):
         if refused:
             raise OptionError(
                 f"The target {target.model!r} has {kind}, which SpecBlock cannot verify as a "
                 "tree yet: run it without speculative_config, or with another method."
             )
+
+
+def has_windows(target: ModelConfig) -> bool:
+    """Whether some of the target's layers look back only so far."""
+    layer_types = getattr(target.hf_text_config, "layer_types", None) or ()
+    return target.get_sliding_window() is not None or "sliding_attention" in layer_types
+
+
+def check_one_cache(args: EngineArgs) -> None:
+    """For targets with windows: whether the user wants several caches."""
+    if args.disable_hybrid_kv_cache_manager is False:
+        raise OptionError(
+            "disable_hybrid_kv_cache_manager is False, but heads and target need one block table, "
+            "also where the target has sliding windows: drop it."
+        )
 
 
 def check_acceptance(given: dict[str, Any], plan: Plan) -> None:
