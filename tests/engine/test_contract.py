@@ -129,7 +129,7 @@ def test_input_batch_and_request_states():
         "num_reqs", "idx_mapping", "idx_mapping_np", "expanded_idx_mapping", "expanded_local_pos",
         "num_scheduled_tokens", "num_tokens", "num_tokens_after_padding", "num_draft_tokens",
         "num_draft_tokens_per_req", "query_start_loc", "seq_lens", "seq_lens_cpu_upper_bound",
-        "positions", "logits_indices", "cu_num_logits",
+        "positions", "logits_indices", "cu_num_logits", "is_prefilling_np",
     }  # fmt: skip
     source = inspect.getsource(RequestState)
     for name in ("all_token_ids", "total_len", "prompt_len", "draft_tokens"):

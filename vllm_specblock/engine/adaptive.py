@@ -49,6 +49,16 @@ class AdaptiveTrees:
         self.samples[slot] = 0 if params is None or params.temperature == 0 else 1
         self.switch.asleep[slot] = self.asleep[slot] = False
 
+    def rests(self, batch: InputBatch) -> bool:
+        """Whether nothing is to be drafted at the end of this step.
+
+        The manager decides in decode steps. Where nobody decodes, what it said last was about
+        requests that are gone.
+        """
+        if batch.is_prefilling_np[: batch.num_reqs].all():  # a host array
+            self.switch.resting = False
+        return self.switch.resting
+
     def learn(self, rows: StepRows, live: torch.Tensor) -> None:
         """Take note of the verdicts; `live` [R] bool: the target ran on a tree of ours."""
         slot = rows.batch.idx_mapping

@@ -235,7 +235,7 @@ class TreeSpeculator(DraftModelSpeculator):
                 async_tensor_h2d(chain, device=self.device) if chain.any() else None,
             )
 
-        if dummy_run or self.adaptive is None or not self.adaptive.switch.resting:
+        if dummy_run or self.adaptive is None or not self.adaptive.rests(batch):
             # vLLM's schedule by batch size may want no drafts at all.
             draft = num_speculative_tokens != 0
             tokens = self._propose(inputs, batch, aux_hidden_states, chain, dummy_run, draft)

@@ -1,10 +1,10 @@
 """How likely the target is to come by a node: its draft score, set right by what was seen so far.
 
-A node's score is what the drafter says of it: exp(logprob) is its probability to be on the accepted
-path if the drafter were the target. Drafters are wrong in a way that depends on how sure they are
-and on whether the target samples. So verdicts are counted by score, and the score is corrected by
-how often such nodes were reached. The sum over a tree's nodes is then the number of tokens that it
-can be expected to have accepted: what a verify budget is to be weighed with.
+A node's score is what the drafter says of it: exp(logprob) is its probability to be on the
+accepted path if the drafter were the target. Drafters are wrong in a way that depends on how sure
+they are and on whether the target samples. So verdicts are counted by score, and a node is worth
+how often nodes of its score were reached. The sum over a tree's nodes is then the number of tokens
+that it can be expected to have accepted: what a verify budget is to be weighed with.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from __future__ import annotations
 import torch
 
 BINS_PER_NAT, NUM_BINS = 4, 32
-"""Scores of a quarter nat are taken together, those below −8 nats, too."""
+"""Scores of a quarter nat are counted together, those below −8 nats, too."""
 
 KINDS = 2
 """0: requests at temperature 0; 1: requests that sample."""
 
 PRIOR = 4.0
-"""Before anything was seen, so many nodes were expected in every bin and reached."""
+"""Before anything was seen, every bin counts so many nodes, reached as their scores say."""
 
 
 class ReachTable:
-    """Learns, on the device and without reading it, by what factor scores are off.
+    """Learns, on the device and without reading it, how often nodes of a score are reached.
 
     All shapes are fixed, and the state is changed in place.
 
     Attributes (each [2, 32] fp32, by kind and bin, older steps counting less):
-        expected: sum of exp(logprob) over the nodes that the target ran on.
+        judged: nodes that the target ran on.
         reached: how many of those were on the accepted path.
 
     Args:
@@ -37,8 +37,11 @@ class ReachTable:
 
     def __init__(self, device: torch.device | str, decay: float = 0.995):
         self.decay = decay
-        self.expected = torch.zeros(KINDS, NUM_BINS, device=device)
+        self.judged = torch.zeros(KINDS, NUM_BINS, device=device)
         self.reached = torch.zeros(KINDS, NUM_BINS, device=device)
+        bins = torch.arange(NUM_BINS, device=device)
+        self._believed = (-(bins + 0.5) / BINS_PER_NAT).exp()
+        self._later = bins[:, None] <= bins  # [j, k]: bin k is j or a less sure one
 
     def learn(
         self, kind: torch.Tensor, logprob: torch.Tensor, reached: torch.Tensor, judged: torch.Tensor
@@ -52,12 +55,29 @@ class ReachTable:
             judged: [R, N] bool, nodes that the target ran on. Which those are may depend on
                 scores, not on the target: nodes that were cut are not counted as missed.
         """
-        score = torch.where(judged, logprob.exp(), 0.0)
-        cell = (kind[:, None] * NUM_BINS + _bin(logprob)).flatten()
-        keep = torch.where(judged.any(), self.decay, 1.0)
-        counts = (self.expected, score), (self.reached, (reached & judged).float())
-        for total, values in counts:
-            total.mul_(keep).view(-1).index_add_(0, cell, values.flatten())
+        counts = judged & logprob.isfinite()
+        cell = (kind[:, None] * NUM_BINS + _place(logprob).long()).flatten()
+        keep = torch.where(counts.any(), self.decay, 1.0)
+        for total, values in (self.judged, counts), (self.reached, reached & counts):
+            total.mul_(keep).view(-1).index_add_(0, cell, values.float().flatten())
+
+    def rates(self) -> torch.Tensor:
+        """How often nodes of each bin are reached, [2, 32] fp32, falling with the score.
+
+        Where the counts do not fall, neighbouring bins are taken together (isotonic regression,
+        by its min-max formula): the expected number of tokens stays what was counted. Cutting
+        peaks off would lose the tokens of a chain that scores less than its siblings.
+        """
+        count = torch.nn.functional.pad((self.judged + PRIOR).cumsum(1), (1, 0))
+        found = self.reached + PRIOR * self._believed
+        found = torch.nn.functional.pad(found.cumsum(1), (1, 0))
+        # [2, j, k]: the mean over bins j … k.
+        mean = (found[:, None, 1:] - found[:, :-1, None]) / (
+            count[:, None, 1:] - count[:, :-1, None]
+        )
+        mean = torch.where(self._later, mean, float("-inf"))
+        best_from = mean.flip(2).cummax(dim=2).values.flip(2)  # [2, j, i]: over all k ≥ i
+        return torch.where(self._later, best_from, float("inf")).amin(1)
 
     def survival(self, kind: torch.Tensor, logprob: torch.Tensor) -> torch.Tensor:
         """The probability that each node is on the accepted path.
@@ -72,9 +92,12 @@ class ReachTable:
         Returns:
             [R, N] fp32; 0 where there is no node.
         """
-        factor = (self.reached + PRIOR) / (self.expected + PRIOR)
-        likely = logprob.exp() * factor[kind[:, None], _bin(logprob)]
-        return likely.clamp(max=1.0).cummin(dim=1).values
+        place = (_place(logprob) - 0.5).clamp(0, NUM_BINS - 1)  # between the bins' middles
+        below = place.long()
+        above = (below + 1).clamp(max=NUM_BINS - 1)
+        rates, kind = self.rates(), kind[:, None]
+        likely = torch.lerp(rates[kind, below], rates[kind, above], place - below)
+        return torch.where(logprob.isfinite(), likely.cummin(dim=1).values, 0.0)
 
     def steps(self, kind: torch.Tensor, logprob: torch.Tensor) -> torch.Tensor:
         """`survival` as a chain would have it: node i given that node i − 1 is there, [R, N] fp32.
@@ -103,6 +126,6 @@ def on_path(path: torch.Tensor, accepted: torch.Tensor, num_nodes: int) -> torch
     return found.scatter_(1, torch.where(counts, path, 0), True)[:, 1:]
 
 
-def _bin(logprob: torch.Tensor) -> torch.Tensor:
-    """[...] fp32 → [...] int64, 0 for the surest."""
-    return (-BINS_PER_NAT * logprob).clamp(0, NUM_BINS - 1).long()
+def _place(logprob: torch.Tensor) -> torch.Tensor:
+    """[...] fp32 → [...] fp32 in 0 … 32, in bins: 0 is the surest."""
+    return (-BINS_PER_NAT * logprob).clamp(0, NUM_BINS - 1e-3)
