@@ -52,7 +52,12 @@ def combinations(drafter: str, second: str, eagle: str, nodes: int) -> dict[str,
     for name, (first, other) in pairs.items():
         for policy in POLICIES:
             found[f"{name}, {policy}"] = together(first, other, nodes, policy)
-    return found
+    budgets = {
+        f"{name}, adaptive": keys | {"enable_adaptive_verification": True}
+        for name, keys in found.items()
+        if name in kinds or name.endswith(", merge trie, joint")
+    }
+    return found | budgets
 
 
 def compare(speculative: dict[str, Any], tokens: int) -> tuple[int, float]:
