@@ -270,6 +270,16 @@ def test_lazy_routing_over_several_devices():
     )
 
 
+def test_adaptive_verification_over_several_processes_of_a_cpu():
+    refused(
+        "'enable_adaptive_verification' is true",
+        "tensor_parallel_size is 2",
+        speculative={"enable_adaptive_verification": True},
+        tensor_parallel_size=2,
+        distributed_executor_backend="mp",
+    )
+
+
 def test_two_configs_of_the_same_arguments():
     args = EngineArgs(
         model=str(TARGET),

@@ -56,7 +56,7 @@ def translate(args: EngineArgs, target: ModelConfig, parallel: ParallelConfig) -
     check_target(target)
     hub = {"token": args.hf_token, "cache_dir": args.download_dir}
     plan = make_plan(given, nodes, target, hub)
-    _check_lazy(plan, parallel)
+    _check_ranks(plan, parallel)
     check_acceptance(given, plan)
 
     folder = next((head.folder for head in plan.heads if head.folder), str(NO_WEIGHTS))
@@ -78,8 +78,14 @@ def translate(args: EngineArgs, target: ModelConfig, parallel: ParallelConfig) -
     return plan
 
 
-def _check_lazy(plan: Plan, parallel: ParallelConfig) -> None:
-    # On a GPU each rank decides by what it has seen so far, and two might disagree.
+def _check_ranks(plan: Plan, parallel: ParallelConfig) -> None:
+    """What every rank decides by what it has seen so far, and two might disagree on."""
+    if plan.adaptive and current_platform.is_cpu() and parallel.tensor_parallel_size > 1:
+        raise OptionError(
+            "speculative_config key 'enable_adaptive_verification' is true and "
+            f"tensor_parallel_size is {parallel.tensor_parallel_size}, but on a CPU every process "
+            "measures costs of its own: drop one of them."
+        )
     lazy = plan.combine is not None and plan.combine.route == "lazy"
     if lazy and parallel.tensor_parallel_size > 1:
         raise OptionError(
