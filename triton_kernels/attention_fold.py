@@ -80,7 +80,7 @@ def _finish(
         )
 
 
-@jit
+@jit(do_not_specialize=["max_seq_len", "slots"])
 def _fold_splits_kernel(
     query_start,  # [R+1] int32
     seq_len,  # [R] int32

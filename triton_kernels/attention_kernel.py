@@ -6,7 +6,7 @@ from .attention_fold import _count_splits, _finish, _fold
 from .optional_triton import jit, tl
 
 
-@jit
+@jit(do_not_specialize=["num_tokens", "num_requests", "max_seq_len"])
 def _tree_attention_kernel(
     query,  # [T, nh, D]
     kv_cache,  # [num_blocks, nkv, block_size, 2D]

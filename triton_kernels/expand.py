@@ -191,7 +191,7 @@ def _hang(
     tl.debug_barrier()
 
 
-@jit
+@jit(do_not_specialize=["size"])
 def _hang_and_start_kernel(
     top_logprob, top_token, bucket,  # [R, ROWS, K, B] twice, [R, ROWS, K]
     branching,  # [4]
@@ -251,7 +251,7 @@ def _hang_and_start_kernel(
     tl.store(out_valid + out, chosen < CLOSED, mask=slot < S)
 
 
-@jit
+@jit(do_not_specialize=["size"])
 def _hang_and_select_kernel(
     top_logprob, top_token, bucket,  # [R, ROWS, K, B] twice, [R, ROWS, K]
     branching,  # [4]

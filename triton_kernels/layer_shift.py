@@ -107,7 +107,7 @@ def _rms_norm_kernel(
     tl.store(out + at, (row * scale * gain).to(out.dtype.element_ty), mask=inside)
 
 
-@jit
+@jit(do_not_specialize=["num_entries"])
 def _layer_shift_kernel(
     hidden,  # [T * K, H] contiguous
     weight,  # [H, 2H] contiguous

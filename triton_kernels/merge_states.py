@@ -63,7 +63,7 @@ def merge_states_triton(
     return out
 
 
-@jit
+@jit(do_not_specialize=["num_rows"])
 def _merge_states_kernel(
     out_a,  # [T, nh, D]
     lse_a,  # [T, nh] fp32

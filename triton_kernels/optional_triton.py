@@ -3,6 +3,9 @@
 Some CPU installs of torch come without Triton. There only the torch references run, so the
 kernels need to be defined, never compiled. Annotations stay strings (`from __future__ import
 annotations`), which is why a kernel's `tl.constexpr` does not have to exist at import.
+
+Kernels name the numbers that change from step to step in `do_not_specialize`: otherwise they are
+compiled anew, in the midst of serving, for each that is 1 or a multiple of 16.
 """
 
 from __future__ import annotations
@@ -17,9 +20,9 @@ try:
 except ImportError:  # the references do without
     triton = tl = None
 
-    def jit(kernel):
+    def jit(kernel=None, **options):
         """Leave `kernel` a plain function: it is never launched without Triton."""
-        return kernel
+        return kernel if kernel is not None else lambda kernel: kernel
 
     def cdiv(x: int, y: int) -> int:
         """ceil(x / y)."""

@@ -90,7 +90,7 @@ def read_heads_triton(
     return logprob.view(*lead, width), token.view(*lead, width), bucket.view(lead)
 
 
-@jit
+@jit(do_not_specialize=["num_chunks"])
 def _best_of_chunk_kernel(
     logits,  # [rows, vocab]
     best,  # [rows, chunks, TOP] int64: logit as an ordered integer << 32 | (2^31 - 1 - index)
@@ -121,7 +121,7 @@ def _best_of_chunk_kernel(
     tl.store(best + out * TOP + tl.arange(0, TOP), tl.topk(keys, TOP))
 
 
-@jit
+@jit(do_not_specialize=["num_chunks"])
 def _merge_and_rank_kernel(
     best, sums, num_chunks,  # as in the other kernel
     offset,  # [vocab] int64

@@ -72,6 +72,16 @@ def test_budgets_that_come_and_go_change_no_token(engine, reference, verified, m
     assert any(budget == 0 for drafted, budget in verified if drafted)
 
 
+def test_rows_padded_as_on_a_gpu(engine, reference, verified, monkeypatch):
+    """Where nothing is verified, the paths of the step before still stand there."""
+    never_rest(engine, monkeypatch)
+    monkeypatch.setattr(engine.speculator, "pad_rows", True)
+    engine.runner.adaptive_verification.steps = 0
+    requests = params(temperature=1.0)
+    Checker()(engine, requests, reference("padded, adaptive", requests))
+    assert any(budget == 0 for drafted, budget in verified if drafted)
+
+
 def test_free_tokens_are_all_verified(engine, monkeypatch, verified):
     charge(engine, monkeypatch, lambda tokens: np.full_like(tokens, 1.0) + 1e-9 * tokens)
     engine.generate(PROMPTS[:2], params(2, temperature=0.0))
@@ -252,6 +262,16 @@ def test_rest_ends_when_drafting_pays_again(engine, monkeypatch, verified):
     verified.clear()
     engine.generate(PROMPTS[:2], params(2, temperature=0.0))
     assert sum(budget > 0 for _, budget in verified) > 5
+
+
+def test_warm_up_teaches_nothing(engine):
+    """vLLM warms up with requests that look real, and then captures."""
+    speculator = engine.speculator
+    engine.generate(PROMPTS[:1], params(1, max_tokens=10))
+    reach = speculator.adaptive.reach
+    assert reach.judged.sum() > 0 and speculator.counters.total.sum() > 0
+    speculator.capture()
+    assert reach.judged.sum() == reach.reached.sum() == speculator.counters.total.sum() == 0
 
 
 def test_engines_that_did_not_ask_keep_vllms_way(plain):

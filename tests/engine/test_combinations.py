@@ -6,6 +6,8 @@ engine with preemption, chunked prefill and prefix hits.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from support.engines import DRAFTER, ROOT, Engine, make_engine, record_preemptions
 from support.matrix import CASES, PROMPTS, Checker, crowded_engine, params, to_the_limit
@@ -124,3 +126,15 @@ def test_second_head_drafts_what_it_would_alone(second):
         assert len(same) >= len(wanted[text]) - 2, "more than ties at the budget's cut differ"
         for path in same:
             assert found[text][path] == pytest.approx(wanted[text][path], abs=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "fused"),
+    [("SpecBlock and EAGLE-3, disjoint, split", False), ("SpecBlock and EAGLE-3, trie", True)],
+)
+def test_twins_draw_the_same_whatever_sampler_there_is(name, fused):
+    """FlashInfer's draws for every row apart: each of two equal texts would try its luck."""
+    state = make_engine({"num_speculative_tokens": 4, **COMBINATIONS[name]}).runner.model_state
+    sampler = SimpleNamespace(logits_processors=[], use_flashinfer=True)
+    state.custom_sampler(sampler)
+    assert sampler.use_flashinfer == fused

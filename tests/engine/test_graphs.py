@@ -141,7 +141,7 @@ def test_a_replay_reads_the_memory_of_the_capture():
     def step():
         view = source.view(3, 1)[:, 0]
         target.copy_((view * 2 + 1)[index])
-        target[index[:1]] = 7.0
+        target.index_fill_(0, index[:1], 7.0)
 
     graph = recorded(step)
     source.copy_(torch.tensor([1.0, 2.0, 3.0]))

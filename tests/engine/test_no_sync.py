@@ -20,13 +20,14 @@ HEADS = {
     "n-gram": {"head": "ngram", "model": None},
     "lazy": {"second_head": SECOND, "route": "lazy"},
     "trie": {"second_head": {"head": "ngram"}, "head_policy": "merge"},
+    "adaptive": {"enable_adaptive_verification": True},
 }
 
 
 @contextlib.contextmanager
 def watched(engine: Engine, monkeypatch):
     """Every call into ours during a step, watched; yields how often each was called."""
-    calls = {"propose": 0, "_verify": 0, "prepare_attn": 0}
+    calls = {"propose": 0, "_verify": 0, "prepare_attn": 0, "add_request": 0}
 
     def watch(owner, name: str) -> None:
         original = getattr(owner, name)
@@ -45,6 +46,7 @@ def watched(engine: Engine, monkeypatch):
         watch(engine.speculator, "propose")
         watch(engine.runner.rejection_sampler, "_verify")
         watch(engine.runner.model_state, "prepare_attn")
+        watch(engine.runner.model_state, "add_request")
         yield calls
 
 
@@ -83,6 +85,8 @@ READS = {
     "unique": lambda x: x.unique(),
     "repeat": lambda x: x.flatten().repeat_interleave(x.flatten().clamp(0, 2)),
     "equal": lambda x: torch.equal(x, x + 1),
+    "number at places": lambda x: x.clone().__setitem__(x.flatten().clamp(0, 0), 7),
+    "number at a place": lambda x: x.clone().__setitem__(0, 7),
 }
 
 
@@ -107,7 +111,9 @@ def test_what_a_step_does_otherwise_is_not_refused():
     x, at = torch.arange(6).view(2, 3), torch.tensor([1, 0])
     with NoHostReads():
         y = torch.where(x > 2, x, -x)[at].masked_fill(x == 1, 7)
-        y[at] = 3
+        y[:, 1] = 3
+        y[at] = y[at[:1]]
+        y.index_fill_(0, at, 4)
         assert len(y) == 2 and y.shape == (2, 3)
 
 

@@ -38,6 +38,9 @@ class Compile:
         signature, constants, attributes = {}, {}, {}
         for place, parameter in enumerate(self.kernel.params):
             value = arguments[parameter.name]
+            if parameter.do_not_specialize:
+                signature[parameter.name] = mangle_type(value)
+                continue
             # A launch would find the same out: what is 1, what is absent, what is aligned.
             if (type(value) is int and value % 16 == 0) or isinstance(value, torch.Tensor):
                 attributes[place,] = [["tt.divisibility", 16]]

@@ -46,8 +46,10 @@ class AdaptiveTrees:
 
     def add(self, slot: int, params: SamplingParams | None) -> None:
         """A request comes to `slot`."""
-        self.samples[slot] = 0 if params is None or params.temperature == 0 else 1
-        self.switch.asleep[slot] = self.asleep[slot] = False
+        sampling = params is not None and params.temperature > 0
+        self.samples[slot].fill_(1 if sampling else 0)
+        self.switch.asleep[slot] = False
+        self.asleep[slot].fill_(False)
 
     def rests(self, batch: InputBatch) -> bool:
         """Whether nothing is to be drafted at the end of this step.
@@ -78,7 +80,7 @@ class AdaptiveTrees:
     def sleep(self, batch: InputBatch) -> None:
         """Nothing is drafted at the end of this step."""
         self.switch.asleep[batch.idx_mapping_np] = True
-        self.asleep[batch.idx_mapping] = True
+        self.asleep.index_fill_(0, batch.idx_mapping, True)
         self.confidence[: batch.num_reqs] = 0
         # Whatever is scheduled next has no verdict.
-        self.slots.accepted[batch.idx_mapping] = 0
+        self.slots.accepted.index_fill_(0, batch.idx_mapping, 0)

@@ -100,6 +100,11 @@ class TreeModelState(DefaultModelState):
     def custom_sampler(self, sampler) -> tuple[Any, Any]:
         # Beyond vLLM's own three there are the user's, and those may look at anything.
         self.speculator.all_need_chain = len(sampler.logits_processors) > 3
+        combine = self.speculator.plan.combine
+        if combine is not None and (combine.head_policy, combine.merge) == ("merge", "disjoint"):
+            # Two nodes may be of equal text, and have to draw the same. FlashInfer's sampler
+            # draws for every row apart.
+            sampler.use_flashinfer = False
         spec_config = self.vllm_config.speculative_config
         adaptive = self.speculator.enable_adaptive_verification
         return sampler, TreeSampler(sampler, spec_config, self.device, self.slots, adaptive)

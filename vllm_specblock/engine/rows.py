@@ -81,6 +81,8 @@ class StepRows:
         start = self.query_start[request]
         on_path = self.path[request, self.beyond.clamp(min=0)]
         source = start + torch.where(self.beyond > 0, self.base[request] - 1 + on_path, self.local)
+        # Beyond the accepted path, and where no node was verified, stands an older one.
+        source = source.clamp(max=batch.num_tokens - 1)
         real = self.beyond <= self.accepted[request]
         place = (start + self.local).clamp(max=batch.num_tokens - 1)
         position = batch.positions[self.query_start][request] + self.local

@@ -57,7 +57,7 @@ class TreeSlots:
         self.parent[slot] = self._chain_parent
         self.depth[slot] = self._chain_depth
         self.ancestors[slot] = self._chain_ancestors
-        self.accepted[slot] = 0
+        self.accepted[slot].fill_(0)
         self.origin[slot] = 0
         self.score[slot] = float("-inf")
         if self.imposed is not None:
@@ -73,7 +73,7 @@ class TreeSlots:
         self.parent[slots] = tree.parent
         self.depth[slots, 1:] = tree.depth.long()
         self.ancestors[slots] = tree.ancestors
-        self.accepted[slots] = 0
+        self.accepted.index_fill_(0, slots, 0)
         self.origin[slots] = combined.origin
         self.score[slots] = tree.logprob
         if self.imposed is not None:

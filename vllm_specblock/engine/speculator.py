@@ -138,6 +138,9 @@ class TreeSpeculator(DraftModelSpeculator):
 
     def set_attn(self, *args, **kwargs) -> None:
         super().set_attn(*args, **kwargs)
+        # vLLM measures graphs with caches of its own, which must go before it makes the others.
+        self.target_caches = None
+        self._bind_null_caches()
         wanted = {self.target_layers[0], *(name for names in self.head_layers for name in names)}
         groups = [set(group.layer_names) for group in self.kv_cache_config.kv_cache_groups]
         found = [index for index, names in enumerate(groups) if names >= wanted]
@@ -173,6 +176,10 @@ class TreeSpeculator(DraftModelSpeculator):
         )
 
     def capture(self) -> None:
+        # vLLM's warm-up requests, which came before, are nobody's.
+        self.counters.total.zero_()
+        if self.adaptive is not None:
+            self.adaptive.reach.forget()
         self.graphs.capture(self.step, self.draft_tokens)
 
     # ---- once per request ----
@@ -290,7 +297,8 @@ class TreeSpeculator(DraftModelSpeculator):
         )
         self.proposer.advance(committed)
         if not draft:
-            self.slots.accepted[slot] = 0  # whatever is scheduled next has no verdict
+            # Whatever is scheduled next has no verdict.
+            self.slots.accepted.index_fill_(0, slot, 0)
             return self.draft_tokens[: len(slot)]
         proposal = self.proposer.combine(committed)
         combined = proposal.combined
@@ -321,8 +329,7 @@ class TreeSpeculator(DraftModelSpeculator):
     def _without_caches(self, batch: InputBatch, hidden_states: list[torch.Tensor]) -> StepInputs:
         """A dummy step from before vLLM made the caches: every block is one of no use."""
         size = self.vllm_config.cache_config.block_size
-        for head in self.proposer.heads:
-            head.bind(null_caches(head.cache_layers(), size, self.dtype, self.device))
+        self._bind_null_caches()
         return StepInputs(
             StepRows(batch, self.slots, self.pad_rows),
             torch.full((batch.num_tokens,), -1, dtype=torch.int64, device=self.device),
@@ -336,3 +343,8 @@ class TreeSpeculator(DraftModelSpeculator):
             size,
             chain=None,
         )
+
+    def _bind_null_caches(self) -> None:
+        size = self.vllm_config.cache_config.block_size
+        for head in self.proposer.heads:
+            head.bind(null_caches(head.cache_layers(), size, self.dtype, self.device))

@@ -43,6 +43,11 @@ class ReachTable:
         self._believed = (-(bins + 0.5) / BINS_PER_NAT).exp()
         self._later = bins[:, None] <= bins  # [j, k]: bin k is j or a less sure one
 
+    def forget(self) -> None:
+        """As if nothing had been seen."""
+        self.judged.zero_()
+        self.reached.zero_()
+
     def learn(
         self, kind: torch.Tensor, logprob: torch.Tensor, reached: torch.Tensor, judged: torch.Tensor
     ) -> None:

@@ -1,8 +1,9 @@
 """Finds reads of device values on the host, on a machine whose every tensor is in host memory.
 
-On a GPU such a read waits for the device. Here nothing waits, so what counts is which line of
-ours asks: the house marks lines that read host memory with "# a host", and no other line of the
-package may read a value. What stands in for kernels on a CPU may.
+On a GPU such a read waits for the device, and so does a number on its way into a tensor's places.
+Here nothing waits, so what counts is which line of ours asks: the house marks lines that read host
+memory with "# a host", and no other line of the package may read a value. What stands in for
+kernels on a CPU may.
 """
 
 from __future__ import annotations
@@ -69,10 +70,25 @@ def check(what: str) -> None:
         frame = frame.f_back
 
 
+def puts_a_number(tensor: torch.Tensor, index, value) -> bool:
+    """Whether `tensor[index] = value` makes a host tensor of a number and copies it.
+
+    It does where the index has tensors in it, and where a single element is named. Elsewhere a view
+    is filled.
+    """
+    if not isinstance(value, int | float):
+        return False
+    parts = index if isinstance(index, tuple) else (index,)
+    single = len(parts) == tensor.dim() and all(isinstance(part, int) for part in parts)
+    return single or any(isinstance(part, torch.Tensor) for part in parts)
+
+
 class HostReadMethods(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func in _METHODS:
             check(func.__name__)
+        if func is torch.Tensor.__setitem__ and puts_a_number(*args):
+            check("a number put at places")
         return func(*args, **(kwargs or {}))
 
 
