@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.engines import DRAFTER, TARGET
+from vllm import envs
 from vllm.engine.arg_utils import EngineArgs
 
 from vllm_specblock.config import OptionError
@@ -109,6 +110,7 @@ def test_wrong_surroundings(changes, parts):
 
 
 def test_the_other_runner(monkeypatch):
+    envs.disable_envs_cache()  # an engine of an earlier test switches it on
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     refused("Model Runner V2", "VLLM_USE_V2_MODEL_RUNNER=1")
 
