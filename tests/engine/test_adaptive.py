@@ -82,6 +82,17 @@ def test_rows_padded_as_on_a_gpu(engine, reference, verified, monkeypatch):
     assert any(budget == 0 for drafted, budget in verified if drafted)
 
 
+def test_experiments_leave_room_for_the_logits(engine, monkeypatch, verified):
+    """vLLM samples in one piece what the device has shared out."""
+    never_rest(engine, monkeypatch)
+    manager = engine.runner.adaptive_verification
+    manager.steps = 0
+    monkeypatch.setattr(manager, "_max_total_logits", 20)
+    engine.generate(PROMPTS[:4], params(4, temperature=0.0, max_tokens=30))
+    rows = [budget + drafted // 24 for drafted, budget in verified]  # a root each
+    assert max(rows) == 20
+
+
 def test_free_tokens_are_all_verified(engine, monkeypatch, verified):
     charge(engine, monkeypatch, lambda tokens: np.full_like(tokens, 1.0) + 1e-9 * tokens)
     engine.generate(PROMPTS[:2], params(2, temperature=0.0))

@@ -109,7 +109,7 @@ def test_adaptive_verification():
     source = inspect.getsource(manager)
     for attribute in (
         "req_states", "num_speculative_steps", "cost_tables", "_batch_budget", "_max_total_logits",
-        "_confidence_probs", "_stale_confidences", "_stale_idx",
+        "_confidence_probs", "_stale_confidences", "_stale_idx", "num_bonus_tokens",
     ):  # fmt: skip
         assert f"self.{attribute}" in source
     # By its name in its own module, whichever class that is by then.

@@ -67,7 +67,8 @@ class TreeBudgetManager(AdaptiveVerificationManager):
     def _decide(self, requests: list[str], draft_tokens) -> None:
         """Whether the proposal at the end of this step takes place."""
         decoding = [request for request in requests if draft_tokens.get(request)]
-        slots = np.array([self.req_states.req_id_to_index[request] for request in decoding])
+        index = self.req_states.req_id_to_index
+        slots = np.array([index[request] for request in decoding], dtype=np.int64)
         if not self.switch.resting:
             confidence = self._stale_confidences[self._stale_idx].np[slots]
             # New requests stand at 1 until something is drafted for them.

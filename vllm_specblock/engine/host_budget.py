@@ -66,7 +66,8 @@ class HostBudgetManager(TreeBudgetManager):
     def _explored(self) -> int:
         """Another budget than the best one, now and then; returns the batch's tokens."""
         drafts, others, budget = self._batch_budget
-        limit = min(sum(drafts.values()), self._max_total_logits)
+        room = max(0, self._max_total_logits - len(drafts) * self.num_bonus_tokens)
+        limit = min(sum(drafts.values()), room)
         self.steps += 1
         turn, rest = divmod(self.steps, _EXPLORE_EVERY)
         if self.steps <= _FIRST_STEPS:
