@@ -6,10 +6,9 @@ from collections.abc import Callable
 
 import torch
 from torch.nn.functional import pad
+from vllm_specblock.triton_kernels.candidate_keys import DEPTH_ONE, ROOT_HASH
 
 from vllm_specblock.candidates import (
-    DEPTH_ONE,
-    ROOT_HASH,
     extend_hash,
     rank_key,
     select,

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import typer
 from combinations import NGRAM, alone, specblock, together
-from ledger import Ledger, from_root
+from ledger import Ledger, from_root, markdown_table
 from one_engine import ACCEPTED, DRAFTS, Answer, EngineFailed, Request, Task, run
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -92,7 +92,7 @@ def markdown(results: dict[str, dict[str, Any]]) -> str:
     fastest = [max((each[i]["speed"] for each in bases), default=None) for i in range(2)]
     head = [f"{what}, T = {t:g}" for t in TEMPERATURES
             for what in ("τ", "tokens/s", "× SpecBlock")]  # fmt: skip
-    rows = [["engine", *head, "outputs that differ"], ["---"] * (len(head) + 2)]
+    rows = [["engine", *head, "outputs that differ"]]
     for name, each in totals.items():
         row = [name]
         for found, base in zip(each, fastest):
@@ -101,7 +101,7 @@ def markdown(results: dict[str, dict[str, Any]]) -> str:
         asked = sum(len(cell["digests"]) for cell in results[name].values())
         different = sum(found["different"] for found in each)
         rows.append([*row, "–" if name == PLAIN else f"{different} of {asked}"])
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+    return markdown_table(rows)
 
 
 def load_prompts(path: Path, count: int) -> dict[str, list[str]]:

@@ -18,9 +18,9 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from ledger import ROOT, Ledger
+from ledger import ROOT, Ledger, markdown_table
 from shapes import MODELS, make_drafter, write_target
-from timing import device_name, markdown, peak_bandwidth, time_call
+from timing import device_name, peak_bandwidth, time_call
 from torch import Tensor
 from two_heads import numbers
 from vllm_specblock.triton_kernels.packed import PackedQueries
@@ -118,7 +118,7 @@ def table(results: dict[str, dict[str, Any]]) -> str:
             f"{each['median_us']:.1f}", "–" if bound is None else f"{bound:.1f}",
             "–" if bound is None else f"{each['median_us'] / bound:.2f}",
         ])  # fmt: skip
-    return markdown(rows)
+    return markdown_table(rows)
 
 
 def main(

@@ -29,11 +29,11 @@ import torch
 import typer
 from acceptance import PAPER_TREE, chain_tau, imposed, profile, tree_tau
 from combinations import NGRAM, alone, eagle3_chain, specblock
-from ledger import ROOT, Ledger
+from ledger import ROOT, Ledger, markdown_table
 from one_engine import Answer, EngineFailed, Request, Task, run
 from shapes import MODELS, write_drafter, write_eagle3, write_target
 from steady_engine import DEVICE, DRAFTING, STEPS, TOKENS
-from timing import device_name, markdown
+from timing import device_name
 from two_heads import chosen, numbers
 
 from vllm_specblock.config import METHOD
@@ -190,7 +190,7 @@ def table(results: dict[str, dict[str, Any]]) -> str:
             speed, tau, f"{each['step_ms']:.2f}",
             f"{each['drafting_ms'] / each['step_ms']:.0%}", verify, memory,
         ])  # fmt: skip
-    return markdown(rows)
+    return markdown_table(rows)
 
 
 def goals(results: dict[str, dict[str, Any]], settings: dict[str, Any]) -> list[str]:

@@ -17,8 +17,8 @@ from typing import Annotated, Any
 import torch
 import torch.nn.functional as F
 import typer
-from ledger import ROOT, Ledger
-from timing import device_name, markdown, time_call
+from ledger import ROOT, Ledger, markdown_table
+from timing import device_name, time_call
 from torch import Tensor, nn
 from vllm_specblock.triton_kernels.commit import KVCacheSet, move_kv, move_kv_reference
 from vllm_specblock.triton_kernels.layer_shift import layer_shift, layer_shift_reference
@@ -255,7 +255,7 @@ def table(results: dict[str, dict[str, Any]]) -> str:
                 ratio += f" (goal ≤ {GOAL:.2f}: {'met' if over <= GOAL else 'missed'})"
             rows.append([case["kernel"], case["shape"], name, f"{each['median_us']:.1f}",
                          f"{each['gb_s']:.0f}", share, ratio])  # fmt: skip
-    return markdown(rows)
+    return markdown_table(rows)
 
 
 def main(

@@ -61,3 +61,9 @@ class Ledger:
         aside = self.path.with_suffix(".partial")
         aside.write_text(text + "\n", encoding="utf-8")
         aside.replace(self.path)
+
+
+def markdown_table(rows: list[list[str]]) -> str:
+    """Results to be read; the first row is the head."""
+    lines = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -94,9 +94,3 @@ def _replayed(call: Callable[[], Any], runs: int) -> list[float]:
         pairs.append(pair)
     torch.cuda.synchronize()
     return [start.elapsed_time(end) * 1e3 for start, end in pairs[WARM_UP:]]
-
-
-def markdown(rows: list[list[str]]) -> str:
-    """A table; the first row is its head."""
-    lines = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

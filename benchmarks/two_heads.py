@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import typer
 from combinations import POLICIES, alone, eagle3, eagle3_chain, specblock, together
-from ledger import Ledger, from_root
+from ledger import Ledger, from_root, markdown_table
 from one_engine import TARGET, Answer, EngineFailed, Request, Task, run
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -78,7 +78,7 @@ def markdown(results: dict[str, dict[str, Any]]) -> str:
     """A row per engine; a cell holds τ and tokens/s, and how many times plain vLLM's it is."""
     names = [cell_name(*cell) for cell in cells()]
     head = ["engine @ nodes", *names, "outputs that differ"]
-    rows = [head, ["---"] * len(head)]
+    rows = [head]
     for engine, result in results.items():
         row, different, asked = [engine], 0, 0
         for name in names:
@@ -88,7 +88,7 @@ def markdown(results: dict[str, dict[str, Any]]) -> str:
             different += cell.get("different", 0)
             asked += len(cell["digests"])
         rows.append([*row, "–" if engine == PLAIN else f"{different} of {asked}"])
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+    return markdown_table(rows)
 
 
 def must_not_differ(results: dict[str, dict[str, Any]]) -> int:

@@ -19,7 +19,6 @@ from vllm_specblock.triton_kernels.candidate_keys import (
     CLOSED,
     DEPTH_ONE,
     INDEX_BITS,
-    MAX_DEPTH,
     PATH_FACTOR,
     ROOT_HASH,
 )
@@ -28,22 +27,6 @@ from vllm_specblock.triton_kernels.select_tree import (
     TreeTensors,
     select_triton,
 )
-
-__all__ = [
-    "CLOSED",
-    "DEPTH_ONE",
-    "MAX_DEPTH",
-    "NEVER",
-    "ROOT_HASH",
-    "Selection",
-    "extend_hash",
-    "join",
-    "rank_key",
-    "select",
-    "select_nodes",
-    "select_reference",
-    "tree_of",
-]
 
 NEVER = float("-inf")
 """Score of what is no candidate."""

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from support.trees import nodes, texts, to_tree
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from vllm_specblock.triton_kernels.candidate_keys import ROOT_HASH
 
-from vllm_specblock.candidates import ROOT_HASH, extend_hash
+from vllm_specblock.candidates import extend_hash
 from vllm_specblock.combine.merge import merge, path_hashes
 from vllm_specblock.tree import MAX_NODES, DraftTree
 from vllm_specblock.verify.walk import walk

@@ -6,9 +6,10 @@ from typing import Literal
 
 import torch
 
-from vllm_specblock.candidates import NEVER, ROOT_HASH, extend_hash, select_nodes
+from vllm_specblock.candidates import NEVER, extend_hash, select_nodes
 from vllm_specblock.combine.combined import Combined
 from vllm_specblock.tree import DraftTree
+from vllm_specblock.triton_kernels.candidate_keys import ROOT_HASH
 
 
 def union(first: DraftTree, second: DraftTree) -> tuple[torch.Tensor, torch.Tensor]:

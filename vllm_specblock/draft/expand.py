@@ -12,11 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm_specblock.candidates import (
-    CLOSED,
-    DEPTH_ONE,
-    MAX_DEPTH,
     NEVER,
-    ROOT_HASH,
     extend_hash,
     join,
     rank_key,
@@ -24,7 +20,13 @@ from vllm_specblock.candidates import (
     tree_of,
 )
 from vllm_specblock.tree import DraftTree
-from vllm_specblock.triton_kernels.candidate_keys import FIRST
+from vllm_specblock.triton_kernels.candidate_keys import (
+    CLOSED,
+    DEPTH_ONE,
+    FIRST,
+    MAX_DEPTH,
+    ROOT_HASH,
+)
 from vllm_specblock.triton_kernels.expand import Growing, Limits
 from vllm_specblock.triton_kernels.select_tree import MOST_CANDIDATES
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -58,10 +57,10 @@ class TreeSpeculator(DraftModelSpeculator):
         self.plan = read_back(vllm_config.additional_config)
         # A slot that no request gets: rows that fill up a batch belong to it.
         self.spare = self.max_num_reqs
-        num_slots = self.max_num_reqs + 1
+        self.num_slots = self.max_num_reqs + 1
         texts = req_states.all_token_ids
         req_states.all_token_ids = StagedWriteTensor(
-            (num_slots, texts.gpu.shape[1]),
+            (self.num_slots, texts.gpu.shape[1]),
             dtype=texts.dtype,
             device=device,
             # vLLM keeps the texts in host memory unless its own n-gram method reads them.
@@ -73,7 +72,7 @@ class TreeSpeculator(DraftModelSpeculator):
         self.use_acceptance_estimator = False  # a chain's
         self.adaptive: AdaptiveTrees | None = None
         # Requests whose sampling looks at the order of the output so far verify a chain.
-        self.needs_chain = np.zeros(num_slots, dtype=bool)
+        self.needs_chain = np.zeros(self.num_slots, dtype=bool)
         self.all_need_chain = False
 
     # ---- once, at start-up ----
@@ -103,14 +102,12 @@ class TreeSpeculator(DraftModelSpeculator):
             best = unconditional_to_conditional_rates(rates)
             heads = [ImposedHead(heads[0], best, self.device)]
         self.proposer = make_proposer(
-            heads, self.plan.combine, self.num_nodes, self.max_num_reqs + 1, self.device
+            heads, self.plan.combine, self.num_nodes, self.num_slots, self.device
         )
         self.max_depth = self.proposer.max_depth
-        self.slots = TreeSlots(self.max_num_reqs + 1, self.num_nodes, self.max_depth, self.device)
+        self.slots = TreeSlots(self.num_slots, self.num_nodes, self.max_depth, self.device)
         if rates is not None:
-            self.slots.imposed = ImposedAcceptance(
-                len(self.slots.parent), self.num_nodes, self.device
-            )
+            self.slots.imposed = ImposedAcceptance(self.num_slots, self.num_nodes, self.device)
         if self.plan.adaptive:
             self.adaptive = AdaptiveTrees(
                 self.req_states, self.slots, self.draft_token_confidence_probs, self.device
@@ -230,52 +227,41 @@ class TreeSpeculator(DraftModelSpeculator):
         batch = of_nobody(input_batch, self.spare) if dummy_run else input_batch
         if skip_attn_for_dummy_run:
             return self.step(self._without_caches(batch, aux_hidden_states))
-        chain = self.needs_chain[batch.idx_mapping_np]
-
-        def inputs() -> StepInputs:
-            return StepInputs(
-                StepRows(batch, self.slots, self.pad_rows),
-                slot_mappings[self.target_layers[0]],
-                aux_hidden_states,
-                self.block_tables.input_block_tables[self.group][: batch.num_reqs],
-                self.block_tables.block_sizes[self.group],
-                async_tensor_h2d(chain, device=self.device) if chain.any() else None,
-            )
-
-        if dummy_run or self.adaptive is None or not self.adaptive.rests(batch):
-            # vLLM's schedule by batch size may want no drafts at all.
-            draft = num_speculative_tokens != 0
-            tokens = self._propose(inputs, batch, aux_hidden_states, chain, dummy_run, draft)
-        else:
+        if not dummy_run and self.adaptive is not None and self.adaptive.rests(batch):
             if batch.num_draft_tokens:  # of the step before the rest
-                self.settle(inputs())
+                self.settle(self._inputs(batch, slot_mappings, aux_hidden_states))
             self.adaptive.sleep(batch)
             tokens = self.draft_tokens[: batch.num_reqs]
+        else:
+            began = time.perf_counter()
+            # vLLM's schedule by batch size may want no drafts at all.
+            draft = num_speculative_tokens != 0
+            graph = self.graphs.find(batch, dummy_run) if draft else None
+            if graph is None:
+                inputs = self._inputs(batch, slot_mappings, aux_hidden_states)
+                tokens = self.step(inputs, draft)
+            else:
+                chain = self.needs_chain[batch.idx_mapping_np]
+                self.graphs.fill(graph, batch, aux_hidden_states, chain)
+                self.graphs.run_fullgraph(graph)
+                tokens = self.draft_tokens[: batch.num_reqs]
+            if self.adaptive is not None:
+                self.adaptive.switch.draft_seconds = time.perf_counter() - began
         if not dummy_run:
             self.counters.publish()
         return tokens
 
-    def _propose(
-        self,
-        inputs: Callable[[], StepInputs],
-        batch: InputBatch,
-        hidden_states: list[torch.Tensor],
-        chain: np.ndarray,
-        dummy_run: bool,
-        draft: bool,
-    ) -> torch.Tensor:
-        """`step`, in a graph if one serves the batch."""
-        began = time.perf_counter()
-        graph = self.graphs.find(batch, dummy_run) if draft else None
-        if graph is None:
-            tokens = self.step(inputs(), draft)
-        else:
-            self.graphs.fill(graph, batch, hidden_states, chain)
-            self.graphs.run_fullgraph(graph)
-            tokens = self.draft_tokens[: batch.num_reqs]
-        if self.adaptive is not None:
-            self.adaptive.switch.draft_seconds = time.perf_counter() - began
-        return tokens
+    def _inputs(self, batch: InputBatch, slot_mappings, hidden_states) -> StepInputs:
+        """What an eager step reads of a batch."""
+        chain = self.needs_chain[batch.idx_mapping_np]
+        return StepInputs(
+            StepRows(batch, self.slots, self.pad_rows),
+            slot_mappings[self.target_layers[0]],
+            hidden_states,
+            self.block_tables.input_block_tables[self.group][: batch.num_reqs],
+            self.block_tables.block_sizes[self.group],
+            async_tensor_h2d(chain, device=self.device) if chain.any() else None,
+        )
 
     def step(self, inputs: StepInputs, draft: bool = True) -> torch.Tensor:
         """Commit, draft and keep the trees; the same eagerly and in a graph.
