@@ -22,24 +22,26 @@ def read_heads(
     rank_head: nn.Sequential,
     width: int,
     scope: int | None,
+    sharpness: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """What tree expansion needs of positions. CUDA tensors go to the kernels; no gradient there.
 
     Args:
-        normed: [..., H], what the LM head read.
-        logits: [..., Vd], what it said; Vd at least 10.
+        normed: [R, ..., H], what the LM head read.
+        logits: [R, ..., Vd], what it said; Vd at least 10.
         offset: [Vd] int64, target id − draft id.
         rank_head: linear [hidden, H + 15], SiLU, linear [classes, hidden]; no biases.
         width: B, tokens per position, at most Vd.
         scope: logits over which the rank features are taken, at least 10; None: all.
+        sharpness: [R] fp32, above 0: what the logits are multiplied by before they become
+            probabilities; the rank head never sees it. None: 1.
 
     Returns:
-        [..., B] float32, log-probabilities over the draft vocabulary, descending;
-        [..., B] int64, target ids; [...] int64, the predicted rank bucket.
+        [R, ..., B] float32, log-probabilities over the draft vocabulary, descending;
+        [R, ..., B] int64, target ids; [R, ...] int64, the predicted rank bucket.
     """
-    if logits.is_cuda:
-        return read_heads_triton(normed, logits, offset, rank_head, width, scope)
-    return read_heads_reference(normed, logits, offset, rank_head, width, scope)
+    read = read_heads_triton if logits.is_cuda else read_heads_reference
+    return read(normed, logits, offset, rank_head, width, scope, sharpness)
 
 
 def read_heads_triton(
@@ -49,6 +51,7 @@ def read_heads_triton(
     rank_head: nn.Sequential,
     width: int,
     scope: int | None,
+    sharpness: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Launch the kernels; arguments and results as `read_heads` has them.
 
@@ -68,18 +71,19 @@ def read_heads_triton(
     chunks = cdiv(vocab, chunk)
     here = {"device": logits.device}
     best = torch.empty(rows, chunks, top, dtype=torch.int64, **here)
-    sums = torch.empty(3, rows, chunks, dtype=torch.float32, **here)
+    sums = torch.empty(4, rows, chunks, dtype=torch.float32, **here)
     logprob = torch.empty(rows, width, dtype=torch.float32, **here)
     token = torch.empty(rows, width, dtype=torch.int64, **here)
     bucket = torch.empty(rows, dtype=torch.int64, **here)
     if rows:
+        rows_each = 1 if sharpness is None else rows // len(sharpness)
         _best_of_chunk_kernel[(rows, chunks)](
-            logits, best, sums, rows * chunks, vocab, CHUNK=chunk, TOP=top,
+            logits, best, sums, rows * chunks, vocab, sharpness, rows_each, CHUNK=chunk, TOP=top,
             num_warps=4 if chunk <= 1024 else 8,
         )  # fmt: skip
         _merge_and_rank_kernel[(rows,)](
-            best, sums, rows * chunks, offset, of_state, first, first.stride(0), second,
-            logprob, token, bucket, size,
+            best, sums, rows * chunks, sharpness, rows_each, offset, of_state, first,
+            first.stride(0), second, logprob, token, bucket, size,
             CHUNKS=chunks, CHUNK_PLACES=next_power_of_2(chunks),
             MERGED=next_power_of_2(chunks * top), TOP=top, MOST=most,
             SCOPE=0 if scope is None else min(scope, most), WIDTH=width,
@@ -90,13 +94,15 @@ def read_heads_triton(
     return logprob.view(*lead, width), token.view(*lead, width), bucket.view(lead)
 
 
-@jit(do_not_specialize=["num_chunks"])
+@jit(do_not_specialize=["num_chunks", "rows_each"])
 def _best_of_chunk_kernel(
     logits,  # [rows, vocab]
     best,  # [rows, chunks, TOP] int64: logit as an ordered integer << 32 | (2^31 - 1 - index)
-    sums,  # [3, rows, chunks] fp32: m = max x, sum exp(x - m), sum exp(x - m) (x - m)
+    sums,  # [4, rows, chunks] fp32: m = max x, and with d = x - m the sums of e^d, d e^d, e^(bd)
     num_chunks,  # rows * chunks
     vocab,
+    sharpness,  # [rows / rows_each] fp32, b; None: 1
+    rows_each,
     CHUNK: tl.constexpr,
     TOP: tl.constexpr,
 ):
@@ -113,6 +119,10 @@ def _best_of_chunk_kernel(
     tl.store(sums + out, largest)
     tl.store(sums + num_chunks + out, tl.sum(weight, 0))
     tl.store(sums + 2 * num_chunks + out, tl.sum(weight * below, 0))
+    if sharpness is not None:
+        sharp = tl.load(sharpness + row // rows_each)
+        sharper = tl.where(inside, tl.exp(sharp * below), 0.0)
+        tl.store(sums + 3 * num_chunks + out, tl.sum(sharper, 0))
 
     bits = x.to(tl.int32, bitcast=True)
     # Negative floats order against their bits.
@@ -121,9 +131,9 @@ def _best_of_chunk_kernel(
     tl.store(best + out * TOP + tl.arange(0, TOP), tl.topk(keys, TOP))
 
 
-@jit(do_not_specialize=["num_chunks"])
+@jit(do_not_specialize=["num_chunks", "rows_each"])
 def _merge_and_rank_kernel(
-    best, sums, num_chunks,  # as in the other kernel
+    best, sums, num_chunks, sharpness, rows_each,  # as in the other kernel
     offset,  # [vocab] int64
     of_state,  # [rows, HIDDEN]: the rank head's first layer over the state
     first,  # [HIDDEN, size + LOGPROBS + 5]
@@ -160,7 +170,14 @@ def _merge_and_rank_kernel(
     log_total = most + tl.log(total)
     rank = tl.arange(0, TOP)
     out = row * WIDTH + rank
-    tl.store(logprob + out, values - log_total, mask=rank < WIDTH)
+    if sharpness is None:
+        scores = values - log_total
+    else:
+        sharp = tl.load(sharpness + row // rows_each)
+        sharper = tl.load(at + 3 * num_chunks, mask=chunk < CHUNKS, other=0.0)
+        sharper = tl.sum(sharper * tl.exp(sharp * lower), 0)
+        scores = sharp * (values - most) - tl.log(sharper)
+    tl.store(logprob + out, scores, mask=rank < WIDTH)
     chosen = index + tl.load(offset + index, mask=rank < WIDTH, other=0)
     tl.store(token + out, chosen, mask=rank < WIDTH)
 

@@ -56,11 +56,31 @@ def read_heads_reference(
     rank_head: nn.Sequential,
     width: int,
     scope: int | None,
+    sharpness: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Arguments and results as `read_heads` has them; any leading shape."""
     top, features = top_and_features(logits, width, scope)
-    total = logits.float().logsumexp(-1, keepdim=True)
     index = top.indices[..., :width]
     rank_logits = rank_head(torch.cat([normed, features.to(normed.dtype)], dim=-1))
-    logprob = top.values[..., :width].float() - total
-    return logprob, index + offset[index], rank_logits.argmax(-1)
+    best = top.values[..., :width]
+    return top_logprobs(logits, best, sharpness), index + offset[index], rank_logits.argmax(-1)
+
+
+def top_logprobs(
+    logits: torch.Tensor, best: torch.Tensor, sharpness: torch.Tensor | None
+) -> torch.Tensor:
+    """The logarithms of the softmax of β · logits, where the best logits are.
+
+    Args:
+        logits: [R, ..., Vd].
+        best: [R, ..., B], some of them.
+        sharpness: [R] fp32, β; None: 1.
+
+    Returns:
+        [R, ..., B] float32.
+    """
+    logits, best = logits.float(), best.float()
+    if sharpness is not None:
+        factor = sharpness.view(-1, *[1] * (logits.dim() - 1))
+        logits, best = logits * factor, best * factor
+    return best - logits.logsumexp(-1, keepdim=True)

@@ -46,7 +46,15 @@ class _Options(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-class SpecBlockConfig(_Options):
+class _DrafterOptions(_Options):
+    """What holds for every head with weights."""
+
+    learn_sharpness: bool = True
+    """Learn from what is accepted how much surer the target is than the drafter says, and grow
+    trees by that. Off: by the drafter's own probabilities, as the papers do."""
+
+
+class SpecBlockConfig(_DrafterOptions):
     """How a SpecBlock drafter grows its tree (paper, §3.2; `K` is fixed by the checkpoint)."""
 
     num_blocks: Annotated[int, Field(ge=1, le=8)] = 2
@@ -63,7 +71,7 @@ class SpecBlockConfig(_Options):
     narrower than what a budget of 60 nodes can hold where the target samples."""
 
 
-class Eagle3Config(_Options):
+class Eagle3Config(_DrafterOptions):
     """How an EAGLE-3 drafter grows its tree: EAGLE-2's, level by level (arXiv 2406.16858).
 
     The defaults are those of the authors' release, which counts its `depth` of 7 without the

@@ -40,6 +40,7 @@ def test_table_and_file_say_what_replay_finds(prompts, tmp_path):
         "eval", DRAFTER, "--target", TARGET, "--data", prompts, "--prompts", 2,
         "--new-tokens", 40, "--temperature", 0, "--temperature", 0.8, "--nodes", 16,
         "--nodes", 30, "--blocks", 3, "--starts", 4, "--uniform", "--seed", 5, "--json", out,
+        "--no-learn-sharpness",
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     figures = json.loads(out.read_text())
@@ -64,6 +65,21 @@ def test_table_and_file_say_what_replay_finds(prompts, tmp_path):
         assert len(entry["chain"]["alpha"]) == 12
         assert "chain of 3 blocks" in entry["trees"] and "uniform tree of 16" in entry["trees"]
     assert figures["results"][0]["trees"]["tree of 30"]["tau"] > 2.5  # a trained drafter
+
+
+def test_scores_are_set_right_unless_told_otherwise(prompts, tmp_path):
+    found = []
+    for extra in ((), ("--no-learn-sharpness",)):
+        out = tmp_path / "figures.json"
+        result = specblock(
+            "eval", DRAFTER, "--target", TARGET, "--data", prompts, "--prompts", 2,
+            "--new-tokens", 60, "--temperature", 0, "--nodes", 12, "--json", out, *extra,
+        )  # fmt: skip
+        assert result.exit_code == 0, result.output
+        found.append(json.loads(out.read_text())["results"][0]["trees"]["tree of 12"])
+    served, drafted = found
+    assert served["sharpness"] > 1.3 and drafted["sharpness"] == 1
+    assert served["tau"] > drafted["tau"]
 
 
 def test_the_drafter_says_what_its_target_is(prompts, monkeypatch):

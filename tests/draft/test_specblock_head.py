@@ -46,7 +46,7 @@ def make_head(drafter, options: SpecBlockConfig, nodes: int) -> tuple[SpecBlockH
     return head, embedding
 
 
-def dense_tree(drafter, embedding, features, text, end: int, head: SpecBlockHead):
+def dense_tree(drafter, embedding, features, text, end: int, head: SpecBlockHead, beta):
     """The same tree from the dense description, for one request whose root is text[end]."""
     cache, shape = DenseCache(drafter.config), head.shape
     row = torch.arange(end)
@@ -59,7 +59,7 @@ def dense_tree(drafter, embedding, features, text, end: int, head: SpecBlockHead
         newest,
     )
     expansion = Expansion(shape, torch.tensor(shape.branching), 1)
-    expansion.first_block(*drafter.candidates(hidden, shape.width))
+    expansion.first_block(*drafter.candidates(hidden, shape.width, beta))
     growth, drafted = cache.grow(), hidden
     depth = torch.zeros(1, dtype=torch.int64)
     for block in range(2, shape.num_blocks + 1):
@@ -71,7 +71,7 @@ def dense_tree(drafter, embedding, features, text, end: int, head: SpecBlockHead
         depth = torch.cat([depth, depth[row] + position + 1])
         attend = growth.starts(row, position)
         later = drafter(drafted[row, position], embedding[starts.token[0]], base, attend)
-        expansion.next_block(starts, block, *drafter.candidates(later[None], shape.width))
+        expansion.next_block(starts, block, *drafter.candidates(later[None], shape.width, beta))
         drafted = torch.cat([drafted, later])
     return expansion.finish()
 
@@ -81,6 +81,7 @@ def dense_tree(drafter, embedding, features, text, end: int, head: SpecBlockHead
     [
         ({"num_blocks": 1}, {}),
         ({}, {}),
+        ({"learn_sharpness": False}, {}),
         ({"num_starts": 3, "branching": [2, 4, 10, 0]}, {}),
         ({}, {"block_rope": "path"}),
         ({}, {"qk_norm": True}),
@@ -110,7 +111,10 @@ def test_paged_equals_dense(options, drafter_changes):
         head.advance(rows_of(requests, tables, states, text, PAGE, padding))
         tree = head.draft()
         for request, (_, end) in enumerate(requests):
-            expected = dense_tree(drafter, embedding, features[request], text[request], end, head)
+            beta = None if head.beta is None else head.beta[request : request + 1]
+            expected = dense_tree(
+                drafter, embedding, features[request], text[request], end, head, beta
+            )
             found, wanted = texts(tree, request), texts(expected, 0)
             common = found.keys() & wanted.keys()
             assert len(common) >= len(wanted) - 2, "more than a tie at the budget's cut differs"

@@ -201,9 +201,14 @@ def test_rms_norm_compiles(compiler, dtype):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "vocab", "scope"), [(torch.bfloat16, 32_000, 20), (torch.float32, 152_064, None)]
+    ("dtype", "vocab", "scope", "sharp"),
+    [
+        (torch.bfloat16, 32_000, 20, True),
+        (torch.float32, 152_064, None, True),
+        (torch.bfloat16, 32_000, 20, False),
+    ],
 )
-def test_read_heads_compile(compiler, dtype, vocab, scope):
+def test_read_heads_compile(compiler, dtype, vocab, scope, sharp):
     from vllm_specblock.triton_kernels import read_heads
 
     stand_ins = [
@@ -221,8 +226,23 @@ def test_read_heads_compile(compiler, dtype, vocab, scope):
         head,
         10,
         scope,
+        torch.ones(2) if sharp else None,
     )
     assert all(len(stand_in.compiled) == 1 and fits(stand_in) for stand_in in stand_ins)
+
+
+@pytest.mark.parametrize("num_nodes", [12, 60, 256])
+def test_learning_compiles(compiler, num_nodes):
+    from vllm_specblock.triton_kernels import learn_sharpness
+
+    stand_in = compiler(learn_sharpness, "_learn_kernel")
+    slot, path = torch.zeros(3, dtype=torch.int32), torch.zeros(3, 9, dtype=torch.int64)
+    learn_sharpness.learn_sharpness_triton(
+        torch.zeros(2), torch.zeros(2), 0, slot, path[:, 0], slot, path,
+        torch.zeros(5, num_nodes), torch.zeros(5, num_nodes, dtype=torch.uint8), torch.zeros(5),
+        (-1.0, 1.0), 20.0, 500.0,
+    )  # fmt: skip
+    assert len(stand_in.compiled) == 1 and fits(stand_in)
 
 
 @pytest.mark.parametrize(("count", "joins"), [(577, True), (130, False)])

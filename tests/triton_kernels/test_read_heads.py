@@ -51,14 +51,19 @@ def chosen_is_best(bucket, normed, logits, head, scope, tolerance):
     ("rows", "vocab", "width", "scope"),
     [(2, 10, 10, 20), (4, 77, 3, 10), (2, 1500, 10, 20), (2, 1030, 4, None), (2, 300, 33, 12)],
 )
+@pytest.mark.parametrize("sharp", [False, True], ids=["as drafted", "sharpened"])
 @torch.no_grad()
-def test_as_torch_does(kernels, rows, vocab, width, scope, dtype):
+def test_as_torch_does(kernels, rows, vocab, width, scope, dtype, sharp):
     normed, logits, offset = inputs(rows, vocab, dtype, kernels.device)
     head = rank_head(dtype, kernels.device)
     launch = kernels.load("read_heads").read_heads_triton
-    logprob, token, bucket = launch(normed, logits, offset, head, width, scope)
+    beta = torch.linspace(2.5, 0.4, len(logits), device=kernels.device) if sharp else None
+    logprob, token, bucket = launch(normed, logits, offset, head, width, scope, beta)
     tolerance = TOLERANCE[dtype]
-    every = logits.float().log_softmax(-1)
+    every = logits.float() if beta is None else logits.float() * beta[:, None, None]
+    every = every.log_softmax(-1)
+    mine = read_heads_reference(normed, logits, offset, head, width, scope, beta)
+    torch.testing.assert_close(logprob, mine[0], atol=1e-4, rtol=1e-5)
     best, index = every.sort(dim=-1, descending=True, stable=True)
     torch.testing.assert_close(logprob, best[..., :width], atol=1e-4, rtol=1e-5)
     assert torch.equal(token, (index + offset[index])[..., :width])

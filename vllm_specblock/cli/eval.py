@@ -70,6 +70,9 @@ def evaluate(
     uniform: Annotated[
         bool, typer.Option("--uniform", help="Also trees of one width, without the rank head.")
     ] = False,
+    learn_sharpness: Annotated[
+        bool, typer.Option(help="Set scores right by what is accepted, as serving does.")
+    ] = True,
     seed: Annotated[int, typer.Option(help="Of the sampled texts.")] = 0,
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
     precision: Annotated[
@@ -82,7 +85,8 @@ def evaluate(
     """Draft along the target's own texts, and print how far the drafter reaches.
 
     τ is the mean of tokens committed per step, α the share of right first choices given that all
-    before were right. Drafting is that of serving, one text at a time.
+    before were right, β what the drafter's logits come to be multiplied by. Drafting is that of
+    serving, one text at a time.
     """
     # Here and not above: torch and transformers take seconds, `--help` should not.
     from tqdm import tqdm
@@ -113,6 +117,7 @@ def evaluate(
     model = load_target(target, precision.value, where)
     weights = checkpoint.load(drafter, model.dtype, where)
     given = {"num_blocks": blocks, "num_starts": starts, "branching": branching}
+    given["learn_sharpness"] = None if learn_sharpness else False
     given = {key: value for key, value in given.items() if value is not None}
     options = parse_head(given, "specblock")
     budgets = list(dict.fromkeys(nodes or [DEFAULT_NODES]))
@@ -124,7 +129,8 @@ def evaluate(
             model, found, new_tokens, temperature=heat, seed=seed, layer_ids=layer_ids
         )
         bar = tqdm(scripts, f"temperature {heat:g}", total=len(found), unit="text")
-        figures = figures_of.evaluate(weights, bar, shapes, options.num_blocks)
+        learns = heat if options.learn_sharpness else None
+        figures = figures_of.evaluate(weights, bar, shapes, options.num_blocks, learns)
         results.append({"temperature": heat, **figures.as_json()})
     whole = {
         "drafter": str(drafter),

@@ -17,7 +17,7 @@ def print_tables(whole: dict[str, Any]) -> None:
     results = whole["results"]
     console = Console(highlight=False)
     # In a pipe rich takes 80 columns, and would break cells where there are more temperatures.
-    console.width = max(console.width, 24 + 32 * len(results))
+    console.width = max(console.width, 24 + 40 * len(results))
     console.print(
         f"{whole['prompts']} prompts, {whole['device']}, {whole['dtype']}, seed {whole['seed']}",
         markup=False,
@@ -32,7 +32,7 @@ def _table(title: str, first: str) -> Table:
 def _tau(results: Results) -> Table:
     table = _table("τ: tokens per step, ± its standard error; nodes of a tree", "drafted")
     for result in results:
-        for column in (f"τ at T = {result['temperature']:g}", "steps", "nodes"):
+        for column in (f"τ at T = {result['temperature']:g}", "steps", "nodes", "β"):
             table.add_column(column, justify="right")
     for name in results[0]["trees"]:
         cells = []
@@ -41,6 +41,7 @@ def _tau(results: Results) -> Table:
                 f"{reach['tau']:.3f} ± {reach['error']:.3f}",
                 f"{reach['steps']:,}",
                 f"{reach['nodes']:.1f}",
+                f"{reach['sharpness']:.2f}",
             ]
         table.add_row(name, *cells)
     return table

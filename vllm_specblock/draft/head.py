@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import torch
 
+from vllm_specblock.draft.sharpness import Sharpness
 from vllm_specblock.tree import DraftTree
 
 
@@ -34,6 +35,7 @@ class CommittedRows:
         text: [S, longest request] int32, the tokens of whoever owns each of the engine's S
             request slots; the root, at position[last] + 1, is the last one that counts.
         text_row: [R] int64, each request's row of `text`.
+        temperature: [R] fp32, at which each request samples; 0: greedy.
     """
 
     states: tuple[torch.Tensor, ...]
@@ -48,6 +50,7 @@ class CommittedRows:
     max_position: int
     text: torch.Tensor
     text_row: torch.Tensor
+    temperature: torch.Tensor
 
     def features(self, layers: tuple[int, ...]) -> torch.Tensor:
         """[T, len(layers) · Ht], the states of `layers` (indices into `states`) side by side."""
@@ -80,11 +83,18 @@ class Head(ABC):
         kind: what `speculative_config` calls such a head.
         num_nodes: N, nodes of every tree it yields.
         max_depth: the deepest path it can draft.
+        sharpness: what its scores are set right with, and what learns from the verdicts on its
+            nodes; None for a head whose scores are what they are.
     """
 
     kind: ClassVar[str]
     num_nodes: int
     max_depth: int
+    sharpness: Sharpness | None = None
+
+    def sharpness_of(self, rows: CommittedRows) -> torch.Tensor | None:
+        """β for the step's requests, [R] fp32; None: 1."""
+        return None if self.sharpness is None else self.sharpness.of(rows.temperature)
 
     def cache_layers(self) -> list[CacheLayer]:
         """The layers whose keys and values the engine is to keep."""

@@ -110,16 +110,21 @@ class SpecBlockDrafter(nn.Module):
         features = features.to(normed.dtype)
         return logits, self.rank_head(torch.cat([normed.detach(), features], dim=-1))
 
-    def candidates(self, hidden: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    def candidates(
+        self, hidden: Tensor, width: int, sharpness: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """What tree expansion needs of `heads`, with one top-k for it and the rank features.
 
-        hidden [..., H] -> the best `width` tokens' log-probabilities over the whole draft
-        vocabulary [..., width] float32 (descending), their target ids [..., width] int64, and
-        the predicted rank bucket [...] int64. No gradient.
+        hidden [R, ..., H], sharpness [R] float32 (None: 1, see `draft/sharpness.py`) -> the
+        best `width` tokens' log-probabilities over the whole draft vocabulary [R, ..., width]
+        float32 (descending), their target ids [R, ..., width] int64, and the predicted rank
+        bucket [R, ...] int64. No gradient.
         """
         with torch.no_grad():
             normed, logits = self._read(hidden)
-            return read_heads(normed, logits, self.d2t, self.rank_head, width, self._scope)
+            return read_heads(
+                normed, logits, self.d2t, self.rank_head, width, self._scope, sharpness
+            )
 
     def target_ids(self, draft_ids: Tensor) -> Tensor:
         """Target ids [...] int64 of draft ids [...] int64: d2t holds offsets."""

@@ -12,6 +12,7 @@ from vllm_specblock.draft.expand import Shape, expansion
 from vllm_specblock.draft.head import CacheLayer, CommittedRows, Head
 from vllm_specblock.draft.model import SpecBlockDrafter
 from vllm_specblock.draft.paged import BlockSight
+from vllm_specblock.draft.sharpness import Sharpness
 from vllm_specblock.tree import DraftTree
 
 
@@ -52,6 +53,8 @@ class SpecBlockHead(Head):
         self.shape = Shape(self.K, blocks, starts, widths, num_nodes)
         self.max_depth = min(num_nodes, blocks * self.K)
         self.path_rope = drafter.config.block_rope == "path"
+        if options.learn_sharpness:
+            self.sharpness = Sharpness(drafter.lm_head.weight.device)
 
     def cache_layers(self) -> list[CacheLayer]:
         config = self.drafter.config
@@ -77,15 +80,17 @@ class SpecBlockHead(Head):
             condition, self.embed(rows.token), base, attend, rows.last
         )  # [R, K, H]
         self.base = base[rows.last]  # [R]
+        self.beta = self.sharpness_of(rows)  # [R]
 
     def draft(self, requests: torch.Tensor | None = None) -> DraftTree:
         drafter, K, S = self.drafter, self.K, self.shape.num_starts
-        hidden, base = self.hidden, self.base[:, None]
+        hidden, base, beta = self.hidden, self.base[:, None], self.beta
         if requests is not None:
             hidden, base = hidden[requests], base[requests]
+            beta = None if beta is None else beta[requests]
         num_requests = hidden.shape[0]
         growth = expansion(self.shape, self.width, num_requests)
-        growth.first_block(*drafter.candidates(hidden, self.shape.width))
+        growth.first_block(*drafter.candidates(hidden, self.shape.width, beta))
 
         self.sight.begin(requests)
         drafted = hidden[:, None]  # [R, rows so far, K, H]; row 0 is the drafting row
@@ -107,6 +112,6 @@ class SpecBlockHead(Head):
                 attend,
             ).view(num_requests, S, K, -1)
             starts = replace(starts, valid=starts.valid & there)
-            growth.next_block(starts, block, *drafter.candidates(hidden, self.shape.width))
+            growth.next_block(starts, block, *drafter.candidates(hidden, self.shape.width, beta))
             drafted = torch.cat([drafted, hidden], 1)
         return growth.finish()

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import torch
-from vllm.sampling_params import SamplingParams
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_specblock.combine.combined import Combined
 from vllm_specblock.engine import budget
-from vllm_specblock.engine.rows import StepRows
 from vllm_specblock.engine.slots import TreeSlots
-from vllm_specblock.verify.reach import ReachTable, on_path
+from vllm_specblock.verify.reach import ReachTable, kinds
+from vllm_specblock.verify.verified import Verified
 
 
 class AdaptiveTrees:
@@ -19,7 +18,6 @@ class AdaptiveTrees:
 
     Attributes (S request slots):
         switch: shared with the manager, which decides; host only.
-        samples: [S] int64, 1 for requests that sample, see `ReachTable`.
         asleep: [S] bool, `switch.asleep` on the device.
 
     Args:
@@ -34,9 +32,7 @@ class AdaptiveTrees:
         num_slots = len(slots.accepted)
         self.switch = budget.switch_of(states, num_slots)
         self.reach = ReachTable(device)
-        self.samples = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self.asleep = torch.zeros(num_slots, dtype=torch.bool, device=device)
-        self.node = torch.arange(slots.num_nodes, device=device)
         if device.type == "cpu":
             from vllm_specblock.engine import host_budget
 
@@ -44,10 +40,8 @@ class AdaptiveTrees:
         else:
             budget.install()
 
-    def add(self, slot: int, params: SamplingParams | None) -> None:
+    def add(self, slot: int) -> None:
         """A request comes to `slot`."""
-        sampling = params is not None and params.temperature > 0
-        self.samples[slot].fill_(1 if sampling else 0)
         self.switch.asleep[slot] = False
         self.asleep[slot].fill_(False)
 
@@ -61,21 +55,19 @@ class AdaptiveTrees:
             self.switch.resting = False
         return self.switch.resting
 
-    def learn(self, rows: StepRows, live: torch.Tensor) -> None:
-        """Take note of the verdicts; `live` [R] bool: the target ran on a tree of ours."""
-        slot = rows.batch.idx_mapping
-        judged = live[:, None] & (self.node < rows.drafts[:, None])
-        reached = on_path(rows.path, rows.accepted, self.slots.num_nodes)
-        self.reach.learn(self.samples[slot], self.slots.score[slot], reached, judged)
+    def learn(self, verified: Verified) -> None:
+        """Take note of the verdicts."""
+        kind = kinds(verified.temperature)
+        self.reach.learn(kind, verified.logprob, verified.reached, verified.judged)
 
     def awake(self, slot: torch.Tensor, combined: Combined) -> Combined:
         """No tree for requests whose heads have slept; `slot` [R] int64."""
         return combined.empty_where(self.asleep[slot])
 
-    def offer(self, slot: torch.Tensor, combined: Combined) -> None:
-        """Say what the new trees' nodes are worth."""
-        steps = self.reach.steps(self.samples[slot], combined.tree.logprob)
-        self.confidence[: len(slot)] = steps
+    def offer(self, temperature: torch.Tensor, combined: Combined) -> None:
+        """Say what the new trees' nodes are worth; `temperature` [R] fp32."""
+        steps = self.reach.steps(kinds(temperature), combined.tree.logprob)
+        self.confidence[: len(steps)] = steps
 
     def sleep(self, batch: InputBatch) -> None:
         """Nothing is drafted at the end of this step."""

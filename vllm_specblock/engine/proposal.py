@@ -15,25 +15,11 @@ from vllm_specblock.combine.route import agreement, confidence, route
 from vllm_specblock.config import CombineConfig
 from vllm_specblock.draft.head import CommittedRows, Head
 from vllm_specblock.tree import DraftTree
+from vllm_specblock.verify.verified import Verified
 
 USUAL_COST = {"ngram": 0.02}
 """What drafting a second head of some kind adds to a step, as a share of its time, where it is
 not the 0.15 of one with weights."""
-
-
-@dataclass(frozen=True)
-class Verified:
-    """What became of the trees of the step before, by request (R).
-
-    Attributes:
-        slot: [R] int64, the engine's request slot.
-        live: [R] bool, the target ran on a tree of ours.
-        accepted: [R] int32, draft nodes on the accepted path.
-    """
-
-    slot: torch.Tensor
-    live: torch.Tensor
-    accepted: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -67,8 +53,17 @@ class Proposer(ABC):
         """Tokens on the longest path of any tree."""
         return max(head.max_depth for head in self.heads)
 
-    def learn(self, verified: Verified) -> None:  # noqa: B027 (few have to)
+    def learn(self, verified: Verified) -> None:
         """Take note of what was accepted."""
+        for index, head in enumerate(self.heads):
+            if head.sharpness is not None:
+                head.sharpness.learn_from(verified, index)
+
+    def forget(self) -> None:
+        """As if no request had been served yet."""
+        for head in self.heads:
+            if head.sharpness is not None:
+                head.sharpness.forget()
 
     def advance(self, rows: CommittedRows) -> None:
         """The heads take in what was committed; all of them, see above."""
@@ -137,6 +132,7 @@ class LazyRoute(Route):
         self.both = torch.zeros(num_slots, dtype=torch.bool, device=device)
 
     def learn(self, verified: Verified) -> None:
+        super().learn(verified)
         slot = verified.slot
         self.gate.learn(self.sure[slot], self.both[slot], verified.accepted, verified.live)
 

@@ -67,6 +67,7 @@ class StepRows:
         all_token_ids: torch.Tensor,
         block_table: torch.Tensor,
         block_size: int,
+        temperature: torch.Tensor,
     ) -> CommittedRows:
         """The rows a head advances on.
 
@@ -76,6 +77,7 @@ class StepRows:
             all_token_ids: [slots, max_model_len] int32, this step's tokens included.
             block_table: [R, max blocks] int32.
             block_size: tokens per block.
+            temperature: [slots] fp32.
         """
         batch, request = self.batch, self.request
         start = self.query_start[request]
@@ -102,4 +104,5 @@ class StepRows:
             max_position=int(bound.max()) - 1,  # a host tensor
             text=all_token_ids,
             text_row=batch.idx_mapping.long(),
+            temperature=temperature[batch.idx_mapping],
         )

@@ -27,17 +27,12 @@ from vllm_specblock.engine.graphs import ProposalGraphs, StepInputs
 from vllm_specblock.engine.heads import build_head, register_layers
 from vllm_specblock.engine.metrics import make_sink
 from vllm_specblock.engine.model_state import TreeModelState
-from vllm_specblock.engine.proposal import (
-    LazyRoute,
-    Proposer,
-    Verified,
-    head_budgets,
-    make_proposer,
-)
+from vllm_specblock.engine.proposal import LazyRoute, Proposer, head_budgets, make_proposer
 from vllm_specblock.engine.rows import StepRows
 from vllm_specblock.engine.slots import TreeSlots
 from vllm_specblock.triton_kernels.commit import KVCacheSet, move_kv
 from vllm_specblock.verify.imposed import ImposedAcceptance
+from vllm_specblock.verify.verified import Verified
 
 
 class TreeSpeculator(DraftModelSpeculator):
@@ -71,6 +66,7 @@ class TreeSpeculator(DraftModelSpeculator):
         self.enable_adaptive_verification = self.plan.adaptive
         self.use_acceptance_estimator = False  # a chain's
         self.adaptive: AdaptiveTrees | None = None
+        self.temperature = torch.zeros(self.num_slots, device=device)
         # Requests whose sampling looks at the order of the output so far verify a chain.
         self.needs_chain = np.zeros(self.num_slots, dtype=bool)
         self.all_need_chain = False
@@ -175,6 +171,7 @@ class TreeSpeculator(DraftModelSpeculator):
     def capture(self) -> None:
         # vLLM's warm-up requests, which came before, are nobody's.
         self.counters.total.zero_()
+        self.proposer.forget()
         if self.adaptive is not None:
             self.adaptive.reach.forget()
         self.graphs.capture(self.step, self.draft_tokens)
@@ -182,14 +179,15 @@ class TreeSpeculator(DraftModelSpeculator):
     # ---- once per request ----
 
     def note_request(self, slot: int, params: SamplingParams | None) -> None:
-        """Remember whether the request in `slot` has to verify a chain.
+        """Remember how the request in `slot` samples, and whether it has to verify a chain.
 
         Penalties, bad words, thinking budgets and grammars depend on the tokens before a
         position, which vLLM's processors take from the rows before it: true of a chain, not
         of a tree.
         """
+        self.temperature[slot].fill_(0.0 if params is None else params.temperature)
         if self.adaptive is not None:
-            self.adaptive.add(slot, params)
+            self.adaptive.add(slot)
         self.needs_chain[slot] = self.all_need_chain or (
             params is not None
             and (
@@ -280,6 +278,7 @@ class TreeSpeculator(DraftModelSpeculator):
             self.req_states.all_token_ids.gpu,
             inputs.block_table,
             inputs.block_size,
+            self.temperature,
         )
         self.proposer.advance(committed)
         if not draft:
@@ -292,7 +291,7 @@ class TreeSpeculator(DraftModelSpeculator):
             combined = combined.where(inputs.chain)
         if self.adaptive is not None:
             combined = self.adaptive.awake(slot, combined)
-            self.adaptive.offer(slot, combined)
+            self.adaptive.offer(committed.temperature, combined)
         self.slots.store(slot, combined)
         self.counters.drafted(proposal.drafted, proposal.second, proposal.agreed, rows.goes_on)
         return combined.tree.token
@@ -303,14 +302,19 @@ class TreeSpeculator(DraftModelSpeculator):
         if rows.has_drafts:
             source, target, moves = rows.moves()
             move_kv(self.target_caches, slot_mapping[source], slot_mapping[target], moves)
-        slot = rows.batch.idx_mapping
-        origin = self.slots.origin[slot]
-        # Drafts of ours that the target ran on: placeholders have no origin.
-        live = (rows.drafts > 0) & (origin[:, 0] > 0)
-        self.proposer.learn(Verified(slot, live, rows.accepted))
-        self.counters.verified(origin, rows.drafts, rows.path)
+        verified = Verified(
+            rows.batch.idx_mapping,
+            rows.drafts,
+            rows.accepted,
+            rows.path,
+            self.slots.score,
+            self.slots.origin,
+            self.temperature,
+        )
+        self.proposer.learn(verified)
+        self.counters.verified(verified.authors, rows.drafts, rows.path)
         if self.adaptive is not None:
-            self.adaptive.learn(rows, live)
+            self.adaptive.learn(verified)
 
     def _without_caches(self, batch: InputBatch, hidden_states: list[torch.Tensor]) -> StepInputs:
         """A dummy step from before vLLM made the caches: every block is one of no use."""

@@ -15,7 +15,7 @@ BINS_PER_NAT, NUM_BINS = 4, 32
 """Scores of a quarter nat are counted together, those below −8 nats, too."""
 
 KINDS = 2
-"""0: requests at temperature 0; 1: requests that sample."""
+"""See `kinds`."""
 
 PRIOR = 4.0
 """Before anything was seen, every bin counts so many nodes, reached as their scores say."""
@@ -113,6 +113,11 @@ class ReachTable:
         survival = self.survival(kind, logprob)
         before = torch.nn.functional.pad(survival[:, :-1], (1, 0), value=1.0)
         return torch.where(before > 0, survival / before, 0.0)
+
+
+def kinds(temperature: torch.Tensor) -> torch.Tensor:
+    """[R] fp32 → [R] int64: 0 for requests at temperature 0, 1 for those that sample."""
+    return (temperature > 0).long()
 
 
 def on_path(path: torch.Tensor, accepted: torch.Tensor, num_nodes: int) -> torch.Tensor:

@@ -94,11 +94,11 @@ class Plain:
             out.append(score.softmax(0) @ value)
         return torch.stack(out)
 
-    def tree(self, growth: Growth, slots: int) -> dict[tuple, float]:
+    def tree(self, growth: Growth, slots: int, beta: float) -> dict[tuple, float]:
         """Path -> score. A row of a later level needs one of the `slots` behind the text."""
 
         def children(path, score):
-            logprob = self.drafter.logits(self.state(list(path))).log_softmax(-1)
+            logprob = (beta * self.drafter.logits(self.state(list(path)))).log_softmax(-1)
             best = logprob.topk(growth.top_k)
             return {
                 (*path, draft_id + int(self.drafter.d2t[draft_id])): score + float(each)
@@ -139,6 +139,7 @@ def world(requests: int):
         ({"depth": 1}, {}),
         ({"depth": 4, "top_k": 3}, {}),
         ({"depth": 5, "top_k": 1}, {}),
+        ({"depth": 4, "top_k": 3, "learn_sharpness": False}, {}),
         ({"depth": 3, "top_k": 3}, VARIANTS),
         ({"depth": 3, "top_k": 2}, {"num_features": 2, "layer_ids": (1, 3)}),
     ],
@@ -163,7 +164,8 @@ def test_paged_equals_plain(options, changes):
         assert tree.token.shape == (2, 40)
         for request, (_, end) in enumerate(requests):
             plain = Plain(drafter, embedding_table(), features[request], text[request], end)
-            assert_same_tree(tree, request, plain.tree(head.growth, MAX_LEN - end))
+            beta = 1.0 if head.beta is None else float(head.beta[request])
+            assert_same_tree(tree, request, plain.tree(head.growth, MAX_LEN - end, beta))
 
 
 @torch.no_grad()
@@ -204,7 +206,7 @@ def test_near_the_length_limit_nodes_without_a_slot_do_not_grow(room):
     head.advance(rows_of([(0, end)], tables, states, text, PAGE))
     tree = head.draft()
     plain = Plain(drafter, embedding_table(), features[0], text[0], end)
-    assert_same_tree(tree, 0, plain.tree(head.growth, room))
+    assert_same_tree(tree, 0, plain.tree(head.growth, room, float(head.beta[0])))
     changed = (cache != before).any(-1).any(1).any(-1).nonzero().flatten().tolist()
     assert set(changed) <= {0, *tables[0].tolist()}, "a stranger's block was written"
 

@@ -25,6 +25,9 @@ def rows_of(
         states: [L, R, ≥ end, Ht], the target's states of every token, layer by layer.
         text: [R, > end] int64.
         page: tokens in a block.
+
+    Returns:
+        the rows; the first request is greedy, the others sample hotter and hotter.
     """
     parts, start, last = [], [0], []
     for request, (first, end) in enumerate(requests):
@@ -56,6 +59,7 @@ def rows_of(
         max_position=int(position.max()),
         text=text.int(),
         text_row=torch.arange(len(requests)),
+        temperature=torch.arange(len(requests)) * 0.8,
     )
 
 
@@ -75,4 +79,5 @@ def zero_rows(page: int, width: int, layers: int = 3, max_len: int = 64) -> Comm
         max_position=20,
         text=torch.zeros(4, max_len, dtype=torch.int32),
         text_row=torch.zeros(2, **integers),
+        temperature=torch.zeros(2),
     )

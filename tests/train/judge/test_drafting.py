@@ -12,6 +12,7 @@ from support.trees import texts
 from vllm_specblock.config import SpecBlockConfig
 from vllm_specblock.draft.cache import Growth
 from vllm_specblock.draft.expand import Shape
+from vllm_specblock.draft.sharpness import Sharpness
 from vllm_specblock.draft.specblock import SpecBlockHead
 from vllm_specblock.train.judge.drafting import (
     SpecBlockDraft,
@@ -47,18 +48,22 @@ def scene(make_drafter):
 
 
 def served_trees(drafter, script, options, nodes):
-    """The trees of a request that is committed up to each of ROOTS in turn."""
+    """The trees of a greedy request that is committed up to each of ROOTS in turn."""
     head = SpecBlockHead(drafter, script.embed, options, nodes, max_model_len=96)
     pages = 96 // PAGE
     caches = [torch.randn(pages + 1, PAGE * 4, 2, 16).transpose(1, 2) for _ in range(2)]
     head.bind(caches)  # noise in the cache: nothing of it may be seen
     table = torch.randperm(pages)[None] + 1
     states = torch.stack(script.hidden.chunk(3, dim=-1))[:, None]  # [3, 1, n, Ht]
-    done = 0
+    done, tree, heat = 0, None, torch.zeros(1)
     for root in ROOTS:
         rows = rows_of([(done, root)], table, states, script.tokens[None], PAGE)
+        if tree is not None and head.sharpness is not None:
+            accepted = torch.tensor([root - done - 1])
+            head.sharpness.learn(heat, tree.logprob.exp().sum(1), accepted, accepted >= 0)
         head.advance(rows)
-        yield head.draft()
+        tree = head.draft()
+        yield tree
         done = root
 
 
@@ -67,6 +72,7 @@ def served_trees(drafter, script, options, nodes):
     [
         ({"num_blocks": 1}, 20, {}),
         ({}, 60, {}),
+        ({"learn_sharpness": False}, 60, {}),
         ({"num_blocks": 3}, 60, {}),
         ({"num_blocks": 3, "num_starts": 5, "branching": [3, 1, 0, 2]}, 40, {}),
         (WIDE, 60, {"block_rope": "path"}),
@@ -78,11 +84,14 @@ def served_trees(drafter, script, options, nodes):
 def test_drafts_what_serving_drafts(scene, options, nodes, changes):
     drafter, script = scene(**changes)
     options = SpecBlockConfig(**options)
-    draft = SpecBlockDraft(drafter, script, serving_shape(drafter, options, nodes))
+    sharpness = Sharpness("cpu") if options.learn_sharpness else None
+    draft = SpecBlockDraft(drafter, script, serving_shape(drafter, options, nodes), sharpness)
     for root, served in zip(ROOTS, served_trees(drafter, script, options, nodes)):
         found, wanted = texts(draft(root), 0), texts(served, 0)
         assert list(found) == list(wanted)
         assert list(found.values()) == pytest.approx(list(wanted.values()), abs=1e-4)
+    if sharpness is not None:
+        assert sharpness.trees.tolist() == [len(ROOTS) - 1, 0]
 
 
 def test_starts_of_a_third_block_lie_in_both_blocks_before(scene, monkeypatch):

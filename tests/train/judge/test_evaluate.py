@@ -11,6 +11,7 @@ from support.targets import tiny_target
 
 from vllm_specblock.config import SpecBlockConfig
 from vllm_specblock.draft.cache import DenseCache
+from vllm_specblock.draft.sharpness import Sharpness
 from vllm_specblock.train.config import TrainError
 from vllm_specblock.train.judge.chain import ChainFigures, bucket_figures, chain_along
 from vllm_specblock.train.judge.drafting import SpecBlockDraft, chain_shape
@@ -166,6 +167,26 @@ def test_figures_of_several_trees_in_one_pass(scene):
     assert (trees["chain of 2 blocks"].nodes, trees["tree of 12"].nodes) == (8, 12)
     text = json.dumps(figures.as_json(), allow_nan=False)
     assert json.loads(text)["chain"]["rank"][0].keys() == {"frequency", "precision", "recall", "f1"}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_every_shape_learns_its_own_sharpness_from_text_to_text(scene, temperature):
+    drafter, scripts = scene()
+    shapes = shapes_of(drafter, SpecBlockConfig(num_starts=3), (12, 30))
+    trees = evaluate(drafter, iter(scripts), shapes, 2, temperature).trees
+    for name, shape in shapes.items():
+        sharpness = Sharpness("cpu")
+        tau, steps = mean_tau(
+            lambda s, shape=shape, b=sharpness: SpecBlockDraft(drafter, s, shape, b, temperature),
+            scripts,
+            8,
+        )
+        assert (trees[name].tau, trees[name].steps) == (tau, steps)
+        assert trees[name].sharpness == float(sharpness.of(torch.tensor([temperature])))
+        # The last step of a text has nobody who says what came of it.
+        learned = sharpness.trees.tolist()
+        assert sum(learned) == steps - len(scripts)
+    assert trees["tree of 12"].sharpness != trees["tree of 30"].sharpness
 
 
 def test_texts_that_are_too_short_are_an_error(scene):

@@ -62,6 +62,7 @@ def grow(
     state: torch.Tensor,
     position: torch.Tensor,
     sight: Sight,
+    sharpness: torch.Tensor | None = None,
 ) -> DraftTree:
     """The trees under the tokens that the newest committed rows have embedded.
 
@@ -69,11 +70,12 @@ def grow(
         embed: [n] target ids -> [n, H].
         state: [R, H], what the drafter left at those rows.
         position: [R] int64, their RoPE position. A row of level d stands d − 1 further.
+        sharpness: [R] fp32, see `draft/sharpness.py`; None: 1.
     """
     requests, width = len(state), growth.width
     request = torch.arange(requests, device=state.device)[:, None]
     levels = Levels(growth)
-    logprob, token = drafter.best(state, growth.top_k)
+    logprob, token = drafter.best(state, growth.top_k, sharpness)
     levels.first(logprob, token)
     state = state[:, None]  # [R, rows of the last forward, H]
     for level in range(2, growth.depth + 1):
@@ -85,15 +87,10 @@ def grow(
             feature.flatten(0, 1),
             (position[:, None] + level - 1).expand(-1, width).flatten(),
             attend,
-        )
-        logprob, token = drafter.best(state, growth.top_k)
-        state = state.view(requests, width, -1)
+        ).view(requests, width, -1)
+        logprob, token = drafter.best(state, growth.top_k, sharpness)
         valid = rows.valid if there is None else rows.valid & there
-        levels.next(
-            replace(rows, valid=valid),
-            logprob.view(requests, width, -1),
-            token.view(requests, width, -1),
-        )
+        levels.next(replace(rows, valid=valid), logprob, token)
     return levels.finish()
 
 

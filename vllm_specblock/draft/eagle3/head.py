@@ -12,6 +12,7 @@ from vllm_specblock.draft.eagle3.model import Attend, Eagle3Drafter
 from vllm_specblock.draft.expand import Starts
 from vllm_specblock.draft.head import CacheLayer, CommittedRows, Head
 from vllm_specblock.draft.paged import BlockSight, PagedAttention
+from vllm_specblock.draft.sharpness import Sharpness
 from vllm_specblock.tree import DraftTree
 
 
@@ -53,6 +54,8 @@ class Eagle3Head(Head):
         growth = Growth(depth, options.top_k, num_nodes, spare)
         self.growth = growth.within(drafter.config.draft_vocab_size)
         self.max_depth = depth
+        if options.learn_sharpness:
+            self.sharpness = Sharpness(drafter.lm_head.weight.device)
 
     def cache_layers(self) -> list[CacheLayer]:
         config = self.drafter.config
@@ -72,13 +75,15 @@ class Eagle3Head(Head):
             rows.last,
         )  # [R, H]
         self.position = rows.position[rows.last]  # [R]
+        self.beta = self.sharpness_of(rows)  # [R]
 
     def draft(self, requests: torch.Tensor | None = None) -> DraftTree:
-        state, position = self.state, self.position
+        state, position, beta = self.state, self.position, self.beta
         if requests is not None:
             state, position = state[requests], position[requests]
+            beta = None if beta is None else beta[requests]
         self.sight.begin(requests)
-        return grow(self.drafter, self.embed, self.growth, state, position, self._level)
+        return grow(self.drafter, self.embed, self.growth, state, position, self._level, beta)
 
     def _level(self, level: int, rows: Starts) -> tuple[Attend, torch.Tensor]:
         attend, there = self.sight.next(level, rows)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from vllm_specblock.draft.eagle3.config import Eagle3Shape
 from vllm_specblock.draft.model import MLP, RMSNorm
 from vllm_specblock.draft.rope import Rotary, rotate
+from vllm_specblock.triton_kernels.read_heads_reference import top_logprobs
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """attend(query [Q..., nh, D], key [T..., nkv, D], value [T..., nkv, D]) -> [Q..., nh, D].
@@ -110,16 +111,19 @@ class Eagle3Drafter(nn.Module):
         scale = self.config.logit_scale
         return logits if scale == 1 else logits * scale
 
-    def best(self, state: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    def best(
+        self, state: Tensor, width: int, sharpness: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """The `width` likeliest tokens after each state.
 
-        state [n, H] -> log-probabilities over the draft vocabulary [n, width] float32, best
-        first, and target ids [n, width] int64.
+        state [R, ..., H], sharpness [R] float32 (None: 1, see `draft/sharpness.py`) ->
+        log-probabilities over the draft vocabulary [R, ..., width] float32, best first, and
+        target ids [R, ..., width] int64.
         """
         logits = self.logits(state)
         top = logits.topk(width)
-        total = logits.logsumexp(-1, keepdim=True)
-        return top.values - total, top.indices + self.d2t[top.indices]
+        logprob = top_logprobs(logits, top.values, sharpness)
+        return logprob, top.indices + self.d2t[top.indices]
 
 
 class Layer(nn.Module):

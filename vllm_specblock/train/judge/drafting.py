@@ -11,6 +11,7 @@ from vllm_specblock.config import DEFAULT_NODES, SpecBlockConfig
 from vllm_specblock.draft.cache import DenseCache
 from vllm_specblock.draft.expand import Expansion, Shape
 from vllm_specblock.draft.model import SpecBlockDrafter
+from vllm_specblock.draft.sharpness import Sharpness
 from vllm_specblock.draft.specblock import SpecBlockHead
 from vllm_specblock.train.learner import Script
 from vllm_specblock.tree import DraftTree
@@ -23,24 +24,40 @@ class SpecBlockDraft:
         drafter: its dtype is that of the arithmetic, whatever the script's is.
         script: the text, on the drafter's device.
         shape: of the trees, with any number of blocks.
+        sharpness: learned from every step along the text, as in serving; None: 1.
+        temperature: at which the target wrote the text.
     """
 
-    def __init__(self, drafter: SpecBlockDrafter, script: Script, shape: Shape):
+    def __init__(
+        self,
+        drafter: SpecBlockDrafter,
+        script: Script,
+        shape: Shape,
+        sharpness: Sharpness | None = None,
+        temperature: float = 0.0,
+    ):
         weight = drafter.lm_head.weight
         self.drafter, self.script, self.shape = drafter, script, shape
         self.dtype, self.device = weight.dtype, weight.device
         self.cache = DenseCache(drafter.config, self.dtype, self.device)
         self.branching = torch.tensor(shape.branching, device=self.device)
         self.path_rope = drafter.config.block_rope == "path"
+        self.sharpness = sharpness
+        self.temperature = torch.tensor([temperature], device=self.device)
+        self.before: tuple[int, DraftTree] | None = None  # the last step's root and tree
 
     @torch.no_grad()
     def __call__(self, root: int) -> DraftTree:
         """The tree (R = 1) whose root is the text's token number `root`."""
         drafter, width = self.drafter, self.shape.width
+        beta = None
+        if self.sharpness is not None:
+            self._learn(self.sharpness, root)
+            beta = self.sharpness.of(self.temperature)
         drafted = self._append(root)  # [rows so far, K, H]; row 0 is the drafting row
         depth = torch.zeros(1, dtype=torch.int64, device=self.device)  # tokens before a row
         expansion = Expansion(self.shape, self.branching, num_requests=1)
-        expansion.first_block(*drafter.candidates(drafted, width))
+        expansion.first_block(*drafter.candidates(drafted, width, beta))
         growth = self.cache.grow()
         for block in range(2, self.shape.num_blocks + 1):
             starts = expansion.starts(block)
@@ -53,9 +70,18 @@ class SpecBlockDraft:
                 base,
                 growth.starts(row, position),
             )  # [S, K, H]
-            expansion.next_block(starts, block, *drafter.candidates(hidden[None], width))
+            expansion.next_block(starts, block, *drafter.candidates(hidden[None], width, beta))
             drafted, depth = torch.cat([drafted, hidden]), torch.cat([depth, reach])
-        return expansion.finish()
+        tree = expansion.finish()
+        self.before = root, tree
+        return tree
+
+    def _learn(self, sharpness: Sharpness, root: int) -> None:
+        """From how far the step before has come."""
+        if self.before is not None:
+            accepted = torch.tensor([root - self.before[0] - 1], device=self.device)
+            expected = self.before[1].logprob.exp().sum(1)
+            sharpness.learn(self.temperature, expected, accepted, accepted >= 0)
 
     def _append(self, root: int) -> Tensor:
         """Catch up with the text; the newest row's states [1, K, H]."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from vllm_specblock.config import DEFAULT_NODES, SpecBlockConfig
 from vllm_specblock.draft.expand import Shape
 from vllm_specblock.draft.model import SpecBlockDrafter
+from vllm_specblock.draft.sharpness import Sharpness
 from vllm_specblock.train.judge.chain import ChainFigures, chain_along
 from vllm_specblock.train.judge.drafting import (
     SpecBlockDraft,
@@ -29,20 +30,22 @@ from vllm_specblock.train.text.batch import Batch
 @dataclass(frozen=True)
 class Reach:
     """One shape of tree. tau: mean tokens committed per step; error: its standard error over
-    the steps, as if they were independent; steps; nodes: mean nodes of a tree."""
+    the steps, as if they were independent; steps; nodes: mean nodes of a tree; sharpness: β in
+    the end, 1 if it was not to be learned."""
 
     tau: float
     error: float
     steps: int
     nodes: float
+    sharpness: float = 1.0
 
     @classmethod
-    def of(cls, whole: Replay) -> Reach:
+    def of(cls, whole: Replay, sharpness: float = 1.0) -> Reach:
         """Figures of at least one step."""
         accepted = torch.tensor(whole.accepted, dtype=torch.float64)
         steps = len(accepted)
         spread = float(accepted.std()) if steps > 1 else 0.0
-        return cls(whole.tau, spread / steps**0.5, steps, sum(whole.nodes) / steps)
+        return cls(whole.tau, spread / steps**0.5, steps, sum(whole.nodes) / steps, sharpness)
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,11 @@ def shapes_of(
 
 
 def evaluate(
-    drafter: SpecBlockDrafter, scripts: Iterable[Script], shapes: dict[str, Shape], blocks: int
+    drafter: SpecBlockDrafter,
+    scripts: Iterable[Script],
+    shapes: dict[str, Shape],
+    blocks: int,
+    temperature: float | None = None,
 ) -> Figures:
     """All figures over `scripts`, each of which is read once.
 
@@ -94,16 +101,25 @@ def evaluate(
         drafter: in the dtype of the arithmetic.
         shapes: of the trees, by name. All take steps where the deepest of them does.
         blocks: M of the chain that α is measured along.
+        temperature: at which the target wrote the texts; trees are then grown as serving grows
+            them, with a sharpness for each shape that is learned from text to text. None: by the
+            drafter's own probabilities.
 
     Raises:
         TrainError: no text is long enough for a step.
     """
     depth = max(shape.max_depth for shape in shapes.values())
     replays: dict[str, list[Replay]] = {name: [] for name in shapes}
+    device = drafter.lm_head.weight.device
+    learned = dict.fromkeys(shapes)
+    if temperature is not None:
+        learned = {name: Sharpness(device) for name in shapes}
+    heat = temperature or 0.0
     chains, new_tokens = [], 0
     for script in scripts:
         for name, shape in shapes.items():
-            replays[name].append(replay(SpecBlockDraft(drafter, script, shape), script, depth))
+            draft = SpecBlockDraft(drafter, script, shape, learned[name], heat)
+            replays[name].append(replay(draft, script, depth))
         if len(script.tokens) > script.prompt + 1:  # else nothing follows the first root
             chains.append(chain_along(drafter, script, blocks))
         new_tokens += len(script.tokens) - script.prompt
@@ -113,9 +129,13 @@ def evaluate(
     return Figures(
         len(replays[next(iter(shapes))]),
         new_tokens,
-        {name: Reach.of(steps) for name, steps in whole.items()},
+        {name: Reach.of(steps, _beta(learned[name], heat)) for name, steps in whole.items()},
         ChainFigures.of(chains, drafter.config.block_size),
     )
+
+
+def _beta(sharpness: Sharpness | None, temperature: float) -> float:
+    return 1.0 if sharpness is None else float(sharpness.of(torch.tensor([temperature])))
 
 
 def scripts_of(

@@ -1,0 +1,91 @@
+"""β: what it is at each temperature, and that it goes where trees keep their promise."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from vllm_specblock.draft.sharpness import GREEDY, MEMORY, PRIOR, RANGE, SAMPLING, Sharpness
+
+HEAT = torch.tensor([0.0, 0.2, 0.8, 1.0, 2.0])
+
+
+def test_before_anything_was_seen():
+    """A hot target is flatter than its drafter, a cool one sharper, none more than a greedy one."""
+    wanted = [GREEDY, GREEDY, SAMPLING / 0.8, SAMPLING, SAMPLING / 2]
+    assert Sharpness("cpu").of(HEAT).tolist() == pytest.approx(wanted)
+
+
+def serve(sharpness, temperature, right, steps=1000, requests=4, seed=0):
+    """Drafters that are certain of their order, but name probabilities p^(1/right).
+
+    Every tree is a chain of 4 nodes, each of whose tokens is right with probability 0.8 given
+    that those before are. The drafter says q for the token and (1 − q) for another, so that at
+    β = `right` its scores are the truth.
+    """
+    draw = torch.Generator().manual_seed(seed)
+    truth = torch.tensor([0.8, 0.2])
+    said = (truth.log() / right).log_softmax(0)
+    for _ in range(steps):
+        beta = sharpness.of(temperature.expand(requests))
+        score = (said * beta[:, None]).log_softmax(1)[:, :1] * torch.arange(1, 5)
+        hit = torch.rand(requests, 4, generator=draw) < truth[0]
+        accepted = hit.int().cumprod(1).sum(1)
+        live = torch.rand(requests, generator=draw) < 0.8
+        expected = torch.where(live, score.exp().sum(1), float("nan"))
+        sharpness.learn(temperature.expand(requests), expected, accepted, live)
+    return float(sharpness.of(temperature.view(1)))
+
+
+@pytest.mark.parametrize("right", [0.7, 1.0, 2.2])
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_scores_come_to_add_up_to_what_is_accepted(temperature, right):
+    sharpness = Sharpness("cpu")
+    if temperature:  # a greedy target bounds the others, and here it is known to be sharp
+        serve(sharpness, torch.tensor(0.0), 3.0)
+    found = serve(sharpness, torch.tensor(temperature), right)
+    assert found == pytest.approx(right, rel=0.15)
+
+
+def test_greedy_and_sampling_requests_do_not_learn_from_each_other():
+    sharpness = Sharpness("cpu")
+    greedy, sampling = sharpness.log.tolist()
+    one, many = torch.ones(3), torch.full((3,), 4)
+    sharpness.learn(torch.zeros(3), one, many, torch.ones(3).bool())
+    assert sharpness.log[0] > greedy and sharpness.log[1] == sampling
+    sharpness.learn(torch.ones(3), one, 0 * many, torch.ones(3).bool())
+    assert sharpness.log[1] < sampling and sharpness.trees.tolist() == [3, 3]
+
+
+def test_a_cold_request_teaches_what_decides_for_it():
+    """At a temperature near 0 it is the greedy target's β that is used, and to blame."""
+    sharpness = Sharpness("cpu")
+    before = sharpness.log.clone()
+    sharpness.learn(torch.tensor([0.1]), torch.ones(1), torch.tensor([5]), torch.ones(1).bool())
+    assert sharpness.log[0] > before[0] and sharpness.log[1] == before[1]
+
+
+def test_the_first_trees_count_most_and_old_ones_fade():
+    sharpness = Sharpness("cpu")
+    steps = []
+    for _ in range(2000):
+        before = float(sharpness.log[1])
+        accepted = 1 + torch.tensor([(-1) ** len(steps)])  # right on average
+        sharpness.learn(torch.ones(1), torch.ones(1), accepted, torch.ones(1).bool())
+        steps.append(abs(float(sharpness.log[1]) - before))
+    assert steps[0] == pytest.approx(0.5 / (PRIOR + 1), rel=1e-3)
+    assert steps[-1] == pytest.approx(0.5 / (PRIOR + MEMORY), rel=1e-2)
+    sharpness.forget()
+    assert sharpness.trees.sum() == 0 and float(sharpness.of(torch.zeros(1))) == GREEDY
+
+
+def test_it_stays_within_its_range():
+    sharpness = Sharpness("cpu")
+    all_live = torch.ones(64).bool()
+    for heat in (0.0, 1.0):
+        for accepted, bound in ((60, RANGE[1]), (0, RANGE[0])):
+            for _ in range(400):
+                sharpness.learn(
+                    torch.full((64,), heat), torch.ones(64), torch.full((64,), accepted), all_live
+                )
+            assert float(sharpness.of(torch.tensor([heat]))) == pytest.approx(bound, rel=1e-4)

@@ -1,0 +1,36 @@
+"""Made-up verdicts: chains of which some nodes were run and some accepted."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+
+from vllm_specblock.verify.verified import Verified
+
+NODES, DEPTH, SPARE_SLOTS = 8, 5, 3
+
+
+def verified_of(requests: list[SimpleNamespace], device: str | torch.device = "cpu") -> Verified:
+    """What an engine would know of them; what nobody may look at is noise.
+
+    Args:
+        requests: each with `origin` and `chance` (exp of the score) per node, `run` and
+            `accepted` (counts), and `heat`.
+    """
+    count = len(requests)
+    slots = count + SPARE_SLOTS
+    slot = torch.randperm(slots, dtype=torch.int32)[:count]
+    score, heat = torch.full((slots, NODES), float("nan")), torch.full((slots,), float("nan"))
+    origin = torch.zeros(slots, NODES, dtype=torch.uint8)
+    path = torch.zeros(count, DEPTH + 1, dtype=torch.int64)
+    for index, (at, request) in enumerate(zip(slot.tolist(), requests)):
+        size = len(request.origin)
+        origin[at, :size] = torch.tensor(request.origin, dtype=torch.uint8)
+        score[at, :size] = torch.tensor(request.chance).log()
+        heat[at] = request.heat
+        path[index, : request.accepted + 1] = torch.arange(request.accepted + 1)
+    counts = torch.tensor([[each.run, each.accepted] for each in requests]).view(-1, 2)
+    run, accepted = counts.unbind(1)
+    tensors = (slot, run, accepted.int(), path, score, origin, heat)
+    return Verified(*(each.to(device) for each in tensors))

@@ -1,0 +1,75 @@
+"""One launch teaches what the torch description of it teaches."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support.verdicts import DEPTH, verified_of
+
+from vllm_specblock.draft.sharpness import MEMORY, PRIOR, Sharpness
+
+
+def some_requests(count: int, seed: int) -> list[SimpleNamespace]:
+    """Some drafted by one head, some by both, some of nobody; greedy, cold and hot."""
+    draw = random.Random(seed)
+    requests = []
+    for _ in range(count):
+        size = draw.randint(0, DEPTH)
+        run = draw.randint(0, size)
+        requests.append(
+            SimpleNamespace(
+                origin=[draw.randint(1, 3) for _ in range(size)],
+                chance=sorted((draw.uniform(0.01, 1) for _ in range(size)), reverse=True),
+                run=run,
+                accepted=draw.randint(0, run),
+                heat=draw.choice([0.0, 0.3, 0.7, 1.0, 1.7]),
+            )
+        )
+    # Placeholders of the scheduler.
+    requests[0] = SimpleNamespace(origin=[], chance=[], run=3, accepted=2, heat=0.0)
+    return requests
+
+
+def launch_of(kernels, sharpness, verified, head):
+    kernels.load("learn_sharpness").learn_sharpness_triton(
+        sharpness.log, sharpness.trees, head, verified.slot, verified.num_run, verified.accepted,
+        verified.path, verified.score, verified.origin, verified.heat,
+        sharpness._limits, PRIOR, MEMORY,
+    )  # fmt: skip
+
+
+# More requests than the program takes at once: 2048 / 8 nodes.
+@pytest.mark.parametrize("count", [1, 3, 7, 300])
+@pytest.mark.parametrize("head", [0, 1])
+def test_as_torch_learns(kernels, count, head):
+    mine, theirs = Sharpness(kernels.device), Sharpness("cpu")
+    for step in range(4):
+        requests = some_requests(count, seed=10 * count + step)
+        torch.manual_seed(step)
+        verified = verified_of(requests)
+        theirs.learn(verified.temperature, *verified.of_head(head))
+        torch.manual_seed(step)
+        launch_of(kernels, mine, verified_of(requests, kernels.device), head)
+        torch.testing.assert_close(mine.log.cpu(), theirs.log, atol=1e-6, rtol=1e-5)
+        assert mine.trees.tolist() == theirs.trees.tolist()
+    if count > 3:
+        assert (theirs.log != Sharpness("cpu").log).all(), "nothing was learned"
+
+
+@pytest.mark.parametrize("accepted", [0, DEPTH])
+def test_limits(kernels, accepted):
+    """A head that is always, or never, right: the end of the range, and no further."""
+    sharpness, other = Sharpness(kernels.device), Sharpness("cpu")
+    sharpness._limits = other._limits = (0.1, 0.5)
+    one = {"origin": [1] * DEPTH, "run": DEPTH, "accepted": accepted, "chance": [0.5] * DEPTH}
+    requests = [SimpleNamespace(**one, heat=heat) for heat in [0.0, 1.5] * 40]
+    for _ in range(3):
+        verified = verified_of(requests, kernels.device)
+        launch_of(kernels, sharpness, verified, 0)
+        other.learn_from(verified_of(requests), 0)
+    end = 0.5 if accepted else 0.1
+    assert sharpness.log.tolist() == pytest.approx([end, end])
+    assert other.log.tolist() == pytest.approx([end, end])

@@ -1,0 +1,116 @@
+"""What verdicts teach of a head's sharpness, in one launch of one program.
+
+The torch reference is `Sharpness.learn` over `Verified.of_head`. Requests are few and their trees
+small: a second launch would cost more than what it could spread. The sums have one order, so the
+same verdicts always teach the same.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .optional_triton import jit, next_power_of_2, tl
+
+_TILE = 2048  # nodes of several requests that the program looks at together
+
+
+def learn_sharpness_triton(
+    log: torch.Tensor,
+    trees: torch.Tensor,
+    head: int,
+    slot: torch.Tensor,
+    num_run: torch.Tensor,
+    accepted: torch.Tensor,
+    path: torch.Tensor,
+    score: torch.Tensor,
+    origin: torch.Tensor,
+    heat: torch.Tensor,
+    limits: tuple[float, float],
+    prior: float,
+    memory: float,
+) -> None:
+    """Change `log` and `trees` in place.
+
+    Args:
+        log, trees: [2] fp32, as `Sharpness` keeps them.
+        head: 0 or 1, which bit of `origin` to look at.
+        slot, num_run, accepted, path, score, origin, heat: as `Verified` has them; those of
+            the requests may be columns of a table.
+        limits: what log stays within.
+        prior, memory: trees that count before the first one, and at most.
+    """
+    nodes, places = next_power_of_2(score.shape[1]), next_power_of_2(path.shape[1])
+    _learn_kernel[(1,)](
+        log, trees, slot, slot.stride(0), num_run, num_run.stride(0), accepted,
+        accepted.stride(0), path, path.stride(0), path.shape[1], score, origin, heat,
+        len(slot), score.shape[1], *limits, prior, memory,
+        BIT=1 << head, NODES=nodes, PLACES=places, BLOCK=max(1, _TILE // nodes), num_warps=4,
+    )  # fmt: skip
+
+
+@jit(do_not_specialize=["num_requests"])
+def _learn_kernel(
+    log,  # [2] fp32
+    trees,  # [2] fp32
+    slot,  # [R]
+    slot_stride,
+    num_run,  # [R]
+    run_stride,
+    accepted,  # [R]
+    accepted_stride,
+    path,  # [R, path_len] int64
+    path_stride,
+    path_len,
+    score,  # [S, num_nodes] fp32
+    origin,  # [S, num_nodes] uint8
+    heat,  # [S] fp32
+    num_requests,  # R
+    num_nodes,
+    lowest,
+    highest,
+    prior,
+    memory,
+    BIT: tl.constexpr,
+    NODES: tl.constexpr,
+    PLACES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    node, place = tl.arange(0, NODES)[None, :], tl.arange(0, PLACES)[None, :]
+    greedy, sampling = tl.exp(tl.load(log)), tl.exp(tl.load(log + 1))
+    cold_pull, hot_pull, cold_trees, hot_trees = 0.0, 0.0, 0.0, 0.0
+    for first in range(0, num_requests, BLOCK):
+        request = first + tl.arange(0, BLOCK)
+        there = request < num_requests
+        at = tl.load(slot + request * slot_stride, mask=there, other=0).to(tl.int64)
+        run = tl.load(num_run + request * run_stride, mask=there, other=0).to(tl.int32)[:, None]
+        # A node that was run is one of the tree's: no more than N are scheduled.
+        wanted = node < tl.minimum(run, num_nodes)
+        by = tl.load(origin + at[:, None] * num_nodes + node, mask=wanted, other=0)
+        mine = (by.to(tl.int32) & BIT) > 0
+        logprob = tl.load(score + at[:, None] * num_nodes + node, mask=mine, other=float("-inf"))
+        expected = tl.sum(tl.exp(logprob), 1)
+        counts = tl.max(mine.to(tl.int32), 1) > 0
+
+        end = tl.load(accepted + request * accepted_stride, mask=there, other=0)
+        end = end.to(tl.int32)[:, None]
+        on_path = (place > 0) & (place <= end) & (place < path_len)
+        step = tl.load(path + request[:, None] * path_stride + place, mask=on_path, other=0)
+        on_path = on_path & (step > 0) & (step <= run)
+        by = tl.load(origin + at[:, None] * num_nodes + step - 1, mask=on_path, other=0)
+        kept = tl.sum(((by.to(tl.int32) & BIT) > 0).to(tl.float32), 1)
+
+        error = tl.where(counts, (kept - expected) / (1 + expected), 0.0)
+        cold = greedy * tl.load(heat + at, mask=there, other=0.0) <= sampling
+        cold_pull += tl.sum(tl.where(cold, error, 0.0), 0)
+        hot_pull += tl.sum(tl.where(cold, 0.0, error), 0)
+        cold_trees += tl.sum((counts & cold).to(tl.float32), 0)
+        hot_trees += tl.sum((counts & (cold == 0)).to(tl.float32), 0)
+
+    count = tl.minimum(tl.load(trees) + cold_trees, memory)
+    tl.store(trees, count)
+    moved = tl.load(log) + cold_pull / (prior + count)
+    tl.store(log, tl.minimum(tl.maximum(moved, lowest), highest))
+    count = tl.minimum(tl.load(trees + 1) + hot_trees, memory)
+    tl.store(trees + 1, count)
+    moved = tl.load(log + 1) + hot_pull / (prior + count)
+    tl.store(log + 1, tl.minimum(tl.maximum(moved, lowest), highest))

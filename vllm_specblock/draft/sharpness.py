@@ -1,0 +1,97 @@
+"""How much surer the target is than a drafter says, learned from what is accepted.
+
+A tree is grown and cut by the probability that the target comes by a node. A drafter's own
+probabilities are not that: it is trained on the target's whole distribution, but a greedy target
+takes the likeliest token every time, and one at a low temperature nearly so. With scores that are
+too flat a tree spends its nodes on siblings, with scores that are too sharp on a chain that ends
+early. So a head's logits are multiplied by an exponent β before they become scores, the inverse
+of what calibration calls a temperature.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from vllm_specblock.triton_kernels.learn_sharpness import learn_sharpness_triton
+from vllm_specblock.verify.verified import Verified
+
+GREEDY, SAMPLING = 1.5, 1.0
+"""Where β starts: for requests at temperature 0, and times the temperature for the others."""
+
+RANGE = (0.25, 4.0)
+"""β, or β times the temperature, stays within."""
+
+PRIOR, MEMORY = 20.0, 500.0
+"""The first trees count as if there had been so many before, later ones as one in so many."""
+
+
+class Sharpness:
+    """β of one head, for every request by its sampling temperature.
+
+    A target at temperature t samples its distribution to the power of 1/t, so β is c/t, and
+    never more than a greedy target's: from some t on it is the drafter's own doubt that decides.
+    Both c and the greedy target's β are learned, so that a tree's scores add up to the number of
+    tokens that it has accepted: the steps of stochastic approximation on log β, each tree's error
+    in tokens over the tokens that it was expected to yield. Nothing of this depends on what the
+    target is about to choose, and the output does not depend on β.
+
+    All shapes are fixed, the state is changed in place, and no value is read on the host.
+
+    Attributes:
+        log: [2] fp32, log β at temperature 0, log c.
+        trees: [2] fp32, trees that each was learned from, `MEMORY` at most.
+
+    Args:
+        device: where all of it lies.
+    """
+
+    def __init__(self, device: torch.device | str):
+        self._start = torch.tensor([GREEDY, SAMPLING], device=device).log()
+        self._limits = math.log(RANGE[0]), math.log(RANGE[1])
+        self.log = self._start.clone()
+        self.trees = torch.zeros(2, device=device)
+
+    def forget(self) -> None:
+        """As if nothing had been seen."""
+        self.log.copy_(self._start)
+        self.trees.zero_()
+
+    def of(self, temperature: torch.Tensor) -> torch.Tensor:
+        """β for requests that sample at `temperature` [R] fp32 (0: greedy); [R] fp32."""
+        greedy, sampling = self.log.exp().unbind()
+        return torch.minimum(greedy, sampling / temperature)  # infinite at temperature 0
+
+    def learn_from(self, verified: Verified, head: int) -> None:
+        """Take note of the verdicts on a step's trees, by the nodes of a head (0 or 1)."""
+        if not self.log.is_cuda:
+            return self.learn(verified.temperature, *verified.of_head(head))
+        of = verified
+        learn_sharpness_triton(
+            self.log, self.trees, head, of.slot, of.num_run, of.accepted, of.path, of.score,
+            of.origin, of.heat, self._limits, PRIOR, MEMORY,
+        )  # fmt: skip
+
+    def learn(
+        self,
+        temperature: torch.Tensor,
+        expected: torch.Tensor,
+        accepted: torch.Tensor,
+        live: torch.Tensor,
+    ) -> None:
+        """Take note of verified trees.
+
+        Args (each [R]):
+            temperature: fp32.
+            expected: fp32, the sum of exp(logprob) over the nodes that the target ran on.
+            accepted: integers, how many of these nodes were accepted.
+            live: bool; the others are left out, whatever they hold.
+        """
+        greedy, sampling = self.log.exp().unbind()
+        cold = greedy * temperature <= sampling  # it is `greedy` that `of` gives
+        decides = torch.stack([cold, ~cold], 1) & live[:, None]
+        error = torch.where(live, (accepted - expected) / (1 + expected), 0)
+        pull = (error[:, None] * decides).sum(0)
+        self.trees.add_(decides.sum(0)).clamp_(max=MEMORY)
+        self.log.add_(pull / (PRIOR + self.trees)).clamp_(*self._limits)

@@ -1,0 +1,79 @@
+"""What became of the trees that a step of the target ran on: all that anything learns from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from vllm_specblock.verify.reach import on_path
+
+
+@dataclass(frozen=True)
+class Verified:
+    """The verdicts on R requests, each in one of S request slots.
+
+    Attributes:
+        slot: [R] integers.
+        num_run: [R] integers, nodes that the target ran on, the first ones of the tree.
+        accepted: [R] int32, draft nodes on the accepted path.
+        path: [R, D+1] int64, node at each position of that path; column 0 is the root.
+        score: [S, N] fp32, cumulative draft log-scores of the nodes.
+        origin: [S, N] uint8, the heads that drafted each node, see `Combined`; 0: no draft of
+            ours, such as a placeholder of the scheduler.
+        heat: [S] fp32, temperature at which the requests sample; 0: greedy.
+
+    What follows from these is worked out when it is asked for.
+    """
+
+    slot: torch.Tensor
+    num_run: torch.Tensor
+    accepted: torch.Tensor
+    path: torch.Tensor
+    score: torch.Tensor
+    origin: torch.Tensor
+    heat: torch.Tensor
+
+    @cached_property
+    def temperature(self) -> torch.Tensor:
+        """[R] fp32, of each request."""
+        return self.heat[self.slot]
+
+    @cached_property
+    def authors(self) -> torch.Tensor:
+        """[R, N] uint8, `origin` of each request."""
+        return self.origin[self.slot]
+
+    @cached_property
+    def live(self) -> torch.Tensor:
+        """[R] bool, the target ran on a tree of ours."""
+        return (self.num_run > 0) & (self.authors[:, 0] > 0)
+
+    @cached_property
+    def logprob(self) -> torch.Tensor:
+        """[R, N] fp32, `score` of each request."""
+        return self.score[self.slot]
+
+    @cached_property
+    def judged(self) -> torch.Tensor:
+        """[R, N] bool, nodes of ours that the target ran on."""
+        node = torch.arange(self.origin.shape[1], device=self.origin.device)
+        return (node < self.num_run[:, None]) & (self.authors > 0)
+
+    @cached_property
+    def reached(self) -> torch.Tensor:
+        """[R, N] bool, nodes on the accepted path."""
+        return on_path(self.path, self.accepted, self.origin.shape[1])
+
+    def of_head(self, head: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """How many tokens a head (0 or 1) has promised and kept, by its own nodes.
+
+        Nodes that both heads have drafted count for both.
+
+        Returns:
+            [R] fp32, the sum of exp(logprob); [R] int64, accepted; [R] bool, it has any node.
+        """
+        mine = self.judged & (self.authors & (1 << head) > 0)
+        expected = torch.where(mine, self.logprob.exp(), 0).sum(1)
+        return expected, (mine & self.reached).sum(1), mine.any(1)
