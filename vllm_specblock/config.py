@@ -53,6 +53,10 @@ class _DrafterOptions(_Options):
     """Learn from what is accepted how much surer the target is than the drafter says, and grow
     trees by that. Off: by the drafter's own probabilities, as the papers do."""
 
+    quantization: Literal["fp8"] | None = None
+    """Keep the drafter's weights in 8 bits (float8 e4m3, a scale per output): half the bytes that a
+    draft has to read. Drafts differ a little from those of the full weights, outputs do not."""
+
 
 class SpecBlockConfig(_DrafterOptions):
     """How a SpecBlock drafter grows its tree (paper, §3.2; `K` is fixed by the checkpoint)."""

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from support.engines import DRAFTER, TARGET
 from vllm import envs
 from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
 
 from vllm_specblock.config import OptionError
 from vllm_specblock.engine import arguments, refusals
@@ -50,6 +51,24 @@ def test_accepted():
     assert plan.combine is None
     draft = config.speculative_config.draft_model_config
     assert draft.hf_config.eagle_aux_hidden_state_layer_ids == [2, 3, 4]
+
+
+def test_weights_in_eight_bits_want_a_gpu_that_has_them(monkeypatch):
+    config = configure({"quantization": "fp8", "learn_sharpness": False})
+    (head,) = arguments.read_back(config.additional_config).heads
+    assert head.options.quantization == "fp8" and head.options.learn_sharpness is False
+    plan = arguments.read_back(config.additional_config)
+    for capability, fine in ((80, False), (89, True), (90, True)):
+        gpu = SimpleNamespace(
+            is_cuda=lambda: True,
+            has_device_capability=lambda wanted, mine=capability: mine >= wanted,
+        )
+        monkeypatch.setattr("vllm.platforms.current_platform", gpu)
+        if fine:
+            refusals.check_weights(plan)
+            continue
+        with pytest.raises(OptionError, match=r"'fp8', but this GPU has no float8.*drop the key"):
+            refusals.check_weights(plan)
 
 
 def test_default_number_of_nodes():
@@ -112,7 +131,8 @@ def test_wrong_surroundings(changes, parts):
 def test_the_other_runner(monkeypatch):
     envs.disable_envs_cache()  # an engine of an earlier test switches it on
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
-    refused("Model Runner V2", "VLLM_USE_V2_MODEL_RUNNER=1")
+    said = "VLLM_USE_V2_MODEL_RUNNER=" + ("1" if current_platform.is_cpu() else "0 switches it off")
+    refused("Model Runner V2", said)
 
 
 TARGET_KIND = {
@@ -272,6 +292,7 @@ def test_lazy_routing_over_several_devices():
     )
 
 
+@pytest.mark.skipif(not current_platform.is_cpu(), reason="each process of a GPU's agrees")
 def test_adaptive_verification_over_several_processes_of_a_cpu():
     refused(
         "'enable_adaptive_verification' is true",

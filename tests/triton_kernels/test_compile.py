@@ -231,6 +231,18 @@ def test_read_heads_compile(compiler, dtype, vocab, scope, sharp):
     assert all(len(stand_in.compiled) == 1 and fits(stand_in) for stand_in in stand_ins)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("rows", [4, 36, 2000])
+def test_fp8_linear_compiles(compiler, dtype, rows):
+    from vllm_specblock.triton_kernels import fp8_linear
+
+    stand_in = compiler(fp8_linear, "_fp8_linear_kernel")
+    weight = torch.empty(4096, 4096, dtype=torch.float8_e4m3fn)
+    x = torch.empty(rows, 4096, dtype=dtype)
+    fp8_linear.fp8_linear_triton(x, weight, torch.ones(4096))
+    assert len(stand_in.compiled) == 1 and fits(stand_in)
+
+
 @pytest.mark.parametrize("num_nodes", [12, 60, 256])
 def test_learning_compiles(compiler, num_nodes):
     from vllm_specblock.triton_kernels import learn_sharpness

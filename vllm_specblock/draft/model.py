@@ -172,7 +172,18 @@ class InputLayer(nn.Module):
         self.query_norm = RMSNorm(size, eps)
         self.position_queries = nn.Embedding(config.block_size, size)
         self.fuse = nn.Linear(3 * size, size, bias=False)
+        self.folded: Tensor | None = None  # [K, H], see `fold`
         self.prefix_broadcast = config.prefix_broadcast
+
+    def fold(self) -> None:
+        """Compute the queries' part once and for all: then `fuse` is of a row only."""
+        self.folded = self._queries()
+        size = self.folded.shape[-1]
+        of_row = nn.Linear(2 * size, size, bias=False, device="meta")
+        of_row.weight = nn.Parameter(
+            self.fuse.weight[:, : 2 * size].detach().clone(), requires_grad=False
+        )
+        self.fuse = of_row
 
     def forward(self, condition: Tensor, embedding: Tensor) -> Tensor:
         """condition [T, H], embedding [T, H] -> [T, K, H].
@@ -180,14 +191,19 @@ class InputLayer(nn.Module):
         W_fuse is linear in its three inputs, and only the query varies over the K positions:
         the rows' part is computed once per row, the queries' once per forward.
         """
-        of_row = 2 * condition.shape[-1]
-        weight = self.fuse.weight
         row = torch.cat([self.condition_norm(condition), self.token_norm(embedding)], dim=-1)
-        row = F.linear(row, weight[:, :of_row])
-        query = F.linear(self.query_norm(self.position_queries.weight), weight[:, of_row:])
+        if self.folded is not None:
+            row, query = self.fuse(row), self.folded
+        else:
+            row, query = F.linear(row, self.fuse.weight[:, : row.shape[-1]]), self._queries()
         if self.prefix_broadcast:
             return row[:, None] + query
         return torch.cat([row[:, None] + query[:1], query[1:].expand(len(row), -1, -1)], dim=1)
+
+    def _queries(self) -> Tensor:
+        """[K, H], what the K position queries add."""
+        query = self.query_norm(self.position_queries.weight)
+        return F.linear(query, self.fuse.weight[:, 2 * query.shape[-1] :])
 
 
 class DecoderLayer(nn.Module):

@@ -28,6 +28,7 @@ from vllm_specblock.engine.refusals import (
     check_one_cache,
     check_runner,
     check_target,
+    check_weights,
     has_windows,
 )
 
@@ -57,6 +58,7 @@ def translate(args: EngineArgs, target: ModelConfig, parallel: ParallelConfig) -
     hub = {"token": args.hf_token, "cache_dir": args.download_dir}
     plan = make_plan(given, nodes, target, hub)
     _check_ranks(plan, parallel)
+    check_weights(plan)
     check_acceptance(given, plan)
 
     folder = next((head.folder for head in plan.heads if head.folder), str(NO_WEIGHTS))

@@ -12,6 +12,7 @@ from vllm_specblock.draft.eagle3 import checkpoint as eagle3_files
 from vllm_specblock.draft.eagle3.head import Eagle3Head
 from vllm_specblock.draft.head import Head
 from vllm_specblock.draft.ngram import NGramHead
+from vllm_specblock.draft.serving import prepare
 from vllm_specblock.draft.specblock import SpecBlockHead
 from vllm_specblock.engine.kv import DrafterAttention
 from vllm_specblock.engine.plan import HeadPlan
@@ -43,6 +44,7 @@ def build_head(
         "eagle3": (eagle3_files, Eagle3Head),
     }[plan.kind]
     drafter = files.load(plan.folder, dtype=dtype, device=device).eval()
+    prepare(drafter, plan.options.quantization)
     columns = tuple(layers.index(layer) for layer in plan.layers)
     return make(drafter, embed, plan.options, num_nodes, max_model_len, spare_slots, columns)
 

@@ -99,6 +99,18 @@ def check_one_cache(args: EngineArgs) -> None:
         )
 
 
+def check_weights(plan: Plan) -> None:
+    """For drafters in 8 bits: whether the device computes with them."""
+    from vllm.platforms import current_platform
+
+    short = any(getattr(head.options, "quantization", None) == "fp8" for head in plan.heads)
+    if short and current_platform.is_cuda() and not current_platform.has_device_capability(89):
+        raise OptionError(
+            "speculative_config key 'quantization' is 'fp8', but this GPU has no float8: that "
+            "takes compute capability 8.9 or later (Ada, Hopper): drop the key."
+        )
+
+
 def check_acceptance(given: dict[str, Any], plan: Plan) -> None:
     """Say aloud that acceptance is imposed; `given` is the user's `speculative_config`.
 

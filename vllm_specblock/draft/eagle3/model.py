@@ -66,9 +66,14 @@ class Eagle3Drafter(nn.Module):
             if all(torch.equal(own(part), embed(part)) for part in ids.split(_SHARED_AT_ONCE)):
                 self.embed_tokens = None
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the arithmetic; linear layers may keep their weights in another."""
+        return self.norm.weight.dtype
+
     def fuse(self, hidden: Tensor) -> Tensor:
         """The target's hidden states side by side, low layers first [..., n·Ht] -> [..., H]."""
-        hidden = hidden.to(self.fc.weight.dtype)
+        hidden = hidden.to(self.dtype)
         if self.input_norm is not None:
             hidden = self.input_norm(hidden)
         if self.fc_norm is not None:
@@ -99,7 +104,7 @@ class Eagle3Drafter(nn.Module):
         """
         rope = self.rotary(position.flatten(), torch.float32)
         rope = tuple(part.view(*position.shape, 1, -1) for part in rope)
-        return self.midlayer(embedding.to(self.fc.weight.dtype), feature, rope, attend, keep)
+        return self.midlayer(embedding.to(self.dtype), feature, rope, attend, keep)
 
     def carry(self, state: Tensor) -> Tensor:
         """What a row after this one takes as its feature: [..., H] -> [..., H]."""

@@ -1,0 +1,100 @@
+"""A linear layer whose weights lie in 8 bits: half the bytes to read of a drafter.
+
+    out[t, n] = scale[n] · Σ_k x[t, k] · weight[n, k]
+
+Weights are float8 e4m3, one scale per output; activations keep their dtype, and sums are float32.
+A drafter's forward takes as long as reading its weights takes (T is a few dozen), so the bytes
+are what counts, and activations in 8 bits would only add launches that make them.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .optional_triton import cdiv, jit, next_power_of_2, tl
+
+LARGEST = torch.finfo(torch.float8_e4m3fn).max  # 448
+
+
+def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """weight [N, K] -> float8 e4m3 [N, K], and [N] fp32 so that their product is the weight.
+
+    The largest of a row becomes the largest that 8 bits can say.
+    """
+    weight = weight.float()
+    scale = weight.abs().amax(1).clamp(min=1e-12) / LARGEST
+    return (weight / scale[:, None]).to(torch.float8_e4m3fn), scale
+
+
+def fp8_linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """x [..., K] of any float dtype, weight [N, K] e4m3, scale [N] fp32 -> [..., N] as x.
+
+    CUDA tensors go to the kernel (compute capability 8.9 or later).
+    """
+    linear = fp8_linear_triton if x.is_cuda else fp8_linear_reference
+    return linear(x, weight, scale)
+
+
+def fp8_linear_reference(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor
+) -> torch.Tensor:
+    """Arguments as in `fp8_linear`."""
+    # Three bits of mantissa and four of exponent fit into every dtype of x.
+    return (x @ weight.to(x.dtype).T).mul(scale).to(x.dtype)
+
+
+def fp8_linear_triton(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Launch the kernel; arguments as in `fp8_linear`."""
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    num_rows, (out_size, in_size) = len(rows), weight.shape
+    out = torch.empty(num_rows, out_size, dtype=x.dtype, device=x.device)
+    if num_rows:
+        # Few rows: narrow column tiles keep all SMs reading. Many: arithmetic, square tiles.
+        few, full = num_rows <= 64, x.dtype == torch.float32
+        square = 64 if full else 128
+        block_m = max(16, next_power_of_2(num_rows)) if few else square
+        block_n = square if not few else 32 if out_size <= 8192 else 64
+        block_k = 256 if few and not full else 32 if full else 64
+        _fp8_linear_kernel[(cdiv(out_size, block_n), cdiv(num_rows, block_m))](
+            rows, weight, scale, out, num_rows, out_size, in_size,
+            BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
+            num_warps=4 if few else 8, num_stages=3,
+        )  # fmt: skip
+    return out.view(*x.shape[:-1], out_size)
+
+
+@jit(do_not_specialize=["num_rows"])
+def _fp8_linear_kernel(
+    x,  # [T, K]
+    weight,  # [N, K] float8 e4m3
+    scale,  # [N] fp32
+    out,  # [T, N]
+    num_rows,  # T
+    out_size,  # N
+    in_size,  # K
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """BLOCK_N outputs of BLOCK_M rows.
+
+    The weights are the left factor: that is the one which the matrix units take from registers,
+    where the conversion leaves it.
+    """
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    of_column = column.to(tl.int64)[:, None] * in_size
+    of_row = row.to(tl.int64)[None, :] * in_size
+    column_in, row_in = (column < out_size)[:, None], (row < num_rows)[None, :]
+    total = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
+    for start in range(0, in_size, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        w = tl.load(
+            weight + of_column + k[None, :], mask=column_in & (k < in_size)[None, :], other=0.0
+        )
+        a = tl.load(x + of_row + k[:, None], mask=row_in & (k < in_size)[:, None], other=0.0)
+        total = tl.dot(w.to(a.dtype), a, total, input_precision="tf32x3")
+    factor = tl.load(scale + column, mask=column < out_size, other=0.0)
+    total = (total * factor[:, None]).to(out.dtype.element_ty)
+    at = out + row.to(tl.int64)[None, :] * out_size + column[:, None]
+    tl.store(at, total, mask=row_in & column_in)
