@@ -274,9 +274,9 @@ def test_trees_are_those_of_a_search_without_cache(script, growth):
 def test_equal_scores_keep_parents_first(script):
     """A head that is certain of all: every node scores the same."""
     learner = make(growth=Growth(5, 4, 60))
-    learner.best = lambda state, width: (
-        torch.zeros(len(state), width),
-        torch.arange(width).expand(len(state), -1),
+    learner.best = lambda state, width, sharpness: (
+        torch.zeros(*state.shape[:-1], width),
+        torch.arange(width).expand(*state.shape[:-1], -1),
     )
     tree = learner.draft_along(script)(3)
     assert (tree.parent[0] <= torch.arange(60)).all()
@@ -294,7 +294,10 @@ def test_training_drafts_as_serving_does(lesson):
     draft = learner.draft_along(script)
     for root in (2, 3, 7):
         told = iter(tokens[root + 1 :])
-        learner.best = lambda state, width: (torch.zeros(1, 1), next(told).view(1, 1))  # noqa: B023
+        learner.best = lambda state, width, sharpness: (
+            torch.zeros(*state.shape[:-1], 1),
+            next(told).expand(*state.shape[:-1], 1),  # noqa: B023
+        )
         states.clear()
         tree = draft(root)
         assert tree.token[0].tolist() == tokens[root + 1 : root + 1 + STEPS].tolist()
