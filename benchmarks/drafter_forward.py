@@ -28,11 +28,14 @@ from vllm_specblock.triton_kernels.packed import PackedQueries
 from vllm_specblock.draft.config import DrafterConfig
 from vllm_specblock.draft.model import SpecBlockDrafter
 from vllm_specblock.draft.paged import PagedAttention
+from vllm_specblock.draft.serving import prepare
 
 BLOCK = 16
 """Tokens in one block of the paged cache."""
 WIDTH = 16
 """Candidates per position: the widest of the default branching."""
+UNREAD = ("t2d", "d2t", "rotary", "input_layer.position_queries", "input_layer.query_norm")
+"""What a forward reads nothing of, or next to nothing: `prepare` has folded the queries."""
 FIRST, LATER = "catch-up and block 1", "later block"
 
 
@@ -81,7 +84,7 @@ def forward(
     form: `FIRST` takes the target's states and answers for the last row of each request, `LATER`
     goes on from states of the drafter and answers for every row.
     """
-    weight, config = drafter.lm_head.weight, drafter.config
+    weight, config = drafter.norm.weight, drafter.config
     where, dtype, first = weight.device, weight.dtype, form == FIRST
     attend = sight(config, context, batch, rows, first, where, dtype)
     count = batch * rows
@@ -102,10 +105,11 @@ def forward(
 def bytes_to_read(drafter: SpecBlockDrafter, form: str, context: int, batch: int) -> int:
     """Weights that the form of forward needs, once, and the context's keys and values."""
     config = drafter.config
-    weights = sum(each.nbytes for each in drafter.parameters())
+    held = [*drafter.named_parameters(), *drafter.named_buffers()]
+    weights = sum(each.nbytes for name, each in held if not name.startswith(UNREAD))
     if form == LATER:
         weights -= drafter.input_layer.condition_proj.weight.nbytes
-    entry = config.num_key_value_heads * 2 * config.head_dim * drafter.lm_head.weight.itemsize
+    entry = config.num_key_value_heads * 2 * config.head_dim * drafter.norm.weight.itemsize
     return weights + batch * context * config.block_size * config.num_hidden_layers * entry
 
 
@@ -134,6 +138,9 @@ def main(
     starts: Annotated[int, typer.Option(help="Rows per request of a later block: S.")] = 8,
     context: Annotated[int, typer.Option(min=1, help="Tokens before the rows.")] = 2048,
     runs: Annotated[int, typer.Option(min=1, help="Calls; the median counts.")] = 100,
+    quantization: Annotated[
+        str | None, typer.Option(help="fp8: weights in 8 bits; give another --out.")
+    ] = None,
     out: Annotated[Path, typer.Option(help="JSON of the results.")] = ROOT
     / "benchmarks/results/drafter_forward.json",
 ) -> None:
@@ -142,11 +149,11 @@ def main(
     name = model or ("tiny" if where.type == "cpu" else "llama-8b")
     dtype = torch.float32 if where.type == "cpu" else torch.bfloat16
     settings = {"device": device_name(where), "model": name, "dtype": str(dtype),
-                "context": context, "runs": runs}  # fmt: skip
+                "context": context, "runs": runs, "quantization": quantization}  # fmt: skip
     ledger = Ledger(out, settings)
     with TemporaryDirectory() as folder:
         drafter = make_drafter(write_target(Path(folder), MODELS[name], 0), MODELS[name])
-    drafter = drafter.to(where, dtype).eval()
+    drafter = prepare(drafter.to(where, dtype).eval(), quantization)
     peak = peak_bandwidth(where)
     cases = [(LATER, 1, count) for count in numbers(rows, "--rows")]
     for batch in numbers(batches, "--batches"):

@@ -16,6 +16,7 @@ goes on.
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -111,6 +112,7 @@ def engines(
     for count in nodes:
         found[f"SpecBlock @ {count}"] = alone(tree, count)
     most = max(nodes)
+    found[f"SpecBlock, 8 bits @ {most}"] = alone(tree, most) | {"quantization": "fp8"}
     found[f"SpecBlock, adaptive @ {most}"] = alone(tree, most) | {
         "enable_adaptive_verification": True
     }
@@ -239,6 +241,7 @@ def main(
     repeat: Annotated[int, typer.Option(min=1, help="Passes; the quickest counts.")] = 3,
     graphs: Annotated[bool, typer.Option(help="Compile, and capture CUDA graphs.")] = True,
     only: Annotated[str | None, typer.Option(help="Parts of engines' names; a; b.")] = None,
+    engine: Annotated[str, typer.Option(help="More arguments of LLM, of all, as JSON.")] = "{}",
     out: Annotated[
         Path | None, typer.Option(help="JSON of the results (default: by the model's name).")
     ] = None,
@@ -262,6 +265,8 @@ def main(
             "repeat": repeat,
             "drafter_bytes": (place.drafter / "model.safetensors").stat().st_size,
         }  # fmt: skip
+        more = json.loads(engine)
+        settings |= {"engine": more} if more else {}
         ledger, failed = Ledger(path, settings), []
         found = engines(place, numbers(nodes, "--nodes"), numbers(chains, "--chains"), gpu)
         for batch in numbers(batches, "--batches"):
@@ -276,6 +281,7 @@ def main(
                 "kv_cache_memory_bytes": cache_bytes(
                     config, config.num_hidden_layers, length, batch, 2 if gpu else 4
                 ),
+                **more,
             }
             for name, speculative in chosen(found, only).items():
                 key = f"{name}, batch {batch}"

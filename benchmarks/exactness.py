@@ -22,7 +22,10 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 # In one process, a second thread of torch only spins beside vLLM's own.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+# On a GPU vLLM attends in float32 by a Triton kernel, which rounds products to TF32 unless told.
+os.environ["TRITON_F32_DEFAULT"] = "ieee"
 
+import torch
 import typer
 from combinations import NGRAM, POLICIES, alone, eagle3, specblock, together
 from tqdm import tqdm
@@ -32,6 +35,7 @@ PAIR = ROOT / "examples/tiny_pair"
 sys.path.insert(0, str(PAIR))
 
 TEMPERATURES = (0.0, 0.7, 1.0, 0.0)
+FULL_GRAPHS = {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
 
 
 def combinations(drafter: str, second: str, eagle: str, nodes: int) -> dict[str, dict[str, Any]]:
@@ -60,8 +64,11 @@ def combinations(drafter: str, second: str, eagle: str, nodes: int) -> dict[str,
     return found | budgets
 
 
-def compare(speculative: dict[str, Any], tokens: int) -> tuple[int, float]:
+def compare(speculative: dict[str, Any], tokens: int, graphs: bool) -> tuple[int, float]:
     """Generate the same requests with and without drafts, until `tokens` are compared.
+
+    Args:
+        graphs: decode from CUDA graphs. vLLM's compiler stays off: it would change sums.
 
     Returns:
         Tokens compared, and the seconds it took.
@@ -76,7 +83,7 @@ def compare(speculative: dict[str, Any], tokens: int) -> tuple[int, float]:
         return LLM(
             model=str(PAIR / "target"),
             dtype="float32",
-            enforce_eager=True,
+            **(FULL_GRAPHS if graphs else {"enforce_eager": True}),
             max_model_len=1024,
             max_num_seqs=8,
             kv_cache_memory_bytes=256 << 20,
@@ -122,6 +129,9 @@ def main(
     second: Annotated[Path, typer.Option(help="Another.")] = ROOT / "examples/two_heads/tables",
     eagle: Annotated[Path, typer.Option("--eagle3", help="An EAGLE-3 drafter.")] = ROOT
     / "examples/two_heads/eagle3",
+    graphs: Annotated[
+        bool, typer.Option(help="Decode from CUDA graphs; adaptive on a GPU does anyway.")
+    ] = False,
     list_all: Annotated[bool, typer.Option("--list", help="Only name the combinations.")] = False,
 ) -> None:
     """Compare one combination, or all of them."""
@@ -134,12 +144,15 @@ def main(
             raise SystemExit(
                 f"--combination {combination!r} is not known; there are: {'; '.join(known)}."
             )
-        compared, seconds = compare(known[combination], tokens)
+        # vLLM has no adaptive verification without graphs, save on a CPU.
+        adaptive = known[combination].get("enable_adaptive_verification", False)
+        graphs = graphs or (adaptive and torch.cuda.is_available())
+        compared, seconds = compare(known[combination], tokens, graphs)
         print(f"{combination}: {compared} tokens compared in {seconds:.0f} s, 0 different "
-              "(float32, batch 8)", flush=True)  # fmt: skip
+              f"(float32, batch 8{', CUDA graphs' if graphs else ''})", flush=True)  # fmt: skip
         return
     options = [f"--tokens={tokens}", f"--nodes={nodes}", f"--drafter={drafter}",
-               f"--second={second}", f"--eagle3={eagle}"]  # fmt: skip
+               f"--second={second}", f"--eagle3={eagle}", *["--graphs"] * graphs]  # fmt: skip
     failed = [
         name
         for name in known

@@ -21,6 +21,7 @@ from ledger import ROOT, Ledger, markdown_table
 from timing import device_name, time_call
 from torch import Tensor, nn
 from vllm_specblock.triton_kernels.commit import KVCacheSet, move_kv, move_kv_reference
+from vllm_specblock.triton_kernels.fp8_linear import fp8_linear, quantize
 from vllm_specblock.triton_kernels.layer_shift import layer_shift, layer_shift_reference
 from vllm_specblock.triton_kernels.packed import PackedQueries
 
@@ -43,7 +44,7 @@ class Sizes:
     Attributes:
         heads, kv_heads, head_dim: of the target; nodes: N.
         contexts, batches: of attention; layers: caches that a commit moves in.
-        hidden: H of the layer shift; rows: T, rows of a drafter forward.
+        hidden, inner: H and the MLP's width; rows: T, rows of a drafter forward.
     """
 
     dtype: torch.dtype
@@ -55,14 +56,15 @@ class Sizes:
     batches: tuple[int, ...]
     layers: int
     hidden: int
+    inner: int
     rows: tuple[int, ...]
 
 
 LARGE = Sizes(
-    torch.bfloat16, 32, 8, 128, 60, (512, 2048, 8192, 32768), (1, 2, 4, 8, 16, 32), 32, 4096,
+    torch.bfloat16, 32, 8, 128, 60, (512, 2048, 8192, 32768), (1, 2, 4, 8, 16, 32), 32, 4096, 14336,
     (1, 4, 8, 16, 32, 64),
 )  # fmt: skip
-TINY = Sizes(torch.float32, 4, 2, 16, 12, (40,), (1, 2), 2, 32, (1, 3))
+TINY = Sizes(torch.float32, 4, 2, 16, 12, (40,), (1, 2), 2, 32, 48, (1, 3))
 
 
 @dataclass(frozen=True)
@@ -184,6 +186,23 @@ def shift_case(sizes: Sizes, rows: int, device: torch.device) -> Case:
     )
 
 
+def linear_case(sizes: Sizes, rows: int, device: torch.device) -> Case:
+    """A projection of the drafter's MLP over `rows` rows, weights in 8 bits and in full."""
+    draw = torch.Generator(device).manual_seed(0)
+    x, weight = (
+        torch.randn(*shape, generator=draw, device=device)
+        for shape in ((rows * TREE_SHAPE[0], sizes.hidden), (sizes.inner, sizes.hidden))
+    )
+    short, scale = quantize(weight)
+    x, weight = x.to(sizes.dtype), (short.float() * scale[:, None]).to(sizes.dtype)
+    return Case(
+        "linear, 8 bits",
+        f"T {len(x)}, {sizes.inner} × {sizes.hidden}",
+        {"ours": lambda: fp8_linear(x, short, scale), "torch, full": lambda: F.linear(x, weight)},
+        short.nbytes + (x.numel() + len(x) * sizes.inner) * sizes.dtype.itemsize,
+    )
+
+
 def commit_case(sizes: Sizes, batch: int, device: torch.device) -> Case:
     """Paths of 8 nodes, scattered over the tree, moved to the front in every layer's cache."""
     depth = min(8, sizes.nodes)
@@ -227,6 +246,7 @@ def cases(sizes: Sizes, device: torch.device) -> Iterator[Case]:
             yield attention_case(sizes, context, batch, device)
     for rows in sizes.rows:
         yield shift_case(sizes, rows, device)
+        yield linear_case(sizes, rows, device)
     for batch in sizes.batches:
         yield commit_case(sizes, batch, device)
         yield expansion_case(sizes, batch, device)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import tempfile
+from pathlib import Path
 
 import drafter_forward as bench
 import pytest
@@ -12,6 +14,7 @@ from shapes import MODELS, make_drafter, write_target
 from typer.testing import CliRunner
 
 from vllm_specblock.draft.cache import DenseCache
+from vllm_specblock.draft.serving import prepare
 
 CONTEXT, ROWS, BATCH = 5, 3, 2
 
@@ -19,7 +22,7 @@ CONTEXT, ROWS, BATCH = 5, 3, 2
 @pytest.fixture(scope="module")
 def drafter(tmp_path_factory):
     folder = write_target(tmp_path_factory.mktemp("target"), MODELS["tiny"], 0)
-    return make_drafter(folder, MODELS["tiny"]).eval()
+    return prepare(make_drafter(folder, MODELS["tiny"]).eval(), None)
 
 
 @torch.inference_mode()
@@ -71,6 +74,8 @@ def test_a_later_block_answers_for_every_row(drafter):
 def test_bytes(drafter):
     config = drafter.config
     weights = 4 * sum(each.numel() for each in drafter.parameters())
+    # Folded at start-up: the queries, and their norm.
+    weights -= 4 * (config.block_size + 1) * config.hidden_size
     entry = 4 * 2 * config.num_key_value_heads * config.head_dim
     cache = 2 * 100 * config.block_size * config.num_hidden_layers * entry
     assert bench.bytes_to_read(drafter, bench.FIRST, 100, 2) == weights + cache
@@ -96,3 +101,19 @@ def test_the_command_on_a_cpu(tmp_path):
     found = json.loads(path.read_text())
     assert found["settings"]["model"] == "tiny" and len(found["results"]) == 4
     assert all(each["median_us"] > 0 for each in found["results"].values())
+
+
+def test_weights_in_eight_bits_are_a_third_of_the_bytes():
+    """A quarter of float32's where they are short, all of it elsewhere."""
+    with tempfile.TemporaryDirectory() as folder:
+        target = write_target(Path(folder), MODELS["tiny"], 0)
+        drafters = [prepare(make_drafter(target, MODELS["tiny"]).eval(), q) for q in (None, "fp8")]
+    full, short = (bench.bytes_to_read(each, bench.FIRST, 0, 1) for each in drafters)
+    kept = sum(
+        each.nbytes
+        for name, each in drafters[0].named_parameters()
+        if name.startswith(("shift_proj", "rank_head"))
+    )
+    assert (full - kept) / 4 < short - kept < (full - kept) / 3
+    hidden = bench.forward(drafters[1], bench.FIRST, CONTEXT, BATCH, ROWS)()
+    assert hidden[0].isfinite().all()

@@ -59,7 +59,8 @@ def place(best):
 def test_every_engine_that_drafts_is_imposed_upon_and_plain_vllm_is_not():
     found = end_to_end.engines(place([0.8, 0.7]), [12, 60], [3], gpu=True)
     assert list(found) == [PLAIN, "n-gram @ 3", "EAGLE-3 chain @ 3", "SpecBlock @ 12",
-                           "SpecBlock @ 60", "SpecBlock, adaptive @ 60"]  # fmt: skip
+                           "SpecBlock @ 60", "SpecBlock, 8 bits @ 60",
+                           "SpecBlock, adaptive @ 60"]  # fmt: skip
     assert found.pop(PLAIN) is None
     for keys in found.values():
         assert len(keys["synthetic_acceptance_rates"]) == keys["num_speculative_tokens"]
@@ -204,17 +205,29 @@ def test_a_failed_engine_is_named_and_a_second_run_goes_on(tmp_path, monkeypatch
     calls = []
     monkeypatch.setattr(end_to_end, "run", fake_run(calls, failing=["eagle3"]))
     first = cli(*out)
-    assert first.exit_code == 1 and "no memory" in first.output and len(calls) == 10
-    assert calls[0].engine["load_format"] == "dummy" and calls[5].engine["max_num_seqs"] == 2
-    assert len(calls[5].tasks[0].prompts) == 2
+    assert first.exit_code == 1 and "no memory" in first.output and len(calls) == 12
+    assert calls[0].engine["load_format"] == "dummy" and calls[6].engine["max_num_seqs"] == 2
+    assert len(calls[6].tasks[0].prompts) == 2
     monkeypatch.setattr(end_to_end, "run", fake_run(calls))
     second = cli(*out)
     assert second.exit_code == 0, second.output
-    assert len(calls) == 12
+    assert len(calls) == 14
     results = json.loads((tmp_path / "e.json").read_text())["results"]
     assert results["SpecBlock @ 12, batch 2"]["tokens_per_second"] == 200
     assert results["SpecBlock @ 12, batch 1"]["step_ms"] == pytest.approx(20)
     assert results["SpecBlock @ 12, batch 1"]["drafting_ms"] == pytest.approx(0.5)
+
+
+def test_arguments_of_all_engines_are_a_setting(tmp_path, monkeypatch):
+    out = ["--model", "tiny", "--out", str(tmp_path / "e.json"), "--batches", "1", "--tokens", "32"]
+    calls = []
+    monkeypatch.setattr(end_to_end, "run", fake_run(calls))
+    assert cli(*out, "--engine", '{"max_num_seqs": 7}').exit_code == 0
+    assert {call.engine["max_num_seqs"] for call in calls} == {7}
+    assert json.loads((tmp_path / "e.json").read_text())["settings"]["engine"] == {
+        "max_num_seqs": 7
+    }
+    assert "other engine" in str(cli(*out).exception or cli(*out).output)
 
 
 @pytest.mark.engine

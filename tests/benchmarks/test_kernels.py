@@ -97,7 +97,7 @@ def test_the_command_on_a_cpu(tmp_path):
     found = json.loads(path.read_text())
     assert found["settings"]["tiny"] is True
     assert {each["kernel"] for each in found["results"].values()} == {
-        "tree attention", "layer shift", "commit", "tree selection",
+        "tree attention", "layer shift", "linear, 8 bits", "commit", "tree selection",
     }  # fmt: skip
     for each in found["results"].values():
         assert all(way["median_us"] > 0 for way in each["ways"].values())

@@ -8,6 +8,8 @@ import os
 os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")
+# On a GPU vLLM attends in float32 by a Triton kernel, which rounds products to TF32 unless told.
+os.environ["TRITON_F32_DEFAULT"] = "ieee"
 
 import pytest
 

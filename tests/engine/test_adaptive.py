@@ -6,11 +6,15 @@ import numpy as np
 import pytest
 from support.engines import make_engine
 from support.matrix import CASES, PROMPTS, Checker, crowded_engine, params, to_the_limit
+from vllm.platforms import current_platform
 
 from vllm_specblock.engine import host_budget
 from vllm_specblock.engine.rows import StepRows
 
 ADAPTIVE = {"enable_adaptive_verification": True}
+on_the_host = pytest.mark.skipif(
+    not current_platform.is_cpu(), reason="on a GPU vLLM measures costs, and makes no experiments"
+)
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +64,15 @@ def never_rest(engine, monkeypatch):
     monkeypatch.setattr(engine.runner.adaptive_verification.rest, "decide", lambda *_: False)
 
 
+@pytest.mark.skipif(current_platform.is_cpu(), reason="the next test has more budgets")
+@pytest.mark.parametrize("name", CASES)
+def test_budgets_by_what_steps_take_change_no_token(engine, reference, monkeypatch, name):
+    never_rest(engine, monkeypatch)
+    requests = params(**CASES[name])
+    Checker()(engine, requests, reference(name, requests))
+
+
+@on_the_host
 @pytest.mark.parametrize("name", CASES)
 def test_budgets_that_come_and_go_change_no_token(engine, reference, verified, monkeypatch, name):
     """Exploration alone takes all, none, half and a quarter in turn."""
@@ -72,6 +85,7 @@ def test_budgets_that_come_and_go_change_no_token(engine, reference, verified, m
     assert any(budget == 0 for drafted, budget in verified if drafted)
 
 
+@on_the_host
 def test_rows_padded_as_on_a_gpu(engine, reference, verified, monkeypatch):
     """Where nothing is verified, the paths of the step before still stand there."""
     never_rest(engine, monkeypatch)
@@ -82,6 +96,7 @@ def test_rows_padded_as_on_a_gpu(engine, reference, verified, monkeypatch):
     assert any(budget == 0 for drafted, budget in verified if drafted)
 
 
+@on_the_host
 def test_experiments_leave_room_for_the_logits(engine, monkeypatch, verified):
     """vLLM samples in one piece what the device has shared out."""
     never_rest(engine, monkeypatch)
@@ -93,12 +108,14 @@ def test_experiments_leave_room_for_the_logits(engine, monkeypatch, verified):
     assert max(rows) == 20
 
 
+@on_the_host
 def test_free_tokens_are_all_verified(engine, monkeypatch, verified):
     charge(engine, monkeypatch, lambda tokens: np.full_like(tokens, 1.0) + 1e-9 * tokens)
     engine.generate(PROMPTS[:2], params(2, temperature=0.0))
     assert all(budget >= 0.9 * drafted for drafted, budget in verified)
 
 
+@on_the_host
 def test_dear_tokens_are_not_verified_at_all(engine, monkeypatch, verified):
     charge(engine, monkeypatch, lambda tokens: tokens)
     never_rest(engine, monkeypatch)
@@ -106,6 +123,7 @@ def test_dear_tokens_are_not_verified_at_all(engine, monkeypatch, verified):
     assert all(budget == 0 for drafted, budget in verified if drafted)
 
 
+@on_the_host
 def test_between_the_two_the_surer_request_gets_more(engine, monkeypatch):
     charge(engine, monkeypatch, lambda tokens: 10 + tokens)
     manager = engine.runner.adaptive_verification
@@ -130,6 +148,7 @@ def test_between_the_two_the_surer_request_gets_more(engine, monkeypatch):
     assert cut > 5
 
 
+@on_the_host
 def test_nodes_that_were_cut_are_not_judged(engine, monkeypatch, verified):
     charge(engine, monkeypatch, lambda tokens: 10 + tokens)
     never_rest(engine, monkeypatch)
@@ -146,6 +165,7 @@ def test_nodes_that_were_cut_are_not_judged(engine, monkeypatch, verified):
     assert any(0 < budget < drafted for drafted, budget in verified)
 
 
+@on_the_host
 def test_expected_tokens_are_about_what_is_accepted(engine, reference, monkeypatch):
     """With everything verified, the sum of survivals is the number of accepted nodes."""
     charge(engine, monkeypatch, lambda tokens: np.full_like(tokens, 1.0))
@@ -210,6 +230,7 @@ def note_proposals(engine, monkeypatch):
     return found
 
 
+@on_the_host
 def test_where_plain_decoding_is_quicker_nothing_is_drafted(engine, monkeypatch, verified):
     charge(engine, monkeypatch, lambda tokens: 1 + 1e-6 * tokens, drafting=100.0)
     engine.generate(PROMPTS[:2], params(2, temperature=0.0))  # learns that it does not pay
@@ -221,6 +242,7 @@ def test_where_plain_decoding_is_quicker_nothing_is_drafted(engine, monkeypatch,
     assert len(verified) > 30
 
 
+@on_the_host
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_who_was_there_when_heads_rested_gets_no_tree_and_loses_nothing(
     engine, reference, monkeypatch, temperature
@@ -251,6 +273,7 @@ def test_who_was_there_when_heads_rested_gets_no_tree_and_loses_nothing(
     assert 0 in sizes and max(sizes) == 24, "both kinds of requests were there after the rest"
 
 
+@on_the_host
 def test_at_rest_confidences_of_earlier_steps_are_not_believed(engine, monkeypatch, verified):
     """On a GPU they are two steps old."""
     charge(engine, monkeypatch, lambda tokens: 1 + 1e-9 * tokens)
@@ -265,6 +288,7 @@ def test_at_rest_confidences_of_earlier_steps_are_not_believed(engine, monkeypat
     assert len(verified) > 15 and all(budget == 0 for _, budget in verified[1:])
 
 
+@on_the_host
 def test_rest_ends_when_drafting_pays_again(engine, monkeypatch, verified):
     charge(engine, monkeypatch, lambda tokens: 1 + 1e-6 * tokens, drafting=100.0)
     engine.generate(PROMPTS[:2], params(2, temperature=0.0))
@@ -275,6 +299,7 @@ def test_rest_ends_when_drafting_pays_again(engine, monkeypatch, verified):
     assert sum(budget > 0 for _, budget in verified) > 5
 
 
+@on_the_host
 def test_warm_up_teaches_nothing(engine):
     """vLLM warms up with requests that look real, and then captures."""
     speculator = engine.speculator

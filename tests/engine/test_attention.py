@@ -76,7 +76,7 @@ def stand_in_flash(
     """What FlashAttention's interface promises, for a paged cache and no mask."""
     assert not causal and return_softmax_lse and key.stride(-1) == value.stride(-1) == 1
     out = torch.full_like(query, torch.nan)
-    lse = torch.full((query.shape[1], len(query)), torch.inf)
+    lse = torch.full((query.shape[1], len(query)), torch.inf, device=query.device)
     group = query.shape[1] // key.shape[2]
     for r, length in enumerate(seqused_k.tolist()):
         rows = slice(int(cu_seqlens_q[r]), int(cu_seqlens_q[r + 1]))

@@ -75,7 +75,8 @@ def test_vllm_drafts_with_the_saved_heads(medusa_folder):
     environment = os.environ | {
         "VLLM_USE_V2_MODEL_RUNNER": "0",
         "VLLM_PLUGINS": "",
-        "PYTHONPATH": str(ROOT / "tests/lib"),
+        # Wherever this process has vLLM from, that one needs it, too.
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "tests/lib"), os.environ.get("PYTHONPATH", "")]),
     }
     done = subprocess.run(
         [sys.executable, "-c", SERVE, *arguments],

@@ -10,6 +10,7 @@ import inspect
 import re
 
 import pytest
+from vllm.platforms import current_platform
 
 
 def arguments_of(function) -> list[str]:
@@ -164,6 +165,7 @@ def test_cpu_platform(name):
     assert isinstance(inspect.getattr_static(CpuPlatform, name), classmethod)
 
 
+@pytest.mark.skipif(not current_platform.is_cpu(), reason="nothing is replaced elsewhere")
 def test_kernels_that_are_replaced_on_a_cpu_are_there():
     from vllm.triton_utils.dispatcher import _registry
 

@@ -6,11 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm.platforms import current_platform
 from vllm.triton_utils.dispatcher import _registry
 from vllm.v1.worker.gpu import input_batch
 from vllm.v1.worker.gpu.sample import bad_words, gumbel, logit_bias, logprob, min_p, penalties
 
 from vllm_specblock.engine.cpu_kernels import KERNELS
+
+pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="what runs on a CPU only")
 
 VOCAB = 96
 

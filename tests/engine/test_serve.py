@@ -36,6 +36,7 @@ def server(tmp_path_factory):
         str(Path(sys.executable).with_name("vllm")), "serve", DRAFTER, "--port", str(port),
         "--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager", "--max-model-len", "512",
         "--kv-cache-memory-bytes", str(256 << 20), "--max-num-seqs", "8",
+        "--gpu-memory-utilization", "0.3",
     ]  # fmt: skip
     with log.open("w") as output:
         process = subprocess.Popen(

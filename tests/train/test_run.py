@@ -199,7 +199,7 @@ def test_the_provenance_lies_beside_each_checkpoint(options, monkeypatch):
     for folder in (out, out / "best"):
         facts = json.loads((folder / "provenance.json").read_text())
         assert facts["command"] == "specblock train r.yaml"
-        assert facts["versions"]["torch"] == torch.__version__
+        assert torch.__version__.startswith(facts["versions"]["torch"])
         assert "git" in facts and facts["ranks"] == 1 and facts["device"] == "cpu"
         assert facts["options"]["lr"] == 1e-3 and facts["options"]["batch"] == 4
         assert parse(**facts["options"]) == options(steps=2, hold_out=2, eval_every=1)

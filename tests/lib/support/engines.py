@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from vllm import LLM, SamplingParams
+from vllm.platforms import current_platform
 
 ROOT = Path(__file__).resolve().parents[3]
 TARGET = ROOT / "examples/tiny_pair/target"
 DRAFTER = ROOT / "examples/tiny_pair/drafter"
 MAX_MODEL_LEN = 512
+FULL_GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 # An engine that is collected takes the process groups of all others along.
 _ALIVE: list[Engine] = []
 
@@ -78,6 +80,8 @@ def make_engine(speculative: dict[str, Any] | None, **changes: Any) -> Engine:
         "block_size": 32,
         "seed": 0,
         "kv_cache_memory_bytes": 256 << 20,
+        # vLLM asks for so much of a GPU to be free, whatever it takes: many engines share it here.
+        "gpu_memory_utilization": 0.3,
         "distributed_executor_backend": "uni",
         "disable_log_stats": False,
     }
@@ -87,6 +91,9 @@ def make_engine(speculative: dict[str, Any] | None, **changes: Any) -> Engine:
             "model": str(DRAFTER),
             **speculative,
         }
+        if speculative.get("enable_adaptive_verification") and not current_platform.is_cpu():
+            # vLLM wants full graphs with it. Without its compiler, sums stay those of eager steps.
+            settings |= {"enforce_eager": False, "compilation_config": FULL_GRAPHS}
     engine = Engine(LLM(**{**settings, **changes}))
     _ALIVE.append(engine)
     return engine

@@ -8,6 +8,7 @@ kernels on a CPU may.
 
 from __future__ import annotations
 
+import importlib.util
 import linecache
 import sys
 from pathlib import Path
@@ -18,6 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGES = (f"{ROOT / 'vllm_specblock'}/", f"{ROOT / 'triton_kernels'}/")
+_VLLM = importlib.util.find_spec("vllm")
+VLLM = tuple(f"{folder}/" for folder in (_VLLM.submodule_search_locations if _VLLM else ()))
 STAND_INS = ("_reference.py", "/cpu.py", "/cpu_kernels.py", "/packed.py", "/paged_rows.py")
 """Ends of the files that run in a kernel's place."""
 
@@ -59,7 +62,7 @@ def check(what: str) -> None:
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if "/site-packages/vllm/" in file or file.endswith(STAND_INS):
+        if file.startswith(VLLM) or file.endswith(STAND_INS):
             return
         if file.startswith(PACKAGES):
             line = linecache.getline(file, frame.f_lineno)
