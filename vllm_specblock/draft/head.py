@@ -16,12 +16,14 @@ from vllm_specblock.tree import DraftTree
 class CommittedRows:
     """What one target step committed, as the rows that a head advances on.
 
-    Row t holds the target's states of the token at `position[t]` and the token after it.
+    Row t stands for the target's states of the token at `position[t]` and the token after it.
     The rows of a request are consecutive. Requests that drafted have a fixed number of rows
     whatever was accepted; those beyond the accepted path are padding (`slot` −1).
 
-    Attributes (T rows, R requests, L layers of the target that some head reads):
-        states: L × [T, Ht], hidden states of the target, low layers first.
+    Attributes (T rows, R requests, L layers of the target that some head reads, B rows of the
+    target's batch):
+        states: L × [B, Ht], hidden states of the target, low layers first.
+        source: [T] int64, the row of `states` that each row is.
         token: [T] int64, the token at position + 1, target vocabulary.
         position: [T] int64.
         slot: [T] int64, the target's cache slot of that position, −1 for padding.
@@ -39,6 +41,7 @@ class CommittedRows:
     """
 
     states: tuple[torch.Tensor, ...]
+    source: torch.Tensor
     token: torch.Tensor
     position: torch.Tensor
     slot: torch.Tensor
@@ -54,7 +57,7 @@ class CommittedRows:
 
     def features(self, layers: tuple[int, ...]) -> torch.Tensor:
         """[T, len(layers) · Ht], the states of `layers` (indices into `states`) side by side."""
-        return torch.cat([self.states[layer] for layer in layers], dim=-1)
+        return torch.cat([self.states[layer][self.source] for layer in layers], dim=-1)
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,14 @@ class Head(ABC):
         under the target's block table: entry slot · entries + i is the i-th of the token at
         `slot`. Slots after the root are reserved for as many tokens as the verified tree has
         nodes; a head may use them until the step ends.
+        """
+
+    def warm_up(self, block_table: torch.Tensor, most_rows: int) -> None:  # noqa: B027
+        """Compile what later steps need, with the caches bound and nobody in them yet.
+
+        Args:
+            block_table: [most requests, max blocks] int32 of valid blocks.
+            most_rows: committed rows of a step, at most.
         """
 
     @abstractmethod

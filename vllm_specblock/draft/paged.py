@@ -17,7 +17,9 @@ import torch
 from vllm_specblock.commit.store import store_kv
 from vllm_specblock.draft.expand import Starts
 from vllm_specblock.draft.head import CommittedRows
+from vllm_specblock.draft.parts import MOST
 from vllm_specblock.triton_kernels.packed import PackedQueries
+from vllm_specblock.triton_kernels.warm_up import compile_attention
 
 
 class PagedAttention:
@@ -85,13 +87,20 @@ class BlockSight:
                     self.own[row, k, bit // 64] = word - (1 << 64 if word >> 63 else 0)
         self.own = self.own.to(device)
 
+    def step(self, rows: CommittedRows) -> None:
+        """Begin a step; later blocks stand behind the last of `rows`."""
+        self.rows_of_step, self.newest = rows, rows.position[rows.last]
+
     def first(self, rows: CommittedRows) -> PagedAttention:
-        """Block 1: every committed row, of which the last of each request drafts."""
+        """Block 1: committed rows, of which the last of each request drafts.
+
+        Args:
+            rows: of the step, all or some; those before them are in the cache already.
+        """
         K = self.K
         entry = torch.where(rows.slot >= 0, rows.slot * K, -K)[:, None] + self.k
         see = (rows.position[:, None] * K + self.k + 1).int()  # [T, K]
-        last = rows.position[rows.last]
-        ends = ((last + 1) * K).int()
+        ends = ((rows.position[rows.last] + 1) * K).int()
         num_requests = len(rows.row_start_host) - 1
         limit = [(rows.max_position + 1) * K] * num_requests
         words = self.own.new_zeros(see.numel(), self.own.shape[-1])
@@ -118,8 +127,16 @@ class BlockSight:
             words,
             ends,
         )
-        self.rows_of_step, self.newest = rows, last
         return PagedAttention(self.caches, entry, queries, kept)
+
+    def warm_up(self, block_table: torch.Tensor, most_rows: int, num_heads: int) -> None:
+        """Compile the attention of every block; arguments as `Head.warm_up` has them."""
+        cache = self.caches[0]
+        query = cache.new_empty(1, num_heads, cache.shape[-1] // 2)
+        compile_attention(
+            query, cache, block_table, self.own.shape[-1], min(most_rows, MOST) * self.K,
+            self.max_position * self.K,
+        )  # fmt: skip
 
     def begin(self, requests: torch.Tensor | None) -> None:
         """Say for which requests ([n] int64; None: all of the step) later blocks are drafted."""

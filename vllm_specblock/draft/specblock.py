@@ -12,6 +12,7 @@ from vllm_specblock.draft.expand import Shape, expansion
 from vllm_specblock.draft.head import CacheLayer, CommittedRows, Head
 from vllm_specblock.draft.model import SpecBlockDrafter
 from vllm_specblock.draft.paged import BlockSight
+from vllm_specblock.draft.parts import advance_in_parts
 from vllm_specblock.draft.sharpness import Sharpness
 from vllm_specblock.tree import DraftTree
 
@@ -72,15 +73,19 @@ class SpecBlockHead(Head):
         )
         self.width = torch.tensor(self.shape.branching, device=caches[0].device)
 
+    def warm_up(self, block_table: torch.Tensor, most_rows: int) -> None:
+        self.sight.warm_up(block_table, most_rows, self.drafter.config.num_attention_heads)
+
     def advance(self, rows: CommittedRows) -> None:
-        base = rows.position + 1
+        self.sight.step(rows)
+        self.hidden = advance_in_parts(rows, self._forward)  # [R, K, H]
+        self.base = rows.position[rows.last] + 1  # [R]
+        self.beta = self.sharpness_of(rows)  # [R]
+
+    def _forward(self, rows: CommittedRows) -> torch.Tensor:
         attend = self.sight.first(rows)
         condition = self.drafter.condition(rows.features(self.layers))
-        self.hidden = self.drafter(
-            condition, self.embed(rows.token), base, attend, rows.last
-        )  # [R, K, H]
-        self.base = base[rows.last]  # [R]
-        self.beta = self.sharpness_of(rows)  # [R]
+        return self.drafter(condition, self.embed(rows.token), rows.position + 1, attend, rows.last)
 
     def draft(self, requests: torch.Tensor | None = None) -> DraftTree:
         drafter, K, S = self.drafter, self.K, self.shape.num_starts

@@ -92,7 +92,8 @@ class StepRows:
         token = all_token_ids[batch.idx_mapping[request], ahead].long()
         bound = batch.seq_lens_cpu_upper_bound[: batch.num_reqs]
         return CommittedRows(
-            states=tuple(state[source] for state in hidden_states),
+            states=tuple(hidden_states),
+            source=source,
             token=torch.where(real, token, 0),
             position=position,
             slot=torch.where(real, slot_mapping[place], -1),

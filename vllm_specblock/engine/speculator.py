@@ -30,6 +30,7 @@ from vllm_specblock.engine.model_state import TreeModelState
 from vllm_specblock.engine.proposal import LazyRoute, Proposer, head_budgets, make_proposer
 from vllm_specblock.engine.rows import StepRows
 from vllm_specblock.engine.slots import TreeSlots
+from vllm_specblock.engine.warm_up import compile_kernels
 from vllm_specblock.triton_kernels.commit import KVCacheSet, move_kv
 from vllm_specblock.verify.imposed import ImposedAcceptance
 from vllm_specblock.verify.verified import Verified
@@ -174,6 +175,10 @@ class TreeSpeculator(DraftModelSpeculator):
         self.proposer.forget()
         if self.adaptive is not None:
             self.adaptive.reach.forget()
+        table = self.block_tables.input_block_tables[self.group]
+        compile_kernels(
+            self.vllm_config, self.target_layers, self.proposer.heads, self.num_nodes, table
+        )
         self.graphs.capture(self.step, self.draft_tokens)
 
     # ---- once per request ----

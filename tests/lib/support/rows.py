@@ -48,6 +48,7 @@ def rows_of(
     of_rows, token, position, slot = (torch.cat(part) for part in zip(*parts))
     return CommittedRows(
         states=of_rows.unbind(1),
+        source=torch.arange(len(token)),
         token=token,
         position=position,
         slot=slot,
@@ -68,6 +69,7 @@ def zero_rows(page: int, width: int, layers: int = 3, max_len: int = 64) -> Comm
     integers = {"dtype": torch.int64}
     return CommittedRows(
         states=tuple(torch.zeros(12, width) for _ in range(layers)),
+        source=torch.arange(12),
         token=torch.zeros(12, **integers),
         position=torch.zeros(12, **integers),
         slot=torch.zeros(12, **integers),

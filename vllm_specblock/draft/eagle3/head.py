@@ -12,6 +12,7 @@ from vllm_specblock.draft.eagle3.model import Attend, Eagle3Drafter
 from vllm_specblock.draft.expand import Starts
 from vllm_specblock.draft.head import CacheLayer, CommittedRows, Head
 from vllm_specblock.draft.paged import BlockSight, PagedAttention
+from vllm_specblock.draft.parts import advance_in_parts
 from vllm_specblock.draft.sharpness import Sharpness
 from vllm_specblock.tree import DraftTree
 
@@ -66,16 +67,23 @@ class Eagle3Head(Head):
             caches, 1, self.growth.width, self.growth.depth, self.max_model_len, caches[0].device
         )
 
+    def warm_up(self, block_table: torch.Tensor, most_rows: int) -> None:
+        self.sight.warm_up(block_table, most_rows, self.drafter.config.num_attention_heads)
+
     def advance(self, rows: CommittedRows) -> None:
-        self.state = self.drafter.run(
+        self.sight.step(rows)
+        self.state = advance_in_parts(rows, self._run)  # [R, H]
+        self.position = rows.position[rows.last]  # [R]
+        self.beta = self.sharpness_of(rows)  # [R]
+
+    def _run(self, rows: CommittedRows) -> torch.Tensor:
+        return self.drafter.run(
             self.embed(rows.token),
             self.drafter.fuse(rows.features(self.layers)),
             rows.position,
             _per_row(self.sight.first(rows)),
             rows.last,
-        )  # [R, H]
-        self.position = rows.position[rows.last]  # [R]
-        self.beta = self.sharpness_of(rows)  # [R]
+        )
 
     def draft(self, requests: torch.Tensor | None = None) -> DraftTree:
         state, position, beta = self.state, self.position, self.beta

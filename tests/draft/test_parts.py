@@ -1,0 +1,87 @@
+"""Rows in parts: cut where it does no harm, and a head that cannot tell."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.engines import DRAFTER, ROOT
+from support.rows import rows_of
+from support.trees import texts
+
+from vllm_specblock.config import Eagle3Config, SpecBlockConfig
+from vllm_specblock.draft import checkpoint, parts
+from vllm_specblock.draft.eagle3 import checkpoint as eagle3_checkpoint
+from vllm_specblock.draft.eagle3.head import Eagle3Head
+from vllm_specblock.draft.specblock import SpecBlockHead
+
+PAGE, MAX_LEN = 8, 128
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=12), st.integers(1, 16))
+def test_only_what_is_too_long_is_cut(lengths, most):
+    start = [0]
+    for length in lengths:
+        start.append(start[-1] + length)
+    found = parts.cuts(start, most)
+    assert found[0] == 0 and found[-1] == start[-1]
+    assert all(0 < b - a <= most for a, b in pairwise(found))
+    for a, b in pairwise(start):
+        if b - a <= most:
+            assert not any(a < cut < b for cut in found)
+
+
+def head_of(kind):
+    if kind == "eagle3":
+        drafter = eagle3_checkpoint.load(ROOT / "examples/two_heads/eagle3", dtype=torch.float32)
+        make, options, layers = Eagle3Head, Eagle3Config(), 1
+        shape, entries = drafter.config, 1
+    else:
+        drafter = checkpoint.load(DRAFTER, torch.float32, "cpu")
+        make, options, layers = SpecBlockHead, SpecBlockConfig(), 2
+        shape, entries = drafter.config, drafter.config.block_size
+    table = torch.randn(2048, shape.hidden_size, generator=torch.Generator().manual_seed(1))
+    head = make(drafter.eval(), lambda ids: table[ids], options, 24, MAX_LEN)
+    size = (40, PAGE * entries, shape.num_key_value_heads, 2 * shape.head_dim)
+    head.bind([torch.full(size, float("nan")).transpose(1, 2) for _ in range(layers)])
+    return head, shape.target_hidden_size
+
+
+# A prompt of several parts between requests that decode, with rejected nodes as padding.
+@pytest.mark.parametrize(
+    ("lengths", "padding"), [([9, 70, 5], 0), ([3, 2, 4], 4), ([60], 0), ([20, 20, 20], 0)]
+)
+@pytest.mark.parametrize("kind", ["specblock", "eagle3"])
+@torch.no_grad()
+def test_a_head_drafts_the_same(monkeypatch, kind, lengths, padding):
+    draw = torch.Generator().manual_seed(2)
+    count = len(lengths)
+    text = torch.randint(0, 2048, (count, MAX_LEN), generator=draw)
+    tables = (torch.randperm(39, generator=draw)[: 13 * count] + 1).view(count, -1)
+    found, sizes = [], []
+    for most in (10_000, 16):
+        monkeypatch.setattr(parts, "MOST", most)
+        head, width = head_of(kind)
+        states = torch.randn(3, count, MAX_LEN, width, generator=draw.manual_seed(3))
+        part_of = parts.part_of
+        monkeypatch.setattr(
+            parts, "part_of", lambda *args, f=part_of: sizes.append(args[2] - args[1]) or f(*args)
+        )
+        done = [0] * count
+        trees = []
+        for step in range(2):  # the second step reads what the first has left in the cache
+            rows = [(a, a + (n if step == 0 else 2)) for a, n in zip(done, lengths)]
+            head.advance(rows_of(rows, tables, states, text, PAGE, padding))
+            tree = head.draft()
+            trees += [texts(tree, request) for request in range(count)]
+            done = [end for _, end in rows]
+        found.append(trees)
+    whole, cut = found
+    assert max(sizes, default=99) <= 16 and len(sizes) >= 2
+    for mine, wanted in zip(cut, whole):
+        assert len(mine.keys() & wanted.keys()) >= len(wanted) - 2, "more than ties differ"
+        for path in mine.keys() & wanted.keys():
+            assert mine[path] == pytest.approx(wanted[path], abs=1e-3)

@@ -1,0 +1,53 @@
+"""Compiling what requests of all lengths need, before there are any.
+
+vLLM's own warm-up requests are short, and its dummy batches attend to nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+from vllm.config import VllmConfig
+
+from vllm_specblock.draft.head import Head
+from vllm_specblock.tree import words_for
+from vllm_specblock.triton_kernels.warm_up import compile_attention
+
+
+def compile_kernels(
+    config: VllmConfig,
+    target_layers: list[str],
+    heads: list[Head],
+    num_nodes: int,
+    block_table: torch.Tensor,
+) -> None:
+    """Launch every attention kernel of target and heads once, unless vLLM is told not to warm up.
+
+    Args:
+        target_layers: names of the target's attention layers, whose caches are there.
+        num_nodes: N.
+        block_table: [most requests, max blocks] int32, the one that batches are attended with.
+    """
+    if not config.kernel_config.enable_jit_warmup:
+        return
+    rows, length = config.scheduler_config.max_num_batched_tokens, config.model_config.max_model_len
+    context, seen = config.compilation_config.static_forward_context, set()
+    for name in target_layers:
+        layer = context[name]
+        impl = layer.impl
+        form = (impl.num_heads, impl.num_kv_heads, impl.head_size, impl.window, impl.soft_cap)
+        if form in seen:
+            continue
+        seen.add(form)
+        cache, scales = layer.kv_cache, {}
+        if impl.fp8:
+            cache = cache.view(torch.float8_e4m3fn)
+            scales = {"key_scale": layer._k_scale, "value_scale": layer._v_scale}
+        query = torch.empty(
+            1, impl.num_heads, impl.head_size, dtype=config.model_config.dtype, device=cache.device
+        )
+        compile_attention(
+            query, cache, block_table, words_for(num_nodes), rows, length,
+            window=impl.window, soft_cap=impl.soft_cap, **scales,
+        )  # fmt: skip
+    for head in heads:
+        head.warm_up(block_table, rows)
