@@ -95,6 +95,9 @@ class ImposedHead(Head):
     def bind(self, caches: list[torch.Tensor]) -> None:
         self.head.bind(caches)
 
+    def warm_up(self, block_table: torch.Tensor, most_rows: int) -> None:
+        self.head.warm_up(block_table, most_rows)
+
     def advance(self, rows: CommittedRows) -> None:
         self.head.advance(rows)
 
