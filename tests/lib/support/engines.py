@@ -79,7 +79,8 @@ def make_engine(speculative: dict[str, Any] | None, **changes: Any) -> Engine:
         "max_num_seqs": 8,
         "block_size": 32,
         "seed": 0,
-        "kv_cache_memory_bytes": 256 << 20,
+        # Of every engine of a run until its end, see `_ALIVE`: dozens of them share the memory.
+        "kv_cache_memory_bytes": 128 << 20,
         # vLLM asks for so much of a GPU to be free, whatever it takes: many engines share it here.
         "gpu_memory_utilization": 0.3,
         "distributed_executor_backend": "uni",
