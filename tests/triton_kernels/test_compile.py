@@ -285,3 +285,107 @@ def test_growth_compiles(compiler):
     growing.hang(3, node, valid, *block(4))
     assert len(starting.compiled) == 2 and len(selecting.compiled) == 1
     assert fits(starting) and fits(selecting)
+
+
+@pytest.mark.parametrize("num_nodes", [1, 12, 60, 64, 256])
+def test_best_chain_compiles(compiler, num_nodes):
+    from vllm_specblock.triton_kernels import best_chain
+
+    from vllm_specblock.tree import DraftTree
+
+    stand_in = compiler(best_chain, "_best_chain_kernel")
+    tree = DraftTree.empty(3, num_nodes, "cpu")
+    chain, origin = torch.zeros(3, 3, dtype=torch.bool)[:, 0], tree.token.to(torch.uint8)
+    made = best_chain.best_chain_triton(chain, origin=origin, **vars(tree))
+    assert len(made) == 7 and len(stand_in.compiled) == 1 and fits(stand_in)
+
+
+@pytest.mark.parametrize(("size", "starts", "words"), [(1, 10, 1), (4, 4, 1), (8, 40, 15)])
+def test_sight_compiles(compiler, size, starts, words):
+    from vllm_specblock.triton_kernels import block_sight, first_sight
+
+    first = compiler(first_sight, "_first_sight_kernel")
+    later = compiler(block_sight, "_later_sight_kernel")
+    row = torch.zeros(2, starts, dtype=torch.int64)
+    known, table = torch.zeros(5, 3, dtype=torch.int64), torch.zeros(2, 9, dtype=torch.int32)
+    first_sight.first_sight_triton(
+        known[:, 0], known[:, 1], table[0, :3], known[:2, 2], size, words
+    )
+    rows = 1 + 3 * starts
+    for last in (known[:2, 0], row[:, 0]):
+        block_sight.later_sight_triton(
+            row, row, last, torch.zeros(rows, size, words, dtype=torch.int64), table,
+            torch.zeros(2, rows, dtype=torch.int64), torch.zeros(2, rows, words, dtype=torch.int64),
+            3, 16, 4096,
+        )  # fmt: skip
+    assert len(first.compiled) == 1 and len(later.compiled) == 2 and fits(first) and fits(later)
+
+
+@pytest.mark.parametrize("owner", [torch.int32, torch.int64], ids=["eager", "graph"])
+def test_committed_rows_compile(compiler, owner):
+    from vllm_specblock.triton_kernels import committed_rows
+
+    rows, moves = (
+        compiler(committed_rows, name) for name in ("_committed_rows_kernel", "_moves_kernel")
+    )
+    known, path = torch.zeros(3, 3, dtype=owner), torch.zeros(3, 13, dtype=torch.int64)
+    of_rows, text = torch.zeros(39, dtype=torch.int64), torch.zeros(5, 100, dtype=torch.int32)
+    start, accepted = of_rows[:3], torch.zeros(3, dtype=torch.int32)
+    committed_rows.moves_within_triton(start, start, path, accepted, 180)
+    found = committed_rows.committed_rows_triton(
+        of_rows, of_rows, torch.zeros(4, dtype=torch.int32), start, start, path, accepted, 180,
+        of_rows, of_rows, known[0] if owner == torch.int32 else known[:, 0], text, torch.zeros(5),
+    )  # fmt: skip
+    assert [len(x) for x in found] == [39, 39, 39, 39, 3, 3]
+    assert all(len(stand_in.compiled) == 1 and fits(stand_in) for stand_in in (rows, moves))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "cache_dtype"),
+    [
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.float8_e4m3fn),
+    ],
+    ids=str,
+)
+def test_store_kv_compiles(compiler, dtype, cache_dtype):
+    from vllm_specblock.triton_kernels import store_kv
+
+    stand_in = compiler(store_kv, "_store_kv_kernel")
+    scales = (ONE, ONE) if cache_dtype == torch.float8_e4m3fn else ()
+    for heads in (8, 32):
+        cache = torch.empty(4, 16, heads, 256, dtype=cache_dtype).transpose(1, 2)
+        key = torch.empty(3, heads, 128, dtype=dtype)
+        entry = torch.zeros(3, 3, dtype=torch.int64)[:, 0]
+        store_kv.store_kv_triton(cache, entry, key, key, *scales)
+    assert len(stand_in.compiled) == 2 and fits(stand_in)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("size", [96, 128])
+def test_rope_compiles(compiler, dtype, size):
+    from vllm_specblock.triton_kernels import rope
+
+    stand_in = compiler(rope, "_rotate_pair_kernel")
+    query, key = torch.empty(3, 5, 32, size, dtype=dtype), torch.empty(3, 5, 8, size, dtype=dtype)
+    angle = torch.empty(3, 5, 1, size, dtype=dtype)
+    keep = torch.zeros(3, 3, dtype=torch.int64)[:, 0]
+    rope.rotate_pair_triton(query, key, angle, angle)
+    rope.rotate_pair_triton(query, key, angle, angle, keep)
+    assert len(stand_in.compiled) == 2 and fits(stand_in)
+
+
+@pytest.mark.parametrize(("num_nodes", "heads"), [(1, 1), (60, 2), (256, 2)])
+def test_counting_compiles(compiler, num_nodes, heads):
+    from vllm_specblock.triton_kernels import count_nodes
+
+    verified, drafted = (
+        compiler(count_nodes, name) for name in ("_verified_kernel", "_drafted_kernel")
+    )
+    path, flag = torch.zeros(3, 9, dtype=torch.int64), torch.zeros(3, dtype=torch.bool)
+    origin, size = torch.zeros(3, num_nodes, dtype=torch.uint8), flag.int()
+    total = torch.zeros(9, dtype=torch.int64)
+    count_nodes.count_verified_triton(total, origin, path[:, 0], path)
+    count_nodes.count_drafted_triton(total, [size] * heads, flag, flag, flag)
+    assert all(len(stand_in.compiled) == 1 and fits(stand_in) for stand_in in (verified, drafted))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm_specblock.tree import DraftTree
+from vllm_specblock.triton_kernels.best_chain import best_chain_triton
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,9 @@ class Combined:
 
     def where(self, chain: torch.Tensor) -> Combined:
         """The best path alone, as a chain, for the requests where `chain` [R] bool holds."""
+        if chain.is_cuda:
+            *tree, origin = best_chain_triton(chain, origin=self.origin, **vars(self.tree))
+            return Combined(DraftTree(*tree), origin)
         entry, length = self.tree.best_path()
         place = torch.arange(entry.shape[1], device=entry.device)
         origin = torch.where(place < length[:, None], self.origin.gather(1, entry), 0)

@@ -1,8 +1,10 @@
-"""Where an accepted path lies in the batch, and where it belongs."""
+"""Which rows a step commits: where they lie in the batch, and where they belong."""
 
 from __future__ import annotations
 
 import torch
+
+from vllm_specblock.triton_kernels.committed_rows import committed_rows_triton, moves_within_triton
 
 
 def committed_sources(
@@ -34,3 +36,76 @@ def committed_sources(
     root = (query_start + base - 1)[:, None]
     source, target = root + path[:, 1:], root + position
     return source, target, (position <= accepted[:, None]) & (source != target)
+
+
+def moves_within(
+    query_start: torch.Tensor,
+    base: torch.Tensor,
+    path: torch.Tensor,
+    accepted: torch.Tensor,
+    num_rows: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`committed_sources` in a batch of `num_rows` rows; CUDA tensors go to the kernel.
+
+    A path's unused positions would lead beyond the batch: they stay on its last row.
+    """
+    if path.is_cuda:
+        return moves_within_triton(query_start, base, path, accepted, num_rows)
+    source, target, moves = committed_sources(query_start, base, path, accepted)
+    return source.clamp(max=num_rows - 1), target.clamp(max=num_rows - 1), moves
+
+
+def committed_rows(
+    request: torch.Tensor,
+    local: torch.Tensor,
+    row_start: torch.Tensor,
+    query_start: torch.Tensor,
+    base: torch.Tensor,
+    path: torch.Tensor,
+    accepted: torch.Tensor,
+    num_rows: int,
+    positions: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    owner: torch.Tensor,
+    text: torch.Tensor,
+    temperature: torch.Tensor,
+) -> tuple[torch.Tensor, ...]:
+    """What a head is told of the T rows of a step. CUDA tensors go to the kernel.
+
+    A request's committed rows are its base rows and, where it had drafts, D for its path,
+    whatever was accepted.
+
+    Args:
+        request, local: [T] int64, whose each row is, and which of that request's rows.
+        row_start: [R+1] int32, first row of each request.
+        query_start, base, path, accepted: as in `committed_sources`.
+        num_rows: rows of the batch.
+        positions, slot_mapping: [≥ num_rows] int64, of the batch's rows.
+        owner: [R] integers, the slot of each request.
+        text: [slots, longest request] int32, this step's tokens included.
+        temperature: [slots] fp32.
+
+    Returns:
+        source, token, position, slot: [T] int64, as in `CommittedRows`.
+        last: [R] int64.
+        temperature: [R] fp32.
+    """
+    if path.is_cuda:
+        return committed_rows_triton(
+            request, local, row_start, query_start, base, path, accepted, num_rows, positions,
+            slot_mapping, owner, text, temperature,
+        )  # fmt: skip
+    start = query_start[request]
+    beyond = local - base[request] + 1  # position on the path, ≤ 0 up to the root
+    on_path = path[request, beyond.clamp(min=0)]
+    source = start + torch.where(beyond > 0, base[request] - 1 + on_path, local)
+    # Beyond the accepted path, and where no node was verified, stands an older one.
+    source = source.clamp(max=num_rows - 1)
+    real = beyond <= accepted[request]
+    place = (start + local).clamp(max=num_rows - 1)
+    position = positions[query_start][request] + local
+    ahead = (position + 1).clamp(max=text.shape[1] - 1)
+    token = torch.where(real, text[owner[request], ahead].long(), 0)
+    slot = torch.where(real, slot_mapping[place], -1)
+    last = row_start[:-1] + base - 1 + accepted
+    return source, token, position, slot, last, temperature[owner]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from vllm_specblock.triton_kernels.store_kv import LARGEST, store_kv_triton
+
 FP8 = torch.float8_e4m3fn
-LARGEST = torch.finfo(FP8).max
 
 
 def store_kv(
@@ -16,21 +17,25 @@ def store_kv(
     key_scale: torch.Tensor | None = None,
     value_scale: torch.Tensor | None = None,
 ) -> None:
-    """Store keys and values at their entries.
+    """Store keys and values at their entries. CUDA tensors go to the kernel.
 
     Args:
         kv_cache: [blocks, kv heads, block size, 2D], a view whose entries are consecutive in
             memory from block to block (key first, then value).
-        entry: [T] int64, block · block size + offset; negative for padding. Padding goes to
-            entry 0, which lies in vLLM's null block: nobody reads it, and no branch depends
-            on the data.
+        entry: [T] int64, block · block size + offset; negative for padding. In torch, padding
+            goes to entry 0, which lies in vLLM's null block: nobody reads it, and no branch
+            depends on the data. The kernel stores it nowhere.
         key, value: [T, kv heads, D].
         key_scale, value_scale: [] fp32 each, what a stored number is to be multiplied by; given
             for a float8_e4m3fn cache only, where what is out of range becomes the largest number.
 
     Raises:
-        RuntimeError: the entries of `kv_cache` are not consecutive in memory.
+        RuntimeError: the entries of `kv_cache` are not consecutive in memory. The kernel does
+            not mind.
     """
+    if kv_cache.is_cuda:
+        store_kv_triton(kv_cache, entry, key, value, key_scale, value_scale)
+        return
     _, heads, _, width = kv_cache.shape
     if kv_cache.dtype == FP8:
         # As bytes, since torch does not index fp8.

@@ -14,10 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vllm_specblock.draft.config import TOP_LOGPROBS, DrafterConfig
-from vllm_specblock.draft.rope import Rotary, rotate
+from vllm_specblock.draft.rope import Rotary
 from vllm_specblock.triton_kernels.layer_shift import layer_shift
 from vllm_specblock.triton_kernels.read_heads import read_heads
 from vllm_specblock.triton_kernels.read_heads_reference import top_and_features
+from vllm_specblock.triton_kernels.rope import rotate_pair
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """attend(layer, query [Q,K,nh,D], key [T,K,nkv,D], value [T,K,nkv,D]) -> [Q,K,nh,D].
@@ -264,11 +265,11 @@ class Attention(nn.Module):
     ) -> Tensor:
         """normed [T, K, H] -> [T or Q, K, H]."""
         per_head = (-1, self.head_dim)
-        key = rotate(self.k_norm(self.k_proj(normed).unflatten(-1, per_head)), *rope)
+        key = self.k_norm(self.k_proj(normed).unflatten(-1, per_head))
         value = self.v_proj(normed).unflatten(-1, per_head)
-        if keep is not None:
-            normed, rope = normed[keep], (rope[0][keep], rope[1][keep])
-        query = rotate(self.q_norm(self.q_proj(normed).unflatten(-1, per_head)), *rope)
+        asking = normed if keep is None else normed[keep]
+        query = self.q_norm(self.q_proj(asking).unflatten(-1, per_head))
+        query, key = rotate_pair(query, key, *rope, keep)
         return self.o_proj(attend(index, query, key, value).flatten(-2))
 
 

@@ -18,6 +18,8 @@ from vllm_specblock.commit.store import store_kv
 from vllm_specblock.draft.expand import Starts
 from vllm_specblock.draft.head import CommittedRows
 from vllm_specblock.draft.parts import MOST
+from vllm_specblock.triton_kernels.block_sight import LaterSight, later_sight_triton
+from vllm_specblock.triton_kernels.first_sight import FirstSight, first_sight_triton
 from vllm_specblock.triton_kernels.packed import PackedQueries
 from vllm_specblock.triton_kernels.warm_up import compile_attention
 
@@ -86,6 +88,7 @@ class BlockSight:
                     word = int(self.own[row, k, bit // 64]) | 1 << bit % 64
                     self.own[row, k, bit // 64] = word - (1 << 64 if word >> 63 else 0)
         self.own = self.own.to(device)
+        self.fused = self.own.is_cuda  # one launch for each block, in place of torch
 
     def step(self, rows: CommittedRows) -> None:
         """Begin a step; later blocks stand behind the last of `rows`."""
@@ -97,37 +100,40 @@ class BlockSight:
         Args:
             rows: of the step, all or some; those before them are in the cache already.
         """
-        K = self.K
-        entry = torch.where(rows.slot >= 0, rows.slot * K, -K)[:, None] + self.k
-        see = (rows.position[:, None] * K + self.k + 1).int()  # [T, K]
-        ends = ((rows.position[rows.last] + 1) * K).int()
+        K, table, size = self.K, rows.block_table, rows.block_size * self.K
+        if self.fused:
+            sight = first_sight_triton(
+                rows.position, rows.slot, rows.row_start, rows.last, K, self.own.shape[-1]
+            )
+        else:
+            sight = self._first(rows)
         num_requests = len(rows.row_start_host) - 1
-        limit = [(rows.max_position + 1) * K] * num_requests
-        words = self.own.new_zeros(see.numel(), self.own.shape[-1])
-        queries = PackedQueries(
-            rows.block_table,
-            rows.block_size * K,
-            rows.row_start * K,
-            [start * K for start in rows.row_start_host],
-            ends,
-            limit,
-            see.flatten(),
-            words,
-            ends,
-        )
+        start = [row * K for row in rows.row_start_host]
         each = [K * r for r in range(num_requests + 1)]
+        limit = [(rows.max_position + 1) * K] * num_requests
+        queries = PackedQueries(
+            table, size, sight.query_start, start, sight.ends, limit, sight.prefix_len,
+            sight.words, sight.ends,
+        )  # fmt: skip
         kept = PackedQueries(
-            rows.block_table,
-            rows.block_size * K,
-            torch.arange(0, each[-1] + 1, K, dtype=torch.int32, device=see.device),
-            each,
-            ends,
-            limit,
-            see[rows.last].flatten(),
-            words,
-            ends,
+            table, size, sight.kept_start, each, sight.ends, limit, sight.kept_prefix,
+            sight.words, sight.ends,
+        )  # fmt: skip
+        return PagedAttention(self.caches, sight.entry, queries, kept)
+
+    def _first(self, rows: CommittedRows) -> FirstSight:
+        """What `first_sight_triton` works out."""
+        K, requests = self.K, len(rows.last)
+        see = (rows.position[:, None] * K + self.k + 1).int()  # [T, K]
+        return FirstSight(
+            entry=torch.where(rows.slot >= 0, rows.slot * K, -K)[:, None] + self.k,
+            query_start=rows.row_start * K,
+            prefix_len=see.flatten(),
+            words=self.own.new_zeros(see.numel(), self.own.shape[-1]),
+            ends=((rows.position[rows.last] + 1) * K).int(),
+            kept_start=torch.arange(0, requests * K + 1, K, dtype=torch.int32, device=see.device),
+            kept_prefix=see[rows.last].flatten(),
         )
-        return PagedAttention(self.caches, entry, queries, kept)
 
     def warm_up(self, block_table: torch.Tensor, most_rows: int, num_heads: int) -> None:
         """Compile the attention of every block; arguments as `Head.warm_up` has them."""
@@ -146,8 +152,13 @@ class BlockSight:
         self.last, self.block_table, self.requests = last, table, len(last)
         self.token_block, self.newest_bound = step.block_size, step.max_position
         # Per row that has been drafted: entries it sees as prefix, and its window bits.
-        self.prefix = last[:, None] * self.K  # [R, 1]
-        self.words = self.own.new_zeros(len(last), 1, self.own.shape[-1])  # [R, 1, W]
+        if self.fused:  # as many as there will be; every launch fills in its own
+            rows, _, width = self.own.shape
+            self.prefix = last.new_empty(len(last), rows)
+            self.words = last.new_empty(len(last), rows, width)
+        else:
+            self.prefix = last[:, None] * self.K  # [R, 1]
+            self.words = self.own.new_zeros(len(last), 1, self.own.shape[-1])  # [R, 1, W]
 
     def next(self, block: int, starts: Starts) -> tuple[PagedAttention, torch.Tensor]:
         """Block `block` ≥ 2 from S starts per request.
@@ -155,6 +166,31 @@ class BlockSight:
         Returns:
             the attention, and [R, S] bool: the starts whose row has a slot at all.
         """
+        K, S, table = self.K, self.S, self.block_table
+        if self.fused:
+            sight = later_sight_triton(
+                starts.row, starts.position, self.last, self.own, table, self.prefix, self.words,
+                block, self.token_block, self.max_position,
+            )  # fmt: skip
+        else:
+            sight = self._later(block, starts)
+        each = [S * K * r for r in range(self.requests + 1)]
+        limit = min(self.newest_bound + 1 + (block - 1) * S, self.max_position) * K
+        queries = PackedQueries(
+            table,
+            self.token_block * K,
+            sight.query_start,
+            each,
+            sight.seq_len,
+            [limit] * self.requests,
+            sight.prefix_len,
+            sight.words,
+            sight.window_start,
+        )
+        return PagedAttention(self.caches, sight.entry, queries), sight.there
+
+    def _later(self, block: int, starts: Starts) -> LaterSight:
+        """What `later_sight_triton` works out."""
         K, S, size = self.K, self.S, self.token_block
         first_row = 1 + (block - 2) * S
         row, position = starts.row, starts.position  # [R, S]
@@ -176,23 +212,18 @@ class BlockSight:
         entry = torch.where(slot >= 0, slot * K, -K)[..., None] + self.k  # [R, S, K]
 
         own = self.own[first_row : first_row + S]  # [S, K, W]
-        words = path[:, :, None] | own
         window = ((self.last + 1) * K).int()
-        length = (block - 1) * S * K
-        each = [S * K * r for r in range(self.requests + 1)]
-        limit = min(self.newest_bound + 1 + (block - 1) * S, self.max_position) * K
-        queries = PackedQueries(
-            self.block_table,
-            size * K,
-            torch.arange(0, each[-1] + 1, S * K, dtype=torch.int32, device=at.device),
-            each,
-            (window + length).clamp(max=self.max_position * K),
-            [limit] * self.requests,
-            prefix[..., None].expand(-1, -1, K).flatten().int(),
-            words.flatten(0, 2),
-            window,
+        ahead = (block - 1) * S * K
+        last = self.requests * S * K
+        return LaterSight(
+            entry=entry.flatten(0, 1),
+            query_start=torch.arange(0, last + 1, S * K, dtype=torch.int32, device=at.device),
+            prefix_len=prefix[..., None].expand(-1, -1, K).flatten().int(),
+            words=(path[:, :, None] | own).flatten(0, 2),
+            seq_len=(window + ahead).clamp(max=self.max_position * K),
+            window_start=window,
+            there=there,
         )
-        return PagedAttention(self.caches, entry.flatten(0, 1), queries), there
 
 
 def window_words(num_blocks: int, num_starts: int, block_size: int) -> int:

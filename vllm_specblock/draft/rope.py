@@ -11,32 +11,40 @@ from vllm_specblock.draft.config import DrafterConfig, rope_type
 
 
 class Rotary(nn.Module):
-    """The angles: one (cos, sin) per forward serves all layers."""
+    """The angles: one (cos, sin) per forward serves all layers.
+
+    One forward is four launches on a GPU, which is why what does not change is kept: `offset`
+    [K] int64, and `turn` [D] float32, the frequencies twice. Its first half is negative, since
+    sin is odd and cos even: the minus of the rotation sits in sin.
+    """
 
     def __init__(self, config: DrafterConfig):
         super().__init__()
         self.config = config
-        self.register_buffer("frequency", inverse_frequencies(config), persistent=False)
+        for name, table in self._tables().items():
+            self.register_buffer(name, table, persistent=False)
+
+    def _tables(self) -> dict[str, Tensor]:
+        frequency = inverse_frequencies(self.config)
+        return {
+            "frequency": frequency,
+            "turn": torch.cat([-frequency, frequency]),
+            "offset": torch.arange(self.config.block_size),
+        }
 
     def _apply(self, fn, recurse=True):
         # `drafter.to(bfloat16)` would round the frequencies, and a meta device lose them.
         super()._apply(fn, recurse)
-        self.frequency = inverse_frequencies(self.config).to(self.frequency.device)
+        for name, table in self._tables().items():
+            setattr(self, name, table.to(self.frequency.device))
         return self
 
     def forward(self, base: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """base [T] int64 -> cos and signed sin, each [T, K, 1, D]; position k is at base + k."""
-        offset = torch.arange(self.config.block_size, device=base.device)
-        angle = (base[:, None] + offset)[..., None, None].float() * self.frequency
-        cos, sin = angle.cos(), angle.sin()
-        # The minus of the rotation sits in sin, so that `rotate` need not negate.
-        return torch.cat([cos, cos], -1).to(dtype), torch.cat([-sin, sin], -1).to(dtype)
-
-
-def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE of states [T, K, heads, D] by cos and signed sin [T, K, 1, D]."""
-    swapped = states.roll(states.shape[-1] // 2, -1)
-    return torch.addcmul(states * cos, swapped, sin)
+        angle = (base[:, None] + self.offset)[..., None, None] * self.turn
+        # Rounded on the way out, not by a launch of their own.
+        cos, sin = (torch.empty_like(angle, dtype=dtype) for _ in range(2))
+        return torch.cos(angle, out=cos), torch.sin(angle, out=sin)
 
 
 def inverse_frequencies(config: DrafterConfig) -> Tensor:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from vllm_specblock.triton_kernels.count_nodes import count_drafted_triton, count_verified_triton
+
 Counts = dict[tuple[str, int], int]
 """(name, head) → count since the engine started; head 1 or 2, or 0 for what is of both."""
 
@@ -60,6 +62,8 @@ class HeadCounters:
                 0 leaves the request out, whatever its other rows say.
             path: [R, D+1] int64, accepted nodes; 0 (the root) first and beyond the end.
         """
+        if self.total.is_cuda:
+            return count_verified_triton(self._nodes, origin, scheduled, path)
         # The root is nobody's: its 0 also stands for what lies beyond the path's end.
         seen = torch.nn.functional.pad(origin, (1, 0)) * (self._node <= scheduled[:, None])
         kinds = torch.cat([seen, seen.gather(1, path), seen[:, 1:2]], dim=1)
@@ -80,6 +84,8 @@ class HeadCounters:
             agreed: [R] bool, both heads' trees begin with the same token.
             live: [R] bool; the other requests are left out (mid-prompt, padding).
         """
+        if self.total.is_cuda:
+            return count_drafted_triton(self._drafts, sizes, second, agreed, live)
         table = torch.stack([*sizes, second.int(), agreed.int()]) * live
         trees = table[: self.num_heads] > 0
         rows = [table, trees, trees.all(0, keepdim=True), live[None]]

@@ -7,7 +7,7 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
-from vllm_specblock.commit.rows import committed_sources
+from vllm_specblock.commit.rows import committed_rows, moves_within
 from vllm_specblock.draft.head import CommittedRows
 from vllm_specblock.engine.slots import TreeSlots
 
@@ -38,13 +38,12 @@ class StepRows:
         self.row_start_host = [0, *np.cumsum(counts).tolist()]  # a host array
         request = np.repeat(np.arange(num_reqs), counts)
         local = np.arange(len(request)) - np.repeat(self.row_start_host[:-1], counts)
-        beyond = local - base[request] + 1  # position on the path, ≤ 0 up to the root
 
-        def put(array: np.ndarray) -> torch.Tensor:
-            return async_tensor_h2d(array.astype(np.int64), device=device)
+        def put(array: np.ndarray, dtype: type = np.int64) -> torch.Tensor:
+            return async_tensor_h2d(array.astype(dtype), device=device)
 
-        self.request, self.local, self.beyond = put(request), put(local), put(beyond)
-        self.base, self.row_start = put(base), put(np.array(self.row_start_host))
+        self.request, self.local, self.base = put(request), put(local), put(base)
+        self.row_start = put(np.array(self.row_start_host), np.int32)
         prompt_done = batch.num_computed_prefill_tokens_np + batch.num_scheduled_tokens[:num_reqs]
         self.goes_on = put(prompt_done >= batch.prefill_len_np).bool()  # [R], has a root
         starts = batch.query_start_loc[: num_reqs + 1].long()
@@ -54,11 +53,9 @@ class StepRows:
 
     def moves(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Batch rows to copy from and to, and whether to copy at all; each [R, D]."""
-        source, target, moves = committed_sources(
-            self.query_start, self.base, self.path, self.accepted
+        return moves_within(
+            self.query_start, self.base, self.path, self.accepted, self.batch.num_tokens
         )
-        limit = self.batch.num_tokens - 1
-        return source.clamp(max=limit), target.clamp(max=limit), moves
 
     def committed(
         self,
@@ -79,31 +76,26 @@ class StepRows:
             block_size: tokens per block.
             temperature: [slots] fp32.
         """
-        batch, request = self.batch, self.request
-        start = self.query_start[request]
-        on_path = self.path[request, self.beyond.clamp(min=0)]
-        source = start + torch.where(self.beyond > 0, self.base[request] - 1 + on_path, self.local)
-        # Beyond the accepted path, and where no node was verified, stands an older one.
-        source = source.clamp(max=batch.num_tokens - 1)
-        real = self.beyond <= self.accepted[request]
-        place = (start + self.local).clamp(max=batch.num_tokens - 1)
-        position = batch.positions[self.query_start][request] + self.local
-        ahead = (position + 1).clamp(max=all_token_ids.shape[1] - 1)
-        token = all_token_ids[batch.idx_mapping[request], ahead].long()
+        batch = self.batch
+        source, token, position, slot, last, heat = committed_rows(
+            self.request, self.local, self.row_start, self.query_start, self.base, self.path,
+            self.accepted, batch.num_tokens, batch.positions, slot_mapping,
+            batch.idx_mapping, all_token_ids, temperature,
+        )  # fmt: skip
         bound = batch.seq_lens_cpu_upper_bound[: batch.num_reqs]
         return CommittedRows(
             states=tuple(hidden_states),
             source=source,
-            token=torch.where(real, token, 0),
+            token=token,
             position=position,
-            slot=torch.where(real, slot_mapping[place], -1),
-            row_start=self.row_start.int(),
+            slot=slot,
+            row_start=self.row_start,
             row_start_host=self.row_start_host,
-            last=self.row_start[:-1] + self.base - 1 + self.accepted,
+            last=last,
             block_table=block_table,
             block_size=block_size,
             max_position=int(bound.max()) - 1,  # a host tensor
             text=all_token_ids,
             text_row=batch.idx_mapping.long(),
-            temperature=temperature[batch.idx_mapping],
+            temperature=heat,
         )

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from vllm_specblock.draft.eagle3.config import Eagle3Shape
 from vllm_specblock.draft.model import MLP, RMSNorm
-from vllm_specblock.draft.rope import Rotary, rotate
+from vllm_specblock.draft.rope import Rotary
 from vllm_specblock.triton_kernels.read_heads_reference import top_logprobs
+from vllm_specblock.triton_kernels.rope import rotate_pair
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """attend(query [Q..., nh, D], key [T..., nkv, D], value [T..., nkv, D]) -> [Q..., nh, D].
@@ -102,7 +103,7 @@ class Eagle3Drafter(nn.Module):
         Returns:
             [..., H] or [Q, H], the state before the final norm, for `logits` and `carry`.
         """
-        rope = self.rotary(position.flatten(), torch.float32)
+        rope = self.rotary(position.flatten(), self.dtype)
         rope = tuple(part.view(*position.shape, 1, -1) for part in rope)
         return self.midlayer(embedding.to(self.dtype), feature, rope, attend, keep)
 
@@ -186,9 +187,9 @@ class Attention(nn.Module):
         per_head = (-1, self.head_dim)
         key = self.k_norm(self.k_proj(both).unflatten(-1, per_head))
         value = self.v_proj(both).unflatten(-1, per_head)
+        # The casts only matter under autocast.
         rope = (rope[0].to(key.dtype), rope[1].to(key.dtype))
-        key = rotate(key, *rope)
-        if keep is not None:
-            both, rope = both[keep], (rope[0][keep], rope[1][keep])
-        query = rotate(self.q_norm(self.q_proj(both).unflatten(-1, per_head)), *rope)
+        asking = both if keep is None else both[keep]
+        query = self.q_norm(self.q_proj(asking).unflatten(-1, per_head))
+        query, key = rotate_pair(query, key, *rope, keep)
         return self.o_proj(attend(query, key, value).flatten(-2))
