@@ -12,8 +12,7 @@ from __future__ import annotations
 import torch
 
 from .optional_triton import cdiv, jit, next_power_of_2, tl
-
-LARGEST = torch.finfo(torch.float8_e4m3fn).max  # 448
+from .store_kv import LARGEST
 
 
 def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

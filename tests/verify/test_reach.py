@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_specblock.verify.reach import BINS_PER_NAT, NUM_BINS, PRIOR, ReachTable, on_path
+from vllm_specblock.verify.reach import BINS_PER_NAT, NUM_BINS, PRIOR, ReachTable
+from vllm_specblock.verify.verified import on_path
 
 NEVER = float("-inf")
 

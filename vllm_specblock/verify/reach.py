@@ -120,22 +120,6 @@ def kinds(temperature: torch.Tensor) -> torch.Tensor:
     return (temperature > 0).long()
 
 
-def on_path(path: torch.Tensor, accepted: torch.Tensor, num_nodes: int) -> torch.Tensor:
-    """The nodes of accepted paths.
-
-    Args:
-        path: [R, D+1] int64, node at each position; column 0 is the root.
-        accepted: [R] integers, draft nodes on the path; what comes after them does not count.
-        num_nodes: N.
-
-    Returns:
-        [R, N] bool, of nodes 1 … N.
-    """
-    counts = torch.arange(path.shape[1], device=path.device) <= accepted[:, None]
-    found = torch.zeros(len(path), num_nodes + 1, dtype=torch.bool, device=path.device)
-    return found.scatter_(1, torch.where(counts, path, 0), True)[:, 1:]
-
-
 def _place(logprob: torch.Tensor) -> torch.Tensor:
     """[...] fp32 → [...] fp32 in 0 … 32, in bins: 0 is the surest."""
     return (-BINS_PER_NAT * logprob).clamp(0, NUM_BINS - 1e-3)

@@ -7,8 +7,6 @@ from functools import cached_property
 
 import torch
 
-from vllm_specblock.verify.reach import on_path
-
 
 @dataclass(frozen=True)
 class Verified:
@@ -77,3 +75,19 @@ class Verified:
         mine = self.judged & (self.authors & (1 << head) > 0)
         expected = torch.where(mine, self.logprob.exp(), 0).sum(1)
         return expected, (mine & self.reached).sum(1), mine.any(1)
+
+
+def on_path(path: torch.Tensor, accepted: torch.Tensor, num_nodes: int) -> torch.Tensor:
+    """The nodes of accepted paths.
+
+    Args:
+        path: [R, D+1] int64, node at each position; column 0 is the root.
+        accepted: [R] integers, draft nodes on the path; what comes after them does not count.
+        num_nodes: N.
+
+    Returns:
+        [R, N] bool, of nodes 1 … N.
+    """
+    counts = torch.arange(path.shape[1], device=path.device) <= accepted[:, None]
+    found = torch.zeros(len(path), num_nodes + 1, dtype=torch.bool, device=path.device)
+    return found.scatter_(1, torch.where(counts, path, 0), True)[:, 1:]

@@ -135,7 +135,9 @@ def evaluate(
 
 
 def _beta(sharpness: Sharpness | None, temperature: float) -> float:
-    return 1.0 if sharpness is None else float(sharpness.of(torch.tensor([temperature])))
+    if sharpness is None:
+        return 1.0
+    return float(sharpness.of(torch.tensor([temperature], device=sharpness.log.device)))
 
 
 def scripts_of(
