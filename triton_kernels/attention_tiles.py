@@ -94,21 +94,31 @@ def plan_launches(
     num_requests: int,
     num_kv_heads: int,
     max_seq_len: int,
+    unknown_up_to: int = 0,
 ) -> list[Launch]:
     """One launch for each class of tiles that a batch may need.
 
     query_lens: the lengths that requests have, in query tokens; the largest is a bound. group:
-    query heads per kv head. max_seq_len: bound of the requests' entries. Together the launches
-    take every request, also one whose length was not foreseen.
+    query heads per kv head. max_seq_len: bound of the requests' entries. unknown_up_to: requests
+    of up to so many tokens have lengths that the host does not know, and one class serves them
+    all: launches that turn out to have nothing to do cost as much as small ones that have. Together
+    the launches take every request, also one whose length was not foreseen.
     """
     rows = [n * group for n in query_lens if n > 0] or [1]
-    wanted = sorted({_class_of(classes, n) for n in rows})
+    # Classes, and the rows of the largest request that each takes.
+    serves = [(tile, tile.rows) for tile in classes]
+    if unknown_up_to:
+        # Rows that are not there are multiplied for nothing, but 64 is what the hardware takes.
+        shared = next((tile for tile in classes if tile.rows >= 64), classes[-1])
+        rows.append(unknown_up_to * group)
+        serves = [(shared, unknown_up_to * group), serves[-1]]
+    wanted = sorted({_class_of(serves, n) for n in rows})
     launches, above = [], 0
     for place, index in enumerate(wanted):
-        tile, last = classes[index], place == len(wanted) - 1
+        (tile, most), last = serves[index], place == len(wanted) - 1
         # The last launch has no upper end; an end that no request reaches.
-        up_to = 1 << 30 if last else tile.rows
-        tiles = cdiv(max(rows) if last else tile.rows, tile.rows)
+        up_to = 1 << 30 if last else most
+        tiles = cdiv(max(rows) if last else most, tile.rows)
         splits = min(MAX_SPLITS, cdiv(max_seq_len, SPLIT_ENTRIES), PROGRAMS // num_kv_heads)
         splits = max(splits, 1)
         full = num_requests * num_kv_heads * tiles >= PROGRAMS
@@ -119,8 +129,8 @@ def plan_launches(
     return launches
 
 
-def _class_of(classes: tuple[Tile, ...], rows: int) -> int:
-    return next((i for i, tile in enumerate(classes) if rows <= tile.rows), len(classes) - 1)
+def _class_of(serves: list[tuple[Tile, int]], rows: int) -> int:
+    return next((i for i, (_, most) in enumerate(serves) if rows <= most), len(serves) - 1)
 
 
 def _floor_power_of_2(n: int) -> int:

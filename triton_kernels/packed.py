@@ -38,9 +38,9 @@ class PackedQueries:
         max_seq_len: bound of every `seq_len` for as long as the launch may be replayed; by
             default that of `seq_len_host`, which a captured graph would outgrow.
         max_query_len: bound of every request's queries, likewise.
-        any_length: requests may have other lengths than `query_start_host` says, up to
-            max_query_len, and still want the same bits as in any other batch. Costs a launch
-            for each class of tiles.
+        unknown_up_to: requests of up to so many queries may have other lengths than
+            `query_start_host` says, and still want the same bits as in any other batch of one
+            engine; 0: none has.
 
     The first layer works out, for all layers that follow, what a sliding window leaves, and on a
     CPU gather indices and the mask: set `plan` to None when the tensors have changed.
@@ -59,7 +59,7 @@ class PackedQueries:
         window_start: torch.Tensor,
         max_seq_len: int | None = None,
         max_query_len: int | None = None,
-        any_length: bool = False,
+        unknown_up_to: int = 0,
     ):
         self.block_table, self.query_start, self.seq_len = block_table, query_start, seq_len
         self.prefix_len, self.words, self.window_start = prefix_len, words, window_start
@@ -68,15 +68,15 @@ class PackedQueries:
         self.max_seq_len = max_seq_len or max(seq_len_host)
         self.host_lens = {end - start for start, end in itertools.pairwise(query_start_host)}
         self.max_query_len = max_query_len or max(self.host_lens)
-        self.any_length = any_length
+        self.unknown_up_to = unknown_up_to
         self.plan: dict[tuple, Sight] | None = None  # by window and bits_only
 
     @property
     def query_lens(self) -> set[int]:
         """Lengths of requests, as `tree_attention` wants them."""
         longest = self.max_query_len
-        if self.any_length:  # powers of two name every class of tiles
-            return {longest, *(1 << k for k in range(longest.bit_length()))}
+        if self.unknown_up_to:
+            return {longest}
         return {longest, *(length for length in self.host_lens if length < longest)}
 
     def attend(
@@ -118,7 +118,8 @@ class PackedQueries:
             return tree_attention(
                 query, kv_cache, self.block_table, self.query_start, self.query_lens,
                 self.seq_len, self.max_seq_len, self.prefix_len, sight.words, self.window_start,
-                scale, out, prefix_from=sight.prefix_from, **rare,
+                scale, out, prefix_from=sight.prefix_from, unknown_up_to=self.unknown_up_to,
+                **rare,
             )  # fmt: skip
         return attend_reference(query, kv_cache, sight.plan, scale, out, **rare)
 

@@ -45,6 +45,7 @@ def tree_attention(
     value_scale: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
+    unknown_up_to: int = 0,
 ) -> torch.Tensor:
     """Packed attention of T query tokens, the R requests one after the other, by Triton kernels.
 
@@ -74,6 +75,8 @@ def tree_attention(
         lse: [T, nh] fp32 to write the natural logarithm of each query's sum of exponentials into;
             −inf where it sees nothing.
         workspace: fp32, at least `workspace_size` elements; made if not given.
+        unknown_up_to: requests of up to so many query tokens, of whatever lengths, have equal bits
+            in every batch that says the same number here, and query_lens need not name theirs.
 
     Returns:
         `out`.
@@ -84,7 +87,7 @@ def tree_attention(
     group = num_heads // num_kv_heads
     classes = cut.tile_classes(head_size, query.dtype, cut.shared_memory(query.device))
     launches = cut.plan_launches(
-        classes, query_lens, group, num_requests, num_kv_heads, max_seq_len
+        classes, query_lens, group, num_requests, num_kv_heads, max_seq_len, unknown_up_to
     )
     block_d = max(next_power_of_2(head_size), 16)
     # The kernel works on 32-bit halves of the words: 64-bit masks cost twice the registers.

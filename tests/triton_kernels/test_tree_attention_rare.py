@@ -159,12 +159,14 @@ def test_splits_with_a_workspace_of_the_caller(kernels, short_splits):
     assert not workspace[:64].isnan().any()
 
 
-def test_bits_do_not_depend_on_the_batch(kernels, short_splits):
+@pytest.mark.parametrize("unknown_up_to", [0, 20])
+def test_bits_do_not_depend_on_the_batch(kernels, short_splits, unknown_up_to):
     """Alone a request's splits have programs of their own; in company one program reads them all;
     beside a long chunk other tiles are launched."""
+    rare = {"unknown_up_to": unknown_up_to}
     requests = [Tree(700, 12), *[Chunk(600, 1)] * 7, Chunk(20, 70)]
     crowd = make_batch(requests, group=2, dtype=torch.bfloat16, device=kernels.device)
-    wanted = launch(kernels, crowd)
+    wanted = launch(kernels, crowd, **rare)
     check(wanted, crowd)
     for first, count in ((0, 1), (0, 2), (1, 1), (0, 4), (8, 1)):
         part = slice(first, first + count)
@@ -176,7 +178,7 @@ def test_bits_do_not_depend_on_the_batch(kernels, short_splits):
             prefix_len=crowd.prefix_len[rows], words=crowd.words[rows],
             window_start=crowd.window_start[part],
         )  # fmt: skip
-        assert torch.equal(launch(kernels, few), wanted[rows])
+        assert torch.equal(launch(kernels, few, **rare), wanted[rows])
 
 
 def test_the_batches_above_are_cut_differently(short_splits):
@@ -197,22 +199,36 @@ def test_lengths_that_were_not_foreseen_are_attended(kernels, short_splits):
     """A captured graph knows the largest length only."""
     batch = make_batch([Tree(300, 20), Chunk(40, 1), Chunk(0, 9)], device=kernels.device)
     arguments = list(batch.arguments())
-    for lens in ({21}, {1, 64}, packed(batch, max_query_len=40, any_length=True).query_lens):
+    for lens in ({21}, {1, 64}):
         arguments[4] = lens
         out = torch.full_like(batch.query, torch.nan)
         check(load(kernels).tree_attention(*arguments, out), batch)
 
 
-def test_any_length_names_every_class():
-    batch = make_batch(MIXED)
-    lens = packed(batch, max_query_len=61, any_length=True).query_lens
+def test_requests_of_unknown_length_share_a_class(kernels, short_splits):
+    """Whatever the lengths turn out to be, and however long the others are."""
+    trees = [Tree(300, 20), Chunk(40, 1), Tree(61, 5), Tree(700, 39)]
+    for requests, longest in ((trees, 40), ([*trees, Chunk(9, 120)], 120)):
+        batch = make_batch(requests, device=kernels.device)
+        arguments = list(batch.arguments())
+        arguments[4] = packed(batch, max_query_len=longest, unknown_up_to=40).query_lens
+        out = torch.full_like(batch.query, torch.nan)
+        check(load(kernels).tree_attention(*arguments, out, unknown_up_to=40), batch)
+
+
+@pytest.mark.parametrize("group", [1, 4, 8])
+def test_unknown_lengths_are_one_launch(group):
     classes = attention_tiles.tile_classes(128, torch.bfloat16, attention_tiles.HOPPER_SHARED)
-    for group in (1, 4, 8):
-        launches = attention_tiles.plan_launches(classes, lens, group, 4, 8, 4096)
-        largest = 61 * group
-        wanted = [rows for rows in (16, 64, 128) if rows == 16 or rows // 2 < largest]
-        assert [launch.tile.rows for launch in launches] == wanted[: len(launches)]
-        assert launches[-1].tile.rows == (64 if group == 1 else 128)
+
+    def rows_of(longest, requests=4):
+        launches = attention_tiles.plan_launches(
+            classes, {longest}, group, requests, 8, 4096, unknown_up_to=61
+        )
+        return [(launch.tile.rows, launch.above, launch.tiles) for launch in launches]
+
+    shared = (64, 0, -(-61 * group // 64))
+    assert rows_of(61) == rows_of(1) == rows_of(61, requests=1) == [shared]
+    assert rows_of(500) == [shared, (128, 61 * group, -(-500 * group // 128))]
 
 
 # Merging.

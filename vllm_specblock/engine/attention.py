@@ -77,6 +77,7 @@ class TreeAttentionMetadataBuilder(AttentionMetadataBuilder[TreeAttentionMetadat
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.visibility: Visibility | None = None
+        self.most_nodes = vllm_config.num_speculative_tokens
 
     @classmethod
     def get_varlen_cudagraph_max_query_len(cls, vllm_config, kv_cache_spec) -> int:
@@ -105,7 +106,7 @@ class TreeAttentionMetadataBuilder(AttentionMetadataBuilder[TreeAttentionMetadat
             visibility.window_start,
             batch.max_seq_len,
             batch.max_query_len,
-            any_length=visibility.adaptive,
+            unknown_up_to=self.most_nodes + 1 if visibility.adaptive else 0,
         )
         return TreeAttentionMetadata(
             batch.num_actual_tokens, batch.slot_mapping, queries, visibility.all_trees
