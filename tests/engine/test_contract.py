@@ -76,6 +76,12 @@ def test_samplers():
     from vllm_specblock.engine.sampler import TreeSampler
 
     assert arguments_of(TreeSampler._verify) == arguments_of(RejectionSampler._verify)
+    # Handed on by position.
+    chunks = arguments_of(RejectionSampler._verify_in_chunks)
+    mine = arguments_of(TreeSampler._verify_in_chunks)
+    assert mine[:-1] == chunks[: len(mine) - 1] and mine[-2:] == ["pos", "rest"]
+    call = inspect.getsource(RejectionSampler.__call__).split("self._verify_in_chunks(")[1]
+    assert "=" not in call.split(")")[0]
     assert arguments_of(Sampler.sample) == [
         "self", "logits", "expanded_idx_mapping", "idx_mapping", "idx_mapping_np", "pos",
         "input_ids", "expanded_local_pos", "seq_lens_upper_bound_np", "return_logprobs",

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.trees import nodes, path_to, to_tree
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from vllm_specblock.verify.walk import walk
+from vllm_specblock.verify.walk import DrawnRows, walk, walk_rows
 
 quick = settings(deadline=None, max_examples=120)
 
@@ -125,3 +125,24 @@ def test_nothing_is_read_on_the_host():
             8,
         )
     assert verdict.path.shape == (3, 9)
+
+
+def test_rows_of_a_batch():
+    """Chains of three nodes: one cut to a node, one with a placeholder that nothing matches."""
+    plain = [(0, 5), (1, 5), (2, 5)]
+    tree = to_tree([plain] * 5, 3)
+    depth = torch.nn.functional.pad(tree.depth.long(), (1, 0))
+    rows = DrawnRows(
+        token=torch.tensor([9, 5, 9, 5, -1, 5, 9, 5, 5, 5], dtype=torch.int32),
+        drawn=torch.tensor([5, 5, 5, -1, 5, 5, 5, 5, 5, 8]),
+        first_row=torch.tensor([0, 2, 6, 10], dtype=torch.int32),
+        slot=torch.tensor([3, 0, 1]),
+    )
+    path, accepted = torch.full((5, 4), -7), torch.full((5,), -7, dtype=torch.int32)
+    trees = tree.parent, depth, tree.ancestors
+    output, num_sampled = walk_rows(rows, *trees, path, accepted)
+    assert num_sampled.tolist() == [2, 2, 4]
+    assert output.tolist() == [[5, 5, 0, 0], [5, -1, 0, 0], [5, 5, 5, 8]]
+    nobody = [-7] * 4
+    assert path.tolist() == [[0, 1, 0, 0], [0, 1, 2, 3], nobody, [0, 1, 0, 0], nobody]
+    assert accepted.tolist() == [1, 3, -7, 1, -7]

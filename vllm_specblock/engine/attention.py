@@ -18,44 +18,10 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from vllm_specblock.commit.store import store_kv
 from vllm_specblock.engine import flash_prefix
-from vllm_specblock.tree import words_for
 from vllm_specblock.triton_kernels.packed import PackedQueries
+from vllm_specblock.verify.sight import Visibility
 
 CACHE_DTYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3")
-
-
-class Visibility:
-    """What every row of a batch sees, in tensors that outlive the batch (captured graphs).
-
-    Attributes (T rows, R requests, W words): row t of request r sees cache entries
-    0 … prefix_len[t] − 1 of its request, and entry window_start[r] + j where bit j of words[t]
-    is set.
-        prefix_len: [T] int32.
-        words: [T, W] int64.
-        window_start: [R] int32.
-        adaptive: how many of a batch's rows are whose is decided on the device; the host knows
-            their sum and the most that one request can have.
-        all_trees: every row of the batch is a root or a node: none is of a prompt.
-    """
-
-    def __init__(
-        self,
-        max_rows: int,
-        max_requests: int,
-        num_nodes: int,
-        device: torch.device,
-        adaptive: bool = False,
-    ):
-        self.adaptive, self.all_trees = adaptive, False
-        self.prefix_len = torch.zeros(max_rows, dtype=torch.int32, device=device)
-        self.words = torch.zeros(max_rows, words_for(num_nodes), dtype=torch.int64, device=device)
-        self.window_start = torch.zeros(max_requests, dtype=torch.int32, device=device)
-
-    def set_causal(self, positions: torch.Tensor) -> None:
-        """Let the first len(positions) rows see what precedes them, and themselves."""
-        num_rows = positions.shape[0]
-        torch.add(positions, 1, out=self.prefix_len[:num_rows])
-        self.words[:num_rows] = 0
 
 
 @dataclass

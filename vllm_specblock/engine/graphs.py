@@ -234,8 +234,11 @@ class ProposalGraphs(CudaGraphManager):
         known[:count, _CHAIN] = chain
         async_tensor_h2d(known, out=self.known[:size])
         self.query_start[: count + 1].copy_(batch.query_start_loc[: count + 1])
-        for buffer, states in zip(self.hidden_states, hidden_states or ()):
-            buffer[:num_rows].copy_(states[:num_rows])
+        if hidden_states:  # all of them in one launch
+            torch._foreach_copy_(
+                [buffer[:num_rows] for buffer in self.hidden_states],
+                [states[:num_rows] for states in hidden_states],
+            )
         if count < size:
             # Whoever had these rows in an earlier batch may still own the blocks, and a filler
             # drafts into the slots behind its root. At position 0 it has nothing to attend to.

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
-from vllm_specblock.engine.attention import TreeAttentionMetadataBuilder, Visibility
+from vllm_specblock.engine.attention import TreeAttentionMetadataBuilder
 from vllm_specblock.engine.sampler import TreeSampler
+from vllm_specblock.verify.sight import BatchRows, Visibility
 
 
 class TreeModelState(DefaultModelState):
@@ -35,8 +35,6 @@ class TreeModelState(DefaultModelState):
             device,
             self.speculator.enable_adaptive_verification,
         )
-        # Read by captured graphs: one address for the life of the engine.
-        self.positions = torch.zeros(self.max_num_tokens, dtype=torch.int64, device=device)
 
     def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
         super().add_request(req_index, new_req_data)
@@ -68,34 +66,27 @@ class TreeModelState(DefaultModelState):
         )
 
     def _see_trees(self, batch: InputBatch) -> None:
-        """Fill visibility and positions for this batch.
-
-        The last rows of a request are its root and nodes, in tree order, at consecutive
-        slots. Such a row sees everything before the root and, from the root on, its
-        ancestors. All other rows are causal. The rule also fits a request without drafts,
-        whose last row is a root that sees itself: no branch on the kind of batch.
-        """
-        num_tokens = batch.num_tokens_after_padding
-        self.visibility.set_causal(batch.positions)
-        rows, slot = batch.logits_indices, batch.expanded_idx_mapping
-        self.visibility.all_trees = len(rows) == batch.num_tokens
-        node = batch.expanded_local_pos.long()
-        root = batch.positions[rows] - node
-        self.visibility.prefix_len[rows] = root.int()
-        self.visibility.words[rows] = self.slots.ancestors[slot, node]
-        cu = batch.cu_num_logits
-        num_reqs = batch.num_reqs
-        self.visibility.window_start[:num_reqs] = batch.seq_lens[:num_reqs] - (cu[1:] - cu[:-1])
-        self.positions[:num_tokens] = batch.positions
-        self.positions[rows] = root + self.slots.depth[slot, node]
+        """Fill visibility and positions for this batch."""
+        self.visibility.all_trees = len(batch.logits_indices) == batch.num_tokens
+        rows = BatchRows(
+            batch.positions,
+            batch.query_start_loc,
+            batch.seq_lens,
+            batch.idx_mapping,
+            batch.cu_num_logits,
+            batch.logits_indices,
+            batch.expanded_idx_mapping,
+            batch.expanded_local_pos,
+        )
+        self.visibility.fill(rows, self.slots.depth, self.slots.ancestors)
 
     def prepare_inputs(self, input_batch: InputBatch, req_states) -> dict[str, Any]:
-        positions = self.positions[: input_batch.num_tokens_after_padding]
+        positions = self.visibility.position[: input_batch.num_tokens_after_padding]
         return {**super().prepare_inputs(input_batch, req_states), "positions": positions}
 
     def prepare_dummy_inputs(self, num_reqs: int, num_tokens: int) -> dict[str, Any]:
         inputs = super().prepare_dummy_inputs(num_reqs, num_tokens)
-        return {**inputs, "positions": self.positions[:num_tokens]}
+        return {**inputs, "positions": self.visibility.position[:num_tokens]}
 
     def custom_sampler(self, sampler) -> tuple[Any, Any]:
         # Beyond vLLM's own three there are the user's, and those may look at anything.
@@ -107,4 +98,6 @@ class TreeModelState(DefaultModelState):
             sampler.use_flashinfer = False
         spec_config = self.vllm_config.speculative_config
         adaptive = self.speculator.enable_adaptive_verification
-        return sampler, TreeSampler(sampler, spec_config, self.device, self.slots, adaptive)
+        return sampler, TreeSampler(
+            sampler, spec_config, self.device, self.slots, self.visibility, adaptive
+        )

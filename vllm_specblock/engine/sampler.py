@@ -7,7 +7,8 @@ from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from vllm_specblock.engine.slots import TreeSlots
-from vllm_specblock.verify.walk import walk
+from vllm_specblock.verify.sight import Visibility
+from vllm_specblock.verify.walk import DrawnRows, walk_rows
 
 
 class TreeSampler(RejectionSampler):
@@ -20,18 +21,32 @@ class TreeSampler(RejectionSampler):
     """
 
     def __init__(
-        self, sampler, spec_config, device: torch.device, slots: TreeSlots, adaptive: bool
+        self,
+        sampler,
+        spec_config,
+        device: torch.device,
+        slots: TreeSlots,
+        visibility: Visibility,
+        adaptive: bool,
     ):
         super().__init__(sampler, spec_config, device)
-        self.slots = slots
+        self.slots, self.visibility = slots, visibility
         self.enable_adaptive_verification = adaptive
+
+    def _verify_in_chunks(self, logits, input_batch, draft_logits, draft_sampled, pos, *rest):
+        # Noise is keyed by (seed, position): a node's is the position that its token would
+        # take in plain decoding, which goes by depth. It was found for the target's forward.
+        pos = self.visibility.node_position[: len(pos)]
+        return super()._verify_in_chunks(
+            logits, input_batch, draft_logits, draft_sampled, pos, *rest
+        )
 
     def _verify(
         self,
         logits,  # [rows, V], row = node of a request, one request after the other
         draft_logits,
         draft_sampled,  # [rows], the node's token; -1 where it is a placeholder
-        pos,  # [rows], chain position (cache slot order)
+        pos,  # [rows], position by depth
         cu_num_logits,  # [R + 1]
         idx_mapping,  # [R], request slot
         idx_mapping_np,
@@ -40,63 +55,45 @@ class TreeSampler(RejectionSampler):
         seq_lens_upper_bound_np,
         verify_draft_sampled,  # [rows], as draft_sampled; -1 where a grammar forbids it
     ):
-        node = expanded_local_pos.long()
-        # Noise is keyed by (seed, position): a node's is the position that its token would
-        # take in plain decoding, which goes by depth.
-        depth = self.slots.depth[expanded_idx_mapping, node]  # [rows]
-        position = pos - node + depth
         drawn, processed = self.sampler.sample(
             logits,
             expanded_idx_mapping,
             idx_mapping,
             idx_mapping_np,
-            position,
+            pos,
             draft_sampled,
             expanded_local_pos,
             seq_lens_upper_bound_np,
             return_logprobs=True,
         )
-        first = cu_num_logits[:-1, None].long()  # [R, 1]
-        nodes = torch.arange(self.slots.num_nodes + 1, device=logits.device)
-        rows = first + nodes  # [R, N + 1]
-        live = rows < cu_num_logits[1:, None]
-        rows = rows.clamp(max=logits.shape[0] - 1)
-        token = verify_draft_sampled[rows]
-        trees = (
-            token[:, 1:].long(),
-            self.slots.parent[idx_mapping],
-            self.slots.depth[idx_mapping],
-            self.slots.ancestors[idx_mapping],
-            (live & (token >= 0))[:, 1:],
-            drawn[rows],
-            self.slots.max_depth,
-        )
-        imposed = self.slots.imposed
-        if imposed is None:
-            verdict = walk(*trees)
+        slots = self.slots
+        rows = DrawnRows(verify_draft_sampled, drawn, cu_num_logits, idx_mapping)
+        trees = slots.parent, slots.depth, slots.ancestors, slots.path, slots.accepted
+        if slots.imposed is None:
+            output, num_sampled = walk_rows(rows, *trees)
         else:
-            seed = self.sampler.sampling_states.seeds.gpu[idx_mapping]
-            verdict = imposed.walk(idx_mapping, seed, position[rows], *trees)
-        self.slots.path[idx_mapping] = verdict.path
-        self.slots.accepted[idx_mapping] = verdict.accepted
+            seed = self.sampler.sampling_states.seeds.gpu
+            output, num_sampled = slots.imposed.walk_rows(rows, seed, pos, *trees)
 
         wants_rows = self.sampler.return_sampling_mask or (
             self.sampler.sampling_states.max_num_logprobs(idx_mapping_np) != NO_LOGPROBS
         )
         if wants_rows:
             # vLLM reports on rows cu[r] + j for the j-th token: bring the path there.
-            order = self._path_order(first, verdict.path, verdict.accepted, logits.shape[0])
+            order = self._path_order(cu_num_logits, idx_mapping, logits.shape[0])
             logits.copy_(logits[order])
             if processed is not logits:
                 processed = processed[order]
-        return processed, verdict.output, verdict.accepted + 1
+        return processed, output, num_sampled
 
-    def _path_order(self, first, path, accepted, num_rows: int) -> torch.Tensor:
+    def _path_order(self, cu_num_logits, idx_mapping, num_rows: int) -> torch.Tensor:
         """Row to read for every row to write, [num_rows] int64.
 
         Position j of the path (node `path[j]`) goes to row `first + j`; since only rows of
         the path are read afterwards, what stands elsewhere does not matter.
         """
+        first = cu_num_logits[:-1, None].long()  # [R, 1]
+        path, accepted = self.slots.path[idx_mapping], self.slots.accepted[idx_mapping]
         place = torch.arange(path.shape[1], device=path.device)
         on_path = place <= accepted[:, None]
         # Beyond the path a position rewrites the root with itself.

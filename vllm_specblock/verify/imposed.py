@@ -11,7 +11,9 @@ from __future__ import annotations
 import torch
 
 from vllm_specblock.tree import DraftTree
-from vllm_specblock.verify.walk import Verdict, walk
+from vllm_specblock.triton_kernels.share_siblings import share_siblings_triton
+from vllm_specblock.triton_kernels.walk import Imposed, walk_triton
+from vllm_specblock.verify.walk import DrawnRows, Verdict, walk
 
 _DRAWS = 1 << 17
 _SEED_FACTOR = 0x9E3779B1
@@ -41,6 +43,8 @@ class ImposedAcceptance:
 
     def note(self, slots: torch.Tensor, tree: DraftTree) -> None:
         """Lay siblings side by side in 0 … 1; `slots` [R] int64, of R trees of N nodes."""
+        if self.low.is_cuda:
+            return share_siblings_triton(slots, tree.parent, tree.logprob, self.low, self.high)
         parent = tree.parent.clamp(min=0).long()
         above = torch.nn.functional.pad(tree.logprob, (1, 0)).gather(1, parent)
         # −inf − −inf is NaN: a node that is not in use has no share.
@@ -82,3 +86,40 @@ class ImposedAcceptance:
         place = torch.arange(path.shape[1], device=path.device)
         output = torch.where(place < accepted, drafted, sampled.gather(1, path))
         return Verdict(path, verdict.accepted, torch.where(place <= accepted, output, 0))
+
+    def walk_rows(
+        self,
+        rows: DrawnRows,
+        seed: torch.Tensor,
+        position: torch.Tensor,
+        parent: torch.Tensor,
+        depth: torch.Tensor,
+        ancestors: torch.Tensor,
+        path: torch.Tensor,
+        accepted: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`verify.walk.walk_rows`, with drawn numbers in the place of the target's tokens.
+
+        Args:
+            seed: [≥ S] int64, of the request in each slot.
+            position: [rows] int64, where the token after a row would stand.
+            others: as `verify.walk.walk_rows`.
+        """
+        trees = parent, depth, ancestors
+        if rows.drawn.is_cuda:
+            imposed = Imposed(self.low, self.high, self.draws, seed, _SEED_FACTOR, position)
+            return walk_triton(*rows, *trees, path, accepted, imposed)
+        slot = rows.slot
+        at, live = rows.by_node(parent.shape[1])
+        verdict = self.walk(
+            slot,
+            seed[slot],
+            position[at],
+            rows.token[at][:, 1:].long(),
+            *(each[slot] for each in trees),
+            live[:, 1:],
+            rows.drawn[at],
+            path.shape[1] - 1,
+        )
+        path[slot], accepted[slot] = verdict.path, verdict.accepted
+        return verdict.output, verdict.accepted + 1

@@ -11,10 +11,37 @@ output is what the target samples by itself.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from vllm_specblock.tree import pack_bits, unpack_bits
+from vllm_specblock.triton_kernels.walk import walk_triton
+
+
+class DrawnRows(NamedTuple):
+    """What the target drew for R requests: a root and its nodes, one request after the other.
+
+    Attributes:
+        token: [rows] integers, the node's token; −1: not to be accepted.
+        drawn: [rows] int64.
+        first_row: [R+1] int32, the rows of each request. It has no more than N + 1, and fewer
+            where not all nodes were run.
+        slot: [R] integers, where the request's tree waits.
+    """
+
+    token: torch.Tensor
+    drawn: torch.Tensor
+    first_row: torch.Tensor
+    slot: torch.Tensor
+
+    def by_node(self, num_nodes: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows of root and nodes, [R, N+1] int64, some row where there is none; live [R, N+1]."""
+        nodes = torch.arange(num_nodes + 1, device=self.drawn.device)
+        rows = self.first_row[:-1, None].long() + nodes
+        live = rows < self.first_row[1:, None]
+        rows = rows.clamp(max=len(self.drawn) - 1)
+        return rows, live & (self.token[rows] >= 0)
 
 
 @dataclass(frozen=True)
@@ -80,3 +107,40 @@ def walk(
     output = sampled.gather(1, path)
     place = torch.arange(max_depth + 1, device=token.device)
     return Verdict(path, accepted[:, 0].int(), torch.where(place <= accepted, output, 0))
+
+
+def walk_rows(
+    rows: DrawnRows,
+    parent: torch.Tensor,
+    depth: torch.Tensor,
+    ancestors: torch.Tensor,
+    path: torch.Tensor,
+    accepted: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`walk` over trees and verdicts that are kept by request slot (S).
+
+    Args:
+        parent: [S, N] int32.
+        depth: [S, N+1] int64.
+        ancestors: [S, N+1, W] int64.
+        path, accepted: [S, D+1] int64 and [S] int32; the batch's verdicts go there.
+
+    Returns:
+        output: [R, D+1] int64, as in `Verdict`.
+        num_sampled: [R] int32, how many tokens of it count.
+    """
+    if rows.drawn.is_cuda:
+        return walk_triton(*rows, parent, depth, ancestors, path, accepted)
+    slot = rows.slot
+    at, live = rows.by_node(parent.shape[1])
+    verdict = walk(
+        rows.token[at][:, 1:].long(),
+        parent[slot],
+        depth[slot],
+        ancestors[slot],
+        live[:, 1:],
+        rows.drawn[at],
+        path.shape[1] - 1,
+    )
+    path[slot], accepted[slot] = verdict.path, verdict.accepted
+    return verdict.output, verdict.accepted + 1
