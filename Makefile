@@ -10,8 +10,10 @@ export VLLM_USE_V2_MODEL_RUNNER ?= 1
 demo: setup
 	$(VENV)/bin/python examples/offline.py
 
+# Where kernels are interpreted they cannot be compiled: that takes a process of its own.
 test: setup
 	$(VENV)/bin/pytest
+	$(VENV)/bin/pytest tests/triton_kernels/test_compile.py
 
 FIRST := runs/first_drafter
 first-drafter: setup

@@ -20,11 +20,13 @@ import typer
 from ledger import ROOT, Ledger, markdown_table
 from timing import device_name, time_call
 from torch import Tensor, nn
-from vllm_specblock.triton_kernels.commit import KVCacheSet, move_kv, move_kv_reference
+from vllm_specblock.triton_kernels.commit import KVCacheSet, move_kv
 from vllm_specblock.triton_kernels.fp8_linear import fp8_linear, quantize
 from vllm_specblock.triton_kernels.layer_shift import layer_shift, layer_shift_reference
 from vllm_specblock.triton_kernels.packed import PackedQueries
 
+from vllm_specblock.commit.move import move_path
+from vllm_specblock.commit.rows import committed_sources
 from vllm_specblock.draft.expand import Shape
 from vllm_specblock.draft.imposed import imposed_tree
 
@@ -213,19 +215,20 @@ def commit_case(sizes: Sizes, batch: int, device: torch.device) -> Case:
         .transpose(1, 2)
         for _ in range(sizes.layers)
     ]
-    first = torch.arange(batch, device=device)[:, None] * blocks * BLOCK
-    place = torch.arange(1, depth + 1, device=device)
-    target = first + place
-    source = first + place * sizes.nodes // depth
-    moves = source != target
+    first = torch.arange(batch, device=device) * blocks * BLOCK  # a request's first row and slot
+    path = torch.arange(depth + 1, device=device) * sizes.nodes // depth
+    one, whole = torch.ones_like(first), torch.full_like(first, depth, dtype=torch.int32)
+    args = (first, one, path.expand(batch, -1), whole)
+    source, target, moves = committed_sources(*args)
     together = KVCacheSet(caches)
+    slots = torch.arange(batch * blocks * BLOCK, device=device)
     entry = sizes.layers * sizes.kv_heads * 2 * sizes.head_dim * sizes.dtype.itemsize
     return Case(
         "commit",
         f"batch {batch}, {depth} rows, {sizes.layers} layers",
         {
-            "ours": lambda: move_kv(together, source, target, moves),
-            "torch, gather and scatter": lambda: move_kv_reference(together, source, target, moves),
+            "ours": lambda: move_path(together, slots, *args, len(slots)),
+            "torch, gather and scatter": lambda: move_kv(together, source, target, moves),
         },
         2 * entry * int(moves.sum()),
     )

@@ -61,11 +61,12 @@ def test_imports_go_one_way():
 
 STEP = [
     *(ROOT / "vllm_specblock/verify" / f"{name}.py" for name in (
-        "walk", "reach", "imposed", "verified"
+        "walk", "reach", "imposed", "sight", "verified"
     )),
     *ROOT.glob("vllm_specblock/commit/*.py"),
     *(ROOT / "vllm_specblock/draft" / f"{name}.py" for name in (
-        "head", "paged", "specblock", "expand", "model", "rope", "ngram", "sharpness"
+        "head", "paged", "specblock", "expand", "model", "layers", "linear", "rope", "ngram",
+        "sharpness"
     )),
     *ROOT.glob("vllm_specblock/combine/*.py"),
     *(ROOT / "vllm_specblock/draft/eagle3" / f"{name}.py" for name in ("growth", "head", "model")),

@@ -25,7 +25,7 @@ def best_chain_triton(
     """New trees, and who drafted their nodes.
 
     Args:
-        chain: [R] bool, whose tree becomes its best path; may be a column of a table.
+        chain: [R] bool or integers, whose tree becomes its best path; may be a column of a table.
         token, parent, depth, logprob, size, ancestors: as `DraftTree` has them.
         origin: [R, N] uint8, as `Combined` has it.
 
@@ -49,7 +49,7 @@ def best_chain_triton(
 
 @jit
 def _best_chain_kernel(
-    chain,  # [R] bool
+    chain,  # [R] bool or integers
     chain_stride,
     token,  # [R, NUM_NODES] int64, as the four after it: entries of a row are consecutive
     parent,  # int32
@@ -79,7 +79,7 @@ def _best_chain_kernel(
     row = (node <= NUM_NODES)[:, None] & (word < W)[None, :]
     new_words = request * (NUM_NODES + 1) * W + node[:, None] * W + word[None, :]
 
-    if tl.load(chain + request * chain_stride):
+    if tl.load(chain + request * chain_stride) != 0:
         # What a path is worth: the sum of the probabilities of its nodes, found by their bits.
         gain = tl.zeros([NODES], tl.float32)
         bit = tl.arange(0, 64)

@@ -21,30 +21,40 @@ class LaterSight(NamedTuple):
     words: torch.Tensor  # [R·S·K, W] int64
     seq_len: torch.Tensor  # [R] int32
     window_start: torch.Tensor  # [R] int32
-    there: torch.Tensor  # [R, S] bool, rows with a slot
+    valid: torch.Tensor  # [R, S] bool, starts that count, and whose row has a slot
+    source: torch.Tensor  # [R·S] int64, what each start goes on from: (request, row, position)
+    base: torch.Tensor  # [R·S] int64, RoPE's position of each row's first
 
 
 def later_sight_triton(
     row: torch.Tensor,
     position: torch.Tensor,
+    valid: torch.Tensor,
+    stands: torch.Tensor,
     last: torch.Tensor,
     own: torch.Tensor,
     block_table: torch.Tensor,
     prefix: torch.Tensor,
     bits: torch.Tensor,
+    reach: torch.Tensor | None,
     block: int,
     token_block: int,
     max_position: int,
 ) -> LaterSight:
-    """Launch the kernel of block `block` ≥ 2, which also fills in its rows of `prefix` and `bits`.
+    """Launch the kernel of block `block` ≥ 2, which also fills in its rows of what is kept of rows:
+    `prefix`, `bits` and `reach`.
 
     Args:
         row, position: [R, S] int64, of the starts; rows before this block's.
-        last: [R] int64, the position of the drafting row.
+        valid: [R, S] bool, likewise.
+        stands: [T] int64, the positions of the step's committed rows.
+        last: [R] int64, which of those drafts.
         own: [rows, K, W] int64 contiguous, the bits up to each position of a row.
         block_table: [R, max blocks] int32.
         prefix: [R, rows] int64 contiguous, entries that a row sees as prefix; row 0's is not read.
         bits: [R, rows, W] int64 contiguous, what a row sees behind them; likewise.
+        reach: [R, rows] int64 contiguous, tokens drafted before a row, likewise; None: RoPE does
+            not count them.
         token_block: tokens in one block of the table.
         max_position: positions at or beyond it have no slot.
     """
@@ -61,12 +71,15 @@ def later_sight_triton(
         words=empty(cells, num_words, dtype=torch.int64),
         seq_len=empty(requests),
         window_start=empty(requests),
-        there=empty(requests, starts, dtype=torch.bool),
+        valid=empty(requests, starts, dtype=torch.bool),
+        source=empty(requests * starts, dtype=torch.int64),
+        base=empty(requests * starts, dtype=torch.int64),
     )
     places = next_power_of_2(starts * block_size)
     _later_sight_kernel[(requests + 1,)](
-        row.contiguous(), position.contiguous(), last, last.stride(0), own, block_table,
-        block_table.stride(0), prefix, bits, *sight, requests, block_table.shape[1],
+        row.contiguous(), position.contiguous(), valid.contiguous(), stands, stands.stride(0),
+        last, last.stride(0), own, block_table, block_table.stride(0), prefix, bits, reach,
+        *sight, requests, block_table.shape[1],
         1 + (block - 2) * starts, max_position,
         ROWS=rows, S=starts, K=block_size, W=num_words, TOKENS=token_block, PLACES=places,
         num_warps=1 if places <= 64 else 4,
@@ -77,6 +90,9 @@ def later_sight_triton(
 @jit(do_not_specialize=["num_requests", "table_width", "first_row"])
 def _later_sight_kernel(
     row, position,  # [R, S] int64 contiguous
+    given,  # [R, S] bool contiguous
+    stands,  # [T] int64
+    stands_stride,
     last,  # [R] int64
     last_stride,
     own,  # [ROWS, K, W] int64
@@ -84,7 +100,8 @@ def _later_sight_kernel(
     table_stride,
     prefix,  # [R, ROWS] int64
     bits,  # [R, ROWS, W] int64
-    entry, query_start, prefix_len, words, seq_len, window_start, there,  # LaterSight
+    reach,  # [R, ROWS] int64, or None
+    entry, query_start, prefix_len, words, seq_len, window_start, valid, source, base,  # LaterSight
     num_requests,  # R
     table_width,
     first_row,  # of this block
@@ -101,7 +118,7 @@ def _later_sight_kernel(
     tl.store(query_start + request, request * (S * K))
     if request >= num_requests:
         return
-    newest = tl.load(last + request * last_stride)
+    newest = tl.load(stands + tl.load(last + request * last_stride) * stands_stride)
     ends = (newest + 1) * K
     tl.store(window_start + request, ends.to(tl.int32))
     limit = tl.minimum(ends + (first_row - 1 + S) * K, max_position * K)
@@ -120,6 +137,15 @@ def _later_sight_kernel(
     before = tl.where(drafted, before, newest * K + from_k + 1)
     tl.store(prefix + request * ROWS + first_row + start, before, mask=once)
     tl.store(prefix_len + out, before.to(tl.int32), mask=inside)
+    # Rows drafted so far lie request by request, and there are as many as this block's first.
+    goes_on = (request * first_row + from_row) * K + from_k
+    tl.store(source + of_start, goes_on, mask=once)
+    ahead = newest + 1
+    if reach is not None:
+        longer = tl.load(reach + request * ROWS + from_row, mask=drafted, other=0) + from_k + 1
+        tl.store(reach + request * ROWS + first_row + start, longer, mask=once)
+        ahead += longer
+    tl.store(base + of_start, ahead, mask=once)
     for w in range(W):
         path = tl.load(bits + (request * ROWS + from_row) * W + w, mask=drafted, other=0)
         path |= tl.load(own + (from_row * K + from_k) * W + w, mask=inside, other=0)
@@ -134,4 +160,5 @@ def _later_sight_kernel(
     slot = tl.load(borrowed, mask=inside & real, other=-1).to(tl.int64) * TOKENS
     slot = tl.where(real, slot + at % TOKENS, -1)
     tl.store(entry + out, tl.where(slot >= 0, slot * K, -K) + k, mask=inside)
-    tl.store(there + of_start, real, mask=once)
+    counts = tl.load(given + of_start, mask=once, other=0) != 0
+    tl.store(valid + of_start, real & counts, mask=once)

@@ -1,5 +1,8 @@
 """Commit of an accepted path in the paged KV caches: move entries from slot to slot.
 
+The kernel finds the slots itself, each program those of its request: its torch reference is
+`commit.move.move_path`, of which `move_kv` here is the part that moves.
+
 The rows of one request may overlap (a source can be another row's target), so all of a request's
 rows are read before any is written.
 """
@@ -48,26 +51,12 @@ def move_kv(
     target_slot: torch.Tensor,
     moves: torch.Tensor,
 ) -> None:
-    """In every layer, copy the entries at source slots to the target slots, in place.
+    """In every layer, copy the entries at source slots to the target slots, in place, by torch.
 
     source_slot, target_slot [R, D] int64 (slot = block · block_size + offset; negative: padding);
     moves [R, D] bool. Rows that do not move, or that name a padding slot, change nothing.
     Two moving rows may not share a target. A target may be a source of the same request, but not
     of another request (requests never share the slots they write).
-    """
-    if source_slot.is_cuda:
-        move_kv_triton(kv_caches, source_slot, target_slot, moves)
-    else:
-        move_kv_reference(kv_caches, source_slot, target_slot, moves)
-
-
-def move_kv_reference(
-    kv_caches: KVCacheSet,
-    source_slot: torch.Tensor,
-    target_slot: torch.Tensor,
-    moves: torch.Tensor,
-) -> None:
-    """Gather, then scatter, layer by layer; arguments as in `move_kv`. Also the CPU path.
 
     Shapes may not depend on how many rows move, so an idle row must write something. Writing its
     own slot back would undo a move onto that slot; instead it repeats the first moving row, and
@@ -97,15 +86,21 @@ def move_kv_reference(
         rows.index_copy_(0, target_rows, rows.index_select(0, source_rows))
 
 
-def move_kv_triton(
+def move_path_triton(
     kv_caches: KVCacheSet,
-    source_slot: torch.Tensor,
-    target_slot: torch.Tensor,
-    moves: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    query_start: torch.Tensor,
+    base: torch.Tensor,
+    path: torch.Tensor,
+    accepted: torch.Tensor,
+    num_rows: int,
 ) -> None:
-    """Launch the kernel, one program per request, kv head and layer; arguments as in `move_kv`."""
-    num_requests, depth = source_slot.shape
-    if source_slot.numel() == 0:
+    """Launch the kernel, one program per request, kv head and layer.
+
+    Arguments as `commit.move.move_path` has them; those of the requests may be columns of a table.
+    """
+    num_requests, depth = len(path), path.shape[1] - 1
+    if num_requests * depth == 0:
         return
     cache = kv_caches.caches[0]
     _, num_kv_heads, block_size, width = cache.shape
@@ -113,19 +108,22 @@ def move_kv_triton(
     # All rows are in registers at once: the more there are, the fewer columns at a time.
     block_rows = next_power_of_2(depth)
     block_c = min(next_power_of_2(width), 128, max(4096 // block_rows, 16))
-    _move_kv_kernel[(num_requests, num_kv_heads, len(kv_caches.caches))](
-        kv_caches.pointers, source_slot.contiguous(), target_slot.contiguous(), moves.contiguous(),
-        depth, *cache.stride(), WIDTH=width, BLOCK_SIZE=block_size, INTEGER=integer,
-        BLOCK_ROWS=block_rows, BLOCK_C=block_c, num_warps=4,
+    _move_path_kernel[(num_requests, num_kv_heads, len(kv_caches.caches))](
+        kv_caches.pointers, slot_mapping, query_start, query_start.stride(0), base, base.stride(0),
+        path, path.stride(0), accepted, accepted.stride(0), num_rows - 1, depth, *cache.stride(),
+        WIDTH=width, BLOCK_SIZE=block_size, INTEGER=integer, BLOCK_ROWS=block_rows,
+        BLOCK_C=block_c, num_warps=4,
     )  # fmt: skip
 
 
-@jit
-def _move_kv_kernel(
+@jit(do_not_specialize=["slot_mapping", "last_row"])
+def _move_path_kernel(
     pointers,  # [layers] int64: address of each layer's cache
-    source_slot,  # [R, D] int64 contiguous
-    target_slot,  # [R, D] int64 contiguous
-    moves,  # [R, D] bool contiguous
+    slot_mapping,  # [batch rows] int64
+    query_start, query_stride, base, base_stride,  # [R] int64, with strides
+    path, path_stride,  # [R, depth + 1] int64
+    accepted, accepted_stride,  # [R] int32
+    last_row,  # of the batch
     depth,  # D
     block_stride,
     head_stride,
@@ -136,16 +134,22 @@ def _move_kv_kernel(
     INTEGER: tl.constexpr,  # the element's size as an integer type
     BLOCK_ROWS: tl.constexpr,  # >= D
     BLOCK_C: tl.constexpr,
-):
+):  # fmt: skip
     """All D rows of one request in one layer and kv head, BLOCK_C columns at a time."""
     request = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
     cache = tl.load(pointers + tl.program_id(2)).to(tl.pointer_type(INTEGER)) + head * head_stride
-    row = tl.arange(0, BLOCK_ROWS)
-    at = request * depth + row
-    source = tl.load(source_slot + at, mask=row < depth, other=-1)
-    target = tl.load(target_slot + at, mask=row < depth, other=-1)
-    live = tl.load(moves + at, mask=row < depth, other=0).to(tl.int1)
+    place = tl.arange(0, BLOCK_ROWS) + 1
+    on_path = (place <= tl.load(accepted + request * accepted_stride)) & (place <= depth)
+    node = tl.load(path + request * path_stride + place, mask=on_path, other=0)
+    live = on_path & (node != place)
+    root = tl.load(query_start + request * query_stride)
+    root += tl.load(base + request * base_stride) - 1
+    # Who fills up a batch has an old verdict, and no rows for it.
+    row = tl.minimum(root + node, last_row)
+    source = tl.load(slot_mapping + row, mask=live, other=-1)
+    row = tl.minimum(root + place, last_row)
+    target = tl.load(slot_mapping + row, mask=live, other=-1)
     live = live & (source >= 0) & (target >= 0)
     read = cache + source // BLOCK_SIZE * block_stride + source % BLOCK_SIZE * entry_stride
     write = cache + target // BLOCK_SIZE * block_stride + target % BLOCK_SIZE * entry_stride

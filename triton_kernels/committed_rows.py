@@ -1,7 +1,7 @@
-"""What a step commits, row by row, and what of it moves: one launch each.
+"""What a step commits, row by row, in one launch.
 
-Index arithmetic over a few hundred rows: as torch operations it is some forty launches that each
-take longer to start than to run. The torch references are in `commit/rows.py`.
+Index arithmetic over a few hundred rows: as torch operations it is some thirty launches that each
+take longer to start than to run. The torch reference is in `commit/rows.py`.
 """
 
 from __future__ import annotations
@@ -11,29 +11,6 @@ import torch
 from .optional_triton import cdiv, jit, tl
 
 _ROWS = 128  # of a program
-
-
-def moves_within_triton(
-    query_start: torch.Tensor,
-    base: torch.Tensor,
-    path: torch.Tensor,
-    accepted: torch.Tensor,
-    num_rows: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Launch the kernel; arguments and results as `commit.rows.moves_within` has them."""
-    count, depth = len(path), path.shape[1] - 1
-    # Each by itself: Triton compiles anew for tensors that lie elsewhere than at 16 bytes.
-    source, target, moves = (
-        torch.empty(count, depth, dtype=dtype, device=path.device)
-        for dtype in (torch.int64, torch.int64, torch.bool)
-    )
-    if count * depth:
-        _moves_kernel[(cdiv(count * depth, _ROWS),)](
-            query_start, query_start.stride(0), base, base.stride(0), path, path.stride(0),
-            accepted, accepted.stride(0), source, target, moves, count * depth, num_rows - 1,
-            DEPTH=depth, BLOCK=_ROWS,
-        )  # fmt: skip
-    return source, target, moves
 
 
 def committed_rows_triton(
@@ -65,30 +42,6 @@ def committed_rows_triton(
             position, slot, last, heat, rows, count, num_rows - 1, BLOCK=_ROWS,
         )  # fmt: skip
     return source, token, position, slot, last, heat
-
-
-@jit(do_not_specialize=["count", "last_row"])
-def _moves_kernel(
-    query_start, query_stride, base, base_stride,  # [R] int64, with strides
-    path, path_stride,  # [R, DEPTH + 1] int64
-    accepted, accepted_stride,  # [R] int32
-    source, target,  # [R, DEPTH] int64
-    moves,  # [R, DEPTH] bool
-    count,  # R * DEPTH
-    last_row,  # of the batch
-    DEPTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < count
-    request, place = at // DEPTH, at % DEPTH + 1
-    root = tl.load(query_start + request * query_stride, mask=inside, other=0)
-    root += tl.load(base + request * base_stride, mask=inside, other=0) - 1
-    end = tl.load(accepted + request * accepted_stride, mask=inside, other=0)
-    node = tl.load(path + request * path_stride + place, mask=inside, other=0)
-    tl.store(source + at, tl.minimum(root + node, last_row), mask=inside)
-    tl.store(target + at, tl.minimum(root + place, last_row), mask=inside)
-    tl.store(moves + at, (place <= end) & (node != place), mask=inside)
 
 
 @jit(do_not_specialize=["num_rows", "num_requests", "last_row"])

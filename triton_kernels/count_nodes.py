@@ -18,29 +18,33 @@ _REQUESTS = 256  # of a program that looks at no nodes
 
 
 def count_verified_triton(
-    total: torch.Tensor, origin: torch.Tensor, scheduled: torch.Tensor, path: torch.Tensor
+    total: torch.Tensor,
+    origin: torch.Tensor,
+    slot: torch.Tensor,
+    scheduled: torch.Tensor,
+    path: torch.Tensor,
 ) -> None:
     """Launch the kernel; arguments as in `HeadCounters.verified`.
 
     Args:
         total: [3, 3] int64, by origin: verified, accepted, first of a tree; added to.
     """
-    count, nodes = origin.shape
+    count, nodes = len(slot), origin.shape[1]
     places = path.shape[1]
     block = max(1, _TILE // next_power_of_2(nodes))
     if count:
         _verified_kernel[(cdiv(count, block),)](
-            total, origin, origin.stride(0), scheduled, scheduled.stride(0), path, path.stride(0),
-            count, nodes, places, NODES=next_power_of_2(nodes), PLACES=next_power_of_2(places),
-            BLOCK=block,
+            total, origin, origin.stride(0), slot, slot.stride(0), scheduled, scheduled.stride(0),
+            path, path.stride(0), count, nodes, places, NODES=next_power_of_2(nodes),
+            PLACES=next_power_of_2(places), BLOCK=block,
         )  # fmt: skip
 
 
 def count_drafted_triton(
     total: torch.Tensor,
     sizes: Sequence[torch.Tensor],
-    second: torch.Tensor,
-    agreed: torch.Tensor,
+    second: torch.Tensor | None,
+    agreed: torch.Tensor | None,
     live: torch.Tensor,
 ) -> None:
     """Launch the kernel; arguments as in `HeadCounters.drafted`.
@@ -50,10 +54,11 @@ def count_drafted_triton(
             added to.
     """
     count, first, other = len(live), sizes[0], sizes[-1]
+    strides = [0 if x is None else x.stride(0) for x in (second, agreed)]
     if count:
         _drafted_kernel[(cdiv(count, _REQUESTS),)](
-            total, first, first.stride(0), other, other.stride(0), second, second.stride(0),
-            agreed, agreed.stride(0), live, live.stride(0), count,
+            total, first, first.stride(0), other, other.stride(0), second, strides[0],
+            agreed, strides[1], live, live.stride(0), count,
             HEADS=len(sizes), BLOCK=_REQUESTS,
         )  # fmt: skip
 
@@ -61,8 +66,10 @@ def count_drafted_triton(
 @jit(do_not_specialize=["num_requests"])
 def _verified_kernel(
     total,  # [3, 3] int64
-    origin,  # [R, num_nodes] uint8
+    origin,  # [S, num_nodes] uint8
     origin_stride,
+    slot,  # [R] integers
+    slot_stride,
     scheduled,  # [R] integers
     scheduled_stride,
     path,  # [R, path_len] int64
@@ -78,7 +85,8 @@ def _verified_kernel(
     there = request < num_requests
     run = tl.load(scheduled + request * scheduled_stride, mask=there, other=0)
     run = tl.minimum(run, num_nodes)[:, None]
-    tree = origin + (request * origin_stride)[:, None]
+    at = tl.load(slot + request * slot_stride, mask=there, other=0).to(tl.int64)
+    tree = origin + (at * origin_stride)[:, None]
 
     node = tl.arange(0, NODES)[None, :]
     by = tl.load(tree + node, mask=node < run, other=0)
@@ -99,7 +107,8 @@ def _verified_kernel(
 def _drafted_kernel(
     total,  # [2 * HEADS + 4] int64
     first, first_stride, other, other_stride,  # [R] int32, tree sizes; the same one if HEADS is 1
-    second, second_stride, agreed, agreed_stride, live, live_stride,  # [R] bool
+    second, second_stride, agreed, agreed_stride,  # [R] bool; None: there is no second head
+    live, live_stride,  # [R] bool
     num_requests,  # R
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -117,10 +126,11 @@ def _drafted_kernel(
         _add(total + 1, tl.sum(size, 0))
         _add(trees + 1, tl.sum((size > 0).to(tl.int32), 0))
         both = both & (size > 0)
-    asked = tl.load(second + request * second_stride, mask=there, other=0) != 0
-    _add(total + HEADS, tl.sum(asked.to(tl.int32), 0))
-    same = tl.load(agreed + request * agreed_stride, mask=there, other=0) != 0
-    _add(total + HEADS + 1, tl.sum(same.to(tl.int32), 0))
+    if second is not None:
+        asked = tl.load(second + request * second_stride, mask=there, other=0) != 0
+        _add(total + HEADS, tl.sum(asked.to(tl.int32), 0))
+        same = tl.load(agreed + request * agreed_stride, mask=there, other=0) != 0
+        _add(total + HEADS + 1, tl.sum(same.to(tl.int32), 0))
     _add(trees + HEADS, tl.sum(both.to(tl.int32), 0))
     _add(trees + HEADS + 1, tl.sum(there.to(tl.int32), 0))
 

@@ -102,7 +102,7 @@ class Growing:
             else {
                 "COUNT": count,
                 "PLACES": max(next_power_of_2(count), next_power_of_2(limits.num_starts)),
-                "STARTS": next_power_of_2(limits.num_starts),
+                "STARTS": max(2, next_power_of_2(limits.num_starts)),  # 3.6 has no top 1
                 "CLOSED": CLOSED,
                 "INDEX": INDEX_BITS,
                 "FACTOR": PATH_FACTOR,

@@ -24,6 +24,7 @@ class FirstSight(NamedTuple):
     ends: torch.Tensor  # [R] int32, entries up to and with the newest row's
     kept_start: torch.Tensor  # [R+1] int32, of the newest rows alone
     kept_prefix: torch.Tensor  # [R·K] int32
+    base: torch.Tensor  # [T] int64, RoPE's position of each row's first
 
 
 def first_sight_triton(
@@ -55,6 +56,7 @@ def first_sight_triton(
         ends=empty(requests),
         kept_start=empty(requests + 1),
         kept_prefix=empty(requests * block_size),
+        base=empty(rows, dtype=torch.int64),
     )
     most = max(cells, requests * block_size, requests + 1)
     _first_sight_kernel[(cdiv(most, _CELLS),)](
@@ -76,7 +78,7 @@ def _first_sight_kernel(
     row_stride,
     last,  # [R] int64
     last_stride,
-    entry, query_start, prefix_len, words, ends, kept_start, kept_prefix,  # FirstSight
+    entry, query_start, prefix_len, words, ends, kept_start, kept_prefix, base,  # FirstSight
     num_rows,  # T
     num_requests,  # R
     K: tl.constexpr,
@@ -91,6 +93,7 @@ def _first_sight_kernel(
     tl.store(entry + cell, tl.where(at >= 0, at * K, -K) + k, mask=inside)
     stands = tl.load(position + one * position_stride, mask=inside, other=0)
     tl.store(prefix_len + cell, (stands * K + k + 1).to(tl.int32), mask=inside)
+    tl.store(base + one, stands + 1, mask=inside & (k == 0))
     for w in range(W):
         tl.store(words + cell * W + w, tl.full([CELLS], 0, tl.int64), mask=inside)
 

@@ -25,24 +25,41 @@ def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (weight / scale[:, None]).to(torch.float8_e4m3fn), scale
 
 
-def fp8_linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+def fp8_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
     """x [..., K] of any float dtype, weight [N, K] e4m3, scale [N] fp32 -> [..., N] as x.
 
     CUDA tensors go to the kernel (compute capability 8.9 or later).
+
+    Args:
+        residual: [..., N], contiguous; added before the result is rounded.
     """
     linear = fp8_linear_triton if x.is_cuda else fp8_linear_reference
-    return linear(x, weight, scale)
+    return linear(x, weight, scale, residual)
 
 
 def fp8_linear_reference(
-    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Arguments as in `fp8_linear`."""
     # Three bits of mantissa and four of exponent fit into every dtype of x.
-    return (x @ weight.to(x.dtype).T).mul(scale).to(x.dtype)
+    out = (x @ weight.to(x.dtype).T).mul(scale)
+    return (out if residual is None else residual + out).to(x.dtype)
 
 
-def fp8_linear_triton(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+def fp8_linear_triton(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Launch the kernel; arguments as in `fp8_linear`."""
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     num_rows, (out_size, in_size) = len(rows), weight.shape
@@ -55,7 +72,7 @@ def fp8_linear_triton(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor
         block_n = square if not few else 32 if out_size <= 8192 else 64
         block_k = 256 if few and not full else 32 if full else 64
         _fp8_linear_kernel[(cdiv(out_size, block_n), cdiv(num_rows, block_m))](
-            rows, weight, scale, out, num_rows, out_size, in_size,
+            rows, weight, scale, residual, out, num_rows, out_size, in_size,
             BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
             num_warps=4 if few else 8, num_stages=3,
         )  # fmt: skip
@@ -67,6 +84,7 @@ def _fp8_linear_kernel(
     x,  # [T, K]
     weight,  # [N, K] float8 e4m3
     scale,  # [N] fp32
+    residual,  # [T, N]; or None
     out,  # [T, N]
     num_rows,  # T
     out_size,  # N
@@ -94,6 +112,8 @@ def _fp8_linear_kernel(
         a = tl.load(x + of_row + k[:, None], mask=row_in & (k < in_size)[:, None], other=0.0)
         total = tl.dot(w.to(a.dtype), a, total, input_precision="tf32x3")
     factor = tl.load(scale + column, mask=column < out_size, other=0.0)
-    total = (total * factor[:, None]).to(out.dtype.element_ty)
-    at = out + row.to(tl.int64)[None, :] * out_size + column[:, None]
-    tl.store(at, total, mask=row_in & column_in)
+    total = total * factor[:, None]
+    cell, inside = row.to(tl.int64)[None, :] * out_size + column[:, None], row_in & column_in
+    if residual is not None:
+        total += tl.load(residual + cell, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + cell, total.to(out.dtype.element_ty), mask=inside)

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from .no_gradient import runs_kernel
 from .optional_triton import cdiv, jit, next_power_of_2, tl
 
 
@@ -32,8 +33,7 @@ def layer_shift(
     norm, both [T, K, H]. CUDA tensors go to the Triton kernels, unless a gradient is needed;
     everything else to the torch reference.
     """
-    needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    if hidden.is_cuda and not needs_grad:
+    if runs_kernel(hidden, weight):
         shifted = layer_shift_triton(hidden, weight)
         return shifted, rms_norm_triton(shifted, norm.weight, norm.eps)
     shifted = layer_shift_reference(hidden, weight)

@@ -1,17 +1,18 @@
-"""What verdicts teach of a head's sharpness, in one launch of one program.
+"""A head's sharpness: what verdicts teach of it, and what it is for requests; one launch each.
 
-The torch reference is `Sharpness.learn` over `Verified.of_head`. Requests are few and their trees
-small: a second launch would cost more than what it could spread. The sums have one order, so the
-same verdicts always teach the same.
+The torch references are `Sharpness.learn` over `Verified.of_head`, and `Sharpness.of`. It is one
+program that learns: requests are few and their trees small, and a second launch would cost more
+than what it could spread. The sums have one order, so the same verdicts always teach the same.
 """
 
 from __future__ import annotations
 
 import torch
 
-from .optional_triton import jit, next_power_of_2, tl
+from .optional_triton import cdiv, jit, next_power_of_2, tl
 
 _TILE = 2048  # nodes of several requests that the program looks at together
+_REQUESTS = 128  # of a program that only says β
 
 
 def learn_sharpness_triton(
@@ -46,6 +47,22 @@ def learn_sharpness_triton(
         len(slot), score.shape[1], *limits, prior, memory,
         BIT=1 << head, NODES=nodes, PLACES=places, BLOCK=max(1, _TILE // nodes), num_warps=4,
     )  # fmt: skip
+
+
+def sharpness_triton(log: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    """β of requests, [R] fp32.
+
+    Args:
+        log: [2] fp32, as `Sharpness` keeps it.
+        temperature: [R] fp32.
+    """
+    count = len(temperature)
+    beta = torch.empty(count, dtype=torch.float32, device=log.device)
+    if count:
+        _sharpness_kernel[(cdiv(count, _REQUESTS),)](
+            log, temperature, temperature.stride(0), beta, count, BLOCK=_REQUESTS, num_warps=1
+        )
+    return beta
 
 
 @jit(do_not_specialize=["num_requests"])
@@ -114,3 +131,21 @@ def _learn_kernel(
     tl.store(trees + 1, count)
     moved = tl.load(log + 1) + hot_pull / (prior + count)
     tl.store(log + 1, tl.minimum(tl.maximum(moved, lowest), highest))
+
+
+@jit(do_not_specialize=["temperature", "num_requests"])
+def _sharpness_kernel(
+    log,  # [2] fp32
+    temperature,  # [R] fp32
+    temperature_stride,
+    beta,  # [R] fp32
+    num_requests,  # R
+    BLOCK: tl.constexpr,
+):
+    request = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = request < num_requests
+    heat = tl.load(temperature + request * temperature_stride, mask=inside, other=0.0)
+    greedy, sampling = tl.exp(tl.load(log)), tl.exp(tl.load(log + 1))
+    # At temperature 0 it is the greedy target's.
+    sharp = tl.where(heat > 0, sampling / tl.where(heat > 0, heat, 1.0), greedy)
+    tl.store(beta + request, tl.minimum(greedy, sharp), mask=inside)

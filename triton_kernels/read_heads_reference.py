@@ -84,3 +84,16 @@ def top_logprobs(
         factor = sharpness.view(-1, *[1] * (logits.dim() - 1))
         logits, best = logits * factor, best * factor
     return best - logits.logsumexp(-1, keepdim=True)
+
+
+def best_tokens_reference(
+    logits: torch.Tensor,
+    offset: torch.Tensor,
+    width: int,
+    scale: float = 1.0,
+    sharpness: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Arguments and results as `best_tokens` has them."""
+    logits = logits.float() if scale == 1 else logits.float() * scale
+    top = logits.topk(width)
+    return top_logprobs(logits, top.values, sharpness), top.indices + offset[top.indices]

@@ -34,11 +34,14 @@ def test_without_broadcast_the_prefix_enters_at_position_1_alone():
     layer = make(prefix_broadcast=False).input_layer
     whole = make().input_layer
     whole.load_state_dict(layer.state_dict())
-    one, two = (layer(torch.randn(3, 32), torch.randn(3, 32)) for _ in range(2))
+    norm = torch.nn.RMSNorm(32)
+    one, two = (layer(torch.randn(3, 32), torch.randn(3, 32), norm)[0] for _ in range(2))
     assert not torch.allclose(one[:, 0], two[:, 0])
     assert torch.equal(one[:, 1:], two[:, 1:])
     condition, token = torch.randn(3, 32), torch.randn(3, 32)
-    torch.testing.assert_close(layer(condition, token)[:, 0], whole(condition, token)[:, 0])
+    found, wanted = (each(condition, token, norm) for each in (layer, whole))
+    torch.testing.assert_close(found[0][:, 0], wanted[0][:, 0])
+    torch.testing.assert_close(found[1], norm(found[0]))
 
 
 def test_without_shift_the_layers_follow_each_other():

@@ -84,8 +84,11 @@ def flat(cached: torch.Tensor) -> torch.Tensor:
 
 def test_fused_input(variant):
     condition = variant.drafter.condition(variant.train["target_features"])
-    fused = variant.drafter.input_layer(condition, variant.embed(variant.train["row_tokens"]))
+    norm = variant.drafter.layers[0].input_layernorm
+    embedding = variant.embed(variant.train["row_tokens"])
+    fused, normed = variant.drafter.input_layer(condition, embedding, norm)
     assert_near(fused, variant.train["block1.fused_input"])
+    assert_near(normed, norm(fused))
 
 
 def test_block1_of_a_whole_sequence(variant):
@@ -330,7 +333,7 @@ def test_rope_frequencies_survive_a_cast_of_the_drafter():
 
 def test_far_positions_keep_their_angle():
     rotary = Rotary(tiny_config())
-    cos, sin = rotary(torch.tensor([100_000]), torch.float32)
+    cos, sin = rotary.table(torch.tensor([100_000]), torch.float32)
     angle = torch.arange(100_000, 100_005).double()
     torch.testing.assert_close(cos[0, :, 0, 0].double(), angle.cos(), atol=1e-6, rtol=0)
     torch.testing.assert_close(sin[0, :, 0, 8].double(), angle.sin(), atol=1e-6, rtol=0)

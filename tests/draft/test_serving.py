@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -11,7 +12,11 @@ from torch import nn
 
 from vllm_specblock.draft import checkpoint
 from vllm_specblock.draft.eagle3 import checkpoint as eagle3_checkpoint
-from vllm_specblock.draft.serving import Fp8Linear, prepare
+from vllm_specblock.draft.eagle3.config import Eagle3Shape
+from vllm_specblock.draft.eagle3.model import Eagle3Drafter
+from vllm_specblock.draft.layers import Attention
+from vllm_specblock.draft.linear import Fp8Linear
+from vllm_specblock.draft.serving import prepare
 
 ROWS, K = 7, 4
 
@@ -31,12 +36,18 @@ def own_row(index, query, key, value):
 
 
 @torch.no_grad()
-def run(drafter, width=8):
+def run(drafter, width=8, keep=None):
+    """keep: a row whose outputs are wanted; it sees its own keys and values only."""
     torch.manual_seed(0)
     config = drafter.config
     features = torch.randn(ROWS, 3 * config.target_hidden_size)
     embedding = torch.randn(ROWS, config.hidden_size)
-    hidden = drafter(drafter.condition(features), embedding, torch.arange(ROWS), own_row)
+
+    def attend(index, query, key, value):
+        kept = slice(None) if len(query) == len(key) else keep
+        return own_row(index, query, key[kept], value[kept])
+
+    hidden = drafter(drafter.condition(features), embedding, torch.arange(ROWS), attend, keep)
     return hidden, *drafter.candidates(hidden, width)
 
 
@@ -47,8 +58,31 @@ def test_folding_changes_nothing_but_the_work(drafter):
     assert drafter.input_layer.fuse.weight.shape == (size, 3 * size), "the original was changed"
     for mine, theirs in zip(run(folded), run(drafter)):
         torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
+    keep = torch.tensor([5, 0])
+    torch.testing.assert_close(run(folded, keep=keep)[0], run(drafter, keep=keep)[0])
     folded.input_layer.position_queries.weight.data.zero_()  # nobody reads them any more
     torch.testing.assert_close(run(folded)[0], run(drafter)[0], atol=1e-4, rtol=1e-4)
+
+
+def test_a_folded_layer_is_held_once(drafter):
+    folded = copy.deepcopy(drafter)
+    linear = (module for module in folded.modules() if isinstance(module, nn.Linear))
+    originals = [weakref.ref(module) for module in linear]
+    del linear
+    sizes = []
+    fold = Attention.fold
+
+    def watched(attention):
+        fold(attention)
+        sizes.append(sum(ref().weight.numel() for ref in originals if ref()))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Attention, "fold", watched)
+        prepare(folded, None)
+    assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == len(sizes) > 1
+    count = {name: sum(p.numel() for p in model.parameters()) for name, model in
+             (("before", drafter), ("after", folded))}  # fmt: skip
+    assert count["after"] == count["before"] - drafter.config.hidden_size**2, "the queries' part"
 
 
 @pytest.mark.parametrize("prefix_broadcast", [True, False])
@@ -67,6 +101,7 @@ def test_eight_bits_are_half_the_bytes_and_nearly_the_same_draft(drafter):
         if isinstance(module, nn.Linear):
             kept = name.startswith(("shift_proj", "rank_head"))
             assert kinds[name] is (nn.Linear if kept else Fp8Linear), name
+    assert len(short.layers[0].self_attn.qkv.sizes) == 3
     of = short.layers[0].mlp.down_proj
     assert of.weight.itemsize == 1 and of.scale.numel() == of.weight.shape[0]
     (hidden, logprob, token, _), (wanted, wanted_logprob, wanted_token, _) = run(short), run(full)
@@ -93,6 +128,37 @@ def test_an_eagle3_drafter_too():
         state = drafter.run(embedding, drafter.fuse(features), torch.arange(5), alone)
         found.append(drafter.best(state, 4)[0])
     assert 1e-4 < (found[0] - found[1]).abs().mean() < 0.3
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{}, {"qk_norm": True, "qkv_bias": True, "output_bias": True}, {"norm_before_residual": True}],
+    ids=["plain", "all of attention", "normed residual"],
+)
+@pytest.mark.parametrize("keep", [None, [3, 1]], ids=["all", "kept"])
+@torch.no_grad()
+def test_folding_an_eagle3_drafter(change, keep):
+    torch.manual_seed(0)
+    shape = Eagle3Shape(
+        hidden_size=32, target_hidden_size=32, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, intermediate_size=48, vocab_size=20, draft_vocab_size=14, **change,
+    )  # fmt: skip
+    plain = Eagle3Drafter(shape).eval()
+    for parameter in plain.parameters():
+        parameter.normal_(std=0.3)
+    folded = prepare(copy.deepcopy(plain), None)
+    embedding, feature = torch.randn(2, 5, 32)
+    keep = None if keep is None else torch.tensor(keep)
+
+    def attend(query, key, value):
+        kept = slice(None) if keep is None else keep
+        score = (query.unflatten(1, (2, 2)) * key[kept, :, None]).sum(-1, keepdim=True)
+        return (score.sigmoid() * value[kept, :, None]).flatten(1, 2)
+
+    found = [
+        each.run(embedding, feature, torch.arange(5) * 7, attend, keep) for each in (folded, plain)
+    ]
+    torch.testing.assert_close(*found)
 
 
 def test_another_word_for_it_is_refused_in_one_sentence():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from support.rows import rows_of, zero_rows
@@ -148,6 +150,19 @@ def test_at_the_length_limit_later_blocks_are_left_out():
     for cache, old in zip(head.sight.caches, before):
         changed = (cache != old).any(-1).any(1).any(-1).nonzero().flatten().tolist()
         assert set(changed) <= {0, *tables[0].tolist()}, "a stranger's block was written"
+
+
+@torch.no_grad()
+def test_a_head_does_not_keep_what_the_target_left():
+    """Of a long prompt that is hundreds of megabytes, until a step that is not a graph's."""
+    head, _ = make_head(make_drafter(), SpecBlockConfig(), nodes=40)
+    states, text = torch.randn(3, 1, MAX_LEN, H), torch.randint(0, V, (1, MAX_LEN + 1))
+    rows = rows_of([(0, 20)], torch.arange(1, 9)[None], states, text, PAGE)
+    left = [weakref.ref(state) for state in rows.states]
+    head.advance(rows)
+    head.draft()
+    del rows, states
+    assert all(state() is None for state in left)
 
 
 def test_proposal_reads_nothing_on_the_host():

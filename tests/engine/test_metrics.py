@@ -99,7 +99,10 @@ def count(counters: HeadCounters, step) -> None:
             path[index, 1:] = 1  # a verdict of an earlier tree
     sizes = torch.tensor([request.size for request in step], dtype=torch.int32).T
     flags = torch.tensor([(request.second, request.agreed, request.live) for request in step])
-    counters.verified(origin, torch.tensor([request.scheduled for request in step]), path)
+    scheduled = torch.tensor([request.scheduled for request in step])
+    # Slots are not in the batch's order, and one is nobody's.
+    slot = torch.arange(len(step)).flip(0)
+    counters.verified(torch.cat([origin.flip(0), origin[:1]]), slot, scheduled, path)
     counters.drafted(tuple(sizes[: counters.num_heads]), *flags.T)
 
 
@@ -137,7 +140,8 @@ def test_counting_reads_nothing_on_the_host():
         flag = torch.ones(3, dtype=torch.bool)
         size = torch.ones(3, dtype=torch.int32)
         counters.verified(
-            torch.ones(3, SLOTS, dtype=torch.uint8),
+            torch.ones(4, SLOTS, dtype=torch.uint8),
+            torch.zeros(3, dtype=torch.int32),
             torch.ones(3, dtype=torch.int64),
             torch.zeros(3, DEPTH + 1, dtype=torch.int64),
         )
@@ -210,6 +214,7 @@ def test_counters_reach_the_reader_with_every_name(config):
     one = torch.ones(1, dtype=torch.bool)
     counters.verified(
         torch.tensor([[1, 2, 3] + [0] * (SLOTS - 3)], dtype=torch.uint8),
+        torch.tensor([0]),
         torch.tensor([3]),
         torch.tensor([[0, 1, 3] + [0] * (DEPTH - 2)]),
     )

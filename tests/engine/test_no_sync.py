@@ -128,7 +128,7 @@ def test_a_read_put_into_a_step_fails(monkeypatch):
     original = specblock.SpecBlockHead.draft
     # Compiled as if it stood in the package's file: which file a line is of is what counts.
     source = (
-        "def draft(self, requests=None):\n    self.base.max().item()\n    return original(self)\n"
+        "def draft(self, requests=None):\n    self.hidden.max().item()\n    return original(self)\n"
     )
     names = {"original": original}
     exec(compile(source, specblock.__file__, "exec"), names)

@@ -12,6 +12,8 @@ import pytest
 import torch
 
 PACKAGE = "vllm_specblock.triton_kernels"
+INTERPRETED = pytest.StashKey[bool]()
+"""Whether this process has interpreted kernels: of Triton's own library some traces stay."""
 
 
 class Kernels:
@@ -62,6 +64,7 @@ class Kernels:
 def kernels(request, monkeypatch) -> Kernels:
     if request.param == "cpu":
         interpreter = pytest.importorskip("triton.runtime.interpreter")
+        request.config.stash[INTERPRETED] = True
         interpret_library(interpreter, monkeypatch)
         teach_bf16_dot(interpreter, monkeypatch)
         teach_whole_arrays(interpreter, monkeypatch)

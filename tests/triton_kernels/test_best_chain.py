@@ -95,7 +95,11 @@ def test_as_torch(kernels, num_requests, num_nodes, who):
     given["logprob"][2:3][unused[2:3]] = 9.0  # worth more than all that counts
     given["ancestors"][:, 1:][unused] = -1
     given["size"][chain] = GARBAGE[torch.int32]
+    flags = 2 * chain.long()  # as a graph has them
     assert_same(launch(kernels, chain, given), wanted)
+    assert_same(launch(kernels, flags, given), wanted)
+    for name, x in fields_of(combined.where(flags)).items():
+        assert torch.equal(x, fields_of(wanted)[name])
     if who != "nobody" and num_nodes > 1:
         assert wanted.tree.size[0] < num_nodes, "the first tree is a chain by itself"
 

@@ -54,7 +54,11 @@ def some_starts(requests: int, starts: int, size: int, block: int, device) -> Si
     row = torch.randint(0, 1 + (block - 2) * starts, shape)
     row[torch.rand(shape) < 0.2] = 0
     position = torch.randint(0, size, shape)
-    return SimpleNamespace(row=row.t().to(device), position=position.t().to(device))
+    valid = torch.rand(shape) > 0.2
+    return SimpleNamespace(**{
+        name: x.t().to(device)
+        for name, x in (("row", row), ("position", position), ("valid", valid))
+    })  # fmt: skip
 
 
 @pytest.fixture
@@ -70,9 +74,10 @@ def both(kernels, monkeypatch):
 
     monkeypatch.setattr(first.torch, "empty", stale)
 
-    def make(size: int, starts: int) -> list[BlockSight]:
+    def make(size: int, starts: int, path_rope: bool = False) -> list[BlockSight]:
         caches = [None, None]  # the last layer's queries are those of the newest rows
-        pair = [BlockSight(caches, size, starts, BLOCKS, MAX, kernels.device) for _ in range(2)]
+        args = (caches, size, starts, BLOCKS, MAX, kernels.device, path_rope)
+        pair = [BlockSight(*args) for _ in range(2)]
         pair[0].fused, pair[1].fused = False, True
         return pair
 
@@ -84,7 +89,11 @@ def same_tensor(mine: torch.Tensor, expected: torch.Tensor) -> None:
     assert mine.shape == expected.shape and torch.equal(mine, expected)
 
 
-def same(mine: paged.PagedAttention, expected: paged.PagedAttention) -> None:
+def same(mine: tuple, expected: tuple) -> None:
+    """An attention, and the tensors that come with it."""
+    (mine, *tensors), (expected, *others) = mine, expected
+    for tensor, other in zip(tensors, others, strict=True):
+        same_tensor(tensor, other)
     same_tensor(mine.entry, expected.entry)
     for queries, wanted in zip(mine.queries, expected.queries, strict=True):
         for name in QUERIES:
@@ -97,10 +106,14 @@ def same(mine: paged.PagedAttention, expected: paged.PagedAttention) -> None:
 @pytest.mark.parametrize("requests", [1, 3, 20])
 @pytest.mark.parametrize(("size", "starts"), [(1, 1), (1, 8), (3, 3), (4, 1), (4, 3), (4, 8)])
 # A table that ends before the length limit: behind it, its last block is read.
-@pytest.mark.parametrize("width", [-(-MAX // TOKENS), 12], ids=["whole table", "short table"])
-def test_as_torch_sees(both, kernels, requests, size, starts, width):
+@pytest.mark.parametrize(
+    ("width", "path_rope"),
+    [(-(-MAX // TOKENS), True), (12, False)],
+    ids=["whole table, path", "short table, base"],
+)
+def test_as_torch_sees(both, kernels, requests, size, starts, width, path_rope):
     torch.manual_seed(requests + 10 * size + starts)
-    reference, fused = both(size, starts)
+    reference, fused = both(size, starts, path_rope)
     rows = some_rows(requests, width, kernels.device)
     for sight in (reference, fused):
         sight.step(rows)
@@ -112,19 +125,25 @@ def test_as_torch_sees(both, kernels, requests, size, starts, width):
         fused.begin(chosen)
         fused.prefix.fill_(1 << 60)
         fused.words.fill_(-1)
+        assert (fused.reach is None) != path_rope
+        if path_rope:
+            fused.reach.fill_(1 << 60)
         fused.last = column(fused.last)
         everywhere, nowhere = 0, 0
         for block in range(2, BLOCKS + 1):
             where = some_starts(len(fused.last), starts, size, block, kernels.device)
-            expected, there = reference.next(block, where)
-            mine, also = fused.next(block, where)
-            same(mine, expected)
-            same_tensor(also, there)
+            expected = reference.next(block, where)
+            same(fused.next(block, where), expected)
+            there = expected.valid
+            assert not (there & ~where.valid).any()
             drafted = reference.prefix.shape[1]
             same_tensor(fused.prefix[:, 1:drafted], reference.prefix[:, 1:])
             same_tensor(fused.words[:, 1:drafted], reference.words[:, 1:])
-            everywhere, nowhere = everywhere + int(there.sum()), nowhere + int((~there).sum())
-        assert nowhere and (everywhere or requests == 1), "the length limit was not met"
+            if path_rope:
+                same_tensor(fused.reach[:, 1:drafted], reference.reach[:, 1:])
+            everywhere += int(there.sum())
+            nowhere += int((where.valid & ~there).sum())
+        assert requests < 20 or (nowhere and everywhere), "the length limit was not met"
 
 
 def test_a_full_batch(both, kernels):
@@ -135,7 +154,7 @@ def test_a_full_batch(both, kernels):
         sight.begin(None)
     same(fused.first(rows), reference.first(rows))
     where = some_starts(256, 2, 2, 2, kernels.device)
-    same(fused.next(2, where)[0], reference.next(2, where)[0])
+    same(fused.next(2, where), reference.next(2, where))
 
 
 def test_no_rows(both, kernels):
@@ -143,13 +162,43 @@ def test_no_rows(both, kernels):
     none = torch.zeros(0, dtype=torch.int64, device=device)
     start = torch.zeros(1, dtype=torch.int32, device=device)
     first = paged.first_sight_triton(none, none, start, none, 4, 1)
-    shapes = [(0, 4), (1,), (0,), (0, 1), (0,), (1,), (0,)]
+    shapes = [(0, 4), (1,), (0,), (0, 1), (0,), (1,), (0,), (0,)]
     assert [tuple(x.shape) for x in first] == shapes
     assert first.query_start.tolist() == first.kept_start.tolist() == [0]
     starts, table = none.view(0, 3), none.int().view(0, 5)
     prefix = none.view(0, len(fused.own))
     later = paged.later_sight_triton(
-        starts, starts, none, fused.own, table, prefix, prefix[..., None], 2, TOKENS, MAX
-    )
-    shapes = [(0, 4), (1,), (0,), (0, 1), (0,), (0,), (0, 3)]
+        starts, starts, starts.bool(), none, none, fused.own, table, prefix, prefix[..., None],
+        None, 2, TOKENS, MAX,
+    )  # fmt: skip
+    shapes = [(0, 4), (1,), (0,), (0, 1), (0,), (0,), (0, 3), (0,), (0,)]
     assert [tuple(x.shape) for x in later] == shapes and later.query_start.tolist() == [0]
+
+
+def test_a_start_goes_on_from_its_own_rows(both, kernels):
+    """`source` counts in rows as they are drafted, request by request."""
+    for sight in both(4, 2):
+        rows = some_rows(3, 26, kernels.device)
+        sight.step(rows)
+        sight.begin(None)
+        for block, count in ((2, 1), (3, 3)):
+            cell = torch.arange(3 * count * 4, device=kernels.device).view(3, count, 4)
+            where = some_starts(3, 2, 4, block, kernels.device)
+            found = sight.next(block, where).source.view(3, 2)
+            for request in range(3):
+                wanted = cell[request, where.row[request], where.position[request]]
+                assert torch.equal(found[request], wanted)
+
+
+def test_rope_counts_the_path(both, kernels):
+    """Block 2 from position 2 of the drafting row, block 3 from position 1 of that."""
+    for path_rope, ahead in ((True, [1 + 3, 1 + 3 + 2]), (False, [1, 1])):
+        for sight in both(4, 1, path_rope):
+            rows = some_rows(1, 26, kernels.device)
+            sight.step(rows)
+            sight.begin(None)
+            newest = int(rows.position[rows.last])
+            for block, (row, position) in enumerate([(0, 2), (1, 1)]):
+                at = torch.full((1, 1), row, device=kernels.device)
+                where = SimpleNamespace(row=at, position=at * 0 + position, valid=at >= 0)
+                assert int(sight.next(block + 2, where).base) == newest + ahead[block]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vllm_specblock.commit.rows import committed_rows, moves_within
+from vllm_specblock.commit.rows import committed_rows, committed_sources
 
 HUGE = 2**40
 NAMES = ("source", "token", "position", "slot", "last", "temperature")
@@ -93,11 +93,6 @@ def on(device: torch.device, args: dict) -> dict:
     return {name: put(x) for name, x in args.items()}
 
 
-def of_moves(args: dict) -> dict:
-    names = ("query_start", "base", "path", "accepted", "num_rows")
-    return {name: args[name] for name in names}
-
-
 # Rows of one program, of several; 300 requests are more than a program's, too.
 @pytest.mark.parametrize("count", [1, 2, 3, 17, 300])
 @pytest.mark.parametrize("form", [lambda args: args, spread], ids=["plain", "strided"])
@@ -109,9 +104,6 @@ def test_as_torch_does(kernels, count, form, seed):
     wanted = committed_rows(**args)
     for name, mine, theirs in zip(NAMES, found, wanted, strict=True):
         assert mine.dtype == theirs.dtype and torch.equal(mine.cpu(), theirs), name
-    found = launch.moves_within_triton(**on(kernels.device, of_moves(form(args))))
-    for mine, theirs in zip(found, moves_within(**of_moves(args)), strict=True):
-        assert mine.dtype == theirs.dtype and torch.equal(mine.cpu(), theirs)
 
 
 def test_the_arguments_have_everything_in_them():
@@ -122,7 +114,8 @@ def test_the_arguments_have_everything_in_them():
     assert (source == args["num_rows"] - 1).any(), "garbage on a path"
     assert (position >= args["text"].shape[1] - 1).any(), "the text's end"
     assert (args["base"] > 1).any() and (last.diff() > 1).any()
-    moves = moves_within(**of_moves(args))[2]
+    of_paths = ("query_start", "base", "path", "accepted")
+    moves = committed_sources(*(args[name] for name in of_paths))[2]
     assert moves.any() and not moves.all()
     for name in ("query_start", "base", "path", "accepted", "text"):
         assert not spread(args)[name].is_contiguous()
@@ -155,4 +148,3 @@ def test_nobody(kernels):
     args["row_start"] = args["row_start"][:1]
     launch, args = kernels.load("committed_rows"), on(kernels.device, args)
     assert [tuple(x.shape) for x in launch.committed_rows_triton(**args)] == [(0,)] * 6
-    assert [tuple(x.shape) for x in launch.moves_within_triton(**of_moves(args))] == [(0, 5)] * 3

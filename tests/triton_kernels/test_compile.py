@@ -15,6 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from .conftest import INTERPRETED
+
+OWN_PROCESS = "the interpreter runs in this process; `make test` compiles in one of its own"
 CAPABILITY = 90
 SHARED_LIMIT = 99 * 1024  # bytes a block may use on the smallest GPUs of the last generations
 
@@ -57,14 +60,16 @@ class Compile:
 
 
 @pytest.fixture
-def compiler(monkeypatch, tmp_path):
+def compiler(request, monkeypatch, tmp_path):
     """Swaps a module's kernel for a `Compile`, in a private copy of the module."""
+    if request.config.stash.get(INTERPRETED, False):
+        pytest.skip(OWN_PROCESS)
     triton = pytest.importorskip("triton")
     backends = pytest.importorskip("triton.backends").backends
     if "nvidia" not in backends:
         pytest.skip("this Triton cannot compile for NVIDIA GPUs")
     if not isinstance(triton.language.max, triton.runtime.jit.JITFunction):
-        pytest.skip("Triton was imported with its interpreter switched on")
+        pytest.skip(OWN_PROCESS)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     from vllm_specblock.triton_kernels import (
         attention_tiles,
@@ -76,7 +81,7 @@ def compiler(monkeypatch, tmp_path):
     def swap(module, name):
         kernel = getattr(module, name)
         if not isinstance(kernel, triton.runtime.jit.JITFunction):
-            pytest.skip("the kernels were imported with the interpreter switched on")
+            pytest.skip(OWN_PROCESS)
         stand_in = Compile(kernel)
         monkeypatch.setattr(module, name, stand_in)
         return stand_in
@@ -185,10 +190,12 @@ def test_merge_states_compiles(compiler):
 
 
 def test_move_kv_compiles(compiler):
-    stand_in = compiler(compiler.commit, "_move_kv_kernel")
+    stand_in = compiler(compiler.commit, "_move_path_kernel")
     caches = [torch.empty(4, 2, 16, 256, dtype=torch.bfloat16) for _ in range(2)]
-    slot = torch.zeros(2, 12, dtype=torch.int64)
-    compiler.commit.move_kv_triton(compiler.commit.KVCacheSet(caches), slot, slot, slot.bool())
+    path = torch.zeros(2, 12, dtype=torch.int64)
+    start, accepted = path[:, 0], torch.zeros(2, dtype=torch.int32)
+    together = compiler.commit.KVCacheSet(caches)
+    compiler.commit.move_path_triton(together, path.flatten(), start, start, path, accepted, 24)
     assert len(stand_in.compiled) == 1 and fits(stand_in)
 
 
@@ -295,9 +302,11 @@ def test_best_chain_compiles(compiler, num_nodes):
 
     stand_in = compiler(best_chain, "_best_chain_kernel")
     tree = DraftTree.empty(3, num_nodes, "cpu")
-    chain, origin = torch.zeros(3, 3, dtype=torch.bool)[:, 0], tree.token.to(torch.uint8)
-    made = best_chain.best_chain_triton(chain, origin=origin, **vars(tree))
-    assert len(made) == 7 and len(stand_in.compiled) == 1 and fits(stand_in)
+    origin = tree.token.to(torch.uint8)
+    for flag in (torch.bool, torch.int64):
+        chain = torch.zeros(3, 3, dtype=flag)[:, 0]
+        made = best_chain.best_chain_triton(chain, origin=origin, **vars(tree))
+    assert len(made) == 7 and len(stand_in.compiled) == 2 and fits(stand_in)
 
 
 @pytest.mark.parametrize(("size", "starts", "words"), [(1, 10, 1), (4, 4, 1), (8, 40, 15)])
@@ -312,11 +321,12 @@ def test_sight_compiles(compiler, size, starts, words):
         known[:, 0], known[:, 1], table[0, :3], known[:2, 2], size, words
     )
     rows = 1 + 3 * starts
-    for last in (known[:2, 0], row[:, 0]):
+    for last, reach in ((known[:2, 0], None), (row[:, 0], torch.zeros(2, 5, dtype=torch.int64))):
         block_sight.later_sight_triton(
-            row, row, last, torch.zeros(rows, size, words, dtype=torch.int64), table,
+            row, row, row.bool(), known[:, 1], last,
+            torch.zeros(rows, size, words, dtype=torch.int64), table,
             torch.zeros(2, rows, dtype=torch.int64), torch.zeros(2, rows, words, dtype=torch.int64),
-            3, 16, 4096,
+            reach, 3, 16, 4096,
         )  # fmt: skip
     assert len(first.compiled) == 1 and len(later.compiled) == 2 and fits(first) and fits(later)
 
@@ -325,19 +335,16 @@ def test_sight_compiles(compiler, size, starts, words):
 def test_committed_rows_compile(compiler, owner):
     from vllm_specblock.triton_kernels import committed_rows
 
-    rows, moves = (
-        compiler(committed_rows, name) for name in ("_committed_rows_kernel", "_moves_kernel")
-    )
+    stand_in = compiler(committed_rows, "_committed_rows_kernel")
     known, path = torch.zeros(3, 3, dtype=owner), torch.zeros(3, 13, dtype=torch.int64)
     of_rows, text = torch.zeros(39, dtype=torch.int64), torch.zeros(5, 100, dtype=torch.int32)
     start, accepted = of_rows[:3], torch.zeros(3, dtype=torch.int32)
-    committed_rows.moves_within_triton(start, start, path, accepted, 180)
     found = committed_rows.committed_rows_triton(
         of_rows, of_rows, torch.zeros(4, dtype=torch.int32), start, start, path, accepted, 180,
         of_rows, of_rows, known[0] if owner == torch.int32 else known[:, 0], text, torch.zeros(5),
     )  # fmt: skip
     assert [len(x) for x in found] == [39, 39, 39, 39, 3, 3]
-    assert all(len(stand_in.compiled) == 1 and fits(stand_in) for stand_in in (rows, moves))
+    assert len(stand_in.compiled) == 1 and fits(stand_in)
 
 
 @pytest.mark.parametrize(
@@ -368,12 +375,16 @@ def test_rope_compiles(compiler, dtype, size):
     from vllm_specblock.triton_kernels import rope
 
     stand_in = compiler(rope, "_rotate_pair_kernel")
-    query, key = torch.empty(3, 5, 32, size, dtype=dtype), torch.empty(3, 5, 8, size, dtype=dtype)
-    angle = torch.empty(3, 5, 1, size, dtype=dtype)
+    both = torch.empty(3, 5, 48, size, dtype=dtype)  # as a product leaves them
+    query, key = both[..., :32, :], both[..., 32:40, :]
     keep = torch.zeros(3, 3, dtype=torch.int64)[:, 0]
-    rope.rotate_pair_triton(query, key, angle, angle)
-    rope.rotate_pair_triton(query, key, angle, angle, keep)
+    norms = [torch.nn.RMSNorm(size, 1e-6, dtype=dtype)] * 2
+    angles = rope.Rope(keep, torch.empty(size), None)
+    rope.rotate_pair_triton(query, key, angles)
+    rope.rotate_pair_triton(query, key, angles, keep, norms)
     assert len(stand_in.compiled) == 2 and fits(stand_in)
+    # Quick sines are far off at far positions.
+    assert not [kernel for kernel in stand_in.compiled if "sin.approx" in kernel.asm["ptx"]]
 
 
 @pytest.mark.parametrize(("num_nodes", "heads"), [(1, 1), (60, 2), (256, 2)])
@@ -386,6 +397,161 @@ def test_counting_compiles(compiler, num_nodes, heads):
     path, flag = torch.zeros(3, 9, dtype=torch.int64), torch.zeros(3, dtype=torch.bool)
     origin, size = torch.zeros(3, num_nodes, dtype=torch.uint8), flag.int()
     total = torch.zeros(9, dtype=torch.int64)
-    count_nodes.count_verified_triton(total, origin, path[:, 0], path)
-    count_nodes.count_drafted_triton(total, [size] * heads, flag, flag, flag)
+    count_nodes.count_verified_triton(total, origin, path[:, 1], path[:, 0], path)
+    second = flag if heads == 2 else None
+    count_nodes.count_drafted_triton(total, [size] * heads, second, second, flag)
     assert all(len(stand_in.compiled) == 1 and fits(stand_in) for stand_in in (verified, drafted))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "vocab", "width", "sharp"),
+    [(torch.bfloat16, 32_000, 10, True), (torch.float32, 151_936, 32, False),
+     (torch.float16, 10, 1, True)],
+)  # fmt: skip
+def test_best_tokens_compile(compiler, dtype, vocab, width, sharp):
+    from vllm_specblock.triton_kernels import best_tokens, read_heads
+
+    found = compiler(read_heads, "_best_of_chunk_kernel"), compiler(best_tokens, "_merge_kernel")
+    logits, offset = torch.empty(2, 8, vocab, dtype=dtype), torch.zeros(vocab, dtype=torch.int64)
+    best_tokens.best_tokens_triton(logits, offset, width, 0.5, torch.ones(2) if sharp else None)
+    assert all(len(stand_in.compiled) == 1 and fits(stand_in) for stand_in in found)
+
+
+@pytest.mark.parametrize(
+    ("depth", "top_k", "width"), [(8, 10, 8), (8, 1, 1), (3, 10, 1), (1, 10, 10), (2, 32, 32)]
+)
+def test_growing_levels_compiles(compiler, depth, top_k, width):
+    from vllm_specblock.triton_kernels import grow_level
+
+    growing, selecting = (
+        compiler(grow_level, name) for name in ("_hang_and_grow_kernel", "_hang_and_select_kernel")
+    )
+    position = torch.zeros(2, 3, dtype=torch.int64)
+    limits = grow_level.LevelLimits(depth, top_k, width, 60)
+    levels = grow_level.GrowingLevels(limits, position[:, 1])
+    said = torch.zeros(2, 1, top_k, dtype=torch.int64)
+    grown = levels.hang(None, None, None, said.float(), said)
+    for level in range(2, depth + 1):
+        said = torch.zeros(2, width, top_k, dtype=torch.int64)
+        there = grown[4] if level % 2 else None
+        grown = levels.hang(grown[0], grown[4], there, said.float(), said)
+    assert len(growing.compiled) == depth - 1 and len(selecting.compiled) == 1
+    assert fits(growing) and fits(selecting)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_norms_and_gate_compile(compiler, dtype):
+    from vllm_specblock.triton_kernels import norms, silu_mul
+
+    names = ("_add_norm_kernel", "_norm_pair_kernel")
+    add_norm, norm_pair = (compiler(norms, name) for name in names)
+    gate = compiler(silu_mul, "_silu_mul_kernel")
+    row, query = torch.empty(3, 1, 4096, dtype=dtype), torch.empty(1, 4, 4096, dtype=dtype)
+    both, weight = torch.empty(3, 4, 8192, dtype=dtype), torch.empty(4096, dtype=dtype)
+    keep = torch.zeros(2, 3, dtype=torch.int64)[:, 0]
+    norms.add_norm_triton(row, query, weight, 1e-5)
+    norms.add_norm_triton(both[..., 4096:], both[:2, :, :4096], weight, 1e-5, keep)
+    norms.norm_pair_triton(row[:, 0], both[:, 0, :4096], weight, weight, 1e-5)
+    silu_mul.silu_mul_triton(torch.empty(3, 4, 28672, dtype=dtype))
+    assert [len(kernel.compiled) for kernel in (add_norm, norm_pair, gate)] == [2, 1, 1]
+    assert fits(add_norm) and fits(norm_pair) and fits(gate)
+
+
+def test_fp8_linear_onto_a_sum_compiles(compiler):
+    from vllm_specblock.triton_kernels import fp8_linear
+
+    stand_in = compiler(fp8_linear, "_fp8_linear_kernel")
+    weight = torch.empty(4096, 14336, dtype=torch.float8_e4m3fn)
+    for rows in (4, 2000):
+        x, residual = (torch.empty(rows, n, dtype=torch.bfloat16) for n in (14336, 4096))
+        fp8_linear.fp8_linear_triton(x, weight, torch.ones(4096), residual)
+    assert len(stand_in.compiled) == 2 and fits(stand_in)
+
+
+@pytest.mark.parametrize("num_nodes", [1, 60, 256])
+def test_seeing_trees_compiles(compiler, num_nodes):
+    from vllm_specblock.triton_kernels import see_trees
+
+    stand_in = compiler(see_trees, "_see_trees_kernel")
+    row, start = torch.zeros(16, dtype=torch.int64), torch.zeros(4, dtype=torch.int32)
+    words = num_nodes // 64 + 1
+    see_trees.see_trees_triton(
+        row, start, start[:3], row[:3], start, torch.zeros(5, num_nodes + 1, dtype=torch.int64),
+        torch.zeros(5, num_nodes + 1, words, dtype=torch.int64), row.int(),
+        torch.zeros(16, words, dtype=torch.int64), start[:3], row, row,
+    )  # fmt: skip
+    assert len(stand_in.compiled) == 1 and fits(stand_in)
+
+
+@pytest.mark.parametrize("num_nodes", [1, 60, 256])
+def test_walking_compiles(compiler, num_nodes):
+    from vllm_specblock.triton_kernels import share_siblings, walk
+
+    walked = compiler(walk, "_walk_kernel")
+    shared = compiler(share_siblings, "_share_siblings_kernel")
+    row, parent = torch.zeros(9, dtype=torch.int64), torch.zeros(5, num_nodes, dtype=torch.int32)
+    depth = torch.zeros(5, num_nodes + 1, dtype=torch.int64)
+    ancestors = torch.zeros(5, num_nodes + 1, num_nodes // 64 + 1, dtype=torch.int64)
+    share = torch.zeros(5, num_nodes)
+    given = (
+        row.int(), row, torch.zeros(4, dtype=torch.int32), torch.zeros(3, 3).long()[:, 0],
+        parent, depth, ancestors, torch.zeros(5, 9).long(), torch.zeros(5, dtype=torch.int32),
+    )  # fmt: skip
+    walk.walk_triton(*given)
+    walk.walk_triton(*given, walk.Imposed(share, share, torch.zeros(8), row, 0x9E3779B1, row))
+    share_siblings.share_siblings_triton(given[3], parent[:3], share[:3], share, share)
+    assert len(walked.compiled) == 2 and len(shared.compiled) == 1
+    assert fits(walked) and fits(shared)
+
+
+@pytest.mark.parametrize("num_nodes", [1, 60, 64, 256])
+@pytest.mark.parametrize("slot", ["eager", "graph"])
+def test_store_tree_compiles(compiler, num_nodes, slot):
+    from vllm_specblock.triton_kernels import store_tree
+
+    from vllm_specblock.tree import DraftTree
+
+    stand_in = compiler(store_tree, "_store_tree_kernel")
+    tree = DraftTree.empty(3, num_nodes, "cpu")
+    origin, known = tree.token.to(torch.uint8), torch.zeros(3, 3, dtype=torch.int64)
+    store_tree.store_tree_triton(
+        known[0] if slot == "eager" else known[:, 0], tree.parent, tree.depth, tree.ancestors,
+        tree.logprob, origin, tree.parent, torch.zeros(3, num_nodes + 1, dtype=torch.int64),
+        tree.ancestors, tree.logprob, origin, tree.size,
+    )  # fmt: skip
+    assert len(stand_in.compiled) == 1 and fits(stand_in)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("layers", [1, 3, 9])
+def test_gather_states_compiles(compiler, layers, dtype):
+    from vllm_specblock.triton_kernels import gather_states
+
+    stand_in = compiler(gather_states, "_gather_states_kernel")
+    states = [torch.empty(5, 4096, dtype=dtype) for _ in range(layers)]
+    out = gather_states.gather_states_triton(states, torch.zeros(4, dtype=torch.int64)[1:])
+    assert out.shape == (3, 4096 * layers)
+    assert len(stand_in.compiled) == -(-layers // 8) and fits(stand_in)
+
+
+def test_sharpness_compiles(compiler):
+    from vllm_specblock.triton_kernels import learn_sharpness
+
+    stand_in = compiler(learn_sharpness, "_sharpness_kernel")
+    assert learn_sharpness.sharpness_triton(torch.zeros(2), torch.zeros(3)).shape == (3,)
+    assert len(stand_in.compiled) == 1 and fits(stand_in)
+
+
+@pytest.mark.parametrize("known", [torch.int32, torch.int64], ids=["eager", "graph"])
+def test_read_verdicts_compile(compiler, known):
+    from vllm_specblock.triton_kernels import read_verdicts
+
+    stand_in = compiler(read_verdicts, "_read_verdicts_kernel")
+    table, path = torch.zeros(3, 3, dtype=known), torch.zeros(5, 13, dtype=torch.int64)
+    live = table[1].bool() if known == torch.int32 else table[:, 1]
+    start, accepted = torch.zeros(4, dtype=torch.int32), torch.zeros(5, dtype=torch.int32)
+    found = read_verdicts.read_verdicts_triton(
+        table[0], live, start, path[:3, 0].contiguous(), path, accepted
+    )
+    assert [len(x) for x in found] == [3] * 4
+    assert len(stand_in.compiled) == 1 and fits(stand_in)

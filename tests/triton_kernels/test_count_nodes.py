@@ -43,14 +43,16 @@ def test_verified_as_torch_counts(kernels, count, nodes):
     verified, _ = of_kernel(kernels, mine)
     torch.manual_seed(count)
     for _ in range(3):
-        origin = torch.randint(0, 4, (count, nodes), dtype=torch.uint8)
+        origin = torch.randint(0, 4, (count + 3, nodes), dtype=torch.uint8)
+        slot = torch.randperm(count + 3)[:count]
         scheduled = torch.randint(0, nodes + 1, (count,)) * (torch.rand(count) > 0.3)
         # Beyond what was scheduled a path is that of an earlier tree.
         path = torch.randint(0, nodes + 1, (count, DEPTH + 1))
         path[:, 0] = 0
-        theirs.verified(origin, scheduled, path)
+        theirs.verified(origin, slot, scheduled, path)
         device = kernels.device
-        verified(wide(origin, device), column(scheduled, device), wide(path, device))
+        columns = (column(x, device) for x in (slot, scheduled))
+        verified(wide(origin, device), *columns, wide(path, device))
         assert mine.total.tolist() == theirs.total.tolist()
     assert (theirs._nodes > 0).all() or count < 7, "nothing was counted"
 
@@ -72,6 +74,15 @@ def test_drafted_as_torch_counts(kernels, count, heads):
     assert len(set(theirs._drafts.tolist())) > 2 + heads or count < 256, "all the same"
 
 
+def test_no_second_head(kernels):
+    mine, theirs = HeadCounters(1, 3, 2, kernels.device), HeadCounters(1, 3, 2, "cpu")
+    size, live = torch.tensor([2, 3, 1], dtype=torch.int32), torch.tensor([True, False, True])
+    theirs.drafted([size], None, None, live)
+    of_kernel(kernels, mine)[1]([size.to(kernels.device)], None, None, live.to(kernels.device))
+    assert mine.as_dict() == theirs.as_dict()
+    assert mine.as_dict()["drafted_nodes_1"] == 3 and mine._drafts.tolist() == [3, 0, 0, 2, 2, 2]
+
+
 def test_every_integer_will_do(kernels):
     """The engine's numbers of scheduled nodes are int32 or int64, as its batch has them."""
     for dtype in (torch.int32, torch.int64):
@@ -79,5 +90,5 @@ def test_every_integer_will_do(kernels):
         origin = torch.ones(1, 4, dtype=torch.uint8, device=kernels.device)
         scheduled = torch.full((1,), 3, dtype=dtype, device=kernels.device)
         path = torch.tensor([[0, 2, 0]], device=kernels.device)
-        of_kernel(kernels, counters)[0](origin, scheduled, path)
+        of_kernel(kernels, counters)[0](origin, scheduled * 0, scheduled, path)
         assert counters._nodes.tolist() == [[3, 1, 1], [0, 0, 0], [0, 0, 0]]

@@ -65,3 +65,21 @@ def test_any_leading_shape_strides_and_no_rows(kernels):
     assert got.shape == (2, 2, 4, 20)
     torch.testing.assert_close(got, wanted, atol=1e-3, rtol=1e-3)
     assert launch(x[:0], short, scale).shape == (0, 20)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("shape", [(3, 40, 72), (70, 130, 200)], ids=str)
+def test_onto_a_sum(kernels, shape, dtype):
+    x, weight = inputs(*shape, dtype, kernels.device)
+    short, scale = quantize(weight)
+    residual = torch.randn(shape[:2]).to(kernels.device, dtype)
+    before = residual.clone()
+    got = kernels.load("fp8_linear").fp8_linear_triton(x, short, scale, residual)
+    wanted = fp8_linear_reference(x.float(), short, scale, residual.float())
+    assert got.dtype == dtype and torch.equal(residual, before)
+    torch.testing.assert_close(wanted - residual.float(), fp8_linear(x.float(), short, scale),
+                               atol=1e-5, rtol=1e-4)  # fmt: skip
+    size = wanted.abs().amax(0)
+    torch.testing.assert_close(
+        got.float() / size, wanted / size, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
+    )

@@ -59,6 +59,23 @@ def test_as_torch_learns(kernels, count, head):
         assert (theirs.log != Sharpness("cpu").log).all(), "nothing was learned"
 
 
+@pytest.mark.parametrize("count", [0, 1, 3, 300])
+def test_as_torch_says(kernels, count):
+    """β at temperature 0, below where both meet, and above."""
+    sharpness = Sharpness("cpu")
+    sharpness.log.copy_(torch.tensor([0.7, -0.2]))
+    heat = torch.tensor([0.0, 1.3, 0.05, 0.4, 0.9]).repeat(count // 5 + 1)[:count]
+    table = torch.full((count, 3), float("nan"), device=kernels.device)
+    table[:, 1] = heat
+    beta = kernels.load("learn_sharpness").sharpness_triton
+    log = sharpness.log.to(kernels.device)
+    for given in (heat.to(kernels.device), table[:, 1]):
+        found = beta(log, given).cpu()
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found, sharpness.of(heat), atol=0, rtol=1e-6)
+    assert count < 3 or len(set(found.tolist())) > 1
+
+
 @pytest.mark.parametrize("accepted", [0, DEPTH])
 def test_limits(kernels, accepted):
     """A head that is always, or never, right: the end of the range, and no further."""

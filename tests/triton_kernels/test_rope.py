@@ -1,4 +1,4 @@
-"""One launch rotates queries and keys as the torch description of it does."""
+"""One launch norms and rotates queries and keys as the torch description of it does."""
 
 from __future__ import annotations
 
@@ -6,30 +6,50 @@ import math
 
 import pytest
 import torch
-from vllm_specblock.triton_kernels.rope import rotate_pair, rotate_pair_reference
+from torch import nn
+from vllm_specblock.triton_kernels.rope import Rope, rotate_pair, rotate_pair_reference
 
 # The interpreter truncates where it should round to bfloat16.
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 2e-2}
 
 
+def rope_of(base, places, size, dtype):
+    """The angles of T rows, with and without their table."""
+    frequency = 0.7 ** torch.arange(size // 2, device=base.device)
+    turn = torch.cat([-frequency, frequency])
+    angle = (base[:, None] + torch.arange(places, device=base.device))[..., None, None] * turn
+    table = angle.cos().to(dtype), angle.sin().to(dtype)
+    return Rope(base, turn, None), Rope(base, turn, table)
+
+
 def inputs(lead, heads, kv_heads, size, dtype, device):
+    """query, key, and the two ropes; each row stands somewhere else."""
     torch.manual_seed(sum(lead) + heads + size)
     query, key = torch.randn(*lead, heads, size), torch.randn(*lead, kv_heads, size)
-    # Unlike halves: a kernel that reads the wrong one shows.
-    cos, sin = torch.rand(2, *lead, 1, size)
-    return [x.to(device, dtype) for x in (query, key, cos, sin)]
+    base = torch.randint(5000, (lead[0],)).to(device)
+    ropes = rope_of(base, math.prod(lead[1:]), size, dtype)
+    return query.to(device, dtype), key.to(device, dtype), *ropes
+
+
+def norms_over(size, dtype, device):
+    torch.manual_seed(size)
+    found = [nn.RMSNorm(size, 1e-2, device=device, dtype=dtype) for _ in range(2)]
+    for norm in found:
+        nn.init.uniform_(norm.weight, 0.5, 2.0)
+    return found
 
 
 def test_reference_turns_pairs_of_numbers():
     angle = torch.tensor([0.3, -1.1]).view(2, 1, 1).expand(2, 1, 2)  # [T, 1, D]
     state = torch.tensor([2.0, 0.5]).expand(2, 1, 2)
-    sin = angle.sin() * torch.tensor([-1.0, 1.0])
-    turned, _ = rotate_pair_reference(state, state, angle.cos(), sin)
+    table = angle.cos(), angle.sin() * torch.tensor([-1.0, 1.0])
+    turned, _ = rotate_pair_reference(state, state, Rope(None, None, table))
     for row, by in enumerate([0.3, -1.1]):
         wanted = complex(2, 0.5) * complex(math.cos(by), math.sin(by))
         assert complex(*turned[row, 0].tolist()) == pytest.approx(wanted)
 
 
+@pytest.mark.parametrize("normed", [False, True], ids=["plain", "normed"])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize(
     ("lead", "heads", "kv_heads", "size"),
@@ -42,45 +62,70 @@ def test_reference_turns_pairs_of_numbers():
     ],
     ids=str,
 )
-def test_as_torch_rotates(kernels, lead, heads, kv_heads, size, dtype):
-    given = inputs(lead, heads, kv_heads, size, dtype, kernels.device)
-    before = [x.clone() for x in given]
-    got = kernels.load("rope").rotate_pair_triton(*given)
-    for mine, theirs in zip(got, rotate_pair_reference(*given)):
-        assert mine.dtype == dtype and mine.shape == theirs.shape
-        torch.testing.assert_close(mine, theirs, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
-    assert all(torch.equal(x, y) for x, y in zip(given, before)), "the inputs are somebody's"
+@torch.no_grad()
+def test_as_torch_rotates(kernels, lead, heads, kv_heads, size, dtype, normed):
+    query, key, bare, full = inputs(lead, heads, kv_heads, size, dtype, kernels.device)
+    norms = norms_over(size, dtype, kernels.device) if normed else None
+    before = query.clone(), key.clone()
+    got = kernels.load("rope").rotate_pair_triton(query, key, bare, None, norms)
+    for mine, theirs in zip(got, rotate_pair_reference(query, key, full, None, norms)):
+        assert mine.dtype == dtype and mine.shape == theirs.shape and mine.is_contiguous()
+        # A norm leaves numbers of up to 4 or so, which are then rounded twice.
+        tolerance = TOLERANCE[dtype] * (4 if normed else 1)
+        torch.testing.assert_close(mine, theirs, atol=tolerance, rtol=TOLERANCE[dtype])
+    assert torch.equal(query, before[0]) and torch.equal(key, before[1]), "they are somebody's"
 
 
 @pytest.mark.parametrize("lead", [(9, 4), (9,)], ids=str)
 @pytest.mark.parametrize("kept", [[8, 0, 3], [], [5] * 11])
 def test_kept_rows(kernels, lead, kept):
     """Their queries only, at their own positions, named by a column of a table."""
-    query, key, cos, sin = inputs(lead, 6, 2, 32, torch.float32, kernels.device)
+    query, key, bare, full = inputs(lead, 6, 2, 32, torch.float32, kernels.device)
     table = torch.ones(len(kept), 3, dtype=torch.int64, device=kernels.device)
     table[:, 0] = torch.tensor(kept, dtype=torch.int64)
     keep = table[:, 0]
-    given = query[keep], key, cos, sin, keep
-    got = kernels.load("rope").rotate_pair_triton(*given)
-    for mine, theirs in zip(got, rotate_pair_reference(*given)):
+    got = kernels.load("rope").rotate_pair_triton(query[keep], key, bare, keep)
+    for mine, theirs in zip(got, rotate_pair_reference(query[keep], key, full, keep)):
         torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=1e-6)
 
 
-def test_strided_states_and_no_rows(kernels):
+@pytest.mark.parametrize("lead", [(4, 3), (4,)], ids=str)
+@torch.no_grad()
+def test_strided_states_and_positions(kernels, lead):
+    """Queries and keys as a stacked product leaves them; positions as a column, and a part."""
     launch = kernels.load("rope").rotate_pair_triton
-    query, key, cos, sin = inputs((4, 3), 4, 2, 16, torch.float32, kernels.device)
-    both = torch.cat([query, key], dim=-2)  # as a fused projection leaves them
-    got = launch(both[..., :4, :], both[..., 4:, :], cos, sin)
-    for mine, theirs in zip(got, rotate_pair_reference(query, key, cos, sin)):
-        torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=1e-6)
-    shapes = [x.shape for x in launch(*(x[:0] for x in (query, key, cos, sin)))]
-    assert shapes == [(0, 3, 4, 16), (0, 3, 2, 16)]
+    query, key, bare, full = inputs(lead, 4, 2, 16, torch.float32, kernels.device)
+    both = torch.cat([query, key, key], dim=-2).flatten(-2)
+    views = (x.unflatten(-1, (-1, 16)) for x in both.split([64, 32, 32], -1)[:2])
+    column = torch.full((5, 3), -9, device=kernels.device)
+    column[1:, 1] = bare.base
+    norms = norms_over(16, torch.float32, kernels.device)
+    got = launch(*views, bare._replace(base=column[1:, 1]), None, norms)
+    for mine, theirs in zip(got, rotate_pair_reference(query, key, full, None, norms)):
+        torch.testing.assert_close(mine, theirs, atol=2e-6, rtol=1e-6)
 
 
-def test_a_needed_gradient_takes_the_reference(kernels):
-    query, key, cos, sin = inputs((2, 3), 4, 2, 16, torch.float32, kernels.device)
-    assert all(
-        x.grad_fn for x in rotate_pair(query.requires_grad_(), key.requires_grad_(), cos, sin)
-    )
-    with torch.no_grad():
-        assert not any(x.requires_grad for x in rotate_pair(query, key, cos, sin))
+def test_no_rows(kernels):
+    query, key, bare, _ = inputs((4, 3), 4, 2, 16, torch.float32, kernels.device)
+    none = bare._replace(base=bare.base[:0])
+    got = kernels.load("rope").rotate_pair_triton(query[:0], key[:0], none)
+    assert [x.shape for x in got] == [(0, 3, 4, 16), (0, 3, 2, 16)]
+
+
+@pytest.mark.parametrize("theta", [1e4, 1e6])
+def test_far_positions_keep_their_angle(kernels, theta):
+    """Unit vectors show the angles themselves, up to 128 K tokens and beyond."""
+    base = torch.tensor([0, 1, 30_001, 105_616, 131_072, 1_000_003], device=kernels.device)
+    frequency = theta ** -(torch.arange(64, device=kernels.device) / 64).float()
+    bare = Rope(base, torch.cat([-frequency, frequency]), None)
+    unit = torch.cat([torch.ones(64), torch.zeros(64)]).expand(6, 1, 1, 128).to(kernels.device)
+    turned, _ = kernels.load("rope").rotate_pair_triton(unit, unit, bare)
+    angle = (base[:, None].float() * frequency).double()  # rounded as RoPE rounds it
+    wanted = torch.cat([angle.cos(), angle.sin()], -1)
+    torch.testing.assert_close(turned[:, 0, 0].double(), wanted, atol=2e-7, rtol=0)
+
+
+def test_a_table_means_the_reference(kernels):
+    query, key, _, full = inputs((2, 3), 4, 2, 16, torch.float32, kernels.device)
+    turned = rotate_pair(query.requires_grad_(), key.requires_grad_(), full)
+    assert all(x.grad_fn for x in turned)

@@ -25,7 +25,8 @@ class Combined:
     @classmethod
     def of(cls, tree: DraftTree, head: int) -> Combined:
         """All nodes are from one head; `head` is 1 or 2."""
-        return cls(tree, ((tree.parent >= 0) * head).to(torch.uint8))
+        used = (tree.parent >= 0).view(torch.uint8)
+        return cls(tree, used if head == 1 else used * head)
 
     def empty_where(self, condition: torch.Tensor) -> Combined:
         """No node in use for the requests where `condition` [R] bool holds."""
@@ -35,10 +36,11 @@ class Combined:
         )
 
     def where(self, chain: torch.Tensor) -> Combined:
-        """The best path alone, as a chain, for the requests where `chain` [R] bool holds."""
+        """The best path alone, as a chain, for the requests where `chain` [R] is true, or not 0."""
         if chain.is_cuda:
             *tree, origin = best_chain_triton(chain, origin=self.origin, **vars(self.tree))
             return Combined(DraftTree(*tree), origin)
+        chain = chain != 0
         entry, length = self.tree.best_path()
         place = torch.arange(entry.shape[1], device=entry.device)
         origin = torch.where(place < length[:, None], self.origin.gather(1, entry), 0)

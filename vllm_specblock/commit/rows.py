@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from vllm_specblock.triton_kernels.committed_rows import committed_rows_triton, moves_within_triton
+from vllm_specblock.triton_kernels.committed_rows import committed_rows_triton
 
 
 def committed_sources(
@@ -36,23 +36,6 @@ def committed_sources(
     root = (query_start + base - 1)[:, None]
     source, target = root + path[:, 1:], root + position
     return source, target, (position <= accepted[:, None]) & (source != target)
-
-
-def moves_within(
-    query_start: torch.Tensor,
-    base: torch.Tensor,
-    path: torch.Tensor,
-    accepted: torch.Tensor,
-    num_rows: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`committed_sources` in a batch of `num_rows` rows; CUDA tensors go to the kernel.
-
-    A path's unused positions would lead beyond the batch: they stay on its last row.
-    """
-    if path.is_cuda:
-        return moves_within_triton(query_start, base, path, accepted, num_rows)
-    source, target, moves = committed_sources(query_start, base, path, accepted)
-    return source.clamp(max=num_rows - 1), target.clamp(max=num_rows - 1), moves
 
 
 def committed_rows(

@@ -10,6 +10,7 @@ import torch
 
 from vllm_specblock.draft.sharpness import Sharpness
 from vllm_specblock.tree import DraftTree
+from vllm_specblock.triton_kernels.gather_states import gather_states_triton
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,10 @@ class CommittedRows:
 
     def features(self, layers: tuple[int, ...]) -> torch.Tensor:
         """[T, len(layers) · Ht], the states of `layers` (indices into `states`) side by side."""
-        return torch.cat([self.states[layer][self.source] for layer in layers], dim=-1)
+        states = [self.states[layer] for layer in layers]
+        if self.source.is_cuda:
+            return gather_states_triton(states, self.source)
+        return torch.cat([state[self.source] for state in states], dim=-1)
 
 
 @dataclass(frozen=True)

@@ -8,17 +8,20 @@ one pass. Parameter names are those of the published checkpoints.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vllm_specblock.draft.config import TOP_LOGPROBS, DrafterConfig
+from vllm_specblock.draft.layers import MLP, Attention, RMSNorm
 from vllm_specblock.draft.rope import Rotary
 from vllm_specblock.triton_kernels.layer_shift import layer_shift
+from vllm_specblock.triton_kernels.norms import add_norm, norm_pair
 from vllm_specblock.triton_kernels.read_heads import read_heads
 from vllm_specblock.triton_kernels.read_heads_reference import top_and_features
-from vllm_specblock.triton_kernels.rope import rotate_pair
+from vllm_specblock.triton_kernels.rope import Rope
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """attend(layer, query [Q,K,nh,D], key [T,K,nkv,D], value [T,K,nkv,D]) -> [Q,K,nh,D].
@@ -86,17 +89,16 @@ class SpecBlockDrafter(nn.Module):
             [T or Q, K, H], the state before the final norm: what `heads` reads, and what a
             later block takes as its condition.
         """
-        hidden = self.input_layer(condition, embedding)
+        hidden, normed = self.input_layer(condition, embedding, self.layers[0].input_layernorm)
         rope = self.rotary(base, hidden.dtype)
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
-            normed = None
             if index and self.config.layer_shift:
                 # The cast only matters under autocast: the kernel wants one dtype.
                 weight = self.shift_proj[index - 1].weight.to(hidden.dtype)
                 hidden, normed = layer_shift(hidden, weight, layer.input_layernorm)
             kept = keep if index == last else None
-            hidden = layer(index, hidden, rope, attend, kept, normed)
+            hidden, normed = layer(index, hidden, rope, attend, kept, normed), None
         return hidden
 
     def heads(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -143,24 +145,6 @@ class SpecBlockDrafter(nn.Module):
         return None if scope == "full" else scope
 
 
-class RMSNorm(nn.RMSNorm):
-    """RMS norm with float32 arithmetic inside."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., n] -> [..., n], in the dtype of x.
-
-        Under autocast, too: left to itself it leaves weights in float32, and on a GPU makes
-        float32 of the result, of which every projection after it would keep a copy of its own.
-        """
-        if torch.is_autocast_enabled(x.device.type):
-            with torch.autocast(x.device.type, enabled=False):
-                return self._norm(x)
-        return self._norm(x)
-
-    def _norm(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
-
-
 class InputLayer(nn.Module):
     """Condition, token and position query, normed and fused (eq. 2)."""
 
@@ -186,20 +170,22 @@ class InputLayer(nn.Module):
         )
         self.fuse = of_row
 
-    def forward(self, condition: Tensor, embedding: Tensor) -> Tensor:
-        """condition [T, H], embedding [T, H] -> [T, K, H].
+    def forward(self, condition: Tensor, embedding: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+        """condition [T, H], embedding [T, H] -> [T, K, H], and its `norm`: that of layer 1.
 
         W_fuse is linear in its three inputs, and only the query varies over the K positions:
         the rows' part is computed once per row, the queries' once per forward.
         """
-        row = torch.cat([self.condition_norm(condition), self.token_norm(embedding)], dim=-1)
+        row = norm_pair(condition, embedding, self.condition_norm, self.token_norm)
         if self.folded is not None:
             row, query = self.fuse(row), self.folded
         else:
             row, query = F.linear(row, self.fuse.weight[:, : row.shape[-1]]), self._queries()
         if self.prefix_broadcast:
-            return row[:, None] + query
-        return torch.cat([row[:, None] + query[:1], query[1:].expand(len(row), -1, -1)], dim=1)
+            return add_norm(row[:, None], query[None], norm)
+        first, rest = row[:, None] + query[:1], query[1:].expand(len(row), -1, -1)
+        hidden = torch.cat([first, rest], dim=1)
+        return hidden, norm(hidden)
 
     def _queries(self) -> Tensor:
         """[K, H], what the K position queries add."""
@@ -213,7 +199,7 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: DrafterConfig):
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config)
+        self.self_attn = Attention(config, config.hidden_size)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
@@ -221,72 +207,17 @@ class DecoderLayer(nn.Module):
         self,
         index: int,
         hidden: Tensor,
-        rope: tuple[Tensor, Tensor],
+        rope: Rope,
         attend: Attend,
         keep: Tensor | None,
         normed: Tensor | None = None,
     ) -> Tensor:
-        """hidden [T, K, H], rope 2 × [T, K, 1, D], keep [Q] -> [T or Q, K, H].
+        """hidden [T, K, H], keep [Q] -> [T or Q, K, H].
 
         normed: [T, K, H], the input norm of `hidden`, from whoever has it already.
         """
         if normed is None:
             normed = self.input_layernorm(hidden)
-        mixed = self.self_attn(index, normed, rope, attend, keep)
-        hidden = (hidden if keep is None else hidden[keep]) + mixed
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
-
-
-class Attention(nn.Module):
-    """Projections and RoPE around `attend`."""
-
-    def __init__(self, config: DrafterConfig):
-        super().__init__()
-        size, self.head_dim = config.hidden_size, config.head_dim
-        width = config.num_attention_heads * config.head_dim
-        kv_width = config.num_key_value_heads * config.head_dim
-        self.q_proj = nn.Linear(size, width, bias=False)
-        self.k_proj = nn.Linear(size, kv_width, bias=False)
-        self.v_proj = nn.Linear(size, kv_width, bias=False)
-        self.o_proj = nn.Linear(width, size, bias=False)
-        if config.qk_norm:
-            self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
-            self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
-        else:
-            self.q_norm = self.k_norm = nn.Identity()
-
-    def forward(
-        self,
-        index: int,
-        normed: Tensor,
-        rope: tuple[Tensor, Tensor],
-        attend: Attend,
-        keep: Tensor | None,
-    ) -> Tensor:
-        """normed [T, K, H] -> [T or Q, K, H]."""
-        per_head = (-1, self.head_dim)
-        key = self.k_norm(self.k_proj(normed).unflatten(-1, per_head))
-        value = self.v_proj(normed).unflatten(-1, per_head)
-        asking = normed if keep is None else normed[keep]
-        query = self.q_norm(self.q_proj(asking).unflatten(-1, per_head))
-        query, key = rotate_pair(query, key, *rope, keep)
-        return self.o_proj(attend(index, query, key, value).flatten(-2))
-
-
-class MLP(nn.Module):
-    """SiLU-gated feed-forward layer."""
-
-    def __init__(self, config: DrafterConfig):
-        super().__init__()
-        size, inner = config.hidden_size, config.intermediate_size
-        self.gate_proj = nn.Linear(size, inner, bias=False)
-        self.up_proj = nn.Linear(size, inner, bias=False)
-        self.down_proj = nn.Linear(inner, size, bias=False)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """[..., H] -> [..., H]."""
-        # Without a gradient in place: of a prompt these are the largest tensors by far.
-        serves = not torch.is_grad_enabled()
-        gate = F.silu(self.gate_proj(hidden), inplace=serves)
-        up = self.up_proj(hidden)
-        return self.down_proj(gate.mul_(up) if serves else gate * up)
+        mixed = self.self_attn(normed, rope, partial(attend, index), keep)
+        hidden, normed = add_norm(hidden, mixed, self.post_attention_layernorm, keep)
+        return self.mlp(normed, hidden)

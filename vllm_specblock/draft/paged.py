@@ -12,6 +12,8 @@ come.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from vllm_specblock.commit.store import store_kv
@@ -49,6 +51,23 @@ class PagedAttention:
         return out.view_as(query)
 
 
+class LaterBlock(NamedTuple):
+    """What a later block's S rows per request are to the drafter.
+
+    Attributes:
+        attend: what they attend with.
+        valid: [R, S] bool, starts that count, and whose row has a slot at all.
+        source: [R·S] int64, what each start goes on from, in the rows drafted so far, [R, rows, K]
+            flattened.
+        base: [R·S] int64, RoPE's position of each row's first; the others follow.
+    """
+
+    attend: PagedAttention
+    valid: torch.Tensor
+    source: torch.Tensor
+    base: torch.Tensor
+
+
 class BlockSight:
     """Builds the PagedAttention of each block of a step.
 
@@ -58,6 +77,8 @@ class BlockSight:
         num_starts: S, rows of every block after the first.
         num_blocks: M.
         max_position: positions at or beyond it have no slot (the model's length limit).
+        path_rope: RoPE counts the tokens on the path to a later block's row. Otherwise all of
+            them stand where block 1's drafting row does.
     """
 
     def __init__(
@@ -68,9 +89,10 @@ class BlockSight:
         num_blocks: int,
         max_position: int,
         device: torch.device,
+        path_rope: bool = False,
     ):
         self.caches, self.K, self.S = caches, block_size, num_starts
-        self.max_position = max_position
+        self.max_position, self.path_rope = max_position, path_rope
         self.k = torch.arange(block_size, device=device)
         self.rows = torch.arange(num_starts, device=device)
         # Row 0 is the drafting row of block 1 and owns no bits: what later blocks see of it is
@@ -92,13 +114,24 @@ class BlockSight:
 
     def step(self, rows: CommittedRows) -> None:
         """Begin a step; later blocks stand behind the last of `rows`."""
-        self.rows_of_step, self.newest = rows, rows.position[rows.last]
+        # Not the rows themselves: a prompt's states may be hundreds of megabytes, and the next
+        # step may be a graph's.
+        self.position, self.row, self.table = rows.position, rows.last, rows.block_table
+        self.token_block, self.newest_bound = rows.block_size, rows.max_position
 
-    def first(self, rows: CommittedRows) -> PagedAttention:
+    @property
+    def newest(self) -> torch.Tensor:
+        """[R] int64, the position of the row that drafts."""
+        return self.position[self.row]
+
+    def first(self, rows: CommittedRows) -> tuple[PagedAttention, torch.Tensor]:
         """Block 1: committed rows, of which the last of each request drafts.
 
         Args:
             rows: of the step, all or some; those before them are in the cache already.
+
+        Returns:
+            the attention, and [T] int64: RoPE's position of each row's first.
         """
         K, table, size = self.K, rows.block_table, rows.block_size * self.K
         if self.fused:
@@ -119,7 +152,7 @@ class BlockSight:
             table, size, sight.kept_start, each, sight.ends, limit, sight.kept_prefix,
             sight.words, sight.ends,
         )  # fmt: skip
-        return PagedAttention(self.caches, sight.entry, queries, kept)
+        return PagedAttention(self.caches, sight.entry, queries, kept), sight.base
 
     def _first(self, rows: CommittedRows) -> FirstSight:
         """What `first_sight_triton` works out."""
@@ -133,6 +166,7 @@ class BlockSight:
             ends=((rows.position[rows.last] + 1) * K).int(),
             kept_start=torch.arange(0, requests * K + 1, K, dtype=torch.int32, device=see.device),
             kept_prefix=see[rows.last].flatten(),
+            base=rows.position + 1,
         )
 
     def warm_up(self, block_table: torch.Tensor, most_rows: int, num_heads: int) -> None:
@@ -146,31 +180,31 @@ class BlockSight:
 
     def begin(self, requests: torch.Tensor | None) -> None:
         """Say for which requests ([n] int64; None: all of the step) later blocks are drafted."""
-        step, last, table = self.rows_of_step, self.newest, self.rows_of_step.block_table
+        # Of the row that drafts: its number in the step where a launch looks its position up.
+        last, table = self.row if self.fused else self.newest, self.table
         if requests is not None:
             last, table = last[requests], table[requests]
         self.last, self.block_table, self.requests = last, table, len(last)
-        self.token_block, self.newest_bound = step.block_size, step.max_position
-        # Per row that has been drafted: entries it sees as prefix, and its window bits.
+        # Per row that has been drafted: entries it sees as prefix, its window bits, and tokens
+        # drafted before it.
         if self.fused:  # as many as there will be; every launch fills in its own
             rows, _, width = self.own.shape
             self.prefix = last.new_empty(len(last), rows)
             self.words = last.new_empty(len(last), rows, width)
+            self.reach = torch.empty_like(self.prefix) if self.path_rope else None
         else:
             self.prefix = last[:, None] * self.K  # [R, 1]
             self.words = self.own.new_zeros(len(last), 1, self.own.shape[-1])  # [R, 1, W]
+            self.reach = torch.zeros_like(self.prefix)
 
-    def next(self, block: int, starts: Starts) -> tuple[PagedAttention, torch.Tensor]:
-        """Block `block` ≥ 2 from S starts per request.
-
-        Returns:
-            the attention, and [R, S] bool: the starts whose row has a slot at all.
-        """
+    def next(self, block: int, starts: Starts) -> LaterBlock:
+        """Block `block` ≥ 2 from S starts per request."""
         K, S, table = self.K, self.S, self.block_table
         if self.fused:
             sight = later_sight_triton(
-                starts.row, starts.position, self.last, self.own, table, self.prefix, self.words,
-                block, self.token_block, self.max_position,
+                starts.row, starts.position, starts.valid, self.position, self.last,
+                self.own, table, self.prefix, self.words, self.reach, block, self.token_block,
+                self.max_position,
             )  # fmt: skip
         else:
             sight = self._later(block, starts)
@@ -187,7 +221,8 @@ class BlockSight:
             sight.words,
             sight.window_start,
         )
-        return PagedAttention(self.caches, sight.entry, queries), sight.there
+        attend = PagedAttention(self.caches, sight.entry, queries)
+        return LaterBlock(attend, sight.valid, sight.source, sight.base)
 
     def _later(self, block: int, starts: Starts) -> LaterSight:
         """What `later_sight_triton` works out."""
@@ -201,7 +236,9 @@ class BlockSight:
         width = self.own.shape[-1]
         path = self.words.gather(1, row[..., None].expand(-1, -1, width))
         path = path | self.own[row, position]  # [R, S, W]; row 0 owns no bits
+        reach = self.reach.gather(1, row) + position + 1
         self.prefix = torch.cat([self.prefix, prefix], 1)
+        self.reach = torch.cat([self.reach, reach], 1)
         self.words = torch.cat([self.words, path], 1)
 
         at = self.last[:, None] + first_row + self.rows  # [R, S] token positions to borrow
@@ -215,6 +252,8 @@ class BlockSight:
         window = ((self.last + 1) * K).int()
         ahead = (block - 1) * S * K
         last = self.requests * S * K
+        request = torch.arange(self.requests, device=at.device)[:, None]
+        base = self.last[:, None] + 1 + (reach if self.path_rope else torch.zeros_like(reach))
         return LaterSight(
             entry=entry.flatten(0, 1),
             query_start=torch.arange(0, last + 1, S * K, dtype=torch.int32, device=at.device),
@@ -222,7 +261,9 @@ class BlockSight:
             words=(path[:, :, None] | own).flatten(0, 2),
             seq_len=(window + ahead).clamp(max=self.max_position * K),
             window_start=window,
-            there=there,
+            valid=starts.valid & there,
+            source=((request * first_row + row) * K + position).flatten(),
+            base=base.flatten(),
         )
 
 

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from vllm_specblock.draft.config import DrafterConfig, rope_type
+from vllm_specblock.triton_kernels.rope import Rope
 
 
 class Rotary(nn.Module):
-    """The angles: one (cos, sin) per forward serves all layers.
+    """The angles of one forward, for all its layers.
 
-    One forward is four launches on a GPU, which is why what does not change is kept: `offset`
-    [K] int64, and `turn` [D] float32, the frequencies twice. Its first half is negative, since
-    sin is odd and cos even: the minus of the rotation sits in sin.
+    What does not change is kept: `offset` [K] int64, and `turn` [D] float32, the frequencies
+    twice, with the signs that `Rope` wants.
     """
 
     def __init__(self, config: DrafterConfig):
@@ -39,8 +39,16 @@ class Rotary(nn.Module):
             setattr(self, name, table.to(self.frequency.device))
         return self
 
-    def forward(self, base: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """base [T] int64 -> cos and signed sin, each [T, K, 1, D]; position k is at base + k."""
+    def forward(self, base: Tensor, dtype: torch.dtype) -> Rope:
+        """base [T] int64, the position of each row's first draft position; k is at base + k.
+
+        dtype: of the states that will be turned.
+        """
+        by_kernel = base.is_cuda and not torch.is_grad_enabled()
+        return Rope(base, self.turn, None if by_kernel else self.table(base, dtype))
+
+    def table(self, base: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """base [T] int64 -> cos and signed sin, each [T, K, 1, D]."""
         angle = (base[:, None] + self.offset)[..., None, None] * self.turn
         # Rounded on the way out, not by a launch of their own.
         cos, sin = (torch.empty_like(angle, dtype=dtype) for _ in range(2))

@@ -5,31 +5,11 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from vllm_specblock.triton_kernels.fp8_linear import fp8_linear, quantize
+from vllm_specblock.draft.linear import Fp8Linear
 
 Quantization = Literal["fp8"]
-
-
-class Fp8Linear(nn.Module):
-    """nn.Linear without a gradient whose weights lie in 8 bits; see `triton_kernels/fp8_linear.py`.
-
-    Args:
-        linear: what it stands for from now on.
-    """
-
-    def __init__(self, linear: nn.Linear):
-        super().__init__()
-        weight, scale = quantize(linear.weight.detach())
-        self.register_buffer("weight", weight)
-        self.register_buffer("scale", scale)
-        self.bias = linear.bias
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., in] -> [..., out], in the dtype of x."""
-        out = fp8_linear(x, self.weight, self.scale)
-        return out if self.bias is None else out + self.bias
 
 
 KEPT = ("shift_proj", "rank_head")
@@ -48,9 +28,9 @@ def prepare(drafter: nn.Module, quantization: Quantization | None) -> nn.Module:
     Returns:
         the drafter.
     """
-    for module in list(drafter.modules()):
-        if hasattr(module, "fold"):
-            module.fold()
+    # Not of all modules: whatever a list names stays in memory, also when it is folded away.
+    for module in [module for module in drafter.modules() if hasattr(module, "fold")]:
+        module.fold()
     if quantization == "fp8":
         _shorten(drafter)
     return drafter

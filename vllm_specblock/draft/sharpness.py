@@ -14,7 +14,7 @@ import math
 
 import torch
 
-from vllm_specblock.triton_kernels.learn_sharpness import learn_sharpness_triton
+from vllm_specblock.triton_kernels.learn_sharpness import learn_sharpness_triton, sharpness_triton
 from vllm_specblock.verify.verified import Verified
 
 GREEDY, SAMPLING = 1.5, 1.0
@@ -60,6 +60,8 @@ class Sharpness:
 
     def of(self, temperature: torch.Tensor) -> torch.Tensor:
         """β for requests that sample at `temperature` [R] fp32 (0: greedy); [R] fp32."""
+        if self.log.is_cuda:
+            return sharpness_triton(self.log, temperature)
         greedy, sampling = self.log.exp().unbind()
         return torch.minimum(greedy, sampling / temperature)  # infinite at temperature 0
 

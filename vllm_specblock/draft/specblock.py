@@ -53,7 +53,6 @@ class SpecBlockHead(Head):
         widths = tuple(min(width, most) for width in options.branching)
         self.shape = Shape(self.K, blocks, starts, widths, num_nodes)
         self.max_depth = min(num_nodes, blocks * self.K)
-        self.path_rope = drafter.config.block_rope == "path"
         if options.learn_sharpness:
             self.sharpness = Sharpness(drafter.lm_head.weight.device)
 
@@ -70,6 +69,7 @@ class SpecBlockHead(Head):
             self.shape.num_blocks,
             self.max_model_len,
             caches[0].device,
+            self.drafter.config.block_rope == "path",
         )
         self.width = torch.tensor(self.shape.branching, device=caches[0].device)
 
@@ -79,44 +79,32 @@ class SpecBlockHead(Head):
     def advance(self, rows: CommittedRows) -> None:
         self.sight.step(rows)
         self.hidden = advance_in_parts(rows, self._forward)  # [R, K, H]
-        self.base = rows.position[rows.last] + 1  # [R]
         self.beta = self.sharpness_of(rows)  # [R]
 
     def _forward(self, rows: CommittedRows) -> torch.Tensor:
-        attend = self.sight.first(rows)
+        attend, base = self.sight.first(rows)
         condition = self.drafter.condition(rows.features(self.layers))
-        return self.drafter(condition, self.embed(rows.token), rows.position + 1, attend, rows.last)
+        return self.drafter(condition, self.embed(rows.token), base, attend, rows.last)
 
     def draft(self, requests: torch.Tensor | None = None) -> DraftTree:
-        drafter, K, S = self.drafter, self.K, self.shape.num_starts
-        hidden, base, beta = self.hidden, self.base[:, None], self.beta
+        drafter, shape, beta = self.drafter, self.shape, self.beta
+        drafted = self.hidden[:, None]  # [R, rows so far, K, H]; row 0 is the drafting row
         if requests is not None:
-            hidden, base = hidden[requests], base[requests]
+            drafted = drafted[requests]
             beta = None if beta is None else beta[requests]
-        num_requests = hidden.shape[0]
-        growth = expansion(self.shape, self.width, num_requests)
-        growth.first_block(*drafter.candidates(hidden, self.shape.width, beta))
+        growth = expansion(shape, self.width, len(drafted))
+        growth.first_block(*drafter.candidates(drafted[:, 0], shape.width, beta))
 
         self.sight.begin(requests)
-        drafted = hidden[:, None]  # [R, rows so far, K, H]; row 0 is the drafting row
-        depth = torch.zeros_like(base)  # [R, rows so far] tokens before a row
-        request = torch.arange(num_requests, device=hidden.device)[:, None]
-        for block in range(2, self.shape.num_blocks + 1):
+        for block in range(2, shape.num_blocks + 1):
             starts = growth.starts(block)
-            attend, there = self.sight.next(block, starts)
-            condition = drafted[request, starts.row, starts.position]  # [R, S, H]
-            row_base = base.expand(-1, S)
-            if self.path_rope:
-                reach = depth.gather(1, starts.row) + starts.position + 1
-                depth = torch.cat([depth, reach], 1)
-                row_base = row_base + reach
-            hidden = drafter(
-                condition.flatten(0, 1),
-                self.embed(starts.token.flatten()),
-                row_base.flatten(),
-                attend,
-            ).view(num_requests, S, K, -1)
-            starts = replace(starts, valid=starts.valid & there)
-            growth.next_block(starts, block, *drafter.candidates(hidden, self.shape.width, beta))
-            drafted = torch.cat([drafted, hidden], 1)
+            rows = self.sight.next(block, starts)
+            condition = drafted.flatten(0, 2)[rows.source]  # [R·S, H]
+            embedded = self.embed(starts.token.flatten())
+            hidden = drafter(condition, embedded, rows.base, rows.attend)
+            hidden = hidden.unflatten(0, starts.token.shape)  # [R, S, K, H]
+            candidates = drafter.candidates(hidden, shape.width, beta)
+            growth.next_block(replace(starts, valid=rows.valid), block, *candidates)
+            if block < shape.num_blocks:
+                drafted = torch.cat([drafted, hidden], 1)
         return growth.finish()

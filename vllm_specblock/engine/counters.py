@@ -52,40 +52,49 @@ class HeadCounters:
         if self.total.is_cuda:
             self._host = torch.zeros(self.total.shape, dtype=torch.int64, pin_memory=True)
 
-    def verified(self, origin: torch.Tensor, scheduled: torch.Tensor, path: torch.Tensor) -> None:
+    def verified(
+        self,
+        origin: torch.Tensor,
+        slot: torch.Tensor,
+        scheduled: torch.Tensor,
+        path: torch.Tensor,
+    ) -> None:
         """Count the trees that the target ran on in this step.
 
         Args:
-            origin: [R, N] uint8, who drafted a node: bit 0 head 1, bit 1 head 2; 0: slot not in
-                use.
+            origin: [S, N] uint8, by request slot, who drafted a node: bit 0 head 1, bit 1 head 2;
+                0: node slot not in use.
+            slot: [R] integers, each request's.
             scheduled: [R] integers, nodes that the target ran on, the first ones of the tree;
                 0 leaves the request out, whatever its other rows say.
             path: [R, D+1] int64, accepted nodes; 0 (the root) first and beyond the end.
         """
         if self.total.is_cuda:
-            return count_verified_triton(self._nodes, origin, scheduled, path)
+            return count_verified_triton(self._nodes, origin, slot, scheduled, path)
         # The root is nobody's: its 0 also stands for what lies beyond the path's end.
-        seen = torch.nn.functional.pad(origin, (1, 0)) * (self._node <= scheduled[:, None])
+        seen = torch.nn.functional.pad(origin[slot], (1, 0)) * (self._node <= scheduled[:, None])
         kinds = torch.cat([seen, seen.gather(1, path), seen[:, 1:2]], dim=1)
         self._nodes.index_add_(1, self._column, (kinds == self._kinds).sum(1))
 
     def drafted(
         self,
         sizes: Sequence[torch.Tensor],
-        second: torch.Tensor,
-        agreed: torch.Tensor,
+        second: torch.Tensor | None,
+        agreed: torch.Tensor | None,
         live: torch.Tensor,
     ) -> None:
         """Count the trees that the heads drafted in this step.
 
         Args:
             sizes: per head [R] int32, nodes of its own tree; 0 where it has none.
-            second: [R] bool, the second head was asked.
-            agreed: [R] bool, both heads' trees begin with the same token.
+            second: [R] bool, the second head was asked; None: there is none.
+            agreed: [R] bool, both heads' trees begin with the same token; None likewise.
             live: [R] bool; the other requests are left out (mid-prompt, padding).
         """
         if self.total.is_cuda:
             return count_drafted_triton(self._drafts, sizes, second, agreed, live)
+        if second is None:
+            second = agreed = torch.zeros_like(live)
         table = torch.stack([*sizes, second.int(), agreed.int()]) * live
         trees = table[: self.num_heads] > 0
         rows = [table, trees, trees.all(0, keepdim=True), live[None]]

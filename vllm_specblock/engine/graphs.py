@@ -36,7 +36,7 @@ class StepInputs:
         hidden_states: per layer that a head reads [≥ batch rows, Ht].
         block_table: [R, max blocks] int32.
         block_size: tokens per block.
-        chain: [R] bool, requests that verify a chain; None: no one does.
+        chain: [R] bool or integers (not 0), requests that verify a chain; None: no one does.
     """
 
     rows: StepRows
@@ -67,18 +67,12 @@ class DecodeRows(StepRows):
 
     def __init__(self, batch: InputBatch, slots: TreeSlots, known: torch.Tensor):
         super().__init__(batch, slots, pad=True)
-        self.slots, self.known = slots, known
+        self.known = known
 
     def read(self) -> None:
         """Take in the step's own values."""
-        slot = self.known[:, _SLOT]
-        self.path, self.accepted = self.slots.path[slot], self.slots.accepted[slot]
-        starts = self.batch.query_start_loc.long()
-        self.query_start = starts[:-1]
-        self.goes_on = self.known[:, _GOES_ON] != 0
-        # Rows of nobody count as no drafts.
-        self.drafts = (starts.diff() - self.base) * self.goes_on
-        self.chain = self.known[:, _CHAIN] != 0
+        self.goes_on, self.chain = self.known[:, _GOES_ON], self.known[:, _CHAIN]
+        self.read_verdicts(self.known[:, _SLOT])
 
 
 class ProposalGraphs(CudaGraphManager):
@@ -234,10 +228,12 @@ class ProposalGraphs(CudaGraphManager):
         known[:count, _CHAIN] = chain
         async_tensor_h2d(known, out=self.known[:size])
         self.query_start[: count + 1].copy_(batch.query_start_loc[: count + 1])
-        if hidden_states:  # all of them in one launch
+        # An n-gram head reads none, though vLLM hands one on.
+        wanted = list(zip(self.hidden_states, hidden_states or ()))
+        if wanted:  # all of them in one launch
             torch._foreach_copy_(
-                [buffer[:num_rows] for buffer in self.hidden_states],
-                [states[:num_rows] for states in hidden_states],
+                [buffer[:num_rows] for buffer, _ in wanted],
+                [states[:num_rows] for _, states in wanted],
             )
         if count < size:
             # Whoever had these rows in an earlier batch may still own the blocks, and a filler

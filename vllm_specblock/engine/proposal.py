@@ -29,14 +29,14 @@ class Proposal:
     Attributes:
         combined: R trees of N slots, and which head each node is from.
         drafted: per head [R] int32, nodes of its own tree; 0 where it did not draft.
-        second: [R] bool, the second head drafted; all False with one head.
-        agreed: [R] bool, both drafted and name the same first token.
+        second: [R] bool, the second head drafted; None with one head.
+        agreed: [R] bool, both drafted and name the same first token; None with one head.
     """
 
     combined: Combined
     drafted: tuple[torch.Tensor, ...]
-    second: torch.Tensor
-    agreed: torch.Tensor
+    second: torch.Tensor | None
+    agreed: torch.Tensor | None
 
 
 class Proposer(ABC):
@@ -83,8 +83,7 @@ class One(Proposer):
 
     def combine(self, rows: CommittedRows) -> Proposal:
         tree = self.heads[0].draft()
-        none = torch.zeros_like(tree.size, dtype=torch.bool)
-        return Proposal(Combined.of(tree, head=1), (tree.size,), none, none)
+        return Proposal(Combined.of(tree, head=1), (tree.size,), None, None)
 
 
 class Route(Proposer):

@@ -7,9 +7,12 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
-from vllm_specblock.commit.rows import committed_rows, moves_within
+from vllm_specblock.commit.move import move_path
+from vllm_specblock.commit.rows import committed_rows
+from vllm_specblock.commit.verdicts import read_verdicts
 from vllm_specblock.draft.head import CommittedRows
 from vllm_specblock.engine.slots import TreeSlots
+from vllm_specblock.triton_kernels.commit import KVCacheSet
 
 
 class StepRows:
@@ -24,38 +27,43 @@ class StepRows:
     """
 
     def __init__(self, batch: InputBatch, slots: TreeSlots, pad: bool):
-        self.batch = batch
+        self.batch, self.slots = batch, slots
         num_reqs, device = batch.num_reqs, batch.idx_mapping.device
         drafts = batch.num_draft_tokens_per_req
         if drafts is None:
             drafts = np.zeros(num_reqs, dtype=np.int32)
         self.has_drafts = batch.num_draft_tokens > 0
         base = batch.num_scheduled_tokens[:num_reqs] - drafts
-        self.path = slots.path[batch.idx_mapping]
-        self.accepted = slots.accepted[batch.idx_mapping]
+
+        def put(array: np.ndarray, dtype: type = np.int64) -> torch.Tensor:
+            return async_tensor_h2d(array.astype(dtype), device=device)
+
+        self.base = put(base)
+        prompt_done = batch.num_computed_prefill_tokens_np + batch.num_scheduled_tokens[:num_reqs]
+        self.goes_on = put(prompt_done >= batch.prefill_len_np).bool()  # [R], has a root
+        self.read_verdicts(batch.idx_mapping)
         on_path = slots.max_depth if pad else self.accepted.numpy()  # a host tensor, not padded
         counts = base + np.where(drafts > 0, on_path, 0)
         self.row_start_host = [0, *np.cumsum(counts).tolist()]  # a host array
         request = np.repeat(np.arange(num_reqs), counts)
         local = np.arange(len(request)) - np.repeat(self.row_start_host[:-1], counts)
 
-        def put(array: np.ndarray, dtype: type = np.int64) -> torch.Tensor:
-            return async_tensor_h2d(array.astype(dtype), device=device)
-
-        self.request, self.local, self.base = put(request), put(local), put(base)
+        self.request, self.local = put(request), put(local)
         self.row_start = put(np.array(self.row_start_host), np.int32)
-        prompt_done = batch.num_computed_prefill_tokens_np + batch.num_scheduled_tokens[:num_reqs]
-        self.goes_on = put(prompt_done >= batch.prefill_len_np).bool()  # [R], has a root
-        starts = batch.query_start_loc[: num_reqs + 1].long()
-        self.query_start = starts[:-1]
-        # [R], nodes that the target ran on. On the host there is only how many were scheduled.
-        self.drafts = starts.diff() - self.base
 
-    def moves(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Batch rows to copy from and to, and whether to copy at all; each [R, D]."""
-        return moves_within(
-            self.query_start, self.base, self.path, self.accepted, self.batch.num_tokens
-        )
+    def read_verdicts(self, slot: torch.Tensor) -> None:
+        """Take in what waits for the requests; `slot` [R] int64. Without a root: no drafts."""
+        self.path, self.accepted, self.query_start, self.drafts = read_verdicts(
+            slot, self.goes_on, self.batch.query_start_loc[: len(slot) + 1], self.base,
+            self.slots.path, self.slots.accepted,
+        )  # fmt: skip
+
+    def move(self, kv_caches: KVCacheSet, slot_mapping: torch.Tensor) -> None:
+        """Bring the accepted paths together in the target's caches; slot_mapping [batch rows]."""
+        move_path(
+            kv_caches, slot_mapping, self.query_start, self.base, self.path, self.accepted,
+            self.batch.num_tokens,
+        )  # fmt: skip
 
     def committed(
         self,

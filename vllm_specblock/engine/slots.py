@@ -11,6 +11,7 @@ import torch
 
 from vllm_specblock.combine.combined import Combined
 from vllm_specblock.tree import ancestor_words, words_for
+from vllm_specblock.triton_kernels.store_tree import store_tree_triton
 from vllm_specblock.verify.imposed import ImposedAcceptance
 
 
@@ -70,11 +71,17 @@ class TreeSlots:
         then nothing of them must be committed.
         """
         tree = combined.tree
-        self.parent[slots] = tree.parent
-        self.depth[slots, 1:] = tree.depth.long()
-        self.ancestors[slots] = tree.ancestors
-        self.accepted.index_fill_(0, slots, 0)
-        self.origin[slots] = combined.origin
-        self.score[slots] = tree.logprob
+        if self.parent.is_cuda:
+            store_tree_triton(
+                slots, tree.parent, tree.depth, tree.ancestors, tree.logprob, combined.origin,
+                self.parent, self.depth, self.ancestors, self.score, self.origin, self.accepted,
+            )  # fmt: skip
+        else:
+            self.parent[slots] = tree.parent
+            self.depth[slots, 1:] = tree.depth.long()
+            self.ancestors[slots] = tree.ancestors
+            self.accepted.index_fill_(0, slots, 0)
+            self.origin[slots] = combined.origin
+            self.score[slots] = tree.logprob
         if self.imposed is not None:
             self.imposed.note(slots, tree)

@@ -31,7 +31,7 @@ from vllm_specblock.engine.proposal import LazyRoute, Proposer, head_budgets, ma
 from vllm_specblock.engine.rows import StepRows
 from vllm_specblock.engine.slots import TreeSlots
 from vllm_specblock.engine.warm_up import compile_kernels
-from vllm_specblock.triton_kernels.commit import KVCacheSet, move_kv
+from vllm_specblock.triton_kernels.commit import KVCacheSet
 from vllm_specblock.verify.imposed import ImposedAcceptance
 from vllm_specblock.verify.verified import Verified
 
@@ -303,10 +303,9 @@ class TreeSpeculator(DraftModelSpeculator):
 
     def settle(self, inputs: StepInputs) -> None:
         """Commit the accepted paths, and learn from the verdicts."""
-        rows, slot_mapping = inputs.rows, inputs.slot_mapping
+        rows = inputs.rows
         if rows.has_drafts:
-            source, target, moves = rows.moves()
-            move_kv(self.target_caches, slot_mapping[source], slot_mapping[target], moves)
+            rows.move(self.target_caches, inputs.slot_mapping)
         verified = Verified(
             rows.batch.idx_mapping,
             rows.drafts,
@@ -317,7 +316,7 @@ class TreeSpeculator(DraftModelSpeculator):
             self.temperature,
         )
         self.proposer.learn(verified)
-        self.counters.verified(verified.authors, rows.drafts, rows.path)
+        self.counters.verified(verified.origin, verified.slot, rows.drafts, rows.path)
         if self.adaptive is not None:
             self.adaptive.learn(verified)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,6 +9,10 @@ from hypothesis import strategies as st
 from support.trees import texts
 
 from vllm_specblock.draft.eagle3.growth import Growth, Levels
+
+
+def levels_of(growth: Growth, requests: int = 1) -> Levels:
+    return Levels(growth, torch.arange(10, 10 + requests))
 
 
 def plain_growth(scores: list[torch.Tensor], growth: Growth, request: int) -> dict[tuple, float]:
@@ -45,10 +47,10 @@ def test_levels_are_those_of_plain_python(depth, top_k, budget, spare, seed):
         for count in rows
     ]
     token = torch.arange(top_k).expand(2, -1)
-    levels = Levels(growth)
+    levels = levels_of(growth, 2)
     levels.first(scores[0][:, 0], token)
     for each in scores[1:]:
-        levels.next(levels.starts(), each, token[:, None].expand_as(each))
+        levels.next(levels.starts(), None, each, token[:, None].expand_as(each))
     tree = levels.finish()
     for request in range(2):
         wanted = plain_growth(scores, growth, request)
@@ -62,7 +64,7 @@ def test_levels_are_those_of_plain_python(depth, top_k, budget, spare, seed):
 def test_rows_are_numbered_on_from_level_to_level():
     """Each row's parent row, by which states and visibility are looked up."""
     growth = Growth(4, 3, 40)
-    levels, generator = Levels(growth), torch.Generator().manual_seed(0)
+    levels, generator = levels_of(growth), torch.Generator().manual_seed(0)
     token = torch.arange(3)[None]
     levels.first(-torch.rand(1, 3, generator=generator), token)
     for level in range(2, 5):
@@ -70,18 +72,38 @@ def test_rows_are_numbered_on_from_level_to_level():
         first = {2: 0, 3: 1, 4: 4}[level]
         assert levels.first_row == first
         assert (first <= rows.row).all() and (rows.row < first + (1 if level == 2 else 3)).all()
-        levels.next(rows, -torch.rand(1, 3, 3, generator=generator), token[:, None].expand(1, 3, 3))
+        assert rows.behind.tolist() == (rows.row - first).flatten().tolist()
+        assert rows.rope.tolist() == [10 + level - 1] * 3
+        scores = -torch.rand(1, 3, 3, generator=generator)
+        levels.next(rows, None, scores, token[:, None].expand(1, 3, 3))
+
+
+def test_rows_of_all_requests_are_numbered_on():
+    """States of one forward lie side by side."""
+    levels, token = levels_of(Growth(3, 2, 20), 2), torch.arange(2)
+    levels.first(torch.tensor([[-0.1, -0.2], [-0.1, -0.2]]), token.expand(2, -1))
+    rows = levels.starts()
+    assert rows.behind.tolist() == [0, 0, 1, 1] and rows.rope.tolist() == [11, 11, 12, 12]
+    scores = torch.tensor([[[-1.0, -2.0], [-3.0, -4.0]], [[-3.0, -4.0], [-1.0, -2.0]]])
+    levels.next(rows, None, scores, token.expand(2, 2, -1))
+    assert levels.starts().behind.tolist() == [0, 0, 3, 3]
+
+
+def test_of_equal_scores_the_earlier_candidates_grow():
+    levels = levels_of(Growth(2, 20, 40, spare=3))
+    levels.first(torch.full((1, 20), -1.0), torch.arange(20)[None])
+    assert levels.starts().node.tolist() == [[1, 2, 3]]
 
 
 def test_what_does_not_grow_has_no_children():
     growth = Growth(3, 2, 20)
-    levels, token = Levels(growth), torch.arange(2)[None]
+    levels, token = levels_of(growth), torch.arange(2)[None]
     levels.first(torch.tensor([[-0.1, -0.2]]), token)
     rows = levels.starts()
     barred = torch.tensor([[True, False]])
     both = token[:, None].expand(1, 2, 2)
-    levels.next(replace(rows, valid=barred), both * 0.0, both)
-    levels.next(levels.starts(), both * 0.0, both)
+    levels.next(rows, barred, both * 0.0, both)
+    levels.next(levels.starts(), None, both * 0.0, both)
     tree = levels.finish()
     assert all(path[0] == 0 for path in texts(tree, 0) if len(path) > 1)
     assert int(tree.size[0]) == 2 + 2 + 4
@@ -97,8 +119,8 @@ def test_width_is_what_the_spare_slots_hold(depth, top_k, spare, width):
 
 def test_a_certain_token_scores_no_more_than_its_parent():
     growth = Growth(2, 1, 4)
-    levels, token = Levels(growth), torch.zeros(1, 1, dtype=torch.int64)
+    levels, token = levels_of(growth), torch.zeros(1, 1, dtype=torch.int64)
     levels.first(torch.tensor([[1e-7]]), token)
-    levels.next(levels.starts(), torch.tensor([[[1e-7]]]), token[:, None])
+    levels.next(levels.starts(), None, torch.tensor([[[1e-7]]]), token[:, None])
     tree = levels.finish()
     assert tree.logprob[0, :2].tolist() == [0.0, 0.0] and tree.parent[0, :2].tolist() == [0, 1]

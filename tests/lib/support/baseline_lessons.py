@@ -178,7 +178,7 @@ def plain_trunk(trunk: torch.nn.Module, inputs: Tensor, position: Tensor, mask: 
             weight = score.masked_fill(~mask, -math.inf).softmax(-1)
             mixed.append(weight @ value[head // share])
         hidden = hidden + attention.o_proj(torch.cat(mixed, -1))
-        hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+        hidden = layer.mlp(layer.post_attention_layernorm(hidden), hidden)
     return hidden
 
 

@@ -11,10 +11,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from vllm_specblock.candidates import NEVER, select_nodes
+from vllm_specblock.candidates import NEVER, select_nodes, tree_of
 from vllm_specblock.draft.eagle3.model import Attend, Eagle3Drafter
 from vllm_specblock.draft.expand import Starts
 from vllm_specblock.tree import DraftTree
+from vllm_specblock.triton_kernels.grow_level import GrowingLevels, LevelLimits
+from vllm_specblock.triton_kernels.select_tree import MOST_CANDIDATES
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,10 @@ class Growth:
             return self.top_k
         return max(1, min(self.top_k, self.spare // max(1, self.depth - 1)))
 
+    @property
+    def limits(self) -> LevelLimits:
+        return LevelLimits(self.depth, self.top_k, self.width, self.budget)
+
     def within(self, draft_vocab_size: int) -> Growth:
         """The same for a drafter that can name only so many tokens."""
         return replace(self, top_k=min(self.top_k, draft_vocab_size))
@@ -53,6 +59,19 @@ class Growth:
 Sight = Callable[[int, Starts], tuple[Attend, torch.Tensor | None]]
 """sight(level, rows) -> what the rows of level ≥ 2 attend with, and [R, width] bool: which of them
 have a place in the cache at all (None: all)."""
+
+
+@dataclass(frozen=True)
+class LevelRows(Starts):
+    """The rows of a level: nodes that grow, and what the drafter needs to run them.
+
+    Attributes:
+        behind: [R · width] int64, of all texts' rows of the last forward the one that each follows.
+        rope: [R · width] int64, its RoPE position.
+    """
+
+    behind: torch.Tensor
+    rope: torch.Tensor
 
 
 def grow(
@@ -72,26 +91,24 @@ def grow(
         position: [R] int64, their RoPE position. A row of level d stands d − 1 further.
         sharpness: [R] fp32, see `draft/sharpness.py`; None: 1.
     """
-    requests, width = len(state), growth.width
-    request = torch.arange(requests, device=state.device)[:, None]
-    levels = Levels(growth)
+    levels = levels_for(growth, position)
     logprob, token = drafter.best(state, growth.top_k, sharpness)
     levels.first(logprob, token)
-    state = state[:, None]  # [R, rows of the last forward, H]
     for level in range(2, growth.depth + 1):
         rows = levels.starts()
         attend, there = sight(level, rows)
-        feature = drafter.carry(state[request, rows.row - levels.first_row])
-        state = drafter.run(
-            embed(rows.token.flatten()),
-            feature.flatten(0, 1),
-            (position[:, None] + level - 1).expand(-1, width).flatten(),
-            attend,
-        ).view(requests, width, -1)
-        logprob, token = drafter.best(state, growth.top_k, sharpness)
-        valid = rows.valid if there is None else rows.valid & there
-        levels.next(replace(rows, valid=valid), logprob, token)
+        feature = drafter.carry(state[rows.behind])
+        state = drafter.run(embed(rows.token.flatten()), feature, rows.rope, attend)
+        of_requests = state.view(len(position), growth.width, -1)
+        logprob, token = drafter.best(of_requests, growth.top_k, sharpness)
+        levels.next(rows, there, logprob, token)
     return levels.finish()
+
+
+def levels_for(growth: Growth, position: torch.Tensor) -> Levels | FusedLevels:
+    """Levels where `position` lies: on a GPU one launch per level, if C is not too large."""
+    fused = position.is_cuda and growth.limits.candidates <= MOST_CANDIDATES
+    return (FusedLevels if fused else Levels)(growth, position)
 
 
 class Levels:
@@ -102,10 +119,14 @@ class Levels:
 
     Attributes:
         first_row: first row of the newest level.
+
+    Args:
+        position: [R] int64, RoPE position of the rows of level 1.
     """
 
-    def __init__(self, growth: Growth):
-        self.growth, self.first_row, self.before = growth, 0, 0
+    def __init__(self, growth: Growth, position: torch.Tensor):
+        self.growth, self.position = growth, position
+        self.first_row, self.before = 0, 0
         self.token: list[torch.Tensor] = []  # per level [R, candidates]
         self.score: list[torch.Tensor] = []
         self.parent: list[torch.Tensor] = []
@@ -114,22 +135,37 @@ class Levels:
         """Hang level 1 under the root: logprob [R, k] float32, best first, token [R, k] int64."""
         self._add(token, logprob.clamp(max=0), torch.zeros_like(token))
 
-    def starts(self) -> Starts:
-        """The best nodes of the newest level, [R, width]."""
-        score, index = self.score[-1].topk(self.growth.width, dim=1)
-        row = self.first_row + index // self.growth.top_k
-        return Starts(
+    def starts(self) -> LevelRows:
+        """The best nodes of the newest level, [R, width]; of equals the earlier first."""
+        order = self.score[-1].sort(dim=1, descending=True, stable=True)
+        score, index = (part[:, : self.growth.width] for part in order)
+        row = index // self.growth.top_k
+        rows = self.score[-1].shape[1] // self.growth.top_k
+        request = torch.arange(len(index), device=index.device)
+        return LevelRows(
             node=1 + self.before + index,
             token=self.token[-1].gather(1, index),
-            row=row,
+            row=self.first_row + row,
             position=torch.zeros_like(row),
             valid=score > NEVER,
+            behind=(request[:, None] * rows + row).flatten(),
+            rope=(self.position[:, None] + len(self.token)).expand_as(index).flatten(),
         )
 
-    def next(self, rows: Starts, logprob: torch.Tensor, token: torch.Tensor) -> None:
-        """Hang a level under `rows`: logprob and token [R, width, k]."""
+    def next(
+        self,
+        rows: Starts,
+        there: torch.Tensor | None,
+        logprob: torch.Tensor,
+        token: torch.Tensor,
+    ) -> None:
+        """Hang a level under `rows`, as far as they are `there`.
+
+        there: [R, width] bool, or None: all; logprob and token: [R, width, k].
+        """
+        valid = rows.valid if there is None else rows.valid & there
         of_row = self.score[-1].gather(1, rows.node - 1 - self.before)
-        of_row = torch.where(rows.valid, of_row, NEVER)[..., None]
+        of_row = torch.where(valid, of_row, NEVER)[..., None]
         # Rounding may leave a certain token's log-probability above 0; a child's score must
         # not pass its parent's.
         score = of_row + logprob.clamp(max=0)
@@ -158,3 +194,35 @@ class Levels:
         self.token.append(token)
         self.score.append(score)
         self.parent.append(parent)
+
+
+class FusedLevels:
+    """`Levels` as one launch per level, which also does what follows the level.
+
+    The same calls with the same results, in this order. Arguments as there.
+    """
+
+    def __init__(self, growth: Growth, position: torch.Tensor):
+        self.growing = GrowingLevels(growth.limits, position)
+
+    def first(self, logprob: torch.Tensor, token: torch.Tensor) -> None:
+        """As `Levels.first`."""
+        self.grown = self.growing.hang(None, None, None, logprob[:, None], token[:, None])
+
+    def starts(self) -> LevelRows:
+        """As `Levels.starts`."""
+        return LevelRows(*self.grown)
+
+    def next(
+        self,
+        rows: Starts,
+        there: torch.Tensor | None,
+        logprob: torch.Tensor,
+        token: torch.Tensor,
+    ) -> None:
+        """As `Levels.next`."""
+        self.grown = self.growing.hang(rows.node, rows.valid, there, logprob, token)
+
+    def finish(self) -> DraftTree:
+        """As `Levels.finish`."""
+        return tree_of(self.grown)

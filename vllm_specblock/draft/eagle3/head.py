@@ -73,15 +73,16 @@ class Eagle3Head(Head):
     def advance(self, rows: CommittedRows) -> None:
         self.sight.step(rows)
         self.state = advance_in_parts(rows, self._run)  # [R, H]
-        self.position = rows.position[rows.last]  # [R]
+        self.position = self.sight.newest  # [R]
         self.beta = self.sharpness_of(rows)  # [R]
 
     def _run(self, rows: CommittedRows) -> torch.Tensor:
+        attend, _ = self.sight.first(rows)
         return self.drafter.run(
             self.embed(rows.token),
             self.drafter.fuse(rows.features(self.layers)),
             rows.position,
-            _per_row(self.sight.first(rows)),
+            _per_row(attend),
             rows.last,
         )
 
@@ -94,8 +95,8 @@ class Eagle3Head(Head):
         return grow(self.drafter, self.embed, self.growth, state, position, self._level, beta)
 
     def _level(self, level: int, rows: Starts) -> tuple[Attend, torch.Tensor]:
-        attend, there = self.sight.next(level, rows)
-        return _per_row(attend), there
+        there = self.sight.next(level, rows)
+        return _per_row(there.attend), there.valid
 
 
 def _per_row(attend: PagedAttention) -> Attend:

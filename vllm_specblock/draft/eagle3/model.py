@@ -13,17 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from vllm_specblock.draft.eagle3.config import Eagle3Shape
-from vllm_specblock.draft.model import MLP, RMSNorm
+from vllm_specblock.draft.layers import MLP, Attend, Attention, RMSNorm
 from vllm_specblock.draft.rope import Rotary
-from vllm_specblock.triton_kernels.read_heads_reference import top_logprobs
-from vllm_specblock.triton_kernels.rope import rotate_pair
-
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""attend(query [Q..., nh, D], key [T..., nkv, D], value [T..., nkv, D]) -> [Q..., nh, D].
-
-Keys and queries carry their RoPE. Q = T, except in a forward with `keep`. The callable owns
-what was before, the mask and the scaling by 1/sqrt(D).
-"""
+from vllm_specblock.triton_kernels.best_tokens import best_tokens
+from vllm_specblock.triton_kernels.norms import add_norm, norm_pair
+from vllm_specblock.triton_kernels.rope import Rope
 
 _SHARED_AT_ONCE = 8192
 """Tokens whose embeddings are compared at a time."""
@@ -96,7 +90,7 @@ class Eagle3Drafter(nn.Module):
             embedding: [..., H], of each row's token.
             feature: [..., H], of the token before it: from `fuse`, or from `carry`.
             position: [...] int64.
-            attend: see `Attend`.
+            attend: see `layers.Attend`.
             keep: [Q] int64, rows whose states are wanted (default all; rows then have one
                 leading dimension). The others give keys and values only.
 
@@ -104,7 +98,6 @@ class Eagle3Drafter(nn.Module):
             [..., H] or [Q, H], the state before the final norm, for `logits` and `carry`.
         """
         rope = self.rotary(position.flatten(), self.dtype)
-        rope = tuple(part.view(*position.shape, 1, -1) for part in rope)
         return self.midlayer(embedding.to(self.dtype), feature, rope, attend, keep)
 
     def carry(self, state: Tensor) -> Tensor:
@@ -126,10 +119,8 @@ class Eagle3Drafter(nn.Module):
         log-probabilities over the draft vocabulary [R, ..., width] float32, best first, and
         target ids [R, ..., width] int64.
         """
-        logits = self.logits(state)
-        top = logits.topk(width)
-        logprob = top_logprobs(logits, top.values, sharpness)
-        return logprob, top.indices + self.d2t[top.indices]
+        logits = self.lm_head(self.norm(state))
+        return best_tokens(logits, self.d2t, width, self.config.logit_scale, sharpness)
 
 
 class Layer(nn.Module):
@@ -140,7 +131,7 @@ class Layer(nn.Module):
         size, eps = shape.hidden_size, shape.rms_norm_eps
         self.input_layernorm = RMSNorm(size, eps)
         self.hidden_norm = RMSNorm(size, eps)
-        self.self_attn = Attention(shape)
+        self.self_attn = Attention(shape, 2 * size, shape.qkv_bias, shape.output_bias)
         self.post_attention_layernorm = RMSNorm(size, eps)
         self.mlp = MLP(shape)
         self.norm_before_residual = shape.norm_before_residual
@@ -149,47 +140,16 @@ class Layer(nn.Module):
         self,
         embedding: Tensor,
         feature: Tensor,
-        rope: tuple[Tensor, Tensor],
+        rope: Rope,
         attend: Attend,
         keep: Tensor | None = None,
     ) -> Tensor:
-        """embedding and feature [..., H], rope 2 × [..., 1, D], keep [Q] -> [... or Q, H]."""
-        normed = self.hidden_norm(feature)
-        residual = normed if self.norm_before_residual else feature
-        both = torch.cat([self.input_layernorm(embedding), normed], dim=-1)
+        """embedding and feature [..., H], keep [Q] -> [... or Q, H]."""
+        both = norm_pair(embedding, feature, self.input_layernorm, self.hidden_norm)
+        residual = feature
+        if self.norm_before_residual:
+            # The cast only matters under autocast.
+            residual = both[..., embedding.shape[-1] :].to(feature.dtype)
         mixed = self.self_attn(both, rope, attend, keep)
-        hidden = (residual if keep is None else residual[keep]) + mixed
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
-
-
-class Attention(nn.Module):
-    """Projections and RoPE around `attend`; with `qk_norm` those of Qwen3."""
-
-    def __init__(self, shape: Eagle3Shape):
-        super().__init__()
-        size, self.head_dim = shape.hidden_size, shape.head_dim
-        width = shape.num_attention_heads * shape.head_dim
-        kv_width = shape.num_key_value_heads * shape.head_dim
-        self.q_proj = nn.Linear(2 * size, width, bias=shape.qkv_bias)
-        self.k_proj = nn.Linear(2 * size, kv_width, bias=shape.qkv_bias)
-        self.v_proj = nn.Linear(2 * size, kv_width, bias=shape.qkv_bias)
-        self.o_proj = nn.Linear(width, size, bias=shape.output_bias)
-        if shape.qk_norm:
-            self.q_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps)
-            self.k_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps)
-        else:
-            self.q_norm = self.k_norm = nn.Identity()
-
-    def forward(
-        self, both: Tensor, rope: tuple[Tensor, Tensor], attend: Attend, keep: Tensor | None
-    ) -> Tensor:
-        """both [..., 2·H] -> [... or Q, H]."""
-        per_head = (-1, self.head_dim)
-        key = self.k_norm(self.k_proj(both).unflatten(-1, per_head))
-        value = self.v_proj(both).unflatten(-1, per_head)
-        # The casts only matter under autocast.
-        rope = (rope[0].to(key.dtype), rope[1].to(key.dtype))
-        asking = both if keep is None else both[keep]
-        query = self.q_norm(self.q_proj(asking).unflatten(-1, per_head))
-        query, key = rotate_pair(query, key, *rope, keep)
-        return self.o_proj(attend(query, key, value).flatten(-2))
+        hidden, normed = add_norm(residual, mixed, self.post_attention_layernorm, keep)
+        return self.mlp(normed, hidden)

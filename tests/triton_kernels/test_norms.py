@@ -1,0 +1,113 @@
+"""Norms with a sum before them, or another beside them, against torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from vllm_specblock.triton_kernels.norms import (
+    add_norm,
+    add_norm_reference,
+    norm_pair,
+    norm_pair_reference,
+)
+
+# The interpreter truncates where it should round to bfloat16.
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+def norm_over(size, dtype, device, seed=0):
+    torch.manual_seed(seed)
+    norm = nn.RMSNorm(size, 1e-2).to(device, dtype)
+    with torch.no_grad():
+        norm.weight.uniform_(0.5, 2.0)
+    return norm
+
+
+def states(*shape, dtype=torch.float32, device="cpu"):
+    return (torch.randn(shape) * torch.linspace(-0.3, 2.0, shape[-1])).to(device, dtype)
+
+
+def assert_same(got, wanted, dtype=torch.float32):
+    assert got.dtype == dtype and got.is_contiguous()
+    torch.testing.assert_close(got, wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 2), (3, 4, 40), (5, 33), (2, 3, 2049), (0, 4, 16)], ids=str
+)
+@torch.no_grad()
+def test_sum_and_norm(kernels, shape, dtype):
+    torch.manual_seed(sum(shape))
+    left, right = (states(*shape, dtype=dtype, device=kernels.device) for _ in range(2))
+    norm = norm_over(shape[-1], dtype, kernels.device)
+    launch = kernels.load("norms", "no_gradient").add_norm_triton
+    total, normed = launch(left, right, norm.weight, norm.eps)
+    wanted = add_norm_reference(left, right, norm)
+    assert_same(total, wanted[0], dtype)
+    assert_same(normed, wanted[1], dtype)
+
+
+@pytest.mark.parametrize("places", [(), (4,)], ids=["one", "four"])
+@pytest.mark.parametrize("kept", [[6, 0, 2], [], [5] * 9])
+@torch.no_grad()
+def test_sum_of_kept_rows(kernels, kept, places):
+    """`left` is half of a wider tensor, and `keep` the column of a table."""
+    torch.manual_seed(len(kept))
+    left = states(7, *places, 48, device=kernels.device)[..., 24:]
+    right = states(len(kept), *places, 24, device=kernels.device)
+    table = torch.ones(len(kept), 3, dtype=torch.int64, device=kernels.device)
+    table[:, 1] = torch.tensor(kept, dtype=torch.int64)
+    norm = norm_over(24, torch.float32, kernels.device)
+    launch = kernels.load("norms").add_norm_triton
+    got = launch(left, right, norm.weight, norm.eps, table[:, 1])
+    for mine, theirs in zip(got, add_norm_reference(left, right, norm, table[:, 1])):
+        assert_same(mine, theirs)
+
+
+@torch.no_grad()
+def test_broadcast_and_strided_sum(kernels):
+    """One summand per row, the other per position; and columns far apart."""
+    launch = kernels.load("norms").add_norm_triton
+    norm = norm_over(24, torch.float32, kernels.device)
+    row, query = (states(n, 24, device=kernels.device) for n in (5, 3))
+    apart = states(24, 3, 5, device=kernels.device).permute(2, 1, 0)
+    for left, right in ((row[:, None], query[None]), (query[None], row[:, None]), (apart, apart)):
+        got = launch(left, right, norm.weight, norm.eps)
+        for mine, theirs in zip(got, add_norm_reference(left, right, norm)):
+            assert_same(mine, theirs)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("lead", [(1,), (3, 4), (0,)], ids=str)
+@pytest.mark.parametrize("size", [2, 40, 2049])
+@torch.no_grad()
+def test_two_norms_side_by_side(kernels, lead, size, dtype):
+    torch.manual_seed(sum(lead) + size)
+    left, right = (states(*lead, size, dtype=dtype, device=kernels.device) for _ in range(2))
+    norms = [norm_over(size, dtype, kernels.device, seed) for seed in range(2)]
+    launch = kernels.load("norms").norm_pair_triton
+    got = launch(left, right, norms[0].weight, norms[1].weight, norms[0].eps)
+    assert_same(got, norm_pair_reference(left, right, *norms), dtype)
+
+
+@torch.no_grad()
+def test_two_norms_of_strided_rows(kernels):
+    torch.manual_seed(0)
+    wide = states(5, 3, 60, device=kernels.device)
+    left, right = wide[:, 1, :20], wide[:, 2, 1::3]
+    norms = [norm_over(20, torch.float32, kernels.device, seed) for seed in range(2)]
+    launch = kernels.load("norms").norm_pair_triton
+    got = launch(left, right, norms[0].weight, norms[1].weight, norms[0].eps)
+    assert_same(got, norm_pair_reference(left, right, *norms))
+
+
+def test_needed_gradients_and_other_dtypes_take_the_reference(kernels):
+    # On CUDA the kernels have no backward, and read one dtype.
+    x = states(3, 2, 16, device=kernels.device).requires_grad_()
+    norm = norm_over(16, torch.float32, kernels.device)
+    assert all(found.grad_fn for found in (*add_norm(x, x, norm), norm_pair(x, x, norm, norm)))
+    with torch.no_grad():
+        assert add_norm(x.half(), x, norm)[0].dtype == torch.float32
+        assert norm_pair(x.half(), x, norm, norm).dtype == torch.float32
