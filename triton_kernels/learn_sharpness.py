@@ -7,6 +7,8 @@ than what it could spread. The sums have one order, so the same verdicts always 
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from .optional_triton import cdiv, jit, next_power_of_2, tl
@@ -29,8 +31,13 @@ def learn_sharpness_triton(
     limits: tuple[float, float],
     prior: float,
     memory: float,
+    own: torch.Tensor,
+    own_trees: torch.Tensor,
+    own_range: float,
+    own_prior: float,
+    own_memory: float,
 ) -> None:
-    """Change `log` and `trees` in place.
+    """Change `log`, `trees`, `own` and `own_trees` in place.
 
     Args:
         log, trees: [2] fp32, as `Sharpness` keeps them.
@@ -39,29 +46,39 @@ def learn_sharpness_triton(
             the requests may be columns of a table.
         limits: what log stays within.
         prior, memory: trees that count before the first one, and at most.
+        own, own_trees: [S] fp32, as `Sharpness` keeps them; empty: requests are not told apart.
+        own_range: the largest factor that own may be the logarithm of.
+        own_prior, own_memory: as prior and memory.
     """
     nodes, places = next_power_of_2(score.shape[1]), next_power_of_2(path.shape[1])
+    if not len(own):
+        own = own_trees = None
     _learn_kernel[(1,)](
         log, trees, slot, slot.stride(0), num_run, num_run.stride(0), accepted,
         accepted.stride(0), path, path.stride(0), path.shape[1], score, origin, heat,
-        len(slot), score.shape[1], *limits, prior, memory,
+        len(slot), score.shape[1], *limits, prior, memory, own, own_trees, math.log(own_range),
+        own_prior, own_memory,
         BIT=1 << head, NODES=nodes, PLACES=places, BLOCK=max(1, _TILE // nodes), num_warps=4,
     )  # fmt: skip
 
 
-def sharpness_triton(log: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+def sharpness_triton(
+    log: torch.Tensor, temperature: torch.Tensor, own: torch.Tensor, slot: torch.Tensor | None
+) -> torch.Tensor:
     """β of requests, [R] fp32.
 
     Args:
-        log: [2] fp32, as `Sharpness` keeps it.
+        log, own: [2] and [S] fp32, as `Sharpness` keeps them.
         temperature: [R] fp32.
+        slot: [R] integers, may be a column of a table; None: `own` is not asked.
     """
     count = len(temperature)
     beta = torch.empty(count, dtype=torch.float32, device=log.device)
     if count:
         _sharpness_kernel[(cdiv(count, _REQUESTS),)](
-            log, temperature, temperature.stride(0), beta, count, BLOCK=_REQUESTS, num_warps=1
-        )
+            log, temperature, temperature.stride(0), own, slot,
+            0 if slot is None else slot.stride(0), beta, count, BLOCK=_REQUESTS, num_warps=1,
+        )  # fmt: skip
     return beta
 
 
@@ -87,11 +104,13 @@ def _learn_kernel(
     highest,
     prior,
     memory,
+    own, own_trees,  # [S] fp32; or None
+    own_most, own_prior, own_memory,
     BIT: tl.constexpr,
     NODES: tl.constexpr,
     PLACES: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     node, place = tl.arange(0, NODES)[None, :], tl.arange(0, PLACES)[None, :]
     greedy, sampling = tl.exp(tl.load(log)), tl.exp(tl.load(log + 1))
     cold_pull, hot_pull, cold_trees, hot_trees = 0.0, 0.0, 0.0, 0.0
@@ -117,6 +136,11 @@ def _learn_kernel(
         kept = tl.sum(((by.to(tl.int32) & BIT) > 0).to(tl.float32), 1)
 
         error = tl.where(counts, (kept - expected) / (1 + expected), 0.0)
+        if own is not None:
+            count = tl.minimum(tl.load(own_trees + at, mask=counts, other=0.0) + 1, own_memory)
+            tl.store(own_trees + at, count, mask=counts)
+            moved = tl.load(own + at, mask=counts, other=0.0) + error / (own_prior + count)
+            tl.store(own + at, tl.minimum(tl.maximum(moved, -own_most), own_most), mask=counts)
         cold = greedy * tl.load(heat + at, mask=there, other=0.0) <= sampling
         cold_pull += tl.sum(tl.where(cold, error, 0.0), 0)
         hot_pull += tl.sum(tl.where(cold, 0.0, error), 0)
@@ -133,11 +157,14 @@ def _learn_kernel(
     tl.store(log + 1, tl.minimum(tl.maximum(moved, lowest), highest))
 
 
-@jit(do_not_specialize=["temperature", "num_requests"])
+@jit(do_not_specialize=["temperature", "slot", "num_requests"])
 def _sharpness_kernel(
     log,  # [2] fp32
     temperature,  # [R] fp32
     temperature_stride,
+    own,  # [S] fp32
+    slot,  # [R]; or None
+    slot_stride,
     beta,  # [R] fp32
     num_requests,  # R
     BLOCK: tl.constexpr,
@@ -148,4 +175,8 @@ def _sharpness_kernel(
     greedy, sampling = tl.exp(tl.load(log)), tl.exp(tl.load(log + 1))
     # At temperature 0 it is the greedy target's.
     sharp = tl.where(heat > 0, sampling / tl.where(heat > 0, heat, 1.0), greedy)
-    tl.store(beta + request, tl.minimum(greedy, sharp), mask=inside)
+    sharp = tl.minimum(greedy, sharp)
+    if slot is not None:
+        at = tl.load(slot + request * slot_stride, mask=inside, other=0).to(tl.int64)
+        sharp *= tl.exp(tl.load(own + at, mask=inside, other=0.0))
+    tl.store(beta + request, sharp, mask=inside)

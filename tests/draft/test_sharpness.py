@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vllm_specblock.draft.sharpness import GREEDY, MEMORY, PRIOR, RANGE, SAMPLING, Sharpness
+from vllm_specblock.draft.sharpness import (
+    GREEDY,
+    MEMORY,
+    OWN_MEMORY,
+    OWN_RANGE,
+    PRIOR,
+    RANGE,
+    SAMPLING,
+    Sharpness,
+)
 
 HEAT = torch.tensor([0.0, 0.2, 0.8, 1.0, 2.0])
 
@@ -89,3 +98,29 @@ def test_it_stays_within_its_range():
                     torch.full((64,), heat), torch.ones(64), torch.full((64,), accepted), all_live
                 )
             assert float(sharpness.of(torch.tensor([heat]))) == pytest.approx(bound, rel=1e-4)
+
+
+def test_a_request_learns_a_factor_of_its_own():
+    """Two of them, of which one accepts everything and the other nothing."""
+    sharpness, slot = Sharpness("cpu", num_slots=4), torch.tensor([2, 0])
+    heat, live = torch.zeros(2), torch.ones(2).bool()
+    for _ in range(30):
+        sharpness.learn(heat, torch.ones(2), torch.tensor([4, 0]), live, slot)
+    usual = sharpness.of(torch.zeros(1))
+    one, other = sharpness.of(heat, slot)
+    assert one > 1.5 * usual and other < usual / 1.2
+    assert sharpness.of(torch.zeros(1), torch.tensor([1])) == usual  # nobody was there
+
+    sharpness.begin(2)
+    assert sharpness.of(heat, slot).tolist() == pytest.approx([float(usual), float(other)])
+    sharpness.forget()
+    assert sharpness.of(heat, slot).tolist() == pytest.approx([GREEDY, GREEDY])
+
+
+def test_a_factor_stays_within_its_range_and_counts_live_trees():
+    sharpness, slot = Sharpness("cpu", num_slots=2), torch.tensor([0, 1])
+    accepted, live = torch.tensor([60, 60]), torch.tensor([True, False])
+    for _ in range(400):
+        sharpness.learn(torch.ones(2), torch.ones(2), accepted, live, slot)
+    assert sharpness.own.exp().tolist() == pytest.approx([OWN_RANGE, 1])
+    assert sharpness.own_trees.tolist() == [OWN_MEMORY, 0]

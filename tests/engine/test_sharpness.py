@@ -34,6 +34,17 @@ def test_a_trained_drafter_is_found_to_be_too_flat_for_a_greedy_target(plain):
     assert head.sharpness.trees[1] > 20
 
 
+def test_requests_are_told_apart_and_slots_begin_anew():
+    engine = make_engine({"num_speculative_tokens": 24})
+    (head,) = engine.speculator.proposer.heads
+    engine.generate(PROMPTS[:2], params(2, temperature=0, max_tokens=32))
+    assert len(head.sharpness.own.unique()) == 3  # nobody's, and two that differ
+    head.sharpness.own.fill_(0.5)
+    # Without a verdict on any tree, what is left of it is nothing.
+    engine.generate(PROMPTS[:1], params(1, temperature=0, max_tokens=1))
+    assert sorted(head.sharpness.own.tolist())[:2] == [0.0, 0.5]
+
+
 def test_two_heads_learn_each_for_itself(plain):
     engine = make_engine(
         {

@@ -7,9 +7,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.verdicts import DEPTH, verified_of
+from support.verdicts import DEPTH, SPARE_SLOTS, verified_of
 
-from vllm_specblock.draft.sharpness import MEMORY, PRIOR, Sharpness
+from vllm_specblock.draft.sharpness import (
+    MEMORY,
+    OWN_MEMORY,
+    OWN_PRIOR,
+    OWN_RANGE,
+    PRIOR,
+    Sharpness,
+)
 
 
 def some_requests(count: int, seed: int) -> list[SimpleNamespace]:
@@ -37,42 +44,53 @@ def launch_of(kernels, sharpness, verified, head):
     kernels.load("learn_sharpness").learn_sharpness_triton(
         sharpness.log, sharpness.trees, head, verified.slot, verified.num_run, verified.accepted,
         verified.path, verified.score, verified.origin, verified.heat,
-        sharpness._limits, PRIOR, MEMORY,
+        sharpness._limits, PRIOR, MEMORY, sharpness.own, sharpness.own_trees, OWN_RANGE,
+        OWN_PRIOR, OWN_MEMORY,
     )  # fmt: skip
 
 
 # More requests than the program takes at once: 2048 / 8 nodes.
 @pytest.mark.parametrize("count", [1, 3, 7, 300])
 @pytest.mark.parametrize("head", [0, 1])
-def test_as_torch_learns(kernels, count, head):
-    mine, theirs = Sharpness(kernels.device), Sharpness("cpu")
+@pytest.mark.parametrize("apart", [True, False])
+def test_as_torch_learns(kernels, count, head, apart):
+    slots = count + SPARE_SLOTS if apart else 0
+    mine, theirs = Sharpness(kernels.device, slots), Sharpness("cpu", slots)
     for step in range(4):
         requests = some_requests(count, seed=10 * count + step)
         torch.manual_seed(step)
         verified = verified_of(requests)
-        theirs.learn(verified.temperature, *verified.of_head(head))
+        theirs.learn_from(verified, head)
         torch.manual_seed(step)
         launch_of(kernels, mine, verified_of(requests, kernels.device), head)
         torch.testing.assert_close(mine.log.cpu(), theirs.log, atol=1e-6, rtol=1e-5)
         assert mine.trees.tolist() == theirs.trees.tolist()
+        torch.testing.assert_close(mine.own.cpu(), theirs.own, atol=1e-6, rtol=1e-5)
+        assert mine.own_trees.tolist() == theirs.own_trees.tolist()
     if count > 3:
+        assert not apart or 0 < int((theirs.own != 0).sum()) < slots
         assert (theirs.log != Sharpness("cpu").log).all(), "nothing was learned"
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 300])
 def test_as_torch_says(kernels, count):
     """β at temperature 0, below where both meet, and above."""
-    sharpness = Sharpness("cpu")
+    sharpness = Sharpness("cpu", count + 1)
+    sharpness.own.copy_(torch.linspace(-1, 1, count + 1))
     sharpness.log.copy_(torch.tensor([0.7, -0.2]))
     heat = torch.tensor([0.0, 1.3, 0.05, 0.4, 0.9]).repeat(count // 5 + 1)[:count]
     table = torch.full((count, 3), float("nan"), device=kernels.device)
     table[:, 1] = heat
     beta = kernels.load("learn_sharpness").sharpness_triton
-    log = sharpness.log.to(kernels.device)
+    log, own = sharpness.log.to(kernels.device), sharpness.own.to(kernels.device)
+    slot = torch.randperm(count + 1)[:count]
+    columns = torch.stack([slot - 9, slot, slot + 9], 1).to(kernels.device)
     for given in (heat.to(kernels.device), table[:, 1]):
-        found = beta(log, given).cpu()
-        assert found.dtype == torch.float32
-        torch.testing.assert_close(found, sharpness.of(heat), atol=0, rtol=1e-6)
+        for where in (None, slot.int().to(kernels.device), columns[:, 1]):
+            found = beta(log, given, own, where).cpu()
+            wanted = sharpness.of(heat, None if where is None else slot)
+            assert found.dtype == torch.float32
+            torch.testing.assert_close(found, wanted, atol=0, rtol=1e-6)
     assert count < 3 or len(set(found.tolist())) > 1
 
 

@@ -101,7 +101,9 @@ class Head(ABC):
 
     def sharpness_of(self, rows: CommittedRows) -> torch.Tensor | None:
         """β for the step's requests, [R] fp32; None: 1."""
-        return None if self.sharpness is None else self.sharpness.of(rows.temperature)
+        if self.sharpness is None:
+            return None
+        return self.sharpness.of(rows.temperature, rows.text_row)
 
     def cache_layers(self) -> list[CacheLayer]:
         """The layers whose keys and values the engine is to keep."""

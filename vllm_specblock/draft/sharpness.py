@@ -26,6 +26,12 @@ RANGE = (0.25, 4.0)
 PRIOR, MEMORY = 20.0, 500.0
 """The first trees count as if there had been so many before, later ones as one in so many."""
 
+OWN_PRIOR, OWN_MEMORY = 10.0, 50.0
+"""The same for what is learned of one request."""
+
+OWN_RANGE = 4.0
+"""A request's β is at most so many times that of all requests, and no less than its inverse."""
+
 
 class Sharpness:
     """β of one head, for every request by its sampling temperature.
@@ -37,42 +43,70 @@ class Sharpness:
     in tokens over the tokens that it was expected to yield. Nothing of this depends on what the
     target is about to choose, and the output does not depend on β.
 
+    The same errors teach each request a factor of its own, which begins at 1. For one head alone it
+    changes little. But where two are compared by their scores, one that was right to be sure of
+    the texts before must not be believed on a text of which it knows nothing.
+
     All shapes are fixed, the state is changed in place, and no value is read on the host.
 
     Attributes:
         log: [2] fp32, log β at temperature 0, log c.
         trees: [2] fp32, trees that each was learned from, `MEMORY` at most.
+        own: [S] fp32, log of the factor of the request in each of S slots.
+        own_trees: [S] fp32, trees that it was learned from, `OWN_MEMORY` at most.
 
     Args:
         device: where all of it lies.
+        num_slots: S; 0: requests are not told apart.
     """
 
-    def __init__(self, device: torch.device | str):
+    def __init__(self, device: torch.device | str, num_slots: int = 0):
         self._start = torch.tensor([GREEDY, SAMPLING], device=device).log()
         self._limits = math.log(RANGE[0]), math.log(RANGE[1])
         self.log = self._start.clone()
         self.trees = torch.zeros(2, device=device)
+        self.make_room(num_slots)
+
+    def make_room(self, num_slots: int) -> None:
+        """Have S request slots, of nobody yet."""
+        self.own = torch.zeros(num_slots, device=self.log.device)
+        self.own_trees = torch.zeros_like(self.own)
 
     def forget(self) -> None:
         """As if nothing had been seen."""
         self.log.copy_(self._start)
-        self.trees.zero_()
+        for state in (self.trees, self.own, self.own_trees):
+            state.zero_()
 
-    def of(self, temperature: torch.Tensor) -> torch.Tensor:
-        """β for requests that sample at `temperature` [R] fp32 (0: greedy); [R] fp32."""
+    def begin(self, slot: int) -> None:
+        """Another request comes to `slot`."""
+        for state in (self.own, self.own_trees):
+            state[slot : slot + 1].zero_()
+
+    def of(self, temperature: torch.Tensor, slot: torch.Tensor | None = None) -> torch.Tensor:
+        """β of requests, [R] fp32.
+
+        Args:
+            temperature: [R] fp32, at which they sample; 0: greedy.
+            slot: [R] integers, where they are; None: of requests that nothing is known of.
+        """
+        if not len(self.own):
+            slot = None
         if self.log.is_cuda:
-            return sharpness_triton(self.log, temperature)
+            return sharpness_triton(self.log, temperature, self.own, slot)
         greedy, sampling = self.log.exp().unbind()
-        return torch.minimum(greedy, sampling / temperature)  # infinite at temperature 0
+        usual = torch.minimum(greedy, sampling / temperature)  # infinite at temperature 0
+        return usual if slot is None else usual * self.own[slot].exp()
 
     def learn_from(self, verified: Verified, head: int) -> None:
         """Take note of the verdicts on a step's trees, by the nodes of a head (0 or 1)."""
         if not self.log.is_cuda:
-            return self.learn(verified.temperature, *verified.of_head(head))
+            return self.learn(verified.temperature, *verified.of_head(head), verified.slot)
         of = verified
         learn_sharpness_triton(
             self.log, self.trees, head, of.slot, of.num_run, of.accepted, of.path, of.score,
-            of.origin, of.heat, self._limits, PRIOR, MEMORY,
+            of.origin, of.heat, self._limits, PRIOR, MEMORY, self.own, self.own_trees,
+            OWN_RANGE, OWN_PRIOR, OWN_MEMORY,
         )  # fmt: skip
 
     def learn(
@@ -81,6 +115,7 @@ class Sharpness:
         expected: torch.Tensor,
         accepted: torch.Tensor,
         live: torch.Tensor,
+        slot: torch.Tensor | None = None,
     ) -> None:
         """Take note of verified trees.
 
@@ -89,6 +124,7 @@ class Sharpness:
             expected: fp32, the sum of exp(logprob) over the nodes that the target ran on.
             accepted: integers, how many of these nodes were accepted.
             live: bool; the others are left out, whatever they hold.
+            slot: integers, whose trees they are; None: nobody's, only all requests learn.
         """
         greedy, sampling = self.log.exp().unbind()
         cold = greedy * temperature <= sampling  # it is `greedy` that `of` gives
@@ -97,3 +133,8 @@ class Sharpness:
         pull = (error[:, None] * decides).sum(0)
         self.trees.add_(decides.sum(0)).clamp_(max=MEMORY)
         self.log.add_(pull / (PRIOR + self.trees)).clamp_(*self._limits)
+        if slot is not None and len(self.own):
+            most = math.log(OWN_RANGE)
+            count = (self.own_trees[slot] + live).clamp(max=OWN_MEMORY)
+            own = self.own[slot] + error / (OWN_PRIOR + count)
+            self.own_trees[slot], self.own[slot] = count, own.clamp(-most, most)

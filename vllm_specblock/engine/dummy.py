@@ -12,7 +12,9 @@ import numpy as np
 import torch
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
-from vllm_specblock.draft.head import CacheLayer
+from vllm_specblock.draft.head import CacheLayer, Head
+from vllm_specblock.engine.graphs import StepInputs
+from vllm_specblock.engine.rows import StepRows
 
 
 def of_nobody(batch: InputBatch, spare: int) -> InputBatch:
@@ -29,25 +31,43 @@ def of_nobody(batch: InputBatch, spare: int) -> InputBatch:
     )
 
 
-def null_caches(
-    layers: list[CacheLayer], block_size: int, dtype: torch.dtype, device: torch.device
-) -> list[torch.Tensor]:
-    """Caches of the null block alone, one per layer, for before vLLM has made any.
+def null_inputs(
+    rows: StepRows, hidden_states: list[torch.Tensor], block_size: int, max_model_len: int
+) -> StepInputs:
+    """What a dummy step reads from before vLLM made the caches: every block is one of no use.
+
+    Args:
+        hidden_states: per layer that a head reads [≥ batch rows, Ht].
+        block_size: tokens per block.
+    """
+    count, device = rows.batch.num_reqs, rows.base.device
+    blocks = -(-max_model_len // block_size)
+    return StepInputs(
+        rows,
+        torch.full((rows.batch.num_tokens,), -1, dtype=torch.int64, device=device),
+        hidden_states,
+        torch.zeros(count, blocks, dtype=torch.int32, device=device),
+        block_size,
+        chain=None,
+    )
+
+
+def bind_null_caches(
+    heads: list[Head], block_size: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Give heads caches of the null block alone, for before vLLM has made any.
 
     Args:
         block_size: tokens per block.
-
-    Returns:
-        per layer [1, kv heads, block size · entries per token, 2 · head dim].
     """
-    return [
-        torch.zeros(
-            1,
-            block_size * layer.entries_per_token,
-            layer.num_kv_heads,
-            2 * layer.head_dim,
-            dtype=dtype,
-            device=device,
-        ).transpose(1, 2)
-        for layer in layers
-    ]
+    for head in heads:
+        head.bind([_null_cache(layer, block_size, dtype, device) for layer in head.cache_layers()])
+
+
+def _null_cache(
+    layer: CacheLayer, block_size: int, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """[1, kv heads, block size · entries per token, 2 · head dim], as vLLM lays them out."""
+    entries = block_size * layer.entries_per_token
+    shape = (1, entries, layer.num_kv_heads, 2 * layer.head_dim)
+    return torch.zeros(shape, dtype=dtype, device=device).transpose(1, 2)

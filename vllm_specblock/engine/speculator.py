@@ -22,7 +22,7 @@ from vllm_specblock.draft.imposed import ImposedHead
 from vllm_specblock.engine.adaptive import AdaptiveTrees
 from vllm_specblock.engine.arguments import read_back
 from vllm_specblock.engine.counters import HeadCounters
-from vllm_specblock.engine.dummy import null_caches, of_nobody
+from vllm_specblock.engine.dummy import bind_null_caches, null_inputs, of_nobody
 from vllm_specblock.engine.graphs import ProposalGraphs, StepInputs
 from vllm_specblock.engine.heads import build_head, register_layers
 from vllm_specblock.engine.metrics import make_sink
@@ -93,6 +93,9 @@ class TreeSpeculator(DraftModelSpeculator):
             for head, num_nodes in zip(self.plan.heads, budgets)
         ]
         self.head_layers = register_layers(self.vllm_config, heads)
+        for head in heads:
+            if head.sharpness is not None:
+                head.sharpness.make_room(self.num_slots)
         weights = [head.drafter for head in heads if head.cache_layers()]
         rates = self.speculative_config.synthetic_acceptance_rates
         if rates is not None:  # benchmarks only, and then there is one head
@@ -145,6 +148,10 @@ class TreeSpeculator(DraftModelSpeculator):
             )
         self.group = found[0]
 
+    def _bind_null_caches(self) -> None:
+        size = self.vllm_config.cache_config.block_size
+        bind_null_caches(self.proposer.heads, size, self.dtype, self.device)
+
     def bind_caches(self) -> None:
         """The paged caches exist now: hand them to the commit and to the head."""
         context = self.vllm_config.compilation_config.static_forward_context
@@ -191,6 +198,9 @@ class TreeSpeculator(DraftModelSpeculator):
         of a tree.
         """
         self.temperature[slot].fill_(0.0 if params is None else params.temperature)
+        for head in self.proposer.heads:
+            if head.sharpness is not None:
+                head.sharpness.begin(slot)
         if self.adaptive is not None:
             self.adaptive.add(slot)
         self.needs_chain[slot] = self.all_need_chain or (
@@ -229,7 +239,10 @@ class TreeSpeculator(DraftModelSpeculator):
     ) -> torch.Tensor:
         batch = of_nobody(input_batch, self.spare) if dummy_run else input_batch
         if skip_attn_for_dummy_run:
-            return self.step(self._without_caches(batch, aux_hidden_states))
+            self._bind_null_caches()
+            size = self.vllm_config.cache_config.block_size
+            rows = StepRows(batch, self.slots, self.pad_rows)
+            return self.step(null_inputs(rows, aux_hidden_states, size, self.max_model_len))
         if not dummy_run and self.adaptive is not None and self.adaptive.rests(batch):
             if batch.num_draft_tokens:  # of the step before the rest
                 self.settle(self._inputs(batch, slot_mappings, aux_hidden_states))
@@ -319,26 +332,3 @@ class TreeSpeculator(DraftModelSpeculator):
         self.counters.verified(verified.origin, verified.slot, rows.drafts, rows.path)
         if self.adaptive is not None:
             self.adaptive.learn(verified)
-
-    def _without_caches(self, batch: InputBatch, hidden_states: list[torch.Tensor]) -> StepInputs:
-        """A dummy step from before vLLM made the caches: every block is one of no use."""
-        size = self.vllm_config.cache_config.block_size
-        self._bind_null_caches()
-        return StepInputs(
-            StepRows(batch, self.slots, self.pad_rows),
-            torch.full((batch.num_tokens,), -1, dtype=torch.int64, device=self.device),
-            hidden_states,
-            torch.zeros(
-                batch.num_reqs,
-                -(-self.max_model_len // size),
-                dtype=torch.int32,
-                device=self.device,
-            ),
-            size,
-            chain=None,
-        )
-
-    def _bind_null_caches(self) -> None:
-        size = self.vllm_config.cache_config.block_size
-        for head in self.proposer.heads:
-            head.bind(null_caches(head.cache_layers(), size, self.dtype, self.device))

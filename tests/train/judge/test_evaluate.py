@@ -175,7 +175,7 @@ def test_every_shape_learns_its_own_sharpness_from_text_to_text(scene, temperatu
     shapes = shapes_of(drafter, SpecBlockConfig(num_starts=3), (12, 30))
     trees = evaluate(drafter, iter(scripts), shapes, 2, temperature).trees
     for name, shape in shapes.items():
-        sharpness = Sharpness("cpu")
+        sharpness = Sharpness("cpu", num_slots=1)
         tau, steps = mean_tau(
             lambda s, shape=shape, b=sharpness: SpecBlockDraft(drafter, s, shape, b, temperature),
             scripts,

@@ -42,7 +42,9 @@ class SpecBlockDraft:
         self.cache = DenseCache(drafter.config, self.dtype, self.device)
         self.branching = torch.tensor(shape.branching, device=self.device)
         self.path_rope = drafter.config.block_rope == "path"
-        self.sharpness = sharpness
+        self.sharpness, self.slot = sharpness, torch.zeros(1, dtype=torch.int64, device=self.device)
+        if sharpness is not None:
+            sharpness.begin(0)  # as a request of its own
         self.temperature = torch.tensor([temperature], device=self.device)
         self.before: tuple[int, DraftTree] | None = None  # the last step's root and tree
 
@@ -53,7 +55,7 @@ class SpecBlockDraft:
         beta = None
         if self.sharpness is not None:
             self._learn(self.sharpness, root)
-            beta = self.sharpness.of(self.temperature)
+            beta = self.sharpness.of(self.temperature, self.slot)
         drafted = self._append(root)  # [rows so far, K, H]; row 0 is the drafting row
         depth = torch.zeros(1, dtype=torch.int64, device=self.device)  # tokens before a row
         expansion = Expansion(self.shape, self.branching, num_requests=1)
@@ -81,7 +83,7 @@ class SpecBlockDraft:
         if self.before is not None:
             accepted = torch.tensor([root - self.before[0] - 1], device=self.device)
             expected = self.before[1].logprob.exp().sum(1)
-            sharpness.learn(self.temperature, expected, accepted, accepted >= 0)
+            sharpness.learn(self.temperature, expected, accepted, accepted >= 0, self.slot)
 
     def _append(self, root: int) -> Tensor:
         """Catch up with the text; the newest row's states [1, K, H]."""

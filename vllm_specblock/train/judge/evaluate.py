@@ -113,7 +113,7 @@ def evaluate(
     device = drafter.lm_head.weight.device
     learned = dict.fromkeys(shapes)
     if temperature is not None:
-        learned = {name: Sharpness(device) for name in shapes}
+        learned = {name: Sharpness(device, num_slots=1) for name in shapes}
     heat = temperature or 0.0
     chains, new_tokens = [], 0
     for script in scripts:
