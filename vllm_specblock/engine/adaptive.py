@@ -9,7 +9,9 @@ from vllm.v1.worker.gpu.states import RequestState
 from vllm_specblock.combine.combined import Combined
 from vllm_specblock.engine import budget
 from vllm_specblock.engine.slots import TreeSlots
-from vllm_specblock.verify.reach import ReachTable, kinds
+from vllm_specblock.tree import DraftTree
+from vllm_specblock.triton_kernels.offer_nodes import offer_nodes_triton
+from vllm_specblock.verify.reach import BINS_PER_NAT, PRIOR, ReachTable, kinds
 from vllm_specblock.verify.verified import Verified
 
 
@@ -57,22 +59,37 @@ class AdaptiveTrees:
 
     def learn(self, verified: Verified) -> None:
         """Take note of the verdicts."""
-        kind = kinds(verified.temperature)
-        self.reach.learn(kind, verified.logprob, verified.reached, verified.judged)
+        self.reach.learn_from(verified)
 
-    def awake(self, slot: torch.Tensor, combined: Combined) -> Combined:
-        """No tree for requests whose heads have slept; `slot` [R] int64."""
-        return combined.empty_where(self.asleep[slot])
+    def offer(self, slot: torch.Tensor, temperature: torch.Tensor, combined: Combined) -> Combined:
+        """Say what the new trees' nodes are worth.
 
-    def offer(self, temperature: torch.Tensor, combined: Combined) -> None:
-        """Say what the new trees' nodes are worth; `temperature` [R] fp32."""
+        Args:
+            slot: [R] integers.
+            temperature: [R] fp32.
+            combined: the new trees.
+
+        Returns:
+            These trees, but none for requests whose heads have slept.
+        """
+        if self.asleep.is_cuda:
+            reach = self.reach
+            *tree, origin = offer_nodes_triton(
+                slot, self.asleep, temperature, reach.judged, reach.reached, reach.believed,
+                PRIOR, BINS_PER_NAT, self.confidence, origin=combined.origin, **vars(combined.tree),
+            )  # fmt: skip
+            return Combined(DraftTree(*tree), origin)
+        combined = combined.empty_where(self.asleep[slot])
         steps = self.reach.steps(kinds(temperature), combined.tree.logprob)
         self.confidence[: len(steps)] = steps
+        return combined
 
     def sleep(self, batch: InputBatch) -> None:
         """Nothing is drafted at the end of this step."""
-        self.switch.asleep[batch.idx_mapping_np] = True
-        self.asleep.index_fill_(0, batch.idx_mapping, True)
+        asleep, slot = self.switch.asleep, batch.idx_mapping_np
+        if not asleep[slot].all():  # a host array
+            asleep[slot] = True
+            self.asleep.index_fill_(0, batch.idx_mapping, True)
         self.confidence[: batch.num_reqs] = 0
         # Whatever is scheduled next has no verdict.
         self.slots.accepted.index_fill_(0, batch.idx_mapping, 0)

@@ -308,8 +308,7 @@ class TreeSpeculator(DraftModelSpeculator):
         if inputs.chain is not None:
             combined = combined.where(inputs.chain)
         if self.adaptive is not None:
-            combined = self.adaptive.awake(slot, combined)
-            self.adaptive.offer(committed.temperature, combined)
+            combined = self.adaptive.offer(slot, committed.temperature, combined)
         self.slots.store(slot, combined)
         self.counters.drafted(proposal.drafted, proposal.second, proposal.agreed, rows.goes_on)
         return combined.tree.token

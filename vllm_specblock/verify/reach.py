@@ -11,6 +11,9 @@ from __future__ import annotations
 
 import torch
 
+from vllm_specblock.triton_kernels.learn_reach import learn_reach_triton
+from vllm_specblock.verify.verified import Verified
+
 BINS_PER_NAT, NUM_BINS = 4, 32
 """Scores of a quarter nat are counted together, those below −8 nats, too."""
 
@@ -29,6 +32,7 @@ class ReachTable:
     Attributes (each [2, 32] fp32, by kind and bin, older steps counting less):
         judged: nodes that the target ran on.
         reached: how many of those were on the accepted path.
+        believed: [32] fp32 instead, what a bin's scores say themselves.
 
     Args:
         device: where all of it lies.
@@ -40,13 +44,23 @@ class ReachTable:
         self.judged = torch.zeros(KINDS, NUM_BINS, device=device)
         self.reached = torch.zeros(KINDS, NUM_BINS, device=device)
         bins = torch.arange(NUM_BINS, device=device)
-        self._believed = (-(bins + 0.5) / BINS_PER_NAT).exp()
+        self.believed = (-(bins + 0.5) / BINS_PER_NAT).exp()
         self._later = bins[:, None] <= bins  # [j, k]: bin k is j or a less sure one
 
     def forget(self) -> None:
         """As if nothing had been seen."""
         self.judged.zero_()
         self.reached.zero_()
+
+    def learn_from(self, verified: Verified) -> None:
+        """Take note of the verdicts on a step's trees."""
+        of = verified
+        if not self.judged.is_cuda:
+            return self.learn(kinds(of.temperature), of.logprob, of.reached, of.judged)
+        learn_reach_triton(
+            self.judged, self.reached, of.slot, of.num_run, of.accepted, of.path, of.score,
+            of.origin, of.heat, BINS_PER_NAT, self.decay,
+        )  # fmt: skip
 
     def learn(
         self, kind: torch.Tensor, logprob: torch.Tensor, reached: torch.Tensor, judged: torch.Tensor
@@ -74,7 +88,7 @@ class ReachTable:
         peaks off would lose the tokens of a chain that scores less than its siblings.
         """
         count = torch.nn.functional.pad((self.judged + PRIOR).cumsum(1), (1, 0))
-        found = self.reached + PRIOR * self._believed
+        found = self.reached + PRIOR * self.believed
         found = torch.nn.functional.pad(found.cumsum(1), (1, 0))
         # [2, j, k]: the mean over bins j … k.
         mean = (found[:, None, 1:] - found[:, :-1, None]) / (

@@ -1,0 +1,113 @@
+"""One launch says what torch says of new trees, and leaves none to those that sleep."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from vllm_specblock.combine.combined import Combined
+from vllm_specblock.tree import DraftTree
+from vllm_specblock.verify.reach import BINS_PER_NAT, PRIOR, ReachTable, kinds
+
+from .test_best_chain import NAMES, fields_of, in_a_table, random_trees
+
+
+def seen_much(device: torch.device | str, seed: int, most: float = 50.0) -> ReachTable:
+    """Counts of some 600 steps, which neither fall with the score nor are alike by kind."""
+    draw = torch.Generator().manual_seed(seed)
+    table = ReachTable("cpu")
+    table.judged.copy_(most * torch.rand(table.judged.shape, generator=draw) ** 3)
+    table.reached.copy_(table.judged * torch.rand(table.judged.shape, generator=draw))
+    made = ReachTable(device)
+    made.judged.copy_(table.judged), made.reached.copy_(table.reached)
+    return made
+
+
+def launch(kernels, slot, asleep, temperature, table, steps, given):
+    return kernels.load("offer_nodes").offer_nodes_triton(
+        slot, asleep, temperature, table.judged, table.reached, table.believed, PRIOR,
+        BINS_PER_NAT, steps, **given,
+    )  # fmt: skip
+
+
+def offered(kernels, combined: Combined, asleep: torch.Tensor, heat: torch.Tensor, seed: int):
+    """(steps, fields) by the kernel, and by torch; `asleep` and `heat` are of requests."""
+    count, num_nodes = combined.origin.shape
+    slot = torch.randperm(count + 4, generator=torch.Generator().manual_seed(seed))[:count]
+    by_slot = torch.ones(count + 4, dtype=torch.bool)
+    by_slot[slot] = asleep
+    theirs = combined.empty_where(asleep)
+    wanted = seen_much("cpu", seed).steps(kinds(heat), theirs.tree.logprob)
+
+    on = kernels.device
+    given = {name: in_a_table(x.to(on)) for name, x in fields_of(combined).items()}
+    before = {name: x.clone() for name, x in given.items()}
+    steps = torch.full((count + 2, num_nodes), -7.0, device=on)
+    made = launch(
+        kernels, in_a_table(slot.to(on)), by_slot.to(on), in_a_table(heat.to(on)),
+        seen_much(on, seed), steps, given,
+    )  # fmt: skip
+    for name, x in given.items():
+        assert torch.equal(x, before[name]), "the trees given stay as they are"
+    assert (steps[count:] == -7).all()
+    return steps[:count].cpu(), dict(zip(NAMES, made, strict=True)), wanted, fields_of(theirs)
+
+
+@pytest.mark.parametrize(
+    ("num_requests", "num_nodes"),
+    [(1, 12), (5, 1), (9, 7), (4, 60), (3, 63), (3, 64), (3, 127), (3, 128), (2, 256)],
+)
+def test_as_torch(kernels, num_requests, num_nodes):
+    combined = random_trees(num_requests, num_nodes)
+    # The order of trees as they are served: the best first.
+    order = combined.tree.logprob.sort(1, descending=True).values
+    combined.tree.logprob.copy_(order)
+    heat = torch.tensor([0.0, 0.7, 1.3]).repeat(num_requests)[:num_requests]
+    for asleep in (torch.zeros(num_requests).bool(), torch.arange(num_requests) % 3 == 2):
+        steps, made, wanted, theirs = offered(kernels, combined, asleep, heat, seed=num_nodes)
+        torch.testing.assert_close(steps, wanted, atol=1e-6, rtol=3e-5)
+        for name, values in theirs.items():
+            assert made[name].dtype == values.dtype and made[name].is_contiguous(), name
+            assert torch.equal(made[name].cpu(), values), name
+    if num_requests > 2:
+        assert asleep.any() and (steps[2] == 0).all() and (steps[0] > 0).all()
+
+
+def test_scores_at_the_ends(kernels):
+    """Scores above nothing and below all bins, the middles and the edges of bins."""
+    score = torch.tensor([[0.3, 0.0, -0.125, -0.25, -0.26, -0.375, -7.9, -8.0, -300.0]])
+    shape = score.shape
+    chain = DraftTree.chain(torch.ones(shape).long(), score, torch.tensor([9], dtype=torch.int32))
+    for seed, heat in enumerate([0.0, 1.0, 0.0, 1.0]):
+        steps, _, wanted, _ = offered(
+            kernels, Combined.of(chain, 1), torch.tensor([False]), torch.tensor([heat]), seed
+        )
+        torch.testing.assert_close(steps, wanted, atol=1e-6, rtol=3e-5)
+        assert wanted.min() < 0.9 and wanted.max() == 1, "the counts say too little"
+
+
+def test_after_a_long_time(kernels):
+    """Counts of a large batch for hours: held against the reference in double precision."""
+    table, exact = seen_much(kernels.device, 3, most=3e6), seen_much("cpu", 3, most=3e6)
+    for name in ("judged", "reached", "believed"):
+        setattr(exact, name, getattr(exact, name).double())
+    combined = random_trees(2, 60)
+    combined.tree.logprob.copy_(combined.tree.logprob.sort(1, descending=True).values)
+    given = {name: x.to(kernels.device) for name, x in fields_of(combined).items()}
+    steps, heat = torch.zeros(2, 60, device=kernels.device), torch.tensor([0.0, 0.5])
+    launch(
+        kernels, torch.tensor([1, 0], device=kernels.device),
+        torch.zeros(2, dtype=torch.bool, device=kernels.device), heat.to(kernels.device), table,
+        steps, given,
+    )  # fmt: skip
+    wanted = exact.steps(kinds(heat), combined.tree.logprob.double()).float()
+    torch.testing.assert_close(steps.cpu(), wanted, atol=1e-6, rtol=3e-5)
+
+
+def test_no_requests(kernels):
+    nobody = Combined.of(DraftTree.empty(0, 70, "cpu"), head=1)
+    none = torch.zeros(0, dtype=torch.int64)
+    steps, made, _, theirs = offered(kernels, nobody, none.bool(), none.float(), seed=0)
+    assert steps.shape == (0, 70)
+    for name, values in theirs.items():
+        assert made[name].shape == values.shape, name
