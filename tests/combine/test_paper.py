@@ -115,7 +115,7 @@ def test_a_disjoint_merge_has_the_papers_paths(first, second):
     """Ordered by score the nodes are numbered anew, but the candidate set is C∪ (§3)."""
     paper = paper_union(first, second)
     pair = to_tree([first], len(first)), to_tree([second], len(second))
-    tree = merge(*pair, "disjoint", len(first) + len(second)).tree
+    tree = merge(*pair, "disjoint", len(first) + len(second))[0].tree
 
     def candidates(paths, token):
         return Counter(tuple(token[node - 1] for node in row if node > 0) for row in paths)

@@ -45,7 +45,8 @@ def mu(tree: DraftTree, request: int, how: str) -> float:
 @quick
 @given(pairs())
 def test_equal_to_plain_python(how, pair):
-    combined, chosen = route(*pair, how)
+    combined, chosen, agreed = route(*pair, how)
+    assert torch.equal(agreed, agreement(*pair))
     sure = [confidence(tree, how) for tree in pair]
     for request in range(len(chosen)):
         ours, theirs = (mu(tree, request, how) for tree in pair)
@@ -90,7 +91,7 @@ def test_ties_and_empty_trees(how):
         (none, hopeless, True),
         (hopeless, some, True),
     ]:
-        combined, chosen = route(first, second, how)
+        combined, chosen, _ = route(first, second, how)
         assert chosen.tolist() == [expected]
         assert combined.tree.size.tolist() == (second if expected else first).size.tolist()
 
@@ -140,6 +141,5 @@ def test_nothing_is_read_on_the_host(how):
     """A fake tensor has no value: any `.item()` or data-dependent shape raises."""
     with FakeTensorMode():
         pair = DraftTree.empty(3, 60, "cpu"), DraftTree.empty(3, 60, "cpu")
-        combined, chosen = route(*pair, how)
-        agreed = agreement(*pair)
+        combined, chosen, agreed = route(*pair, how)
     assert combined.origin.shape == (3, 60) and chosen.shape == agreed.shape == (3,)

@@ -168,9 +168,9 @@ def test_the_longer_match_is_surer_and_of_equals_the_later():
 @pytest.mark.parametrize("text", [[5], [5, 6], [5, 6, 7, 8], [6, 5, 7, 5]])
 def test_no_match_leaves_the_tree_empty(text):
     head = advanced([[1, 2] * 9, [5, 6]], NGramConfig(min_match=2), 20)
-    head.text = head.text.clone()
-    head.text[head.text_row[1], : len(text)] = torch.tensor(text).int()
-    head.length[1] = len(text)
+    known = head.texts
+    known.table[known.row[1], : len(text)] = torch.tensor(text).int()
+    known.position[known.last[1]] = len(text) - 2
     tree = head.draft()
     assert tree.size[1] == 0 and tree.size[0] > 0
     assert (tree.parent[1] == -1).all() and (tree.logprob[1] == -math.inf).all()

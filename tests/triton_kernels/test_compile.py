@@ -555,3 +555,76 @@ def test_read_verdicts_compile(compiler, known):
     )
     assert [len(x) for x in found] == [3] * 4
     assert len(stand_in.compiled) == 1 and fits(stand_in)
+
+
+@pytest.mark.parametrize("num_nodes", [1, 60, 256])
+@pytest.mark.parametrize("known", [torch.int32, torch.int64], ids=["eager", "graph"])
+def test_reach_compiles(compiler, num_nodes, known):
+    from vllm_specblock.triton_kernels import learn_reach, offer_nodes
+
+    from vllm_specblock.tree import DraftTree
+
+    learn = compiler(learn_reach, "_learn_reach_kernel")
+    offer = compiler(offer_nodes, "_offer_nodes_kernel")
+    counts, heat = torch.zeros(2, 32), torch.zeros(5)
+    table, path = torch.zeros(3, 3, dtype=known), torch.zeros(3, 13, dtype=torch.int64)
+    slot = table[0] if known == torch.int32 else table[:, 0]
+    tree, steps = DraftTree.empty(3, num_nodes, "cpu"), torch.zeros(4, num_nodes)
+    origin = tree.token.to(torch.uint8)
+    learn_reach.learn_reach_triton(
+        counts, counts, slot, slot, slot.int(), path, torch.zeros(5, num_nodes),
+        torch.zeros(5, num_nodes, dtype=torch.uint8), heat, 4, 0.995,
+    )  # fmt: skip
+    offer_nodes.offer_nodes_triton(
+        slot, heat.bool(), heat[:3], counts, counts, counts[0], 4.0, 4, steps,
+        origin=origin, **vars(tree),
+    )  # fmt: skip
+    assert len(learn.compiled) == len(offer.compiled) == 1 and fits(learn) and fits(offer)
+
+
+@pytest.mark.parametrize(
+    ("width", "branches", "depth"), [(1024, 8, 16), (32_768, 1, 1), (1 << 20, 32, 8)]
+)
+def test_following_compiles(compiler, width, branches, depth):
+    from vllm_specblock.triton_kernels import continuations, occurrences
+
+    found = compiler(occurrences, "_occurrences_kernel")
+    followed = compiler(continuations, "_follow_kernel")
+    table, known = torch.zeros(1, width, dtype=torch.int32), torch.zeros(1, 3, dtype=torch.int64)
+    texts = occurrences.Texts(table, known[:, 0], known[0], known[:, 1])
+    how = continuations.Following(1, 8, branches, depth, 60, 0.32, 1.2, 4096, 1024)
+    assert continuations.follow_triton(texts, how).token.shape == (1, 60)
+    assert len(found.compiled) == len(followed.compiled) == 1 and fits(found) and fits(followed)
+
+
+@pytest.mark.parametrize(("num_nodes", "flag"), [(1, True), (60, True), (60, False), (256, True)])
+def test_combining_compiles(compiler, num_nodes, flag):
+    from vllm_specblock.triton_kernels import choose_tree, merge_trees
+
+    from vllm_specblock.tree import DraftTree
+
+    choosing = compiler(choose_tree, "_choose_kernel")
+    merging = compiler(merge_trees, "_merge_kernel")
+    tree = vars(DraftTree.empty(3, num_nodes, "cpu"))
+    choose_tree.choose_tree_triton(tree, tree, flag)
+    merge_trees.merge_trees_triton(tree, tree, flag, num_nodes, 12)
+    assert len(choosing.compiled) == len(merging.compiled) == 1
+    assert fits(choosing) and fits(merging)
+
+
+@pytest.mark.parametrize("num_nodes", [1, 60, 256])
+def test_lazy_gate_compiles(compiler, num_nodes):
+    from vllm_specblock.triton_kernels import lazy_gate
+
+    wanting, learning = (compiler(lazy_gate, f"_{name}_kernel") for name in ("most_want", "learn"))
+    state = torch.zeros(2, 16)
+    gate = lazy_gate.GateState(state, state, torch.zeros(()).long(), 16, 0.1, 0.9, -(2**62), 4)
+    known, slots = torch.zeros(3, 3, dtype=torch.int64), torch.zeros(5)
+    score, size = torch.zeros(3, num_nodes), torch.zeros(3, dtype=torch.int32)
+    both, origin = slots.bool(), torch.zeros(5, num_nodes, dtype=torch.uint8)
+    lazy_gate.most_want_triton(
+        gate, score, size, True, known[0, :1], True, known[:, 0], slots, both
+    )
+    lazy_gate.learn_gate_triton(gate, slots, both, known[:, 0], size, size, origin)
+    assert len(wanting.compiled) == len(learning.compiled) == 1
+    assert fits(wanting) and fits(learning)

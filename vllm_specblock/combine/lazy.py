@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from vllm_specblock.combine.route import How
+from vllm_specblock.triton_kernels.lazy_gate import GateState
 
 BUCKETS = 16
 """Half octaves of confidence: means of many nodes' probabilities are small, most below 0.2."""
@@ -59,6 +60,14 @@ class LazyGate:
         self.threshold = torch.full((), BUCKETS, device=device)
         self._offset = BUCKETS - 2 * _LARGEST[how]
         self._cell = torch.arange(2 * BUCKETS, device=device)
+
+    @property
+    def state(self) -> GateState:
+        """What the kernels take: they decide and learn on a GPU, in a launch each."""
+        return GateState(
+            self.steps, self.accepted, self.threshold, self._offset, self.cost, self.decay,
+            _SPREAD, _EXPLORE_BITS,
+        )  # fmt: skip
 
     def wants(self, confidence: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         """Whether the second head is to draft.

@@ -6,10 +6,12 @@ from typing import Literal
 
 import torch
 
-from vllm_specblock.candidates import NEVER, extend_hash, select_nodes
+from vllm_specblock.candidates import NEVER, extend_hash, select_nodes, tree_of
 from vllm_specblock.combine.combined import Combined
-from vllm_specblock.tree import DraftTree
+from vllm_specblock.combine.route import agreement
+from vllm_specblock.tree import DraftTree, check_budget
 from vllm_specblock.triton_kernels.candidate_keys import ROOT_HASH
+from vllm_specblock.triton_kernels.merge_trees import merge_trees_triton
 
 
 def union(first: DraftTree, second: DraftTree) -> tuple[torch.Tensor, torch.Tensor]:
@@ -65,7 +67,7 @@ def merge(
     how: Literal["disjoint", "trie"],
     num_nodes: int,
     max_depth: int | None = None,
-) -> Combined:
+) -> tuple[Combined, torch.Tensor]:
     """The best nodes of both trees as one tree, in the order of every `DraftTree`.
 
     "disjoint" is the paper's: the subtrees share the root only. "trie" joins what both heads
@@ -76,12 +78,21 @@ def merge(
         first, second: R trees; their numbers of node slots may differ.
         num_nodes: N, nodes of the merged tree; the best of both are kept.
         max_depth: no path is longer, if known: fewer steps to find ancestors and equal texts.
+
+    Returns:
+        the trees, and [R] bool: `agreement` of the two heads.
     """
+    check_budget(num_nodes)
+    if max_depth is None:
+        max_depth = max(first.token.shape[1], second.token.shape[1])
+    if first.token.is_cuda:
+        made, origin, agreed = merge_trees_triton(
+            vars(first), vars(second), how == "trie", num_nodes, max_depth
+        )
+        return Combined(tree_of(made), origin), agreed
     token, parent = union(first, second)
     score = torch.cat([first.logprob, second.logprob], 1)
     depth = torch.cat([first.depth, second.depth], 1).long()
-    if max_depth is None:
-        max_depth = max(first.token.shape[1], second.token.shape[1])
     path_hash = path_hashes(token, parent, max_depth) if how == "trie" else None
     selection = select_nodes(
         token, parent.clamp(min=0).long(), score, depth, path_hash, num_nodes, max_depth
@@ -92,4 +103,5 @@ def merge(
     shift = first.token.shape[1]
     ones = origin.scatter(1, node[:, :shift], 1)
     twos = origin.scatter(1, node[:, shift:], 2)
-    return Combined(selection.tree, (ones | twos)[:, 1:-1])
+    combined = Combined(selection.tree, (ones | twos)[:, 1:-1])
+    return combined, agreement(first, second)

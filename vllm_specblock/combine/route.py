@@ -8,6 +8,7 @@ import torch
 
 from vllm_specblock.combine.combined import Combined
 from vllm_specblock.tree import DraftTree
+from vllm_specblock.triton_kernels.choose_tree import choose_tree_triton
 
 How = Literal["mean", "sum"]
 
@@ -25,7 +26,9 @@ def confidence(tree: DraftTree, how: How) -> torch.Tensor:
     return total if how == "sum" else total / tree.size.clamp(min=1)
 
 
-def route(first: DraftTree, second: DraftTree, how: How) -> tuple[Combined, torch.Tensor]:
+def route(
+    first: DraftTree, second: DraftTree, how: How
+) -> tuple[Combined, torch.Tensor, torch.Tensor]:
     """The surer head's tree, request by request; head 1 where both are equally sure.
 
     Args:
@@ -33,14 +36,17 @@ def route(first: DraftTree, second: DraftTree, how: How) -> tuple[Combined, torc
         how: see `confidence`.
 
     Returns:
-        the trees, and [R] bool: head 2 was chosen.
+        the trees, [R] bool: head 2 was chosen, and `agreement`.
     """
+    if first.token.is_cuda:
+        tree, origin, chosen, agreed = choose_tree_triton(vars(first), vars(second), how == "mean")
+        return Combined(DraftTree(**tree), origin), chosen, agreed
     surer = confidence(second, how) > confidence(first, how)
     # Sizes, too: what is very unsure rounds to 0, but is more than nothing.
     chosen = (second.size > 0) & (surer | (first.size == 0))
     ones, twos = Combined.of(first, head=1), Combined.of(second, head=2)
     origin = torch.where(chosen[:, None], twos.origin, ones.origin)
-    return Combined(first.where(chosen, second), origin), chosen
+    return Combined(first.where(chosen, second), origin), chosen, agreement(first, second)
 
 
 def agreement(first: DraftTree, second: DraftTree) -> torch.Tensor:

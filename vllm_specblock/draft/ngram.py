@@ -2,17 +2,22 @@
 
 It has no weights. Every earlier place whose last tokens are those of the text's end is an
 occurrence; a few of them are followed, and what they say next is weighed as in prediction by
-partial matching: the longer the match, and the more occurrences agree, the surer.
+partial matching: the longer the match, and the more occurrences agree, the surer. On a GPU that
+is two launches: `triton_kernels/occurrences.py` and `continuations.py`.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
-from vllm_specblock.candidates import NEVER, select_nodes
+from vllm_specblock.candidates import NEVER, select_nodes, tree_of
 from vllm_specblock.config import NGramConfig
 from vllm_specblock.draft.head import CommittedRows, Head
 from vllm_specblock.tree import DraftTree
+from vllm_specblock.triton_kernels.continuations import Following, follow_triton
+from vllm_specblock.triton_kernels.occurrences import Texts
 
 VOTE, POWER = 0.32, 1.2
 """The r-th best occurrence votes VOTE · n^POWER / ⁴√r for what followed it, n being the tokens
@@ -69,18 +74,29 @@ class NGramHead(Head):
         self.options, self.num_nodes, self.max_model_len = options, num_nodes, max_model_len
         self.max_depth = min(num_nodes, options.depth)
 
+    @property
+    def following(self) -> Following:
+        """What the kernels are compiled for."""
+        return Following(
+            self.options.min_match, self.options.max_match, self.options.branches, self.max_depth,
+            self.num_nodes, VOTE, POWER, _VOTES, _NATS,
+        )  # fmt: skip
+
     def advance(self, rows: CommittedRows) -> None:
+        self.texts = Texts(
+            rows.text[:, : self.max_model_len], rows.text_row, rows.position, rows.last
+        )
         # A bound of the host: nobody's text is longer.
-        self.text = rows.text[:, : min(rows.max_position + 2, self.max_model_len)]
-        self.text_row = rows.text_row
-        self.length = rows.position[rows.last] + 2
+        self.longest = rows.max_position + 2
 
     def draft(self, requests: torch.Tensor | None = None) -> DraftTree:
-        text_row, length = self.text_row, self.length
+        texts = self.texts
         if requests is not None:
-            text_row, length = text_row[requests], length[requests]
-        token, matched = self._occurrences(self.text[text_row], length)
-        return self._tree(token, matched)
+            texts = replace(texts, row=texts.row[requests], last=texts.last[requests])
+        if texts.table.is_cuda and self.following.fits:
+            return tree_of(follow_triton(texts, self.following))
+        text = texts.table[:, : self.longest][texts.row]
+        return self._tree(*self._occurrences(text, texts.position[texts.last] + 2))
 
     def _occurrences(
         self, text: torch.Tensor, length: torch.Tensor

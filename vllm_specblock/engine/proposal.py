@@ -11,10 +11,11 @@ from vllm_specblock.combine.budget import shares
 from vllm_specblock.combine.combined import Combined
 from vllm_specblock.combine.lazy import LazyGate
 from vllm_specblock.combine.merge import merge
-from vllm_specblock.combine.route import agreement, confidence, route
+from vllm_specblock.combine.route import confidence, route
 from vllm_specblock.config import CombineConfig
 from vllm_specblock.draft.head import CommittedRows, Head
 from vllm_specblock.tree import DraftTree
+from vllm_specblock.triton_kernels.lazy_gate import learn_gate_triton, most_want_triton
 from vllm_specblock.verify.verified import Verified
 
 USUAL_COST = {"ngram": 0.02}
@@ -89,17 +90,20 @@ class One(Proposer):
 class Route(Proposer):
     """Both heads draft, the surer one's tree is verified (routing paper, §5)."""
 
-    def __init__(self, heads: list[Head], options: CombineConfig):
+    def __init__(self, heads: list[Head], options: CombineConfig, device: torch.device):
         self.heads, self.how = heads, options.confidence
+        self.always = torch.ones(1, dtype=torch.bool, device=device)
 
     def combine(self, rows: CommittedRows) -> Proposal:
         first, second = (head.draft() for head in self.heads)
-        return self.choose(first, second, torch.ones_like(first.size, dtype=torch.bool))
+        return self.choose(first, second, self.always.expand(len(first.size)))
 
     def choose(self, first: DraftTree, second: DraftTree, drafted: torch.Tensor) -> Proposal:
-        """The tree of the surer head; `drafted` [R] bool: the second head was asked at all."""
-        combined, _ = route(first, second, self.how)
-        agreed = drafted & agreement(first, second)
+        """The tree of the surer head; `drafted` [R] bool: the second head was asked at all.
+
+        Where it was not, its tree is empty.
+        """
+        combined, _, agreed = route(first, second, self.how)
         return Proposal(combined, (first.size, second.size), drafted, agreed)
 
 
@@ -118,7 +122,7 @@ class LazyRoute(Route):
     def __init__(
         self, heads: list[Head], options: CombineConfig, num_slots: int, device: torch.device
     ):
-        super().__init__(heads, options)
+        super().__init__(heads, options, device)
         cost = options.second_head_cost
         if cost is None:
             cost = USUAL_COST.get(heads[1].kind, 0.15)
@@ -126,6 +130,8 @@ class LazyRoute(Route):
         self.looks = device.type == "cpu"
         self.most_want = torch.ones(1, dtype=torch.bool, pin_memory=not self.looks)
         self.step = torch.zeros(1, dtype=torch.int64, device=device)
+        self.never = torch.zeros(1, dtype=torch.bool, device=device)
+        self.nothing = torch.zeros(1, dtype=torch.int32, device=device)
         # By request slot, of the tree under verification.
         self.sure = torch.zeros(num_slots, device=device)
         self.both = torch.zeros(num_slots, dtype=torch.bool, device=device)
@@ -133,48 +139,61 @@ class LazyRoute(Route):
     def learn(self, verified: Verified) -> None:
         super().learn(verified)
         slot = verified.slot
+        if not self.looks:
+            learn_gate_triton(
+                self.gate.state, self.sure, self.both, slot, verified.num_run, verified.accepted,
+                verified.origin,
+            )  # fmt: skip
+            return
         self.gate.learn(self.sure[slot], self.both[slot], verified.accepted, verified.live)
 
     def combine(self, rows: CommittedRows) -> Proposal:
         first = self.heads[0].draft()
-        sure = confidence(first, self.how)
-        self.step += 1
-        key = rows.position[rows.last] if self.looks else self.step.expand(len(rows.last))
-        wanted = self.gate.wants(sure, key)
-        second, drafted = self._ask(wanted, first)
-        self.sure[rows.text_row], self.both[rows.text_row] = sure, drafted
-        return self.choose(first, second, drafted)
+        return self._of_some(rows, first) if self.looks else self._of_all_or_none(rows, first)
 
-    def _ask(self, wanted: torch.Tensor, first: DraftTree) -> tuple[DraftTree, torch.Tensor]:
-        """The second head's trees, and for which requests it drafted ([R] bool)."""
-        count, head = len(wanted), self.heads[1]
-        if not self.looks:
-            ask = bool(self.most_want)  # a host tensor
-            self.most_want.copy_(2 * wanted.sum() >= count, non_blocking=True)
-            wanted = torch.full_like(wanted, ask)
-            asked = count if ask else 0
-        else:
-            index = wanted.nonzero()[:, 0]  # a host tensor
-            asked = len(index)
-        if asked == count:
-            return head.draft(), wanted
-        empty = DraftTree.empty(*first.token.shape, wanted.device)
-        if not asked:
-            return empty, wanted
-        return empty.put(index, head.draft(index)), wanted
+    def _of_some(self, rows: CommittedRows, first: DraftTree) -> Proposal:
+        """The second head drafts for those that want it."""
+        sure, head = confidence(first, self.how), self.heads[1]
+        wanted = self.gate.wants(sure, rows.position[rows.last])
+        self.sure[rows.text_row], self.both[rows.text_row] = sure, wanted
+        index = wanted.nonzero()[:, 0]  # a host tensor
+        if len(index) == len(wanted):
+            return self.choose(first, head.draft(), wanted)
+        second = DraftTree.empty(*first.token.shape, wanted.device)
+        if len(index):
+            second = second.put(index, head.draft(index))
+        return self.choose(first, second, wanted)
+
+    def _of_all_or_none(self, rows: CommittedRows, first: DraftTree) -> Proposal:
+        """The second head drafts if most wanted it, when they were last heard of."""
+        asked = bool(self.most_want)  # a host tensor
+        want = most_want_triton(
+            self.gate.state, first.logprob, first.size, self.how == "mean", self.step, asked,
+            rows.text_row, self.sure, self.both,
+        )  # fmt: skip
+        self.most_want.copy_(want, non_blocking=True)
+        count = len(first.size)
+        if asked:
+            return self.choose(first, self.heads[1].draft(), self.always.expand(count))
+        never = self.never.expand(count)
+        sizes = first.size, self.nothing.expand(count)
+        return Proposal(Combined.of(first, head=1), sizes, never, never)
 
 
 class Merge(Proposer):
     """Both heads draft, and the union of their trees is verified at once (merged-tree paper)."""
 
-    def __init__(self, heads: list[Head], options: CombineConfig, num_nodes: int):
+    def __init__(
+        self, heads: list[Head], options: CombineConfig, num_nodes: int, device: torch.device
+    ):
         self.heads, self.how, self.num_nodes = heads, options.merge, num_nodes
+        self.always = torch.ones(1, dtype=torch.bool, device=device)
 
     def combine(self, rows: CommittedRows) -> Proposal:
         first, second = (head.draft() for head in self.heads)
-        combined = merge(first, second, self.how, self.num_nodes, self.max_depth)
-        both = torch.ones_like(first.size, dtype=torch.bool)
-        return Proposal(combined, (first.size, second.size), both, agreement(first, second))
+        combined, agreed = merge(first, second, self.how, self.num_nodes, self.max_depth)
+        both = self.always.expand(len(first.size))
+        return Proposal(combined, (first.size, second.size), both, agreed)
 
 
 def head_budgets(options: CombineConfig | None, num_nodes: int) -> tuple[int, ...]:
@@ -195,7 +214,7 @@ def make_proposer(
     if options is None:
         return One(heads[0])
     if options.head_policy == "merge":
-        return Merge(heads, options, num_nodes)
+        return Merge(heads, options, num_nodes, device)
     if options.route == "lazy":
         return LazyRoute(heads, options, num_slots, device)
-    return Route(heads, options)
+    return Route(heads, options, device)
