@@ -4,8 +4,8 @@
 
 runs the example pair, profiles 50 steps in which every request decodes, and says in text: the
 share of a step in which the device runs nothing, the longest gaps with what ran before and
-after, and what the parts of a step take. Without a GPU, a torch operation counts as what the
-device runs: that shows where a step's time goes, and nothing about a GPU.
+after, what the parts of a step take, and how much they launch. Without a GPU, a torch operation
+counts as what the device runs: that shows where a step's time goes, and nothing about a GPU.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ EXAMPLES = Path(__file__).resolve().parents[1] / "examples/tiny_pair"
 STEP = "target: inputs and forward"
 PARTS = {"execute_model": STEP, "sample_tokens": "sampling, verdict and drafting"}
 DRAFTING = "drafting"
+WHOLE = "a step"
 WARM_UP = 8
 """Steps before those that are profiled: prompts, and first calls of a shape."""
 
@@ -53,12 +54,14 @@ class Summary:
         idle: share of every step in which the device ran nothing, 0 … 1.
         gaps: over all steps, the longest first.
         parts: microseconds per step, on average, from a part's first operation to its last.
+        launches: what the device ran per step, on average, in each part, and under "a step" in all.
     """
 
     step_us: list[float]
     idle: list[float]
     gaps: list[Gap]
     parts: dict[str, float]
+    launches: dict[str, float]
 
     def text(self, device: str, gaps: int = 8) -> str:
         """For people; `gaps` is how many are shown."""
@@ -67,11 +70,13 @@ class Summary:
             f"{len(self.step_us)} steps on {device}: {step / 1000:.3f} ms (median)",
             f"busy {1 - idle:.1%}, idle {idle:.1%} of a step (median; worst {max(self.idle):.1%})",
             "",
-            "ms per step   share   part",
+            "ms per step   share   launches   part",
         ]
         mean = statistics.mean(self.step_us)
         for name, us in self.parts.items():
-            lines.append(f"{us / 1000:11.3f}  {us / mean:6.1%}   {name}")
+            count = self.launches[name]
+            lines.append(f"{us / 1000:11.3f}  {us / mean:6.1%}   {count:8.1f}   {name}")
+        lines.append(f"{mean / 1000:11.3f}  {1:6.1%}   {self.launches[WHOLE]:8.1f}   {WHOLE}")
         lines += ["", "longest gaps (µs), and what ran before and after"]
         for gap in self.gaps[:gaps]:
             lines.append(f"{gap.us:8.1f}   {gap.before[:48]} … {gap.after[:48]}")
@@ -124,15 +129,24 @@ def summarise(events: Iterable[dict[str, Any]]) -> Summary:
                 break
         if stop > begins[0] and start < begins[-1]:
             found.append(gap)
+    starts = [start for start, _, _ in ran]
+
+    def launched(after: float, before: float) -> float:
+        return (bisect_left(starts, before) - bisect_left(starts, after)) / len(lengths)
+
     parts: dict[str, float] = {}
+    launches = {WHOLE: launched(begins[0], begins[-1])}
     for event in ranges:
-        if begins[0] <= event["ts"] < begins[-1] and event["name"] in (*PARTS.values(), DRAFTING):
-            parts[event["name"]] = parts.get(event["name"], 0.0) + event["dur"] / len(lengths)
+        name, begin, us = event["name"], event["ts"], event["dur"]
+        if begins[0] <= begin < begins[-1] and name in (*PARTS.values(), DRAFTING):
+            parts[name] = parts.get(name, 0.0) + us / len(lengths)
+            launches[name] = launches.get(name, 0.0) + launched(begin, begin + us)
     return Summary(
         lengths,
         [wait / length for wait, length in zip(waited, lengths)],
         sorted(found, key=lambda gap: -gap.us),
         dict(sorted(parts.items(), key=lambda part: -part[1])),
+        launches,
     )
 
 

@@ -50,10 +50,12 @@ def test_idle_time_of_each_step():
         Gap(5, "attention", "copy"),
     ]
     assert summary.parts == {STEP: 80, DRAFTING: 50}
+    assert summary.launches == {"a step": 3, STEP: 2, DRAFTING: 1}
     text = summary.text("a GPU")
     assert "2 steps on a GPU: 0.150 ms" in text
     assert "idle 15.0%" in text
     assert "40.0   draft … gemm" in text
+    assert "0.050   33.3%        1.0   drafting" in text
 
 
 def test_a_gap_over_a_whole_step_counts_in_every_step_it_touches():
@@ -104,4 +106,5 @@ def test_it_runs(tmp_path):
     assert len(figures["step_us"]) == 6
     assert all(0 < idle < 1 for idle in figures["idle"])
     assert set(figures["parts"]) == {*idle_share.PARTS.values(), DRAFTING}
+    assert 0 < figures["launches"][DRAFTING] < figures["launches"]["a step"]
     assert figures["parts"][DRAFTING] < figures["parts"][idle_share.PARTS["sample_tokens"]]
