@@ -139,13 +139,13 @@ class LazyRoute(Route):
     def learn(self, verified: Verified) -> None:
         super().learn(verified)
         slot = verified.slot
-        if not self.looks:
+        if self.sure.is_cuda:
             learn_gate_triton(
                 self.gate.state, self.sure, self.both, slot, verified.num_run, verified.accepted,
                 verified.origin,
             )  # fmt: skip
-            return
-        self.gate.learn(self.sure[slot], self.both[slot], verified.accepted, verified.live)
+        else:
+            self.gate.learn(self.sure[slot], self.both[slot], verified.accepted, verified.live)
 
     def combine(self, rows: CommittedRows) -> Proposal:
         first = self.heads[0].draft()
@@ -167,17 +167,27 @@ class LazyRoute(Route):
     def _of_all_or_none(self, rows: CommittedRows, first: DraftTree) -> Proposal:
         """The second head drafts if most wanted it, when they were last heard of."""
         asked = bool(self.most_want)  # a host tensor
-        want = most_want_triton(
-            self.gate.state, first.logprob, first.size, self.how == "mean", self.step, asked,
-            rows.text_row, self.sure, self.both,
-        )  # fmt: skip
-        self.most_want.copy_(want, non_blocking=True)
+        self.most_want.copy_(self._most_of(rows.text_row, first, asked), non_blocking=True)
         count = len(first.size)
         if asked:
             return self.choose(first, self.heads[1].draft(), self.always.expand(count))
         never = self.never.expand(count)
         sizes = first.size, self.nothing.expand(count)
         return Proposal(Combined.of(first, head=1), sizes, never, never)
+
+    def _most_of(self, slot: torch.Tensor, first: DraftTree, asked: bool) -> torch.Tensor:
+        """[1] bool, whether most want the second head; keeps how sure the first one is."""
+        if self.sure.is_cuda:
+            return most_want_triton(
+                self.gate.state, first.logprob, first.size, self.how == "mean", self.step, asked,
+                slot, self.sure, self.both,
+            )  # fmt: skip
+        sure = confidence(first, self.how)
+        self.step += 1
+        self.sure[slot] = sure
+        self.both.index_fill_(0, slot, asked)
+        wanted = self.gate.wants(sure, self.step.expand(len(sure)))
+        return 2 * wanted.sum(0, keepdim=True) >= len(sure)
 
 
 class Merge(Proposer):
