@@ -256,12 +256,13 @@ def test_learning_compiles(compiler, num_nodes):
 
     stand_in = compiler(learn_sharpness, "_learn_kernel")
     slot, path = torch.zeros(3, dtype=torch.int32), torch.zeros(3, 9, dtype=torch.int64)
-    learn_sharpness.learn_sharpness_triton(
-        torch.zeros(2), torch.zeros(2), 0, slot, path[:, 0], slot, path,
-        torch.zeros(5, num_nodes), torch.zeros(5, num_nodes, dtype=torch.uint8), torch.zeros(5),
-        (-1.0, 1.0), 20.0, 500.0,
-    )  # fmt: skip
-    assert len(stand_in.compiled) == 1 and fits(stand_in)
+    for own in (torch.zeros(5), torch.zeros(0)):  # with requests told apart, and without
+        learn_sharpness.learn_sharpness_triton(
+            torch.zeros(2), torch.zeros(2), 0, slot, path[:, 0], slot, path,
+            torch.zeros(5, num_nodes), torch.zeros(5, num_nodes, dtype=torch.uint8),
+            torch.zeros(5), (-1.0, 1.0), 20.0, 500.0, own, own, 4.0, 10.0, 50.0,
+        )  # fmt: skip
+    assert len(stand_in.compiled) == 2 and fits(stand_in)
 
 
 @pytest.mark.parametrize(("count", "joins"), [(577, True), (130, False)])
@@ -538,8 +539,11 @@ def test_sharpness_compiles(compiler):
     from vllm_specblock.triton_kernels import learn_sharpness
 
     stand_in = compiler(learn_sharpness, "_sharpness_kernel")
-    assert learn_sharpness.sharpness_triton(torch.zeros(2), torch.zeros(3)).shape == (3,)
-    assert len(stand_in.compiled) == 1 and fits(stand_in)
+    own, columns = torch.zeros(5), torch.zeros(3, 3, dtype=torch.int64)
+    for slot in (None, columns[:, 1].int(), columns[:, 1]):
+        beta = learn_sharpness.sharpness_triton(torch.zeros(2), torch.zeros(3), own, slot)
+        assert beta.shape == (3,)
+    assert len(stand_in.compiled) == 3 and fits(stand_in)
 
 
 @pytest.mark.parametrize("known", [torch.int32, torch.int64], ids=["eager", "graph"])
