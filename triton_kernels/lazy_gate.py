@@ -124,6 +124,8 @@ def _most_want_kernel(
     BLOCK: tl.constexpr,
 ):
     key = tl.load(step) + 1
+    # Every warp reads the counter, one writes it: not before all have read.
+    tl.debug_barrier()
     tl.store(step, key)
     explores = (key * SPREAD) >> SHIFT == 0
     limit = tl.load(threshold)
@@ -189,6 +191,7 @@ def _learn_kernel(
     both_steps += tl.load(steps + BUCKETS + bucket) * keep
     alone_got += tl.load(tokens + bucket) * keep
     both_got += tl.load(tokens + BUCKETS + bucket) * keep
+    tl.debug_barrier()  # every warp reads these, one writes them
     tl.store(steps + bucket, alone_steps)
     tl.store(steps + BUCKETS + bucket, both_steps)
     tl.store(tokens + bucket, alone_got)
