@@ -9,42 +9,28 @@ from __future__ import annotations
 
 import torch
 
+from .copy_tree import Copies, copy_tree
 from .optional_triton import jit, next_power_of_2, tl
 
 
-def best_chain_triton(
-    chain: torch.Tensor,
-    token: torch.Tensor,
-    parent: torch.Tensor,
-    depth: torch.Tensor,
-    logprob: torch.Tensor,
-    size: torch.Tensor,
-    ancestors: torch.Tensor,
-    origin: torch.Tensor,
-) -> tuple[torch.Tensor, ...]:
+def best_chain_triton(chain: torch.Tensor, **trees: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """New trees, and who drafted their nodes.
 
     Args:
         chain: [R] bool or integers, whose tree becomes its best path; may be a column of a table.
-        token, parent, depth, logprob, size, ancestors: as `DraftTree` has them.
-        origin: [R, N] uint8, as `Combined` has it.
+        trees: by name, as `Copies.of` takes them.
 
     Returns:
         token, parent, depth, logprob, size, ancestors and origin, all new and contiguous.
     """
-    given = (token, parent, depth, logprob, origin, ancestors)
-    given = [x if x.stride(-1) == 1 else x.contiguous() for x in given]
-    made = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (*given, size)]
-    num_requests, num_nodes = token.shape
-    words, nodes = ancestors.shape[2], next_power_of_2(num_nodes + 1)
-    if num_requests:
-        _best_chain_kernel[(num_requests,)](
-            chain, chain.stride(0), *given, *(x.stride(0) for x in given), given[-1].stride(1),
-            size, size.stride(0), *made, NUM_NODES=num_nodes, NODES=nodes, W=words,
-            WORDS=next_power_of_2(words), num_warps=4 if nodes <= 128 else 8,
+    copies = Copies.of(**trees)
+    constants = copies.constants
+    if len(chain):
+        _best_chain_kernel[(len(chain),)](
+            chain, chain.stride(0), *copies.arguments, **constants,
+            WORDS=next_power_of_2(constants["W"]), num_warps=4 if constants["NODES"] <= 128 else 8,
         )  # fmt: skip
-    token, parent, depth, logprob, origin, ancestors, size = made
-    return token, parent, depth, logprob, size, ancestors, origin
+    return copies.made
 
 
 @jit
@@ -74,10 +60,9 @@ def _best_chain_kernel(
     origin += request * origin_stride - 1
     ancestors += request * ancestors_stride
     out = request * NUM_NODES - 1
+    new_ancestors += request * (NUM_NODES + 1) * W
     node, word = tl.arange(0, NODES), tl.arange(0, WORDS)
     stored = (node > 0) & (node <= NUM_NODES)
-    row = (node <= NUM_NODES)[:, None] & (word < W)[None, :]
-    new_words = request * (NUM_NODES + 1) * W + node[:, None] * W + word[None, :]
 
     if tl.load(chain + request * chain_stride) != 0:
         # What a path is worth: the sum of the probabilities of its nodes, found by their bits.
@@ -119,13 +104,13 @@ def _best_chain_kernel(
         alone = tl.where((count > 0) & (count <= 64), own, 0)
         alone = tl.where((word == 0)[None, :], alone | 1, alone)
         path = tl.where((node > length)[:, None], alone, path)
-        tl.store(new_ancestors + new_words, path, mask=row)
+        row = (node <= NUM_NODES)[:, None] & (word < W)[None, :]
+        tl.store(new_ancestors + node[:, None] * W + word[None, :], path, mask=row)
     else:
-        tl.store(new_token + out + node, tl.load(token + node, mask=stored), mask=stored)
-        tl.store(new_parent + out + node, tl.load(parent + node, mask=stored), mask=stored)
-        tl.store(new_depth + out + node, tl.load(depth + node, mask=stored), mask=stored)
-        tl.store(new_logprob + out + node, tl.load(logprob + node, mask=stored), mask=stored)
-        tl.store(new_origin + out + node, tl.load(origin + node, mask=stored), mask=stored)
+        first = out + 1
+        copy_tree(
+            NUM_NODES, token + 1, parent + 1, depth + 1, logprob + 1, origin + 1, ancestors,
+            node_stride, new_token + first, new_parent + first, new_depth + first,
+            new_logprob + first, new_origin + first, new_ancestors, NUM_NODES, NODES, W,
+        )  # fmt: skip
         tl.store(new_size + request, tl.load(size + request * size_stride))
-        words = tl.load(ancestors + node[:, None] * node_stride + word[None, :], mask=row)
-        tl.store(new_ancestors + new_words, words, mask=row)

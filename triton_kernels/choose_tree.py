@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 
+from .copy_tree import copy_tree
 from .optional_triton import jit, next_power_of_2, tl
 
 
@@ -28,52 +29,26 @@ def choose_tree_triton(
     fields = ("token", "parent", "depth", "logprob", "size", "ancestors")
     made = {name: torch.empty_like(first[name]) for name in fields}
     num_requests, num_nodes = first["token"].shape
+    words = first["ancestors"].shape[2]
     origin = torch.empty_like(first["token"], dtype=torch.uint8)
     chosen, agreed = (torch.empty_like(first["size"], dtype=torch.bool) for _ in range(2))
-    cells = (num_nodes + 1) * first["ancestors"].shape[2]
     if num_requests:
         _choose_kernel[(num_requests,)](
             *(tree[name].contiguous() for tree in (first, second) for name in fields),
             *made.values(), origin, chosen, agreed, MEAN=mean, NUM_NODES=num_nodes,
-            NODES=next_power_of_2(num_nodes), CELLS=cells, WORDS=next_power_of_2(cells),
-            num_warps=4,
+            NODES=next_power_of_2(num_nodes + 1), W=words, num_warps=4,
         )  # fmt: skip
     return made, origin, chosen, agreed
 
 
 @jit
-def _copy(
-    request, token, parent, depth, logprob, size, ancestors,
-    new_token, new_parent, new_depth, new_logprob, new_size, new_ancestors, origin,
-    HEAD: tl.constexpr, NUM_NODES: tl.constexpr, NODES: tl.constexpr, CELLS: tl.constexpr,
-    WORDS: tl.constexpr,
-):  # fmt: skip
-    """One request's tree, as the one of head HEAD."""
-    node = tl.arange(0, NODES)
-    stored = node < NUM_NODES
-    at = request * NUM_NODES + node
-    above = tl.load(parent + at, mask=stored, other=-1)
-    tl.store(new_parent + at, above, mask=stored)
-    tl.store(origin + at, tl.where(above >= 0, HEAD, 0).to(tl.uint8), mask=stored)
-    tl.store(new_token + at, tl.load(token + at, mask=stored, other=0), mask=stored)
-    tl.store(new_depth + at, tl.load(depth + at, mask=stored, other=0), mask=stored)
-    tl.store(new_logprob + at, tl.load(logprob + at, mask=stored, other=0.0), mask=stored)
-    tl.store(new_size + request, tl.load(size + request))
-    word = tl.arange(0, WORDS)
-    at = request * CELLS + word
-    words = tl.load(ancestors + at, mask=word < CELLS, other=0)
-    tl.store(new_ancestors + at, words, mask=word < CELLS)
-
-
-@jit
-def _sure(logprob, size, request, MEAN: tl.constexpr, NUM_NODES: tl.constexpr,
-          NODES: tl.constexpr):  # fmt: skip
+def _sure(logprob, size, MEAN: tl.constexpr, NUM_NODES: tl.constexpr, NODES: tl.constexpr):
     """`route.confidence` of one tree, fp32."""
-    node = tl.arange(0, NODES)
-    at = logprob + request * NUM_NODES + node
-    total = tl.sum(tl.exp(tl.load(at, mask=node < NUM_NODES, other=float("-inf"))), 0)
+    entry = tl.arange(0, NODES)
+    at = logprob + entry
+    total = tl.sum(tl.exp(tl.load(at, mask=entry < NUM_NODES, other=float("-inf"))), 0)
     if MEAN:
-        total = total / tl.maximum(tl.load(size + request), 1).to(tl.float32)
+        total = total / tl.maximum(size, 1).to(tl.float32)
     return total
 
 
@@ -84,28 +59,34 @@ def _choose_kernel(
     new_token, new_parent, new_depth, new_logprob, new_size, new_ancestors,
     origin,  # [R, NUM_NODES] uint8
     chosen, agreed,  # [R] bool
-    MEAN: tl.constexpr, NUM_NODES: tl.constexpr, NODES: tl.constexpr, CELLS: tl.constexpr,
-    WORDS: tl.constexpr,
+    MEAN: tl.constexpr, NUM_NODES: tl.constexpr, NODES: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """One request. NODES covers its nodes, WORDS the CELLS words of its root and nodes."""
+    """One request. NODES covers the root and all nodes."""
     request = tl.program_id(0).to(tl.int64)
-    sure = _sure(logprob, size, request, MEAN, NUM_NODES, NODES)
-    other = _sure(logprob2, size2, request, MEAN, NUM_NODES, NODES)
-    drafted, drafted2 = tl.load(size + request) > 0, tl.load(size2 + request) > 0
+    row = request * NUM_NODES
+    words = request * (NUM_NODES + 1) * W
+    drafted, drafted2 = tl.load(size + request), tl.load(size2 + request)
+    sure = _sure(logprob + row, drafted, MEAN, NUM_NODES, NODES)
+    other = _sure(logprob2 + row, drafted2, MEAN, NUM_NODES, NODES)
     # What is very unsure rounds to 0, but is more than nothing.
-    takes = drafted2 & ((other > sure) | (drafted == 0))
-    same = tl.load(token + request * NUM_NODES) == tl.load(token2 + request * NUM_NODES)
+    takes = (drafted2 > 0) & ((other > sure) | (drafted == 0))
+    same = tl.load(token + row) == tl.load(token2 + row)
     tl.store(chosen + request, takes)
-    tl.store(agreed + request, drafted & drafted2 & same)
+    tl.store(agreed + request, (drafted > 0) & (drafted2 > 0) & same)
     if takes:
-        _copy(
-            request, token2, parent2, depth2, logprob2, size2, ancestors2,
-            new_token, new_parent, new_depth, new_logprob, new_size, new_ancestors, origin,
-            2, NUM_NODES, NODES, CELLS, WORDS,
+        copy_tree(
+            NUM_NODES, token2 + row, parent2 + row, depth2 + row, logprob2 + row, None,
+            ancestors2 + words, W, new_token + row, new_parent + row, new_depth + row,
+            new_logprob + row, None, new_ancestors + words, NUM_NODES, NODES, W,
         )  # fmt: skip
     else:
-        _copy(
-            request, token, parent, depth, logprob, size, ancestors,
-            new_token, new_parent, new_depth, new_logprob, new_size, new_ancestors, origin,
-            1, NUM_NODES, NODES, CELLS, WORDS,
+        copy_tree(
+            NUM_NODES, token + row, parent + row, depth + row, logprob + row, None,
+            ancestors + words, W, new_token + row, new_parent + row, new_depth + row,
+            new_logprob + row, None, new_ancestors + words, NUM_NODES, NODES, W,
         )  # fmt: skip
+    count = tl.where(takes, drafted2, drafted)
+    tl.store(new_size + request, count)
+    entry = tl.arange(0, NODES)
+    by = tl.where(entry < count, tl.where(takes, 2, 1), 0)
+    tl.store(origin + row + entry, by.to(tl.uint8), mask=entry < NUM_NODES)

@@ -12,29 +12,24 @@ from collections.abc import Sequence
 import torch
 
 from .optional_triton import cdiv, jit, next_power_of_2, tl
+from .verdicts import Verdicts
 
 _TILE = 2048  # nodes of several requests that a program looks at
 _REQUESTS = 256  # of a program that looks at no nodes
 
 
-def count_verified_triton(
-    total: torch.Tensor,
-    origin: torch.Tensor,
-    slot: torch.Tensor,
-    scheduled: torch.Tensor,
-    path: torch.Tensor,
-) -> None:
-    """Launch the kernel; arguments as in `HeadCounters.verified`.
+def count_verified_triton(total: torch.Tensor, verdicts: Verdicts) -> None:
+    """Launch the kernel.
 
     Args:
         total: [3, 3] int64, by origin: verified, accepted, first of a tree; added to.
     """
-    count, nodes = len(slot), origin.shape[1]
-    places = path.shape[1]
+    slot, run, path, origin = verdicts.slot, verdicts.num_run, verdicts.path, verdicts.origin
+    count, nodes, places = len(slot), origin.shape[1], path.shape[1]
     block = max(1, _TILE // next_power_of_2(nodes))
     if count:
         _verified_kernel[(cdiv(count, block),)](
-            total, origin, origin.stride(0), slot, slot.stride(0), scheduled, scheduled.stride(0),
+            total, origin, origin.stride(0), slot, slot.stride(0), run, run.stride(0),
             path, path.stride(0), count, nodes, places, NODES=next_power_of_2(nodes),
             PLACES=next_power_of_2(places), BLOCK=block,
         )  # fmt: skip
@@ -70,8 +65,8 @@ def _verified_kernel(
     origin_stride,
     slot,  # [R] integers
     slot_stride,
-    scheduled,  # [R] integers
-    scheduled_stride,
+    num_run,  # [R] integers
+    run_stride,
     path,  # [R, path_len] int64
     path_stride,
     num_requests,  # R
@@ -83,7 +78,7 @@ def _verified_kernel(
 ):
     request = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     there = request < num_requests
-    run = tl.load(scheduled + request * scheduled_stride, mask=there, other=0)
+    run = tl.load(num_run + request * run_stride, mask=there, other=0)
     run = tl.minimum(run, num_nodes)[:, None]
     at = tl.load(slot + request * slot_stride, mask=there, other=0).to(tl.int64)
     tree = origin + (at * origin_stride)[:, None]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from .optional_triton import jit, next_power_of_2, tl
+from .verdicts import Verdicts
 
 # Nodes, or places of paths, of several requests that the program looks at together. As many as it
 # has threads or more: a histogram of fewer would lean on how the compiler spreads them.
@@ -19,13 +20,7 @@ _TILE = 2048
 def learn_reach_triton(
     judged: torch.Tensor,
     reached: torch.Tensor,
-    slot: torch.Tensor,
-    num_run: torch.Tensor,
-    accepted: torch.Tensor,
-    path: torch.Tensor,
-    score: torch.Tensor,
-    origin: torch.Tensor,
-    heat: torch.Tensor,
+    verdicts: Verdicts,
     bins_per_nat: int,
     decay: float,
 ) -> None:
@@ -33,17 +28,13 @@ def learn_reach_triton(
 
     Args:
         judged, reached: [2, bins] fp32, as `ReachTable` keeps them; bins a power of two.
-        slot, num_run, accepted, path, score, origin, heat: as `Verified` has them; those of
-            the requests may be columns of a table.
         bins_per_nat: of scores.
         decay: what earlier steps count from now on, if there is a verdict at all.
     """
     _learn_reach_kernel[(1,)](
-        judged, reached, slot, slot.stride(0), num_run, num_run.stride(0), accepted,
-        accepted.stride(0), path, path.stride(0), path.shape[1], score, origin, heat,
-        len(slot), score.shape[1], decay, BINS_PER_NAT=bins_per_nat, BINS=judged.shape[1],
-        NODES=next_power_of_2(score.shape[1]), PLACES=next_power_of_2(path.shape[1]),
-        TILE=_TILE, num_warps=8,
+        judged, reached, *verdicts.arguments(), decay, BINS_PER_NAT=bins_per_nat,
+        BINS=judged.shape[1], NODES=next_power_of_2(verdicts.score.shape[1]),
+        PLACES=next_power_of_2(verdicts.path.shape[1]), TILE=_TILE, num_warps=8,
     )  # fmt: skip
 
 
@@ -112,7 +103,8 @@ def _learn_reach_kernel(
     inside = cell < 2 * BINS
     any_seen = tl.sum(tl.where(inside, seen, 0), 0) > 0
     keep = tl.where(any_seen, decay, 1.0)
-    before = tl.load(judged + cell, mask=inside, other=0.0)
-    tl.store(judged + cell, before * keep + seen.to(tl.float32), mask=inside)
-    before = tl.load(reached + cell, mask=inside, other=0.0)
-    tl.store(reached + cell, before * keep + kept.to(tl.float32), mask=inside)
+    seen = tl.load(judged + cell, mask=inside, other=0.0) * keep + seen.to(tl.float32)
+    kept = tl.load(reached + cell, mask=inside, other=0.0) * keep + kept.to(tl.float32)
+    tl.debug_barrier()  # every warp reads these, one writes them
+    tl.store(judged + cell, seen, mask=inside)
+    tl.store(reached + cell, kept, mask=inside)

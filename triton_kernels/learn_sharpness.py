@@ -12,6 +12,7 @@ import math
 import torch
 
 from .optional_triton import cdiv, jit, next_power_of_2, tl
+from .verdicts import Verdicts
 
 _TILE = 2048  # nodes of several requests that the program looks at together
 _REQUESTS = 128  # of a program that only says β
@@ -21,13 +22,7 @@ def learn_sharpness_triton(
     log: torch.Tensor,
     trees: torch.Tensor,
     head: int,
-    slot: torch.Tensor,
-    num_run: torch.Tensor,
-    accepted: torch.Tensor,
-    path: torch.Tensor,
-    score: torch.Tensor,
-    origin: torch.Tensor,
-    heat: torch.Tensor,
+    verdicts: Verdicts,
     limits: tuple[float, float],
     prior: float,
     memory: float,
@@ -41,24 +36,20 @@ def learn_sharpness_triton(
 
     Args:
         log, trees: [2] fp32, as `Sharpness` keeps them.
-        head: 0 or 1, which bit of `origin` to look at.
-        slot, num_run, accepted, path, score, origin, heat: as `Verified` has them; those of
-            the requests may be columns of a table.
+        head: 0 or 1, which bit of `verdicts.origin` to look at.
         limits: what log stays within.
         prior, memory: trees that count before the first one, and at most.
         own, own_trees: [S] fp32, as `Sharpness` keeps them; empty: requests are not told apart.
         own_range: the largest factor that own may be the logarithm of.
         own_prior, own_memory: as prior and memory.
     """
-    nodes, places = next_power_of_2(score.shape[1]), next_power_of_2(path.shape[1])
+    nodes = next_power_of_2(verdicts.score.shape[1])
     if not len(own):
         own = own_trees = None
     _learn_kernel[(1,)](
-        log, trees, slot, slot.stride(0), num_run, num_run.stride(0), accepted,
-        accepted.stride(0), path, path.stride(0), path.shape[1], score, origin, heat,
-        len(slot), score.shape[1], *limits, prior, memory, own, own_trees, math.log(own_range),
-        own_prior, own_memory,
-        BIT=1 << head, NODES=nodes, PLACES=places, BLOCK=max(1, _TILE // nodes), num_warps=4,
+        log, trees, *verdicts.arguments(), *limits, prior, memory, own, own_trees,
+        math.log(own_range), own_prior, own_memory, BIT=1 << head, NODES=nodes,
+        PLACES=next_power_of_2(verdicts.path.shape[1]), BLOCK=max(1, _TILE // nodes), num_warps=4,
     )  # fmt: skip
 
 
@@ -147,14 +138,15 @@ def _learn_kernel(
         cold_trees += tl.sum((counts & cold).to(tl.float32), 0)
         hot_trees += tl.sum((counts & (cold == 0)).to(tl.float32), 0)
 
-    count = tl.minimum(tl.load(trees) + cold_trees, memory)
-    tl.store(trees, count)
-    moved = tl.load(log) + cold_pull / (prior + count)
-    tl.store(log, tl.minimum(tl.maximum(moved, lowest), highest))
-    count = tl.minimum(tl.load(trees + 1) + hot_trees, memory)
-    tl.store(trees + 1, count)
-    moved = tl.load(log + 1) + hot_pull / (prior + count)
-    tl.store(log + 1, tl.minimum(tl.maximum(moved, lowest), highest))
+    cold_count = tl.minimum(tl.load(trees) + cold_trees, memory)
+    cold_log = tl.load(log) + cold_pull / (prior + cold_count)
+    hot_count = tl.minimum(tl.load(trees + 1) + hot_trees, memory)
+    hot_log = tl.load(log + 1) + hot_pull / (prior + hot_count)
+    tl.debug_barrier()  # every warp reads these, one writes them
+    tl.store(trees, cold_count)
+    tl.store(log, tl.minimum(tl.maximum(cold_log, lowest), highest))
+    tl.store(trees + 1, hot_count)
+    tl.store(log + 1, tl.minimum(tl.maximum(hot_log, lowest), highest))
 
 
 @jit(do_not_specialize=["temperature", "slot", "num_requests"])

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import torch
 
-from .optional_triton import jit, next_power_of_2, tl
+from .copy_tree import Copies, copy_tree
+from .optional_triton import jit, tl
 
 
 def offer_nodes_triton(
@@ -23,13 +24,7 @@ def offer_nodes_triton(
     prior: float,
     bins_per_nat: int,
     steps: torch.Tensor,
-    token: torch.Tensor,
-    parent: torch.Tensor,
-    depth: torch.Tensor,
-    logprob: torch.Tensor,
-    size: torch.Tensor,
-    ancestors: torch.Tensor,
-    origin: torch.Tensor,
+    **trees: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
     """Write `steps`, and give the trees of those that are awake.
 
@@ -42,27 +37,19 @@ def offer_nodes_triton(
         prior: nodes that each bin counts before anything was seen.
         bins_per_nat: of scores.
         steps: [≥ R, N] fp32, written to in its first R rows, as `ReachTable.steps` says.
-        token, parent, depth, logprob, size, ancestors: as `DraftTree` has them.
-        origin: [R, N] uint8, as `Combined` has it.
+        trees: by name, as `Copies.of` takes them.
 
     Returns:
         token, parent, depth, logprob, size, ancestors and origin, all new and contiguous.
     """
-    given = (token, parent, depth, logprob, origin, ancestors)
-    given = [x if x.stride(-1) == 1 else x.contiguous() for x in given]
-    made = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (*given, size)]
-    num_requests, num_nodes = token.shape
-    words, nodes = ancestors.shape[2], next_power_of_2(num_nodes + 1)
-    if num_requests:
-        _offer_nodes_kernel[(num_requests,)](
+    copies = Copies.of(**trees)
+    if len(slot):
+        _offer_nodes_kernel[(len(slot),)](
             slot, slot.stride(0), asleep, temperature, temperature.stride(0), judged, reached,
-            believed, steps, steps.stride(0), *given, *(x.stride(0) for x in given),
-            given[-1].stride(1), size, size.stride(0), *made, prior, BINS_PER_NAT=bins_per_nat,
-            BINS=len(believed), NUM_NODES=num_nodes, NODES=nodes, W=words,
-            WORDS=next_power_of_2(words), num_warps=4,
+            believed, steps, steps.stride(0), *copies.arguments, prior, BINS_PER_NAT=bins_per_nat,
+            BINS=len(believed), **copies.constants, num_warps=4,
         )  # fmt: skip
-    token, parent, depth, logprob, origin, ancestors, size = made
-    return token, parent, depth, logprob, size, ancestors, origin
+    return copies.made
 
 
 @jit
@@ -128,47 +115,35 @@ def _offer_nodes_kernel(
     new_size,
     prior,
     BINS_PER_NAT: tl.constexpr, BINS: tl.constexpr,
-    NUM_NODES: tl.constexpr, NODES: tl.constexpr, W: tl.constexpr, WORDS: tl.constexpr,
+    NUM_NODES: tl.constexpr, NODES: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """One request. NODES covers the root and all nodes, WORDS their words."""
+    """One request. NODES covers the root and all nodes."""
     request = tl.program_id(0).to(tl.int64)
     at = tl.load(slot + request * slot_stride).to(tl.int64)
-    last = tl.where(tl.load(asleep + at) != 0, -1, NUM_NODES)  # node to be copied; no root: −1
-    node, word = tl.arange(0, NODES), tl.arange(0, WORDS)
-    inside = node < NUM_NODES
-    copied, out = node < last, request * NUM_NODES + node
+    last = tl.where(tl.load(asleep + at) != 0, -1, NUM_NODES)  # see `copy_tree`
+    entry = tl.arange(0, NODES)
+    inside, copied = entry < NUM_NODES, entry < last
 
-    score = logprob + request * logprob_stride + node
-    own = tl.load(score, mask=copied, other=float("-inf"))
+    score = logprob + request * logprob_stride
+    own = tl.load(score + entry, mask=copied, other=float("-inf"))
     kind = tl.where(tl.load(temperature + request * temperature_stride) > 0, BINS, 0)
     rates = _rates(judged + kind, reached + kind, believed, prior, BINS)
     survival = _survival(rates, own, BINS_PER_NAT, BINS)
     # The nodes one place on, the first of which is the root: that is there for certain. As a score
     # it is the best, since the least of all up to a node is taken.
-    before = tl.load(score - 1, mask=copied & (node > 0), other=float("-inf"))
-    before = _survival(rates, tl.where(node > 0, before, 0.0), BINS_PER_NAT, BINS)
-    before = tl.where(node > 0, before, 1.0)
+    before = tl.load(score - 1 + entry, mask=copied & (entry > 0), other=float("-inf"))
+    before = _survival(rates, tl.where(entry > 0, before, 0.0), BINS_PER_NAT, BINS)
+    before = tl.where(entry > 0, before, 1.0)
     step = tl.where(before > 0, survival / tl.where(before > 0, before, 1.0), 0.0)
-    tl.store(steps + request * steps_stride + node, step, mask=inside)
+    tl.store(steps + request * steps_stride + entry, step, mask=inside)
 
-    # Where there is no node, it is token 0, and hangs from the root.
-    value = tl.load(token + request * token_stride + node, mask=copied, other=0)
-    tl.store(new_token + out, value, mask=inside)
-    value = tl.load(parent + request * parent_stride + node, mask=copied, other=-1)
-    tl.store(new_parent + out, value, mask=inside)
-    value = tl.load(depth + request * depth_stride + node, mask=copied, other=1)
-    tl.store(new_depth + out, value, mask=inside)
-    tl.store(new_logprob + out, own, mask=inside)
-    value = tl.load(origin + request * origin_stride + node, mask=copied, other=0)
-    tl.store(new_origin + out, value, mask=inside)
+    out = request * NUM_NODES
+    copy_tree(
+        last, token + request * token_stride, parent + request * parent_stride,
+        depth + request * depth_stride, score, origin + request * origin_stride,
+        ancestors + request * ancestors_stride, node_stride, new_token + out, new_parent + out,
+        new_depth + out, new_logprob + out, new_origin + out,
+        new_ancestors + request * (NUM_NODES + 1) * W, NUM_NODES, NODES, W,
+    )  # fmt: skip
     count = tl.load(size + request * size_stride)
     tl.store(new_size + request, tl.where(last >= 0, count, 0))
-    row = (node <= NUM_NODES)[:, None] & (word < W)[None, :]
-    value = ancestors + request * ancestors_stride + node[:, None] * node_stride + word[None, :]
-    value = tl.load(value, mask=row & (node <= last)[:, None], other=0)
-    mine = (node // 64)[:, None] == word[None, :]
-    # 1 << 63 is the sign bit.
-    alone = tl.full([NODES, WORDS], 1, tl.int64) << (node % 64).to(tl.int64)[:, None]
-    alone = tl.where(mine, alone, 0) | (word == 0).to(tl.int64)[None, :]
-    to = request * (NUM_NODES + 1) * W + node[:, None] * W + word[None, :]
-    tl.store(new_ancestors + to, tl.where(last >= 0, value, alone), mask=row)

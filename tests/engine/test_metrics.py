@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from prometheus_client import REGISTRY
 from support.engines import TARGET, Engine, make_engine, prompts
 from support.trees import nodes, path_to
+from support.verdicts import to_be_counted
 from torch._subclasses.fake_tensor import FakeTensorMode
 from vllm import SamplingParams
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
@@ -102,7 +103,8 @@ def count(counters: HeadCounters, step) -> None:
     scheduled = torch.tensor([request.scheduled for request in step])
     # Slots are not in the batch's order, and one is nobody's.
     slot = torch.arange(len(step)).flip(0)
-    counters.verified(torch.cat([origin.flip(0), origin[:1]]), slot, scheduled, path)
+    origin = torch.cat([origin.flip(0), origin[:1]])
+    counters.verified(to_be_counted(origin, slot, scheduled, path))
     counters.drafted(tuple(sizes[: counters.num_heads]), *flags.T)
 
 
@@ -139,12 +141,13 @@ def test_counting_reads_nothing_on_the_host():
         counters = HeadCounters(2, SLOTS, DEPTH, "cpu")
         flag = torch.ones(3, dtype=torch.bool)
         size = torch.ones(3, dtype=torch.int32)
-        counters.verified(
+        verified = to_be_counted(
             torch.ones(4, SLOTS, dtype=torch.uint8),
             torch.zeros(3, dtype=torch.int32),
             torch.ones(3, dtype=torch.int64),
             torch.zeros(3, DEPTH + 1, dtype=torch.int64),
         )
+        counters.verified(verified)
         counters.drafted((size, size), flag, flag, flag)
 
 
@@ -212,12 +215,13 @@ def test_counters_reach_the_reader_with_every_name(config):
     counters.publish()
     assert set(shown().values()) == {0}
     one = torch.ones(1, dtype=torch.bool)
-    counters.verified(
+    verified = to_be_counted(
         torch.tensor([[1, 2, 3] + [0] * (SLOTS - 3)], dtype=torch.uint8),
         torch.tensor([0]),
         torch.tensor([3]),
         torch.tensor([[0, 1, 3] + [0] * (DEPTH - 2)]),
     )
+    counters.verified(verified)
     counters.drafted((torch.tensor([4], dtype=torch.int32),) * 2, one, one, one)
     counters.publish()
     named = {"_".join([name, *labels[1:]]): value for (name, *labels), value in shown().items()}

@@ -50,7 +50,7 @@ SHAPES = [(5, 1, 1), (4, 12, 12), (3, 60, 60), (3, 7, 40), (2, 256, 256)]
 @pytest.mark.parametrize("how", ["mean", "sum"])
 @pytest.mark.parametrize(("count", "slots", "_"), [x for x in SHAPES if x[1] == x[2]])
 def test_chooses_as_torch(kernels, count, slots, _, how):
-    choose = kernels.load("choose_tree").choose_tree_triton
+    choose = kernels.load("choose_tree", "copy_tree").choose_tree_triton
     # Of different scale: nobody is as sure as the other up to rounding.
     first, second = trees(count, slots, 3, slots), trees(count, slots, 3, slots + 1)
     second = replace(second, logprob=second.logprob - 0.01)
@@ -71,7 +71,7 @@ def test_chooses_as_torch(kernels, count, slots, _, how):
 
 
 def test_the_unsure_and_the_empty(kernels):
-    choose = kernels.load("choose_tree").choose_tree_triton
+    choose = kernels.load("choose_tree", "copy_tree").choose_tree_triton
     some = trees(1, 9, 4, 0)
     none, hopeless = DraftTree.empty(1, 9, "cpu"), replace(some, logprob=some.logprob - 500)
     for how in ("mean", "sum"):
@@ -108,7 +108,7 @@ def test_merges_as_torch(kernels, count, ours, theirs, how):
 
 def test_nobody(kernels):
     none = {name: x[:0] for name, x in on(trees(2, 5, 3, 0), kernels.device).items()}
-    made, origin, *_ = kernels.load("choose_tree").choose_tree_triton(none, none, True)
+    made, origin, *_ = kernels.load("choose_tree", "copy_tree").choose_tree_triton(none, none, True)
     assert made["ancestors"].shape == (0, 6, 1) and origin.shape == (0, 5)
     merged = kernels.load("merge_trees", "select_tree").merge_trees_triton(none, none, True, 7, 3)
     assert merged[0].token.shape == merged[1].shape == (0, 7)

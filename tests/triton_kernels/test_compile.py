@@ -253,14 +253,16 @@ def test_fp8_linear_compiles(compiler, dtype, rows):
 @pytest.mark.parametrize("num_nodes", [12, 60, 256])
 def test_learning_compiles(compiler, num_nodes):
     from vllm_specblock.triton_kernels import learn_sharpness
+    from vllm_specblock.triton_kernels.verdicts import Verdicts
 
     stand_in = compiler(learn_sharpness, "_learn_kernel")
     slot, path = torch.zeros(3, dtype=torch.int32), torch.zeros(3, 9, dtype=torch.int64)
-    for own in (torch.zeros(5), torch.zeros(0)):  # with requests told apart, and without
+    score, heat = torch.zeros(5, num_nodes), torch.zeros(5)
+    verdicts = Verdicts(slot, path[:, 0], slot, path, score, score.to(torch.uint8), heat)
+    for own in (heat, heat[:0]):  # with requests told apart, and without
         learn_sharpness.learn_sharpness_triton(
-            torch.zeros(2), torch.zeros(2), 0, slot, path[:, 0], slot, path,
-            torch.zeros(5, num_nodes), torch.zeros(5, num_nodes, dtype=torch.uint8),
-            torch.zeros(5), (-1.0, 1.0), 20.0, 500.0, own, own, 4.0, 10.0, 50.0,
+            torch.zeros(2), torch.zeros(2), 0, verdicts, (-1.0, 1.0), 20.0, 500.0, own, own, 4.0,
+            10.0, 50.0,
         )  # fmt: skip
     assert len(stand_in.compiled) == 2 and fits(stand_in)
 
@@ -391,6 +393,7 @@ def test_rope_compiles(compiler, dtype, size):
 @pytest.mark.parametrize(("num_nodes", "heads"), [(1, 1), (60, 2), (256, 2)])
 def test_counting_compiles(compiler, num_nodes, heads):
     from vllm_specblock.triton_kernels import count_nodes
+    from vllm_specblock.triton_kernels.verdicts import Verdicts
 
     verified, drafted = (
         compiler(count_nodes, name) for name in ("_verified_kernel", "_drafted_kernel")
@@ -398,7 +401,8 @@ def test_counting_compiles(compiler, num_nodes, heads):
     path, flag = torch.zeros(3, 9, dtype=torch.int64), torch.zeros(3, dtype=torch.bool)
     origin, size = torch.zeros(3, num_nodes, dtype=torch.uint8), flag.int()
     total = torch.zeros(9, dtype=torch.int64)
-    count_nodes.count_verified_triton(total, origin, path[:, 1], path[:, 0], path)
+    verdicts = Verdicts(path[:, 1], path[:, 0], None, path, None, origin, None)
+    count_nodes.count_verified_triton(total, verdicts)
     second = flag if heads == 2 else None
     count_nodes.count_drafted_triton(total, [size] * heads, second, second, flag)
     assert all(len(stand_in.compiled) == 1 and fits(stand_in) for stand_in in (verified, drafted))
@@ -565,6 +569,7 @@ def test_read_verdicts_compile(compiler, known):
 @pytest.mark.parametrize("known", [torch.int32, torch.int64], ids=["eager", "graph"])
 def test_reach_compiles(compiler, num_nodes, known):
     from vllm_specblock.triton_kernels import learn_reach, offer_nodes
+    from vllm_specblock.triton_kernels.verdicts import Verdicts
 
     from vllm_specblock.tree import DraftTree
 
@@ -575,10 +580,9 @@ def test_reach_compiles(compiler, num_nodes, known):
     slot = table[0] if known == torch.int32 else table[:, 0]
     tree, steps = DraftTree.empty(3, num_nodes, "cpu"), torch.zeros(4, num_nodes)
     origin = tree.token.to(torch.uint8)
-    learn_reach.learn_reach_triton(
-        counts, counts, slot, slot, slot.int(), path, torch.zeros(5, num_nodes),
-        torch.zeros(5, num_nodes, dtype=torch.uint8), heat, 4, 0.995,
-    )  # fmt: skip
+    score = torch.zeros(5, num_nodes)
+    verdicts = Verdicts(slot, slot, slot.int(), path, score, score.to(torch.uint8), heat)
+    learn_reach.learn_reach_triton(counts, counts, verdicts, 4, 0.995)
     offer_nodes.offer_nodes_triton(
         slot, heat.bool(), heat[:3], counts, counts, counts[0], 4.0, 4, steps,
         origin=origin, **vars(tree),

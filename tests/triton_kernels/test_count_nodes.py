@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.verdicts import to_be_counted
 
 from vllm_specblock.engine.counters import HeadCounters
 
@@ -26,7 +27,7 @@ def of_kernel(kernels, counters: HeadCounters):
     """Both counts of `counters`, from the kernels."""
     launch = kernels.load("count_nodes")
     return (
-        lambda *args: launch.count_verified_triton(counters._nodes, *args),
+        lambda *args: launch.count_verified_triton(counters._nodes, to_be_counted(*args)),
         lambda *args: launch.count_drafted_triton(counters._drafts, *args),
     )
 
@@ -49,7 +50,7 @@ def test_verified_as_torch_counts(kernels, count, nodes):
         # Beyond what was scheduled a path is that of an earlier tree.
         path = torch.randint(0, nodes + 1, (count, DEPTH + 1))
         path[:, 0] = 0
-        theirs.verified(origin, slot, scheduled, path)
+        theirs.verified(to_be_counted(origin, slot, scheduled, path))
         device = kernels.device
         columns = (column(x, device) for x in (slot, scheduled))
         verified(wide(origin, device), *columns, wide(path, device))

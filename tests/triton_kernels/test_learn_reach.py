@@ -15,9 +15,8 @@ from vllm_specblock.verify.verified import Verified
 
 def launch(kernels, table: ReachTable, of: Verified) -> None:
     kernels.load("learn_reach").learn_reach_triton(
-        table.judged, table.reached, of.slot, of.num_run, of.accepted, of.path, of.score,
-        of.origin, of.heat, BINS_PER_NAT, table.decay,
-    )  # fmt: skip
+        table.judged, table.reached, of, BINS_PER_NAT, table.decay
+    )
 
 
 def random_verdicts(count: int, num_nodes: int, depth: int, seed: int) -> Verified:

@@ -42,10 +42,8 @@ def some_requests(count: int, seed: int) -> list[SimpleNamespace]:
 
 def launch_of(kernels, sharpness, verified, head):
     kernels.load("learn_sharpness").learn_sharpness_triton(
-        sharpness.log, sharpness.trees, head, verified.slot, verified.num_run, verified.accepted,
-        verified.path, verified.score, verified.origin, verified.heat,
-        sharpness._limits, PRIOR, MEMORY, sharpness.own, sharpness.own_trees, OWN_RANGE,
-        OWN_PRIOR, OWN_MEMORY,
+        sharpness.log, sharpness.trees, head, verified, sharpness._limits, PRIOR, MEMORY,
+        sharpness.own, sharpness.own_trees, OWN_RANGE, OWN_PRIOR, OWN_MEMORY,
     )  # fmt: skip
 
 

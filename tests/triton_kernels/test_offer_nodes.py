@@ -24,7 +24,7 @@ def seen_much(device: torch.device | str, seed: int, most: float = 50.0) -> Reac
 
 
 def launch(kernels, slot, asleep, temperature, table, steps, given):
-    return kernels.load("offer_nodes").offer_nodes_triton(
+    return kernels.load("offer_nodes", "copy_tree").offer_nodes_triton(
         slot, asleep, temperature, table.judged, table.reached, table.believed, PRIOR,
         BINS_PER_NAT, steps, **given,
     )  # fmt: skip
@@ -36,8 +36,8 @@ def offered(kernels, combined: Combined, asleep: torch.Tensor, heat: torch.Tenso
     slot = torch.randperm(count + 4, generator=torch.Generator().manual_seed(seed))[:count]
     by_slot = torch.ones(count + 4, dtype=torch.bool)
     by_slot[slot] = asleep
-    theirs = combined.empty_where(asleep)
-    wanted = seen_much("cpu", seed).steps(kinds(heat), theirs.tree.logprob)
+    wanted = torch.zeros(count, num_nodes)
+    theirs = seen_much("cpu", seed).offer(combined, heat, slot, by_slot, wanted)
 
     on = kernels.device
     given = {name: in_a_table(x.to(on)) for name, x in fields_of(combined).items()}

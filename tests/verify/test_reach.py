@@ -7,8 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_specblock.combine.combined import Combined
+from vllm_specblock.tree import DraftTree
+from vllm_specblock.verify import reach
 from vllm_specblock.verify.reach import BINS_PER_NAT, NUM_BINS, PRIOR, ReachTable
-from vllm_specblock.verify.verified import on_path
+from vllm_specblock.verify.verified import Verified, on_path
 
 NEVER = float("-inf")
 
@@ -133,3 +136,51 @@ def test_nodes_on_the_path_up_to_what_was_accepted():
         [2],
         [],
     ]
+
+
+def chains(*rows):
+    """Chains of one head, and nothing left out."""
+    score = scores(*rows)
+    size = torch.full((len(rows),), score.shape[1], dtype=torch.int32)
+    return Combined.of(DraftTree.chain(torch.ones(score.shape).long(), score, size), head=1)
+
+
+def test_who_sleeps_is_offered_nothing():
+    table, asleep = ReachTable("cpu"), torch.tensor([False, False, True, False])
+    teach(table, scores([0.9, 0.5, 0.1]), [0.7, 0.6, 0.2], kind=1)
+    combined, heat = chains([0.9, 0.5, 0.1], [0.8, 0.4, 0.2]), torch.tensor([0.0, 0.7])
+    steps = torch.full((3, 3), -1.0)
+    offered = table.offer(combined, heat, torch.tensor([2, 1]), asleep, steps)
+    assert offered.tree.size.tolist() == [0, 3] and offered.origin.tolist() == [[0] * 3, [1] * 3]
+    assert (steps[0] == 0).all() and (steps[2] == -1).all()
+    torch.testing.assert_close(steps[1:2], table.steps(kinds(1, 1), scores([0.8, 0.4, 0.2])))
+
+
+def test_the_table_takes_the_kernels_where_it_lies_on_a_gpu(monkeypatch):
+    """Every tensor goes to its place: `tests/triton_kernels` says what the kernels do with them."""
+    calls = []
+
+    def noting(*args, **named):
+        calls.append((args, named))
+        return tuple(named.values())
+
+    for name in ("learn_reach_triton", "offer_nodes_triton"):
+        monkeypatch.setattr(reach, name, noting)
+
+    class OnGpu:
+        is_cuda = True
+
+    table, verified, combined = ReachTable("cpu"), Verified(*range(7)), chains([0.9, 0.5])
+    table.judged = OnGpu()
+    table.learn_from(verified)
+    assert calls.pop() == ((table.judged, table.reached, verified, BINS_PER_NAT, 0.995), {})
+    heat, slot, asleep, steps = (torch.zeros(1) for _ in range(4))
+    table.offer(combined, heat, slot, asleep, steps)
+    ((args, named),) = calls
+    wanted = (
+        slot, asleep, heat, table.judged, table.reached, table.believed, PRIOR, BINS_PER_NAT, steps
+    )  # fmt: skip
+    assert all(a is b for a, b in zip(args, wanted, strict=True))
+    assert named.keys() == {*vars(combined.tree), "origin"}
+    for name, mine in named.items():
+        assert mine is (combined.origin if name == "origin" else getattr(combined.tree, name))

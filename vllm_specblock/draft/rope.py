@@ -27,7 +27,6 @@ class Rotary(nn.Module):
     def _tables(self) -> dict[str, Tensor]:
         frequency = inverse_frequencies(self.config)
         return {
-            "frequency": frequency,
             "turn": torch.cat([-frequency, frequency]),
             "offset": torch.arange(self.config.block_size),
         }
@@ -36,7 +35,7 @@ class Rotary(nn.Module):
         # `drafter.to(bfloat16)` would round the frequencies, and a meta device lose them.
         super()._apply(fn, recurse)
         for name, table in self._tables().items():
-            setattr(self, name, table.to(self.frequency.device))
+            setattr(self, name, table.to(getattr(self, name).device))
         return self
 
     def forward(self, base: Tensor, dtype: torch.dtype) -> Rope:

@@ -102,11 +102,9 @@ class Sharpness:
         """Take note of the verdicts on a step's trees, by the nodes of a head (0 or 1)."""
         if not self.log.is_cuda:
             return self.learn(verified.temperature, *verified.of_head(head), verified.slot)
-        of = verified
         learn_sharpness_triton(
-            self.log, self.trees, head, of.slot, of.num_run, of.accepted, of.path, of.score,
-            of.origin, of.heat, self._limits, PRIOR, MEMORY, self.own, self.own_trees,
-            OWN_RANGE, OWN_PRIOR, OWN_MEMORY,
+            self.log, self.trees, head, verified, self._limits, PRIOR, MEMORY, self.own,
+            self.own_trees, OWN_RANGE, OWN_PRIOR, OWN_MEMORY,
         )  # fmt: skip
 
     def learn(

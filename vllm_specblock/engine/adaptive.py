@@ -9,9 +9,7 @@ from vllm.v1.worker.gpu.states import RequestState
 from vllm_specblock.combine.combined import Combined
 from vllm_specblock.engine import budget
 from vllm_specblock.engine.slots import TreeSlots
-from vllm_specblock.tree import DraftTree
-from vllm_specblock.triton_kernels.offer_nodes import offer_nodes_triton
-from vllm_specblock.verify.reach import BINS_PER_NAT, PRIOR, ReachTable, kinds
+from vllm_specblock.verify.reach import ReachTable
 from vllm_specblock.verify.verified import Verified
 
 
@@ -72,17 +70,7 @@ class AdaptiveTrees:
         Returns:
             These trees, but none for requests whose heads have slept.
         """
-        if self.asleep.is_cuda:
-            reach = self.reach
-            *tree, origin = offer_nodes_triton(
-                slot, self.asleep, temperature, reach.judged, reach.reached, reach.believed,
-                PRIOR, BINS_PER_NAT, self.confidence, origin=combined.origin, **vars(combined.tree),
-            )  # fmt: skip
-            return Combined(DraftTree(*tree), origin)
-        combined = combined.empty_where(self.asleep[slot])
-        steps = self.reach.steps(kinds(temperature), combined.tree.logprob)
-        self.confidence[: len(steps)] = steps
-        return combined
+        return self.reach.offer(combined, temperature, slot, self.asleep, self.confidence)
 
     def sleep(self, batch: InputBatch) -> None:
         """Nothing is drafted at the end of this step."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from vllm_specblock.triton_kernels.count_nodes import count_drafted_triton, count_verified_triton
+from vllm_specblock.verify.verified import Verified
 
 Counts = dict[tuple[str, int], int]
 """(name, head) → count since the engine started; head 1 or 2, or 0 for what is of both."""
@@ -52,28 +53,14 @@ class HeadCounters:
         if self.total.is_cuda:
             self._host = torch.zeros(self.total.shape, dtype=torch.int64, pin_memory=True)
 
-    def verified(
-        self,
-        origin: torch.Tensor,
-        slot: torch.Tensor,
-        scheduled: torch.Tensor,
-        path: torch.Tensor,
-    ) -> None:
-        """Count the trees that the target ran on in this step.
-
-        Args:
-            origin: [S, N] uint8, by request slot, who drafted a node: bit 0 head 1, bit 1 head 2;
-                0: node slot not in use.
-            slot: [R] integers, each request's.
-            scheduled: [R] integers, nodes that the target ran on, the first ones of the tree;
-                0 leaves the request out, whatever its other rows say.
-            path: [R, D+1] int64, accepted nodes; 0 (the root) first and beyond the end.
-        """
+    def verified(self, verified: Verified) -> None:
+        """Count the trees that the target ran on in this step."""
         if self.total.is_cuda:
-            return count_verified_triton(self._nodes, origin, slot, scheduled, path)
+            return count_verified_triton(self._nodes, verified)
         # The root is nobody's: its 0 also stands for what lies beyond the path's end.
-        seen = torch.nn.functional.pad(origin[slot], (1, 0)) * (self._node <= scheduled[:, None])
-        kinds = torch.cat([seen, seen.gather(1, path), seen[:, 1:2]], dim=1)
+        run = self._node <= verified.num_run[:, None]
+        seen = torch.nn.functional.pad(verified.authors, (1, 0)) * run
+        kinds = torch.cat([seen, seen.gather(1, verified.path), seen[:, 1:2]], dim=1)
         self._nodes.index_add_(1, self._column, (kinds == self._kinds).sum(1))
 
     def drafted(

@@ -328,6 +328,6 @@ class TreeSpeculator(DraftModelSpeculator):
             self.temperature,
         )
         self.proposer.learn(verified)
-        self.counters.verified(verified.origin, verified.slot, rows.drafts, rows.path)
+        self.counters.verified(verified)
         if self.adaptive is not None:
             self.adaptive.learn(verified)

@@ -11,7 +11,10 @@ from __future__ import annotations
 
 import torch
 
+from vllm_specblock.combine.combined import Combined
+from vllm_specblock.tree import DraftTree
 from vllm_specblock.triton_kernels.learn_reach import learn_reach_triton
+from vllm_specblock.triton_kernels.offer_nodes import offer_nodes_triton
 from vllm_specblock.verify.verified import Verified
 
 BINS_PER_NAT, NUM_BINS = 4, 32
@@ -54,13 +57,10 @@ class ReachTable:
 
     def learn_from(self, verified: Verified) -> None:
         """Take note of the verdicts on a step's trees."""
-        of = verified
-        if not self.judged.is_cuda:
-            return self.learn(kinds(of.temperature), of.logprob, of.reached, of.judged)
-        learn_reach_triton(
-            self.judged, self.reached, of.slot, of.num_run, of.accepted, of.path, of.score,
-            of.origin, of.heat, BINS_PER_NAT, self.decay,
-        )  # fmt: skip
+        if self.judged.is_cuda:
+            return learn_reach_triton(self.judged, self.reached, verified, BINS_PER_NAT, self.decay)
+        kind = kinds(verified.temperature)
+        self.learn(kind, verified.logprob, verified.reached, verified.judged)
 
     def learn(
         self, kind: torch.Tensor, logprob: torch.Tensor, reached: torch.Tensor, judged: torch.Tensor
@@ -127,6 +127,36 @@ class ReachTable:
         survival = self.survival(kind, logprob)
         before = torch.nn.functional.pad(survival[:, :-1], (1, 0), value=1.0)
         return torch.where(before > 0, survival / before, 0.0)
+
+    def offer(
+        self,
+        combined: Combined,
+        temperature: torch.Tensor,
+        slot: torch.Tensor,
+        asleep: torch.Tensor,
+        steps: torch.Tensor,
+    ) -> Combined:
+        """Say what new trees' nodes are worth, and drop the trees of those that sleep.
+
+        Args:
+            combined: the new trees.
+            temperature: [R] fp32.
+            slot: [R] integers.
+            asleep: [S] bool, by slot.
+            steps: [≥ R, N] fp32, written to in its first R rows, see the method of this name.
+
+        Returns:
+            The trees, empty for requests that sleep.
+        """
+        if self.judged.is_cuda:
+            *tree, origin = offer_nodes_triton(
+                slot, asleep, temperature, self.judged, self.reached, self.believed, PRIOR,
+                BINS_PER_NAT, steps, origin=combined.origin, **vars(combined.tree),
+            )  # fmt: skip
+            return Combined(DraftTree(*tree), origin)
+        combined = combined.empty_where(asleep[slot])
+        steps[: len(slot)] = self.steps(kinds(temperature), combined.tree.logprob)
+        return combined
 
 
 def kinds(temperature: torch.Tensor) -> torch.Tensor:

@@ -2,36 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 
+from vllm_specblock.triton_kernels.verdicts import Verdicts
 
-@dataclass(frozen=True)
-class Verified:
-    """The verdicts on R requests, each in one of S request slots.
 
-    Attributes:
-        slot: [R] integers.
-        num_run: [R] integers, nodes that the target ran on, the first ones of the tree.
-        accepted: [R] int32, draft nodes on the accepted path.
-        path: [R, D+1] int64, node at each position of that path; column 0 is the root.
-        score: [S, N] fp32, cumulative draft log-scores of the nodes.
-        origin: [S, N] uint8, the heads that drafted each node, see `Combined`; 0: no draft of
-            ours, such as a placeholder of the scheduler.
-        heat: [S] fp32, temperature at which the requests sample; 0: greedy.
+class Verified(Verdicts):
+    """`Verdicts`, which says what they are, and what follows from them.
 
-    What follows from these is worked out when it is asked for.
+    That is worked out when it is asked for. Kernels do not ask: they do it on their way.
     """
-
-    slot: torch.Tensor
-    num_run: torch.Tensor
-    accepted: torch.Tensor
-    path: torch.Tensor
-    score: torch.Tensor
-    origin: torch.Tensor
-    heat: torch.Tensor
 
     @cached_property
     def temperature(self) -> torch.Tensor:
