@@ -113,10 +113,15 @@ def test_adaptive_verification():
     assert arguments_of(manager.__init__)[:2] == ["self", "req_states"]
     assert arguments_of(manager.get_num_tokens) == ["self", "num_tokens_per_req", "draft_tokens"]
     assert arguments_of(manager.record_confidences) == ["self", "confidence_probs", "input_batch"]
+    assert arguments_of(manager.set_initial_cost_curves) == ["self", "samples"]
+    assert arguments_of(manager.reallocate_drafts) == ["self", "req_ids", "idx_mapping"]
+    given = "self._cu_num_logits[:num_reqs+1],self.query_start_loc,draft_budget,"
+    assert f"return({given})" in "".join(inspect.getsource(manager.reallocate_drafts).split())
     source = inspect.getsource(manager)
     for attribute in (
         "req_states", "num_speculative_steps", "cost_tables", "_batch_budget", "_max_total_logits",
         "_confidence_probs", "_stale_confidences", "_stale_idx", "num_bonus_tokens",
+        "query_start_loc", "_cu_num_logits",
     ):  # fmt: skip
         assert f"self.{attribute}" in source
     # By its name in its own module, whichever class that is by then.

@@ -636,3 +636,15 @@ def test_lazy_gate_compiles(compiler, num_nodes):
     lazy_gate.learn_gate_triton(gate, slots, both, known[:, 0], size, size, origin)
     assert len(wanting.compiled) == len(learning.compiled) == 1
     assert fits(wanting) and fits(learning)
+
+
+@pytest.mark.parametrize("num_nodes", [1, 60, 120, 256])
+def test_reallocation_compiles(compiler, num_nodes):
+    from vllm_specblock.triton_kernels import reallocate_drafts
+
+    stand_in = compiler(reallocate_drafts, "_reallocate_drafts_kernel")
+    starts, slot = torch.zeros(9, dtype=torch.int32), torch.zeros(3, dtype=torch.int64)
+    reallocate_drafts.reallocate_drafts_triton(
+        torch.zeros(5, num_nodes), slot, torch.zeros(2, 3, dtype=torch.int32), 1, 1, starts, starts
+    )
+    assert len(stand_in.compiled) == 1 and fits(stand_in)

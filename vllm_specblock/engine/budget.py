@@ -11,11 +11,14 @@ from __future__ import annotations
 import weakref
 
 import numpy as np
+import torch
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.spec_decode import adaptive_verification
 from vllm.v1.worker.gpu.spec_decode.adaptive_verification import AdaptiveVerificationManager
 from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_specblock.engine.registration import patch
+from vllm_specblock.triton_kernels.reallocate_drafts import reallocate_drafts_triton
 from vllm_specblock.verify.rest import Rest
 
 
@@ -80,7 +83,45 @@ class TreeBudgetManager(AdaptiveVerificationManager):
         )
 
 
-def install(kind: type[TreeBudgetManager] = TreeBudgetManager) -> None:
+class DeviceBudgetManager(TreeBudgetManager):
+    """TreeBudgetManager for a device with memory of its own.
+
+    Differs in that one launch, and a copy where the batch is not that of the step before, does
+    what takes vLLM some twenty. Who gets a draft is as vLLM has it, up to the rounding of
+    survivals: `triton_kernels/reallocate_drafts.py` says how, and who wins ties.
+    """
+
+    _counts: np.ndarray | None = None
+    """[2, R] int32, every request's drafts and its other tokens, as they lie on the device."""
+    _counts_there: torch.Tensor
+
+    def set_initial_cost_curves(self, samples) -> None:
+        """Also compiles, which vLLM's requests for warming up do not: they have no manager."""
+        super().set_initial_cost_curves(samples)
+        self._batch_budget = {"": 0}, {"": 1}, 0
+        # Of the dtype that the runner's have.
+        self.reallocate_drafts([""], self.query_start_loc.new_zeros(1, dtype=torch.int64))
+
+    def reallocate_drafts(
+        self, req_ids: list[str], idx_mapping: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, int]:
+        (drafts, others, budget), self._batch_budget = self._batch_budget, None
+        counts = np.array(
+            [[drafts[request] for request in req_ids], [others[request] for request in req_ids]],
+            dtype=np.int32,
+        )
+        # Requests that go on decoding count the same in every step.
+        if self._counts is None or not np.array_equal(counts, self._counts):
+            self._counts = counts
+            self._counts_there = async_tensor_h2d(counts, device=idx_mapping.device)
+        reallocate_drafts_triton(
+            self._confidence_probs, idx_mapping, self._counts_there, budget,
+            self.num_bonus_tokens, self._cu_num_logits, self.query_start_loc,
+        )  # fmt: skip
+        return self._cu_num_logits[: len(req_ids) + 1], self.query_start_loc, budget
+
+
+def install(kind: type[TreeBudgetManager] = DeviceBudgetManager) -> None:
     """P4: the runner builds vLLM's manager by its name; engines of ours get `kind`. Idempotent."""
 
     def make(original):
