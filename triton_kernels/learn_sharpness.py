@@ -129,8 +129,9 @@ def _learn_kernel(
         error = tl.where(counts, (kept - expected) / (1 + expected), 0.0)
         if own is not None:
             count = tl.minimum(tl.load(own_trees + at, mask=counts, other=0.0) + 1, own_memory)
-            tl.store(own_trees + at, count, mask=counts)
             moved = tl.load(own + at, mask=counts, other=0.0) + error / (own_prior + count)
+            tl.debug_barrier()  # every warp reads these, one writes them
+            tl.store(own_trees + at, count, mask=counts)
             tl.store(own + at, tl.minimum(tl.maximum(moved, -own_most), own_most), mask=counts)
         cold = greedy * tl.load(heat + at, mask=there, other=0.0) <= sampling
         cold_pull += tl.sum(tl.where(cold, error, 0.0), 0)
