@@ -64,8 +64,12 @@ class TreeTensors:
 
 
 def warps_for(candidates: int) -> int:
-    """num_warps of a program over `candidates`: at most 8 of them per thread."""
-    return 4 if candidates <= 1024 else 8
+    """num_warps of a program over `candidates`: one of them per thread, up to 512.
+
+    What such a program waits for is its own sorting, exchange by exchange: few threads with many
+    candidates each take longer than many threads take to meet.
+    """
+    return min(max(next_power_of_2(candidates) // 32, 4), 16)
 
 
 def select_constants(count: int, budget: int, max_depth: int) -> dict[str, int]:
