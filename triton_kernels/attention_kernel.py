@@ -6,6 +6,18 @@ from .attention_fold import _count_splits, _finish, _fold
 from .optional_triton import jit, tl
 
 
+@jit
+def _or(a, b):
+    return a | b
+
+
+@jit
+def _extremes(a, b, c, d, other_a, other_b, other_c, other_d):
+    """The largest a, the smallest b, the largest c, the smallest d."""
+    a, b = tl.maximum(a, other_a), tl.minimum(b, other_b)
+    return a, b, tl.maximum(c, other_c), tl.minimum(d, other_d)
+
+
 @jit(do_not_specialize=["num_tokens", "num_requests", "max_seq_len"])
 def _tree_attention_kernel(
     query,  # [T, nh, D]
@@ -112,16 +124,27 @@ def _tree_attention_kernel(
 
     # No row of the tile sees an entry before `low` or from `end` on; every row sees those from
     # `open` to `shut`, which therefore need no mask.
-    reach = prefix
-    low = tl.where(row_in & (oldest < prefix), oldest, bound)
+    reach, shut, open, low = tl.reduce(
+        (
+            prefix,
+            tl.where(row_in, prefix, max_seq_len),
+            oldest,
+            tl.where(row_in & (oldest < prefix), oldest, bound),
+        ),
+        0,
+        _extremes,
+    )
+    span = low, reach
+    union = ()
     for h in tl.static_range(HALVES):
-        half = tl.load(row_halves + h, mask=row_in, other=0)
+        half = tl.reduce(tl.load(row_halves + h, mask=row_in, other=0), 0, _or)
         reach = tl.where(half != 0, tl.maximum(reach, window + 32 * (h + 1)), reach)
         low = tl.where(half != 0, tl.minimum(low, window), low)
-    end = tl.minimum(tl.max(reach, 0), bound)
-    low = tl.maximum(tl.min(low, 0), 0) // BLOCK_N * BLOCK_N
-    open = (tl.max(oldest, 0) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
-    shut = tl.minimum(tl.min(tl.where(row_in, prefix, end), 0), end)
+        union = union + (half,)  # noqa: RUF005 (Triton knows no stars)
+    end = tl.minimum(reach, bound)
+    low = tl.maximum(low, 0) // BLOCK_N * BLOCK_N
+    open = (open + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+    shut = tl.minimum(shut, end)
     shut = tl.maximum(shut // BLOCK_N * BLOCK_N, open)
     length = (tl.maximum(bound - low, 0) + splits - 1) // splits
     length = (length + BLOCK_N - 1) // BLOCK_N * BLOCK_N
@@ -145,18 +168,18 @@ def _tree_attention_kernel(
             start = low + number * length
             part_top, part_total, part = _read_split(
                 q, start, tl.minimum(start + length, end), open, shut, cache, table, prefix_from,
-                oldest, prefix, row_halves, row_in, window, end, factor, inner, cache_block_stride,
-                cache_entry_stride, cache_dim_stride, HEAD, BLOCK_SIZE, HALVES, BLOCK_M, BLOCK_N,
-                MASKED_N, BLOCK_D, CAPPED,
+                oldest, prefix, row_halves, row_in, union, span, window, end, factor, inner,
+                cache_block_stride, cache_entry_stride, cache_dim_stride, HEAD, BLOCK_SIZE, HALVES,
+                BLOCK_M, BLOCK_N, MASKED_N, BLOCK_D, CAPPED,
             )  # fmt: skip
             top, total, acc = _fold(top, total, acc, part_top, part_total, part)
     else:
         start = low + split * length
         top, total, acc = _read_split(
             q, start, tl.minimum(start + length, end), open, shut, cache, table, prefix_from,
-            oldest, prefix, row_halves, row_in, window, end, factor, inner, cache_block_stride,
-            cache_entry_stride, cache_dim_stride, HEAD, BLOCK_SIZE, HALVES, BLOCK_M, BLOCK_N,
-            MASKED_N, BLOCK_D, CAPPED,
+            oldest, prefix, row_halves, row_in, union, span, window, end, factor, inner,
+            cache_block_stride, cache_entry_stride, cache_dim_stride, HEAD, BLOCK_SIZE, HALVES,
+            BLOCK_M, BLOCK_N, MASKED_N, BLOCK_D, CAPPED,
         )  # fmt: skip
 
     if not WHOLE:  # noqa: SIM102 (known to the compiler, which the other is not)
@@ -188,6 +211,8 @@ def _read_split(
     prefix,  # [BLOCK_M] int32
     row_halves,  # [BLOCK_M] pointers to the rows' halves
     row_in,  # [BLOCK_M]
+    union,  # per half, what any row sees
+    span,  # the entries of any row's prefix
     window,
     end,
     factor,
@@ -210,25 +235,51 @@ def _read_split(
     total = tl.full([BLOCK_M], 0.0, tl.float32)
     acc = tl.full([BLOCK_M, BLOCK_D], 0.0, tl.float32)
     if prefix_from is not None:
+        halves = _load_halves(row_halves, row_in, HALVES)
         for at in tl.range(start, tl.minimum(stop, open), MASKED_N, num_stages=2):
             top, total, acc = _absorb(
-                q, top, total, acc, at, cache, table, oldest, prefix, row_halves, row_in, window,
+                q, top, total, acc, at, cache, table, oldest, prefix, halves, union, span, window,
                 end, factor, inner, cache_block_stride, cache_entry_stride, cache_dim_stride, HEAD,
                 BLOCK_SIZE, HALVES, MASKED_N, BLOCK_D, CAPPED, MASKED=True,
             )  # fmt: skip
     for at in range(tl.maximum(start, open), tl.minimum(stop, shut), BLOCK_N):
         top, total, acc = _absorb(
-            q, top, total, acc, at, cache, table, oldest, prefix, row_halves, row_in, window, end,
+            q, top, total, acc, at, cache, table, oldest, prefix, None, None, None, window, end,
             factor, inner, cache_block_stride, cache_entry_stride, cache_dim_stride, HEAD,
             BLOCK_SIZE, HALVES, BLOCK_N, BLOCK_D, CAPPED, MASKED=False,
         )  # fmt: skip
+    # Anew: held through the loop before, they would take registers that it needs.
+    halves = _load_halves(row_halves, row_in, HALVES)
     for at in tl.range(tl.maximum(start, shut), stop, MASKED_N, num_stages=2):
         top, total, acc = _absorb(
-            q, top, total, acc, at, cache, table, oldest, prefix, row_halves, row_in, window, end,
+            q, top, total, acc, at, cache, table, oldest, prefix, halves, union, span, window, end,
             factor, inner, cache_block_stride, cache_entry_stride, cache_dim_stride, HEAD,
             BLOCK_SIZE, HALVES, MASKED_N, BLOCK_D, CAPPED, MASKED=True,
         )  # fmt: skip
     return top, total, acc
+
+
+@jit
+def _load_halves(row_halves, row_in, HALVES: tl.constexpr):
+    halves = ()
+    for h in tl.static_range(HALVES):
+        half = tl.load(row_halves + h, mask=row_in, other=0)
+        halves = halves + (half,)  # noqa: RUF005 (as above)
+    return halves
+
+
+@jit
+def _columns(halves, first, shift, HALVES: tl.constexpr):
+    """The 32 bits that begin `shift` bits into half `first`; halves that are not there are 0."""
+    low = halves[0] & 0
+    high = low
+    for h in tl.static_range(HALVES):
+        low = tl.where(first == h, halves[h], low)
+        high = tl.where(first + 1 == h, halves[h], high)
+    low, high = low.to(tl.uint32, bitcast=True), high.to(tl.uint32, bitcast=True)
+    # In two steps: a shift by 32 is no shift.
+    word = (low >> shift) | ((high << 1) << (31 - shift))
+    return word.to(tl.int32, bitcast=True)
 
 
 @jit
@@ -242,8 +293,9 @@ def _absorb(
     table,
     oldest,  # [BLOCK_M] int32
     prefix,  # [BLOCK_M] int32
-    row_halves,  # [BLOCK_M] pointers to the rows' halves
-    row_in,  # [BLOCK_M]
+    halves,  # per half [BLOCK_M] int32, what each row sees; like the next two only if MASKED
+    union,  # per half, what any row sees
+    span,  # the entries of any row's prefix
     window,
     end,
     factor,
@@ -265,39 +317,42 @@ def _absorb(
     dim_in = dim < HEAD
     if MASKED:
         wanted = entry < end
-        column = entry - window
-        # BLOCK_N columns that begin anywhere touch so many 32-bit halves and no more. The shift
-        # is arithmetic: columns before the window give negative halves, which hold no bits.
-        first = (start - window) >> 5
-        bits = tl.full([q.shape[0], BLOCK_N], 0, tl.int32)
-        for i in tl.static_range((BLOCK_N + 30) // 32 + 1):
-            number = tl.full([q.shape[0]], first + i, tl.int32)
-            there = row_in & (number >= 0) & (number < HALVES)
-            half = tl.load(row_halves + number, mask=there, other=0)
-            bits = tl.where((column >> 5 == first + i)[None, :], half[:, None], bits)
-        bits = (bits >> (column & 31)[None, :]) & 1
+        # The shift is arithmetic: columns before the window give negative halves, which hold no
+        # bits.
+        first, shift = (start - window) >> 5, (start - window) & 31
+        bits = tl.full([1, BLOCK_N], 0, tl.int32)
+        seen = tl.full([BLOCK_N], 0, tl.int32)
+        for i in tl.static_range((BLOCK_N + 31) // 32):
+            here = tl.arange(0, BLOCK_N) >> 5 == i
+            word = _columns(halves, first + i, shift, HALVES)
+            bits = tl.where(here[None, :], word[:, None], bits)
+            seen = tl.where(here, _columns(union, first + i, shift, HALVES), seen)
+        place = tl.arange(0, BLOCK_N) & 31
+        bits = (bits >> place[None, :]) & 1
         in_prefix = (entry[None, :] < prefix[:, None]) & (entry[None, :] >= oldest[:, None])
         visible = (in_prefix | (bits != 0)) & wanted[None, :]
         # What nobody sees is not read: it may be unwritten memory, and 0 · NaN is NaN.
-        wanted = tl.max(visible.to(tl.int32), 0) > 0
+        in_span = (entry >= span[0]) & (entry < span[1])
+        wanted = wanted & (in_span | ((seen >> place) & 1 != 0))
         block = tl.load(table + entry // BLOCK_SIZE, mask=wanted, other=0).to(tl.int64)
         at = cache + block * cache_block_stride + entry % BLOCK_SIZE * cache_entry_stride
         key = tl.load(
-            at[None, :] + dim[:, None] * cache_dim_stride,
-            mask=wanted[None, :] & dim_in[:, None],
+            at[:, None] + dim[None, :] * cache_dim_stride,
+            mask=wanted[:, None] & dim_in[None, :],
             other=0.0,
         )
     else:
         block = tl.load(table + entry // BLOCK_SIZE).to(tl.int64)
         at = cache + block * cache_block_stride + entry % BLOCK_SIZE * cache_entry_stride
         if HEAD == BLOCK_D:
-            key = tl.load(at[None, :] + dim[:, None] * cache_dim_stride)
+            key = tl.load(at[:, None] + dim[None, :] * cache_dim_stride)
         else:
             key = tl.load(
-                at[None, :] + dim[:, None] * cache_dim_stride, mask=dim_in[:, None], other=0.0
+                at[:, None] + dim[None, :] * cache_dim_stride, mask=dim_in[None, :], other=0.0
             )
     # "tf32x3" keeps about float32's accuracy; it changes nothing for 16-bit inputs.
-    raw = tl.dot(q, key.to(q.dtype), input_precision="tf32x3")
+    # Read as the values are, so that both have the same addresses, worked out once.
+    raw = tl.dot(q, key.to(q.dtype).T, input_precision="tf32x3")
     if CAPPED:
         # tanh; far out the exponential is infinite or 0, and the fraction 0 or 2.
         raw = 1.0 - 2.0 / (1.0 + tl.exp2(raw * (inner * 2.8853900817779268)))
