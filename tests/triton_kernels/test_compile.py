@@ -162,9 +162,10 @@ def local_traffic(compiled) -> list[str]:
         if found := re.match(r"(\.L_x_\d+):", line):
             label[found[1]] = number
         elif (found := re.search(r"BRA.*(\.L_x_\d+)\)", line)) and found[1] in label:
-            loops.append(instructions[label[found[1]] : number])
-    innermost = [loop for loop in loops if not any(re.match(r"\.L_x_", line) for line in loop[1:])]
-    hot = max(innermost, key=lambda loop: sum("HGMMA" in line for line in loop))
+            loops.append(range(label[found[1]], number))
+    innermost = [loop for loop in loops if not any(inner.start in loop[1:] for inner in loops)]
+    bodies = [instructions[loop.start : loop.stop] for loop in innermost]
+    hot = max(bodies, key=lambda body: sum("HGMMA" in line for line in body))
     assert sum("HGMMA" in line for line in hot) >= 16  # 128 × 128 × 128, twice
     return [line for line in hot if re.search(r"\b(LDL|STL)", line)]
 

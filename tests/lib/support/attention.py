@@ -210,7 +210,7 @@ MIXED = [Chunk(5, 19), Tree(37, 12), Chunk(20, 1), Tree(3, 9), Chunk(0, 4)]
 def load(kernels):
     """The module of the kernel, on a CPU with its parts bound to the interpreter."""
     module = kernels.load("tree_attention", "attention_fold")
-    part = kernels.load("attention_kernel", "attention_fold")
+    part = kernels.load("attention_kernel", "attention_fold", "attention_step")
     module._tree_attention_kernel = part._tree_attention_kernel
     return module
 
