@@ -9,7 +9,7 @@ rots.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,6 +20,7 @@ import typer
 from ledger import ROOT, Ledger, markdown_table
 from timing import device_name, time_call
 from torch import Tensor, nn
+from vllm_specblock.triton_kernels import attention_tiles
 from vllm_specblock.triton_kernels.commit import KVCacheSet, move_kv
 from vllm_specblock.triton_kernels.fp8_linear import fp8_linear, quantize
 from vllm_specblock.triton_kernels.layer_shift import layer_shift, layer_shift_reference
@@ -86,8 +87,13 @@ class Case:
     moved: int
 
 
-def attention_case(sizes: Sizes, context: int, batch: int, device: torch.device) -> Case:
-    """A root and its tree behind `context` tokens, `batch` times; FlashAttention: a chain."""
+def attention_case(
+    sizes: Sizes, context: int, batch: int, device: torch.device, splits: Sequence[int] = ()
+) -> Case:
+    """A root and its tree behind `context` tokens, `batch` times; FlashAttention: a chain.
+
+    splits: in place of SPLIT_ENTRIES, each one way more.
+    """
     queries = sizes.nodes + 1
     tree = imposed_tree(Shape(*TREE_SHAPE, sizes.nodes), ALPHA)
     length = context + queries
@@ -118,6 +124,8 @@ def attention_case(sizes: Sizes, context: int, batch: int, device: torch.device)
     )
     scale, cache = sizes.head_dim**-0.5, storage.transpose(1, 2)
     ways = {"ours": lambda: packed.attend(query, cache, scale)}
+    for entries in splits:
+        ways[f"ours, splits of {entries}"] = _with_splits(entries, ways["ours"])
     if device.type == "cuda":
         ways["FlashAttention, chain"] = _flash(query, storage, start, lengths, length, table)
         ways["FlashAttention's prefix, our tree"] = _flash_prefix(packed, query, cache, scale)
@@ -125,6 +133,17 @@ def attention_case(sizes: Sizes, context: int, batch: int, device: torch.device)
     entries = batch * length * sizes.kv_heads * 2 * sizes.head_dim
     moved = (entries + 2 * query.numel()) * sizes.dtype.itemsize
     return Case("tree attention", f"context {context}, batch {batch}", ways, moved)
+
+
+def _with_splits(entries: int, attend: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def run() -> Tensor:
+        usual, attention_tiles.SPLIT_ENTRIES = attention_tiles.SPLIT_ENTRIES, entries
+        try:
+            return attend()
+        finally:
+            attention_tiles.SPLIT_ENTRIES = usual
+
+    return run
 
 
 def _flash(query, storage, start, lengths, length, table) -> Callable[[], Tensor]:
@@ -242,11 +261,11 @@ def expansion_case(sizes: Sizes, batch: int, device: torch.device) -> Case:
     return Case("tree selection", f"batch {batch}, N {sizes.nodes}", ways, moved)
 
 
-def cases(sizes: Sizes, device: torch.device) -> Iterator[Case]:
+def cases(sizes: Sizes, device: torch.device, splits: Sequence[int] = ()) -> Iterator[Case]:
     """One after the other: the largest take most of a GPU's memory."""
     for context in sizes.contexts:
         for batch in sizes.batches:
-            yield attention_case(sizes, context, batch, device)
+            yield attention_case(sizes, context, batch, device, splits)
     for rows in sizes.rows:
         yield shift_case(sizes, rows, device)
         yield linear_case(sizes, rows, device)
@@ -287,6 +306,10 @@ def main(
     ] = "cuda" if torch.cuda.is_available() else "cpu",
     only: Annotated[str | None, typer.Option(help="A part of a kernel's name.")] = None,
     runs: Annotated[int, typer.Option(min=1, help="Calls; the median counts.")] = 100,
+    splits: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Also attend in splits of so many entries. Repeatable."),
+    ] = None,
     out: Annotated[Path, typer.Option(help="JSON of the results.")] = ROOT
     / "benchmarks/results/kernels.json",
 ) -> None:
@@ -294,9 +317,9 @@ def main(
     where = torch.device(device)
     sizes = TINY if where.type == "cpu" else LARGE
     settings = {"device": device_name(where), "tiny": sizes is TINY, "runs": runs,
-                "dtype": str(sizes.dtype)}  # fmt: skip
+                "dtype": str(sizes.dtype), "splits": splits or []}  # fmt: skip
     ledger = Ledger(out, settings)
-    for case in cases(sizes, where):
+    for case in cases(sizes, where, splits or []):
         name = f"{case.kernel}, {case.shape}"
         if name in ledger or (only is not None and only not in case.kernel):
             continue

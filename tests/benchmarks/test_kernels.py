@@ -35,6 +35,19 @@ def test_every_way_computes_the_same(case):
             assert (ours.tree.size > 3).all()
 
 
+def test_other_splits_are_taken_for_their_own_way_only(monkeypatch):
+    seen = []
+
+    def attend(self, *args):
+        seen.append(kernels.attention_tiles.SPLIT_ENTRIES)
+
+    monkeypatch.setattr(kernels.PackedQueries, "attend", attend)
+    ways = kernels.attention_case(kernels.TINY, 40, 1, CPU, splits=[256, 1024]).ways
+    for name in ("ours", "ours, splits of 256", "ours, splits of 1024", "ours"):
+        ways[name]()
+    assert seen == [512, 256, 1024, 512]
+
+
 def test_commits_move_the_same(monkeypatch):
     made, caches = [], kernels.KVCacheSet
     monkeypatch.setattr(kernels, "KVCacheSet", lambda each: made.append(each) or caches(each))
