@@ -162,26 +162,13 @@ def _tree_attention_kernel(
 
     table = block_table + request.to(tl.int64) * table_stride
     cache = kv_cache + kv_head.to(tl.int64) * cache_head_stride
-    if WHOLE and not SINGLE:
-        top, total = unseen, nothing
-        acc = tl.full([BLOCK_M, BLOCK_D], 0.0, tl.float32)
-        for number in tl.range(0, splits, num_stages=1):
-            start = low + number * length
-            part_top, part_total, part = _read_split(
-                q, start, tl.minimum(start + length, end), open, shut, cache, table, prefix_from,
-                oldest, prefix, row_halves, row_in, union, span, window, end, factor, inner,
-                cache_block_stride, cache_entry_stride, cache_dim_stride, HEAD, BLOCK_SIZE, HALVES,
-                BLOCK_M, BLOCK_N, MASKED_N, BLOCK_D, CAPPED,
-            )  # fmt: skip
-            top, total, acc = _fold(top, total, acc, part_top, part_total, part)
-    else:
-        start = low + split * length
-        top, total, acc = _read_split(
-            q, start, tl.minimum(start + length, end), open, shut, cache, table, prefix_from,
-            oldest, prefix, row_halves, row_in, union, span, window, end, factor, inner,
-            cache_block_stride, cache_entry_stride, cache_dim_stride, HEAD, BLOCK_SIZE, HALVES,
-            BLOCK_M, BLOCK_N, MASKED_N, BLOCK_D, CAPPED,
-        )  # fmt: skip
+    start = low + split * length
+    top, total, acc = _read(
+        q, start, end if WHOLE else tl.minimum(start + length, end), length, open, shut, cache,
+        table, prefix_from, oldest, prefix, row_halves, row_in, union, span, window, end, factor,
+        inner, cache_block_stride, cache_entry_stride, cache_dim_stride, HEAD, BLOCK_SIZE, HALVES,
+        BLOCK_M, BLOCK_N, MASKED_N, BLOCK_D, CAPPED, FOLDS=WHOLE and not SINGLE,
+    )  # fmt: skip
 
     if not WHOLE:  # noqa: SIM102 (known to the compiler, which the other is not)
         if splits > 1:
@@ -199,10 +186,11 @@ def _tree_attention_kernel(
 
 
 @jit
-def _read_split(
+def _read(
     q,  # [BLOCK_M, BLOCK_D]
     start,
     stop,
+    length,
     open,
     shut,
     cache,
@@ -229,21 +217,30 @@ def _read_split(
     MASKED_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     CAPPED: tl.constexpr,
+    FOLDS: tl.constexpr,
 ):
     """The entries start … stop-1: with a mask before `open`, without one up to `shut`, with one
-    from there on."""
+    from there on.
+
+    FOLDS: these are several splits of `length` entries, the last one maybe less. Each is summed up
+    by itself and folded in its turn. One loop over all of them keeps the next entries on their
+    way across a border; a loop for each would wait for memory anew.
+    """
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.full([BLOCK_M], 0.0, tl.float32)
     acc = tl.full([BLOCK_M, BLOCK_D], 0.0, tl.float32)
+    folded = (top, total, acc)
     if prefix_from is not None:
         halves = _load_halves(row_halves, row_in, HALVES)
         for at in tl.range(start, tl.minimum(stop, open), MASKED_N, num_stages=2):
+            top, total, acc, folded = _cross(at, start, length, top, total, acc, folded, FOLDS)
             top, total, acc = _absorb(
                 q, top, total, acc, at, cache, table, oldest, prefix, halves, union, span, window,
                 end, factor, inner, cache_block_stride, cache_entry_stride, cache_dim_stride, HEAD,
                 BLOCK_SIZE, HALVES, MASKED_N, BLOCK_D, CAPPED, MASKED=True,
             )  # fmt: skip
     for at in range(tl.maximum(start, open), tl.minimum(stop, shut), BLOCK_N):
+        top, total, acc, folded = _cross(at, start, length, top, total, acc, folded, FOLDS)
         top, total, acc = _absorb(
             q, top, total, acc, at, cache, table, oldest, prefix, None, None, None, window, end,
             factor, inner, cache_block_stride, cache_entry_stride, cache_dim_stride, HEAD,
@@ -252,12 +249,27 @@ def _read_split(
     # Anew: held through the loop before, they would take registers that it needs.
     halves = _load_halves(row_halves, row_in, HALVES)
     for at in tl.range(tl.maximum(start, shut), stop, MASKED_N, num_stages=2):
+        top, total, acc, folded = _cross(at, start, length, top, total, acc, folded, FOLDS)
         top, total, acc = _absorb(
             q, top, total, acc, at, cache, table, oldest, prefix, halves, union, span, window, end,
             factor, inner, cache_block_stride, cache_entry_stride, cache_dim_stride, HEAD,
             BLOCK_SIZE, HALVES, MASKED_N, BLOCK_D, CAPPED, MASKED=True,
         )  # fmt: skip
+    if FOLDS:
+        top, total, acc = _fold(folded[0], folded[1], folded[2], top, total, acc)
     return top, total, acc
+
+
+@jit
+def _cross(at, start, length, top, total, acc, folded, FOLDS: tl.constexpr):
+    """Where the entries from `at` on are another split's, fold what there is and begin anew."""
+    if FOLDS:  # noqa: SIM102 (known to the compiler, which the other is not)
+        if (at > start) & ((at - start) % length == 0):
+            folded = _fold(folded[0], folded[1], folded[2], top, total, acc)
+            top = tl.full(top.shape, float("-inf"), tl.float32)
+            total = tl.full(total.shape, 0.0, tl.float32)
+            acc = tl.full(acc.shape, 0.0, tl.float32)
+    return top, total, acc, folded
 
 
 @jit
