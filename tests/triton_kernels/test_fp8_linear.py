@@ -56,6 +56,18 @@ def test_kernel_matches_reference(kernels, shape, dtype):
     )
 
 
+def test_few_rows_have_the_range_of_float16(kernels):
+    """What lies beyond is taken for the largest there is, and does not become infinite."""
+    launch = kernels.load("fp8_linear").fp8_linear_triton
+    x, weight = inputs(5, 40, 264, torch.bfloat16, kernels.device)
+    x[2, 7], x[4, 100] = 2.0**20, -(2.0**17)
+    short, scale = quantize(weight)
+    got = launch(x, short, scale).float()
+    wanted = fp8_linear_reference(x.float().clamp(-65504, 65504), short, scale)
+    torch.testing.assert_close(got, wanted, atol=1e-2, rtol=1e-2)
+    assert not torch.allclose(wanted, fp8_linear_reference(x.float(), short, scale), rtol=0.1)
+
+
 def test_any_leading_shape_strides_and_no_rows(kernels):
     launch = kernels.load("fp8_linear").fp8_linear_triton
     x, weight = inputs(24, 20, 48, device=kernels.device)
