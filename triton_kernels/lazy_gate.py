@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from .optional_triton import jit, next_power_of_2, tl
+from .verdicts import Verdicts
 
 _TILE = 2048  # nodes of several requests that the program looks at together
 _REQUESTS = 64  # verdicts likewise
@@ -71,26 +72,19 @@ def most_want_triton(
 
 
 def learn_gate_triton(
-    gate: GateState,
-    sure: torch.Tensor,
-    both: torch.Tensor,
-    slot: torch.Tensor,
-    num_run: torch.Tensor,
-    accepted: torch.Tensor,
-    origin: torch.Tensor,
+    gate: GateState, sure: torch.Tensor, both: torch.Tensor, verdicts: Verdicts
 ) -> None:
     """Take note of a step, and move the threshold.
 
     Args:
         sure, both: as `most_want_triton` left them.
-        slot, num_run, accepted, origin: as `Verified` has them; those of the requests may be
-            columns of a table.
     """
+    slot, run, accepted = verdicts.slot, verdicts.num_run, verdicts.accepted
     _learn_kernel[(1,)](
         gate.steps, gate.accepted, gate.threshold, sure, both, slot, slot.stride(0),
-        num_run, num_run.stride(0), accepted, accepted.stride(0), origin, origin.stride(0),
-        len(slot), gate.offset, gate.cost, gate.decay, BUCKETS=gate.steps.shape[1],
-        BLOCK=_REQUESTS, num_warps=4,
+        run, run.stride(0), accepted, accepted.stride(0), verdicts.origin,
+        verdicts.origin.stride(0), len(slot), gate.offset, gate.cost, gate.decay,
+        BUCKETS=gate.steps.shape[1], BLOCK=_REQUESTS, num_warps=4,
     )  # fmt: skip
 
 

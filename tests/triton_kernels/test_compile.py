@@ -627,6 +627,7 @@ def test_combining_compiles(compiler, num_nodes, flag):
 @pytest.mark.parametrize("num_nodes", [1, 60, 256])
 def test_lazy_gate_compiles(compiler, num_nodes):
     from vllm_specblock.triton_kernels import lazy_gate
+    from vllm_specblock.triton_kernels.verdicts import Verdicts
 
     wanting, learning = (compiler(lazy_gate, f"_{name}_kernel") for name in ("most_want", "learn"))
     state = torch.zeros(2, 16)
@@ -637,7 +638,8 @@ def test_lazy_gate_compiles(compiler, num_nodes):
     lazy_gate.most_want_triton(
         gate, score, size, True, known[0, :1], True, known[:, 0], slots, both
     )
-    lazy_gate.learn_gate_triton(gate, slots, both, known[:, 0], size, size, origin)
+    verdicts = Verdicts(known[:, 0], size, size, None, None, origin, None)
+    lazy_gate.learn_gate_triton(gate, slots, both, verdicts)
     assert len(wanting.compiled) == len(learning.compiled) == 1
     assert fits(wanting) and fits(learning)
 

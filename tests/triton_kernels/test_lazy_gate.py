@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from vllm_specblock.triton_kernels.verdicts import Verdicts
 
 from vllm_specblock.combine.lazy import LazyGate
 from vllm_specblock.combine.route import confidence
@@ -38,11 +39,9 @@ def test_learns_as_torch(kernels, count, how):
         live = (num_run > 0) & (origin[slot, 0] > 0)
         theirs.learn(sure[slot], both[slot], accepted, live)
         sure[slot[~live]] = float("nan")  # nobody may look
-        launch(
-            mine.state, sure.to(kernels.device), both.to(kernels.device),
-            *(column(x, kernels.device) for x in (slot, num_run, accepted)),
-            origin.to(kernels.device),
-        )  # fmt: skip
+        columns = (column(x, kernels.device) for x in (slot, num_run, accepted))
+        verdicts = Verdicts(*columns, None, None, origin.to(kernels.device), None)
+        launch(mine.state, sure.to(kernels.device), both.to(kernels.device), verdicts)
         torch.testing.assert_close(mine.steps.cpu(), theirs.steps)
         torch.testing.assert_close(mine.accepted.cpu(), theirs.accepted)
         assert mine.threshold.item() == theirs.threshold.item()

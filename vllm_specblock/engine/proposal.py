@@ -138,13 +138,10 @@ class LazyRoute(Route):
 
     def learn(self, verified: Verified) -> None:
         super().learn(verified)
-        slot = verified.slot
         if self.sure.is_cuda:
-            learn_gate_triton(
-                self.gate.state, self.sure, self.both, slot, verified.num_run, verified.accepted,
-                verified.origin,
-            )  # fmt: skip
+            learn_gate_triton(self.gate.state, self.sure, self.both, verified)
         else:
+            slot = verified.slot
             self.gate.learn(self.sure[slot], self.both[slot], verified.accepted, verified.live)
 
     def combine(self, rows: CommittedRows) -> Proposal:
