@@ -90,7 +90,7 @@ class TreeModelState(DefaultModelState):
 
     def custom_sampler(self, sampler) -> tuple[Any, Any]:
         # Beyond vLLM's own three there are the user's, and those may look at anything.
-        self.speculator.all_need_chain = len(sampler.logits_processors) > 3
+        self.speculator.chains.everyone = len(sampler.logits_processors) > 3
         combine = self.speculator.plan.combine
         if combine is not None and (combine.head_policy, combine.merge) == ("merge", "disjoint"):
             # Two nodes may be of equal text, and have to draw the same. FlashInfer's sampler

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 
-import numpy as np
 import torch
 from torch import nn
 from vllm.config import VllmConfig
@@ -21,6 +20,7 @@ from vllm.v1.worker.gpu.states import RequestState
 from vllm_specblock.draft.imposed import ImposedHead
 from vllm_specblock.engine.adaptive import AdaptiveTrees
 from vllm_specblock.engine.arguments import read_back
+from vllm_specblock.engine.chains import ChainRequests
 from vllm_specblock.engine.counters import HeadCounters
 from vllm_specblock.engine.dummy import bind_null_caches, null_inputs, of_nobody
 from vllm_specblock.engine.graphs import ProposalGraphs, StepInputs
@@ -68,9 +68,7 @@ class TreeSpeculator(DraftModelSpeculator):
         self.use_acceptance_estimator = False  # a chain's
         self.adaptive: AdaptiveTrees | None = None
         self.temperature = torch.zeros(self.num_slots, device=device)
-        # Requests whose sampling looks at the order of the output so far verify a chain.
-        self.needs_chain = np.zeros(self.num_slots, dtype=bool)
-        self.all_need_chain = False
+        self.chains = ChainRequests(self.num_slots)
 
     # ---- once, at start-up ----
 
@@ -191,29 +189,14 @@ class TreeSpeculator(DraftModelSpeculator):
     # ---- once per request ----
 
     def note_request(self, slot: int, params: SamplingParams | None) -> None:
-        """Remember how the request in `slot` samples, and whether it has to verify a chain.
-
-        Penalties, bad words, thinking budgets and grammars depend on the tokens before a
-        position, which vLLM's processors take from the rows before it: true of a chain, not
-        of a tree.
-        """
+        """Remember how the request in `slot` samples; nothing learned of its last one holds."""
         self.temperature[slot].fill_(0.0 if params is None else params.temperature)
         for head in self.proposer.heads:
             if head.sharpness is not None:
                 head.sharpness.begin(slot)
         if self.adaptive is not None:
             self.adaptive.add(slot)
-        self.needs_chain[slot] = self.all_need_chain or (
-            params is not None
-            and (
-                params.repetition_penalty != 1.0
-                or params.presence_penalty != 0.0
-                or params.frequency_penalty != 0.0
-                or bool(params.bad_words)  # a host list
-                or params.structured_outputs is not None
-                or params.thinking_token_budget is not None
-            )
-        )
+        self.chains.note(slot, params)
 
     # ---- once per step ----
 
@@ -257,8 +240,7 @@ class TreeSpeculator(DraftModelSpeculator):
                 inputs = self._inputs(batch, slot_mappings, aux_hidden_states)
                 tokens = self.step(inputs, draft)
             else:
-                chain = self.needs_chain[batch.idx_mapping_np]
-                self.graphs.fill(graph, batch, aux_hidden_states, chain)
+                self.graphs.fill(graph, batch, aux_hidden_states, self.chains.among(batch))
                 self.graphs.run_fullgraph(graph)
                 tokens = self.draft_tokens[: batch.num_reqs]
             if self.adaptive is not None:
@@ -269,7 +251,7 @@ class TreeSpeculator(DraftModelSpeculator):
 
     def _inputs(self, batch: InputBatch, slot_mappings, hidden_states) -> StepInputs:
         """What an eager step reads of a batch."""
-        chain = self.needs_chain[batch.idx_mapping_np]
+        chain = self.chains.among(batch)
         return StepInputs(
             StepRows(batch, self.slots, self.pad_rows),
             slot_mappings[self.target_layers[0]],
