@@ -10,10 +10,14 @@ export VLLM_USE_V2_MODEL_RUNNER ?= 1
 demo: setup
 	$(VENV)/bin/python examples/offline.py
 
-# Where kernels are interpreted they cannot be compiled: that takes a process of its own.
+# Processes that test side by side; each keeps a few small engines, 2 to 3 GB.
+WORKERS ?= 2
+
+# Where kernels are interpreted they cannot be compiled: that takes processes of its own.
+COMPILED := tests/triton_kernels/test_compile.py
 test: setup
-	$(VENV)/bin/pytest
-	$(VENV)/bin/pytest tests/triton_kernels/test_compile.py
+	$(VENV)/bin/pytest --numprocesses $(WORKERS) --dist worksteal --ignore $(COMPILED)
+	$(VENV)/bin/pytest --numprocesses $(WORKERS) $(COMPILED)
 
 FIRST := runs/first_drafter
 first-drafter: setup
