@@ -16,10 +16,9 @@ from typing import Annotated, Any
 
 import typer
 from combinations import NGRAM, alone, specblock, together
-from ledger import Ledger, from_root, markdown_table
+from ledger import MEASURED, ROOT, Ledger, from_root, markdown_table, weights
 from one_engine import ACCEPTED, DRAFTS, Answer, EngineFailed, Request, Task, run
 
-ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "runs/copying"
 PLAIN, BASE = "vLLM", "SpecBlock"
 FORMS = ("edit", "quote")
@@ -159,13 +158,13 @@ def main(
     dtype: Annotated[str, typer.Option(help="Of all engines.")] = "float32",
     graphs: Annotated[bool, typer.Option(help="Compile, and capture CUDA graphs.")] = False,
     cache_mib: Annotated[int, typer.Option(help="MiB of the cache of keys and values.")] = 256,
-    out: Annotated[Path, typer.Option(help="JSON of the results.")] = ROOT
-    / "benchmarks/results/copying.json",
+    out: Annotated[Path, typer.Option(help="JSON of the results.")] = MEASURED / "copying.json",
 ) -> None:
     """Measure every engine, and print a table."""
     texts = load_prompts(prompts_from, prompts)
     settings = {
         **{"target": from_root(target), "drafter": from_root(drafter), "prompts": texts},
+        **{"weights": [weights(target), weights(drafter)]},
         **{"nodes": nodes, "blocks": blocks, "max_tokens": max_tokens, "batch": 1},
         **{"repeat": repeat, "dtype": dtype, "graphs": graphs},
     }

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from ledger import ROOT, Ledger, markdown_table
+from ledger import MEASURED, Ledger, markdown_table
 from shapes import MODELS, make_drafter, write_target
 from timing import device_name, peak_bandwidth, time_call
 from torch import Tensor
@@ -141,8 +141,8 @@ def main(
     quantization: Annotated[
         str | None, typer.Option(help="fp8: weights in 8 bits; give another --out.")
     ] = None,
-    out: Annotated[Path, typer.Option(help="JSON of the results.")] = ROOT
-    / "benchmarks/results/drafter_forward.json",
+    out: Annotated[Path, typer.Option(help="JSON of the results.")] = MEASURED
+    / "drafter_forward.json",
 ) -> None:
     """Time drafter forwards, print a table, write JSON."""
     where = torch.device(device)

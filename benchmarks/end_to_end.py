@@ -30,7 +30,7 @@ import torch
 import typer
 from acceptance import PAPER_TREE, chain_tau, imposed, profile, tree_tau
 from combinations import NGRAM, alone, eagle3_chain, specblock
-from ledger import ROOT, Ledger, markdown_table
+from ledger import MEASURED, ROOT, Ledger, markdown_table
 from one_engine import Answer, EngineFailed, Request, Task, run
 from shapes import MODELS, write_drafter, write_eagle3, write_target
 from steady_engine import DEVICE, DRAFTING, STEPS, TOKENS
@@ -251,7 +251,7 @@ def main(
     model = model or ("llama-8b" if gpu else "tiny")
     if model not in (*MODELS, PAIR):
         raise SystemExit(f"--model is {model!r}, but must be one of {', '.join(MODELS)}, {PAIR}.")
-    path = out or ROOT / f"benchmarks/results/end_to_end_{model}.json"
+    path = out or MEASURED / f"end_to_end_{model}.json"
     slack = 2 * max(numbers(nodes, "--nodes")) + 2 * BLOCK
     length = context + tokens + slack
     with made(model, length, tau) as place:

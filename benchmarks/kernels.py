@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import torch
 import torch.nn.functional as F
 import typer
-from ledger import ROOT, Ledger, markdown_table
+from ledger import MEASURED, Ledger, markdown_table
 from timing import device_name, time_call
 from torch import Tensor, nn
 from vllm_specblock.triton_kernels import attention_tiles
@@ -310,8 +310,7 @@ def main(
         list[int] | None,
         typer.Option(min=1, help="Also attend in splits of so many entries. Repeatable."),
     ] = None,
-    out: Annotated[Path, typer.Option(help="JSON of the results.")] = ROOT
-    / "benchmarks/results/kernels.json",
+    out: Annotated[Path, typer.Option(help="JSON of the results.")] = MEASURED / "kernels.json",
 ) -> None:
     """Time every kernel, print a table, write JSON."""
     where = torch.device(device)

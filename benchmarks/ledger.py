@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,23 @@ from typing import Any
 from vllm_specblock.train import provenance
 
 ROOT = Path(__file__).resolve().parent.parent
+MEASURED = ROOT / "runs/results"
+"""Where benchmarks leave their figures unless told. Git does not know the folder: what RESULTS.md
+quotes is copied to benchmarks/results/, or a call would go on with another machine's figures."""
 
 
 def from_root(path: Path) -> str:
     """`path` as seen from the repository's root, where it lies below: without anyone's folders."""
     path = path.resolve()
     return path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else str(path)
+
+
+def weights(folder: Path) -> str:
+    """What tells a checkpoint from one that was trained again in its place."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*.safetensors")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 class Ledger:
@@ -25,7 +37,8 @@ class Ledger:
         settings: what all results have in common; JSON's types only.
 
     Raises:
-        SystemExit: the file has results of other settings.
+        SystemExit: the file has results of other settings, of another revision of the code, or
+            with other versions of what it stands on.
     """
 
     def __init__(self, path: Path, settings: dict[str, Any]):
@@ -33,8 +46,9 @@ class Ledger:
         self.results: dict[str, Any] = {}
         if path.exists():
             known = json.loads(path.read_text(encoding="utf-8"))
-            other = {k for k in settings.keys() | known["settings"].keys()
-                     if settings.get(k) != known["settings"].get(k)}  # fmt: skip
+            now = _circumstances(settings, provenance.provenance())
+            then = _circumstances(known["settings"], known["provenance"])
+            other = {key for key in now.keys() | then.keys() if now.get(key) != then.get(key)}
             if other:
                 raise SystemExit(
                     f"{path} has results with other {', '.join(sorted(other))}: give another "
@@ -61,6 +75,11 @@ class Ledger:
         aside = self.path.with_suffix(".partial")
         aside.write_text(text + "\n", encoding="utf-8")
         aside.replace(self.path)
+
+
+def _circumstances(settings: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
+    """All that has to be equal for results to be compared; `facts` as `provenance` has them."""
+    return {**settings, "revision": facts["git"]["plugin"], "versions": facts["versions"]}
 
 
 def markdown_table(rows: list[list[str]]) -> str:

@@ -16,10 +16,9 @@ from typing import Annotated, Any
 
 import typer
 from combinations import POLICIES, alone, eagle3, eagle3_chain, specblock, together
-from ledger import Ledger, from_root, markdown_table
+from ledger import MEASURED, ROOT, Ledger, from_root, markdown_table
 from one_engine import TARGET, Answer, EngineFailed, Request, Task, run
 
-ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "runs/two_heads"
 HEADS = ROOT / "examples/two_heads"
 PLAIN = "vLLM"
@@ -190,8 +189,8 @@ def main(
     only: Annotated[
         str | None, typer.Option(help='Parts of engines\' names, e.g. "head 1; trie".')
     ] = None,
-    out: Annotated[Path, typer.Option(help="JSON of the results; one per batch size.")] = ROOT
-    / "benchmarks/results/two_heads.json",
+    out: Annotated[Path, typer.Option(help="JSON of the results; one per batch size.")] = MEASURED
+    / "two_heads.json",
     dry_run: Annotated[bool, typer.Option(help="Only say what would run.")] = False,
 ) -> None:
     """Measure every engine, print a table per batch size."""

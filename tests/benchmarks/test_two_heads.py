@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import two_heads
 from combinations import POLICIES
-from ledger import ROOT, Ledger, from_root
 from one_engine import (
     ACCEPTED,
     DRAFTS,
@@ -162,20 +161,6 @@ def test_vllms_own_chain_may_differ_where_it_samples():
     assert two_heads.must_not_differ(results(chain, "code, T = 1")) == 0
     assert two_heads.must_not_differ(results(chain, "code, T = 0")) == 2
     assert two_heads.must_not_differ(results("route @ 7", "code, T = 1")) == 2
-
-
-def test_results_of_other_settings_are_not_mixed(tmp_path):
-    Ledger(tmp_path / "r.json", {"dtype": "float32", "batch": 1}).add("a", {"tau": 1})
-    assert Ledger(tmp_path / "r.json", {"dtype": "float32", "batch": 1}).results == {
-        "a": {"tau": 1}
-    }
-    with pytest.raises(SystemExit, match=r"results with other batch, more: give another --out"):
-        Ledger(tmp_path / "r.json", {"dtype": "float32", "batch": 2, "more": 0})
-
-
-def test_results_name_nobodys_folders(tmp_path):
-    assert from_root(ROOT / "examples/tiny_pair/target") == "examples/tiny_pair/target"
-    assert from_root(tmp_path / "drafter") == str(tmp_path / "drafter")
 
 
 def test_counters_are_told_apart_by_head():
