@@ -10,7 +10,7 @@ export VLLM_USE_V2_MODEL_RUNNER ?= 1
 demo: setup
 	$(VENV)/bin/python examples/offline.py
 
-# Processes that test side by side. They keep their engines: 13 GB in all, whatever their number.
+# Processes that test side by side. They keep their engines: two took 13 GB together.
 WORKERS ?= 2
 
 # Where kernels are interpreted they cannot be compiled: that takes processes of its own.

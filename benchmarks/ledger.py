@@ -22,7 +22,7 @@ def from_root(path: Path) -> str:
 
 
 def weights(folder: Path) -> str:
-    """What tells a checkpoint from one that was trained again in its place."""
+    """What tells a checkpoint from one that was trained again in its place, to the same sizes."""
     digest = hashlib.sha256()
     for path in sorted(folder.glob("*.safetensors")):
         digest.update(path.read_bytes())
@@ -43,10 +43,12 @@ class Ledger:
 
     def __init__(self, path: Path, settings: dict[str, Any]):
         self.path, self.settings = path, settings
+        # Of the code that is about to be measured: the tree may change while it runs.
+        self.provenance = provenance.provenance()
         self.results: dict[str, Any] = {}
         if path.exists():
             known = json.loads(path.read_text(encoding="utf-8"))
-            now = _circumstances(settings, provenance.provenance())
+            now = _circumstances(settings, self.provenance)
             then = _circumstances(known["settings"], known["provenance"])
             other = {key for key in now.keys() | then.keys() if now.get(key) != then.get(key)}
             if other:
@@ -65,7 +67,7 @@ class Ledger:
         text = json.dumps(
             {
                 "settings": self.settings,
-                "provenance": provenance.provenance(),
+                "provenance": self.provenance,
                 "results": self.results,
             },
             indent=1,

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import typer
 from combinations import POLICIES, alone, eagle3, eagle3_chain, specblock, together
-from ledger import MEASURED, ROOT, Ledger, from_root, markdown_table
+from ledger import MEASURED, ROOT, Ledger, from_root, markdown_table, weights
 from one_engine import TARGET, Answer, EngineFailed, Request, Task, run
 
 FOLDER = ROOT / "runs/two_heads"
@@ -207,6 +207,7 @@ def main(
     for size in numbers(batch, "--batch"):
         settings = {
             **{"target": from_root(target), "heads": [from_root(f) for f in (code, tables, eagle)]},
+            **{"weights": [weights(folder) for folder in (target, code, tables, eagle)]},
             **{"prompts": texts, "max_tokens": max_tokens},
             **{"batch": size, "repeat": repeat, "dtype": dtype, "graphs": graphs, "how": how},
         }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import ledger
 import pytest
 from ledger import MEASURED, ROOT, Ledger, from_root, weights
@@ -39,6 +41,15 @@ def test_nor_are_those_of_other_code(path, monkeypatch, name, change):
     monkeypatch.setattr(ledger.provenance, "provenance", lambda: facts)
     with pytest.raises(SystemExit, match=f"results with other {name}: give another --out"):
         Ledger(path, {"dtype": "float32", "batch": 1})
+
+
+def test_results_are_of_the_code_that_their_run_began_with(tmp_path, monkeypatch):
+    began = provenance.provenance()
+    going = Ledger(tmp_path / "r.json", {})
+    changed = {**began, "git": {"folder": "f" * 40, "plugin": "f" * 40}}
+    monkeypatch.setattr(ledger.provenance, "provenance", lambda: changed)
+    going.add("a", 1)
+    assert json.loads((tmp_path / "r.json").read_text())["provenance"]["git"] == began["git"]
 
 
 def test_results_name_nobodys_folders(tmp_path):
