@@ -29,6 +29,7 @@ def init(
     token_counts: Tensor | None = None,
     target_name: str | None = None,
     qk_norm: bool | None = None,
+    intermediate_size: int | None = None,
     seed: int = 0,
     **choices: Any,
 ) -> SpecBlockDrafter:
@@ -47,6 +48,7 @@ def init(
             then the Vd most frequent ones, else the first Vd ids.
         target_name: what vLLM loads as the target (default: `target_dir` as given).
         qk_norm: as in DrafterConfig (default: as the target). The published layout has none.
+        intermediate_size: width of the MLPs (default: the target's).
         seed: of the weights; the global generator is left alone.
         choices: further keys of DrafterConfig, such as `block_rope`.
 
@@ -75,7 +77,7 @@ def init(
             "num_attention_heads": heads,
             "num_key_value_heads": raw.get("num_key_value_heads") or heads,
             "head_dim": raw.get("head_dim") or size // heads,
-            "intermediate_size": raw.get("intermediate_size"),
+            "intermediate_size": intermediate_size or raw.get("intermediate_size"),
             "num_hidden_layers": num_layers,
             "block_size": block_size,
             "vocab_size": target.vocab_size,

@@ -114,6 +114,9 @@ class TrainConfig(RunConfig):
     # What a fresh drafter is like; with `init` the checkpoint says all of this.
     block_size: int = Field(default=4, ge=1, description="K, draft positions of one block.")
     num_layers: int = Field(default=2, ge=1, description="Decoder layers of the drafter.")
+    intermediate_size: int | None = Field(
+        default=None, ge=1, description="Width of its MLPs; default: the target's."
+    )
     rank_topk: int | Literal["full"] = Field(
         default=20, description="Logits that the rank features are taken over, or full."
     )

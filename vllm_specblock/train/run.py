@@ -268,5 +268,5 @@ def _describe(config: TrainConfig, ground: Ground, learner: SpecBlockLearner) ->
     )
 
 
-_CHOICES = ("rank_topk", "block_rope", "prefix_broadcast", "layer_shift")
+_CHOICES = ("intermediate_size", "rank_topk", "block_rope", "prefix_broadcast", "layer_shift")
 """Options that are keys of DrafterConfig too."""
