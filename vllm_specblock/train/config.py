@@ -57,7 +57,11 @@ class RunConfig(BaseModel):
     )
     length: int = Field(default=2048, ge=8, description="Columns of a window, tokens.")
     pack: bool = Field(default=True, description="Put several short documents into one window.")
-    lr: float = Field(default=5e-5, gt=0, description="Peak learning rate of AdamW.")
+    optimizer: Literal["adamw", "muon"] = Field(
+        default="adamw",
+        description="muon: Muon for the matrices between hidden states, AdamW for the rest.",
+    )
+    lr: float = Field(default=5e-5, gt=0, description="Peak learning rate.")
     weight_decay: float = Field(default=0.01, ge=0, description="Decoupled weight decay.")
     warmup: float = Field(
         default=0.015, ge=0, le=1, description="Share of the steps with a linearly rising rate."

@@ -10,9 +10,8 @@ from torch.distributed.tensor import DTensor
 from vllm_specblock.train.config import RunConfig
 from vllm_specblock.train.journal import Journal
 from vllm_specblock.train.learner import Learner, Lesson
+from vllm_specblock.train.optimizers import make_optimizer
 from vllm_specblock.train.parallel import Spread
-
-BETAS = (0.9, 0.999)
 
 
 class Student:
@@ -20,13 +19,7 @@ class Student:
 
     def __init__(self, learner: Learner, config: RunConfig):
         self.spread = Spread(learner, config.parallel)
-        self.optimizer = torch.optim.AdamW(
-            [p for p in self.spread.parameters if p.requires_grad],
-            lr=config.lr,
-            betas=BETAS,
-            weight_decay=config.weight_decay,
-            fused=True,
-        )
+        self.optimizer = make_optimizer(self.spread.module, config)
         self.journal = Journal()
         self.best_tau = 0.0
         self.lost = 0  # updates in a row whose gradient was not finite

@@ -1,0 +1,88 @@
+"""The optimisers a drafter learns with."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from vllm_specblock.train.config import TrainConfig, TrainError, parse
+from vllm_specblock.train.optimizers import MuonWithAdamW, make_optimizer
+
+NEEDED = {"target": "T", "data": "D", "out": "O"}
+
+
+class Small(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.proj = nn.Linear(8, 6, bias=False)
+        self.norm = nn.RMSNorm(6)
+        self.lm_head = nn.Linear(6, 10, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lm_head(self.norm(self.proj(x)))
+
+
+@pytest.fixture
+def small() -> Small:
+    torch.manual_seed(0)
+    return Small()
+
+
+def update(module: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    x = torch.randn(16, 8, generator=torch.Generator().manual_seed(seed))
+    module(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_adamw_is_the_papers_default(small):
+    optimizer = make_optimizer(small, parse(TrainConfig, **NEEDED))
+    assert isinstance(optimizer, torch.optim.AdamW)
+    assert optimizer.param_groups[0]["betas"] == (0.9, 0.999)
+
+
+def test_matrices_between_states_are_muons_and_heads_are_not(small):
+    inner, rest = (group["params"] for group in MuonWithAdamW(small, 1e-3, 0.0).param_groups)
+    assert [id(p) for p in inner] == [id(small.proj.weight)]
+    assert {id(p) for p in rest} == {id(small.norm.weight), id(small.lm_head.weight)}
+
+
+def test_both_parts_move_at_the_rate_that_is_set(small):
+    optimizer = MuonWithAdamW(small, 1.0, 0.0)
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-3
+    before = {name: weight.detach().clone() for name, weight in small.named_parameters()}
+    update(small, optimizer, 1)
+    moved = {
+        n: (w.detach() - before[n]).square().mean().sqrt() for n, w in small.named_parameters()
+    }
+    assert moved["lm_head.weight"] == pytest.approx(1e-3, rel=0.1)  # Adam's first step
+    # Orthogonal updates, scaled to AdamW's usual 0.2 of the rate per number.
+    assert 0.5e-4 < moved["proj.weight"] < 4e-4
+
+
+def test_a_saved_state_goes_on_to_the_same_bits(small):
+    optimizer = MuonWithAdamW(small, 1e-2, 0.01)
+    for seed in range(3):
+        update(small, optimizer, seed)
+    model, state = copy.deepcopy((small.state_dict(), optimizer.state_dict()))
+    assert len(state["state"]) == 3  # of both parts
+
+    other = Small()
+    other.load_state_dict(model)
+    resumed = MuonWithAdamW(other, 1e-2, 0.01)
+    resumed.load_state_dict(state)
+    for seed in range(3, 6):
+        update(small, optimizer, seed)
+        update(other, resumed, seed)
+    for one, two in zip(small.parameters(), other.parameters()):
+        assert torch.equal(one, two)
+
+
+def test_sharded_weights_are_refused(small):
+    config = parse(TrainConfig, optimizer="muon", parallel="shard", **NEEDED)
+    with pytest.raises(TrainError, match="needs whole matrices"):
+        make_optimizer(small, config)
