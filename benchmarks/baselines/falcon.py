@@ -134,7 +134,9 @@ class Falcon(PositionsLearner, FalconDrafter):
         rope = first_rope(batch.position[:, rows], block)
         return self.groups(entries, rope, _visible(batch, rows, block), grow, own)
 
-    def groups(self, entries: Tensor, rope: Tensor, sees: Tensor, prefix: Seen, own: Kept) -> Tensor:
+    def groups(
+        self, entries: Tensor, rope: Tensor, sees: Tensor, prefix: Seen, own: Kept
+    ) -> Tensor:
         """One forward.
 
         Args:

@@ -9,6 +9,8 @@ of tokens to come.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -157,13 +159,22 @@ class GroupSight:
         return (position // self.size + 1) * self.size
 
     def _bound(self, position: int, groups: int) -> int:
-        return min(position + self.size * (1 + groups), self.max_position + self.size)
+        """On the host, entries that nobody sees beyond: of rows up to `position`, and groups."""
+        return min(position + self.size * (1 + groups), self._most)
+
+    @property
+    def _most(self) -> int:
+        """Entries of a sequence for which a block table has blocks."""
+        return -(-self.max_position // self.block_size) * self.block_size
 
     def _queries(
         self, newest: Tensor, table: Tensor, groups: int, bound: int, words: Tensor, more: int = 0
     ) -> PackedQueries:
-        """So many groups per request in the sequence of the newest row, which see its prefix up to
-        the newest group and their words [R · groups · k or groups · k, W]; `more` entries follow."""
+        """So many groups per request in the sequence of the newest row.
+
+        They see its prefix up to the newest group, and their words [R · groups · k or groups · k,
+        W]; `more` entries follow the prefix.
+        """
         k, requests = self.size, len(newest)
         each = groups * k
         ends = self._ends(newest).int()
@@ -173,7 +184,7 @@ class GroupSight:
         return PackedQueries(
             (table * k + (newest % k)[:, None]).int(), self.block_size, start,
             [each * request for request in range(requests + 1)],
-            (ends + more).clamp(max=self.max_position + k), [bound] * requests,
+            (ends + more).clamp(max=self._most), [bound] * requests,
             _each(ends, each), words, ends,
         )  # fmt: skip
 
@@ -199,4 +210,4 @@ def _each(values: Tensor, times: int) -> Tensor:
 
 
 def _sizes(bounds: list[int]) -> list[int]:
-    return [end - start for start, end in zip(bounds, bounds[1:])]
+    return [end - start for start, end in pairwise(bounds)]

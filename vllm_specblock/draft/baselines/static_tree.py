@@ -131,9 +131,7 @@ class TreePlan:
             starts = [list(path) for path in sorted({tuple(paths[n + 1][:done]) for n in nodes})]
             source = [before.index(path[: done - block]) if done else 0 for path in starts]
             if done:
-                ancestry = [
-                    [*ancestry[source[s]], self.starts + s] for s in range(len(starts))
-                ]
+                ancestry = [[*ancestry[source[s]], self.starts + s] for s in range(len(starts))]
             start = [starts.index(paths[n + 1][:done]) for n in nodes]
             position = [s * block + depth[n] - done - 1 for s, n in zip(start, nodes)]
             read = sorted(set(position))
