@@ -10,8 +10,12 @@ from baselines.parallelspec import ParallelSpec
 from baselines.sps import SmallModel
 from support.engines import DRAFTER, TARGET, assert_identical, make_engine
 from support.matrix import PROMPTS, params
+from transformers import LlamaConfig
+from vllm.engine.arg_utils import EngineArgs
 
+from vllm_specblock.config import OptionError
 from vllm_specblock.draft.untrained import most_frequent
+from vllm_specblock.engine import arguments
 from vllm_specblock.train.learner import Lesson
 from vllm_specblock.train.teacher.features import OnlineTeacher, load_target
 from vllm_specblock.train.text.batch import Batch
@@ -71,3 +75,40 @@ def test_tokens_are_vllms_own_and_drafts_are_accepted(kind, folders, reference, 
             assert_identical(found, reference(name, requests, ASKED))
     count = engine.speculator.counters.as_dict()
     assert count["accepted_nodes_1"] > 40, count
+
+
+def configure(folder, **given):
+    """vLLM's own way from arguments to a config; loads no weight."""
+    speculative = {"method": "specblock", "model": str(folder), "num_speculative_tokens": 12}
+    return EngineArgs(
+        model=str(TARGET), dtype="float32", enforce_eager=True, max_model_len=512,
+        speculative_config=speculative | given,
+    ).create_engine_config()  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", MAKE)
+def test_a_drafter_of_another_target(kind, tmp_path):
+    """One sentence, before any weight is loaded."""
+    make, sizes = MAKE[kind]
+    other = LlamaConfig(
+        hidden_size=64, vocab_size=100, num_hidden_layers=9, num_attention_heads=2,
+        num_key_value_heads=2, intermediate_size=64,
+    )  # fmt: skip
+    t2d = torch.ones(100, dtype=torch.bool)
+    make.for_target(other, torch.zeros(100).long(), t2d, 0, **sizes).save(tmp_path)
+    with pytest.raises(ValueError, match="was made for a target of [a-z]+ size") as error:
+        configure(tmp_path)
+    assert str(error.value).endswith("use a drafter of this target.")
+
+
+def test_options_of_a_kind(tmp_path):
+    make, sizes = MAKE["sps"]
+    t2d = torch.ones(2048, dtype=torch.bool)
+    config = LlamaConfig(vocab_size=2048)
+    make.for_target(config, torch.zeros(2048).long(), t2d, 0, **sizes).save(tmp_path)
+    plan = arguments.read_back(configure(tmp_path, depth=3).additional_config)
+    assert plan.heads[0].kind == "sps" and plan.heads[0].options.depth == 3
+    with pytest.raises(OptionError, match="of a head of kind 'sps'"):
+        configure(tmp_path, top_k=3)
+    with pytest.raises(OptionError, match="holds a drafter of kind 'sps'"):
+        configure(tmp_path, head="medusa")
