@@ -120,7 +120,8 @@ def footing(config: Comparison, ground: Ground) -> roster.Ground:
 
 @torch.no_grad()
 def calibrate(trainer: Trainer) -> None:
-    """Falcon verifies a static tree: shape it by training text, once it has learned."""
+    """Falcon verifies a static tree: shape it by training text, once it has learned, and write it
+    anew."""
     student = trainer.students.get("Falcon")
     if student is None:
         return
@@ -130,6 +131,7 @@ def calibrate(trainer: Trainer) -> None:
         teaching = trainer.teacher.teach(batch)
         lessons.append(Lesson(batch, teaching, trainer.teacher.embed, trainer.step, seed=step))
     student.spread.learner.float().calibrate(lessons)
+    student.spread.learner.save(trainer.folder("Falcon"))
 
 
 def judge(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -102,23 +103,43 @@ def make(name: str, ground: Ground) -> Learner:
         return _matched(
             wanted,
             lambda width: ParallelSpec.for_target(
-                *of_target, ground.folded, budget=ground.budget, intermediate_size=width
+                *of_target,
+                ground.folded,
+                budget=ground.budget,
+                layer_ids=ground.layer_ids,
+                intermediate_size=width,
             ),
         )
     if name == "Falcon":
         return _matched(
             wanted,
             lambda width: Falcon.for_target(
-                *of_target, ground.folded, budget=ground.budget, intermediate_size=width
+                *of_target,
+                ground.folded,
+                budget=ground.budget,
+                layer_ids=ground.layer_ids,
+                intermediate_size=width,
             ),
         )
-    return _matched(wanted, lambda width: _small_model(ground, width))
+    return _small_model(ground, wanted)
 
 
-def _small_model(ground: Ground, width: int) -> SmallModel:
-    """Two thirds as wide as the target and half as deep, with whole heads of 32 or more."""
+def _small_model(ground: Ground, wanted: int) -> SmallModel:
+    """Two thirds as wide as the target and half as deep, with whole heads of 32 or more.
+
+    Narrower where the embedding, which is the whole vocabulary's, leaves too little for the layers:
+    their MLPs are to be as wide as the model at least.
+    """
     head_dim = max(32, ground.config.hidden_size // ground.config.num_attention_heads)
-    heads = max(1, round(2 / 3 * ground.config.hidden_size / head_dim))
+    widest = max(1, round(2 / 3 * ground.config.hidden_size / head_dim))
+    for heads in range(widest, 0, -1):
+        found = _matched(wanted, partial(_llama, ground, heads, head_dim))
+        if found.config.intermediate_size >= heads * head_dim:
+            break
+    return found
+
+
+def _llama(ground: Ground, heads: int, head_dim: int, width: int) -> SmallModel:
     return SmallModel.for_target(
         ground.config,
         ground.d2t,

@@ -70,6 +70,7 @@ STEP = [
     )),
     *ROOT.glob("vllm_specblock/combine/*.py"),
     *(ROOT / "vllm_specblock/draft/eagle3" / f"{name}.py" for name in ("growth", "head", "model")),
+    *(path for path in ROOT.glob("vllm_specblock/draft/baselines/*.py") if path.stem != "files"),
     *(ROOT / "vllm_specblock/engine" / f"{name}.py" for name in (
         "slots", "rows", "sampler", "speculator", "proposal", "counters", "model_state",
         "attention", "kv", "graphs", "dummy", "adaptive"

@@ -91,6 +91,25 @@ class Eagle3Config(_DrafterOptions):
     fewer than (depth − 1) × top_k, fewer nodes per level grow."""
 
 
+class MedusaConfig(_DrafterOptions):
+    """Medusa heads draft the best nodes of the product of their distributions."""
+
+
+class ParallelSpecConfig(_DrafterOptions):
+    """ParallelSpec drafts as Medusa does, from positions of one forward."""
+
+
+class FalconConfig(_DrafterOptions):
+    """Falcon drafts a tree of fixed shape, which the checkpoint's hit rates give."""
+
+
+class SpSConfig(_DrafterOptions):
+    """How a small language model drafts, as speculative sampling has it."""
+
+    depth: Annotated[int, Field(ge=1, le=32)] = 5
+    """Tokens of its chain. More nodes (`num_speculative_tokens`) than that stay empty."""
+
+
 class NGramConfig(_Options):
     """How the request's own text is looked up."""
 
@@ -118,6 +137,10 @@ class NGramConfig(_Options):
 HEADS: dict[str, type[_Options]] = {
     "specblock": SpecBlockConfig,
     "eagle3": Eagle3Config,
+    "medusa": MedusaConfig,
+    "parallelspec": ParallelSpecConfig,
+    "falcon": FalconConfig,
+    "sps": SpSConfig,
     "ngram": NGramConfig,
 }
 """Kinds of heads and their options."""

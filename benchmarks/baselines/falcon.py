@@ -1,9 +1,7 @@
 """Falcon-style drafting (arXiv 2412.12639): semi-autoregressive, k tokens per forward.
 
-A forward reads the newest k rows as one block: LSTM layers along it, then decoder layers whose
-relaxed causal mask lets the block's rows see each other and all earlier blocks. Row j of the
-block gives the j-th of the next k tokens. Those tokens and the states that gave them, in place of
-the target's features, are the next block; a few such forwards fill a tree of fixed shape.
+The network and its tree of fixed shape are those that we serve
+(`vllm_specblock.draft.baselines.falcon`); here are the objective and drafting along one text.
 
 Simplified:
 * The LSTM starts anew in every block. Its task in the paper, that tokens of one block depend on
@@ -23,21 +21,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from baselines.groups import (
-    GroupTrunk,
-    Kept,
-    KeyValue,
-    earlier_rows,
-    group_attention,
-    sizes_like,
-)
+from baselines.folder import write_folder
+from baselines.groups import Kept, KeyValue, draw_weights, earlier_rows, group_attention, sizes_like
 from baselines.positions import PositionsLearner
-from baselines.trees import TreePlan, default_hits, static_tree
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import pad
 
-from vllm_specblock.draft.config import DrafterConfig
-from vllm_specblock.draft.model import RMSNorm
+from vllm_specblock.draft.baselines.falcon import FalconDrafter, first_rope
+from vllm_specblock.draft.baselines.shapes import FalconShape
+from vllm_specblock.draft.baselines.static_tree import TreePlan, default_hits, static_tree
 from vllm_specblock.train.learner import Draft, Lesson, Outcome, Script
 from vllm_specblock.train.text.batch import Batch
 from vllm_specblock.tree import DraftTree
@@ -45,42 +37,31 @@ from vllm_specblock.tree import DraftTree
 _ROWS_AT_ONCE = 256
 """Rows of one pass along a script: bounds the memory of long ones."""
 
-_WIDTH = 10
-"""Choices per position that the static tree picks from."""
-
 Seen = Callable[[int, Tensor, Tensor], KeyValue]
 
 
-class Falcon(PositionsLearner):
+class Falcon(PositionsLearner, FalconDrafter):
     """See the module.
 
     Args:
-        config: sizes; `block_size` is k. What it says of the rank head and the shift is not read.
+        config: sizes, k among them.
         d2t, t2d: draft vocabulary.
         head: [Vd, H], first weights of the LM head, the target's final norm folded in.
-        forwards: F; the tree is at most F·k deep.
-        lstm_layers: before the decoder layers.
         budget: N, nodes of a drafted tree.
     """
 
     def __init__(
         self,
-        config: DrafterConfig,
+        config: FalconShape,
         d2t: Tensor,
         t2d: Tensor,
         head: Tensor | None = None,
-        forwards: int = 3,
-        lstm_layers: int = 1,
         budget: int = 60,
     ):
-        super().__init__(config.hidden_size, d2t, t2d, head)
-        self.config, self.forwards, self.budget = config, forwards, budget
-        size = config.hidden_size
-        self.lstm = nn.LSTM(size, size, lstm_layers, batch_first=True)
-        self.trunk = GroupTrunk(config)
-        self.norm = RMSNorm(size, config.rms_norm_eps)
-        shape = forwards * config.block_size, min(_WIDTH, len(d2t))
-        self.register_buffer("hits", default_hits(*shape).float())
+        super().__init__(config)
+        draw_weights(self.trunk)
+        self.begin(d2t, t2d, head)
+        self.budget = budget
 
     @classmethod
     def for_target(
@@ -92,19 +73,20 @@ class Falcon(PositionsLearner):
         Args:
             seed: of the weights.
             block: k.
-            sizes: keys of DrafterConfig, such as `intermediate_size` and `num_hidden_layers`.
+            sizes: as `sizes_like` takes them, such as `intermediate_size` and `layer_ids`.
         """
-        config = sizes_like(target_config, len(d2t), block, **sizes)
+        config = FalconShape(
+            forwards=forwards,
+            lstm_layers=lstm_layers,
+            **sizes_like(target_config, len(d2t), block, **sizes),
+        )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            return cls(config, d2t, t2d, head, forwards, lstm_layers, budget)
-
-    def logits(self, states: Tensor) -> Tensor:
-        return self.lm_head(self.norm(states))
+            return cls(config, d2t, t2d, head, budget)
 
     def forward(self, lesson: Lesson) -> Outcome:
-        count = self.forwards * self.config.block_size
-        return self.outcome(self.states(lesson), lesson, [1.0] * count, self.forwards)
+        count = self.config.forwards * self.config.block_size
+        return self.outcome(self.states(lesson), lesson, [1.0] * count, self.config.forwards)
 
     def states(self, lesson: Lesson) -> Tensor:
         """All forwards of all rows but the last, fed the text's tokens: [B, L − 1, F·k, H]."""
@@ -118,13 +100,13 @@ class Falcon(PositionsLearner):
         row = torch.arange(length - 1, device=entries.device).repeat_interleave(block)
         row, offset = row.expand(windows, -1), torch.arange(block, device=entries.device)
         sees = _visible(batch, rows, block)
-        for done in range(block, block * self.forwards, block):
+        for done in range(block, block * self.config.forwards, block):
             place = row + 2 + done - block + offset.repeat(length - 1)
             token = batch.at(batch.tokens, row, place, 0).clamp(min=0)
             embedding = lesson.embed(token).unflatten(1, (-1, block))
             entries = self.trunk.entry(states[-1], embedding)
-            base = _base(batch.position[:, rows], block) + done
-            states.append(self.run(entries, base, sees, prefix.held, own))
+            rope = first_rope(batch.position[:, rows], block) + done
+            states.append(self.groups(entries, rope, sees, prefix.held, own))
         return torch.cat(states, dim=2)
 
     def entries(self, hidden: Tensor, embedding: Tensor, batch: Batch) -> Tensor:
@@ -149,15 +131,17 @@ class Falcon(PositionsLearner):
         def grow(layer: int, key: Tensor, value: Tensor) -> KeyValue:
             return prefix.extend(layer, key.flatten(1, 2), value.flatten(1, 2))
 
-        base = _base(batch.position[:, rows], block)
-        return self.run(entries, base, _visible(batch, rows, block), grow, own)
+        rope = first_rope(batch.position[:, rows], block)
+        return self.groups(entries, rope, _visible(batch, rows, block), grow, own)
 
-    def run(self, entries: Tensor, base: Tensor, sees: Tensor, prefix: Seen, own: Kept) -> Tensor:
+    def groups(
+        self, entries: Tensor, rope: Tensor, sees: Tensor, prefix: Seen, own: Kept
+    ) -> Tensor:
         """One forward.
 
         Args:
             entries: [B, R, k, H].
-            base: [B, R] int64, RoPE position of each block's first entry.
+            rope: [B, R, k] int64, RoPE positions.
             sees: [B, R, P] bool, which entries of the prefix a row's blocks see.
             prefix: (layer, this forward's key, value [B, R, k, nkv, D]) -> the prefix's.
             own: what the row's earlier blocks left; this one joins it.
@@ -167,15 +151,14 @@ class Falcon(PositionsLearner):
         """
 
         def attend(layer: int, *flat: Tensor) -> Tensor:
-            query, key, value = (each.unflatten(0, base.shape) for each in flat)
+            query, key, value = (each.view(*entries.shape[:3], *each.shape[2:]) for each in flat)
             mine = own.extend(layer, key, value)
             shape = query.shape[2], mine[0].shape[2]
             relaxed = torch.ones(shape, dtype=torch.bool, device=query.device)
             seen = prefix(layer, key, value)
-            return group_attention(query, seen, mine, sees, relaxed).flatten(0, 1)
+            return group_attention(query, seen, mine, sees, relaxed).flatten(0, 2)[:, None]
 
-        along = self.lstm(entries.flatten(0, 1))[0].unflatten(0, base.shape)
-        return self.trunk(entries + along, base, attend)
+        return self.run(entries, rope, attend)
 
     @torch.no_grad()
     def calibrate(self, lessons: Iterable[Lesson]) -> None:
@@ -224,42 +207,32 @@ class Falcon(PositionsLearner):
     ) -> DraftTree:
         """The tree of one row, forward after forward. states [1, k, H], of the first one."""
         block = self.config.block_size
-        token = torch.zeros(plan.count, dtype=torch.int64, device=states.device)
-        logprob = torch.zeros(plan.count, device=states.device)
+        token = torch.zeros(1, plan.count, dtype=torch.int64, device=states.device)
+        logprob = torch.zeros(1, plan.count, device=states.device)
         for index, step in enumerate(plan.steps):
             if index:
                 own = own.map(lambda kept, source=step.source: kept[:, source], dim=2)
-                embedding = script.embed(token[step.path])
+                embedding = script.embed(token[0, step.path])
                 entries = self.trunk.entry(states[step.source], embedding)[None]
-                base = _base(torch.full((1, len(step.path)), row, device=token.device), block)
+                rope = torch.full((1, len(step.path)), row, device=token.device)
                 seen = earlier.layers[0][0].shape[1]
                 sees = torch.ones(1, len(step.path), seen, dtype=torch.bool, device=token.device)
-                states = self.run(
+                states = self.groups(
                     entries,
-                    base + index * block,
+                    first_rope(rope, block) + index * block,
                     sees,
                     lambda layer, *_: earlier.layers[layer],
                     own,
                 )[0]
-            values, tokens = self.candidates(states, self.hits.shape[1])
-            token[step.node] = tokens[step.start, step.offset, step.rank]
-            logprob[step.node] = values[step.start, step.offset, step.rank]
-        return plan.tree(token, logprob)
+            values, tokens = self.best(states.flatten(0, 1)[step.read], step.width)
+            token[0, step.node] = tokens[step.place, step.rank]
+            logprob[0, step.node] = values[step.place, step.rank]
+        return plan.tree(token, logprob, self.budget)
 
     def save(self, directory: Path) -> None:
-        """The sizes and the state dict; no engine loads it."""
-        config = {
-            "architectures": ["Falcon"],
-            "forwards": self.forwards,
-            "lstm_layers": self.lstm.num_layers,
-            "budget": self.budget,
-        }
-        self.write(directory, config | self.config.model_dump(mode="json"), self.state_dict())
-
-
-def _base(position: Tensor, block: int) -> Tensor:
-    """RoPE position of the first entry of a row's block; row i itself is at i + 1."""
-    return position + 2 - block
+        """What we serve; the tree is shaped by the hit rates as they are then."""
+        config = {"architectures": ["Falcon"]} | self.config.model_dump(mode="json")
+        write_folder(directory, "falcon", config, self.state_dict())
 
 
 def _visible(batch: Batch, rows: slice, block: int) -> Tensor:

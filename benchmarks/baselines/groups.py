@@ -1,4 +1,4 @@
-"""The trunk of drafters whose rows each carry a group of entries: input, layers, who sees whom.
+"""Drafters whose rows each carry a group of entries: their sizes, and who sees whom in training.
 
 An entry sees some entries of earlier rows (the prefix) and some of its own row's group, never
 other rows' groups. Symbols: B windows, R rows, n entries per row, H hidden size, D head size.
@@ -13,81 +13,56 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vllm_specblock.draft.config import DrafterConfig, TargetInfo
+from vllm_specblock.draft.baselines.trunk import Trunk
+from vllm_specblock.draft.config import TargetInfo
 from vllm_specblock.draft.config_json import rope_of
-from vllm_specblock.draft.model import Attend, DecoderLayer, RMSNorm
-from vllm_specblock.draft.rope import Rotary
 
 KeyValue = tuple[Tensor, Tensor]
 
 
 def sizes_like(
-    target_config: Any, draft_vocab_size: int, block_size: int, **changes: Any
-) -> DrafterConfig:
-    """Sizes of decoder layers built like the target's, with `block_size` entries per row.
+    target_config: Any,
+    draft_vocab_size: int,
+    block_size: int,
+    layer_ids: tuple[int, int, int] | None = None,
+    **changes: Any,
+) -> dict[str, Any]:
+    """Keys of a DrafterConfig of layers built like the target's, `block_size` entries per row.
 
     Args:
         target_config: transformers config of a Llama- or Qwen3-like target.
-        changes: keys of DrafterConfig, such as `intermediate_size` and `num_hidden_layers`.
+        layer_ids: of the target's features; None: the usual ones.
+        changes: keys that shall be others, such as `intermediate_size` and `num_hidden_layers`.
     """
     raw = target_config.to_dict()
     theta, scaling = rope_of(raw)
     size, heads = raw["hidden_size"], raw["num_attention_heads"]
-    return DrafterConfig(
-        **{
-            "hidden_size": size,
-            "target_hidden_size": size,
-            "num_attention_heads": heads,
-            "num_key_value_heads": raw.get("num_key_value_heads") or heads,
-            "head_dim": raw.get("head_dim") or size // heads,
-            "intermediate_size": raw["intermediate_size"],
-            "num_hidden_layers": 2,
-            "block_size": block_size,
-            "vocab_size": raw["vocab_size"],
-            "draft_vocab_size": draft_vocab_size,
-            "rms_norm_eps": raw["rms_norm_eps"],
-            "rope_theta": theta,
-            "rope_scaling": scaling,
-            "qk_norm": raw["model_type"] == "qwen3",
-            "target": TargetInfo(hidden_size=size, vocab_size=raw["vocab_size"]),
-            **changes,
-        }
-    )
+    target = TargetInfo(hidden_size=size, vocab_size=raw["vocab_size"], layer_ids=layer_ids)
+    return {
+        "hidden_size": size,
+        "target_hidden_size": size,
+        "num_attention_heads": heads,
+        "num_key_value_heads": raw.get("num_key_value_heads") or heads,
+        "head_dim": raw.get("head_dim") or size // heads,
+        "intermediate_size": raw["intermediate_size"],
+        "num_hidden_layers": 2,
+        "block_size": block_size,
+        "vocab_size": raw["vocab_size"],
+        "draft_vocab_size": draft_vocab_size,
+        "rms_norm_eps": raw["rms_norm_eps"],
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "qk_norm": raw["model_type"] == "qwen3",
+        "target": target,
+        **changes,
+    }
 
 
-class GroupTrunk(nn.Module):
-    """Input of real rows, and decoder layers over groups of `config.block_size` entries."""
-
-    def __init__(self, config: DrafterConfig):
-        super().__init__()
-        size, eps = config.hidden_size, config.rms_norm_eps
-        self.condition_proj = nn.Linear(3 * config.target_hidden_size, size, bias=False)
-        self.condition_norm = RMSNorm(size, eps)
-        self.token_norm = RMSNorm(size, eps)
-        self.fuse = nn.Linear(2 * size, size, bias=False)
-        self.rotary = Rotary(config)
-        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_hidden_layers))
-        for weight in self.parameters():
-            if weight.dim() == 2:  # the others are norms
-                nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
-
-    def condition(self, features: Tensor) -> Tensor:
-        """The target's features [..., 3·Ht] -> [..., H]."""
-        return self.condition_proj(features.to(self.condition_proj.weight.dtype))
-
-    def entry(self, condition: Tensor, embedding: Tensor) -> Tensor:
-        """condition [..., H], embedding of the token after it [..., H] -> [..., H]."""
-        token = self.token_norm(embedding.to(condition.dtype))
-        return self.fuse(torch.cat([self.condition_norm(condition), token], dim=-1))
-
-    def forward(self, entries: Tensor, base: Tensor, attend: Attend) -> Tensor:
-        """entries [B, R, n, H], base [B, R] int64 RoPE position of each row's first entry ->
-        [B, R, n, H] before the final norm."""
-        rope = self.rotary(base.flatten(), entries.dtype)
-        hidden = entries.flatten(0, 1)
-        for index, layer in enumerate(self.layers):
-            hidden = layer(index, hidden, rope, attend, None)
-        return hidden.unflatten(0, base.shape)
+def draw_weights(trunk: Trunk) -> None:
+    """First weights, from the global generator: inputs are normed, and outputs of unit size."""
+    for weight in trunk.parameters():
+        if weight.dim() == 2:  # the others are norms
+            nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
 
 
 class Kept:

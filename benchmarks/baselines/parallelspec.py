@@ -1,9 +1,9 @@
 """ParallelSpec (arXiv 2410.05589): one forward drafts K positions, by mask tokens after the text.
 
-A row is the target's features of x_i fused with the token x_{i+1}, as EAGLE's; position 1 is read
-from the row itself, positions 2..K from K − 1 learned mask tokens at the next RoPE positions. In
-training all rows append their masks at once: row i's masks see the rows up to i and earlier masks
-of their own group (the paper's group-wise attention), never another group's.
+The network and the growth of its tree are those that we serve
+(`vllm_specblock.draft.baselines.parallelspec`); here are the objective and drafting along one
+text. In training all rows append their masks at once: row i's masks see the rows up to i and
+earlier masks of their own group (the paper's group-wise attention), never another group's.
 Simplified: features of three target layers and a reduced vocabulary, as all drafters here have
 them; two decoder layers; cross-entropy to the target's law and no loss on features; a tree that
 is the best N of the product of the positions' distributions.
@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from baselines.groups import GroupTrunk, Kept, earlier_rows, group_attention, sizes_like
+from baselines.folder import write_folder
+from baselines.groups import Kept, draw_weights, earlier_rows, group_attention, sizes_like
 from baselines.positions import PositionsLearner
-from baselines.trees import independent_tree
-from torch import Tensor, nn
+from torch import Tensor
 
+from vllm_specblock.draft.baselines.parallelspec import ParallelSpecDrafter
+from vllm_specblock.draft.baselines.product_trees import ProductTrees
 from vllm_specblock.draft.config import DrafterConfig
-from vllm_specblock.draft.model import RMSNorm
 from vllm_specblock.train.learner import Draft, Lesson, Outcome, Script
 from vllm_specblock.train.text.batch import Batch
 from vllm_specblock.tree import DraftTree
@@ -30,7 +31,7 @@ _ROWS_AT_ONCE = 256
 """Rows of one pass along a script: bounds the memory of long ones."""
 
 
-class ParallelSpec(PositionsLearner):
+class ParallelSpec(PositionsLearner, ParallelSpecDrafter):
     """See the module.
 
     Args:
@@ -48,11 +49,10 @@ class ParallelSpec(PositionsLearner):
         head: Tensor | None = None,
         budget: int = 60,
     ):
-        super().__init__(config.hidden_size, d2t, t2d, head)
-        self.config, self.budget = config, budget
-        self.trunk = GroupTrunk(config)
-        self.mask_tokens = nn.Parameter(torch.randn(config.block_size - 1, config.hidden_size))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        super().__init__(config)
+        draw_weights(self.trunk)
+        self.begin(d2t, t2d, head)
+        self.budget = budget
 
     @classmethod
     def for_target(
@@ -64,15 +64,12 @@ class ParallelSpec(PositionsLearner):
         Args:
             seed: of the weights.
             positions: K.
-            sizes: keys of DrafterConfig, such as `intermediate_size` and `num_hidden_layers`.
+            sizes: as `sizes_like` takes them, such as `intermediate_size` and `layer_ids`.
         """
-        config = sizes_like(target_config, len(d2t), positions, **sizes)
+        config = DrafterConfig(**sizes_like(target_config, len(d2t), positions, **sizes))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return cls(config, d2t, t2d, head, budget)
-
-    def logits(self, states: Tensor) -> Tensor:
-        return self.lm_head(self.norm(states))
 
     def states(
         self, hidden: Tensor, embedding: Tensor, batch: Batch, rows: slice, prefix: Kept
@@ -89,15 +86,17 @@ class ParallelSpec(PositionsLearner):
         real = self.trunk.entry(self.trunk.condition(hidden), embedding)[:, :, None]
         masks = self.mask_tokens.to(real.dtype).expand(*real.shape[:2], -1, -1)
         sees = earlier_rows(batch.document, rows)
-        count = self.config.block_size
-        causal = torch.ones(count, count, dtype=torch.bool, device=real.device).tril()
+        count = torch.arange(self.config.block_size, device=real.device)
+        causal = count[:, None] >= count
+        entries = torch.cat([real, masks], 2)
 
         def attend(layer: int, *flat: Tensor) -> Tensor:
-            query, key, value = (each.unflatten(0, real.shape[:2]) for each in flat)
+            query, key, value = (each.view(*entries.shape[:3], *each.shape[2:]) for each in flat)
             seen = prefix.extend(layer, key[:, :, 0], value[:, :, 0])
-            return group_attention(query, seen, (key, value), sees, causal).flatten(0, 1)
+            mixed = group_attention(query, seen, (key, value), sees, causal)
+            return mixed.flatten(0, 2)[:, None]
 
-        return self.trunk(torch.cat([real, masks], 2), batch.position[:, rows] + 1, attend)
+        return self.trunk(entries, batch.position[:, rows, None] + 1 + count, attend)
 
     def forward(self, lesson: Lesson) -> Outcome:
         batch, length = lesson.batch, lesson.batch.tokens.shape[1]
@@ -120,14 +119,16 @@ class ParallelSpec(PositionsLearner):
                 self.states(script.hidden[None, rows], embedding[:, rows], batch, rows, prefix)
             )
         states = torch.cat(passes, dim=1)[0]  # [T − 1, K, H]
+        count = self.config.block_size
+        trees = ProductTrees(count, len(self.d2t), self.budget, states.device)
 
         @torch.no_grad()
         def draft(root: int) -> DraftTree:
-            return independent_tree(*self.candidates(states[root - 1], self.budget), self.budget)
+            return trees.grow(*self.best(states[root - 1 : root], trees.width))
 
         return draft
 
     def save(self, directory: Path) -> None:
-        """The sizes and the state dict; no engine loads it."""
-        config = {"architectures": ["ParallelSpec"], "budget": self.budget}
-        self.write(directory, config | self.config.model_dump(mode="json"), self.state_dict())
+        """What we serve."""
+        config = {"architectures": ["ParallelSpec"]} | self.config.model_dump(mode="json")
+        write_folder(directory, "parallelspec", config, self.state_dict())

@@ -6,12 +6,8 @@ predicts x_{i+1+k}.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
-import safetensors.torch
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -19,36 +15,38 @@ from torch.nn.functional import cross_entropy
 from vllm_specblock.train.distributed import mean_over_ranks
 from vllm_specblock.train.labels import draft_labels
 from vllm_specblock.train.learner import OUTSIDE, Learner, Lesson, Outcome
-from vllm_specblock.train.text.shards import replace
 
 
 class PositionsLearner(Learner):
-    """Draft vocabulary, LM head, loss and files.
+    """Draft vocabulary and loss; goes before a `Positions` among the base classes.
 
-    Args:
-        hidden_size: H, what the LM head reads.
-        d2t: [Vd] int64, what a draft id lacks to its target id.
+    Attributes:
         t2d: [V] bool, whether a target id has a draft id.
-        head: [Vd, H], first weights of the LM head (default: random).
     """
 
-    def __init__(self, hidden_size: int, d2t: Tensor, t2d: Tensor, head: Tensor | None):
-        super().__init__()
-        self.lm_head = nn.Linear(hidden_size, len(d2t), bias=False)
-        self.register_buffer("d2t", d2t.clone())
+    lm_head: nn.Linear
+    d2t: Tensor
+    logits: Callable[[Tensor], Tensor]
+
+    def begin(self, d2t: Tensor, t2d: Tensor, head: Tensor | None) -> None:
+        """Name the draft vocabulary, and give the LM head its first weights.
+
+        Args:
+            d2t: [Vd] int64, what a draft id lacks to its target id.
+            t2d: [V] bool.
+            head: [Vd, H]; None: random.
+        """
         self.register_buffer("t2d", t2d.clone())
+        self.d2t.copy_(d2t)
+        weight = self.lm_head.weight
         if head is None:
-            head = torch.randn(len(d2t), hidden_size) * hidden_size**-0.5
-        self.lm_head.weight.data.copy_(head)
+            head = torch.randn(weight.shape) * weight.shape[1] ** -0.5
+        weight.data.copy_(head)
 
     @property
     def num_parameters(self) -> int:
         """All that is trained, the LM head included."""
         return sum(weight.numel() for weight in self.parameters())
-
-    def logits(self, states: Tensor) -> Tensor:
-        """states [..., H] -> [..., Vd]."""
-        return self.lm_head(states)
 
     def outcome(
         self, states: Tensor, lesson: Lesson, weights: Sequence[float], blocks: int = 1
@@ -102,27 +100,3 @@ class PositionsLearner(Learner):
             counted = live[:, :inside] & (wanted != OUTSIDE)
             logits = self.logits(states[:, :inside, k - 1][counted]).float()
             yield logits, counted, wanted[counted]
-
-    def candidates(self, states: Tensor, width: int) -> tuple[Tensor, Tensor]:
-        """The best `width` tokens (or all of a smaller vocabulary) at states [..., H].
-
-        Returns:
-            log-probabilities [..., width] fp32, descending, and target ids [..., width] int64.
-        """
-        logprob = self.logits(states).float().log_softmax(-1)
-        top = logprob.topk(min(width, logprob.shape[-1]))
-        return top.values, top.indices + self.d2t[top.indices]
-
-    def write(self, directory: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        """config.json and model.safetensors, floating-point tensors in bf16."""
-        stored = {
-            name: (value.bfloat16() if value.is_floating_point() else value).detach().cpu().clone()
-            for name, value in tensors.items()
-        }
-        directory.mkdir(parents=True, exist_ok=True)
-        replace(
-            directory / "model.safetensors",
-            lambda aside: safetensors.torch.save_file(stored, aside, {"format": "pt"}),
-        )
-        text = json.dumps(config, indent=2) + "\n"
-        replace(directory / "config.json", lambda aside: aside.write_text(text, encoding="utf-8"))

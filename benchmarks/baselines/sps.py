@@ -2,44 +2,63 @@
 
 Leviathan et al. (arXiv 2211.17192), Chen et al. (arXiv 2302.01318). The drafter is a small Llama
 with an embedding of its own, distilled from the target's next-token law on the same text as the
-other drafters; it reads nothing of the target's. Simplified: the chain is greedy, which is what
-both papers do at temperature 0, and only names tokens of the draft vocabulary, since the others
-were not trained. An engine that loads the saved model drafts over the whole vocabulary.
+other drafters; it reads nothing of the target's. The network is the one that we serve
+(`vllm_specblock.draft.baselines.sps`); here are the objective and drafting along one text.
+Simplified: the chain is greedy, which is what both papers do at temperature 0, and only names
+tokens of the draft vocabulary, since the others were not trained. Another engine that loads the
+saved model drafts over the whole vocabulary.
 """
 
 from __future__ import annotations
 
-import copy
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from baselines.eagle3_tree import masked_attention
+from baselines.folder import write_folder, write_mapping
+from baselines.groups import Kept
+from torch import Tensor, nn
 
+from vllm_specblock.draft.baselines.shapes import SmallShape
+from vllm_specblock.draft.baselines.sps import SmallDrafter
 from vllm_specblock.draft.config_json import rope_of
 from vllm_specblock.train.distributed import mean_over_ranks
 from vllm_specblock.train.labels import draft_labels
 from vllm_specblock.train.learner import OUTSIDE, Draft, Learner, Lesson, Outcome, Script
 from vllm_specblock.tree import DraftTree
 
+_STD = 0.02
+"""Of the first weights, as transformers draws a Llama's."""
 
-class SmallModel(Learner):
+
+class SmallModel(Learner, SmallDrafter):
     """A small Llama and its distillation.
 
     Args:
-        config: of the small Llama, over the target's vocabulary.
+        shape: of the small Llama, over the target's vocabulary.
+        d2t: [Vd] int64, what a draft id lacks to its target id.
         t2d: [V] bool, whether a target id has a draft id.
         depth: d, tokens of a drafted chain.
+        names: further keys of config.json, which other engines read.
     """
 
-    def __init__(self, config: LlamaConfig, t2d: Tensor, depth: int = 5):
-        super().__init__()
-        self.model, self.depth = LlamaForCausalLM(config), depth
+    def __init__(
+        self,
+        shape: SmallShape,
+        d2t: Tensor,
+        t2d: Tensor,
+        depth: int = 5,
+        names: dict[str, Any] | None = None,
+    ):
+        super().__init__(shape)
+        self.depth, self.names = depth, names or {}
+        self.d2t.copy_(d2t)
         self.register_buffer("t2d", t2d.clone())
-        self.register_buffer("draft_ids", t2d.nonzero()[:, 0])
+        for weight in self.parameters():
+            if weight.dim() == 2:  # the others are norms
+                nn.init.normal_(weight, std=_STD)
 
     @classmethod
     def for_target(
@@ -57,41 +76,31 @@ class SmallModel(Learner):
 
         Args:
             target_config: of transformers; gives vocabulary, special tokens, length and RoPE.
-            d2t: not needed beside t2d; other drafters take it.
             seed: of the weights.
             head: not used: the drafter's width is its own. Other drafters take it.
-            sizes: further keys of LlamaConfig: hidden_size, num_hidden_layers, and so on.
+            sizes: further fields of SmallShape: hidden_size, num_hidden_layers, and so on.
         """
         theta, scaling = rope_of(target_config.to_dict())
-        config = LlamaConfig(
-            **{
-                "vocab_size": target_config.vocab_size,
-                "max_position_embeddings": target_config.max_position_embeddings,
-                "rms_norm_eps": target_config.rms_norm_eps,
-                "bos_token_id": target_config.bos_token_id,
-                "eos_token_id": target_config.eos_token_id,
-                "pad_token_id": target_config.pad_token_id,
-                "rope_parameters": {
-                    "rope_type": "default",
-                    **(scaling or {}),
-                    "rope_theta": theta,
-                },
-                "tie_word_embeddings": True,
-                **sizes,
-            }
+        if "head_dim" not in sizes:
+            sizes["head_dim"] = sizes["hidden_size"] // sizes["num_attention_heads"]
+        shape = SmallShape(
+            vocab_size=target_config.vocab_size,
+            draft_vocab_size=len(d2t),
+            rms_norm_eps=target_config.rms_norm_eps,
+            rope_theta=theta,
+            rope_scaling=scaling,
+            **sizes,
         )
+        of_target = "bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings"
+        names = {key: getattr(target_config, key, None) for key in of_target}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            return cls(config, t2d, depth)
+            return cls(shape, d2t, t2d, depth, names)
 
     @property
     def num_parameters(self) -> int:
         """Numbers that are trained, the embedding's included (which is the LM head, too)."""
         return sum(weight.numel() for weight in self.parameters())
-
-    def logits(self, state: Tensor) -> Tensor:
-        """After the final norm [..., H] -> [..., Vd] fp32."""
-        return F.linear(state, self.model.lm_head.weight[self.draft_ids]).float()
 
     def forward(self, lesson: Lesson) -> Outcome:
         """Cross-entropy to the target's law at every token whose successor is counted."""
@@ -99,12 +108,17 @@ class SmallModel(Learner):
         label = draft_labels(self.t2d, batch)
         column = torch.arange(batch.tokens.shape[1], device=label.device).expand_as(label)
         wanted = batch.at(label, column, column + 1, OUTSIDE)
-        # transformers keeps documents apart where positions start anew.
-        state = self.model.model(
-            input_ids=batch.tokens.clamp(min=0), position_ids=batch.position, use_cache=False
-        ).last_hidden_state
+        same = batch.document[:, :, None] == batch.document[:, None, :]
+        mask = same & (column[:, :, None] >= column[:, None, :])
+
+        def attend(_: int, *flat: Tensor) -> Tensor:
+            of_windows = (each.view(*label.shape, *each.shape[2:]) for each in flat)
+            return masked_attention(*of_windows, mask).flatten(0, 1)[:, None]
+
+        tokens = batch.tokens.clamp(min=0)
+        state = self.model(tokens.flatten(), batch.position.flatten(), attend)
         rows = (wanted != OUTSIDE).nonzero(as_tuple=True)
-        logits = self.logits(state[rows])
+        logits = self.logits(state.view(*label.shape, -1)[rows]).float()
         total = F.cross_entropy(logits, lesson.teaching.law[rows], reduction="sum")
         count = torch.tensor(len(logits), device=label.device)
         hit = (logits.argmax(-1) == wanted[rows]).sum()
@@ -117,13 +131,20 @@ class SmallModel(Learner):
         return Along(self, script)
 
     def save(self, directory: Path) -> None:
-        """A transformers model, for vLLM's method "draft_model"."""
-        directory.mkdir(parents=True, exist_ok=True)
-        half = copy.deepcopy(self.model).to(torch.bfloat16)
-        with tempfile.TemporaryDirectory(dir=directory.parent) as aside:
-            half.save_pretrained(aside)
-            for file in sorted(Path(aside).iterdir()):
-                file.replace(directory / file.name)
+        """What we serve, and a transformers model for vLLM's method "draft_model"."""
+        shape = self.config.model_dump(exclude={"draft_vocab_size", "rope_theta", "rope_scaling"})
+        rope = {"rope_type": "default", **(self.config.rope_scaling or {})}
+        config = shape | {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "mlp_bias": False,
+            "rope_parameters": rope | {"rope_theta": self.config.rope_theta},
+            **self.names,
+        }
+        write_folder(directory, "sps", config, dict(self.named_parameters()))
+        write_mapping(directory, self.d2t, self.t2d)
 
 
 class Along:
@@ -131,34 +152,37 @@ class Along:
 
     def __init__(self, learner: SmallModel, script: Script):
         self.learner, self.script = learner, script
-        self.cache = DynamicCache(config=learner.model.config)
-        self.known = 0  # committed tokens in the cache
+        self.cache = Kept(dim=0)
+        self.length = self.known = 0  # tokens in the cache, and those of them that are committed
 
     @torch.no_grad()
     def __call__(self, root: int) -> DraftTree:
         self._cut(min(self.known, root))
-        token = self.script.tokens[None, self.known : root + 1]
-        tokens, scores, score = [], [], torch.zeros(1, device=token.device)
+        token = self.script.tokens[self.known : root + 1]
+        tokens, scores, score = [], [], torch.zeros(1, 1, device=token.device)
         for _ in range(self.learner.depth):
-            logprob, token = self._next(token)
+            logprob, best = self.learner.best(self._run(token)[-1:])
+            token = best[:, 0]
             score = score + logprob
-            tokens.append(token[:, 0])
+            tokens.append(best)
             scores.append(score)
         self._cut(root + 1)
         size = torch.tensor([len(tokens)], dtype=torch.int32, device=token.device)
-        return DraftTree.chain(torch.stack(tokens, 1), torch.stack(scores, 1), size)
+        return DraftTree.chain(torch.cat(tokens, 1), torch.cat(scores, 1), size)
 
-    def _next(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Append tokens [1, n]: log-probability [1] and target id [1, 1] of the likeliest next."""
-        output = self.learner.model.model(
-            input_ids=tokens, past_key_values=self.cache, use_cache=True
-        )
-        logprob = self.learner.logits(output.last_hidden_state[:, -1]).log_softmax(-1)
-        best = logprob.max(-1)
-        return best.values, self.learner.draft_ids[best.indices][:, None]
+    def _run(self, tokens: Tensor) -> Tensor:
+        """Append tokens [n]: states [n, H]."""
+        first, self.length = self.length, self.length + len(tokens)
+        position = torch.arange(first, self.length, device=tokens.device)
+        mask = torch.arange(self.length, device=tokens.device) <= position[:, None]
+
+        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            seen = self.cache.extend(layer, key[:, 0], value[:, 0])
+            mixed = masked_attention(query[None, :, 0], *(x[None] for x in seen), mask[None])
+            return mixed[0][:, None]
+
+        return self.learner.model(tokens, position, attend)
 
     def _cut(self, tokens: int) -> None:
-        surplus = self.cache.get_seq_length() - tokens
-        if surplus > 0:
-            self.cache.crop(-surplus)  # how many to forget; transformers drops the other form
-        self.known = tokens
+        self.cache = self.cache.map(lambda kept: kept[:tokens], dim=0)
+        self.length = self.known = tokens

@@ -6,7 +6,6 @@ import baselines.falcon as module
 import pytest
 import torch
 from baselines.falcon import Falcon
-from baselines.trees import default_hits
 from safetensors.torch import load_file
 from support.baseline_lessons import (
     HIDDEN,
@@ -22,10 +21,12 @@ from support.baseline_lessons import (
 )
 from support.trees import texts
 
+from vllm_specblock.draft.baselines.static_tree import default_hits
+
 FORWARDS = 3
 
 
-@pytest.fixture(params=[2, 3])
+@pytest.fixture(params=[2, 4])
 def drafter(request) -> Falcon:
     d2t, t2d, _ = vocabulary()
     return Falcon.for_target(
@@ -61,7 +62,7 @@ def row_alone(drafter, lesson, window, begin, column, fed: list[int]) -> list[to
         states = plain_trunk(trunk, inputs, place, number[:, None] >= number)[-k:]
         positions += list((drafter.norm(states) @ drafter.lm_head.weight.T).log_softmax(-1))
         done = len(positions)
-        if done == k * drafter.forwards or len(fed) < done:
+        if done == k * drafter.config.forwards or len(fed) < done:
             return positions
         blocks.append(fused(trunk, states, torch.tensor(fed[done - k : done])))
 
@@ -140,7 +141,7 @@ def test_every_weight_learns_and_is_saved(drafter, lesson, tmp_path):
     drafter(lesson).loss.backward()
     assert all(weight.grad.abs().sum() > 0 for weight in drafter.parameters())
     drafter.save(tmp_path)
-    other = Falcon(drafter.config, *vocabulary()[:2], forwards=FORWARDS, lstm_layers=2, budget=25)
+    other = Falcon(drafter.config, *vocabulary()[:2], budget=25)
     other.load_state_dict(load_file(tmp_path / "model.safetensors"))
     assert torch.equal(other.trunk.fuse.weight, drafter.trunk.fuse.weight.bfloat16().float())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from baselines.sps import SmallModel
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from vllm_specblock.train.learner import Lesson, Script
 from vllm_specblock.train.teacher.features import Teaching
@@ -35,7 +35,7 @@ def learner() -> SmallModel:
         TARGET, NAMED - torch.arange(len(NAMED)), t2d, 3, depth=4, **SIZES
     )
     with torch.no_grad():
-        learner.model.get_input_embeddings().weight.mul_(30)  # apart from each other
+        learner.model.embed_tokens.weight.mul_(30)  # apart from each other
     return learner
 
 
@@ -43,10 +43,19 @@ def refuse(tokens):
     raise AssertionError("it has an embedding of its own")
 
 
+def llama_of(learner: SmallModel) -> LlamaForCausalLM:
+    rope = {"rope_type": "default", "rope_theta": 100.0}
+    sizes = {**SIZES, "tie_word_embeddings": True, "rms_norm_eps": TARGET.rms_norm_eps}
+    llama = LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, rope_parameters=rope, **sizes))
+    weights = dict(learner.named_parameters())
+    llama.load_state_dict(weights | {"lm_head.weight": weights["model.embed_tokens.weight"]})
+    return llama
+
+
 @torch.no_grad()
 def next_logprob(learner: SmallModel, tokens: list[int]) -> torch.Tensor:
-    """[Vd] after `tokens`, by one forward over them."""
-    logits = learner.model(input_ids=torch.tensor([tokens])).logits[0, -1]
+    """[Vd] after `tokens`, by one forward of transformers' Llama over them."""
+    logits = llama_of(learner)(input_ids=torch.tensor([tokens])).logits[0, -1]
     return logits[NAMED].log_softmax(-1)
 
 
@@ -105,11 +114,11 @@ def test_chains_are_greedy_without_a_cache(learner):
 
 def test_the_saved_model_is_a_llama(learner, tmp_path):
     before = torch.get_rng_state()
-    again = SmallModel.for_target(TARGET, None, learner.t2d, 3, **SIZES)
+    again = SmallModel.for_target(TARGET, learner.d2t, learner.t2d, 3, **SIZES)
     assert torch.equal(before, torch.get_rng_state())
     assert torch.equal(
-        again.model.model.layers[1].mlp.up_proj.weight,
-        learner.model.model.layers[1].mlp.up_proj.weight,
+        again.model.layers[1].mlp.up_proj.weight,
+        learner.model.layers[1].mlp.up_proj.weight,
     )
     learner.save(tmp_path / "out")
     learner.save(tmp_path / "out")
@@ -120,8 +129,8 @@ def test_the_saved_model_is_a_llama(learner, tmp_path):
     assert sum(weight.numel() for weight in loaded.parameters()) == learner.num_parameters
     torch.testing.assert_close(
         loaded.float()(input_ids=torch.tensor([[3, 5, 7]])).logits,
-        learner.model(input_ids=torch.tensor([[3, 5, 7]])).logits,
+        llama_of(learner)(input_ids=torch.tensor([[3, 5, 7]])).logits,
         atol=0.5,
         rtol=0.02,
     )
-    assert learner.model.dtype == torch.float32
+    assert learner.model.norm.weight.dtype == torch.float32

@@ -10,16 +10,19 @@ import typer
 
 def inspect(
     directory: Annotated[
-        Path, typer.Argument(help="Of a SpecBlock drafter in either layout, or of EAGLE-3.")
+        Path, typer.Argument(help="Of a SpecBlock drafter in either layout, or of another kind.")
     ],
 ) -> None:
     """Check a drafter and print its config, tensors, size and vocabulary coverage."""
     import torch
 
     from vllm_specblock.draft import checkpoint
+    from vllm_specblock.draft.baselines import files as baselines
     from vllm_specblock.draft.eagle3 import checkpoint as eagle3
 
     files = eagle3 if eagle3.is_eagle3(directory) else checkpoint
+    if baselines.kind_of(directory) is not None:
+        files = baselines
     config = files.read_config(directory)
     tensors = files.read_tensors(directory, config)
     typer.echo(config.model_dump_json(indent=2))

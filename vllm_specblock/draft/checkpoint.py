@@ -59,11 +59,11 @@ def check_tensors(directory: PathLike, config: DrafterConfig) -> None:
     with opened(path) as file:
         shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
         mapping = {name: file.get_tensor(name) for name in _MAPPING_NAMES if name in shapes}
-    mapping |= _read_mapping_file(Path(directory))
+    mapping |= _mapping_file(Path(directory))
     mapping = mapping or _identity(config)
     shapes |= {name: tuple(tensor.shape) for name, tensor in mapping.items()}
     _check_shapes(shapes, config, path)
-    _check_mapping(mapping["d2t"], mapping["t2d"], directory)
+    check_mapping(mapping["d2t"], mapping["t2d"], directory)
 
 
 def read_tensors(directory: PathLike, config: DrafterConfig) -> dict[str, Tensor]:
@@ -77,7 +77,7 @@ def read_tensors(directory: PathLike, config: DrafterConfig) -> dict[str, Tensor
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     if "d2t" not in tensors:
         tensors |= _identity(config)
-    return tensors | _read_mapping_file(Path(directory))
+    return tensors | _mapping_file(Path(directory))
 
 
 def load(
@@ -183,10 +183,21 @@ def opened(path: Path):
         raise CheckpointError(f"{path} is not a whole safetensors file ({error}).") from None
 
 
-def _read_mapping_file(directory: Path) -> dict[str, Tensor]:
+def _mapping_file(directory: Path) -> dict[str, Tensor]:
     """d2t and t2d of vocab_mapping.pt; empty where the layout or the directory has none."""
+    if not (directory / MAPPING).is_file() or layout_of(*read_json(directory / CONFIG)) == "ours":
+        return {}
+    return read_mapping(directory)
+
+
+def read_mapping(directory: Path) -> dict[str, Tensor]:
+    """d2t and t2d of vocab_mapping.pt; empty where there is none.
+
+    Raises:
+        CheckpointError: it holds something else.
+    """
     path = directory / MAPPING
-    if not path.is_file() or layout_of(*read_json(directory / CONFIG)) == "ours":
+    if not path.is_file():
         return {}
     refusal = f"{path} is not a plain dict of the tensors d2t and t2d"
     try:
@@ -247,8 +258,9 @@ def _check_shapes(found: dict[str, tuple[int, ...]], config: DrafterConfig, path
     check_shapes(found, wanted, path)
 
 
-def _check_mapping(d2t: Tensor, t2d: Tensor, directory: PathLike) -> None:
-    """d2t [Vd] offsets, t2d [V] bool: the same ascending list of target ids, told twice."""
+def check_mapping(d2t: Tensor, t2d: Tensor, directory: PathLike) -> None:
+    """Raises CheckpointError unless d2t [Vd] offsets and t2d [V] bool are the same ascending list
+    of target ids, told twice."""
     if d2t.dtype != torch.int64 or t2d.dtype != torch.bool:
         raise CheckpointError(
             f"The vocabulary mapping in {directory} has d2t of {d2t.dtype} and t2d of "

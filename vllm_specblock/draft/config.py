@@ -106,6 +106,10 @@ class DrafterConfig(BaseModel):
     layer_shift: bool = True
     target: TargetInfo
 
+    def target_layers(self, num_layers: int) -> tuple[int, ...]:
+        """The states that it reads of a target with so many layers; i is that after i layers."""
+        return self.target.layer_ids or default_layer_ids(num_layers)
+
     @model_validator(mode="after")
     def _check(self) -> DrafterConfig:
         check_shape(self)

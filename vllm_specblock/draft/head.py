@@ -56,6 +56,11 @@ class CommittedRows:
     text_row: torch.Tensor
     temperature: torch.Tensor
 
+    def request(self) -> torch.Tensor:
+        """[T] int64, the request of each row."""
+        row = torch.arange(len(self.token), device=self.token.device)
+        return (row[:, None] >= self.row_start[1:-1]).sum(1)
+
     def features(self, layers: tuple[int, ...]) -> torch.Tensor:
         """[T, len(layers) · Ht], the states of `layers` (indices into `states`) side by side."""
         states = [self.states[layer] for layer in layers]

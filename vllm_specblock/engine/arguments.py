@@ -33,7 +33,10 @@ from vllm_specblock.engine.refusals import (
 )
 
 NO_WEIGHTS = Path(__file__).parent / "no_weights"
-"""vLLM wants a draft model's config also where no head has a checkpoint."""
+"""vLLM wants a draft model's config also where no head has one that it can read."""
+
+KNOWN = ("specblock", "eagle3")
+"""Kinds of heads whose config vLLM takes for a drafter's of its method "eagle3"."""
 
 
 def translate(args: EngineArgs, target: ModelConfig, parallel: ParallelConfig) -> Plan | None:
@@ -61,7 +64,7 @@ def translate(args: EngineArgs, target: ModelConfig, parallel: ParallelConfig) -
     check_weights(plan)
     check_acceptance(given, plan)
 
-    folder = next((head.folder for head in plan.heads if head.folder), str(NO_WEIGHTS))
+    folder = next((head.folder for head in plan.heads if head.kind in KNOWN), str(NO_WEIGHTS))
     args.speculative_config = {
         **{key: value for key, value in given.items() if key in VLLM_KEYS},
         "method": "eagle3",
@@ -100,7 +103,9 @@ def finish(config: SpeculativeConfig, plan: Plan, target: ModelConfig) -> None:
     """Mark the config as ours, and tell vLLM which hidden states the target has to hand out."""
     draft = config.draft_model_config.hf_config
     draft.specblock = True
-    draft.eagle_aux_hidden_state_layer_ids = list(plan.layers)
+    # What follows the last layer comes by itself.
+    inner = [layer for layer in plan.layers if layer < target.hf_text_config.num_hidden_layers]
+    draft.eagle_aux_hidden_state_layer_ids = inner
     if config.model == str(NO_WEIGHTS):
         draft.hidden_size = target.get_hidden_size()
         draft.vocab_size = target.get_vocab_size()

@@ -7,15 +7,23 @@ from collections.abc import Callable
 import torch
 from vllm.config import VllmConfig
 
-from vllm_specblock.draft import checkpoint as specblock_files
-from vllm_specblock.draft.eagle3 import checkpoint as eagle3_files
+from vllm_specblock.draft.baselines.falcon import FalconHead
+from vllm_specblock.draft.baselines.medusa import MedusaHead
+from vllm_specblock.draft.baselines.parallelspec import ParallelSpecHead
+from vllm_specblock.draft.baselines.sps import SpSHead
 from vllm_specblock.draft.eagle3.head import Eagle3Head
 from vllm_specblock.draft.head import Head
 from vllm_specblock.draft.ngram import NGramHead
 from vllm_specblock.draft.serving import prepare
 from vllm_specblock.draft.specblock import SpecBlockHead
 from vllm_specblock.engine.kv import DrafterAttention
-from vllm_specblock.engine.plan import HeadPlan
+from vllm_specblock.engine.plan import HeadPlan, files_of
+
+HEAD_OF: dict[str, Callable[..., Head]] = {
+    head.kind: head
+    for head in (SpecBlockHead, Eagle3Head, MedusaHead, ParallelSpecHead, FalconHead, SpSHead)
+}
+"""Heads with weights, by kind; all are made of the same arguments."""
 
 
 def build_head(
@@ -39,14 +47,12 @@ def build_head(
     """
     if plan.kind == "ngram":
         return NGramHead(plan.options, num_nodes, max_model_len)
-    files, make = {
-        "specblock": (specblock_files, SpecBlockHead),
-        "eagle3": (eagle3_files, Eagle3Head),
-    }[plan.kind]
-    drafter = files.load(plan.folder, dtype=dtype, device=device).eval()
+    drafter = files_of(plan.kind).load(plan.folder, dtype=dtype, device=device).eval()
     prepare(drafter, plan.options.quantization)
     columns = tuple(layers.index(layer) for layer in plan.layers)
-    return make(drafter, embed, plan.options, num_nodes, max_model_len, spare_slots, columns)
+    return HEAD_OF[plan.kind](
+        drafter, embed, plan.options, num_nodes, max_model_len, spare_slots, columns
+    )
 
 
 def register_layers(vllm_config: VllmConfig, heads: list[Head]) -> list[list[str]]:

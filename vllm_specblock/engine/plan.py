@@ -19,19 +19,34 @@ from vllm_specblock.config import (
     SOURCE_KEYS,
     CombineConfig,
     Eagle3Config,
+    FalconConfig,
+    MedusaConfig,
     NGramConfig,
     OptionError,
+    ParallelSpecConfig,
     SpecBlockConfig,
+    SpSConfig,
     parse_combine,
     parse_head,
     split_keys,
 )
 from vllm_specblock.draft import checkpoint as specblock_files
-from vllm_specblock.draft.config import DrafterConfig, default_layer_ids
+from vllm_specblock.draft.baselines import files as baseline_files
 from vllm_specblock.draft.eagle3 import checkpoint as eagle3_files
 from vllm_specblock.tree import MAX_NODES
 
 DRAFTER_FILES = ["config.json", "*.safetensors", "vocab_mapping.pt", "pytorch_model*.bin*"]
+
+
+HeadOptions = (
+    SpecBlockConfig
+    | Eagle3Config
+    | MedusaConfig
+    | ParallelSpecConfig
+    | FalconConfig
+    | SpSConfig
+    | NGramConfig
+)
 
 
 class HeadPlan(BaseModel):
@@ -41,14 +56,15 @@ class HeadPlan(BaseModel):
         kind: one of `config.HEADS`.
         folder: of its checkpoint; None for a head without weights.
         options: how it grows its tree.
-        layers: the target's layers that it reads; i is the state after i layers.
+        layers: the target's layers that it reads; i is the state after i layers, and as many as
+            there are stands for what the LM head reads, after the final norm.
     """
 
     model_config = ConfigDict(frozen=True)
 
     kind: str
     folder: str | None
-    options: SpecBlockConfig | Eagle3Config | NGramConfig
+    options: HeadOptions
     layers: tuple[int, ...] = ()
 
 
@@ -168,20 +184,32 @@ def _plan_head(
                 )
         return HeadPlan(kind=kind, folder=None, options=parse_head(keys, kind, where))
     folder = fetch_drafter(model, where, revision=given.get("revision"), **hub)
-    found = "eagle3" if eagle3_files.is_eagle3(folder) else "specblock"
+    found = kind_of(folder)
     if kind not in (None, found):
         raise OptionError(
             f"speculative_config key '{where}head' is {kind!r}, but {model!r} holds a drafter of "
             f"kind {found!r}: drop 'head', or name another drafter."
         )
     options = parse_head(keys, found, where)
-    files = eagle3_files if found == "eagle3" else specblock_files
+    files = files_of(found)
     config = files.read_config(folder)
-    layers = _check_match(found, config, target, where)
+    layers = _check_match(config, target, where)
     files.check_tensors(folder, config)
-    if isinstance(config, DrafterConfig):
+    if isinstance(options, SpecBlockConfig):
         _check_window(options, config, where)
     return HeadPlan(kind=found, folder=str(folder), options=options, layers=layers)
+
+
+def kind_of(folder: Path) -> str:
+    """What the checkpoint in `folder` is, by its config.json; "specblock" where nothing says so."""
+    found = baseline_files.kind_of(folder)
+    return found or ("eagle3" if eagle3_files.is_eagle3(folder) else "specblock")
+
+
+def files_of(kind: str) -> Any:
+    """The module that reads checkpoints of a kind: read_config, check_tensors and load."""
+    own = {"specblock": specblock_files, "eagle3": eagle3_files}
+    return own.get(kind, baseline_files)
 
 
 def _check_policy(combine: CombineConfig, num_nodes: int) -> None:
@@ -208,7 +236,7 @@ def _check_policy(combine: CombineConfig, num_nodes: int) -> None:
         raise OptionError(str(error)) from None
 
 
-def _check_window(options: SpecBlockConfig, config: DrafterConfig, where: str) -> None:
+def _check_window(options: SpecBlockConfig, config: Any, where: str) -> None:
     positions = (options.num_blocks - 1) * options.num_starts * config.block_size
     if positions > MAX_NODES:
         raise OptionError(
@@ -218,22 +246,22 @@ def _check_window(options: SpecBlockConfig, config: DrafterConfig, where: str) -
         )
 
 
-def _check_match(kind: str, config: Any, target: ModelConfig, where: str) -> tuple[int, ...]:
+def _check_match(config: Any, target: ModelConfig, where: str) -> tuple[int, ...]:
     """Hold a drafter against the target; returns the target layers that it reads."""
     whose = "The drafter of second_head" if where else "The drafter"
     for what, made_for, found in (
         ("hidden size", config.target_hidden_size, target.get_hidden_size()),
         ("vocabulary size", config.vocab_size, target.get_vocab_size()),
     ):
-        if made_for != found:
+        if made_for not in (None, found):  # None: a drafter that reads no states
             raise OptionError(
                 f"{whose} was made for a target of {what} {made_for}, but "
                 f"{target.model!r} has {found}: use a drafter of this target."
             )
     layers = target.hf_text_config.num_hidden_layers
-    given = config.layer_ids if kind == "eagle3" else config.target.layer_ids
-    layer_ids = given or default_layer_ids(layers)
-    if max(layer_ids) >= layers:
+    layer_ids = config.target_layers(layers)
+    # The output of all layers is only read for what follows it.
+    if layer_ids != (layers,) and max(layer_ids, default=0) >= layers:
         raise OptionError(
             f"{whose} reads target layers {list(layer_ids)}, but {target.model!r} has only "
             f"layers 0 to {layers - 1}: use a drafter of this target."

@@ -36,6 +36,10 @@ from vllm_specblock.verify.imposed import ImposedAcceptance
 from vllm_specblock.verify.verified import Verified
 
 
+READ_TEXT = ("ngram", "sps")
+"""Kinds of heads that read the requests' texts on the device."""
+
+
 class TreeSpeculator(DraftModelSpeculator):
     """DraftModelSpeculator that proposes trees.
 
@@ -60,8 +64,10 @@ class TreeSpeculator(DraftModelSpeculator):
             dtype=texts.dtype,
             device=device,
             # vLLM keeps the texts in host memory unless its own n-gram method reads them.
-            uva_instead_of_gpu=all(head.kind != "ngram" for head in self.plan.heads),
+            uva_instead_of_gpu=all(head.kind not in READ_TEXT for head in self.plan.heads),
         )
+        depth = vllm_config.model_config.hf_text_config.num_hidden_layers
+        self.num_inner = sum(layer < depth for layer in self.plan.layers)
         self.num_nodes = self.num_speculative_steps
         self.pad_rows = device.type != "cpu"
         self.enable_adaptive_verification = self.plan.adaptive
@@ -94,7 +100,7 @@ class TreeSpeculator(DraftModelSpeculator):
         for head in heads:
             if head.sharpness is not None:
                 head.sharpness.make_room(self.num_slots)
-        weights = [head.drafter for head in heads if head.cache_layers()]
+        weights = [head.drafter for plan, head in zip(self.plan.heads, heads) if plan.folder]
         rates = self.speculative_config.synthetic_acceptance_rates
         if rates is not None:  # benchmarks only, and then there is one head
             best = unconditional_to_conditional_rates(rates)
@@ -221,6 +227,9 @@ class TreeSpeculator(DraftModelSpeculator):
         num_speculative_tokens=None,
     ) -> torch.Tensor:
         batch = of_nobody(input_batch, self.spare) if dummy_run else input_batch
+        if self.num_inner < len(self.plan.layers):
+            # vLLM hands on some layers even where none was asked for.
+            aux_hidden_states = [*aux_hidden_states[: self.num_inner], last_hidden_states]
         if skip_attn_for_dummy_run:
             self._bind_null_caches()
             size = self.vllm_config.cache_config.block_size

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from vllm_specblock.draft.config import Count, check_rope_scaling, check_shape
+from vllm_specblock.draft.config import Count, check_rope_scaling, check_shape, default_layer_ids
 
 
 class Eagle3Shape(BaseModel):
@@ -56,6 +56,10 @@ class Eagle3Shape(BaseModel):
     def block_size(self) -> int:
         """Positions of one row, as RoPE and the cache ask every drafter."""
         return 1
+
+    def target_layers(self, num_layers: int) -> tuple[int, ...]:
+        """The states that it reads of a target with so many layers; i is that after i layers."""
+        return self.layer_ids or default_layer_ids(num_layers)
 
     @model_validator(mode="after")
     def _check(self) -> Eagle3Shape:

@@ -7,10 +7,12 @@ import math
 
 import pytest
 import torch
-from baselines.trees import TreePlan, default_hits, independent_tree, static_tree
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.trees import texts
+
+from vllm_specblock.draft.baselines.product_trees import ProductTrees
+from vllm_specblock.draft.baselines.static_tree import TreePlan, default_hits, static_tree
 
 
 def all_paths(score: list[list[float]]) -> dict[tuple[int, ...], float]:
@@ -24,30 +26,38 @@ def all_paths(score: list[list[float]]) -> dict[tuple[int, ...], float]:
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 30), st.integers(0, 10**6))
-def test_independent_tree_is_the_best_of_all_paths(depth, width, budget, seed):
+def test_product_trees_are_the_best_of_all_paths(depth, width, budget, seed):
     draw = torch.Generator().manual_seed(seed)
-    logprob = torch.randn(depth, width, generator=draw).mul(2).log_softmax(-1)
+    logprob = torch.randn(2, depth, width, generator=draw).mul(2).log_softmax(-1)
     logprob = logprob.sort(descending=True).values - 0.01
-    token = torch.stack([torch.randperm(50, generator=draw)[:width] for _ in range(depth)])
-    tree = independent_tree(logprob, token, budget)
-    paths = all_paths(logprob.double().tolist())
-    best = sorted(paths.values(), reverse=True)[:budget]
-    assert int(tree.size) == len(best) and tree.token.shape == (1, budget)
-    assert tree.logprob[0, : len(best)].tolist() == pytest.approx(best, rel=1e-5)
-    named = {
-        tuple(token[k, rank].item() for k, rank in enumerate(ranks)): total
-        for ranks, total in paths.items()
-    }
-    found = texts(tree, 0)
-    assert len(found) == len(best)
-    for path, total in found.items():
-        assert total == pytest.approx(named[path], rel=1e-5)
-    assert (tree.parent[0, len(best) :] == -1).all()
-    assert tree.logprob[0, len(best) :].isneginf().all()
+    token = torch.rand(2, depth, 50, generator=draw).argsort(-1)[..., :width]
+    tree = ProductTrees(depth, width, budget, "cpu").grow(logprob, token)
+    for request in range(2):
+        paths = all_paths(logprob[request].double().tolist())
+        best = sorted(paths.values(), reverse=True)[:budget]
+        assert int(tree.size[request]) == len(best) and tree.token.shape == (2, budget)
+        assert tree.logprob[request, : len(best)].tolist() == pytest.approx(best, rel=1e-5)
+        named = {
+            tuple(token[request, k, rank].item() for k, rank in enumerate(ranks)): total
+            for ranks, total in paths.items()
+        }
+        found = texts(tree, request)
+        assert len(found) == len(best)
+        for path, total in found.items():
+            assert total == pytest.approx(named[path], rel=1e-5)
+        assert (tree.parent[request, len(best) :] == -1).all()
+        assert tree.logprob[request, len(best) :].isneginf().all()
+
+
+def test_what_is_no_choice_is_left_out():
+    logprob = torch.tensor([[[-0.1, -2.0, -math.inf], [-math.inf] * 3]])
+    tree = ProductTrees(2, 3, 8, "cpu").grow(logprob, torch.tensor([[[4, 5, 6], [7, 8, 9]]]))
+    assert texts(tree, 0) == {(4,): pytest.approx(-0.1), (5,): -2.0}
 
 
 def test_a_tie_goes_to_the_lower_depth():
-    tree = independent_tree(torch.tensor([[0.0, -9.0], [0.0, -9.0]]), torch.tensor([[4, 5]] * 2), 2)
+    logprob, token = torch.tensor([[[0.0, -9.0]] * 2]), torch.tensor([[[4, 5]] * 2])
+    tree = ProductTrees(2, 2, 2, "cpu").grow(logprob, token)
     assert tree.token.tolist() == [[4, 4]] and tree.parent.tolist() == [[0, 1]]
 
 
@@ -83,7 +93,7 @@ def test_a_plan_walks_the_tree_block_by_block(block):
     parents, ranks = static_tree(default_hits(6, 4), 25)
     paths = paths_of(parents, ranks)
     plan = TreePlan(parents, ranks, block)
-    covered, starts_before = [], [()]
+    covered, drafted, starts_before = [], [], [()]
     for number, step in enumerate(plan.steps):
         starts = []
         for source, path in zip(step.source.tolist(), step.path.tolist()):
@@ -94,13 +104,24 @@ def test_a_plan_walks_the_tree_block_by_block(block):
                 here[: len(before) + n + 1] for n in range(block if number else 0)
             ]
             starts.append(here)
-        added = zip(*(each.tolist() for each in (step.node, step.start, step.offset, step.rank)))
-        for node, start, offset, rank in added:
+        assert step.width == 1 + int(step.rank.max())
+        positions = step.read[step.place]
+        added = zip(*(each.tolist() for each in (step.node, step.start, positions, step.rank)))
+        for node, start, position, rank in added:
             assert paths[node][: number * block] == starts[start]
-            assert len(paths[node]) == number * block + offset + 1
+            assert position // block == start
+            assert len(paths[node]) == number * block + position % block + 1
             assert paths[node][-1] == rank
             covered.append(node)
+        if number:
+            assert step.before == len(drafted)
+            drafted += starts
+            for start, ancestry in zip(starts, step.ancestry):
+                assert [drafted[each] for each in ancestry] == [
+                    start[: n * block] for n in range(1, number + 1)
+                ]
         starts_before = starts
+    assert plan.starts == len(drafted)
     assert sorted(covered) == list(range(25))
 
 
@@ -110,7 +131,7 @@ def test_a_plan_orders_what_the_forwards_gave():
     plan = TreePlan(parents, ranks, 2)
     token, logprob = torch.arange(20) + 100, -torch.rand(20)
     logprob[3] = 0.0  # as good as its parent
-    tree = plan.tree(token, logprob)
+    tree = plan.tree(token[None], logprob[None], 22)
     own = dict(zip(paths, logprob.tolist()))
     node = {path: 100 + index for index, path in enumerate(paths)}
     wanted = {
@@ -122,5 +143,20 @@ def test_a_plan_orders_what_the_forwards_gave():
     found = texts(tree, 0)
     assert found.keys() == wanted.keys()
     assert [found[path] for path in wanted] == pytest.approx(list(wanted.values()))
-    assert (tree.logprob[0].diff() <= 0).all()
-    assert (tree.parent[0] <= torch.arange(20)).all()
+    assert (tree.logprob[0, :20].diff() <= 0).all() and int(tree.size) == 20
+    assert (tree.parent[0] <= torch.arange(22)).all()
+
+
+def test_a_plan_has_no_more_starts_than_there_is_room_for():
+    hits = default_hits(6, 4)
+    most = TreePlan.fitting(hits, 25, 2, 100, "cpu")
+    less = TreePlan.fitting(hits, 25, 2, most.starts - 1, "cpu")
+    assert most.count == 25 and less.starts < most.starts
+    assert 0 < less.count < 25
+
+
+def test_what_hangs_from_nothing_is_left_out():
+    plan = TreePlan([0, 1, 0, 3], [0, 0, 1, 0], 1)
+    logprob = torch.tensor([[-1.0, -1.0, -math.inf, -1.0]])
+    tree = plan.tree(torch.arange(4)[None], logprob, 4)
+    assert texts(tree, 0) == {(0,): -1.0, (0, 1): -2.0}

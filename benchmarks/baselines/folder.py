@@ -1,0 +1,38 @@
+"""Folders of drafters as the learners write them; what is there already is replaced whole."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from vllm_specblock.draft.baselines.files import KIND
+from vllm_specblock.draft.checkpoint import CONFIG, MAPPING, WEIGHTS
+from vllm_specblock.train.text.shards import replace
+
+
+def write_folder(
+    directory: Path, kind: str, config: dict[str, Any], tensors: dict[str, Tensor]
+) -> None:
+    """config.json and model.safetensors, floating-point tensors in bf16."""
+    stored = {
+        name: (value.bfloat16() if value.is_floating_point() else value).detach().cpu().clone()
+        for name, value in tensors.items()
+    }
+    directory.mkdir(parents=True, exist_ok=True)
+    replace(
+        directory / WEIGHTS,
+        lambda aside: safetensors.torch.save_file(stored, aside, {"format": "pt"}),
+    )
+    text = json.dumps(config | {KIND: kind, "torch_dtype": "bfloat16"}, indent=2) + "\n"
+    replace(directory / CONFIG, lambda aside: aside.write_text(text, encoding="utf-8"))
+
+
+def write_mapping(directory: Path, d2t: Tensor, t2d: Tensor) -> None:
+    """The draft vocabulary, for a folder whose tensors are another engine's."""
+    mapping = {"d2t": d2t.cpu().clone(), "t2d": t2d.cpu().clone()}
+    replace(directory / MAPPING, lambda aside: torch.save(mapping, aside))

@@ -1,0 +1,114 @@
+"""The baselines' heads in vLLM: the tokens are its own, and what learners saved is drafted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from baselines.falcon import Falcon
+from baselines.medusa import Medusa
+from baselines.parallelspec import ParallelSpec
+from baselines.sps import SmallModel
+from support.engines import DRAFTER, TARGET, assert_identical, make_engine
+from support.matrix import PROMPTS, params
+from transformers import LlamaConfig
+from vllm.engine.arg_utils import EngineArgs
+
+from vllm_specblock.config import OptionError
+from vllm_specblock.draft.untrained import most_frequent
+from vllm_specblock.engine import arguments
+from vllm_specblock.train.learner import Lesson
+from vllm_specblock.train.teacher.features import OnlineTeacher, load_target
+from vllm_specblock.train.text.batch import Batch
+
+ASKED, NEW_TOKENS, DRAFT_VOCAB = PROMPTS[:4], 40, 600
+LAYERS = (2, 3, 4)
+MAKE = {
+    "medusa": (Medusa, {"num_heads": 4}),
+    "parallelspec": (ParallelSpec, {"positions": 4, "layer_ids": LAYERS, "num_hidden_layers": 1}),
+    "falcon": (Falcon, {"layer_ids": LAYERS, "num_hidden_layers": 1}),
+    "sps": (SmallModel, {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1,
+                         "num_hidden_layers": 2, "intermediate_size": 128}),
+}  # fmt: skip
+SECOND = {
+    "falcon": {"second_head": {"model": str(DRAFTER)}, "head_policy": "merge"},
+    "sps": {"second_head": {"model": str(DRAFTER)}, "head_policy": "route"},
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory, reference):
+    """Every kind, after a moment of learning what vLLM goes on with after the test's prompts."""
+    torch.manual_seed(0)
+    answers = reference("baselines", params(len(ASKED), max_tokens=NEW_TOKENS), ASKED)
+    texts = [torch.tensor([*ask[-24:], *one.tokens]) for ask, (one,) in zip(ASKED, answers)]
+    batch = Batch.of(torch.nn.utils.rnn.pad_sequence(texts, batch_first=True, padding_value=-1))
+    target = load_target(TARGET, "fp32", torch.device("cpu"))
+    counts = batch.tokens[batch.tokens >= 0].bincount(minlength=target.config.vocab_size)
+    d2t, t2d = most_frequent(counts, DRAFT_VOCAB)
+    named = t2d.nonzero()[:, 0]
+    head = target.get_output_embeddings().weight[named]
+    teacher = OnlineTeacher(target, LAYERS, named)
+    lesson = Lesson(batch, teacher.teach(batch), teacher.embed, 0, 0)
+    found = {}
+    for kind, (make, sizes) in MAKE.items():
+        learner = make.for_target(target.config, d2t, t2d, 0, head, **sizes)
+        optimizer = torch.optim.Adam(learner.parameters(), 3e-3)
+        for _ in range(25):
+            optimizer.zero_grad()
+            learner(lesson).loss.backward()
+            optimizer.step()
+        found[kind] = tmp_path_factory.mktemp(kind)
+        learner.save(found[kind])
+    return found
+
+
+@pytest.mark.parametrize("kind", MAKE)
+def test_tokens_are_vllms_own_and_drafts_are_accepted(kind, folders, reference, monkeypatch):
+    engine = make_engine(
+        {"model": str(folders[kind]), "num_speculative_tokens": 12, **SECOND.get(kind, {})}
+    )
+    for pad in (False, True):  # as on a GPU
+        monkeypatch.setattr(engine.speculator, "pad_rows", pad)
+        for name, how in (("baselines", {}), ("baselines, hot", {"temperature": 1.0})):
+            requests = params(len(ASKED), max_tokens=NEW_TOKENS, **how)
+            found = engine.generate(ASKED, requests)
+            assert_identical(found, reference(name, requests, ASKED))
+    count = engine.speculator.counters.as_dict()
+    assert count["accepted_nodes_1"] > 40, count
+
+
+def configure(folder, **given):
+    """vLLM's own way from arguments to a config; loads no weight."""
+    speculative = {"method": "specblock", "model": str(folder), "num_speculative_tokens": 12}
+    return EngineArgs(
+        model=str(TARGET), dtype="float32", enforce_eager=True, max_model_len=512,
+        speculative_config=speculative | given,
+    ).create_engine_config()  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", MAKE)
+def test_a_drafter_of_another_target(kind, tmp_path):
+    """One sentence, before any weight is loaded."""
+    make, sizes = MAKE[kind]
+    other = LlamaConfig(
+        hidden_size=64, vocab_size=100, num_hidden_layers=9, num_attention_heads=2,
+        num_key_value_heads=2, intermediate_size=64,
+    )  # fmt: skip
+    t2d = torch.ones(100, dtype=torch.bool)
+    make.for_target(other, torch.zeros(100).long(), t2d, 0, **sizes).save(tmp_path)
+    with pytest.raises(ValueError, match="was made for a target of [a-z]+ size") as error:
+        configure(tmp_path)
+    assert str(error.value).endswith("use a drafter of this target.")
+
+
+def test_options_of_a_kind(tmp_path):
+    make, sizes = MAKE["sps"]
+    t2d = torch.ones(2048, dtype=torch.bool)
+    config = LlamaConfig(vocab_size=2048)
+    make.for_target(config, torch.zeros(2048).long(), t2d, 0, **sizes).save(tmp_path)
+    plan = arguments.read_back(configure(tmp_path, depth=3).additional_config)
+    assert plan.heads[0].kind == "sps" and plan.heads[0].options.depth == 3
+    with pytest.raises(OptionError, match="of a head of kind 'sps'"):
+        configure(tmp_path, top_k=3)
+    with pytest.raises(OptionError, match="holds a drafter of kind 'sps'"):
+        configure(tmp_path, head="medusa")

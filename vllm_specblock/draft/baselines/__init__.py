@@ -1,0 +1,1 @@
+"""Drafters of other papers as heads: their networks, their trees, their files."""

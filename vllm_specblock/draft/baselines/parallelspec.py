@@ -1,0 +1,110 @@
+"""ParallelSpec (arXiv 2410.05589): one forward drafts K positions, by mask tokens after the text.
+
+A row is the target's features of x_i fused with the token x_{i+1}, as EAGLE's; position 1 is read
+from the row itself, positions 2..K from K − 1 learned mask tokens at the next RoPE positions. Masks
+see the rows up to their own and the masks before them, which is plain causal order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from vllm_specblock.candidates import NEVER
+from vllm_specblock.config import ParallelSpecConfig
+from vllm_specblock.draft.baselines.behind import RowsBehind
+from vllm_specblock.draft.baselines.positions import Positions
+from vllm_specblock.draft.baselines.product_trees import ProductTrees
+from vllm_specblock.draft.baselines.trunk import Trunk
+from vllm_specblock.draft.config import DrafterConfig
+from vllm_specblock.draft.head import CacheLayer, CommittedRows, Head
+from vllm_specblock.draft.layers import RMSNorm
+from vllm_specblock.draft.parts import advance_in_parts
+from vllm_specblock.draft.sharpness import Sharpness
+from vllm_specblock.tree import DraftTree
+
+
+class ParallelSpecDrafter(Positions):
+    """The trunk, the mask tokens and the LM head; `config.block_size` is K."""
+
+    def __init__(self, config: DrafterConfig):
+        super().__init__(config.hidden_size, config.draft_vocab_size)
+        self.config = config
+        self.trunk = Trunk(config)
+        self.mask_tokens = nn.Parameter(torch.randn(config.block_size - 1, config.hidden_size))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def logits(self, states: Tensor) -> Tensor:
+        return self.lm_head(self.norm(states))
+
+
+class ParallelSpecHead(Head):
+    """Catch-up on the committed rows and the K positions are one forward, and all there is.
+
+    Arguments as `MedusaHead` has them, and:
+        embed: [n] target token ids → [n, H], the target's own embedding.
+        max_model_len: tokens of the longest request.
+        spare_slots: cache slots reserved after the root; default: N.
+        layers: which of a step's `states` are read, low layers first.
+    """
+
+    kind = "parallelspec"
+
+    def __init__(
+        self,
+        drafter: ParallelSpecDrafter,
+        embed: Callable[[Tensor], Tensor],
+        options: ParallelSpecConfig,
+        num_nodes: int,
+        max_model_len: int,
+        spare_slots: int | None = None,
+        layers: tuple[int, ...] = (0, 1, 2),
+    ):
+        self.drafter, self.embed, self.num_nodes = drafter, embed, num_nodes
+        self.max_model_len, self.layers = max_model_len, layers
+        config, device = drafter.config, drafter.d2t.device
+        spare = num_nodes if spare_slots is None else spare_slots
+        self.max_depth = min(num_nodes, config.block_size, spare + 1)
+        width = min(num_nodes, config.draft_vocab_size)
+        self.trees = ProductTrees(self.max_depth, width, num_nodes, device)
+        if options.learn_sharpness:
+            self.sharpness = Sharpness(device)
+
+    def cache_layers(self) -> list[CacheLayer]:
+        config = self.drafter.config
+        layer = CacheLayer(config.num_key_value_heads, config.head_dim, 1)
+        return [layer] * config.num_hidden_layers
+
+    def bind(self, caches: list[Tensor]) -> None:
+        self.sight = RowsBehind(caches, self.max_model_len)
+
+    def warm_up(self, block_table: Tensor, most_rows: int) -> None:
+        self.sight.warm_up(block_table, most_rows, self.drafter.config.num_attention_heads)
+
+    def advance(self, rows: CommittedRows) -> None:
+        self.sight.step(rows)
+        self.states = advance_in_parts(rows, self._forward)  # [R, K, H]
+        self.beta = self.sharpness_of(rows)  # [R]
+
+    def _forward(self, rows: CommittedRows) -> Tensor:
+        drafter, count = self.drafter, self.max_depth - 1
+        condition = drafter.trunk.condition(rows.features(self.layers))
+        real = drafter.trunk.entry(condition, self.embed(rows.token))
+        masks = drafter.mask_tokens[:count].to(real.dtype).repeat(len(rows.last), 1)
+        attend, position, keep = self.sight.first(rows, count, keep_newest=True)
+        # RoPE has a row where its token stands, one further than its slot.
+        states = drafter.trunk(torch.cat([real, masks]), position + 1, attend, keep)
+        return states.view(len(rows.last), self.max_depth, -1)
+
+    def draft(self, requests: Tensor | None = None) -> DraftTree:
+        states, beta = self.states, self.beta
+        self.sight.begin(requests)
+        if requests is not None:
+            states, beta = states[requests], None if beta is None else beta[requests]
+        logprob, token = self.drafter.best(states, self.trees.width, beta)
+        # Masks without a slot have read what is not theirs.
+        lost = ~self.sight.there(self.max_depth - 1)[..., None]
+        logprob = torch.cat([logprob[:, :1], logprob[:, 1:].masked_fill(lost, NEVER)], 1)
+        return self.trees.grow(logprob, token)

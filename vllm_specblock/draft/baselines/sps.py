@@ -1,0 +1,148 @@
+"""Standard speculative sampling (arXiv 2211.17192, 2302.01318): a small Llama drafts a chain.
+
+It has an embedding of its own, which is its LM head too, and reads nothing of the target's. The
+chain is greedy, and names tokens of the draft vocabulary only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear, pad
+
+from vllm_specblock.config import SpSConfig
+from vllm_specblock.draft.baselines.behind import RowsBehind
+from vllm_specblock.draft.baselines.shapes import SmallShape
+from vllm_specblock.draft.head import CacheLayer, CommittedRows, Head
+from vllm_specblock.draft.layers import RMSNorm
+from vllm_specblock.draft.model import Attend, DecoderLayer
+from vllm_specblock.draft.parts import advance_in_parts
+from vllm_specblock.draft.rope import Rotary
+from vllm_specblock.draft.sharpness import Sharpness
+from vllm_specblock.tree import DraftTree
+from vllm_specblock.triton_kernels.best_tokens import best_tokens
+
+
+class SmallDrafter(nn.Module):
+    """A Llama; parameter names are those of transformers."""
+
+    def __init__(self, shape: SmallShape):
+        super().__init__()
+        self.config = shape
+        self.model = SmallDecoder(shape)
+        # What a draft id lacks to its target id. Until it is loaded: the first Vd target ids.
+        self.register_buffer("d2t", torch.zeros(shape.draft_vocab_size, dtype=torch.int64))
+        self.lm_head: nn.Linear | None = None  # see `fold`
+
+    def fold(self) -> None:
+        """Take the draft vocabulary's rows out of the embedding once and for all."""
+        size, count = self.config.hidden_size, len(self.d2t)
+        self.lm_head = nn.Linear(size, count, bias=False, device="meta")
+        self.lm_head.weight = nn.Parameter(self._rows().detach(), requires_grad=False)
+
+    def logits(self, states: Tensor) -> Tensor:
+        """After the final norm [..., H] -> [..., Vd]."""
+        if self.lm_head is not None:
+            return self.lm_head(states)
+        return linear(states, self._rows())
+
+    def _rows(self) -> Tensor:
+        ids = torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
+        return self.model.embed_tokens.weight[ids]
+
+    def best(self, states: Tensor, sharpness: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The likeliest token after states [R, H]: its log-probability over the draft vocabulary
+        [R, 1] float32, and its target id [R, 1] int64. sharpness: [R] float32; None: 1."""
+        return best_tokens(self.logits(states), self.d2t, 1, 1.0, sharpness)
+
+
+class SmallDecoder(nn.Module):
+    """Embedding, layers and final norm."""
+
+    def __init__(self, shape: SmallShape):
+        super().__init__()
+        self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(shape) for _ in range(shape.num_hidden_layers))
+        self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.rotary = Rotary(shape)
+
+    def forward(
+        self, token: Tensor, position: Tensor, attend: Attend, keep: Tensor | None = None
+    ) -> Tensor:
+        """token and position [T] int64 -> states after the final norm, [T, H], or [Q, H] of the
+        rows `keep` [Q]. `attend` gets one position per row, [T, 1, heads, D]."""
+        hidden = self.embed_tokens(token)[:, None]
+        rope = self.rotary(position, hidden.dtype)
+        last = len(self.layers) - 1
+        for index, layer in enumerate(self.layers):
+            hidden = layer(index, hidden, rope, attend, keep if index == last else None)
+        return self.norm(hidden[:, 0])
+
+
+class SpSHead(Head):
+    """Catch-up on the committed tokens and the root are one forward; each token after the first
+    is another.
+
+    Arguments as `ParallelSpecHead` has them; `embed` and `layers` are not read.
+    """
+
+    kind = "sps"
+
+    def __init__(
+        self,
+        drafter: SmallDrafter,
+        embed: Callable[[Tensor], Tensor],
+        options: SpSConfig,
+        num_nodes: int,
+        max_model_len: int,
+        spare_slots: int | None = None,
+        layers: tuple[int, ...] = (),
+    ):
+        self.drafter, self.num_nodes, self.max_model_len = drafter, num_nodes, max_model_len
+        spare = num_nodes if spare_slots is None else spare_slots
+        self.max_depth = min(options.depth, num_nodes, spare)
+        if options.learn_sharpness:
+            self.sharpness = Sharpness(drafter.d2t.device)
+
+    def cache_layers(self) -> list[CacheLayer]:
+        config = self.drafter.config
+        layer = CacheLayer(config.num_key_value_heads, config.head_dim, 1)
+        return [layer] * config.num_hidden_layers
+
+    def bind(self, caches: list[Tensor]) -> None:
+        self.sight = RowsBehind(caches, self.max_model_len)
+
+    def warm_up(self, block_table: Tensor, most_rows: int) -> None:
+        self.sight.warm_up(block_table, most_rows, self.drafter.config.num_attention_heads)
+
+    def advance(self, rows: CommittedRows) -> None:
+        self.sight.step(rows)
+        self.state = advance_in_parts(rows, self._forward)  # [R, H]
+        self.beta = self.sharpness_of(rows)  # [R]
+
+    def _forward(self, rows: CommittedRows) -> Tensor:
+        attend, position, keep = self.sight.first(rows, 1, keep_newest=False)
+        # Row t brings the token after its own, and so all of a request's but the first.
+        own = rows.text[rows.text_row[rows.request()], rows.position].long()
+        token = torch.cat([own, rows.token[rows.last]])
+        return self.drafter.model(token, position, attend, keep)
+
+    def draft(self, requests: Tensor | None = None) -> DraftTree:
+        state, beta = self.state, self.beta
+        self.sight.begin(requests)
+        if requests is not None:
+            state, beta = state[requests], None if beta is None else beta[requests]
+        logprob, token = self.drafter.best(state, beta)
+        tokens, scores = [token], [logprob.clamp(max=0)]
+        for ahead in range(1, self.max_depth):
+            attend, position = self.sight.next(ahead)
+            state = self.drafter.model(token[:, 0], position, attend)
+            logprob, token = self.drafter.best(state, beta)
+            tokens.append(token)
+            scores.append(scores[-1] + logprob.clamp(max=0))
+        unused = 0, self.num_nodes - self.max_depth
+        size = torch.full((len(state),), self.max_depth, dtype=torch.int32, device=state.device)
+        chain = (pad(torch.cat(each, 1), unused) for each in (tokens, scores))
+        return DraftTree.chain(*chain, size)
