@@ -6,15 +6,18 @@ cannot give: every entry of its document's earlier rows' block 1, the path to it
 its own block up to itself. A block >= 2 never sees another row's block >= 2.
 
 Each class says who sees whom once, as a predicate over index tensors (`sees`). Flex attention
-compiles it into its kernel and skips what is empty; the dense form evaluates it into a mask, and
-is the one that a reader or a machine without a GPU takes.
+compiles it into its kernel and skips what is empty. Without a GPU (`sdpa`) the batch is cut into
+pieces that see nothing of each other, so that what is empty is mostly not computed there either:
+block 1 into documents, each plainly causal, and a later block into a few starts at a time.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from functools import cache
-from typing import Literal
+from bisect import bisect_right
+from functools import cache, cached_property
+from itertools import accumulate, pairwise
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +27,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from vllm_specblock.train.text.batch import Batch
 
 Kernel = Literal["sdpa", "flex"]
+
+_STARTS = 32
+"""Most starts of a later block that `sdpa` takes at once. They share one range of keys, so few of
+them see little in vain; each group costs some tenths of a millisecond of its own."""
 
 
 class TrainingAttention(ABC):
@@ -39,31 +46,16 @@ class TrainingAttention(ABC):
     def sees(self, window: Tensor, query: Tensor, key: Tensor) -> Tensor:
         """Whether query entries see key entries; index tensors of shapes that broadcast."""
 
-    def mix(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def _flex(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attend over a window's entries: query [B, n, nh, D], key and value [B, m, nkv, D]."""
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        if self.kernel == "flex":
-            mixed = flex()(q, k, v, block_mask=self._block_mask(q, k), enable_gqa=True)
-        elif self._is_causal():
-            mixed = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        else:
-            mask = self._dense_mask(q, k)
-            mixed = scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+        mixed = flex()(q, k, v, block_mask=self._block_mask(q, k), enable_gqa=True)
         return mixed.transpose(1, 2)
-
-    def _is_causal(self) -> bool:
-        return False
-
-    def _dense_mask(self, q: Tensor, k: Tensor) -> Tensor:
-        """[B, 1, n, m] bool."""
-        if self._mask is None:
-            window, query, key = (torch.arange(n, device=q.device) for n in _sizes(q, k))
-            self._mask = self.sees(window[:, None, None], query[:, None], key)[:, None]
-        return self._mask
 
     def _block_mask(self, q: Tensor, k: Tensor):
         if self._mask is None:
-            windows, queries, keys = _sizes(q, k)
+            # q [B, nh, n, D], k [B, nkv, m, D]
+            windows, queries, keys = q.shape[0], q.shape[2], k.shape[2]
             self._mask = create_block_mask(
                 lambda window, head, query, key: self.sees(window, query, key),
                 windows,
@@ -88,20 +80,31 @@ class FirstBlock(TrainingAttention):
         self.windows, self.block_size = len(batch), block_size
         column = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
         self.begin = (column - batch.position) * block_size  # [B, L], a document's first entry
-        # Past the last document nothing counts, so plain causality does there as well.
-        self.single = not bool((batch.begins() > 0).any()) if kernel == "sdpa" else False
+        self.batch = batch
 
     def sees(self, window: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key <= query) & (key >= self.begin[window, query // self.block_size])
 
-    def _is_causal(self) -> bool:
-        return self.single
+    @cached_property
+    def lengths(self) -> list[int]:
+        """Entries of each document, window by window; one document ends with its window's last
+        row. Past a window's last document nothing counts: that is one more, of no meaning."""
+        rows, lengths = self.begin.shape[1] - 1, []
+        for begins, inside in zip(self.batch.begins().tolist(), (self.batch.tokens >= 0).tolist()):
+            end = min(sum(inside), rows)
+            cuts = [*sorted(set(begins[:end])), end, *([rows] if end < rows else [])]
+            lengths += [(b - a) * self.block_size for a, b in pairwise(cuts)]
+        return lengths
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """query [B·S, K, nh, D], key and value [B·S, K, nkv, D] -> [B·S, K, nh, D]."""
         q, k, v = (x.reshape(self.windows, -1, *x.shape[2:]) for x in (query, key, value))
         self.kept.setdefault(layer, (k, v))  # once: activation checkpointing calls twice
-        return self.mix(q, k, v).reshape(query.shape)
+        if self.kernel == "flex":
+            return self._flex(q, k, v).reshape(query.shape)
+        # Split, not sliced: the gradient of a slice is a tensor as large as the whole.
+        documents = zip(*(x.flatten(0, 1).split(self.lengths) for x in (q, k, v)))
+        return torch.cat([sdpa(*document) for document in documents]).view(query.shape)
 
 
 class NextBlock(TrainingAttention):
@@ -163,9 +166,86 @@ class NextBlock(TrainingAttention):
             own.append(mine if between is None else torch.cat([between, mine], dim=2))
         self.kept.setdefault(layer, (own[0], own[1]))  # [B, R, own, nkv, D] each
         prefix = self.first.kept[layer]
-        k, v = (torch.cat([p, o.flatten(1, 2)], 1) for p, o in zip(prefix, own))
         q = query.reshape(windows, -1, *query.shape[2:])
-        return self.mix(q, k, v).reshape(query.shape)
+        if self.kernel == "flex":
+            k, v = (torch.cat([p, o.flatten(1, 2)], 1) for p, o in zip(prefix, own))
+            return self._flex(q, k, v).reshape(query.shape)
+        return self._by_groups(q, prefix, own).view(query.shape)
+
+    def _by_groups(self, query: Tensor, prefix: tuple[Tensor, Tensor], own: list[Tensor]) -> Tensor:
+        """query [B, R·K, nh, D]; prefix [B, S·K, nkv, D] and own [B, R, own, nkv, D], of keys and
+        values each -> [B·R·K, nh, D]."""
+        if self._mask is None:
+            self._mask = self._groups(query.dtype)
+        groups: list[_Group] = self._mask
+        documents = [x.flatten(0, 1).split(self.first.lengths) for x in prefix]
+        queries = query.flatten(0, 1).split([group.starts * self.block_size for group in groups])
+        paths = [x.flatten(0, 1).split([group.starts for group in groups]) for x in own]
+        mixed = []
+        for number, group in enumerate(groups):
+            key, value = (
+                torch.cat([pieces[group.document][group.seen], path[number].flatten(0, 1)])
+                for pieces, path in zip(documents, paths)
+            )
+            mixed.append(sdpa(queries[number], key, value, group.mask))
+        return torch.cat(mixed)
+
+    def _groups(self, dtype: torch.dtype) -> list[_Group]:
+        """All windows' starts, in their order."""
+        ends = list(accumulate(self.first.lengths))  # over all windows
+        groups = []
+        for window, (lows, highs) in enumerate(zip(self.low.tolist(), self.high.tolist())):
+            begin = 0
+            while begin < len(lows):
+                low, end = lows[begin], begin + 1
+                while end < min(len(lows), begin + _STARTS) and lows[end] == low:
+                    end += 1
+                high = max(highs[begin:end])
+                document = bisect_right(ends, window * self.prefix + low)
+                first = ends[document] - self.first.lengths[document] - window * self.prefix
+                groups.append(
+                    _Group(
+                        end - begin,
+                        document,
+                        slice(low - first, high - first),
+                        self._mask_of(window, range(begin, end), range(low, high), dtype),
+                    )
+                )
+                begin = end
+        return groups
+
+    def _mask_of(self, window: int, starts: range, seen: range, dtype: torch.dtype) -> Tensor:
+        """What is added to the scores of some starts' entries over the prefix entries `seen` and
+        the starts' own, [n, m]."""
+        device = self.row.device
+        query = torch.arange(starts.start * self.block_size, starts.stop * self.block_size)
+        own = torch.arange(starts.start * self.own, starts.stop * self.own) + self.prefix
+        key = torch.cat([torch.arange(seen.start, seen.stop), own]).to(device)
+        sees = self.sees(torch.tensor(window, device=device), query.to(device)[:, None], key)
+        return torch.zeros(sees.shape, dtype=dtype, device=device).masked_fill(~sees, -torch.inf)
+
+
+class _Group(NamedTuple):
+    """Neighbouring starts of one document, which attend together.
+
+    starts: how many.
+    document: index into `FirstBlock.lengths`; seen: which of its entries are keys.
+    mask: [starts · K, entries seen + starts · own], added to the scores.
+    """
+
+    starts: int
+    document: int
+    seen: slice
+    mask: Tensor
+
+
+def sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+    """query [n, nh, D], key and value [m, nkv, D] -> [n, nh, D]; without a mask causal."""
+    q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
+    mixed = scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True
+    )
+    return mixed[0].transpose(0, 1)
 
 
 @cache
@@ -174,8 +254,3 @@ def flex():
     if torch.cuda.is_available():
         return torch.compile(flex_attention, dynamic=True)
     return flex_attention
-
-
-def _sizes(q: Tensor, k: Tensor) -> tuple[int, int, int]:
-    """(B, n, m) of q [B, nh, n, D] and k [B, nkv, m, D]."""
-    return q.shape[0], q.shape[2], k.shape[2]
