@@ -20,7 +20,6 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from vllm_specblock.draft.config_json import rope_of
-from vllm_specblock.train.distributed import mean_over_ranks
 from vllm_specblock.train.labels import draft_labels
 from vllm_specblock.train.learner import OUTSIDE, Draft, Learner, Lesson, Outcome, Script
 from vllm_specblock.tree import DraftTree
@@ -108,7 +107,7 @@ class SmallModel(Learner):
         total = F.cross_entropy(logits, lesson.teaching.law[rows], reduction="sum")
         count = torch.tensor(len(logits), device=label.device)
         hit = (logits.argmax(-1) == wanted[rows]).sum()
-        loss = mean_over_ranks(total, count)
+        loss = lesson.mean(total, count)
         tally = (number.detach().float().view(1, 1) for number in (total, hit, count))
         return Outcome(loss, *tally, torch.zeros_like(loss))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,8 @@ from vllm_specblock.train.judge.drafting import SpecBlockDraft, serving_shape
 from vllm_specblock.train.learner import Draft, Learner, Lesson, Outcome, Script
 from vllm_specblock.train.losses import BlockLoss, RankLoss
 from vllm_specblock.train.objective import Unroll
+
+Mean = Callable[[Tensor, Tensor, float], Tensor]
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,7 @@ class SpecBlockLearner(Learner):
             recompute=recipe.recompute,
             forward=self._forward[0],
         ).blocks(self.cuts(lesson))
-        return outcome(blocks, recipe.num_blocks, recipe.loss_floor)
+        return outcome(blocks, recipe.num_blocks, recipe.loss_floor, lesson.mean)
 
     def cuts(self, lesson: Lesson) -> list[int]:
         """Where later blocks start in this batch: one position 1..K per boundary."""
@@ -98,8 +101,13 @@ class SpecBlockLearner(Learner):
         drafter_files.save(drafter.to(torch.bfloat16), directory)
 
 
-def outcome(blocks: list[BlockLoss], num_blocks: int, loss_floor: float) -> Outcome:
-    """Eq. 7 from the sums of up to `num_blocks` blocks: those that were not reached count 0."""
+def outcome(
+    blocks: list[BlockLoss], num_blocks: int, loss_floor: float, mean: Mean = mean_over_ranks
+) -> Outcome:
+    """Eq. 7 from the sums of up to `num_blocks` blocks: those that were not reached count 0.
+
+    mean: sums, rows and a floor of the divisors -> means over the whole batch.
+    """
     absent = num_blocks - len(blocks)
 
     def grid(rows: list[Tensor]) -> Tensor:
@@ -107,8 +115,8 @@ def outcome(blocks: list[BlockLoss], num_blocks: int, loss_floor: float) -> Outc
 
     counted = grid([block.counted for block in blocks])
     nats = grid([block.draft for block in blocks])
-    draft = mean_over_ranks(nats, counted, loss_floor)
-    rank = mean_over_ranks(grid([block.rank for block in blocks]), counted.sum(1))
+    draft = mean(nats, counted, loss_floor)
+    rank = mean(grid([block.rank for block in blocks]), counted.sum(1), 0.0)
     return Outcome(
         loss=draft.sum() + rank.sum(),
         nats=nats.detach(),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from vllm_specblock.train.config import RunConfig
+from vllm_specblock.train.distributed import BatchCounts
 from vllm_specblock.train.journal import Journal
 from vllm_specblock.train.learner import Learner, Lesson
 from vllm_specblock.train.parallel import Spread
@@ -31,8 +33,23 @@ class Student:
         self.best_tau = 0.0
         self.lost = 0  # updates in a row whose gradient was not finite
 
-    def learn(self, lesson: Lesson, share: float, more_to_come: bool) -> None:
-        """Add up the gradients of one micro-batch, which is `share` of the batch."""
+    @torch.no_grad()
+    def count(self, lesson: Lesson, counts: BatchCounts) -> None:
+        """Add the rows of one micro-batch to those of the batch."""
+        counts.start()
+        with self.spread.adding_up(True):
+            self.spread.module(replace(lesson, counts=counts))
+
+    def learn(self, lesson: Lesson, counts: BatchCounts | None, more_to_come: bool) -> None:
+        """Add up the gradients of one micro-batch.
+
+        counts: of the whole batch, when there are several.
+        """
+        share = 1.0
+        if counts is not None:
+            share = 1 / counts.rounds
+            lesson = replace(lesson, counts=counts)
+            counts.start()
         with self.spread.adding_up(more_to_come):
             outcome = self.spread.module(lesson)
             (outcome.loss * share).backward()
