@@ -113,6 +113,10 @@ class Learner(nn.Module, ABC):
     def forward(self, lesson: Lesson) -> Outcome:
         """The loss of one batch."""
 
+    def rate_of(self, name: str) -> float:
+        """Learning rate of the parameter called `name`, as a multiple of everybody's."""
+        return 1.0
+
     @abstractmethod
     def draft_along(self, script: Script) -> Draft:
         """Draft along one text, as serving would, with fresh caches."""

@@ -266,9 +266,11 @@ class Trainer:
             raise TrainError(f"{path} is no training state of this version; give another --out.")
         before, now = json.loads(state["options"]), self.config.must_match()
         for name, value in now.items():
-            if before.get(name) != value:
+            # An option that is newer than the state had no other value than its default.
+            then = before.get(name, type(self.config).model_fields[name].default)
+            if then != value:
                 raise TrainError(
-                    f"{path} was trained with {name} = {before.get(name)}, not {value}; "
+                    f"{path} was trained with {name} = {then}, not {value}; "
                     "give the same options, another --out, or --no-resume to start anew."
                 )
         if state["data"] != self.windows.fingerprint:

@@ -35,6 +35,7 @@ class Recipe:
         loss_floor: N_k of eq. 6 counts as at least this share of block 1's rows. With 0,
             while paths are still short, the mean of a handful of rows weighs as much as that
             of all rows, and its noise drowns the first position.
+        shift_lr: learning rate of the layer-wise shift, as a multiple of everybody's.
         valid_prefix: eq. 5; False is an ablation.
         mask_restart: the valid-prefix mask starts anew in each block.
         kernel: of the attention.
@@ -46,6 +47,7 @@ class Recipe:
     rank_from: int = 2000
     rank_loss: RankLoss = "plain"
     loss_floor: float = 0.25
+    shift_lr: float = 1.0
     valid_prefix: bool = True
     mask_restart: bool = False
     kernel: Kernel = "sdpa"
@@ -90,6 +92,9 @@ class SpecBlockLearner(Learner):
         """Where later blocks start in this batch: one position 1..K per boundary."""
         block, boundaries = self.drafter.config.block_size, self.recipe.num_blocks - 1
         return torch.randint(1, block + 1, (boundaries,), generator=lesson.draws()).tolist()
+
+    def rate_of(self, name: str) -> float:
+        return self.recipe.shift_lr if name.startswith("drafter.shift_proj.") else 1.0
 
     def draft_along(self, script: Script) -> Draft:
         return SpecBlockDraft(self.drafter, script, self.shape)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from vllm_specblock.train.config import RunConfig
@@ -22,8 +23,13 @@ class Student:
 
     def __init__(self, learner: Learner, config: RunConfig):
         self.spread = Spread(learner, config.parallel)
+        groups: dict[float, list[Tensor]] = {}
+        for name, parameter in self.spread.named_parameters:
+            if parameter.requires_grad:
+                groups.setdefault(learner.rate_of(name), []).append(parameter)
+        self.multiples = list(groups)  # of the rate, per group of the optimiser
         self.optimizer = torch.optim.AdamW(
-            [p for p in self.spread.parameters if p.requires_grad],
+            [{"params": parameters} for parameters in groups.values()],
             lr=config.lr,
             betas=BETAS,
             weight_decay=config.weight_decay,
@@ -61,8 +67,8 @@ class Student:
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         finite = bool(norm.isfinite())
         if finite:
-            for group in self.optimizer.param_groups:
-                group["lr"] = rate
+            for group, multiple in zip(self.optimizer.param_groups, self.multiples):
+                group["lr"] = rate * multiple
             self.optimizer.step()
         self.lost = 0 if finite else self.lost + 1
         self.optimizer.zero_grad(set_to_none=True)
