@@ -11,10 +11,11 @@ POLICIES: dict[str, dict[str, str]] = {
     "route": {"head_policy": "route"},
     "lazy route": {"head_policy": "route", "route": "lazy"},
     "merge disjoint": {"head_policy": "merge", "merge": "disjoint", "budget": "joint"},
+    "merge disjoint, split": {"head_policy": "merge", "merge": "disjoint", "budget": "split"},
     "merge trie, joint": {"head_policy": "merge", "merge": "trie", "budget": "joint"},
     "merge trie, split": {"head_policy": "merge", "merge": "trie", "budget": "split"},
 }
-"""Ways of two heads to go together."""
+"""Ways of two heads to go together; the merged-tree paper's own is "merge disjoint, split"."""
 
 
 def specblock(folder: Path | str, **options: Any) -> dict[str, Any]:

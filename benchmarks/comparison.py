@@ -41,6 +41,9 @@ from vllm_specblock.train.text.shards import replace
 
 UNIFORM = "− rank-guided branching"
 PAPER = "paper's branching"
+ORACLE = "true rank buckets"
+"""The ceiling of rank guidance: the bucket that the head should have said."""
+_UNIFORM_WIDTHS = (3, 8, 16, 32)
 _PAPERS_MAP = [2, 4, 6, 4]
 _CALIBRATION = 8  # batches that Falcon's static tree is shaped by
 _SHORTEST = 12
@@ -181,6 +184,11 @@ def judge(
     summary = {
         "results": results,
         "parameters": {n: roster.parameters(s.spread.learner) for n, s in trainer.students.items()},
+        "loss_floor": {
+            name: student.spread.learner.recipe.loss_floor
+            for name, student in trainer.students.items()
+            if isinstance(student.spread.learner, SpecBlockLearner)
+        },
         "alpha": {n: last_alpha(s.journal.entries) for n, s in trainer.students.items()},
         "seconds_of_training": max(
             entry.get("seconds", 0.0)
@@ -212,35 +220,41 @@ def contestants(config: Comparison, trainer: Trainer) -> dict[str, Any]:
         found[name] = learner.draft_along
     if "specblock" in trainer.students:
         drafter = trainer.students["specblock"].spread.learner.drafter
-        papers = SpecBlockConfig(branching=_PAPERS_MAP)
-        for name, shape in (
-            (UNIFORM, uniform_shape(serving_shape(drafter, nodes=config.nodes))),
-            (PAPER, serving_shape(drafter, papers, config.nodes)),
-        ):
-            found[name] = partial(SpecBlockDraft, drafter, shape=shape)
+        shape = serving_shape(drafter, nodes=config.nodes)
+        papers = serving_shape(drafter, SpecBlockConfig(branching=_PAPERS_MAP), config.nodes)
+        trees = {PAPER: papers, UNIFORM: uniform_shape(shape)}
+        trees |= {f"{UNIFORM}, width {n}": uniform_shape(shape, n) for n in _UNIFORM_WIDTHS}
+        draft = partial(SpecBlockDraft, drafter)
+        found |= {name: partial(draft, shape=tree) for name, tree in trees.items()}
+        for name, tree in ((ORACLE, shape), (f"{PAPER}, {ORACLE}", papers)):
+            found[name] = partial(draft, shape=tree, true_buckets=True)
     return found
 
 
 def table(summary: dict[str, Any]) -> str:
     """The comparison in Markdown."""
     lines = [
-        "| drafter | M parameters | drafter forwards | τ, T=0 | τ, T=1 | α₁ … (training text) |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| drafter | M parameters | loss floor | drafter forwards | τ, T=0 | τ, T=1 "
+        "| α₁ … (training text) |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     results = summary["results"]
     for key in results:
         name, _, temperature = key.rpartition(" T=")
         if temperature != "0":
             continue
-        of = "specblock" if name in (UNIFORM, PAPER) else name
+        other_tree = name.startswith((UNIFORM, PAPER, ORACLE))
+        of = "specblock" if other_tree else name
         alpha = " \\| ".join(
             " ".join(f"{a:.2f}" for a in block) for block in summary["alpha"].get(of, [])
         )
         taus = [results.get(f"{name} T={t}") for t in (0, 1)]
         shown = [f"{r['tau']:.2f} ± {r['error']:.2f}" if r else "–" for r in taus]
         count = summary["parameters"].get(of, 0) / 1e6
+        floor = summary["loss_floor"].get(of)
         lines.append(
-            f"| {name} | {count:.2f} | {FORWARDS.get(of, 2)} | {shown[0]} | {shown[1]} | {alpha} |"
+            f"| {name} | {count:.2f} | {'–' if floor is None else f'{floor:g}'} "
+            f"| {FORWARDS.get(of, 2)} | {shown[0]} | {shown[1]} | {alpha} |"
         )
     return "\n".join(lines)
 

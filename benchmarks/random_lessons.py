@@ -111,6 +111,9 @@ class StillTeacher:
     def embed(self, tokens: Tensor) -> Tensor:
         return self.table[tokens]
 
+    def law(self, last: Tensor) -> Tensor:
+        return self.teaching.law
+
 
 def online_teacher(shape: Shape, device: torch.device, dtype: torch.dtype) -> OnlineTeacher:
     """A target of random weights, made on the device."""

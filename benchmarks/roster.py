@@ -37,6 +37,17 @@ ABLATIONS: dict[str, dict[str, Any]] = {
 """What each variant of SpecBlock changes: of Table 2, then of the choices left open. That of
 rank-guided branching is no other drafter, but another tree of the first."""
 
+STUDIES: dict[str, dict[str, Any]] = {
+    "loss floor 0": {"loss_floor": 0.0},
+    "loss floor 0.25": {"loss_floor": 0.25},
+    "loss floor 1": {"loss_floor": 1.0},
+    "shift at lr/10": {"shift_lr": 0.1},
+    "shift at lr/100": {"shift_lr": 0.01},
+    "LM head from scratch": {"lm_head": "scratch"},
+}
+"""Variants of SpecBlock that take part only where they are named: what the paper says otherwise
+than we do (eq. 6 divides by the rows that are left, a floor of 0), and how the shift learns."""
+
 BASELINES = ("EAGLE-3", "Medusa", "ParallelSpec", "Falcon", "SpS")
 EVERYONE = (*ABLATIONS, *BASELINES)
 
@@ -77,10 +88,12 @@ def make(name: str, ground: Ground) -> Learner:
     Raises:
         TrainError: nobody is called so.
     """
-    if name in ABLATIONS:
-        return _specblock(ground, **ABLATIONS[name])
+    variants = ABLATIONS | STUDIES
+    if name in variants:
+        return _specblock(ground, **variants[name])
     if name not in BASELINES:
-        raise TrainError(f"No drafter is called {name!r}; there are {', '.join(EVERYONE)}.")
+        known = ", ".join((*EVERYONE, *STUDIES))
+        raise TrainError(f"No drafter is called {name!r}; there are {known}.")
     wanted = parameters(_specblock(ground))
     of_target = (ground.config, ground.d2t, ground.t2d, ground.seed)
     if name == "EAGLE-3":
@@ -165,7 +178,7 @@ def _matched(wanted: int, make: Callable[[int], Learner], step: int = 16) -> Lea
     return make(best * step)
 
 
-def _specblock(ground: Ground, **changes: Any) -> SpecBlockLearner:
+def _specblock(ground: Ground, lm_head: str = "target", **changes: Any) -> SpecBlockLearner:
     of_recipe = {k: v for k, v in changes.items() if k in Recipe.__dataclass_fields__}
     choices = {k: v for k, v in changes.items() if k not in of_recipe}
     drafter = init(
@@ -177,6 +190,7 @@ def _specblock(ground: Ground, **changes: Any) -> SpecBlockLearner:
         **ground.sizes,
         **choices,
     )
-    with torch.no_grad():
-        drafter.lm_head.weight.copy_(ground.folded)
+    if lm_head == "target":
+        with torch.no_grad():
+            drafter.lm_head.weight.copy_(ground.folded)
     return SpecBlockLearner(drafter, replace(ground.recipe, **of_recipe))

@@ -38,6 +38,19 @@ MODELS = {
         ),
         draft_vocab=32000,
     ),
+    "qwen3-32b": Model(
+        Qwen3Config(
+            hidden_size=5120,
+            intermediate_size=25600,
+            num_attention_heads=64,
+            num_key_value_heads=8,
+            head_dim=128,
+            num_hidden_layers=64,
+            vocab_size=151936,
+            max_position_embeddings=40960,
+        ),
+        draft_vocab=32000,
+    ),
     "tiny": Model(SHAPES["tiny"].target, SHAPES["tiny"].draft_vocab),
 }
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}

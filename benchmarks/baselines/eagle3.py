@@ -28,7 +28,6 @@ from vllm_specblock.draft.config_json import rope_of
 from vllm_specblock.draft.eagle3.config import Eagle3Shape
 from vllm_specblock.draft.eagle3.growth import Growth
 from vllm_specblock.draft.eagle3.model import Eagle3Drafter
-from vllm_specblock.train.distributed import mean_over_ranks
 from vllm_specblock.train.labels import draft_labels
 from vllm_specblock.train.learner import OUTSIDE, Draft, Learner, Lesson, Outcome, Script
 from vllm_specblock.train.text.batch import Batch
@@ -135,7 +134,7 @@ class Eagle3(Learner, Eagle3Drafter):
             on_path = torch.zeros_like(on_path).index_put((window, row), hit)
         weight = DECAY ** torch.arange(self.steps, device=label.device)
         count = torch.tensor(count, device=label.device)
-        loss = (mean_over_ranks(torch.stack(total), count) * weight).sum()
+        loss = (lesson.mean(torch.stack(total), count) * weight).sum()
         nats, hits, seen = torch.stack(tally, dim=1)[:, None].float()
         return Outcome(loss, nats, hits, seen, torch.zeros_like(loss))
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from vllm_specblock.train.distributed import mean_over_ranks
 from vllm_specblock.train.labels import draft_labels
 from vllm_specblock.train.learner import OUTSIDE, Learner, Lesson, Outcome
 
@@ -77,7 +76,7 @@ class PositionsLearner(Learner):
             sums.append((nats.sum(), counted.sum(), *seen))
         total, count, seen, hits, nats = (torch.stack(column) for column in zip(*sums))
         weight = torch.tensor(weights, device=total.device)
-        loss = (mean_over_ranks(total, count) * weight).sum() / weight.sum()
+        loss = (lesson.mean(total, count) * weight).sum() / weight.sum()
         shown = (each.float().view(blocks, -1) for each in (nats, hits, seen))
         return Outcome(loss, *shown, loss.new_zeros(()))
 

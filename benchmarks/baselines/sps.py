@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from vllm_specblock.draft.baselines.shapes import SmallShape
 from vllm_specblock.draft.baselines.sps import SmallDrafter
 from vllm_specblock.draft.config_json import rope_of
-from vllm_specblock.train.distributed import mean_over_ranks
 from vllm_specblock.train.labels import draft_labels
 from vllm_specblock.train.learner import OUTSIDE, Draft, Learner, Lesson, Outcome, Script
 from vllm_specblock.tree import DraftTree
@@ -122,7 +121,7 @@ class SmallModel(Learner, SmallDrafter):
         total = F.cross_entropy(logits, lesson.teaching.law[rows], reduction="sum")
         count = torch.tensor(len(logits), device=label.device)
         hit = (logits.argmax(-1) == wanted[rows]).sum()
-        loss = mean_over_ranks(total, count)
+        loss = lesson.mean(total, count)
         tally = (number.detach().float().view(1, 1) for number in (total, hit, count))
         return Outcome(loss, *tally, torch.zeros_like(loss))
 

@@ -161,16 +161,17 @@ def test_objective_is_the_loop_over_rows(scene, cuts, restart, valid):
                     offset += cut
                     if not learned:
                         break
-    expected = [
-        sum(sum(losses) / len(losses) for losses in positions if losses) for positions in counted
-    ]
     assert len(counted[-1][0]) > 2  # the last block was reached
 
     blocks = Unroll(drafter, lesson, mask_restart=restart, valid_prefix=valid).blocks(cuts)
     for block, positions in zip(blocks, counted):
         assert block.counted.tolist() == [len(losses) for losses in positions]
-    result = outcome(blocks, len(cuts) + 1, loss_floor=0.0)
-    assert result.loss.item() == pytest.approx(sum(expected), rel=1e-5)
+    rows = [losses for positions in counted for losses in positions]
+    most = max(len(losses) for losses in rows)
+    for floor in (0.0, 0.25, 0.6, 1.0):  # 0: eq. 6 as it is printed
+        expected = sum(sum(losses) / max(len(losses), floor * most, 1) for losses in rows)
+        result = outcome(blocks, len(cuts) + 1, loss_floor=floor)
+        assert result.loss.item() == pytest.approx(expected, rel=1e-5)
     assert torch.equal(result.seen, paths[0]) and torch.equal(result.hits, paths[1])
 
 

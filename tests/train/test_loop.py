@@ -159,6 +159,44 @@ def test_a_fresh_head_is_the_targets_with_its_norm_folded_in(options, tmp_path):
     torch.testing.assert_close(drafter.lm_head(state), wanted)
 
 
+def test_a_head_from_scratch_knows_nothing_of_the_target(options):
+    heads = [
+        drafter_of(trainer(options(lm_head=of))).lm_head.weight for of in ("target", "scratch")
+    ]
+    assert heads[0].shape == heads[1].shape
+    correlation = torch.nn.functional.cosine_similarity(*(head.flatten() for head in heads), dim=0)
+    assert correlation.abs() < 0.1 and heads[1].std() > 0
+
+
+def test_the_shift_has_a_rate_of_its_own(options):
+    """Adam's first update moves every weight by its rate, whatever the gradient's size."""
+    run = trainer(options(shift_lr=0.1, warmup=0.0, weight_decay=0.0))
+    before = {name: weight.clone() for name, weight in drafter_of(run).named_parameters()}
+    run.update()
+    moved = {n: (w - before[n]).abs().max().item() for n, w in drafter_of(run).named_parameters()}
+    assert moved["shift_proj.0.weight"] == pytest.approx(1e-4, rel=0.01)
+    assert moved["input_layer.fuse.weight"] == pytest.approx(1e-3, rel=0.01)
+    run.save()
+    again = trainer(options(shift_lr=0.1, warmup=0.0, weight_decay=0.0))
+    again.restore()
+    for here in (run, again):
+        here.update()
+    for name, weight in drafter_of(run).named_parameters():
+        assert torch.equal(weight, drafter_of(again).state_dict()[name])
+
+
+def test_a_state_without_a_newer_option_is_of_its_default(options):
+    train(options(steps=1), progress=False)
+    path = options().out / "training" / "state.pt"
+    state = torch.load(path, weights_only=True)
+    of_then = json.loads(state["options"])
+    del of_then["shift_lr"]
+    torch.save(state | {"options": json.dumps(of_then)}, path)
+    trainer(options(steps=1)).restore()
+    with pytest.raises(TrainError, match=r"shift_lr = 1\.0, not 0\.5"):
+        trainer(options(steps=1, shift_lr=0.5)).restore()
+
+
 def test_training_goes_on_from_a_drafter(options, tmp_path):
     first = train(options(steps=1, out=tmp_path / "first"), progress=False)
     run = trainer(options(init=first, draft_vocab_size=10))

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from vllm_specblock.train.config import TrainConfig, TrainError, parse
-from vllm_specblock.train.optimizers import MuonWithAdamW, make_optimizer
+from vllm_specblock.train.optimizers import MuonWithAdamW, make_optimizer, set_rate
 
 NEEDED = {"target": "T", "data": "D", "out": "O"}
 
@@ -31,6 +31,15 @@ def small() -> Small:
     return Small()
 
 
+def usual(name: str) -> float:
+    """Everybody learns at the same rate."""
+    return 1.0
+
+
+def muon(module: nn.Module, lr: float, weight_decay: float = 0.0, rate_of=usual) -> MuonWithAdamW:
+    return MuonWithAdamW(list(module.named_parameters()), rate_of, lr, weight_decay)
+
+
 def update(module: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
     x = torch.randn(16, 8, generator=torch.Generator().manual_seed(seed))
     module(x).square().mean().backward()
@@ -39,21 +48,20 @@ def update(module: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> No
 
 
 def test_adamw_is_the_papers_default(small):
-    optimizer = make_optimizer(small, parse(TrainConfig, **NEEDED))
+    optimizer = make_optimizer(list(small.named_parameters()), usual, parse(TrainConfig, **NEEDED))
     assert isinstance(optimizer, torch.optim.AdamW)
     assert optimizer.param_groups[0]["betas"] == (0.9, 0.999)
 
 
 def test_matrices_between_states_are_muons_and_heads_are_not(small):
-    inner, rest = (group["params"] for group in MuonWithAdamW(small, 1e-3, 0.0).param_groups)
+    inner, rest = (group["params"] for group in muon(small, 1e-3).param_groups)
     assert [id(p) for p in inner] == [id(small.proj.weight)]
     assert {id(p) for p in rest} == {id(small.norm.weight), id(small.lm_head.weight)}
 
 
 def test_both_parts_move_at_the_rate_that_is_set(small):
-    optimizer = MuonWithAdamW(small, 1.0, 0.0)
-    for group in optimizer.param_groups:
-        group["lr"] = 1e-3
+    optimizer = muon(small, 1.0)
+    set_rate(optimizer, 1e-3)
     before = {name: weight.detach().clone() for name, weight in small.named_parameters()}
     update(small, optimizer, 1)
     moved = {
@@ -64,8 +72,20 @@ def test_both_parts_move_at_the_rate_that_is_set(small):
     assert 0.5e-4 < moved["proj.weight"] < 4e-4
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_weight_may_learn_at_a_multiple_of_the_rate(small, optimizer):
+    config = parse(TrainConfig, optimizer=optimizer, weight_decay=0.0, **NEEDED)
+    made = make_optimizer(
+        list(small.named_parameters()), lambda name: 0.0 if name == "norm.weight" else 2.0, config
+    )
+    set_rate(made, 0.5)
+    assert sorted(group["lr"] for group in made.param_groups) in ([0.0, 1.0], [0.0, 1.0, 1.0])
+    update(small, made, 1)
+    assert torch.equal(small.norm.weight, torch.ones(6))
+
+
 def test_a_saved_state_goes_on_to_the_same_bits(small):
-    optimizer = MuonWithAdamW(small, 1e-2, 0.01)
+    optimizer = muon(small, 1e-2, 0.01)
     for seed in range(3):
         update(small, optimizer, seed)
     model, state = copy.deepcopy((small.state_dict(), optimizer.state_dict()))
@@ -73,7 +93,7 @@ def test_a_saved_state_goes_on_to_the_same_bits(small):
 
     other = Small()
     other.load_state_dict(model)
-    resumed = MuonWithAdamW(other, 1e-2, 0.01)
+    resumed = muon(other, 1e-2, 0.01)
     resumed.load_state_dict(state)
     for seed in range(3, 6):
         update(small, optimizer, seed)
@@ -85,4 +105,4 @@ def test_a_saved_state_goes_on_to_the_same_bits(small):
 def test_sharded_weights_are_refused(small):
     config = parse(TrainConfig, optimizer="muon", parallel="shard", **NEEDED)
     with pytest.raises(TrainError, match="needs whole matrices"):
-        make_optimizer(small, config)
+        make_optimizer(list(small.named_parameters()), usual, config)

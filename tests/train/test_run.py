@@ -62,8 +62,8 @@ def equal(one, other) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def gradients(config, monkeypatch) -> dict[str, torch.Tensor]:
-    """Of the first update, before clipping."""
+def gradients(config, monkeypatch, learned: Trainer) -> dict[str, torch.Tensor]:
+    """Of the update after those of `learned`, from its weights, before clipping."""
     found = {}
 
     def step(self, rate, clip):
@@ -73,21 +73,49 @@ def gradients(config, monkeypatch) -> dict[str, torch.Tensor]:
 
     with monkeypatch.context() as patch:
         patch.setattr(Student, "step", step)
-        build(config, CPU).update()
+        run = build(config, CPU)
+        weights = learned.students["drafter"].spread.learner.state_dict()
+        run.students["drafter"].spread.learner.load_state_dict(weights)
+        run.step = learned.step
+        run.update()
     return found
 
 
 class TestMicroBatches:
-    @pytest.mark.parametrize("micro", [1, 2])
-    def test_they_add_up_to_the_batch(self, options, monkeypatch, micro):
-        """Where each window counts as many rows, the mean of means is the mean of all."""
-        plain = {"num_blocks": 1, "valid_prefix": False, "loss_floor": 1.0, "rank_from": 0}
-        whole = gradients(options(**plain), monkeypatch)
-        parts = gradients(options(**plain, micro_batch=micro), monkeypatch)
-        assert whole.keys() == parts.keys() and len(whole) > 10
-        for name, gradient in whole.items():
-            scale = float(gradient.abs().max())
-            torch.testing.assert_close(parts[name], gradient, atol=1e-5 * scale, rtol=1e-4)
+    @pytest.fixture
+    def spoken(self, folder, tmp_path):
+        """What the target itself says, greedily: texts of unequal lengths."""
+        target = LlamaForCausalLM.from_pretrained(folder / "target")
+        first = torch.arange(12)[:, None]
+        said = target.generate(first, do_sample=False, max_new_tokens=23, min_new_tokens=23)
+        sizes = (24, 9, 15, 24, 12, 24, 11, 20, 24, 13, 24, 24)
+        save_tokens(tmp_path / "d.safetensors", [t[:size] for t, size in zip(said, sizes)])
+        return tmp_path / "d.safetensors"
+
+    @pytest.fixture
+    def learned(self, options, spoken):
+        """A run that gets some positions right."""
+        run = build(options(data=spoken, steps=100, lr=1e-2, rank_from=0), CPU)
+        while run.step < 25:
+            run.update()
+        counted = run.students["drafter"].journal.grid[1]
+        assert (counted[:, :3] > 0).all() and counted[0, 1] < 0.9 * counted[0, 0]
+        return run
+
+    @pytest.mark.parametrize("floor", [0.0, 0.25, 1.0])
+    def test_they_add_up_to_the_batch(self, options, spoken, learned, monkeypatch, floor):
+        """Under the valid-prefix mask every micro-batch counts other rows."""
+        same = {"data": spoken, "steps": 100, "lr": 1e-2, "rank_from": 0, "loss_floor": floor}
+        whole, *parts = (
+            gradients(options(**same, micro_batch=micro), monkeypatch, learned)
+            for micro in (None, 2, 1)
+        )
+        assert "drafter.rank_head.0.weight" in whole and len(whole) > 10
+        for part in parts:
+            assert whole.keys() == part.keys()
+            for name, gradient in whole.items():
+                scale = float(gradient.abs().max())
+                torch.testing.assert_close(part[name], gradient, atol=1e-5 * scale, rtol=1e-4)
 
     def test_the_log_counts_all_of_them(self, options):
         plain = {"num_blocks": 1, "valid_prefix": False, "log_every": 1, "steps": 1}

@@ -106,6 +106,10 @@ class SpecBlockDrafter(nn.Module):
 
         hidden [..., H], as `forward` returns it -> ([..., Vd], [..., C]). No gradient of the
         rank logits reaches the trunk or the LM head.
+
+        Eq. 4 gives the rank head h^(L), the state that later blocks take as their condition. Here
+        it is given that state's final norm, what the LM head reads: the published weights were
+        trained so, and their buckets are noise otherwise.
         """
         normed, logits = self._read(hidden)
         with torch.no_grad():

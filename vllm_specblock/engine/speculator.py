@@ -35,7 +35,6 @@ from vllm_specblock.triton_kernels.commit import KVCacheSet
 from vllm_specblock.verify.imposed import ImposedAcceptance
 from vllm_specblock.verify.verified import Verified
 
-
 READ_TEXT = ("ngram", "sps")
 """Kinds of heads that read the requests' texts on the device."""
 

@@ -145,6 +145,13 @@ class TrainConfig(RunConfig):
         le=1,
         description="Share of the rows that eq. 6 divides by at the least; 0 is the paper's.",
     )
+    shift_lr: float = Field(
+        default=1.0, gt=0, description="Learning rate of the layer-wise shift, times lr."
+    )
+    lm_head: Literal["target", "scratch"] = Field(
+        default="target",
+        description="A fresh drafter's LM head: the target's rows with its final norm, or noise.",
+    )
     valid_prefix: bool = Field(
         default=True, description="Ablation: without, loss is counted after a wrong position too."
     )

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from vllm_specblock.train.distributed import BatchCounts, mean_over_ranks
 from vllm_specblock.train.teacher.features import Teaching
 from vllm_specblock.train.text.batch import Batch
 from vllm_specblock.tree import DraftTree
@@ -35,6 +36,7 @@ class Lesson:
         embed: target ids [...] int64 -> the target's own embeddings [..., Ht].
         step: updates done before this one.
         seed: of this batch's random choices; equal on every rank, and for every learner.
+        counts: the learner's rows of the whole batch, where this is only a part of a rank's share.
     """
 
     batch: Batch
@@ -42,10 +44,18 @@ class Lesson:
     embed: Callable[[Tensor], Tensor]
     step: int
     seed: int
+    counts: BatchCounts | None = None
 
     def draws(self) -> torch.Generator:
         """A fresh generator on the CPU for this batch's choices."""
         return torch.Generator().manual_seed(self.seed)
+
+    def mean(self, total: Tensor, count: Tensor, floor: float = 0.0) -> Tensor:
+        """This lesson's share of means over all rows of the batch, whichever rank and micro-batch
+        they are in; arguments and result as `mean_over_ranks` has them."""
+        if self.counts is None:
+            return mean_over_ranks(total, count, floor)
+        return self.counts.mean(total, count, floor)
 
 
 class Outcome(NamedTuple):
@@ -102,6 +112,10 @@ class Learner(nn.Module, ABC):
     @abstractmethod
     def forward(self, lesson: Lesson) -> Outcome:
         """The loss of one batch."""
+
+    def rate_of(self, name: str) -> float:
+        """Learning rate of the parameter called `name`, as a multiple of everybody's."""
+        return 1.0
 
     @abstractmethod
     def draft_along(self, script: Script) -> Draft:

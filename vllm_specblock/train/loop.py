@@ -6,6 +6,7 @@ train` has one. The state on disk survives a kill at any point.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import shutil
@@ -20,7 +21,7 @@ from tqdm import tqdm
 
 from vllm_specblock.train import provenance
 from vllm_specblock.train.config import RunConfig, TrainError
-from vllm_specblock.train.distributed import world
+from vllm_specblock.train.distributed import BatchCounts, world
 from vllm_specblock.train.journal import Tracker, describe
 from vllm_specblock.train.judge.replay import mean_tau
 from vllm_specblock.train.learner import Learner, Lesson, Script
@@ -124,21 +125,14 @@ class Trainer:
     def update(self) -> None:
         """One optimiser update of every learner."""
         config = self.config
-        batch = self.windows.batch(self.step, config.batch, config.seed)
         rounds = config.batch // (self.micro * self.ranks)
-        for turn in range(rounds):
-            first = (turn * self.ranks + self.rank) * self.micro
-            mine = batch[slice(first, first + self.micro)].to(self.device)
+        if rounds > 1:
+            self._learn_in_parts(rounds)
+        else:
             with self._arithmetic():
-                lesson = Lesson(
-                    mine,
-                    self.teacher.teach(mine),
-                    self.teacher.embed,
-                    self.step,
-                    seed=config.seed * 1_000_003 + self.step,  # one cut for the whole batch
-                )
+                lesson = self._lesson(0)
                 for student in self.students.values():
-                    student.learn(lesson, 1 / rounds, more_to_come=turn < rounds - 1)
+                    student.learn(lesson, None, more_to_come=False)
         rate = learning_rate(config, self.step, self.steps)
         for name, student in self.students.items():
             student.step(rate, config.clip)
@@ -149,6 +143,44 @@ class Trainer:
                     f"{config.lr}."
                 )
         self.step += 1
+
+    def _lesson(self, turn: int) -> Lesson:
+        """Micro-batch number `turn` of this rank's share of the update to come."""
+        config = self.config
+        batch = self.windows.batch(self.step, config.batch, config.seed)
+        first = (turn * self.ranks + self.rank) * self.micro
+        mine = batch[slice(first, first + self.micro)].to(self.device)
+        return Lesson(
+            mine,
+            self.teacher.teach(mine),
+            self.teacher.embed,
+            self.step,
+            seed=config.seed * 1_000_003 + self.step,  # one cut for the whole batch
+        )
+
+    def _learn_in_parts(self, rounds: int) -> None:
+        """Count all micro-batches, then learn from them: see `BatchCounts`.
+
+        Features are kept in between, p* is not: it would take far more memory than time.
+        """
+        counts = {name: BatchCounts(rounds) for name in self.students}
+        lessons = []
+        with self._arithmetic():
+            for turn in range(rounds):
+                lesson = self._lesson(turn)
+                for name, student in self.students.items():
+                    student.count(lesson, counts[name])
+                bare = lesson.teaching._replace(law=torch.empty(0))
+                lessons.append(dataclasses.replace(lesson, teaching=bare))
+        for count in counts.values():
+            count.finish()
+        # Another context: autocast would take the weights that it cast without a gradient.
+        with self._arithmetic():
+            for turn, lesson in enumerate(lessons):
+                law = self.teacher.law(lesson.teaching.last)
+                whole = dataclasses.replace(lesson, teaching=lesson.teaching._replace(law=law))
+                for name, student in self.students.items():
+                    student.learn(whole, counts[name], more_to_come=turn < rounds - 1)
 
     def _arithmetic(self):
         bf16 = self.config.precision == "bf16"
@@ -234,9 +266,11 @@ class Trainer:
             raise TrainError(f"{path} is no training state of this version; give another --out.")
         before, now = json.loads(state["options"]), self.config.must_match()
         for name, value in now.items():
-            if before.get(name) != value:
+            # An option that is newer than the state had no other value than its default.
+            then = before.get(name, type(self.config).model_fields[name].default)
+            if then != value:
                 raise TrainError(
-                    f"{path} was trained with {name} = {before.get(name)}, not {value}; "
+                    f"{path} was trained with {name} = {then}, not {value}; "
                     "give the same options, another --out, or --no-resume to start anew."
                 )
         if state["data"] != self.windows.fingerprint:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,27 +12,35 @@ from vllm_specblock.train.config import RunConfig, TrainError
 
 BETAS = (0.9, 0.999)
 _MOMENTUM = 0.95
+_NOT_HIDDEN = ("head", "embed", "queries")
+"""In the names of weights whose rows or columns stand for tokens, classes or positions."""
+
+Named = tuple[str, nn.Parameter]
 
 
-def make_optimizer(module: nn.Module, config: RunConfig) -> torch.optim.Optimizer:
-    """An optimiser of all of `module`'s weights that learn.
+def make_optimizer(
+    weights: Sequence[Named], rate_of: Callable[[str], float], config: RunConfig
+) -> torch.optim.Optimizer:
+    """An optimiser of all `weights` that learn; its groups say by `times` what their learning
+    rate is a multiple of: everybody's, see `set_rate`.
 
     Raises:
         TrainError: Muon with sharded weights: it needs whole matrices.
     """
+    learning = [(name, weight) for name, weight in weights if weight.requires_grad]
     if config.optimizer == "muon":
         if config.parallel == "shard":
             raise TrainError(
                 "optimizer muon needs whole matrices: train with parallel replicate, or with adamw."
             )
-        return MuonWithAdamW(module, config.lr, config.weight_decay)
-    return torch.optim.AdamW(
-        [weight for weight in module.parameters() if weight.requires_grad],
-        lr=config.lr,
-        betas=BETAS,
-        weight_decay=config.weight_decay,
-        fused=True,
-    )
+        return MuonWithAdamW(learning, rate_of, config.lr, config.weight_decay)
+    return _adamw(_groups(learning, rate_of), config.lr, config.weight_decay)
+
+
+def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Learn at `rate` from now on, each group at its own multiple."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group.get("times", 1.0)  # older states do not say
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
@@ -41,17 +50,25 @@ class MuonWithAdamW(torch.optim.Optimizer):
     embeddings and heads (whose rows are tokens or classes) are AdamW's.
 
     Args:
-        module: whose weights learn.
+        weights: that learn, with their names.
+        rate_of: name -> multiple of the rate.
         lr: of both. weight_decay: decoupled, of both.
     """
 
-    def __init__(self, module: nn.Module, lr: float, weight_decay: float):
-        inner, rest = _split(module)
+    def __init__(
+        self,
+        weights: Sequence[Named],
+        rate_of: Callable[[str], float],
+        lr: float,
+        weight_decay: float,
+    ):
+        inner = [named for named in weights if _is_hidden(*named)]
+        rest = [named for named in weights if not _is_hidden(*named)]
         self._parts: list[torch.optim.Optimizer] = []
         if inner:
             self._parts.append(
                 torch.optim.Muon(
-                    inner,
+                    _groups(inner, rate_of),
                     lr=lr,
                     weight_decay=weight_decay,
                     momentum=_MOMENTUM,
@@ -59,12 +76,10 @@ class MuonWithAdamW(torch.optim.Optimizer):
                 )
             )
         if rest:
-            self._parts.append(
-                torch.optim.AdamW(rest, lr=lr, betas=BETAS, weight_decay=weight_decay, fused=True)
-            )
-        super().__init__([*inner, *rest], {})
+            self._parts.append(_adamw(_groups(rest, rate_of), lr, weight_decay))
+        super().__init__([weight for _, weight in [*inner, *rest]], {})
         # Groups and state are those of the parts, so that rates and saving reach both.
-        self.param_groups = [part.param_groups[0] for part in self._parts]
+        self.param_groups = [group for part in self._parts for group in part.param_groups]
         self._share_state()
 
     def step(self, closure: None = None) -> None:
@@ -75,8 +90,11 @@ class MuonWithAdamW(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Called by `load_state_dict`, with new groups and a new state."""
         super().__setstate__(state)
-        for part, group in zip(self._parts, self.param_groups):
-            part.param_groups = [group]
+        first = 0
+        for part in self._parts:
+            count = len(part.param_groups)
+            part.param_groups = self.param_groups[first : first + count]
+            first += count
         self._share_state()
 
     def _share_state(self) -> None:
@@ -84,16 +102,18 @@ class MuonWithAdamW(torch.optim.Optimizer):
             part.state = self.state
 
 
-def _split(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """(matrices between hidden states, the rest) of the weights that learn."""
-    inner: list[nn.Parameter] = []
-    rest: list[nn.Parameter] = []
-    for name, weight in module.named_parameters():
-        if weight.requires_grad:
-            hidden = weight.dim() == 2 and not any(word in name for word in _NOT_HIDDEN)
-            (inner if hidden else rest).append(weight)
-    return inner, rest
+def _adamw(groups: list[dict[str, Any]], lr: float, weight_decay: float) -> torch.optim.AdamW:
+    return torch.optim.AdamW(groups, lr=lr, betas=BETAS, weight_decay=weight_decay, fused=True)
 
 
-_NOT_HIDDEN = ("head", "embed", "queries")
-"""In the names of weights whose rows or columns stand for tokens, classes or positions."""
+def _groups(weights: Sequence[Named], rate_of: Callable[[str], float]) -> list[dict[str, Any]]:
+    """One group for each multiple of the rate."""
+    groups: dict[float, list[nn.Parameter]] = {}
+    for name, weight in weights:
+        groups.setdefault(rate_of(name), []).append(weight)
+    return [{"params": params, "times": times} for times, params in groups.items()]
+
+
+def _is_hidden(name: str, weight: nn.Parameter) -> bool:
+    """Whether a weight is a matrix between hidden states."""
+    return weight.dim() == 2 and not any(word in name for word in _NOT_HIDDEN)

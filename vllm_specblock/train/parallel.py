@@ -74,6 +74,7 @@ class Spread:
     Attributes:
         module: what is called for a loss.
         parameters: what this rank's optimiser steps.
+        named_parameters: the same, with the learner's own names for them.
     """
 
     def __init__(self, learner: Learner, mode: Literal["replicate", "shard"]):
@@ -89,6 +90,11 @@ class Spread:
         else:
             self.module = learner
         self.parameters = list(self.module.parameters())
+        # DDP puts "module." before every name.
+        self.named_parameters = [
+            (name.removeprefix("module."), parameter)
+            for name, parameter in self.module.named_parameters()
+        ]
 
     @contextlib.contextmanager
     def adding_up(self, more_to_come: bool) -> Iterator[None]:

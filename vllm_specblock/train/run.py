@@ -90,7 +90,7 @@ def build(config: TrainConfig, device: torch.device) -> Trainer:
     ground = prepare(config, device, shortest=config.block_size + 2)
     drafter = new_drafter(config, ground)
     teacher = make_teacher(config, ground, drafter.t2d, device)
-    if config.init is None:
+    if config.init is None and config.lm_head == "target":
         start_from_head(drafter, config.target)
     drafter = drafter.to(device, torch.float32).train()
     learner = SpecBlockLearner(drafter, recipe(config, device))

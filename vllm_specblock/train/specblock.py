@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,8 @@ from vllm_specblock.train.learner import Draft, Learner, Lesson, Outcome, Script
 from vllm_specblock.train.losses import BlockLoss, RankLoss
 from vllm_specblock.train.objective import Unroll
 
+Mean = Callable[[Tensor, Tensor, float], Tensor]
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -32,6 +35,7 @@ class Recipe:
         loss_floor: N_k of eq. 6 counts as at least this share of block 1's rows. With 0,
             while paths are still short, the mean of a handful of rows weighs as much as that
             of all rows, and its noise drowns the first position.
+        shift_lr: learning rate of the layer-wise shift, as a multiple of everybody's.
         valid_prefix: eq. 5; False is an ablation.
         mask_restart: the valid-prefix mask starts anew in each block.
         kernel: of the attention.
@@ -43,6 +47,7 @@ class Recipe:
     rank_from: int = 2000
     rank_loss: RankLoss = "plain"
     loss_floor: float = 0.25
+    shift_lr: float = 1.0
     valid_prefix: bool = True
     mask_restart: bool = False
     kernel: Kernel = "sdpa"
@@ -81,12 +86,15 @@ class SpecBlockLearner(Learner):
             recompute=recipe.recompute,
             forward=self._forward[0],
         ).blocks(self.cuts(lesson))
-        return outcome(blocks, recipe.num_blocks, recipe.loss_floor)
+        return outcome(blocks, recipe.num_blocks, recipe.loss_floor, lesson.mean)
 
     def cuts(self, lesson: Lesson) -> list[int]:
         """Where later blocks start in this batch: one position 1..K per boundary."""
         block, boundaries = self.drafter.config.block_size, self.recipe.num_blocks - 1
         return torch.randint(1, block + 1, (boundaries,), generator=lesson.draws()).tolist()
+
+    def rate_of(self, name: str) -> float:
+        return self.recipe.shift_lr if name.startswith("drafter.shift_proj.") else 1.0
 
     def draft_along(self, script: Script) -> Draft:
         return SpecBlockDraft(self.drafter, script, self.shape)
@@ -98,8 +106,13 @@ class SpecBlockLearner(Learner):
         drafter_files.save(drafter.to(torch.bfloat16), directory)
 
 
-def outcome(blocks: list[BlockLoss], num_blocks: int, loss_floor: float) -> Outcome:
-    """Eq. 7 from the sums of up to `num_blocks` blocks: those that were not reached count 0."""
+def outcome(
+    blocks: list[BlockLoss], num_blocks: int, loss_floor: float, mean: Mean = mean_over_ranks
+) -> Outcome:
+    """Eq. 7 from the sums of up to `num_blocks` blocks: those that were not reached count 0.
+
+    mean: sums, rows and a floor of the divisors -> means over the whole batch.
+    """
     absent = num_blocks - len(blocks)
 
     def grid(rows: list[Tensor]) -> Tensor:
@@ -107,8 +120,8 @@ def outcome(blocks: list[BlockLoss], num_blocks: int, loss_floor: float) -> Outc
 
     counted = grid([block.counted for block in blocks])
     nats = grid([block.draft for block in blocks])
-    draft = mean_over_ranks(nats, counted, loss_floor)
-    rank = mean_over_ranks(grid([block.rank for block in blocks]), counted.sum(1))
+    draft = mean(nats, counted, loss_floor)
+    rank = mean(grid([block.rank for block in blocks]), counted.sum(1), 0.0)
     return Outcome(
         loss=draft.sum() + rank.sum(),
         nats=nats.detach(),

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from vllm_specblock.train.config import RunConfig
+from vllm_specblock.train.distributed import BatchCounts
 from vllm_specblock.train.journal import Journal
 from vllm_specblock.train.learner import Learner, Lesson
-from vllm_specblock.train.optimizers import make_optimizer
+from vllm_specblock.train.optimizers import make_optimizer, set_rate
 from vllm_specblock.train.parallel import Spread
 
 
@@ -19,13 +21,28 @@ class Student:
 
     def __init__(self, learner: Learner, config: RunConfig):
         self.spread = Spread(learner, config.parallel)
-        self.optimizer = make_optimizer(self.spread.module, config)
+        self.optimizer = make_optimizer(self.spread.named_parameters, learner.rate_of, config)
         self.journal = Journal()
         self.best_tau = 0.0
         self.lost = 0  # updates in a row whose gradient was not finite
 
-    def learn(self, lesson: Lesson, share: float, more_to_come: bool) -> None:
-        """Add up the gradients of one micro-batch, which is `share` of the batch."""
+    @torch.no_grad()
+    def count(self, lesson: Lesson, counts: BatchCounts) -> None:
+        """Add the rows of one micro-batch to those of the batch."""
+        counts.start()
+        with self.spread.adding_up(True):
+            self.spread.module(replace(lesson, counts=counts))
+
+    def learn(self, lesson: Lesson, counts: BatchCounts | None, more_to_come: bool) -> None:
+        """Add up the gradients of one micro-batch.
+
+        counts: of the whole batch, when there are several.
+        """
+        share = 1.0
+        if counts is not None:
+            share = 1 / counts.rounds
+            lesson = replace(lesson, counts=counts)
+            counts.start()
         with self.spread.adding_up(more_to_come):
             outcome = self.spread.module(lesson)
             (outcome.loss * share).backward()
@@ -37,8 +54,7 @@ class Student:
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         finite = bool(norm.isfinite())
         if finite:
-            for group in self.optimizer.param_groups:
-                group["lr"] = rate
+            set_rate(self.optimizer, rate)
             self.optimizer.step()
         self.lost = 0 if finite else self.lost + 1
         self.optimizer.zero_grad(set_to_none=True)

@@ -14,6 +14,7 @@ from vllm_specblock.draft.model import SpecBlockDrafter
 from vllm_specblock.draft.sharpness import Sharpness
 from vllm_specblock.draft.specblock import SpecBlockHead
 from vllm_specblock.train.learner import Script
+from vllm_specblock.train.losses import RANK_BUCKETS
 from vllm_specblock.tree import DraftTree
 
 
@@ -26,6 +27,9 @@ class SpecBlockDraft:
         shape: of the trees, with any number of blocks.
         sharpness: learned from every step along the text, as in serving; None: 1.
         temperature: at which the target wrote the text.
+        true_buckets: where a position's path is the text so far, take the rank bucket of the text's
+            next token, not the rank head's: what rank guidance could give at the most. Elsewhere
+            there is no true one, and the rank head's stays.
     """
 
     def __init__(
@@ -35,6 +39,7 @@ class SpecBlockDraft:
         shape: Shape,
         sharpness: Sharpness | None = None,
         temperature: float = 0.0,
+        true_buckets: bool = False,
     ):
         weight = drafter.lm_head.weight
         self.drafter, self.script, self.shape = drafter, script, shape
@@ -46,20 +51,22 @@ class SpecBlockDraft:
         if sharpness is not None:
             sharpness.begin(0)  # as a request of its own
         self.temperature = torch.tensor([temperature], device=self.device)
+        self.true_buckets = true_buckets
         self.before: tuple[int, DraftTree] | None = None  # the last step's root and tree
 
     @torch.no_grad()
     def __call__(self, root: int) -> DraftTree:
         """The tree (R = 1) whose root is the text's token number `root`."""
-        drafter, width = self.drafter, self.shape.width
-        beta = None
+        drafter, beta = self.drafter, None
         if self.sharpness is not None:
             self._learn(self.sharpness, root)
             beta = self.sharpness.of(self.temperature, self.slot)
         drafted = self._append(root)  # [rows so far, K, H]; row 0 is the drafting row
         depth = torch.zeros(1, dtype=torch.int64, device=self.device)  # tokens before a row
         expansion = Expansion(self.shape, self.branching, num_requests=1)
-        expansion.first_block(*drafter.candidates(drafted, width, beta))
+        on_text = torch.ones(1, dtype=torch.bool, device=self.device)  # the path to each row
+        best, on_text = self._candidates(drafted[None], beta, root + 1 + depth, on_text)
+        expansion.first_block(*(x[:, 0] for x in best))
         growth = self.cache.grow()
         for block in range(2, self.shape.num_blocks + 1):
             starts = expansion.starts(block)
@@ -72,7 +79,10 @@ class SpecBlockDraft:
                 base,
                 growth.starts(row, position),
             )  # [S, K, H]
-            expansion.next_block(starts, block, *drafter.candidates(hidden[None], width, beta))
+            follows = on_text[row, position] & (starts.token[0] == self._text(root + reach))
+            best, so_far = self._candidates(hidden[None], beta, root + 1 + reach, follows)
+            expansion.next_block(starts, block, *best)
+            on_text = torch.cat([on_text, so_far])
             drafted, depth = torch.cat([drafted, hidden]), torch.cat([depth, reach])
         tree = expansion.finish()
         self.before = root, tree
@@ -93,6 +103,40 @@ class SpecBlockDraft:
         token = self._embed(self.script.tokens[row + 1])
         return self.drafter(condition, token, row + 1, self.cache.append(newest), newest)
 
+    def _candidates(
+        self, hidden: Tensor, beta: Tensor | None, first: Tensor, follows: Tensor
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+        """What `SpecBlockDrafter.candidates` gives of some rows, with the buckets asked for.
+
+        Args:
+            hidden: [1, rows, K, H]; beta: as there.
+            first: [rows] int64, number of the text's token that position 0 of each row drafts.
+            follows: [rows] bool, the path to the row is the text.
+
+        Returns:
+            log-probabilities and tokens [1, rows, K, B] and buckets [1, rows, K], then [rows, K]
+            bool: the path to each position is the text (known with true buckets only).
+        """
+        width, block = self.shape.width, hidden.shape[2]
+        if not self.true_buckets:
+            best = self.drafter.candidates(hidden, width, beta)
+            return best, follows[:, None].expand(-1, block)
+        seen = max(width, RANK_BUCKETS[-1])
+        logprob, token, bucket = self.drafter.candidates(hidden, seen, beta)
+        text = self._text(first[:, None] + torch.arange(block, device=self.device))
+        right = token[0] == text[..., None]  # [rows, K, seen]
+        rank = torch.where(right.any(-1), right.byte().argmax(-1), seen) + 1
+        true = torch.bucketize(rank, torch.tensor(RANK_BUCKETS, device=self.device))
+        chain = torch.cat([follows[:, None], right[:, :-1, 0]], dim=1)
+        on_text = chain.long().cumprod(1).bool()
+        bucket = torch.where(on_text & (text >= 0), true, bucket[0])[None]
+        return (logprob[..., :width], token[..., :width], bucket), on_text
+
+    def _text(self, number: Tensor) -> Tensor:
+        """The text's tokens of these numbers, −1 past its end."""
+        tokens = self.script.tokens
+        return tokens[number.clamp(max=len(tokens) - 1)].where(number < len(tokens), -1)
+
     def _embed(self, tokens: Tensor) -> Tensor:
         return self.script.embed(tokens).to(self.dtype)
 
@@ -112,13 +156,13 @@ def chain_shape(drafter: SpecBlockDrafter, blocks: int) -> Shape:
     return Shape(block, blocks, 1, (1, 1, 1, 1), blocks * block)
 
 
-def uniform_shape(shape: Shape) -> Shape:
+def uniform_shape(shape: Shape, width: int | None = None) -> Shape:
     """Ablation: the same width at every position, and no position gives up.
 
-    The least width, from 2 on, that hangs half as many candidates again as the budget: many are
-    of equal text and join, and a tree that stays below the budget would be no fair comparison.
-    The cut to the budget by score stays.
+    By default the least width, from 2 on, that hangs half as many candidates again as the budget:
+    many are of equal text and join, and a tree that stays below the budget would be no fair
+    comparison. The cut to the budget by score stays.
     """
     cells = shape.num_rows * shape.block_size
-    width = max(2, -(-3 * shape.budget // (2 * cells)))
+    width = width or max(2, -(-3 * shape.budget // (2 * cells)))
     return replace(shape, branching=(width,) * 4)

@@ -36,6 +36,10 @@ class Teacher(Protocol):
         """Target ids [...] int64 -> the target's own embeddings [..., Ht]."""
         ...
 
+    def law(self, last: Tensor) -> Tensor:
+        """`Teaching.law` of `Teaching.last`."""
+        ...
+
 
 class OnlineTeacher:
     """Runs the frozen target over each batch.
@@ -63,7 +67,11 @@ class OnlineTeacher:
         )
         hidden = torch.cat([output.hidden_states[layer] for layer in self.layer_ids], dim=-1)
         last = output.last_hidden_state
-        return Teaching(hidden, last, law_of(last, self.head))
+        return Teaching(hidden, last, self.law(last))
+
+    @torch.no_grad()
+    def law(self, last: Tensor) -> Tensor:
+        return law_of(last, self.head)
 
     def embed(self, tokens: Tensor) -> Tensor:
         return self.embedding(tokens)

@@ -63,7 +63,11 @@ class StoredTeacher:
             TrainError: a piece of the batch is not on disk, or has other tokens there.
         """
         hidden, last = (rows.to(self.device, self.dtype) for rows in self._gather(batch))
-        return Teaching(hidden, last, law_of(last, self.head))
+        return Teaching(hidden, last, self.law(last))
+
+    @torch.no_grad()
+    def law(self, last: Tensor) -> Tensor:
+        return law_of(last, self.head)
 
     def embed(self, tokens: Tensor) -> Tensor:
         return embedding(tokens, self.embedding)
