@@ -202,7 +202,7 @@ def rotate_half_order(values: Tensor, heads: int) -> Tensor:
 
 
 def save_tokenizer(said: dict[str, Any], folder: Path) -> None:
-    """SmolLM2's byte-level BPE, which splits numbers into digits (`tokenizer.ggml.pre` = smollm)."""
+    """Write SmolLM2's byte-level BPE, which splits numbers into digits."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
