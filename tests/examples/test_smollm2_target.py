@@ -23,7 +23,7 @@ gguf = pytest.importorskip("gguf", reason="reads and writes GGUF files")
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples/smollm2/target.py"
 CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-MERGES = ["h e", "l l", "he ll", "hell o", "Ġ hello", "1 2"]
+MERGES = ["h e", "l l", "he ll", "hell o", "Ġ hello", "1 2", "Ġ Ġ"]
 TOKENS = CONTROL + sorted(bytes_to_unicode().values()) + [m.replace(" ", "") for m in MERGES]
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}"
 HEADS, KV_HEADS = 4, 2
@@ -148,6 +148,7 @@ def test_the_tokenizer_merges_splits_digits_and_keeps_control_tokens(converted):
 
     assert split("hello hello") == ["hello", "Ġhello"]
     assert split("12") == ["1", "2"]  # although there is a merge
+    assert split("1  2") == ["1", "ĠĠ", "2"]  # GPT-2 would give the last space to the number
     assert split("<|im_start|>hello<|im_end|>") == ["<|im_start|>", "hello", "<|im_end|>"]
     for text in ("ünï 你好\n\t 3.14", " hello<|im_end|>"):
         assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
