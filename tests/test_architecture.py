@@ -21,6 +21,7 @@ ROOMS = [
     {"config", "draft", "combine", "verify", "commit"},
     {"train"},
     {"triton_interpreter", "engine"},
+    {"bench"},
     {"plugin", "cli"},
     {"__main__"},
 ]
@@ -72,7 +73,8 @@ STEP = [
     *(ROOT / "vllm_specblock/draft/eagle3" / f"{name}.py" for name in ("growth", "head", "model")),
     *(ROOT / "vllm_specblock/engine" / f"{name}.py" for name in (
         "slots", "rows", "sampler", "speculator", "proposal", "counters", "model_state",
-        "attention", "kv", "graphs", "dummy", "adaptive"
+        "attention", "kv", "graphs", "dummy", "adaptive",
+        "draft_clock"
     )),
     ROOT / "vllm_specblock/tree.py",
     ROOT / "vllm_specblock/candidates.py",

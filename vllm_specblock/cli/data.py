@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-
-def json_object(text: str) -> dict[str, Any]:
-    """Parse '{"name": value}'."""
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError:
-        value = None
-    if not isinstance(value, dict):
-        raise typer.BadParameter(f'{text!r} is not a JSON object, such as {{"name": 1}}.')
-    return value
+from vllm_specblock.cli.options import json_object
 
 
 def data(

@@ -1,0 +1,88 @@
+"""Time of the drafters' forwards, T_D [SpecBlock, §3]: apart from commit, learning and counters."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from vllm_specblock.engine.counters import Counts
+from vllm_specblock.triton_kernels.device_clock import begin_span_triton, end_span_triton
+
+DRAFTING_NS, DRAFTING_STEPS = "drafting_nanoseconds", "drafting_steps"
+
+
+class DraftClock:
+    """Sums the time between `begin` and `end`, over all steps that ended one.
+
+    On a GPU the device reads its own clock, before and after: that is captured in a graph like any
+    kernel, and nobody waits for it. What the host sees there is as old as in `HeadCounters`.
+    """
+
+    def __init__(self, device: torch.device):
+        # Nanoseconds, steps, and when the span that is open began.
+        self.total = torch.zeros(3, dtype=torch.int64, device=device)
+        self._host = self.total
+        if self.total.is_cuda:
+            self._host = torch.zeros(3, dtype=torch.int64, pin_memory=True)
+        self._began = 0
+
+    def begin(self) -> None:
+        if self.total.is_cuda:
+            return begin_span_triton(self.total)
+        self._began = time.perf_counter_ns()
+
+    def end(self) -> None:
+        if self.total.is_cuda:
+            return end_span_triton(self.total)
+        self.total[0] += time.perf_counter_ns() - self._began
+        self.total[1] += 1
+
+    def counts(self) -> Counts:
+        """What is on the host by now; starts the copy of today's."""
+        nanoseconds, steps, _ = self._host.tolist()  # a host tensor
+        if self._host is not self.total:
+            self._host.copy_(self.total, non_blocking=True)
+        return {(DRAFTING_NS, 0): nanoseconds, (DRAFTING_STEPS, 0): steps}
+
+
+class Stopwatch:
+    """Time inside the `propose` of any of vLLM's speculators, in steps without prompts.
+
+    For speculators without a `DraftClock`: all that vLLM's own do in `propose` is drafting. On a
+    GPU the device's time, else wall clock.
+
+    Args:
+        speculator: of a Model Runner V2.
+    """
+
+    def __init__(self, speculator: Any, on_gpu: bool):
+        self.event = (lambda: torch.cuda.Event(enable_timing=True)) if on_gpu else None
+        self.spans: list[tuple[Any, Any]] = []
+        propose = speculator.propose
+
+        def timed(batch, *args, **kwargs):
+            start = self._now()
+            result = propose(batch, *args, **kwargs)
+            if not batch.has_prefill:
+                self.spans.append((start, self._now()))
+            return result
+
+        speculator.propose = timed
+
+    def _now(self) -> Any:
+        if self.event is None:
+            return time.perf_counter()
+        event = self.event()
+        event.record()
+        return event
+
+    def take(self) -> tuple[int, int]:
+        """Nanoseconds since the last call, and in how many steps."""
+        spans, self.spans = self.spans, []
+        if self.event is None:
+            return int(sum(end - start for start, end in spans) * 1e9), len(spans)
+        if spans:
+            spans[-1][1].synchronize()
+        return int(sum(start.elapsed_time(end) for start, end in spans) * 1e6), len(spans)
