@@ -13,15 +13,18 @@ import os
 import platform
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from vllm_specblock.bench.process import EngineFailed, EngineProcess, end_all
+from vllm_specblock.engine.answering import ACCEPTED, DRAFTS
+
 EXAMPLES = Path(__file__).resolve().parent
 sys.path[:0] = [str(EXAMPLES), str(EXAMPLES / "smollm2")]
 
-from demo_engine import Answer, Engine, EngineFailed  # noqa: E402
 from near_ties import explain  # noqa: E402
 from target import NAME, TargetError, default_folder, make_target  # noqa: E402
 
@@ -35,6 +38,26 @@ PROMPTS = [
     "the text is the same as without the small model, but it takes fewer forward passes to write.",
 ]
 DRAFTER = EXAMPLES / "smollm2/drafter"
+LOGS = EXAMPLES.parent / "runs/demo"
+RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one prompt was answered, and what that took.
+
+    Attributes:
+        prompt, ids: token ids of the question and of the answer.
+        wall, cpu: seconds by the clock, and of processor time.
+        drafts, accepted: trees verified, and their tokens that were accepted.
+    """
+
+    prompt: list[int]
+    ids: list[int]
+    wall: float
+    cpu: float
+    drafts: int
+    accepted: int
 
 
 def main(
@@ -50,6 +73,9 @@ def main(
     eager: Annotated[bool, typer.Option("--eager", help="Compile neither engine.")] = False,
 ) -> None:
     """Compare vLLM with and without SpecBlock on SmolLM2-135M-Instruct."""
+    # Here and not above: `--help` should not take seconds.
+    from transformers import AutoTokenizer
+
     if dtype not in ("float32", "bfloat16"):
         fail(f"--dtype is float32 or bfloat16, not {dtype}.")
     speculative = draft_options(drafter, nodes, blocks)
@@ -57,14 +83,14 @@ def main(
         target = make_target(default_folder())
     except TargetError as error:
         fail(str(error))
-    engines = start(target, speculative, dtype, eager)
+    engines: list[EngineProcess] = []
     try:
-        answers = take_turns(engines, max_tokens)
+        start(engines, target, speculative, dtype, eager)
+        answers = take_turns(engines, AutoTokenizer.from_pretrained(target), max_tokens)
     except (EngineFailed, KeyboardInterrupt) as error:
         fail(str(error) or "stopped.")
     finally:
-        for engine in engines:
-            engine.close()
+        end_all(engines)
     show_table(answers, speculative, dtype)
     raise typer.Exit(0 if compare(answers, target, dtype) else 1)
 
@@ -87,8 +113,14 @@ def draft_options(drafter: str, nodes: int, blocks: int | None) -> dict[str, Any
     return options | {"model": drafter} | ({} if blocks is None else {"num_blocks": blocks})
 
 
-def start(target: Path, speculative: dict[str, Any], dtype: str, eager: bool) -> list[Engine]:
-    """Plain vLLM as it comes, and vLLM with drafts; both ready, both at rest."""
+def start(
+    engines: list[EngineProcess],
+    target: Path,
+    speculative: dict[str, Any],
+    dtype: str,
+    eager: bool,
+) -> None:
+    """Append plain vLLM as it comes, and vLLM with drafts; both ready, both at rest."""
     settings = {
         "model": str(target),
         "dtype": dtype,
@@ -101,48 +133,85 @@ def start(target: Path, speculative: dict[str, Any], dtype: str, eager: bool) ->
         "disable_log_stats": False,
         "distributed_executor_backend": "uni",
     }
+    # In one process, a second thread of torch only spins beside vLLM's own. As vLLM's own attention
+    # would on a GPU, kernels in Triton would round float32 to TF32.
+    common = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR",
+              "OMP_NUM_THREADS": "1", "TRITON_F32_DEFAULT": "ieee"}  # fmt: skip
     print(f"{NAME} in {dtype}: starting vLLM twice, plain and with {label(speculative)}.")
     print("The first time, vLLM compiles the model for this machine.", flush=True)
     began = time.perf_counter()
-    # What a user has who sets nothing. The plugin needs Model Runner V2, which vLLM's CPU build
-    # uses only when told to.
-    engines = [
-        Engine(settings, {"VLLM_USE_V2_MODEL_RUNNER": None}),
-        Engine(settings | {"speculative_config": speculative}, {"VLLM_USE_V2_MODEL_RUNNER": "1"}),
-    ]
-    try:
-        for engine in engines:
-            engine.wait()
-    except (EngineFailed, KeyboardInterrupt) as error:
-        for engine in engines:
-            engine.close()
-        fail(str(error) or "stopped.")
+    LOGS.mkdir(parents=True, exist_ok=True)
+    # Plain: what a user has who sets nothing. The plugin needs Model Runner V2, which vLLM's CPU
+    # build uses only when told to.
+    for name, runner, drafts in (("plain", None, None), ("drafts", "1", speculative)):
+        arguments = settings | {"speculative_config": drafts}
+        environment = common | {RUNNER: runner}
+        log = LOGS / f"{name}.log"
+        engines.append(EngineProcess(name, arguments, environment, log, wait=False))
+    for engine in engines:
+        engine.wait()
     print(f"Both are ready after {time.perf_counter() - began:.0f} s.")
-    return engines
 
 
-def take_turns(engines: list[Engine], max_tokens: int) -> list[tuple[Answer, Answer]]:
+def take_turns(
+    engines: list[EngineProcess], tokenizer: Any, max_tokens: int
+) -> list[tuple[Answer, Answer]]:
     """Both answers to every prompt. Who begins changes from prompt to prompt."""
+    for engine in engines:  # first calls allocate, and compile what was not compiled before
+        ask(engine, tokenizer, PROMPTS[-1], 24, Hidden())
     answers = []
     for number, prompt in enumerate(PROMPTS):
         print(f"\n\033[1m{prompt}\033[0m" if sys.stdout.isatty() else f"\n--- {prompt}")
         found: dict[int, Answer] = {}
         for which in (1, 0) if number % 2 == 0 else (0, 1):
-            found[which] = engines[which].ask(prompt, max_tokens, show if which else hide)
-            if which:
-                print()
+            listener = Shown(tokenizer) if which else Hidden()
+            found[which] = ask(engines[which], tokenizer, prompt, max_tokens, listener)
         answers.append((found[0], found[1]))
         same = "the same answer" if found[0].ids == found[1].ids else "ANOTHER ANSWER"
-        print(f"[vLLM {found[0].wall:.1f} s, with drafts {found[1].wall:.1f} s: {same}]")
+        print(f"\n[vLLM {found[0].wall:.1f} s, with drafts {found[1].wall:.1f} s: {same}]")
     return answers
 
 
-def show(text: str) -> None:
-    print(text, end="", flush=True)
+def ask(
+    engine: EngineProcess, tokenizer: Any, message: str, max_tokens: int, listener: Hidden
+) -> Answer:
+    """The greedy answer to a user's message."""
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": message}], add_generation_prompt=True, return_dict=False
+    )
+    job = {"prompts": [prompt], "seeds": [0], "temperature": 0.0, "max_tokens": max_tokens,
+           "ignore_eos": False, "stream": True}  # fmt: skip
+    found = engine.ask(job, listener.hear)
+    counters = found["counters"]
+    return Answer(
+        prompt,
+        found["ids"][0],
+        found["wall"],
+        found["cpu"],
+        counters.get(DRAFTS, 0),
+        counters.get(ACCEPTED, 0),
+    )
 
 
-def hide(text: str) -> None:
-    pass
+class Hidden:
+    """Hears an answer and says nothing: it costs the engine what being heard costs."""
+
+    def hear(self, index: int, tokens: list[int]) -> None:
+        pass
+
+
+class Shown(Hidden):
+    """Prints an answer as its tokens come."""
+
+    def __init__(self, tokenizer: Any):
+        self.tokenizer, self.ids, self.shown = tokenizer, [], ""
+
+    def hear(self, index: int, tokens: list[int]) -> None:
+        self.ids += tokens
+        text = self.tokenizer.decode(self.ids, skip_special_tokens=True)
+        if not text.endswith("\ufffd"):  # else a letter has not all of its bytes yet
+            print(text[len(self.shown) :], end="", flush=True)
+            self.shown = text
 
 
 def label(speculative: dict[str, Any]) -> str:

@@ -57,7 +57,9 @@ def first_difference(one: list[int], other: list[int]) -> int:
 def explain(target: Path, partings: list[tuple[list[int], list[int], list[int]]]) -> list[Parting]:
     """Look at each (prompt, one answer, another answer), ids each, which must differ."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(target)
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
     found = []

@@ -2,43 +2,32 @@
 
 from __future__ import annotations
 
-import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 import typer
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from vllm_specblock.bench.process import EngineFailed, EngineProcess, end_all
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGET = ROOT / "examples/tiny_pair/target"
 
-# Counts instead of thinking: three steps of two tokens each, of which one was drafted.
-FAKE_VLLM = """
-from types import SimpleNamespace as Of
-class SamplingParams:
-    def __init__(self, **options): self.__dict__.update(options)
-class LLM:
-    def __init__(self, model, **options):
-        if model == "missing": raise ValueError("there is no such model")
-        self.model, self.count, self.left, self.llm_engine = model, 0, 0, self
-    def get_tokenizer(self): return self
-    def apply_chat_template(self, messages, **options):
-        print("this must not reach the pipe")
-        return [len(messages[0]["content"])]
-    def get_metrics(self):
-        return [Of(name="vllm:spec_decode_num_drafts", value=self.count),
-                Of(name="vllm:spec_decode_num_accepted_tokens", value=self.count)]
-    def add_request(self, name, prompt, params):
-        assert (params.temperature, params.output_kind) == (0, "delta")
-        self.left = 3
-    def has_unfinished_requests(self): return self.left > 0
-    def step(self):
-        self.left -= 1; self.count += 1
-        return [Of(outputs=[Of(token_ids=[self.left, 7], text=f"{self.model}{self.left} ")])]
+# Speaks as `vllm_specblock/engine/answering.py` does, and counts instead of thinking.
+CHILD = """
+import json, sys
+if json.loads(sys.stdin.readline())["model"] == "missing":
+    print("there is no such model", file=sys.stderr)
+    sys.exit(3)
+say = lambda what: print(json.dumps(what), flush=True)
+say({"runner": "none"})
+for job in map(json.loads, sys.stdin):
+    for number in range(3):
+        say({"said": [0, [number, 7]]})
+    ids = [job["prompts"][0] + [job["max_tokens"]]]
+    say({"ids": ids, "wall": 0.5, "cpu": 0.25, "counters": {"vllm:spec_decode_num_drafts": 4}})
 """
 
 
@@ -50,85 +39,62 @@ def load(name):
         sys.path.remove(str(ROOT / "examples"))
 
 
-demo, demo_engine, near_ties = (load(n) for n in ("demo", "demo_engine", "near_ties"))
-Answer = demo_engine.Answer
+demo, near_ties = load("demo"), load("near_ties")
+Answer = demo.Answer
 
 
 @pytest.fixture
 def start(tmp_path):
-    package = tmp_path / "vllm"
-    package.mkdir()
-    (package / "__init__.py").write_text(FAKE_VLLM)
-    (package / "sampling_params.py").write_text("class RequestOutputKind: DELTA = 'delta'\n")
     started = []
 
     def go(model):
-        environment = {"PYTHONPATH": str(tmp_path), "HOME": None}
-        started.append(demo_engine.Engine({"model": model}, environment))
+        arguments, command = {"model": model}, [sys.executable, "-c", CHILD]
+        log = tmp_path / f"{len(started)}.log"
+        started.append(EngineProcess("e", arguments, {}, log, command, wait=False))
         return started[-1]
 
     yield go
-    for engine in started:
-        engine.close()
+    end_all(started)
 
 
-def state_of(engine) -> str:
-    stat = Path(f"/proc/{engine._process.pid}/stat").read_text()
-    return stat.rsplit(")", 1)[1].split()[0]
+class Letters:
+    """A tokenizer whose tokens are letters."""
+
+    def apply_chat_template(self, messages, **options):
+        return [len(messages[0]["content"])]
+
+    def decode(self, ids, **options):
+        return "".join(chr(97 + i) for i in ids)
 
 
-def until(condition) -> bool:
-    deadline = time.monotonic() + 20
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return condition()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_engines_answer_in_turns_and_rest_between(start):
+def test_engines_start_together_and_are_heard_as_they_speak(start, capsys):
     engines = [start("a"), start("b")]
     for engine in engines:
         engine.wait()
-    said: list[str] = []
     for engine in (*engines, engines[0]):
-        answer = engine.ask("hello", 9, said.append)
-        assert (answer.prompt, answer.ids) == ([5], [2, 7, 1, 7, 0, 7])
-        assert (answer.drafts, answer.accepted) == (3, 3)
-        assert answer.wall > 0
-        assert until(lambda: all(state_of(engine) == "T" for engine in engines))
-    assert "".join(said) == "a2 a1 a0 b2 b1 b0 a2 a1 a0 "
-    engines[0].close()
-    assert engines[0]._process.returncode == -signal.SIGKILL
+        found = demo.ask(engine, Letters(), "hello", 9, demo.Shown(Letters()))
+        assert found == Answer([5], [5, 9], 0.5, 0.25, 4, 0)
+    demo.ask(engines[1], Letters(), "hello", 9, demo.Hidden())
+    assert capsys.readouterr().out == "ahbhch" * 3
 
 
-def test_an_engine_that_cannot_start_says_why(start):
-    with pytest.raises(demo_engine.EngineFailed, match="ended with code 1: ValueError: there is"):
-        start("missing").wait()
+def test_an_engine_that_cannot_start_takes_no_other_along(start):
+    good, bad = start("a"), start("missing")
+    good.wait()
+    with pytest.raises(EngineFailed, match="ended with code 3, after: there is no such model"):
+        bad.wait()
+    assert good.ask({"prompts": [[1]], "max_tokens": 2})["ids"] == [[1, 2]]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="a parent's death is Linux's to tell")
-def test_a_resting_engine_does_not_outlive_a_killed_demo(start, tmp_path):
-    start("a")  # its fake is there now
-    code = f"""
-import sys, time
-sys.path.insert(0, {str(ROOT / "examples")!r})
-from demo_engine import Engine
-engine = Engine({{"model": "a"}}, {{"PYTHONPATH": {str(tmp_path)!r}}})
-engine.wait()
-print(engine._process.pid, flush=True)
-time.sleep(60)
-"""
-    command = [sys.executable, "-c", code]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
-        child = int(parent.stdout.readline())
-        assert Path(f"/proc/{child}").exists()
-        parent.kill()
-
-    def gone():
-        stat = Path(f"/proc/{child}/stat")
-        return not stat.exists() or stat.read_text().rsplit(")", 1)[1].split()[0] == "Z"
-
-    assert until(gone)
+def test_half_a_letter_waits_for_its_other_half(capsys):
+    tokenizer = AutoTokenizer.from_pretrained(TARGET)
+    text = "a 你 b"
+    shown = demo.Shown(tokenizer)
+    for token in tokenizer(text, add_special_tokens=False)["input_ids"]:
+        shown.hear(0, [token])
+        print("|", end="")
+    said = capsys.readouterr().out
+    assert said.replace("|", "") == text and "\ufffd" not in said and "||" in said
 
 
 def answer_of(ids, wall=1.0, drafts=0, accepted=0):
@@ -143,29 +109,29 @@ def run(monkeypatch, tmp_path):
     (drafter / "config.json").write_text("{}")
 
     def go(plain, drafted, **options):
-        engines = [Scripted(plain), Scripted(drafted)]
-        asked = {}
+        plain, drafted, started, ended = iter(plain), iter(drafted), [], []
+
+        def start(engines, *given):
+            engines += [plain, drafted]
+            started.extend(given)
+
+        def ask(engine, tokenizer, message, max_tokens, listener):
+            if max_tokens == 24:  # warms up
+                return None
+            listener.hear(0, tokenizer("class")["input_ids"])
+            return next(engine)
+
         monkeypatch.setattr(demo, "make_target", lambda folder: TARGET)
-        monkeypatch.setattr(demo, "start", lambda *given: asked.update(given=given) or engines)
+        monkeypatch.setattr(demo, "start", start)
+        monkeypatch.setattr(demo, "ask", ask)
+        monkeypatch.setattr(demo, "end_all", ended.extend)
         with pytest.raises(typer.Exit) as left:
             demo.main(**{"drafter": str(drafter), "nodes": 16, "blocks": None, "max_tokens": 8,
                          "dtype": "float32", "eager": False, **options})  # fmt: skip
-        assert all(engine.closed for engine in engines) or "given" not in asked
-        return left.value.exit_code, asked.get("given")
+        assert len(ended) == (2 if started else 0)
+        return left.value.exit_code, started
 
     return go
-
-
-class Scripted:
-    def __init__(self, answers):
-        self.answers, self.closed = iter(answers), False
-
-    def ask(self, message, max_tokens, said):
-        said(f"[{message[:5]}]")
-        return next(self.answers)
-
-    def close(self):
-        self.closed = True
 
 
 FOUR = [[number] * 5 for number in range(10, 14)]
@@ -184,7 +150,7 @@ def test_the_table(run, capsys):
     assert "identical: yes (4 of 4 answers, 20 tokens in all)" in lines
     assert sum("[vLLM 0.5 s, with drafts 0.2 s: the same answer]" in line for line in lines) == 4
     # The drafted answer is shown, the plain one is not.
-    assert sum(line.startswith("[Write]") for line in lines) == 1
+    assert sum(line == "class" for line in lines) == 4
 
 
 def test_another_answer_in_float32_is_a_failure(run, capsys):
@@ -239,7 +205,7 @@ def test_where_answers_part():
 )
 def test_mistakes_are_one_sentence_and_start_nothing(run, capsys, options, said):
     code, given = run([], [], **options)
-    assert (code, given) == (1, None)
+    assert (code, given) == (1, [])
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("Error: ") and said in line
 

@@ -14,13 +14,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from vllm_specblock.bench.config import BenchError
 
-COMMAND = (sys.executable, "-m", "vllm_specblock.engine.answering")
+# -P: in a clone of the repository, vLLM would take triton_kernels/ for a package of that name.
+COMMAND = (sys.executable, "-P", "-m", "vllm_specblock.engine.answering")
 GRACE = 10.0
 """Seconds that an engine is given to end by itself."""
 
@@ -40,9 +41,10 @@ class EngineProcess:
         env: added to this process's environment; None takes a variable away.
         log: takes all that it prints.
         command: of the process, see `vllm_specblock/engine/answering.py` for what it does.
+        wait: until it can answer. Else `wait()` has to be called, when others were started too.
 
     Attributes:
-        facts: what the engine says of itself.
+        facts: what the engine says of itself, once it can answer.
 
     Raises:
         EngineFailed: it did not start.
@@ -55,6 +57,8 @@ class EngineProcess:
         env: Mapping[str, str | None],
         log: Path,
         command: Sequence[str] = COMMAND,
+        *,
+        wait: bool = True,
     ):
         self.name, self.log = name, log
         environment = {**os.environ, **env}
@@ -73,31 +77,50 @@ class EngineProcess:
             stdin=subprocess.PIPE,
             start_new_session=True,
         )
+        self._send(arguments)
+        if wait:
+            self.wait()
+
+    def wait(self) -> None:
+        """Until it can answer; then it is stopped.
+
+        Raises:
+            EngineFailed: it did not start.
+        """
         try:
-            self.facts = self._say(arguments)
+            self.facts = self._receive()
         except BaseException:
             end_all([self])
             raise
         self._signal(signal.SIGSTOP)
 
-    def ask(self, job: Mapping[str, Any]) -> dict[str, Any]:
+    def ask(
+        self,
+        job: Mapping[str, Any],
+        said: Callable[[int, list[int]], object] = lambda prompt, tokens: None,
+    ) -> dict[str, Any]:
         """Its answer to a job; it runs for just so long.
+
+        Args:
+            said: of a job with `stream`, gets a prompt's index and its new tokens as they come.
 
         Raises:
             EngineFailed: it ended, or could not answer.
         """
         self._signal(signal.SIGCONT)
-        answer = self._say(job)
+        self._send(job)
+        while "said" in (answer := self._receive()):
+            said(*answer["said"])
         self._signal(signal.SIGSTOP)
         return answer
 
-    def _say(self, what: Mapping[str, Any]) -> dict[str, Any]:
-        """Send a line, wait for one."""
-        line = ""
-        with contextlib.suppress(BrokenPipeError):
+    def _send(self, what: Mapping[str, Any]) -> None:
+        with contextlib.suppress(BrokenPipeError):  # `_receive` says why
             self.process.stdin.write(json.dumps(what) + "\n")
             self.process.stdin.flush()
-            line = self.process.stdout.readline()
+
+    def _receive(self) -> dict[str, Any]:
+        line = self.process.stdout.readline()
         answer = json.loads(line) if line.endswith("\n") else {"error": self._end()}
         if "error" in answer:
             raise EngineFailed(
@@ -123,7 +146,7 @@ class EngineProcess:
 
 
 def end_all(engines: Iterable[EngineProcess]) -> None:
-    """End them all, and whatever they started."""
+    """End them all, and whatever they started. Those that have ended are passed over."""
     engines = list(engines)
     for engine in engines:
         engine._signal(signal.SIGTERM)
@@ -134,8 +157,9 @@ def end_all(engines: Iterable[EngineProcess]) -> None:
             engine.process.wait(max(0.0, until - time.monotonic()))
         engine._signal(signal.SIGKILL)
         engine.process.wait()
-        with contextlib.suppress(BrokenPipeError):
-            engine.guard.communicate(b"let go\n")
+        if engine.guard.poll() is None:  # else it was let go before
+            with contextlib.suppress(BrokenPipeError):
+                engine.guard.communicate(b"let go\n")
         for pipe in (engine.process.stdin, engine.process.stdout):
             with contextlib.suppress(BrokenPipeError):
                 pipe.close()

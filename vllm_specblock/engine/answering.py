@@ -3,8 +3,9 @@
     python -m vllm_specblock.engine.answering
 
 reads JSON lines: first the arguments of vLLM's `LLM`, then one job after the other, until the input
-ends. It writes JSON lines: what it is, once it can answer, then an answer per job; or, as the last
-one, {"error": sentence}. What vLLM prints goes to stderr. `vllm_specblock/bench/process.py` is the
+ends. It writes JSON lines: what it is, once it can answer, then an answer per job, before it, where
+the job says `stream`, {"said": [prompt, new tokens]} step by step; or, as the last one, {"error":
+sentence}. What vLLM prints goes to stderr. `vllm_specblock/bench/process.py` is the
 other end.
 """
 
@@ -16,6 +17,7 @@ import resource
 import signal
 import sys
 import time
+from collections.abc import Callable
 from typing import Any, TextIO
 
 DRAFTS = "vllm:spec_decode_num_drafts"
@@ -93,11 +95,14 @@ class Answering:
             "compiled": self.config.compilation_config.mode.name,
         }
 
-    def answer(self, job: dict[str, Any]) -> dict[str, Any]:
+    def answer(
+        self, job: dict[str, Any], said: Callable[[int, list[int]], object] | None = None
+    ) -> dict[str, Any]:
         """Answer one job: all its prompts at a time.
 
         Args:
             job: prompts [n][ids], seeds [n], temperature, max_tokens, ignore_eos.
+            said: gets a prompt's index and its new tokens as they come, if given.
 
         Returns:
             ids [n][tokens]; wall and cpu seconds; counters: by how much those of speculation grew.
@@ -117,14 +122,35 @@ class Answering:
         prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
         counted, used = read_counters(self.llm.get_metrics()), cpu_seconds()
         began = time.perf_counter()
-        outputs = self.llm.generate(prompts, params, use_tqdm=False)
+        if said is None:
+            outputs = self.llm.generate(prompts, params, use_tqdm=False)
+            ids = [list(output.outputs[0].token_ids) for output in outputs]
+        else:
+            ids = self._step_by_step(prompts, params, said)
         wall = time.perf_counter() - began
         cpu = cpu_seconds() - used
         counters = grown(counted, read_counters(self.llm.get_metrics()))
         if self.stopwatch is not None:
             counters |= dict(zip(DRAFTING, self.stopwatch.take()))
-        ids = [list(output.outputs[0].token_ids) for output in outputs]
         return {"ids": ids, "wall": wall, "cpu": cpu, "counters": counters}
+
+    def _step_by_step(
+        self, prompts: list[Any], params: list[Any], said: Callable[[int, list[int]], object]
+    ) -> list[list[int]]:
+        """What `LLM.generate` gives, and tells no one before the end."""
+        from vllm.sampling_params import RequestOutputKind
+
+        engine = self.llm.llm_engine
+        for index, (prompt, each) in enumerate(zip(prompts, params)):
+            each.output_kind = RequestOutputKind.DELTA
+            engine.add_request(str(index), prompt, each)
+        ids: list[list[int]] = [[] for _ in prompts]
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                index, new = int(output.request_id), list(output.outputs[0].token_ids)
+                ids[index] += new
+                said(index, new)
+        return ids
 
 
 def serve(jobs: TextIO, answers: TextIO) -> None:
@@ -137,8 +163,9 @@ def serve(jobs: TextIO, answers: TextIO) -> None:
     try:
         engine = Answering(json.loads(jobs.readline()))
         say(engine.facts())
-        for job in jobs:
-            say(engine.answer(json.loads(job)))
+        for job in map(json.loads, jobs):
+            said = (lambda *new: say({"said": new})) if job.get("stream") else None
+            say(engine.answer(job, said))
     except Exception as error:
         say({"error": " ".join(f"{type(error).__name__}: {error}".split())})
         raise
