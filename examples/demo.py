@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from transformers import AutoTokenizer
 
 from vllm_specblock.bench.process import EngineFailed, EngineProcess, end_all
 from vllm_specblock.engine.answering import ACCEPTED, DRAFTS
@@ -73,9 +74,6 @@ def main(
     eager: Annotated[bool, typer.Option("--eager", help="Compile neither engine.")] = False,
 ) -> None:
     """Compare vLLM with and without SpecBlock on SmolLM2-135M-Instruct."""
-    # Here and not above: `--help` should not take seconds.
-    from transformers import AutoTokenizer
-
     if dtype not in ("float32", "bfloat16"):
         fail(f"--dtype is float32 or bfloat16, not {dtype}.")
     speculative = draft_options(drafter, nodes, blocks)
@@ -138,7 +136,7 @@ def start(
     common = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR",
               "OMP_NUM_THREADS": "1", "TRITON_F32_DEFAULT": "ieee"}  # fmt: skip
     print(f"{NAME} in {dtype}: starting vLLM twice, plain and with {label(speculative)}.")
-    print("The first time, vLLM compiles the model for this machine.", flush=True)
+    print("That takes a minute or two, longer the first time: vLLM compiles the model.", flush=True)
     began = time.perf_counter()
     LOGS.mkdir(parents=True, exist_ok=True)
     # Plain: what a user has who sets nothing. The plugin needs Model Runner V2, which vLLM's CPU

@@ -82,7 +82,7 @@ def make_target(folder: Path) -> Path:
     except OSError as error:
         raise TargetError(
             f"{error.filename or folder} cannot be written ({error.strerror or error}): free some "
-            "space or give another folder with --out; it takes 270 MB, and 370 MB more while it "
+            "space or give another folder with --out; it takes 280 MB, and 200 MB more while it "
             "is made."
         ) from error
     return folder

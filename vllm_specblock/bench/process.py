@@ -25,7 +25,8 @@ COMMAND = (sys.executable, "-P", "-m", "vllm_specblock.engine.answering")
 GRACE = 10.0
 """Seconds that an engine is given to end by itself."""
 
-_GUARD = 'read let_go || kill -KILL -- "-$1"'
+_GUARD = 'read let_go || kill -s KILL -- "-$1"'
+"""In this form every shell's `kill` takes a process group."""
 
 
 class EngineFailed(BenchError):
@@ -146,8 +147,8 @@ class EngineProcess:
 
 
 def end_all(engines: Iterable[EngineProcess]) -> None:
-    """End them all, and whatever they started. Those that have ended are passed over."""
-    engines = list(engines)
+    """End them all, and whatever they started; those that were ended before are left alone."""
+    engines = [engine for engine in engines if not engine.guard.stdin.closed]
     for engine in engines:
         engine._signal(signal.SIGTERM)
         engine._signal(signal.SIGCONT)
@@ -157,9 +158,8 @@ def end_all(engines: Iterable[EngineProcess]) -> None:
             engine.process.wait(max(0.0, until - time.monotonic()))
         engine._signal(signal.SIGKILL)
         engine.process.wait()
-        if engine.guard.poll() is None:  # else it was let go before
-            with contextlib.suppress(BrokenPipeError):
-                engine.guard.communicate(b"let go\n")
+        with contextlib.suppress(BrokenPipeError):
+            engine.guard.communicate(b"let go\n")
         for pipe in (engine.process.stdin, engine.process.stdout):
             with contextlib.suppress(BrokenPipeError):
                 pipe.close()
