@@ -24,7 +24,8 @@ COMMAND = (sys.executable, "-m", "vllm_specblock.engine.answering")
 GRACE = 10.0
 """Seconds that an engine is given to end by itself."""
 
-_GUARD = 'read let_go || kill -KILL -- "-$1"'
+_GUARD = 'read let_go || kill -s KILL -- "-$1"'
+"""In this form every shell's `kill` takes a process group."""
 
 
 class EngineFailed(BenchError):
@@ -123,8 +124,8 @@ class EngineProcess:
 
 
 def end_all(engines: Iterable[EngineProcess]) -> None:
-    """End them all, and whatever they started."""
-    engines = list(engines)
+    """End them all, and whatever they started; those that were ended before are left alone."""
+    engines = [engine for engine in engines if not engine.guard.stdin.closed]
     for engine in engines:
         engine._signal(signal.SIGTERM)
         engine._signal(signal.SIGCONT)
