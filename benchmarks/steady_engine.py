@@ -43,7 +43,7 @@ def window(llm: Any, task: Task, name: str, stopwatch: Any) -> tuple[float, Coun
     """One pass; returns the window's seconds and its counters.
 
     Args:
-        stopwatch: `engine.draft_clock.Stopwatch`, or None where nothing is drafted.
+        stopwatch: `engine.stopwatch.Stopwatch`, or None where nothing is drafted.
 
     Raises:
         RuntimeError: some request ended before all were warm.
@@ -106,7 +106,7 @@ def serve(request: dict[str, Any]) -> None:
     import torch
     from vllm import LLM
 
-    from vllm_specblock.engine.draft_clock import Stopwatch
+    from vllm_specblock.engine.stopwatch import Stopwatch
 
     settings: dict[str, Any] = {
         "model": request["model"],

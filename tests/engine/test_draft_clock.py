@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import torch
 
-from vllm_specblock.engine.draft_clock import DRAFTING_NS, DRAFTING_STEPS, DraftClock, Stopwatch
+from vllm_specblock.engine.draft_clock import DRAFTING_NS, DRAFTING_STEPS, DraftClock
+from vllm_specblock.engine.stopwatch import Stopwatch
 
 
 def test_only_whole_spans_count():

@@ -11,9 +11,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from vllm_specblock.bench.config import BenchConfig
+from vllm_specblock.bench.config import BenchConfig, BenchError
 from vllm_specblock.bench.engine_arguments import arguments_of, common_arguments
-from vllm_specblock.bench.machine import describe_machine
+from vllm_specblock.bench.machine import available_memory, describe_machine
 from vllm_specblock.bench.methods import Method, resolve
 from vllm_specblock.bench.process import COMMAND, EngineFailed, EngineProcess, end_all
 from vllm_specblock.bench.questions import Reader, Sets, fingerprint, read_sets, seed_of
@@ -106,6 +106,29 @@ def measure(bench: Bench, say: Callable[[str], None] = tqdm.write) -> None:
             _measure_group(bench, group, ours, compared, say)
 
 
+class Room:
+    """Whether the memory holds one more engine, by what those before have taken."""
+
+    def __init__(self) -> None:
+        self.left, self.most = available_memory(), 0
+
+    def check(self, alive: int) -> None:
+        """Called before an engine is made.
+
+        Raises:
+            BenchError: it would hardly fit; no one is served by a machine that swaps.
+        """
+        before, self.left = self.left, available_memory()
+        if before is None or self.left is None or not alive:
+            return
+        self.most = max(self.most, before - self.left)
+        if self.left < self.most:
+            raise BenchError(
+                f"{alive} engines are alive, {self.left / 2**30:.1f} GiB of memory are left, and "
+                f"one takes up to {self.most / 2**30:.1f}: give --at-once {alive}."
+            )
+
+
 def _measure_group(
     bench: Bench,
     group: Sequence[Method],
@@ -124,10 +147,12 @@ def _measure_group(
         if name in engines:
             end_all([engines.pop(name)])
 
+    room = Room()
     try:
         with tqdm(group, "engines", unit="engine") as bar:
             for method in bar:
                 bar.set_postfix_str(method.name)
+                room.check(len(engines))
                 try:
                     engines[method.name] = _start(bench, method, todo[0])
                 except EngineFailed as error:
@@ -139,9 +164,9 @@ def _measure_group(
             asked = {*bench.store.missing(unit, alive, plain)} | plain
             if asked <= plain and {*compared} - plain:
                 continue
+            bar.set_postfix_str(f"{unit.set}, T = {unit.temperature:g}", refresh=False)
             answers: dict[str, Answer] = {}
             for name in rotated([name for name in engines if name in asked], number):
-                bar.set_postfix_str(f"{unit.set}, T = {unit.temperature:g}: {name}")
                 try:
                     answers[name] = _ask(bench, engines[name], unit)
                 except EngineFailed as error:

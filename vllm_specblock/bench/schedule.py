@@ -63,7 +63,9 @@ def _batches(questions: Sequence[Question], size: int) -> Iterator[tuple[Questio
     yield batch
 
 
-def groups(plain: Sequence[Method], others: Sequence[Method], at_once: int | None):
+def groups(
+    plain: Sequence[Method], others: Sequence[Method], at_once: int | None
+) -> list[list[Method]]:
     """Lists of methods whose engines are alive together: plain vLLM is in every one, or a ratio
     would be of two times of day.
 
@@ -76,10 +78,8 @@ def groups(plain: Sequence[Method], others: Sequence[Method], at_once: int | Non
             f"--at-once is {at_once}, but must be at least {len(plain) + 1}: plain vLLM is "
             f"{len(plain)} engines, and one that is compared."
         )
-    return [
-        [*plain, *others[first : first + room]]
-        for first in range(0, max(1, len(others)), room or 1)
-    ]
+    firsts = range(0, len(others), max(1, room)) or [0]
+    return [[*plain, *others[first : first + room]] for first in firsts]
 
 
 def rotated(those: Sequence[T], by: int) -> list[T]:

@@ -22,7 +22,7 @@ class Figures:
         speedup: Spd: how many times less wall time a token takes than with the quickest plain
             vLLM; the median over units.
         speedup_spread: from the lowest to the highest round's median; with one round, the middle
-            half of all units.
+            half of all units. None for the quickest plain vLLM, which is 1.
         speedup_cpu: the same by CPU seconds.
         throughput: Φ, tokens/s of wall time.
         tau: τ = 1 + accepted / drafts, tokens per verified draft.
@@ -127,7 +127,7 @@ def _figures(records: Sequence[Record], method: str, base: str, plain: str | Non
         temperature=records[0].temperature,
         units=len(records),
         speedup=median(ratio for _, ratio in ratios) if ratios else None,
-        speedup_spread=_spread(ratios),
+        speedup_spread=None if method == base else _spread(ratios),
         speedup_cpu=median(cpu) if cpu else None,
         throughput=tokens / wall,
         tau=_tau(answers),
@@ -166,7 +166,7 @@ def _mean(cells: Sequence[Figures], records: Sequence[Record], base: str) -> Fig
         temperature=cells[0].temperature,
         units=sum(cell.units for cell in cells),
         speedup=mean("speedup"),
-        speedup_spread=_range(_by_round(records, of_round)),
+        speedup_spread=None if method == base else _range(_by_round(records, of_round)),
         speedup_cpu=mean("speedup_cpu"),
         throughput=mean("throughput"),
         tau=mean("tau"),

@@ -79,7 +79,7 @@ class Answering:
 
     def _of_vllms_own(self, on_gpu: bool) -> Any:
         """A stopwatch on vLLM's own drafter; None where it is out of reach."""
-        from vllm_specblock.engine.draft_clock import Stopwatch
+        from vllm_specblock.engine.stopwatch import Stopwatch
 
         core = self.llm.llm_engine.engine_core
         if not self.config.use_v2_model_runner or not hasattr(core, "engine_core"):
