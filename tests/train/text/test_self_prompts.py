@@ -21,6 +21,10 @@ HEAD = "<|im_start|>user\n"
 # A template that ends a user's turn with a control token that does not end an answer.
 BRACKETS = "{% for m in messages %}<s>{{ m['content'] }}<|im_start|>{% endfor %}"
 
+# One that writes nothing behind a user's message: the head of the answer ends the turn.
+BARE = "{% for m in messages %}<s>{{ m['content'] }}{% endfor %}"
+BARE += "{% if add_generation_prompt %}<|im_start|>{% endif %}"
+
 
 class MakesUp(Answers):
     """Answers, and makes a message up where the prompt is only the head of a user's turn.
@@ -109,6 +113,7 @@ def test_empty_equal_and_endless_ones_are_dropped(run, capsys):
         # The end token of an answer ends the turn, too: nothing more to say to the engine.
         (CHATML, HEAD, [f"hm{END}"], (ids_of(END)[0],)),
         (BRACKETS, "<s>", ["hm<|im_start|>"], (ids_of("<|im_start|>")[0],)),
+        (BARE, "<s>", ["hm<|im_start|>"], (ids_of("<|im_start|>")[0],)),
         # Plain text has no token to stop at, and is looked for in what was said.
         (PLAIN, "user:", [" hm\nassistant: and so on", f" hm{END}"], ()),
     ],

@@ -53,13 +53,13 @@ class ChatTokens:
         """Ids of control tokens: text never splits or joins them."""
         return frozenset(self.tokenizer.added_tokens_decoder)
 
-    def text(self, messages: Sequence[Message]) -> str:
-        """Messages as the template writes them, up to the end of the last.
+    def text(self, messages: Sequence[Message], ask: bool = False) -> str:
+        """Messages as the template writes them; with `ask`, up to where an answer begins.
 
         Raises:
             BrokenLine: the template refuses them.
         """
-        return self._apply(messages, ask=False, tokenize=False)
+        return self._apply(messages, ask=ask, tokenize=False)
 
     def ids(self, text: str) -> list[int]:
         """Text as it stands, with nothing put before or after it.

@@ -62,7 +62,10 @@ def user_turn(tokens: ChatTokens) -> UserTurn:
             "give prompts with --input instead."
         )
     try:
-        before, *after = tokens.text([{"role": "user", "content": _SENTINEL}]).split(_SENTINEL)
+        turn = [{"role": "user", "content": _SENTINEL}]
+        before, *after = tokens.text(turn).split(_SENTINEL)
+        if after == [""]:  # then it is the head of the answer that ends the turn
+            before, *after = tokens.text(turn, ask=True).split(_SENTINEL)
         if len(after) != 1 or not before.strip() or not after[0]:
             raise TrainError(
                 "--self-prompts cannot see where a user's turn begins and ends: the target's chat "
