@@ -8,7 +8,7 @@ export VLLM_USE_V2_MODEL_RUNNER ?= 1
 .PHONY: demo test first-drafter two-heads lint setup clean
 
 demo: setup
-	$(VENV)/bin/python examples/offline.py
+	$(VENV)/bin/python examples/demo.py
 
 # Processes that test side by side. They keep their engines: two took 13 GB together.
 WORKERS ?= 2

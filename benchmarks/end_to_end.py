@@ -37,12 +37,11 @@ from steady_engine import DEVICE, DRAFTING, STEPS, TOKENS
 from timing import device_name
 from two_heads import chosen, numbers
 
+from vllm_specblock.bench.engine_arguments import BLOCK, cache_bytes
 from vllm_specblock.config import METHOD
 
 PLAIN = "vLLM"
 PAIR = "pair"
-BLOCK = 128
-"""Tokens in one block of the cache, at most: platforms differ."""
 BLOCKS, STARTS = 2, 8
 """M and S of SpecBlock."""
 
@@ -146,14 +145,6 @@ def prompts_of(model: str, vocabulary: int, context: int, batch: int) -> list[An
     draw = torch.Generator().manual_seed(0)
     ids = torch.randint(3, vocabulary, (batch, context), generator=draw)
     return [{"prompt_token_ids": each} for each in ids.tolist()]
-
-
-def cache_bytes(config: Any, layers: int, length: int, batch: int, dtype_bytes: int) -> int:
-    """Room for all requests, and a quarter more: drafters' layers and slots of drafts."""
-    width = config.head_dim * config.num_key_value_heads * 2 * dtype_bytes
-    blocks = batch * (-(-length // BLOCK) + 2) + 64
-    # A SpecBlock drafter keeps K = 4 entries per token in each of its two layers.
-    return int(1.25 * blocks * BLOCK * width * (layers + 8))
 
 
 def summary(answer: Answer, batch: int, expected: float | None) -> dict[str, Any]:

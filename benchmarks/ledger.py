@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
 
+from vllm_specblock.bench.methods import weights
+from vllm_specblock.bench.table import markdown_table
 from vllm_specblock.train import provenance
+
+__all__ = ["MEASURED", "ROOT", "Ledger", "from_root", "markdown_table", "weights"]
 
 ROOT = Path(__file__).resolve().parent.parent
 MEASURED = ROOT / "runs/results"
@@ -19,14 +22,6 @@ def from_root(path: Path) -> str:
     """`path` as seen from the repository's root, where it lies below: without anyone's folders."""
     path = path.resolve()
     return path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else str(path)
-
-
-def weights(folder: Path) -> str:
-    """What tells a checkpoint from one that was trained again in its place, to the same sizes."""
-    digest = hashlib.sha256()
-    for path in sorted(folder.glob("*.safetensors")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:12]
 
 
 class Ledger:
@@ -82,9 +77,3 @@ class Ledger:
 def _circumstances(settings: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
     """All that has to be equal for results to be compared; `facts` as `provenance` has them."""
     return {**settings, "revision": facts["git"]["plugin"], "versions": facts["versions"]}
-
-
-def markdown_table(rows: list[list[str]]) -> str:
-    """Results to be read; the first row is the head."""
-    lines = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -20,10 +20,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from vllm_specblock.engine.answering import ACCEPTED, DRAFTS, grown, read_counters
+
 MARK = "one_engine:"
 TARGET = Path(__file__).resolve().parents[1] / "examples/tiny_pair/target"
-DRAFTS = "vllm:spec_decode_num_drafts"
-ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
 
 
 class EngineFailed(RuntimeError):
@@ -134,23 +134,6 @@ def run(request: Request, script: Path = Path(__file__)) -> Iterator[Answer]:
         code = process.wait()
     if code or count < len(request.tasks):
         raise EngineFailed(f"The engine ended with code {code}: {last}")
-
-
-def grown(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
-    """What was added between two readings, without what stayed."""
-    changes = {name: value - before.get(name, 0) for name, value in after.items()}
-    return {name: change for name, change in changes.items() if change}
-
-
-def read_counters(metrics: list[Any]) -> dict[str, int]:
-    """Every counter of speculation, by its name and the head that it is about."""
-    found: dict[str, int] = {}
-    for metric in metrics:
-        if "spec" in metric.name and hasattr(metric, "value"):
-            head = metric.labels.get("head")
-            name = metric.name + (f"{{head={head}}}" if head else "")
-            found[name] = found.get(name, 0) + int(metric.value)
-    return found
 
 
 def answer(llm: Any, task: Task) -> Answer:

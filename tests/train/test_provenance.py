@@ -49,6 +49,9 @@ def test_new_files_show(repository):
     clean = provenance.revision(repository)
     (repository / "other").write_text("x")
     assert provenance.revision(repository) == clean + "+changes"
+    assert provenance.revision(repository, new_files=False) == clean
+    (repository / "file").write_text("two\n")
+    assert provenance.revision(repository, new_files=False) == clean + "+changes"
 
 
 def test_outside_a_repository_there_is_no_revision(tmp_path, monkeypatch):

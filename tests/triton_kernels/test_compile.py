@@ -513,6 +513,17 @@ def test_walking_compiles(compiler, num_nodes):
     assert fits(walked) and fits(shared)
 
 
+def test_device_clock_compiles(compiler):
+    from vllm_specblock.triton_kernels import device_clock
+
+    total = torch.zeros(3, dtype=torch.int64)
+    for name, launch in (("_begin", "begin_span_triton"), ("_end", "end_span_triton")):
+        stand_in = compiler(device_clock, f"{name}_kernel")
+        getattr(device_clock, launch)(total)
+        (compiled,) = stand_in.compiled
+        assert "globaltimer" in compiled.asm["ptx"] and fits(stand_in)
+
+
 @pytest.mark.parametrize("num_nodes", [1, 60, 64, 256])
 @pytest.mark.parametrize("slot", ["eager", "graph"])
 def test_store_tree_compiles(compiler, num_nodes, slot):

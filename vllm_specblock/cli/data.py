@@ -1,35 +1,32 @@
-"""`specblock data`: training shards from chat data."""
+"""`specblock data`: training shards from chat data, or from what the target makes up."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-
-def json_object(text: str) -> dict[str, Any]:
-    """Parse '{"name": value}'."""
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError:
-        value = None
-    if not isinstance(value, dict):
-        raise typer.BadParameter(f'{text!r} is not a JSON object, such as {{"name": 1}}.')
-    return value
+from vllm_specblock.cli.options import json_object
 
 
 def data(
     target: Annotated[Path, typer.Option(help="Folder of the target model.")],
-    input: Annotated[
-        list[Path],
-        typer.Option(
-            help="A .jsonl file: conversations (ShareGPT), messages or data (UltraChat), a prompt "
-            "or a text in each line. May be given several times."
-        ),
-    ],
     out: Annotated[Path, typer.Option(help="Folder to write the shards to.")],
+    input: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="A .jsonl or .jsonl.gz file: conversations (ShareGPT), messages or data "
+            "(UltraChat), a prompt or a text in each line. May be given several times."
+        ),
+    ] = None,
+    self_prompts: Annotated[
+        int,
+        typer.Option(
+            help="Prompts that the target makes up itself, beside those of --input or instead of "
+            "them: it goes on where its chat template begins a user's turn."
+        ),
+    ] = 0,
     answers: Annotated[
         str, typer.Option(help="regenerate: the target writes them; keep: those of the data.")
     ] = "regenerate",
@@ -47,7 +44,9 @@ def data(
         typer.Option(help="Tokens of a sequence. Chats end there, texts go on in a new sequence."),
     ] = 2048,
     seed: Annotated[int, typer.Option(help="Seeds the sampling.")] = 0,
-    limit: Annotated[int | None, typer.Option(help="Take this many usable lines.")] = None,
+    limit: Annotated[
+        int | None, typer.Option(help="Take this many usable lines of the input.")
+    ] = None,
     shard_size: Annotated[
         int, typer.Option(help="Lines of a shard: what a killed run loses at most.")
     ] = 512,
@@ -76,7 +75,7 @@ def data(
         ),
     ] = None,
 ) -> None:
-    """Make training shards from chat data, with answers by the target, through vLLM.
+    """Make training shards from chat data or from nothing, with answers by the target in vLLM.
 
     Killed and started again with the same options, it goes on where it was.
     """
@@ -88,7 +87,8 @@ def data(
     options = parse(
         DataOptions,
         target=target,
-        input=tuple(input),
+        input=tuple(input or ()),
+        self_prompts=self_prompts,
         out=out,
         answers=answers,
         raw_prompts=raw_prompts,

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import typer
 from pydantic import BaseModel
 
-from vllm_specblock.cli.options import three_layers
+from vllm_specblock.cli.options import json_object, three_layers
 
 
 def options_of(model: type[BaseModel]) -> Callable:
@@ -27,7 +27,10 @@ def options_of(model: type[BaseModel]) -> Callable:
 
         def run(**arguments: Any) -> None:
             names = {parameter.name for parameter in own}
-            given = {k: v for k, v in arguments.items() if k not in names and v is not None}
+            # An option that may be repeated and is not there comes as an empty list.
+            given = {
+                k: v for k, v in arguments.items() if k not in names and v not in (None, [], ())
+            }
             command(**{k: v for k, v in arguments.items() if k in names}, **given)
 
         parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in (*own, *fields)]
@@ -43,6 +46,8 @@ def _option(name: str, field) -> inspect.Parameter:
     kind, how = _kind(field.annotation)
     default = field.default if not field.is_required() and field.default is not None else None
     shown = str(default) if default is not None else False
+    if isinstance(default, tuple | dict):
+        shown = ", ".join(map(str, default)) or False
     if isinstance(default, bool):
         shown = f"{'' if default else 'no-'}{name.replace('_', '-')}"
     option = typer.Option(help=field.description, show_default=shown, **how)
@@ -62,7 +67,19 @@ def _kind(annotation: Any) -> tuple[type, dict[str, Any]]:
         return str, {"metavar": "|".join(["N", *words])}
     if typing.get_origin(parts[0]) is Literal:
         return parts[0], {}
+    inside = typing.get_args(parts[0])
+    if typing.get_origin(parts[0]) is tuple and inside[-1] is Ellipsis:
+        return list[_bare(inside[0])], {}  # repeatable
     if typing.get_origin(parts[0]) is tuple:
         return str, {"parser": three_layers, "metavar": "LOW,MID,HIGH"}
+    if typing.get_origin(parts[0]) is dict and inside[1] is Path:
+        return list[str], {"metavar": "NAME=PATH"}
+    if typing.get_origin(parts[0]) is dict:
+        return dict, {"parser": json_object, "metavar": "JSON"}
     assert parts[0] in (int, float, bool, str, Path), f"no option for {annotation}"
     return parts[0], {}
+
+
+def _bare(annotation: Any) -> type:
+    """Without what pydantic is told besides."""
+    return typing.get_args(annotation)[0] if hasattr(annotation, "__metadata__") else annotation

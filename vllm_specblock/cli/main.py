@@ -8,6 +8,7 @@ from __future__ import annotations
 import typer
 from typer.core import TyperGroup
 
+from vllm_specblock.cli.bench import bench
 from vllm_specblock.cli.convert import convert
 from vllm_specblock.cli.data import data
 from vllm_specblock.cli.eval import evaluate
@@ -24,11 +25,12 @@ class OneSentenceErrors(TyperGroup):
         try:
             return super().invoke(ctx)
         except ValueError as error:
+            from vllm_specblock.bench.config import BenchError
             from vllm_specblock.config import OptionError
             from vllm_specblock.draft.config import CheckpointError
             from vllm_specblock.train.config import TrainError
 
-            if not isinstance(error, CheckpointError | OptionError | TrainError):
+            if not isinstance(error, BenchError | CheckpointError | OptionError | TrainError):
                 raise
             typer.echo(f"Error: {error}", err=True)
             raise typer.Exit(1) from None
@@ -47,3 +49,4 @@ app.command()(inspect)
 app.command()(features)
 app.command()(train)
 app.command("eval")(evaluate)
+app.command()(bench)

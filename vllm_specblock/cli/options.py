@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -27,6 +28,17 @@ def four_widths(text: str) -> list[int]:
             f"{text!r} is not four numbers with commas between them, such as 2,4,6,4."
         )
     return [int(width) for width in widths]
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """Parse '{"name": value}'."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        value = None
+    if not isinstance(value, dict):
+        raise typer.BadParameter(f'{text!r} is not a JSON object, such as {{"name": 1}}.')
+    return value
 
 
 LayerIds = Annotated[

@@ -87,11 +87,11 @@ class HeadCounters:
         rows = [table, trees, trees.all(0, keepdim=True), live[None]]
         self._drafts += torch.cat(rows).sum(1)
 
-    def publish(self) -> None:
-        """Hand the sink what is on the host by now."""
+    def publish(self, more: Callable[[], Counts] = dict) -> None:
+        """Hand the sink what is on the host by now, and what `more` adds if anybody listens."""
         if self.sink is None:
             return
-        self.sink(tally(self._host.tolist(), self.num_heads))  # a host tensor
+        self.sink(tally(self._host.tolist(), self.num_heads) | more())  # a host tensor
         if self._host is not self.total:
             self._host.copy_(self.total, non_blocking=True)
 

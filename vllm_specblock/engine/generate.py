@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm import LLM, SamplingParams
+from vllm import LLM, SamplingParams, envs
+from vllm.platforms import current_platform
 
 from vllm_specblock.train.config import TrainError
 
@@ -45,6 +46,7 @@ class VllmAnswerer:
             "max_model_len": max_length,
             "dtype": dtype,
             "seed": seed,
+            **_whole_prompts(),
             **(engine or {}),
         }
         try:
@@ -60,14 +62,19 @@ class VllmAnswerer:
         temperatures: list[float],
         max_tokens: list[int],
         seeds: list[int],
+        stops: Sequence[int] = (),
     ) -> list[list[int]]:
-        """Answers as token ids, with the end token where one was generated."""
+        """Answers as token ids, with the end token where one was generated.
+
+        `stops` are ids that end an answer beside the target's own.
+        """
         params = [
             SamplingParams(
                 temperature=temperature,
                 top_p=self.top_p,
                 max_tokens=most,
                 seed=seed,
+                stop_token_ids=list(stops),
                 detokenize=False,
             )
             for temperature, most, seed in zip(temperatures, max_tokens, seeds)
@@ -79,3 +86,13 @@ class VllmAnswerer:
     def forget(self) -> None:
         """Drop the cached prefixes: a restarted run has none either."""
         self.llm.reset_prefix_cache()
+
+
+def _whole_prompts() -> dict[str, Any]:
+    """What vLLM's first model runner needs on a CPU: no prompt in chunks.
+
+    After a part of a seeded request's prompt it sets the request's generator back, which a
+    generator of a CPU cannot do ("CPU Generator does not use offset").
+    """
+    first_runner = envs.VLLM_USE_V2_MODEL_RUNNER is not True
+    return {"enable_chunked_prefill": False} if current_platform.is_cpu() and first_runner else {}

@@ -45,6 +45,8 @@ HELP = {
     "both_drafted": "Request steps in which both heads drafted a tree.",
     "agreed": "Request steps in which both heads' trees begin with the same token.",
     "second_skipped": "Request steps in which the second head was not asked.",
+    "drafting_nanoseconds": "Time of the drafters in steps without prompts.",
+    "drafting_steps": "Steps without prompts in which trees were drafted.",
 }
 
 _ATTRIBUTE = "specblock_metrics"

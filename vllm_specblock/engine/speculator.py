@@ -22,6 +22,7 @@ from vllm_specblock.engine.adaptive import AdaptiveTrees
 from vllm_specblock.engine.arguments import read_back
 from vllm_specblock.engine.chains import ChainRequests
 from vllm_specblock.engine.counters import HeadCounters
+from vllm_specblock.engine.draft_clock import DraftClock
 from vllm_specblock.engine.dummy import bind_null_caches, null_inputs, of_nobody
 from vllm_specblock.engine.graphs import ProposalGraphs, StepInputs
 from vllm_specblock.engine.heads import build_head, register_layers
@@ -122,6 +123,7 @@ class TreeSpeculator(DraftModelSpeculator):
             self.device,
             make_sink(self.vllm_config, get_tensor_model_parallel_rank()),
         )
+        self.clock = DraftClock(self.device)
         return nn.ModuleList(weights)
 
     def load_model(self, target_model: nn.Module) -> None:
@@ -182,6 +184,7 @@ class TreeSpeculator(DraftModelSpeculator):
     def capture(self) -> None:
         # vLLM's warm-up requests, which came before, are nobody's.
         self.counters.total.zero_()
+        self.clock.total.zero_()
         self.proposer.forget()
         if self.adaptive is not None:
             self.adaptive.reach.forget()
@@ -254,7 +257,7 @@ class TreeSpeculator(DraftModelSpeculator):
             if self.adaptive is not None:
                 self.adaptive.switch.draft_seconds = time.perf_counter() - began
         if not dummy_run:
-            self.counters.publish()
+            self.counters.publish(self.clock.counts)
         return tokens
 
     def _inputs(self, batch: InputBatch, slot_mappings, hidden_states) -> StepInputs:
@@ -288,12 +291,16 @@ class TreeSpeculator(DraftModelSpeculator):
             inputs.block_size,
             self.temperature,
         )
+        self.clock.begin()
         self.proposer.advance(committed)
         if not draft:
             # Whatever is scheduled next has no verdict.
             self.slots.accepted.index_fill_(0, slot, 0)
             return self.draft_tokens[: len(slot)]
         proposal = self.proposer.combine(committed)
+        # With a prompt, most of it is the drafters' reading that.
+        if not rows.batch.has_prefill:
+            self.clock.end()
         combined = proposal.combined
         if inputs.chain is not None:
             combined = combined.where(inputs.chain)

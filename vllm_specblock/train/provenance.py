@@ -45,15 +45,20 @@ def versions() -> dict[str, str]:
     return found
 
 
-def revision(folder: Path) -> str | None:
-    """Commit of the git repository around `folder`, with "+changes" if files differ from it."""
+def revision(folder: Path, new_files: bool = True) -> str | None:
+    """Commit of the git repository around `folder`, with "+changes" if files differ from it.
+
+    Args:
+        new_files: so do files that it does not know.
+    """
+    status = ["status", "--porcelain", f"--untracked-files={'normal' if new_files else 'no'}"]
 
     def git(*words: str) -> str:
         call = ["git", "-C", str(folder), *words]
         return subprocess.run(call, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
-        return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain") else "")
+        return git("rev-parse", "HEAD") + ("+changes" if git(*status) else "")
     except (OSError, subprocess.CalledProcessError):
         return None
 

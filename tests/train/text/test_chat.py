@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gzip
 import json
 
 import pytest
@@ -104,6 +105,30 @@ def test_usable_lines_are_found_again(files):
         f"{files[0]}:1", f"{files[0]}:4", f"{files[1]}:2"
     ]  # fmt: skip
     assert chat.find_lines(files, 1, True, reports.append).usable == lines.usable[:1]
+
+
+def test_packed_lines_are_the_same_lines(files, tmp_path):
+    packed = tmp_path / "a.jsonl.gz"
+    packed.write_bytes(gzip.compress(files[0].read_bytes()))
+    plain = chat.find_lines(files, None, True, lambda reason: None)
+    lines = chat.find_lines([packed, files[1]], None, True, lambda reason: None)
+    assert lines.usable == plain.usable
+    assert list(lines.read(lines.usable)) == list(plain.read(plain.usable))
+    assert list(lines.read(lines.usable[1:])) == list(plain.read(plain.usable[1:]))
+
+
+@pytest.mark.parametrize("damage", [lambda raw: raw[:-9], lambda raw: b"{" + raw])
+def test_a_broken_archive_is_one_sentence(tmp_path, damage):
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(damage(gzip.compress(b'{"text": "one"}\n' * 99)))
+    with pytest.raises(TrainError, match=r"a\.jsonl\.gz is not a whole gzip file") as caught:
+        chat.find_lines([path], None, True, lambda reason: None)
+    assert "\n" not in str(caught.value)
+
+
+def test_lines_of_two_sources_go_behind_each_other(files):
+    first, second = (chat.find_lines([path], None, True, lambda reason: None) for path in files)
+    assert first.followed_by(second) == chat.find_lines(files, None, True, lambda reason: None)
 
 
 def test_nothing_usable_is_an_error(files):

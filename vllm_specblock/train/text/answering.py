@@ -20,8 +20,12 @@ class Answerer(Protocol):
         temperatures: list[float],
         max_tokens: list[int],
         seeds: list[int],
+        stops: Sequence[int] = (),
     ) -> list[list[int]]:
-        """Answers as token ids, with the end token where one was generated."""
+        """Answers as token ids, with the end token where one was generated.
+
+        `stops` are ids that end an answer beside the target's own.
+        """
         ...
 
     def forget(self) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from vllm_specblock.train.config import TrainError
 
@@ -157,10 +160,17 @@ class Lines:
 
     def read(self, lines: Sequence[Line]) -> Iterator[Entry]:
         """The entries of some of the usable lines."""
-        for line in lines:
-            with self.files[line.file].open("rb") as file:
-                file.seek(line.offset)
-                yield parse(file.readline())
+        # Neighbours share one opened file: packed ones are read again from their beginning.
+        for index, same_file in groupby(lines, key=lambda line: line.file):
+            with _opened(self.files[index]) as file:
+                for line in same_file:
+                    file.seek(line.offset)
+                    yield parse(file.readline())
+
+    def followed_by(self, other: Lines) -> Lines:
+        """The lines of both, these first."""
+        shifted = [line._replace(file=line.file + len(self.files)) for line in other.usable]
+        return Lines(self.files + other.files, self.usable + shifted, self.broken + other.broken)
 
 
 def find_lines(
@@ -169,7 +179,7 @@ def find_lines(
     """Read all lines once, and report the broken ones as `file:line: reason`.
 
     Args:
-        files: JSON lines; blank lines are passed over.
+        files: JSON lines, plain or .gz; blank lines are passed over.
         limit: stop after this many usable lines.
         chat: whether conversations can be used.
 
@@ -205,11 +215,19 @@ def find_lines(
 
 def _lines(path: Path, index: int) -> Iterator[tuple[Line, bytes]]:
     offset = 0
-    with path.open("rb") as file:
-        for number, text in enumerate(file, start=1):
-            if text.strip():
-                yield Line(index, offset, number), text
-            offset += len(text)
+    try:
+        with _opened(path) as file:
+            for number, text in enumerate(file, start=1):
+                if text.strip():
+                    yield Line(index, offset, number), text
+                offset += len(text)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise TrainError(f"{path} is not a whole gzip file: {error}.") from None
+
+
+def _opened(path: Path) -> IO[bytes]:
+    """A file's bytes, unpacked if its name ends with .gz."""
+    return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")
 
 
 def fingerprint(files: Sequence[Path]) -> list[dict[str, Any]]:
@@ -221,7 +239,7 @@ def fingerprint(files: Sequence[Path]) -> list[dict[str, Any]]:
     found = []
     for path in files:
         if not path.is_file():
-            raise TrainError(f"There is no file {path}; --input takes .jsonl files.")
+            raise TrainError(f"There is no file {path}; --input takes .jsonl and .jsonl.gz files.")
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         found.append({"name": path.name, "bytes": path.stat().st_size, "sha256": digest})

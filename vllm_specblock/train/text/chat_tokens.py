@@ -48,13 +48,35 @@ class ChatTokens:
         """Whether there is a chat template."""
         return bool(self.tokenizer.chat_template)
 
+    @property
+    def added(self) -> frozenset[int]:
+        """Ids of control tokens: text never splits or joins them."""
+        return frozenset(self.tokenizer.added_tokens_decoder)
+
+    def text(self, messages: Sequence[Message], ask: bool = False) -> str:
+        """Messages as the template writes them; with `ask`, up to where an answer begins.
+
+        Raises:
+            BrokenLine: the template refuses them.
+        """
+        return self._apply(messages, ask=ask, tokenize=False)
+
+    def ids(self, text: str) -> list[int]:
+        """Text as it stands, with nothing put before or after it.
+
+        Raises:
+            BrokenLine: an id lies past the target's vocabulary.
+        """
+        encoded = self.tokenizer(text, add_special_tokens=False, verbose=False)
+        return self._inside(encoded["input_ids"])
+
     def question(self, messages: Sequence[Message]) -> list[int]:
         """What the target reads before it answers."""
         return self._render(messages, True)
 
     def raw(self, text: str) -> list[int]:
         """Text to go on with, after BOS where there is one."""
-        return [*self._before, *self._ids(text)]
+        return [*self._before, *self.ids(text)]
 
     def document(self, text: str) -> list[int]:
         """A whole text between BOS and EOS, where there are such."""
@@ -89,7 +111,7 @@ class ChatTokens:
         if not starts:
             # This template writes the past otherwise than it asks: what it asked, answered.
             question = self.question(messages[: turns[0]])
-            answer = [*self._ids(messages[turns[0]]["content"]), *self._after]
+            answer = [*self.ids(messages[turns[0]]["content"]), *self._after]
             counted = [False] * len(question) + [True] * len(answer)
             return Kept(question + answer, counted, len(turns) > 1)
         counted = [False] * len(whole)
@@ -107,22 +129,20 @@ class ChatTokens:
         same = (i for i, (a, b) in enumerate(zip(whole, alone)) if a != b)
         return max(start, next(same, min(len(whole), len(alone))))
 
-    def _ids(self, text: str) -> list[int]:
-        encoded = self.tokenizer(text, add_special_tokens=False, verbose=False)
-        return self._inside(encoded["input_ids"])
-
     def _render(self, messages: Sequence[Message], ask: bool) -> list[int]:
+        return self._inside(self._apply(messages, ask=ask, tokenize=True))
+
+    def _apply(self, messages: Sequence[Message], *, ask: bool, tokenize: bool) -> Any:
         try:
-            ids = self.tokenizer.apply_chat_template(
+            return self.tokenizer.apply_chat_template(
                 list(messages),
                 add_generation_prompt=ask,
-                tokenize=True,
+                tokenize=tokenize,
                 return_dict=False,
                 **self.options,
             )
         except jinja2.TemplateError as error:
             raise BrokenLine(f"the chat template refuses it: {error}") from None
-        return self._inside(ids)
 
     def _inside(self, ids: list[int]) -> list[int]:
         if max(ids, default=0) >= self.vocab_size:

@@ -2,11 +2,12 @@
 
 Line n of the usable ones goes to shard n // shard_size. A shard is a function of the options, the
 input and its own number, so a run that was killed goes on at its first missing shard and ends
-with the same bytes.
+with the same bytes. Prompts that the target makes up are lines of a file that is made first.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,7 @@ from tqdm import tqdm
 
 from vllm_specblock.train import provenance
 from vllm_specblock.train.config import TrainError
-from vllm_specblock.train.text import shards
+from vllm_specblock.train.text import self_prompts, shards
 from vllm_specblock.train.text.answering import Answerer
 from vllm_specblock.train.text.chat import Lines, find_lines, fingerprint
 from vllm_specblock.train.text.make_shard import ShardMaker, report
@@ -55,8 +56,14 @@ def make_data(options: DataOptions, load: Callable[[], Answerer]) -> Made:
     tokens = read_chat_tokens(options)
     making = {"options": options.must_match(), "input": fingerprint(options.input)}
     _begin(options.out, making)
-    lines = find_lines(options.input, options.limit, tokens.chat, report)
-    _make_shards(options, ShardMaker(options, lines, tokens, load))
+    lines = Lines((), [], 0)
+    if options.input:
+        lines = find_lines(options.input, options.limit, tokens.chat, report)
+    target = functools.cache(load)
+    if options.self_prompts:
+        made_up = self_prompts.make_prompts(options, tokens, target)
+        lines = lines.followed_by(find_lines([made_up], None, tokens.chat, report))
+    _make_shards(options, ShardMaker(options, lines, tokens, target))
     return _finish(options, making, lines, tokens.vocab_size)
 
 
@@ -69,7 +76,8 @@ def coverage(counts: Tensor, draft_vocab_size: int) -> float:
 def _begin(out: Path, making: dict[str, Any]) -> None:
     """Claim the folder, or make sure that this run may go on in it."""
     path = out / MAKING
-    if shards.shard_path(out, 0).exists():  # the first one made; without it nothing is
+    # What is made first; without it nothing is.
+    if shards.shard_path(out, 0).exists() or self_prompts.begun(out):
         if not path.exists():
             raise TrainError(f"{out} holds other data already; give another folder to write to.")
         _same(out, json.loads(path.read_text(encoding="utf-8")), making)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import cached_property
 
 import torch
 from tqdm import tqdm
@@ -28,7 +27,7 @@ class ShardMaker:
         options: see `DataOptions`.
         lines: the usable ones.
         tokens: the target's tokenizer and template.
-        load: starts the target; called once, by the first shard with something to answer.
+        target: the target, started by the first call; called by shards with something to answer.
     """
 
     def __init__(
@@ -36,13 +35,9 @@ class ShardMaker:
         options: DataOptions,
         lines: Lines,
         tokens: ChatTokens,
-        load: Callable[[], Answerer],
+        target: Callable[[], Answerer],
     ):
-        self.options, self.lines, self.tokens, self._load = options, lines, tokens, load
-
-    @cached_property
-    def answerer(self) -> Answerer:
-        return self._load()
+        self.options, self.lines, self.tokens, self.target = options, lines, tokens, target
 
     def make(
         self, first: int, count: int, done: Callable[[int], object]
@@ -66,7 +61,7 @@ class ShardMaker:
         if dialogues:
             answer(
                 dialogues,
-                self.answerer,
+                self.target(),
                 temperatures=self.options.temperature,
                 max_new_tokens=self.options.max_new_tokens,
                 seed=self.options.seed,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class DataOptions(BaseModel):
@@ -14,7 +14,10 @@ class DataOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     target: Path = Field(description="Folder of the target model.")
-    input: tuple[Path, ...] = Field(min_length=1, description="JSON-lines files.")
+    input: tuple[Path, ...] = Field(default=(), description="JSON-lines files, plain or .gz.")
+    self_prompts: int = Field(
+        default=0, ge=0, description="Prompts that the target makes up, after those of the input."
+    )
     out: Path = Field(description="Folder of the shards.")
 
     answers: Literal["regenerate", "keep"] = Field(
@@ -28,7 +31,7 @@ class DataOptions(BaseModel):
     max_new_tokens: int = Field(default=1024, ge=1, description="Of one answer.")
     max_length: int = Field(default=2048, ge=2, description="Tokens of a sequence at most.")
     seed: int = Field(default=0, ge=0, description="Seeds the sampling.")
-    limit: int | None = Field(default=None, ge=1, description="Usable lines to take.")
+    limit: int | None = Field(default=None, ge=1, description="Usable lines of the input to take.")
     shard_size: int = Field(default=512, ge=1, description="Lines of a shard.")
     template_options: dict[str, Any] = Field(
         default={}, description="Further variables of the chat template."
@@ -40,9 +43,20 @@ class DataOptions(BaseModel):
     )
     engine: dict[str, Any] = Field(default={}, description="Further arguments of vLLM's `LLM`.")
 
+    @model_validator(mode="after")
+    def _something_to_answer(self) -> DataOptions:
+        if not self.input and not self.self_prompts:
+            raise ValueError("give --input, --self-prompts or both")
+        if self.self_prompts and (self.answers == "keep" or self.raw_prompts):
+            other = "--answers keep" if self.answers == "keep" else "--raw-prompts"
+            raise ValueError(f"--self-prompts are turns of a chat without an answer; drop {other}")
+        return self
+
     def must_match(self) -> dict[str, Any]:
         """The options that a restarted run shares with the run it continues."""
         free = {"target", "input", "out", "draft_vocab_size", "engine"}
+        if not self.self_prompts:  # a folder may be older than the option
+            free.add("self_prompts")
         # A hub id is no path; a folder stays the same one from wherever it is named.
         target = self.target.resolve() if self.target.exists() else self.target
         return {"target": str(target), **self.model_dump(mode="json", exclude=free)}

@@ -1,0 +1,112 @@
+"""Methods by name: engine arguments, environment, drafters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from vllm_specblock.bench.config import BenchError
+from vllm_specblock.bench.methods import BUILT_IN, resolve, weights
+from vllm_specblock.config import parse_combine, parse_head, split_keys
+from vllm_specblock.train.config import TrainError, parse
+
+
+@pytest.fixture
+def drafters(tmp_path) -> dict[str, Path]:
+    """A folder for every drafter that a built-in method needs."""
+    names = ("specblock", "eagle3", "sps", "medusa", "parallelspec", "falcon")
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_bytes(name.encode())
+    return {name: tmp_path / name for name in names}
+
+
+def methods(make_config, *names, **changes):
+    return resolve(make_config({}, method=("plain", *names), **changes))
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_every_built_in_method_is_one_that_the_plugin_takes(make_config, drafters, name):
+    names = [] if name == "plain" else [name]
+    method = methods(make_config, *names, drafter=drafters, nodes=24)[name]
+    assert method.plain == name.startswith("plain")
+    assert method.env["VLLM_USE_V2_MODEL_RUNNER"] == (None if name == "plain" else "1")
+    if method.plain or method.speculative["method"] != "specblock":
+        return
+    assert method.speculative["num_speculative_tokens"] == 24
+    first, second, combine = split_keys(method.speculative)
+    for head in filter(None, (first, second)):
+        assert head.get("head") == "ngram" or Path(head["model"]).is_dir()
+        assert parse_head({k: v for k, v in head.items() if k not in ("head", "model")}, "ngram")
+    assert parse_combine(combine)
+
+
+def test_a_chain_keeps_its_own_length(make_config, drafters):
+    chain = methods(make_config, "eagle3-chain", drafter=drafters, nodes=24)["eagle3-chain"]
+    assert chain.speculative == {
+        "method": "eagle3", "model": str(drafters["eagle3"]), "num_speculative_tokens": 3
+    }  # fmt: skip
+
+
+def test_plain_vllm_comes_first(make_config):
+    assert [*resolve(make_config({}, method=("ngram", "plain")))] == ["plain", "ngram"]
+
+
+def test_a_method_of_ones_own_changes_another(make_config):
+    define = {
+        "wide": {"base": "deep", "speculative": {"num_speculative_tokens": 9, "depth": None}},
+        "deep": {"base": "ngram", "speculative": {"depth": 4}, "engine": {"enforce_eager": True}},
+        "ngram": {"base": "ngram", "speculative": {"branches": 2}},
+    }
+    found = methods(make_config, "wide", "deep", "ngram", define=define, nodes=7)
+    common = {"method": "specblock", "head": "ngram", "branches": 2}
+    assert found["ngram"].speculative == common | {"num_speculative_tokens": 7}
+    assert found["deep"].speculative == common | {"num_speculative_tokens": 7, "depth": 4}
+    assert found["wide"].speculative == common | {"num_speculative_tokens": 9}
+    assert found["wide"].engine == found["deep"].engine == {"enforce_eager": True}
+    assert found["wide"].env == found["ngram"].env
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"method": ("ngram",)}, "plain vLLM, which is not among the methods"),
+        ({"method": ("plain", "ngran")}, "There is no method ngran; did you mean ngram?"),
+        ({"method": ("plain", "xyz")}, "There is no method xyz; there are plain, .*falcon"),
+        ({"method": ("plain", "eagle3")}, "eagle3 needs a drafter: give --drafter eagle3=FOLDER"),
+        (
+            {"method": ("plain", "eagle3"), "drafter": {"eagle3": "nowhere"}},
+            "The drafter eagle3=nowhere is no folder",
+        ),
+        (
+            {"method": ("plain", "a"), "define": {"a": {"base": "b"}, "b": {"base": "a"}}},
+            "There is no method a",
+        ),
+        (
+            {"method": ("plain", "a"), "define": {"a": {"speculative": {"model": "x"}}}},
+            "The method a has a speculative_config without 'method'",
+        ),
+    ],
+)
+def test_what_cannot_be_served(make_config, changes, says):
+    with pytest.raises(BenchError, match=says) as error:
+        resolve(make_config({}, **changes))
+    assert "\n" not in str(error.value)
+
+
+def test_wrong_options_are_one_sentence(make_config):
+    given = make_config({}).model_dump() | {"method": ("plain", "plain")}
+    with pytest.raises(TrainError, match="a method is given twice"):
+        parse(type(make_config({})), **given)
+
+
+def test_a_drafter_trained_again_is_another_method(make_config, drafters):
+    def one():
+        return methods(make_config, "merge", drafter=drafters)["merge"].as_json()
+
+    before, folder = one(), drafters["eagle3"]
+    assert before == one() and str(folder) not in str(before)
+    assert weights(folder) in str(before)
+    (folder / "model.safetensors").write_bytes(b"again")
+    assert one() != before

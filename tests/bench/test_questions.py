@@ -1,0 +1,143 @@
+"""Sets from files and folders, and what the target reads of them."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from vllm_specblock.bench.config import BenchError
+from vllm_specblock.bench.questions import (
+    Question,
+    Reader,
+    fingerprint,
+    read_questions,
+    read_sets,
+    seed_of,
+    spread,
+)
+from vllm_specblock.train.text.chat_tokens import ChatTokens
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}"
+    "{% if add_generation_prompt %}a{% if loud %}!{% endif %}:{% endif %}"
+)
+
+
+def tokenizer(template: str | None):
+    """A letter is a token, by its code; of transformers' interface what `ChatTokens` needs."""
+    from jinja2 import Template
+
+    def apply_chat_template(messages, add_generation_prompt, tokenize, return_dict, **options):
+        text = Template(template).render(
+            messages=messages, add_generation_prompt=add_generation_prompt, **options
+        )
+        return list(map(ord, text))
+
+    class Letters(SimpleNamespace):
+        def __call__(self, text, **_):
+            return {"input_ids": list(map(ord, text))}
+
+    return Letters(
+        bos_token_id=1, eos_token_id=2, chat_template=template,
+        apply_chat_template=apply_chat_template,
+    )  # fmt: skip
+
+
+def reader(template: str | None = TEMPLATE, raw: bool = False, **options) -> Reader:
+    return Reader(ChatTokens(tokenizer(template), 1000, frozenset(), options), raw)
+
+
+def text(ids: list[int]) -> str:
+    return "".join(map(chr, ids))
+
+
+CHAT = Question("c", ("one", "two"))
+
+
+def test_a_folder_is_every_file_in_it(make_config, questions):
+    sets = read_sets(make_config())
+    assert {name: len(found) for name, found in sets.items()} == {"chats": 2, "single": 5}
+    assert sets["chats"][0] == Question("a", ("one", "two"))
+
+
+def test_a_file_goes_by_its_name_unless_told(make_config, questions):
+    given = (str(questions / "single.jsonl"), f"other={questions / 'single.jsonl'}")
+    assert [*read_sets(make_config(set=given))] == ["single", "other"]
+
+
+def test_questions_are_taken_evenly_spread(make_config):
+    sets = read_sets(make_config(questions=2))
+    assert [question.id for question in sets["single"]] == ["q0", "q2"]
+    assert spread([*"abcdefgh"], 4) == ["a", "c", "e", "g"]
+    assert spread([*"ab"], 3) == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("{", "Line 2 of .* is no question"),
+        ('{"id": 1}', "Line 2 of .* is no question"),
+        ('{"id": 1, "turns": []}', "Line 2 of .* is no question"),
+        ('{"id": 1, "turns": [2]}', "Line 2 of .* is no question"),
+        ('{"id": "a", "turns": ["x"]}', "Two questions of .* have one id"),
+    ],
+)
+def test_a_wrong_line_is_named(tmp_path, line, says):
+    path = tmp_path / "s.jsonl"
+    path.write_text(json.dumps({"id": "a", "turns": ["x"]}) + "\n" + line + "\n")
+    with pytest.raises(BenchError, match=says):
+        read_questions(path)
+
+
+def test_a_set_that_is_not_there(make_config, tmp_path, questions):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "none.jsonl").touch()
+    for given, says in (
+        ("nowhere.jsonl", "There is no set of questions nowhere.jsonl"),
+        (str(tmp_path / "empty"), "no .jsonl file in the folder"),
+        (str(tmp_path / "none.jsonl"), "There is no question in"),
+    ):
+        with pytest.raises(BenchError, match=says):
+            read_sets(make_config(set=(given,)))
+    with pytest.raises(BenchError, match="Two sets are called single"):
+        read_sets(make_config(set=(str(questions), str(questions / "single.jsonl"))))
+
+
+def test_a_turn_comes_after_the_engines_own_answer():
+    asked = reader()
+    assert text(asked.prompt(CHAT, [])) == "u:one;a:"
+    assert text(asked.prompt(CHAT, ["yes"])) == "u:one;a:yes;u:two;a:"
+    assert text(reader(loud=True).prompt(CHAT, [])) == "u:one;a!:"
+
+
+def test_raw_text_goes_on():
+    asked = reader(None, raw=True)
+    assert asked.prompt(CHAT, []) == [1, *map(ord, "one")]
+    assert text(asked.prompt(CHAT, ["yes"])[1:]) == "oneyestwo"
+
+
+def test_chats_need_a_template():
+    with pytest.raises(BenchError, match="no chat template: with --raw"):
+        reader(None)
+
+
+def test_room_for_the_longest_chat():
+    # Before the last answer: 17 tokens without the first one, which may be read as 5/4 of 100.
+    assert len(reader().prompt(CHAT, [""])) == 17
+    assert reader().needed({"s": [CHAT]}, 100) == 256  # 242 and one more, in steps of 64
+    assert reader().needed({"s": [Question("d", ("one",))]}, 100) == 128
+
+
+def test_seeds_are_the_questions_own():
+    seeds = {
+        seed_of(name, Question(ident, ("x",)), turn, seed)
+        for name in ("s", "t") for ident in ("a", "b") for turn in (0, 1) for seed in (0, 1)
+    }  # fmt: skip
+    assert len(seeds) == 16 and seed_of("s", CHAT, 0, 0) == seed_of("s", CHAT, 0, 0)
+
+
+def test_other_questions_have_another_fingerprint():
+    one, other = ({"s": [Question("a", (turn,))]} for turn in ("x", "y"))
+    assert fingerprint(one) != fingerprint(other) and fingerprint(one)["s"]["questions"] == 1

@@ -1,0 +1,169 @@
+"""Whole benchmarks over stand-ins for engines: turns, resuming, groups, failures, files."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from vllm_specblock.bench import run
+from vllm_specblock.bench.config import BenchError
+from vllm_specblock.bench.process import EngineFailed
+from vllm_specblock.bench.results import write_results
+from vllm_specblock.bench.run import measure
+
+FAST = {"seconds": 0.5}
+
+
+def quiet(bench):
+    """Measure it, and return what it said."""
+    said = []
+    measure(bench, said.append)
+    return said
+
+
+def jobs(journal):
+    """Who was asked what, in order."""
+    return [json.loads(line) for line in journal.read_text().splitlines()]
+
+
+def test_engines_take_turns_turn_by_turn(make_bench, journal):
+    bench = make_bench({"ours": FAST, "other": {}})
+    assert quiet(bench) == [] and not bench.failures
+    done = jobs(journal)
+    warm, done = done[:4], done[4:]
+    assert [job["max_tokens"] for job in warm] == [4] * 4
+    pids = [job["pid"] for job in warm]  # plain, plain-v2, ours, other
+    assert len({*pids}) == 4 and len(done) == 9 * 4
+    for number, first in enumerate(range(0, len(done), 4)):
+        turn = done[first : first + 4]
+        start = number % 4
+        assert [job["pid"] for job in turn] == pids[start:] + pids[:start]
+        assert len({json.dumps([job["prompts"], job["seeds"]]) for job in turn}) == 1
+    assert len(bench.store.records) == 9
+
+
+def test_a_chat_goes_on_with_the_engines_own_answer(make_bench, journal):
+    bench = make_bench({"ours": {"shift": 7}}, questions=1, max_new_tokens=2)
+    quiet(bench)
+    tokens = bench.reader.tokens
+    second = [job for job in jobs(journal) if len(job["prompts"][0]) > len(tokens.raw("one")) + 2]
+    assert len(second) == 3
+    for job in second:
+        own = sum(tokens.raw("one")) + (7 if job["method"] else 0)
+        said = tokens.said([own % 1000 + 3, (own + 1) % 1000 + 3])
+        assert job["prompts"] == [tokens.raw(f"one{said}two")]
+
+
+def test_a_run_goes_on_at_its_turn(make_bench, journal):
+    dying = make_bench({"ours": FAST})
+    total, add = [], dying.store.add
+
+    def add_some(unit, answers):
+        add(unit, answers)
+        total.append(unit)
+        if len(total) == 3:
+            raise KeyboardInterrupt
+
+    dying.store.add = add_some
+    with pytest.raises(KeyboardInterrupt):
+        quiet(dying)
+    journal.write_text("")
+    again = make_bench({"ours": FAST})
+    assert len(again.store.records) == 3
+    quiet(again)
+    assert len(jobs(journal)) == 3 + 6 * 3 and len(again.store.records) == 9
+    journal.write_text("")
+    quiet(make_bench({"ours": FAST}))
+    assert jobs(journal) == []
+
+
+def test_more_rounds_and_methods_can_be_added(make_bench, journal):
+    quiet(make_bench({"ours": FAST}))
+    journal.write_text("")
+    bench = make_bench({"ours": FAST, "other": {}})
+    quiet(bench)
+    assert {job["method"] for job in jobs(journal)} == {None, "other"}
+    journal.write_text("")
+    quiet(make_bench({"ours": FAST}, rounds=2))
+    assert len(jobs(journal)) == 3 + 9 * 3
+
+
+def test_groups_have_plain_vllm_each(make_bench, journal):
+    fakes = {"a": FAST, "b": FAST, "c": FAST}
+    bench = make_bench(fakes, at_once=4)
+    quiet(bench)
+    assert [{*record.answers} for record in bench.store.records] == (
+        [{"plain", "plain-v2", "a", "b"}] * 9 + [{"plain", "plain-v2", "c"}] * 9
+    )
+    assert len({job["pid"] for job in jobs(journal)}) == 4 + 3
+
+
+def test_who_dies_leaves_the_others_and_its_answers(make_bench, journal):
+    bench = make_bench({"ours": FAST, "ill": {"dies_at": 4}})
+    (said,) = quiet(bench)
+    assert said.startswith("The engine of ill failed: it ended with code 3, after: out of luck")
+    assert bench.failures == {"ill": said.removesuffix(" The others go on.")}
+    names = [{*record.answers} for record in bench.store.records]
+    assert names == [{"plain", "plain-v2", "ours", "ill"}] * 3 + [{"plain", "plain-v2", "ours"}] * 6
+    # Called again, it goes on with plain vLLM beside it, and without those that have finished.
+    journal.write_text("")
+    bench = make_bench({"ours": FAST, "ill": {"dies_at": 4}})
+    quiet(bench)
+    assert {job["method"] for job in jobs(journal)} == {None, "ill"}
+    assert sum("ill" in record.answers for record in bench.store.records) == 6
+
+
+def test_who_does_not_start_is_left_out(make_bench):
+    bench = make_bench({"ours": FAST, "wrong": {"refuses": "OptionError: no such head."}})
+    (said,) = quiet(bench)
+    assert "The engine of wrong failed: OptionError: no such head (its log is " in said
+    assert len(bench.store.records) == 9
+    text, _ = write_results(bench)
+    assert "Not measured: The engine of wrong failed" in text
+
+
+def test_nothing_goes_without_plain_vllm(make_bench, make_config):
+    define = {"plain": {"speculative": {}, "env": {"FAKE_JOURNAL": "/nowhere/x"}}}
+    bench = make_bench({"ours": FAST}, define=define | make_config().model_dump()["define"])
+    with pytest.raises(EngineFailed, match="The engine of plain failed: it ended with code 1"):
+        quiet(bench)
+    assert bench.store.records == []
+
+
+def test_a_machine_that_is_full_says_so(make_bench, monkeypatch):
+    left = iter([10, 10, 7, 2])
+    monkeypatch.setattr(run, "available_memory", lambda: next(left) << 30)
+    says = r"2 engines are alive, 2\.0 GiB .* one takes up to 5\.0: give --at-once 2\."
+    with pytest.raises(BenchError, match=says):
+        quiet(make_bench({"ours": FAST}))
+
+
+def test_all_files_of_a_run(make_bench):
+    pytest.importorskip("matplotlib")
+    bench = make_bench({"ours": FAST, "other": {"shift": 1}}, rounds=2)
+    quiet(bench)
+    text, files = write_results(bench)
+    assert [path.name for path in files] == [
+        "results.json", "table.md", "speedup_T0.png", "tau_T0.png"
+    ]  # fmt: skip
+    assert all(path.stat().st_size for path in files)
+    assert files[1].read_text() == text
+    # Seconds per token: plain 1, plain-v2 2, ours 1/2, other 2; τ 2; 2 ms per step.
+    row = "1.00 | 1.0 | 1.00 | –"
+    assert f"| plain (quickest plain) | {row} | {row} | {row} |" in text
+    assert "| ours | 2.00 (2.00–2.00) | 2.0 | 2.00 | 2.00 (1%) |" in text
+    assert "| plain-v2 | 0.50 (0.50–0.50) | 0.5 | 1.00 | – |" in text
+    # 2 questions of 2 turns and 5 of one, each twice.
+    for row in (
+        "ours | 2.00 (2.00–2.00) | 2.00 | 2.0 | 2.00 | 2.00 (1%) | 72 | 0 of 18",
+        "other | 0.50 (0.50–0.50) | 0.50 | 0.5 | 2.00 | 2.00 (0%) | 72 | 18 of 18",
+    ):
+        assert f"| mean | 0 | {row} |" in text
+    whole = json.loads(files[0].read_text())
+    assert whole["quickest_plain"] == "plain" and whole["rounds"] == 2
+    ours = [each for each in whole["figures"] if each["method"] == "ours"]
+    assert [(each["set"], each["speedup"]) for each in ours] == [
+        ("chats", 2.0), ("single", 2.0), ("mean", 2.0)
+    ]  # fmt: skip
+    assert whole["machine"]["cpu"] and whole["commands"] and whole["revision"] != ""

@@ -1,0 +1,98 @@
+"""Results that go on after a kill, and never with those of other settings or other code."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from vllm_specblock.bench import store as module
+from vllm_specblock.bench.config import BenchError
+from vllm_specblock.bench.questions import Question
+from vllm_specblock.bench.schedule import Unit
+from vllm_specblock.bench.store import Answer, Store
+
+SETTINGS = {"dtype": "float32", "temperature": (0.0,), "methods": {"a": 1}, "sets": {"s": 1}}
+QUESTIONS = (Question("x", ("1", "2")), Question("y", ("3", "4")))
+FIRST, SECOND = (Unit(0, 0.0, "s", QUESTIONS, turn, turn == 1) for turn in (0, 1))
+
+
+def answer(*texts: str) -> Answer:
+    return Answer(8, 1.5, 2.5, 3, 4, 5, 6, ("d", "e"), texts)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """The first of two turns, answered by a and b."""
+    store = Store(tmp_path / "out", SETTINGS)
+    store.add(FIRST, {"a": answer("yes", "no"), "b": answer("ja", "nein")})
+    store.note_engine("a", {"runner": "V2"})
+    return tmp_path / "out"
+
+
+def test_it_goes_on_where_it_was(folder):
+    store = Store(folder, SETTINGS)
+    assert store.missing(FIRST, ["a", "b", "c"], ["a"]) == ["c"]
+    assert store.missing(SECOND, ["a", "b"], ["a"]) == ["a", "b"]
+    (record,) = store.records
+    assert record.answers["a"] == answer("yes", "no") and record.set == "s"
+    assert store.answers_before(FIRST, "a") == [[], []]
+    assert store.answers_before(SECOND, "b") == [["ja"], ["nein"]]
+    assert store.head["engines"] == {"a": {"runner": "V2"}}
+
+
+def test_those_count_who_took_turns_with_plain_vllm(folder):
+    store = Store(folder, SETTINGS)
+    assert store.missing(FIRST, ["a", "b", "new"], ["a", "new"]) == ["a", "b", "new"]
+    store.add(FIRST, {"a": answer(), "new": answer()})
+    assert store.missing(FIRST, ["a", "b", "new"], ["a", "new"]) == ["b"]
+
+
+def test_a_line_that_a_kill_cut_off_is_dropped(folder):
+    path = folder / "units.jsonl"
+    whole = path.read_text()
+    path.write_text(whole + whole[:40])
+    store = Store(folder, SETTINGS)
+    assert len(store.records) == 1 and path.read_text() == whole
+    store.add(SECOND, {"a": answer()})
+    assert len(Store(folder, SETTINGS).records) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"dtype": "bfloat16", "temperature": (1.0,)}, "other dtype, temperature: give another"),
+        ({"methods": {"a": 2}}, "other methods: a: give another --out, or --fresh"),
+        ({"more": 1}, "other more:"),
+    ],
+)
+def test_other_settings_are_refused(folder, changes, says):
+    before = (folder / "run.json").read_text()
+    with pytest.raises(BenchError, match=says):
+        Store(folder, SETTINGS | changes)
+    assert (folder / "run.json").read_text() == before
+
+
+def test_methods_and_sets_may_be_added(folder):
+    added = {"methods": {"b": 2}, "sets": {"s": 1, "t": 3}}
+    assert len(Store(folder, SETTINGS | added).records) == 1
+    head = json.loads((folder / "run.json").read_text())
+    assert head["settings"]["methods"] == {"a": 1, "b": 2}
+    assert head["settings"]["sets"] == {"s": 1, "t": 3}
+    with pytest.raises(BenchError, match="other methods: b"):
+        Store(folder, SETTINGS | {"methods": {"b": 3}})
+
+
+def test_other_code_is_refused(folder, monkeypatch):
+    monkeypatch.setattr(module, "revision", lambda *_, **__: "f" * 40)
+    with pytest.raises(BenchError, match="other revision"):
+        Store(folder, SETTINGS)
+    assert Store(folder, SETTINGS, fresh=True).records == []
+    assert not (folder / "units.jsonl").exists()
+
+
+def test_every_command_is_kept_once(folder, monkeypatch):
+    monkeypatch.setattr(module.provenance.__globals__["sys"], "argv", ["specblock", "bench", "x"])
+    Store(folder, SETTINGS)
+    commands = Store(folder, SETTINGS).head["commands"]
+    assert len(commands) == 2 and commands[-1] == "specblock bench x"

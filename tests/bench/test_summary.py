@@ -1,0 +1,119 @@
+"""Figures of hand-made answers; what they must be is worked out here by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from vllm_specblock.bench.config import BenchError
+from vllm_specblock.bench.store import Answer, Record
+from vllm_specblock.bench.summary import MEAN, quickest, summarise
+
+
+def answer(tokens, wall, cpu=1.0, drafts=0, accepted=0, ns=0, steps=0, digests=("x",)):
+    return Answer(tokens, wall, cpu, drafts, accepted, ns, steps, tuple(digests))
+
+
+def record(name, number, plain, ours, unit=0, temperature=0.0, other=None):
+    answers = {"plain": plain, "ours": ours}
+    if other is not None:
+        answers["plain-v2"] = other
+    return Record(f"{name} {number} {unit}", number, temperature, name, answers)
+
+
+def figures(records, sets=("a",), plain_of=None, methods=("plain", "ours")):
+    found = summarise(records, methods, sets, [0.0], "plain", plain_of or {"ours": "plain"})
+    return {(each.method, each.set): each for each in found}
+
+
+def test_one_set_one_round():
+    # Seconds per token: 1 and 1/2, 1 and 1/4, 2 and 1, each plain and ours: 2, 4 and 2 times.
+    records = [
+        record("a", 0, answer(10, 10.0, 8.0), answer(10, 5.0, 2.0, 4, 6, 20_000_000, 4), 0),
+        record("a", 0, answer(8, 8.0, 8.0), answer(20, 5.0, 5.0, 6, 14, 40_000_000, 6), 1),
+        record("a", 0, answer(4, 8.0, 3.0), answer(4, 4.0, 3.0, 2, 2, 10_000_000, 2, ["y"]), 2),
+    ]
+    ours = figures(records)["ours", "a"]
+    assert ours.speedup == 2.0 and ours.units == 3
+    # 0.8 / 0.2, 1 / 0.25, 0.75 / 0.75: 4, 4 and 1 times.
+    assert ours.speedup_cpu == 4.0
+    assert ours.throughput == pytest.approx(34 / 14) and ours.tokens == 34
+    assert ours.tau == pytest.approx(1 + 22 / 12)
+    # 70 ms in 12 steps, of 14 s.
+    assert ours.draft_ms == pytest.approx(70 / 12) and ours.draft_share == pytest.approx(0.005)
+    assert (ours.different, ours.outputs) == (1, 3)
+    assert ours.speedup_spread is None and ours.tau_spread is None
+    plain = figures(records)["plain", "a"]
+    assert (plain.speedup, plain.speedup_cpu, plain.tau) == (1.0, 1.0, 1.0)
+    assert plain.throughput == pytest.approx(22 / 26)
+    assert plain.draft_ms is plain.draft_share is plain.different is None
+
+
+def test_the_spread_of_one_round_is_the_middle_half():
+    records = [
+        record("a", 0, answer(1, float(times)), answer(1, 1.0), times) for times in (1, 2, 3, 4, 5)
+    ]
+    ours = figures(records)["ours", "a"]
+    assert ours.speedup == 3.0 and ours.speedup_spread == (2.0, 4.0)
+
+
+def test_the_spread_of_rounds_is_that_of_their_medians():
+    records = [
+        record("a", number, answer(1, times), answer(1, 1.0, 1.0, 2, accepted), place)
+        for number, those in enumerate([(1.0, 2.0, 9.0), (4.0, 4.0, 5.0)])
+        for place, (times, accepted) in enumerate(zip(those, (1, 2, 3)))
+    ]
+    ours = figures(records)["ours", "a"]
+    assert ours.speedup == 4.0 and ours.speedup_spread == (2.0, 4.0)
+    assert ours.tau == ours.tau_spread[0] == ours.tau_spread[1] == 2.0
+
+
+def test_the_mean_over_sets():
+    records = [
+        record("a", 0, answer(1, 2.0), answer(1, 1.0, 1.0, 1, 1, 2_000_000, 1)),
+        record("a", 1, answer(1, 4.0), answer(1, 1.0, 1.0, 1, 1, 2_000_000, 1)),
+        record("b", 0, answer(1, 8.0), answer(2, 4.0, 1.0, 1, 3, 4_000_000, 1, ["z"])),
+        record("b", 1, answer(1, 6.0), answer(2, 4.0, 1.0, 1, 3, 4_000_000, 1)),
+    ]
+    found = figures(records, ["a", "b"])
+    a, b, mean = (found["ours", name] for name in ("a", "b", MEAN))
+    assert (a.speedup, b.speedup, mean.speedup) == (3.0, 3.5, 3.25)
+    # Round 0: 2 and 4 times; round 1: 4 and 3 times.
+    assert mean.speedup_spread == (3.0, 3.5)
+    assert (a.tau, b.tau, mean.tau) == (2.0, 4.0, 3.0)
+    assert (a.throughput, b.throughput, mean.throughput) == (1.0, 0.5, 0.75)
+    assert (a.draft_ms, b.draft_ms, mean.draft_ms) == (2.0, 4.0, 3.0)
+    assert (mean.tokens, mean.outputs, mean.different, mean.units) == (6, 4, 1, 4)
+
+
+def test_there_is_no_mean_without_every_set():
+    records = [record("a", 0, answer(1, 2.0), answer(1, 1.0))]
+    assert {name for _, name in figures(records, ["a", "b"])} == {"a"}
+
+
+def test_only_engines_that_took_turns_are_compared():
+    apart = Record("a 0 1", 0, 0.0, "a", {"ours": answer(1, 100.0)})
+    records = [record("a", 0, answer(1, 3.0), answer(1, 1.0)), apart]
+    ours = figures(records)["ours", "a"]
+    assert ours.speedup == 3.0 and ours.units == 2 and ours.different == 0
+    assert figures([apart])["ours", "a"].speedup is None
+
+
+def test_temperatures_are_apart():
+    records = [
+        record("a", 0, answer(1, 2.0), answer(1, 1.0)),
+        record("a", 0, answer(1, 5.0), answer(1, 1.0), temperature=1.0),
+    ]
+    assert figures(records)["ours", "a"].speedup == 2.0
+
+
+def test_the_quickest_plain_is_so_by_the_median():
+    # By the sum of times the second one would be slower.
+    v1, v2 = (1.0, 1.0, 1.0), (0.5, 0.9, 9.0)
+    records = [
+        record("a", 0, answer(1, one), answer(1, 1.0), place, other=answer(1, two))
+        for place, (one, two) in enumerate(zip(v1, v2))
+    ]
+    assert quickest(records, ["plain", "plain-v2"]) == "plain-v2"
+    assert quickest(records, ["plain"]) == "plain"
+    with pytest.raises(BenchError, match="no answer of plain vLLM"):
+        quickest([], ["plain"])

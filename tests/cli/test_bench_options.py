@@ -1,0 +1,160 @@
+"""`specblock bench` as users call it: options, recipe, errors, Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from support import fake_engine
+from typer.testing import CliRunner
+
+from vllm_specblock.bench import results, run
+from vllm_specblock.bench.config import BenchConfig
+from vllm_specblock.bench.methods import BUILT_IN
+from vllm_specblock.cli.main import app
+
+TARGET = Path(__file__).resolve().parents[2] / "examples/tiny_pair/target"
+FIRST = ("--target", "T", "--set", "S")
+
+
+@pytest.fixture
+def called(monkeypatch):
+    """The options that each call comes to; nothing is run."""
+    calls = []
+
+    def prepare(config, fresh):
+        calls.append((config, fresh))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "prepare", prepare)
+    return calls
+
+
+def bench(*arguments: str | Path):
+    return CliRunner().invoke(app, ["bench", *map(str, arguments)])
+
+
+def test_options_of_every_kind(called):
+    bench(
+        *FIRST, "--set", "b=U", "--method", "plain", "--method", "wide", "--drafter", "specblock=D",
+        "--drafter", "eagle3=E", "--define", '{"wide": {"base": "specblock"}}',
+        "--temperature", "0", "--temperature", "0.7", "--raw", "--no-in-process",
+        "--template-options", '{"enable_thinking": false}', "--at-once", "4", "--nodes", "12",
+        "--fresh",
+    )  # fmt: skip
+    ((config, fresh),) = called
+    assert fresh and config.set == ("S", "b=U") and config.method == ("plain", "wide")
+    assert config.drafter == {"specblock": Path("D"), "eagle3": Path("E")}
+    assert config.define["wide"].base == "specblock" and config.temperature == (0.0, 0.7)
+    assert config.template_options == {"enable_thinking": False}
+    assert (config.raw, config.in_process, config.at_once, config.nodes) == (True, False, 4, 12)
+
+
+def test_the_command_line_wins_over_the_recipe(called, tmp_path):
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(
+        "target: T\nset: [a=A, B]\nmethod: [plain, wide]\nrounds: 5\ntemperature: [0]\n"
+        "drafter: {specblock: D}\ndefine: {wide: {base: specblock, speculative: {num_blocks: 3}}}\n"
+    )
+    bench(recipe, "--rounds", "2")
+    ((config, fresh),) = called
+    assert (config.rounds, config.set, config.method) == (2, ("a=A", "B"), ("plain", "wide"))
+    assert config.define["wide"].speculative == {"num_blocks": 3} and not fresh
+    assert config.drafter == {"specblock": Path("D")} and config.temperature == (0.0,)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--set", "S"), "The option target is missing."),
+        (FIRST[:2], "The option set is missing."),
+        ((*FIRST, "--drafter", "D"), "drafter must be NAME=FOLDER"),
+        ((*FIRST, "--temperature", "-1"), "Option temperature.0: "),
+        ((*FIRST, "--define", '{"a": {"spec": {}}}'), "There is no option define.a.spec"),
+        ((*FIRST, "--method", "ngram"), "plain vLLM, which is not among the methods"),
+        (FIRST, "There is no set of questions S."),
+    ],
+)
+def test_a_mistake_is_one_sentence(arguments, says):
+    result = bench(*arguments)
+    assert result.exit_code == 1
+    (message,) = result.stderr.strip().splitlines()
+    assert message.startswith("Error: ") and says in message
+
+
+def test_long_chats_are_refused_before_an_engine_is_made(tmp_path):
+    questions = tmp_path / "q.jsonl"
+    questions.write_text('{"id": "a", "turns": ["one"]}\n')
+    given = ("--target", TARGET, "--set", questions, "--raw", "--out", tmp_path / "out")
+    result = bench(*given, "--max-new-tokens", "99999")
+    assert result.exit_code == 1 and "The longest chat may take 100032 tokens" in result.stderr
+    result = bench(*given, "--max-model-len", "64")
+    assert "but there is room for 64: lower --max-new-tokens" in result.stderr
+
+
+def test_the_recipe_of_the_whole_table(called):
+    recipe = TARGET.parents[1] / "smollm2/bench.yaml"
+    bench(recipe, *FIRST)
+    ((config, _),) = called
+    # What a reader of the paper looks for, and what is ours.
+    assert {*BUILT_IN} >= {*config.method} > {"plain", "eagle3", "specblock", "route", "merge"}
+    assert config.temperature == (0.0, 1.0) and config.rounds > 1
+
+
+def test_help_shows_every_option():
+    wide = {"COLUMNS": "400", "TERMINAL_WIDTH": "400", "NO_COLOR": "1", "TERM": "dumb"}
+    result = CliRunner().invoke(app, ["bench", "--help"], env=wide)
+    for name, field in BenchConfig.model_fields.items():
+        (line,) = re.findall(rf"--{name.replace('_', '-')} .*", result.output)
+        assert field.description[:40] in line
+
+
+def test_ctrl_c_ends_the_engines_and_the_same_command_goes_on(tmp_path):
+    """In a process of its own, with stand-ins for engines."""
+    questions = tmp_path / "q.jsonl"
+    lines = [{"id": f"q{number}", "turns": [f"say {number}"]} for number in range(4)]
+    questions.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    recipe = tmp_path / "r.yaml"
+    slow = {"method": "specblock", "sleep": 0.5}
+    recipe.write_text(
+        json.dumps(
+            {
+                "target": str(TARGET), "set": [str(questions)], "raw": True, "rounds": 1,
+                "method": ["plain", "slow"], "define": {"slow": {"speculative": slow}},
+                "temperature": [0], "max_new_tokens": 2, "out": str(tmp_path / "out"),
+            }
+        )
+    )  # fmt: skip
+    code = (
+        "import vllm_specblock.bench.run as run; from vllm_specblock.cli.main import app\n"
+        f"run.Bench.__init__.__defaults__ = (({sys.executable!r}, {fake_engine.__file__!r}), "
+        "*run.Bench.__init__.__defaults__[1:])\n"
+        f"app(['bench', {str(recipe)!r}])"
+    )
+    journal, store = tmp_path / "journal", tmp_path / "out/units.jsonl"
+    command = [sys.executable, "-c", code]
+    env = {**os.environ, "FAKE_JOURNAL": str(journal)}
+    call = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
+    until = time.monotonic() + 60
+    while not store.exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    call.send_signal(signal.SIGTERM)
+    _, said = call.communicate(timeout=60)
+    assert call.returncode == 130, said
+    assert said.strip().splitlines()[-1].endswith("the same command goes on.")
+    pids = {json.loads(line)["pid"] for line in journal.read_text().splitlines()}
+    assert len(pids) == 2 and not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    done = len(store.read_text().splitlines())
+    assert 1 <= done < 4
+    journal.write_text("")
+    again = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert again.returncode == 0, again.stderr
+    assert len(journal.read_text().splitlines()) == 2 + 2 * (4 - done)
+    assert "| slow |" in again.stdout and (tmp_path / "out" / results.TABLE).exists()

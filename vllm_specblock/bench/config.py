@@ -1,0 +1,135 @@
+"""Every option of `specblock bench`, its default and its error."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+
+class BenchError(ValueError):
+    """A benchmark cannot start or go on; the message is one sentence that says why."""
+
+
+class MethodSpec(BaseModel):
+    """How a method is served: what it adds to the engine that all methods have in common.
+
+    A value of None takes a key away that `base` has. Without `speculative` it is plain vLLM. A
+    string "{NAME}" in `speculative` stands for the folder that the option `drafter` gives to NAME.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    base: str | None = None
+    """Another method that this one changes."""
+
+    speculative: dict[str, Any] = {}
+    """vLLM's `speculative_config`."""
+
+    engine: dict[str, Any] = {}
+    """Further arguments of vLLM's `LLM`."""
+
+    env: dict[str, str | None] = {}
+    """Environment of the engine's process; None: the variable is not set."""
+
+
+class BenchConfig(BaseModel):
+    """What is compared, on what, and how often."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    target: Path = Field(description="Folder of the target model.")
+    set: tuple[str, ...] = Field(
+        min_length=1,
+        description="Questions, NAME=FILE: a .jsonl of lines with id and turns. Or a folder of "
+        "such files. Repeatable.",
+    )
+    method: tuple[str, ...] = Field(
+        default=("plain", "plain-v2", "ngram"),
+        min_length=1,
+        description="Methods, the table's rows: built-in ones or those of --define. Repeatable.",
+    )
+    drafter: dict[str, Path] = Field(
+        default={}, description="Drafters, NAME=FOLDER, such as specblock=DIR. Repeatable."
+    )
+    define: dict[str, MethodSpec] = Field(
+        default={},
+        description='Methods of your own, such as {"wide": {"base": "specblock", "speculative": '
+        '{"num_starts": 16}}}.',
+    )
+    nodes: int | None = Field(
+        default=None, ge=1, le=256, description="N, nodes of every tree. Default: the plugin's."
+    )
+
+    temperature: tuple[Annotated[float, Field(ge=0)], ...] = Field(
+        default=(0.0, 1.0), min_length=1, description="0 is greedy. Repeatable."
+    )
+    max_new_tokens: int = Field(default=128, ge=1, description="Tokens of one answer, at most.")
+    ignore_eos: bool = Field(default=False, description="Every answer has its most tokens.")
+    questions: int | None = Field(
+        default=None, ge=1, description="Of every set, evenly spread over it. Default: all."
+    )
+    rounds: int = Field(default=3, ge=1, description="Passes over all questions.")
+    batch: int = Field(default=1, ge=1, description="Questions that are answered at a time.")
+    raw: bool = Field(default=False, description="Questions are text to go on with, not a chat's.")
+    template_options: dict[str, Any] = Field(
+        default={}, description="Variables of the chat template, as JSON."
+    )
+    seed: int = Field(default=0, ge=0, description="Seeds the sampling, with every question's own.")
+
+    dtype: str = Field(default="auto", description="Of the target's arithmetic, as in vLLM.")
+    max_model_len: int | None = Field(
+        default=None, ge=8, description="Tokens of a chat, at most. Default: what is needed."
+    )
+    engine: dict[str, Any] = Field(
+        default={}, description="Further arguments of vLLM's LLM, of all methods, as JSON."
+    )
+    in_process: bool = Field(
+        default=True, description="One process per engine; else vLLM's own separate core."
+    )
+    at_once: int | None = Field(
+        default=None,
+        ge=1,
+        description="Engines that are alive at a time, plain vLLM's among them, for want of "
+        "memory. Default: all.",
+    )
+    out: Path = Field(default=Path("runs/bench"), description="Folder of all results.")
+
+    @field_validator("drafter", mode="before")
+    @classmethod
+    def _named(cls, given: Any) -> Any:
+        """From the command line, as "NAME=FOLDER" each."""
+        if not isinstance(given, list):
+            return given
+        if not all(isinstance(each, str) and "=" in each for each in given):
+            raise ValueError("drafter must be NAME=FOLDER, such as specblock=DIR")
+        return dict(each.split("=", 1) for each in given)
+
+    @model_validator(mode="after")
+    def _each_once(self) -> BenchConfig:
+        for name in ("method", "temperature"):
+            values = getattr(self, name)
+            if len({*values}) < len(values):
+                raise ValueError(f"a {name} is given twice")
+        return self
+
+    def must_match(self) -> dict[str, Any]:
+        """What all results of one folder have in common, besides methods and questions."""
+        return self.model_dump(mode="json", exclude=_FREE)
+
+
+_FREE = {
+    "target",
+    "set",
+    "method",
+    "drafter",
+    "define",
+    "nodes",
+    "rounds",
+    "in_process",
+    "at_once",
+    "out",
+}
+"""Options that may differ when a run goes on: they say how much is run, or are held against each
+other by what they lead to (`methods.resolve`, `questions.read_sets`)."""

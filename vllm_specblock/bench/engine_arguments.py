@@ -1,0 +1,76 @@
+"""What all engines of a benchmark are made with: small, side by side, and as vLLM comes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm_specblock.bench.config import BenchConfig, BenchError
+from vllm_specblock.bench.methods import Method
+
+BLOCK = 128
+"""Tokens in one block of the cache, at most: platforms differ."""
+
+
+def cache_bytes(
+    config: Any, layers: int, length: int, batch: int, dtype_bytes: int, spare: int = 64
+) -> int:
+    """Room for all requests, and a quarter more: drafters' layers and slots of drafts.
+
+    Args:
+        config: of the target, transformers'.
+        layers: of the target.
+        length: tokens of a request, at most.
+        spare: blocks beyond.
+    """
+    heads = config.num_key_value_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    blocks = batch * (-(-length // BLOCK) + 2) + spare
+    # A SpecBlock drafter keeps K = 4 entries per token in each of its two layers.
+    return int(1.25 * blocks * BLOCK * size * heads * 2 * dtype_bytes * (layers + 8))
+
+
+def common_arguments(config: BenchConfig, length: int, on_gpu: bool) -> dict[str, Any]:
+    """Arguments of vLLM's `LLM` of every method.
+
+    Args:
+        length: tokens of the longest chat.
+
+    Raises:
+        BenchError: the target has no room for it.
+    """
+    from transformers import AutoConfig
+
+    target = AutoConfig.from_pretrained(config.target)
+    most = getattr(target, "max_position_embeddings", None) or length
+    wanted = config.max_model_len or length
+    if wanted > most or length > wanted:
+        raise BenchError(
+            f"The longest chat may take {length} tokens, but there is room for "
+            f"{min(most, wanted)}: lower --max-new-tokens or leave long questions out."
+        )
+    arguments: dict[str, Any] = {
+        "model": str(config.target),
+        "dtype": config.dtype,
+        "max_model_len": wanted,
+        "max_num_seqs": config.batch,
+        "enable_prefix_caching": False,  # a second round would be spared its prompts
+        "disable_log_stats": False,  # the counters that τ is read from
+        "distributed_executor_backend": "uni",
+        "kv_cache_memory_bytes": cache_bytes(
+            target,
+            target.num_hidden_layers,
+            wanted,
+            config.batch,
+            4 if config.dtype in ("float32", "float") else 2,
+            spare=8,
+        ),
+    }
+    if on_gpu:
+        # vLLM asks for so much of a GPU to be free, whatever it takes: many engines share it.
+        arguments["gpu_memory_utilization"] = 0.05
+    return arguments | config.engine
+
+
+def arguments_of(method: Method, common: dict[str, Any]) -> dict[str, Any]:
+    """`common`, and what the method says."""
+    return {**common, **method.engine, "speculative_config": method.speculative}

@@ -1,0 +1,167 @@
+"""The methods of the table by name, and how each is served."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_specblock.bench.config import BenchConfig, BenchError, MethodSpec
+from vllm_specblock.config import METHOD
+
+RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+_V2: dict[str, str | None] = {RUNNER: "1"}
+_FOLDER = re.compile(r"\{([\w-]+)\}")
+
+
+def _tree(**keys: Any) -> MethodSpec:
+    return MethodSpec(speculative={"method": METHOD, **keys}, env=_V2)
+
+
+def _two(second: dict[str, str], **how: str) -> MethodSpec:
+    return _tree(model="{specblock}", second_head=second, **how)
+
+
+_EAGLE, _LOOKUP = {"model": "{eagle3}"}, {"head": "ngram"}
+
+BUILT_IN: dict[str, MethodSpec] = {
+    # Whichever runner vLLM takes here unless told.
+    "plain": MethodSpec(env={RUNNER: None}),
+    "plain-v2": MethodSpec(env=_V2),
+    "ngram": _tree(head="ngram"),
+    **{
+        name: _tree(model=f"{{{name}}}")
+        for name in ("sps", "medusa", "parallelspec", "falcon", "eagle3", "specblock")
+    },
+    # vLLM's own drafting and rejection sampling: one path.
+    "eagle3-chain": MethodSpec(
+        speculative={"method": "eagle3", "model": "{eagle3}", "num_speculative_tokens": 3}, env=_V2
+    ),
+    "route": _two(_EAGLE, head_policy="route"),
+    "route-ngram": _two(_LOOKUP, head_policy="route"),
+    "merge": _two(_EAGLE, head_policy="merge"),
+    "merge-ngram": _two(_LOOKUP, head_policy="merge"),
+    # The pair of the merged-tree paper itself.
+    "merge-disjoint": _two(_EAGLE, head_policy="merge", merge="disjoint", budget="split"),
+    "adaptive": _tree(model="{specblock}", enable_adaptive_verification=True),
+}
+
+
+@dataclass(frozen=True)
+class Method:
+    """A row of the table.
+
+    Attributes:
+        speculative: vLLM's `speculative_config`; None: plain vLLM.
+        engine: arguments of `LLM` beyond those of all methods.
+        env: environment of its process; None: not set.
+    """
+
+    name: str
+    speculative: dict[str, Any] | None
+    engine: dict[str, Any]
+    env: dict[str, str | None]
+
+    @property
+    def plain(self) -> bool:
+        return self.speculative is None
+
+    def as_json(self) -> dict[str, Any]:
+        """What tells it from a method of the same name, checkpoints by their weights."""
+        return {
+            "speculative": _with_weights(self.speculative),
+            "engine": self.engine,
+            "env": self.env,
+        }
+
+
+def resolve(config: BenchConfig) -> dict[str, Method]:
+    """The chosen methods by name, plain vLLM first.
+
+    Raises:
+        BenchError: an unknown method or base, a drafter that is not given or not there, or no
+            plain vLLM to be compared with.
+    """
+    found = [_resolve(name, config) for name in config.method]
+    if not any(method.plain for method in found):
+        raise BenchError(
+            "Every speed-up is over plain vLLM, which is not among the methods: add --method "
+            "plain or --method plain-v2."
+        )
+    return {method.name: method for method in sorted(found, key=lambda each: not each.plain)}
+
+
+def _resolve(name: str, config: BenchConfig) -> Method:
+    spec = _spec(name, config.define, ())
+    speculative = _put_folders(spec.speculative, name, config.drafter) or None
+    if speculative is not None and "method" not in speculative:
+        raise BenchError(
+            f"The method {name} has a speculative_config without 'method': give it "
+            f'"method": "{METHOD}", or a base.'
+        )
+    if speculative is not None and speculative["method"] == METHOD and config.nodes is not None:
+        speculative = {"num_speculative_tokens": config.nodes} | speculative
+    return Method(name, speculative, spec.engine, spec.env)
+
+
+def _spec(name: str, defined: dict[str, MethodSpec], inside: tuple[str, ...]) -> MethodSpec:
+    """With what its bases say. A method may change the built-in one of its own name."""
+    if name in inside and name in BUILT_IN:
+        return BUILT_IN[name]
+    spec = defined.get(name, BUILT_IN.get(name))
+    if spec is None or name in inside:
+        known = [*BUILT_IN, *defined]
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {near[0]}" if near else f"there are {', '.join(known)}"
+        raise BenchError(f"There is no method {name}; {hint}?" if near else
+                         f"There is no method {name}; {hint}.")  # fmt: skip
+    if spec.base is None:
+        return spec
+    base = _spec(spec.base, defined, (*inside, name))
+    return MethodSpec(
+        speculative=_changed(base.speculative, spec.speculative),
+        engine=_changed(base.engine, spec.engine),
+        env=base.env | spec.env,
+    )
+
+
+def _changed(base: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in (base | change).items() if value is not None}
+
+
+def _put_folders(value: Any, name: str, drafters: dict[str, Path]) -> Any:
+    """`value` with folders in the place of "{NAME}"."""
+    if isinstance(value, dict):
+        return {key: _put_folders(each, name, drafters) for key, each in value.items()}
+    wanted = _FOLDER.fullmatch(value) if isinstance(value, str) else None
+    if wanted is None:
+        return value
+    folder = drafters.get(wanted[1])
+    if folder is None:
+        raise BenchError(f"The method {name} needs a drafter: give --drafter {wanted[1]}=FOLDER.")
+    if not folder.is_dir():
+        raise BenchError(f"The drafter {wanted[1]}={folder} is no folder.")
+    return str(folder)
+
+
+def weights(folder: Path) -> str:
+    """What tells a checkpoint from one that was trained again in its place, to the same sizes."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*.safetensors")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def _with_weights(value: Any) -> Any:
+    """`value` with a digest of its weights in the place of every folder of a checkpoint."""
+    if not isinstance(value, dict):
+        return value
+    return {
+        key: f"weights {weights(Path(each))}"
+        if key == "model" and Path(each).is_dir()
+        else _with_weights(each)
+        for key, each in value.items()
+    }

@@ -1,0 +1,165 @@
+"""The engine of one method in a process of its own, which stands still while another one answers.
+
+Whatever happens to this process, its engines go: each has a guard, a shell that waits for this
+process to let it go, and kills the engine's process group if it ends without. A stopped process
+would otherwise notice nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from vllm_specblock.bench.config import BenchError
+
+# -P: in a clone of the repository, vLLM would take triton_kernels/ for a package of that name.
+COMMAND = (sys.executable, "-P", "-m", "vllm_specblock.engine.answering")
+GRACE = 10.0
+"""Seconds that an engine is given to end by itself."""
+
+_GUARD = 'read let_go || kill -s KILL -- "-$1"'
+"""In this form every shell's `kill` takes a process group."""
+
+
+class EngineFailed(BenchError):
+    """An engine did not start, or ended while it was needed; the message says why."""
+
+
+class EngineProcess:
+    """An engine that is stopped unless it is asked.
+
+    Args:
+        name: of its method.
+        arguments: of vLLM's `LLM`.
+        env: added to this process's environment; None takes a variable away.
+        log: takes all that it prints.
+        command: of the process, see `vllm_specblock/engine/answering.py` for what it does.
+        wait: until it can answer. Else `wait()` has to be called, when others were started too.
+
+    Attributes:
+        facts: what the engine says of itself, once it can answer.
+
+    Raises:
+        EngineFailed: it did not start.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        arguments: Mapping[str, Any],
+        env: Mapping[str, str | None],
+        log: Path,
+        command: Sequence[str] = COMMAND,
+        *,
+        wait: bool = True,
+    ):
+        self.name, self.log = name, log
+        environment = {**os.environ, **env}
+        with log.open("w") as errors:
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                env={key: value for key, value in environment.items() if value is not None},
+                start_new_session=True,  # a group of its own, which Ctrl-C does not reach
+            )
+        self.guard = subprocess.Popen(
+            ["sh", "-c", _GUARD, "guard", str(self.process.pid)],
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+        )
+        self._send(arguments)
+        if wait:
+            self.wait()
+
+    def wait(self) -> None:
+        """Until it can answer; then it is stopped.
+
+        Raises:
+            EngineFailed: it did not start.
+        """
+        try:
+            self.facts = self._receive()
+        except BaseException:
+            end_all([self])
+            raise
+        self._signal(signal.SIGSTOP)
+
+    def ask(
+        self,
+        job: Mapping[str, Any],
+        said: Callable[[int, list[int]], object] = lambda prompt, tokens: None,
+    ) -> dict[str, Any]:
+        """Its answer to a job; it runs for just so long.
+
+        Args:
+            said: of a job with `stream`, gets a prompt's index and its new tokens as they come.
+
+        Raises:
+            EngineFailed: it ended, or could not answer.
+        """
+        self._signal(signal.SIGCONT)
+        self._send(job)
+        while "said" in (answer := self._receive()):
+            said(*answer["said"])
+        self._signal(signal.SIGSTOP)
+        return answer
+
+    def _send(self, what: Mapping[str, Any]) -> None:
+        with contextlib.suppress(BrokenPipeError):  # `_receive` says why
+            self.process.stdin.write(json.dumps(what) + "\n")
+            self.process.stdin.flush()
+
+    def _receive(self) -> dict[str, Any]:
+        line = self.process.stdout.readline()
+        answer = json.loads(line) if line.endswith("\n") else {"error": self._end()}
+        if "error" in answer:
+            raise EngineFailed(
+                f"The engine of {self.name} failed: {answer['error'].rstrip('.')} (its log is "
+                f"{self.log})."
+            )
+        return answer
+
+    def _end(self) -> str:
+        """How it ended, with its last words."""
+        try:
+            code = self.process.wait(GRACE)
+        except subprocess.TimeoutExpired:
+            return "it closed its pipe"
+        if code < 0:
+            return f"it was killed by {signal.Signals(-code).name}"
+        words = self.log.read_text(errors="replace").strip().splitlines()
+        return f"it ended with code {code}" + (f", after: {words[-1].strip()}" if words else "")
+
+    def _signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
+
+
+def end_all(engines: Iterable[EngineProcess]) -> None:
+    """End them all, and whatever they started; those that were ended before are left alone."""
+    engines = [engine for engine in engines if not engine.guard.stdin.closed]
+    for engine in engines:
+        engine._signal(signal.SIGTERM)
+        engine._signal(signal.SIGCONT)
+    until = time.monotonic() + GRACE
+    for engine in engines:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            engine.process.wait(max(0.0, until - time.monotonic()))
+        engine._signal(signal.SIGKILL)
+        engine.process.wait()
+        with contextlib.suppress(BrokenPipeError):
+            engine.guard.communicate(b"let go\n")
+        for pipe in (engine.process.stdin, engine.process.stdout):
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()

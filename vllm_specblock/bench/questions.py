@@ -1,0 +1,151 @@
+"""Sets of questions, and what the target reads of them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_specblock.bench.config import BenchConfig, BenchError
+from vllm_specblock.train.text.chat import BrokenLine
+from vllm_specblock.train.text.chat_tokens import ChatTokens
+
+
+@dataclass(frozen=True)
+class Question:
+    """A chat's user turns; every one but the first comes after an answer."""
+
+    id: str
+    turns: tuple[str, ...]
+
+
+Sets = dict[str, list[Question]]
+
+
+def read_sets(config: BenchConfig) -> Sets:
+    """The chosen questions of every set, in the order of the options.
+
+    Raises:
+        BenchError: a file is not there or has a line without a question, or two sets have one name.
+    """
+    found: Sets = {}
+    for name, path in (each for given in config.set for each in _files(given)):
+        if name in found:
+            raise BenchError(f"Two sets are called {name}: give one as --set OTHER={path}.")
+        found[name] = spread(read_questions(path), config.questions)
+    return found
+
+
+def _files(given: str) -> list[tuple[str, Path]]:
+    """(name, file) of one `--set`."""
+    name, equals, path = given.partition("=")
+    where = Path(path if equals else given)
+    if where.is_dir():
+        files = sorted(where.glob("*.jsonl"))
+        if not files:
+            raise BenchError(f"There is no .jsonl file in the folder {where}.")
+        return [(file.stem, file) for file in files]
+    if not where.is_file():
+        raise BenchError(f"There is no set of questions {where}.")
+    return [(name if equals else where.stem, where)]
+
+
+def read_questions(path: Path) -> list[Question]:
+    """All questions of a .jsonl file: lines of {"id", "turns", …}."""
+    found = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            raw = json.loads(line)
+        except json.JSONDecodeError:
+            raw = None
+        turns = raw.get("turns") if isinstance(raw, dict) else None
+        if not isinstance(turns, list) or not turns or not all(isinstance(t, str) for t in turns):
+            raise BenchError(
+                f'Line {number} of {path} is no question: it must be like {{"id": "a", "turns": '
+                '["How are you?"]}.'
+            )
+        found.append(Question(str(raw.get("id", number)), tuple(turns)))
+    if not found:
+        raise BenchError(f"There is no question in {path}.")
+    if len({question.id for question in found}) < len(found):
+        raise BenchError(f"Two questions of {path} have one id.")
+    return found
+
+
+def spread(questions: list[Question], count: int | None) -> list[Question]:
+    """`count` of them, evenly spread from the first on; None: all."""
+    if count is None or count >= len(questions):
+        return questions
+    return [questions[index * len(questions) // count] for index in range(count)]
+
+
+def seed_of(name: str, question: Question, turn: int, seed: int) -> int:
+    """Of one answer: the same for all methods and rounds."""
+    return (zlib.crc32(f"{name}/{question.id}/{turn}".encode()) + seed) % 2**31
+
+
+def fingerprint(sets: Sets) -> dict[str, Any]:
+    """What tells the chosen questions of two runs apart."""
+    return {
+        name: {
+            "questions": len(questions),
+            "sha256": hashlib.sha256(
+                json.dumps([[q.id, q.turns] for q in questions]).encode()
+            ).hexdigest()[:16],
+        }
+        for name, questions in sets.items()
+    }
+
+
+class Reader:
+    """What the target reads before each answer, as token ids.
+
+    Args:
+        tokens: of the target.
+        raw: without the chat template: an answer goes on with the text, and so does the next turn.
+
+    Raises:
+        BenchError: there is no chat template.
+    """
+
+    def __init__(self, tokens: ChatTokens, raw: bool):
+        if not raw and not tokens.chat:
+            raise BenchError(
+                "The target has no chat template: with --raw, questions are text to go on with."
+            )
+        self.tokens, self.raw = tokens, raw
+
+    def prompt(self, question: Question, answers: Sequence[str]) -> list[int]:
+        """The prompt of the turn after `answers`.
+
+        Raises:
+            BenchError: the template refuses it.
+        """
+        turns = question.turns[: len(answers) + 1]
+        try:
+            if self.raw:
+                return self.tokens.raw("".join(map("".join, zip(turns, [*answers, ""]))))
+            messages = []
+            for turn, answer in zip(turns, [*answers, None]):
+                messages.append({"role": "user", "content": turn})
+                if answer is not None:
+                    messages.append({"role": "assistant", "content": answer})
+            return self.tokens.question(messages)
+        except BrokenLine as error:
+            raise BenchError(f"Question {question.id} cannot be asked: {error}.") from None
+
+    def needed(self, sets: Sets, max_new_tokens: int) -> int:
+        """Tokens of the longest chat. An answer that is read again may have a few more tokens
+        than were generated, for which there is room."""
+        most = 0
+        for question in (each for questions in sets.values() for each in questions):
+            before = len(question.turns) - 1
+            last = len(self.prompt(question, [""] * before)) + before * (max_new_tokens * 5 // 4)
+            most = max(most, last + max_new_tokens)
+        return -(-(most + 1) // 64) * 64

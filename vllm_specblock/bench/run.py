@@ -1,0 +1,242 @@
+"""A whole benchmark: engines side by side, unit by unit, then the table."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from vllm_specblock.bench.config import BenchConfig, BenchError
+from vllm_specblock.bench.engine_arguments import arguments_of, common_arguments
+from vllm_specblock.bench.machine import available_memory, describe_machine
+from vllm_specblock.bench.methods import Method, resolve
+from vllm_specblock.bench.process import COMMAND, EngineFailed, EngineProcess, end_all
+from vllm_specblock.bench.questions import Reader, Sets, fingerprint, read_sets, seed_of
+from vllm_specblock.bench.schedule import Unit, groups, rotated, units
+from vllm_specblock.bench.store import Answer, Store
+from vllm_specblock.draft.target_info import describe_target
+from vllm_specblock.engine.answering import ACCEPTED, DRAFTING, DRAFTS
+from vllm_specblock.train.teacher.features import load_tokenizer
+from vllm_specblock.train.text.chat_tokens import ChatTokens
+
+WARM_UP_TOKENS = 32
+"""Of the first question, at every temperature, before an engine's first turn counts."""
+
+
+@dataclass
+class Bench:
+    """What `measure` needs, all checked.
+
+    Attributes:
+        methods: by name, plain vLLM first.
+        common: arguments of all engines.
+        command: of an engine's process.
+        failures: by method, why it gave no more answers in this call.
+    """
+
+    config: BenchConfig
+    methods: dict[str, Method]
+    sets: Sets
+    reader: Reader
+    common: dict[str, Any]
+    store: Store
+    command: Sequence[str] = COMMAND
+    failures: dict[str, str] = field(default_factory=dict)
+
+
+def prepare(config: BenchConfig, fresh: bool = False) -> Bench:
+    """Check everything that can be known before an engine is made.
+
+    Raises:
+        BenchError, CheckpointError, TrainError: something does not fit; one sentence.
+    """
+    methods, sets = resolve(config), read_sets(config)
+    plain = [method for method in methods.values() if method.plain]
+    groups(plain, [method for method in methods.values() if not method.plain], config.at_once)
+    target = describe_target(config.target)
+    tokens = ChatTokens(
+        load_tokenizer(config.target), target.vocab_size, frozenset(), config.template_options
+    )
+    reader = Reader(tokens, config.raw)
+    machine = describe_machine()
+    length = reader.needed(sets, config.max_new_tokens)
+    common = common_arguments(config, length, machine["gpu"] is not None)
+    settings = config.must_match() | {
+        "target": _fingerprint(config.target),
+        "machine": machine,
+        "methods": {name: method.as_json() for name, method in methods.items()},
+        "sets": fingerprint(sets),
+    }
+    return Bench(config, methods, sets, reader, common, Store(config.out, settings, fresh))
+
+
+def _fingerprint(target: Path) -> dict[str, str]:
+    """The target's name, and what tells it from another of that name."""
+    config = (target / "config.json").read_bytes()
+    size = sum(path.stat().st_size for path in target.glob("*.safetensors"))
+    return {
+        "name": target.resolve().name,
+        "config": hashlib.sha256(config).hexdigest()[:12],
+        "bytes": str(size),
+    }
+
+
+def measure(bench: Bench, say: Callable[[str], None] = tqdm.write) -> None:
+    """Let the engines answer all that is missing.
+
+    Raises:
+        EngineFailed: plain vLLM gave no answer, without which nothing can be compared.
+    """
+    plain = [method for method in bench.methods.values() if method.plain]
+    todo = list(units(bench.config, bench.sets))
+    names = [method.name for method in plain]
+    lacking = {name for unit in todo for name in bench.store.missing(unit, bench.methods, names)}
+    others = [m for m in bench.methods.values() if not m.plain and m.name in lacking]
+    if not lacking:
+        return
+    for group in groups(plain, others, bench.config.at_once):
+        compared = [method.name for method in group if not method.plain] or names
+        ours = [unit for unit in todo if bench.store.missing(unit, compared, names)]
+        if ours:
+            _measure_group(bench, group, ours, compared, say)
+
+
+class Room:
+    """Whether the memory holds one more engine, by what those before have taken."""
+
+    def __init__(self) -> None:
+        self.left, self.most = available_memory(), 0
+
+    def check(self, alive: int) -> None:
+        """Called before an engine is made.
+
+        Raises:
+            BenchError: it would hardly fit; no one is served by a machine that swaps.
+        """
+        before, self.left = self.left, available_memory()
+        if before is None or self.left is None or not alive:
+            return
+        self.most = max(self.most, before - self.left)
+        if self.left < self.most:
+            raise BenchError(
+                f"{alive} engines are alive, {self.left / 2**30:.1f} GiB of memory are left, and "
+                f"one takes up to {self.most / 2**30:.1f}: give --at-once {alive}."
+            )
+
+
+def _measure_group(
+    bench: Bench,
+    group: Sequence[Method],
+    todo: Sequence[Unit],
+    compared: Sequence[str],
+    say: Callable[[str], None],
+) -> None:
+    engines: dict[str, EngineProcess] = {}
+    plain = {method.name for method in group if method.plain}
+
+    def failed(name: str, error: EngineFailed) -> None:
+        if name in plain:
+            raise error
+        bench.failures[name] = str(error)
+        say(f"{error} The others go on.")
+        if name in engines:
+            end_all([engines.pop(name)])
+
+    room = Room()
+    try:
+        with tqdm(group, "engines", unit="engine") as bar:
+            for method in bar:
+                bar.set_postfix_str(method.name)
+                room.check(len(engines))
+                try:
+                    engines[method.name] = _start(bench, method, todo[0])
+                except EngineFailed as error:
+                    failed(method.name, error)
+        bar = tqdm(todo, "answers", unit="turn")
+        for number, unit in enumerate(bar):
+            alive = [name for name in compared if name in engines]
+            # Whoever has answered it is left out; plain vLLM answers again beside the others.
+            asked = {*bench.store.missing(unit, alive, plain)} | plain
+            if asked <= plain and {*compared} - plain:
+                continue
+            bar.set_postfix_str(f"{unit.set}, T = {unit.temperature:g}", refresh=False)
+            answers: dict[str, Answer] = {}
+            for name in rotated([name for name in engines if name in asked], number):
+                try:
+                    answers[name] = _ask(bench, engines[name], unit)
+                except EngineFailed as error:
+                    failed(name, error)
+            bench.store.add(unit, answers)
+    finally:
+        end_all(engines.values())
+
+
+def _start(bench: Bench, method: Method, unit: Unit) -> EngineProcess:
+    """An engine that has answered something."""
+    config, logs = bench.config, bench.config.out / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    env = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if config.in_process else "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        **method.env,
+    }
+    arguments = arguments_of(method, bench.common)
+    engine = EngineProcess(method.name, arguments, env, logs / f"{method.name}.log", bench.command)
+    try:
+        bench.store.note_engine(method.name, engine.facts)
+        prompts = [bench.reader.prompt(each, []) for each in unit.questions]
+        most = min(WARM_UP_TOKENS, config.max_new_tokens)
+        for temperature in config.temperature:
+            engine.ask(_job(config, prompts, [0] * len(prompts), temperature, most))
+    except BaseException:
+        end_all([engine])
+        raise
+    return engine
+
+
+def _job(
+    config: BenchConfig,
+    prompts: list[list[int]],
+    seeds: list[int],
+    temperature: float,
+    max_tokens: int,
+) -> dict[str, Any]:
+    """What an engine is asked; see `engine/answering.py`."""
+    return {
+        "prompts": prompts,
+        "seeds": seeds,
+        "temperature": temperature,
+        "max_tokens": max_tokens,
+        "ignore_eos": config.ignore_eos,
+    }
+
+
+def _ask(bench: Bench, engine: EngineProcess, unit: Unit) -> Answer:
+    said = bench.store.answers_before(unit, engine.name)
+    prompts = [bench.reader.prompt(q, before) for q, before in zip(unit.questions, said)]
+    seeds = [seed_of(unit.set, q, unit.turn, bench.config.seed) for q in unit.questions]
+    most = bench.config.max_new_tokens
+    answer = engine.ask(_job(bench.config, prompts, seeds, unit.temperature, most))
+    return _kept(bench.reader, unit, answer)
+
+
+def _kept(reader: Reader, unit: Unit, answer: Mapping[str, Any]) -> Answer:
+    """What the store keeps of an engine's answer."""
+    ids, counters = answer["ids"], answer["counters"]
+    nanoseconds, steps = (counters.get(name, 0) for name in DRAFTING)
+    return Answer(
+        tokens=sum(map(len, ids)),
+        wall=answer["wall"],
+        cpu=answer["cpu"],
+        drafts=counters.get(DRAFTS, 0),
+        accepted=counters.get(ACCEPTED, 0),
+        draft_ns=nanoseconds,
+        draft_steps=steps,
+        digests=tuple(hashlib.sha256(json.dumps(each).encode()).hexdigest()[:16] for each in ids),
+        texts=() if unit.last else tuple(map(reader.tokens.said, ids)),
+    )

@@ -1,0 +1,178 @@
+"""Results in a folder that grows unit by unit: a killed run goes on where it was.
+
+run.json      the settings, where the results come from, what each engine said of itself
+units.jsonl   a line per unit: what every engine that took its turn then answered, and its cost
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_specblock.bench.config import BenchError
+from vllm_specblock.bench.schedule import Unit
+from vllm_specblock.train.provenance import provenance, revision
+from vllm_specblock.train.text.shards import replace
+
+RUN, UNITS = "run.json", "units.jsonl"
+_GROWING = ("methods", "sets")
+"""Settings by name: a later call may add some and leave some out."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one engine's answer to a unit was, and what it cost.
+
+    Attributes:
+        tokens: generated, of all questions of the unit.
+        wall, cpu: seconds.
+        drafts, accepted: verified drafts, and accepted draft tokens.
+        draft_ns, draft_steps: time of the drafters, and the steps it was taken over.
+        digests: per question, of its token ids.
+        texts: per question, where another turn follows; else empty.
+    """
+
+    tokens: int
+    wall: float
+    cpu: float
+    drafts: int
+    accepted: int
+    draft_ns: int
+    draft_steps: int
+    digests: tuple[str, ...]
+    texts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Record:
+    """Answers of engines that took turns.
+
+    Attributes:
+        unit: `Unit.key`.
+        answers: by method.
+    """
+
+    unit: str
+    round: int
+    temperature: float
+    set: str
+    answers: dict[str, Answer]
+
+
+class Store:
+    """All records of a folder.
+
+    Args:
+        folder: made, or gone on with.
+        settings: what all results have in common; JSON's types only.
+        fresh: throw away what is there.
+
+    Raises:
+        BenchError: the folder has results of other settings, another revision of the code or other
+            versions of what it stands on.
+    """
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any], fresh: bool = False):
+        self.folder, self.records = folder, []
+        settings = json.loads(json.dumps(settings))  # as it will be read again
+        self._known: dict[tuple[str, str], Answer] = {}
+        self._together: dict[str, list[set[str]]] = {}
+        if fresh and (folder / RUN).exists():
+            for path in (folder / RUN, folder / UNITS):
+                path.unlink(missing_ok=True)
+            shutil.rmtree(folder / "logs", ignore_errors=True)
+        facts = provenance()
+        self.head: dict[str, Any] = {
+            "settings": settings, "provenance": facts, "commands": [], "engines": {},
+            # New files do not count: the results may well lie in the repository.
+            "revision": revision(Path(__file__).parent, new_files=False),
+        }  # fmt: skip
+        if (folder / RUN).exists():
+            known = json.loads((folder / RUN).read_text(encoding="utf-8"))
+            self._refuse_others(known)
+            for key in _GROWING:
+                known["settings"][key] |= settings[key]
+            self.head = known
+            self._read()
+        self.head["commands"] = [*dict.fromkeys([*self.head["commands"], facts["command"]])]
+        folder.mkdir(parents=True, exist_ok=True)
+        self._write_head()
+
+    def _refuse_others(self, known: dict[str, Any]) -> None:
+        now, then = _circumstances(self.head), _circumstances(known)
+        other = {key for key in now.keys() | then.keys() if now.get(key) != then.get(key)}
+        for key in _GROWING:
+            ours, theirs = self.head["settings"][key], known["settings"][key]
+            both = ours.keys() & theirs.keys()
+            other |= {f"{key}: {name}" for name in both if ours[name] != theirs[name]}
+        if other:
+            raise BenchError(
+                f"{self.folder} has results with other {', '.join(sorted(other))}: give another "
+                "--out, or --fresh to throw them away."
+            )
+
+    def _read(self) -> None:
+        path = self.folder / UNITS
+        if not path.exists():
+            return
+        whole = path.read_bytes()
+        # A kill in the midst of a line leaves a part of it.
+        kept = whole[: whole.rfind(b"\n") + 1]
+        if len(kept) < len(whole):
+            os.truncate(path, len(kept))
+        for line in kept.splitlines():
+            raw = json.loads(line)
+            answers = {
+                name: Answer(**{k: tuple(v) if isinstance(v, list) else v for k, v in each.items()})
+                for name, each in raw.pop("answers").items()
+            }
+            self._take(Record(**raw, answers=answers))
+
+    def _take(self, record: Record) -> None:
+        self.records.append(record)
+        self._together.setdefault(record.unit, []).append({*record.answers})
+        for name, answer in record.answers.items():
+            self._known[record.unit, name] = answer
+
+    def _write_head(self) -> None:
+        text = json.dumps(self.head, indent=1, ensure_ascii=False) + "\n"
+        replace(self.folder / RUN, lambda aside: aside.write_text(text, encoding="utf-8"))
+
+    def note_engine(self, name: str, facts: dict[str, Any]) -> None:
+        """Keep what an engine said of itself."""
+        self.head["engines"][name] = facts
+        self._write_head()
+
+    def add(self, unit: Unit, answers: dict[str, Answer]) -> None:
+        """Keep the answers to a unit; they are on the disk when this returns."""
+        record = Record(unit.key(), unit.round, unit.temperature, unit.set, answers)
+        line = json.dumps(
+            {**vars(record), "answers": {name: vars(each) for name, each in answers.items()}},
+            ensure_ascii=False,
+        )
+        with (self.folder / UNITS).open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        self._take(record)
+
+    def missing(self, unit: Unit, methods: Iterable[str], plain: Iterable[str]) -> list[str]:
+        """Of `methods`, those that have not answered `unit` in turns with all of `plain`."""
+        together = [those for those in self._together.get(unit.key(), []) if those >= {*plain}]
+        return [name for name in methods if not any(name in those for those in together)]
+
+    def answers_before(self, unit: Unit, name: str) -> list[list[str]]:
+        """Per question of `unit`, what the method has answered to the turns before."""
+        turns = [self._known[unit.key(turn), name].texts for turn in range(unit.turn)]
+        return [[texts[place] for texts in turns] for place in range(len(unit.questions))]
+
+
+def _circumstances(head: dict[str, Any]) -> dict[str, Any]:
+    """All that has to be equal for results to be compared."""
+    settings = {k: v for k, v in head["settings"].items() if k not in _GROWING}
+    return {**settings, "revision": head["revision"], "versions": head["provenance"]["versions"]}

@@ -1,0 +1,55 @@
+"""`specblock bench`: methods side by side in vLLM."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from vllm_specblock.bench.config import BenchConfig
+from vllm_specblock.cli.from_model import options_of
+from vllm_specblock.train.config import parse, read_recipe
+
+
+@options_of(BenchConfig)
+def bench(
+    recipe: Annotated[
+        Path | None, typer.Argument(help="YAML file of options; those on the command line win.")
+    ] = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Throw away what lies in --out, and begin anew.")
+    ] = False,
+    **given: Any,
+) -> None:
+    """Measure speed-up, tokens/s, τ and drafting time of methods on sets of questions.
+
+    The engines of all methods are alive side by side and take turns, one answer each, so that a
+    machine whose speed drifts gives fair ratios. Killed and started again with the same options,
+    it goes on where it was. Writes OUT/table.md, OUT/results.json and plots.
+    """
+    config = parse(BenchConfig, **(read_recipe(recipe) if recipe else {}) | given)
+    # Here and not above: torch and transformers take seconds, `--help` should not.
+    from vllm_specblock.bench.results import write_results
+    from vllm_specblock.bench.run import measure, prepare
+
+    # Asked to end, it ends its engines first, as with Ctrl-C.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)
+    prepared = prepare(config, fresh)
+    try:
+        measure(prepared)
+    except KeyboardInterrupt:
+        typer.echo(
+            f"Stopped. What was answered is in {config.out}; the same command goes on.", err=True
+        )
+        raise typer.Exit(130) from None
+    table, files = write_results(prepared)
+    typer.echo(table)
+    typer.echo(f"Written: {', '.join(map(str, files))}.")
+    if not any(path.suffix == ".png" for path in files):
+        typer.echo("There are no plots: matplotlib is not installed.", err=True)
+    if prepared.failures:
+        typer.echo(" ".join(["Error:", *prepared.failures.values()]), err=True)
+        raise typer.Exit(1)
