@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+
+class Precision(StrEnum):
+    """Arithmetic of target and drafter."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
 
 
 def three_layers(text: str) -> tuple[int, int, int]:
