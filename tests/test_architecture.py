@@ -21,7 +21,8 @@ ROOMS = [
     {"config", "draft", "combine", "verify", "commit"},
     {"train"},
     {"triton_interpreter", "engine"},
-    {"plugin", "cli"},
+    {"plugin", "bench"},
+    {"cli"},
     {"__main__"},
 ]
 

@@ -1,0 +1,1 @@
+"""What a drafter is worth, as tables and figures."""
