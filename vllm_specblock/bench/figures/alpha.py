@@ -29,6 +29,7 @@ def plot_alpha(drafters: dict[str, DrafterFigures], path: Path) -> None:
         _shares(bars[index], found.forward_shares)
         bars[index].set_ylabel(name, rotation=0, ha="right", va="center", fontsize=8)
     axes.set_ylabel("acceptance rate α$_k$")
+    axes.set_xlim(0.4, max(len(found.alpha) for found in drafters.values()) + 0.6)
     axes.set_ylim(0, 1.02)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)

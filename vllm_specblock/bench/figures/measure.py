@@ -28,7 +28,8 @@ class SetFigures:
         steps: how many.
         main_path: α_k of the served tree's main path.
         chain: along chains of whole blocks, from the roots of the same steps; None for a drafter
-            without blocks.
+            without blocks. In float32 its first rate is that of the main path; in bfloat16 the two
+            are rounded apart where the drafter's first two choices are nearly equal.
     """
 
     tau: float
