@@ -10,7 +10,6 @@ accepted path holds nodes of several kinds. Drawing needs matplotlib.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,115 +22,25 @@ import typer
 from combinations import together
 from one_engine import TARGET
 
+from vllm_specblock.bench.figures.style import shown
+from vllm_specblock.bench.figures.tree_picture import Legend, TreePicture, save_tree
+from vllm_specblock.train.judge.replay import accepted_path
+
 ROOT = Path(__file__).resolve().parent.parent
 HEADS = ROOT / "examples/two_heads"
 COLOURS = {0: "#d9d9d9", 1: "#8ecae6", 2: "#ffb703", 3: "#95d5b2"}
 """Of the root, of head 1, of head 2, of both."""
-LEGEND = {1: "head 1", 2: "head 2", 3: "both heads"}
-ACCEPTED = "#c1121f"
+LEGEND = Legend({1: "head 1", 2: "head 2", 3: "both heads"}, COLOURS)
 
 
-@dataclass(frozen=True)
-class Picture:
-    """One tree as plain data; entry 0 of each list is the root.
-
-    Attributes:
-        text: each node's token, as text.
-        parent: each node's parent, −1 for the root.
-        origin: 0 for the root, else 1: head 1's, 2: head 2's, 3: both heads'.
-        accepted: nodes of the accepted path, from the root on.
-    """
-
-    text: list[str]
-    parent: list[int]
-    origin: list[int]
-    accepted: list[int]
-
-
-def layout(parent: list[int]) -> list[tuple[float, float]]:
-    """(depth, height) of every node: leaves one below the other, a parent amid its children.
-
-    Args:
-        parent: each node's, −1 for the root; parents first.
-    """
-    children: list[list[int]] = [[] for _ in parent]
-    depth = [0] * len(parent)
-    for node, up in enumerate(parent):
-        if up >= 0:
-            children[up].append(node)
-            depth[node] = depth[up] + 1
-    height, leaves, stack = [0.0] * len(parent), 0, [(0, False)]
-    while stack:
-        node, seen = stack.pop()
-        below = children[node]
-        if below and not seen:
-            stack += [(node, True), *((child, False) for child in reversed(below))]
-        elif below:
-            height[node] = (height[below[0]] + height[below[-1]]) / 2
-        else:
-            height[node], leaves = -leaves, leaves + 1
-    return list(zip(map(float, depth), height))
-
-
-def mix(picture: Picture) -> int:
+def mix(picture: TreePicture) -> int:
     """How much there is to see: kinds of node on the accepted path, its length, then all kinds
     of node in the tree."""
-    kinds = {picture.origin[node] for node in picture.accepted[1:]}
-    return 100 * len(kinds) + 10 * min(9, len(picture.accepted)) + len(set(picture.origin))
+    kinds = {picture.kind[node] for node in picture.accepted[1:]}
+    return 100 * len(kinds) + 10 * min(9, len(picture.accepted)) + len(set(picture.kind))
 
 
-def draw(picture: Picture, path: Path) -> None:
-    """Save the tree, root on the left; the suffix of `path` says in which format."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-    from matplotlib.patches import Patch
-
-    places = layout(picture.parent)
-    deepest = max(x for x, _ in places)
-    leaves = 1 - min(y for _, y in places)
-    figure, axes = plt.subplots(figsize=(2 + 1.25 * deepest, 1 + 0.26 * leaves))
-    on_path = set(picture.accepted)
-    for node, up in enumerate(picture.parent):
-        (x, y), taken = places[node], node in on_path
-        if up >= 0:
-            axes.plot(
-                [places[up][0], x],
-                [places[up][1], y],
-                color=ACCEPTED if taken else "#adb5bd",
-                linewidth=2.2 if taken else 0.8,
-                zorder=1,
-            )
-        axes.text(
-            *(x, y, picture.text[node]),
-            fontsize=7,
-            family="monospace",
-            ha="center",
-            va="center",
-            parse_math=False,
-            fontweight="bold" if taken else "normal",
-            bbox={
-                "boxstyle": "round,pad=0.25",
-                "facecolor": COLOURS[picture.origin[node]],
-                "edgecolor": ACCEPTED if taken else "#6c757d",
-                "linewidth": 1.8 if taken else 0.5,
-            },
-            zorder=2,
-        )
-    keys = [Patch(facecolor=COLOURS[kind], label=name) for kind, name in LEGEND.items()]
-    keys.append(Patch(facecolor="white", edgecolor=ACCEPTED, linewidth=1.8, label="accepted"))
-    axes.legend(handles=keys, loc="upper center", ncols=4, fontsize=8, frameon=False,
-                bbox_to_anchor=(0.5, 1.0 + 0.6 / (1 + 0.26 * leaves)))  # fmt: skip
-    axes.set_xlim(-0.5, deepest + 0.5)
-    axes.set_ylim(-leaves + 0.3, 0.7)
-    axes.axis("off")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150, bbox_inches="tight")
-    plt.close(figure)
-
-
-def picture_of(combined: Any, root: int, ahead: list[int], tokenizer: Any) -> Picture:
+def picture_of(combined: Any, root: int, ahead: list[int], tokenizer: Any) -> TreePicture:
     """The first request's tree, and how far the text that followed walks down it.
 
     Args:
@@ -144,19 +53,13 @@ def picture_of(combined: Any, root: int, ahead: list[int], tokenizer: Any) -> Pi
     token = [root, *combined.tree.token[0, :size].tolist()]
     parent = [-1, *combined.tree.parent[0, :size].tolist()]
     origin = [0, *combined.origin[0, :size].tolist()]
-    accepted = [0]
-    for wanted in ahead:
-        nexts = [n for n in range(1, size + 1) if parent[n] == accepted[-1] and token[n] == wanted]
-        if not nexts:
-            break
-        accepted.append(nexts[0])
-    text = [tokenizer.decode([each]).replace("\n", "⏎").replace(" ", "·") or "∅" for each in token]
-    return Picture(text, parent, origin, accepted)
+    accepted = accepted_path(combined.tree, ahead)
+    return TreePicture([shown(tokenizer, each) for each in token], parent, origin, accepted)
 
 
 def record(
     speculative: dict[str, Any], target: Path, prompt: str, new_tokens: int
-) -> list[Picture]:
+) -> list[TreePicture]:
     """Every tree that was verified while the prompt was gone on with, greedily."""
     from vllm import LLM, SamplingParams
 
@@ -209,7 +112,7 @@ def main(
     speculative = together(*heads, nodes, "merge trie, joint")
     pictures = record(speculative, target, prompt, new_tokens)
     best = max(pictures, key=mix)
-    draw(best, out)
+    save_tree(best, LEGEND, out)
     print(f"{out}: tree {pictures.index(best) + 1} of {len(pictures)}, {len(best.text) - 1} nodes, "
           f"{len(best.accepted) - 1} accepted")  # fmt: skip
 

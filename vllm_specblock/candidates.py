@@ -88,6 +88,23 @@ class Selection:
     tree: DraftTree
     node: torch.Tensor
 
+    def kept(self, key: torch.Tensor) -> torch.Tensor:
+        """The candidate that each node is; of joined ones, the one that was kept.
+
+        For people who look at a tree: serving has no use for it.
+
+        Args:
+            key: [R, C] int64, as given to `select`.
+
+        Returns:
+            [R, N] int64, 0 (the root) for a slot not in use.
+        """
+        slots = self.tree.token.shape[1]
+        place = torch.where(key < CLOSED, self.node, slots + 1).clamp(max=slots + 1)
+        best = torch.full_like(key[:, :1], CLOSED).repeat(1, slots + 2)
+        best = best.scatter_reduce(1, place, key, "amin")[:, 1:-1]
+        return torch.where(self.tree.parent >= 0, best & INDEX_BITS, 0)
+
 
 def select(
     token: torch.Tensor,

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from baselines.eagle3_tree import Along, masked_attention
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -28,6 +27,7 @@ from vllm_specblock.draft.config_json import rope_of
 from vllm_specblock.draft.eagle3.config import Eagle3Shape
 from vllm_specblock.draft.eagle3.growth import Growth
 from vllm_specblock.draft.eagle3.model import Eagle3Drafter
+from vllm_specblock.train.judge.eagle3_drafting import Eagle3Draft, masked_attention
 from vllm_specblock.train.labels import draft_labels
 from vllm_specblock.train.learner import OUTSIDE, Draft, Learner, Lesson, Outcome, Script
 from vllm_specblock.train.text.batch import Batch
@@ -140,7 +140,7 @@ class Eagle3(Learner, Eagle3Drafter):
 
     def draft_along(self, script: Script) -> Draft:
         """Trees of `self.growth` along one text."""
-        return Along(self, script)
+        return Eagle3Draft(self, script, self.growth)
 
     def save(self, directory: Path) -> None:
         """A checkpoint for vLLM's method "eagle3"."""

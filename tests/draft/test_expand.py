@@ -222,3 +222,50 @@ def test_operations_per_step():
     with Count() as count:
         whole_step(Shape(4, 2, 8, (2, 4, 10, 0), 60), 1)
     assert count.total < 160
+
+
+def test_a_node_is_of_the_forward_whose_candidate_was_kept():
+    """Block 1: 5 (or 6), then 7 (or 8). Block 2 starts after 5, 7 and after 5."""
+    expansion = Expansion(Shape(2, 2, 2, (2, 2, 2, 2), 20), torch.tensor([2, 2, 2, 2]), 1)
+    bucket = torch.zeros(1, 2, dtype=torch.int64)
+    expansion.first_block(
+        torch.tensor([[[0.6, 0.4], [0.5, 0.3]]]).log(), torch.tensor([[[5, 6], [7, 8]]]), bucket
+    )
+    starts = expansion.starts(2)
+    assert starts.token.tolist() == [[7, 5]]
+    expansion.next_block(
+        starts,
+        2,
+        torch.tensor([[[[0.9, 0.1], [0.8, 0.2]], [[0.7, 0.2], [0.6, 0.4]]]]).log(),
+        # After 5, block 2 says 7 more surely than block 1 did, and 8 less surely.
+        torch.tensor([[[[1, 2], [3, 4]], [[7, 8], [9, 10]]]]),
+        bucket[:, None].expand(1, 2, 2),
+    )
+    selection = expansion.select()
+    found = dict(zip(texts(selection.tree, 0), expansion.blocks(selection)[0].tolist()))
+    assert found == {
+        (5,): 1, (6,): 1, (5, 7): 2, (5, 8): 1,
+        (5, 7, 1): 2, (5, 7, 2): 2, (5, 7, 1, 3): 2, (5, 7, 1, 4): 2, (5, 7, 9): 2, (5, 7, 10): 2,
+    }  # fmt: skip
+    assert expansion.blocks(selection)[0, int(selection.tree.size[0]) :].tolist() == [0] * 10
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_forwards_of_a_cut_tree_are_those_of_the_whole(blocks):
+    """Over many seeds and budgets: a text's forward does not depend on what else is kept."""
+    for seed in range(4):
+        kept = []
+        for budget in (200, 20):
+            shape, draw = Shape(4, blocks, 5, (2, 4, 6, 4), budget), torch.Generator()
+            expansion = Expansion(shape, torch.tensor(shape.branching), 2)
+            expansion.first_block(*random_block(draw.manual_seed(seed), shape, 12, 2))
+            for m in range(2, blocks + 1):
+                starts = expansion.starts(m)
+                expansion.next_block(starts, m, *random_block(draw, shape, 12, 2, 5))
+            selection = expansion.select()
+            forward = expansion.blocks(selection)
+            kept.append([dict(zip(texts(selection.tree, r), forward[r].tolist())) for r in (0, 1)])
+        for whole, cut in zip(*kept):
+            assert cut.items() <= whole.items()
+            assert {1} <= set(whole.values()) <= set(range(1, blocks + 1))
+            assert all(forward == 1 for text, forward in whole.items() if len(text) == 1)

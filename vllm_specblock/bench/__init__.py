@@ -1,1 +1,1 @@
-"""`specblock bench`: methods side by side in vLLM, as in Table 1 of the SpecBlock paper."""
+"""What drafting is worth: `specblock bench` (Table 1 of the SpecBlock paper) and its figures."""

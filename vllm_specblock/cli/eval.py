@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import json
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from vllm_specblock.cli.options import four_widths
-
-
-class Precision(StrEnum):
-    """Arithmetic of target and drafter."""
-
-    FP32 = "fp32"
-    BF16 = "bf16"
+from vllm_specblock.cli.options import Precision, four_widths
 
 
 def evaluate(
@@ -95,6 +87,7 @@ def evaluate(
     from vllm_specblock.config import DEFAULT_NODES, parse_head
     from vllm_specblock.draft import checkpoint
     from vllm_specblock.train.judge import evaluate as figures_of
+    from vllm_specblock.train.judge.loaded import pair_specblock
     from vllm_specblock.train.parallel import usable_device
     from vllm_specblock.train.provenance import provenance
     from vllm_specblock.train.teacher.features import load_target, load_tokenizer
@@ -102,7 +95,8 @@ def evaluate(
     from vllm_specblock.train.text.shards import replace
 
     where = usable_device(device)
-    target, layer_ids, vocab_size = _target(drafter, target)
+    pairing = pair_specblock(drafter, target)
+    target, layer_ids, vocab_size = pairing.target, pairing.layer_ids, pairing.vocab_size
     found = read_prompts(
         data,
         load_tokenizer(target),
@@ -152,29 +146,6 @@ def evaluate(
         text = json.dumps(whole, indent=1) + "\n"
         replace(json_file, lambda aside: aside.write_text(text, encoding="utf-8"))
         typer.echo(f"All figures are in {json_file}.")
-
-
-def _target(drafter: Path, target: Path | None) -> tuple[Path, tuple[int, int, int], int]:
-    """The target's folder, the layers that the drafter reads, and the target's vocabulary size.
-
-    Raises:
-        TrainError: there is no target.
-        CheckpointError: one of the configs cannot be used, or they do not belong together.
-    """
-    from vllm_specblock.draft import checkpoint
-    from vllm_specblock.draft.target_info import check_target, describe_target
-    from vllm_specblock.train.config import TrainError
-
-    config = checkpoint.read_config(drafter)
-    if target is None:
-        name = config.target.name
-        if name is None or not Path(name).is_dir():
-            said = "names no target" if name is None else f"is for {name}, which is no folder here"
-            raise TrainError(f"The drafter in {drafter} {said}; give the target's with --target.")
-        target = Path(name)
-    info = describe_target(target, layer_ids=config.target.layer_ids)
-    check_target(drafter, config.target, target, info)
-    return target, info.layer_ids, info.vocab_size
 
 
 def _device_name(device) -> str:

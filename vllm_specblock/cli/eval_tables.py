@@ -50,12 +50,12 @@ def _tau(results: Results) -> Table:
 def _alpha(results: Results) -> Table:
     """A row per position of the chain."""
     table = _table(
-        "first choices that are right, given that those before were: all of the chain (α_k), of "
-        "the block (α_m,j), or none",
+        "first choices that are right, given that those before were: all of the chain (the paper's "
+        "α_m,j), those of the block, or none",
         "k = m,j",
     )
     for result in results:
-        for column in (f"α_k at T = {result['temperature']:g}", "α_m,j", "any"):
+        for column in (f"α_m,j at T = {result['temperature']:g}", "of the block", "any"):
             table.add_column(column, justify="right")
     for k in range(len(results[0]["chain"]["alpha"])):
         cells = []

@@ -13,6 +13,7 @@ from vllm_specblock.cli.convert import convert
 from vllm_specblock.cli.data import data
 from vllm_specblock.cli.eval import evaluate
 from vllm_specblock.cli.features import features
+from vllm_specblock.cli.figures import figures
 from vllm_specblock.cli.init import init
 from vllm_specblock.cli.inspect import inspect
 from vllm_specblock.cli.train import train
@@ -50,3 +51,4 @@ app.command()(features)
 app.command()(train)
 app.command("eval")(evaluate)
 app.command()(bench)
+app.command()(figures)

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import json
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+
+class Precision(StrEnum):
+    """Arithmetic of target and drafter."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
 
 
 def three_layers(text: str) -> tuple[int, int, int]:

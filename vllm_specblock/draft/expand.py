@@ -13,6 +13,7 @@ import torch
 
 from vllm_specblock.candidates import (
     NEVER,
+    Selection,
     extend_hash,
     join,
     rank_key,
@@ -250,10 +251,28 @@ class Expansion:
 
     def finish(self) -> DraftTree:
         """Join nodes of equal text, keep the best N, put them in order."""
+        return self.select().tree
+
+    def select(self) -> Selection:
+        """As `finish`, with what became of the candidates."""
         token, path_hash, key, parent = (field[:, : self.count] for field in self.fields)
         score = self.score[:, : self.count]
         shape = self.shape
-        return select(token, parent, score, key, path_hash, shape.budget, shape.max_depth).tree
+        return select(token, parent, score, key, path_hash, shape.budget, shape.max_depth)
+
+    def blocks(self, selection: Selection) -> torch.Tensor:
+        """Which drafter forward each node of the tree comes from, block 1 … M.
+
+        Of several candidates of equal text it is the one that was kept. Asked for after
+        `select`, and by nobody while serving.
+
+        Returns:
+            [R, N] int64, 0 for a slot not in use.
+        """
+        candidate = selection.kept(self.key[:, : self.count])
+        row = (candidate - 1) // (self.shape.block_size * self.shape.width)
+        starts = self.shape.num_starts
+        return torch.where(candidate > 0, 1 + (row + starts - 1) // starts, 0)
 
 
 class FusedExpansion:

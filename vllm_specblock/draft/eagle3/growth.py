@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from vllm_specblock.candidates import NEVER, select_nodes, tree_of
+from vllm_specblock.config import Eagle3Config
 from vllm_specblock.draft.eagle3.model import Attend, Eagle3Drafter
 from vllm_specblock.draft.expand import Starts
 from vllm_specblock.tree import DraftTree
@@ -39,6 +40,13 @@ class Growth:
     def chain(cls, depth: int) -> Growth:
         """No tree: the best token after the best token."""
         return cls(depth, 1, depth)
+
+    @classmethod
+    def of(cls, options: Eagle3Config, num_nodes: int, spare: int, draft_vocab_size: int) -> Growth:
+        """What `options` ask for, as far as the slots and the draft vocabulary go."""
+        # Every level after the first borrows one reserved slot at least.
+        depth = min(options.depth, num_nodes, spare + 1)
+        return cls(depth, options.top_k, num_nodes, spare).within(draft_vocab_size)
 
     @property
     def width(self) -> int:

@@ -50,11 +50,8 @@ class Eagle3Head(Head):
         self.embed = embed if drafter.embed_tokens is None else drafter.embed_tokens
         self.max_model_len, self.layers = max_model_len, layers
         spare = num_nodes if spare_slots is None else spare_slots
-        # Every level after the first borrows one reserved slot at least.
-        depth = min(options.depth, num_nodes, spare + 1)
-        growth = Growth(depth, options.top_k, num_nodes, spare)
-        self.growth = growth.within(drafter.config.draft_vocab_size)
-        self.max_depth = depth
+        self.growth = Growth.of(options, num_nodes, spare, drafter.config.draft_vocab_size)
+        self.max_depth = self.growth.depth
         if options.learn_sharpness:
             self.sharpness = Sharpness(drafter.lm_head.weight.device)
 

@@ -1,4 +1,7 @@
-"""How often the drafter's chain is right, position by position, along a text (appendix C).
+"""How often the drafter's chain of whole blocks is right, position by position, along a text.
+
+The paper's α_{m,j} (SpecBlock, appendix C and figure 5b) is measured here; its α_k (figure 5a) is
+of another chain, whose blocks may start anywhere in the block before: see `main_path.py`.
 
 At every root of the continuation the drafter drafts one chain of M blocks, each from the end of
 the one before. Many roots of a text are drafted at once, and every block takes the text's token
@@ -44,6 +47,10 @@ class Chain:
     def on_chain(self) -> Tensor:
         """[n, M·K] bool: seen, and the drafter was right at all positions before."""
         return self.seen & _all_before(self.hit)
+
+    def of_roots(self, index: Tensor) -> Chain:
+        """The chains of some of the n roots alone; index int64."""
+        return Chain(*(part[index] for part in (self.seen, self.hit, self.rank, self.guess)))
 
     def on_block(self, block_size: int) -> Tensor:
         """[n, M·K] bool: seen, and the drafter was right before in the same block."""
@@ -150,10 +157,10 @@ class ChainFigures:
     """Shares over all roots of all texts; None where no position counts.
 
     Attributes:
-        alpha: [M·K] α_k, the drafter's first choice is the text's token, given that it was at
-            all positions before.
-        alpha_blocks: [M][K] α_{m,j}, the same given that it was at the positions before of the
-            same block; the blocks before are taken as accepted.
+        alpha: [M·K], the drafter's first choice is the text's token, given that it was at all
+            positions before.
+        alpha_blocks: [M][K], the same given that it was at the positions before of the same block
+            alone: the blocks before are fed the text's tokens whether they were right or not.
         accuracy: [M][K], the same whatever was before.
         positions: [M·K], how many positions `alpha` is over.
         rank: [4], the rank head's figures over the positions of `alpha` whose token the drafter
@@ -167,6 +174,12 @@ class ChainFigures:
     positions: list[int]
     rank: list[Bucket]
     rank_positions: int
+
+    @property
+    def alpha_mj(self) -> list[list[float | None]]:
+        """[M][K], the paper's α_{m,j}: `alpha` by block. Position j of block m is given that
+        positions 1 … j − 1 of the block were right, and the blocks before it entirely."""
+        return _rows(self.alpha, len(self.accuracy[0]))
 
     @classmethod
     def of(cls, chains: Iterable[Chain], block_size: int) -> ChainFigures:

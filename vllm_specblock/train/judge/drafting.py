@@ -18,6 +18,37 @@ from vllm_specblock.train.losses import RANK_BUCKETS
 from vllm_specblock.tree import DraftTree
 
 
+class LearnedBeta:
+    """β of the drafter's logits along one text, learned from every step as in serving.
+
+    Args:
+        sharpness: with one slot at least; None: β is 1.
+        temperature: at which the target wrote the text.
+    """
+
+    def __init__(self, sharpness: Sharpness | None, temperature: float, device: torch.device):
+        self.sharpness, self.slot = sharpness, torch.zeros(1, dtype=torch.int64, device=device)
+        if sharpness is not None:
+            sharpness.begin(0)  # as a request of its own
+        self.temperature = torch.tensor([temperature], device=device)
+        self.before: tuple[int, DraftTree] | None = None  # the last step's root and tree
+
+    def at(self, root: int) -> Tensor | None:
+        """[1] fp32 for the step from `root`, after learning how far the step before has come."""
+        if self.sharpness is None:
+            return None
+        if self.before is not None:
+            accepted = torch.tensor([root - self.before[0] - 1], device=self.slot.device)
+            expected = self.before[1].logprob.exp().sum(1)
+            live = accepted >= 0
+            self.sharpness.learn(self.temperature, expected, accepted, live, self.slot)
+        return self.sharpness.of(self.temperature, self.slot)
+
+    def drafted(self, root: int, tree: DraftTree) -> None:
+        """Keep the step's tree until it is known what was accepted."""
+        self.before = root, tree
+
+
 class SpecBlockDraft:
     """A `Draft` along one text.
 
@@ -25,8 +56,7 @@ class SpecBlockDraft:
         drafter: its dtype is that of the arithmetic, whatever the script's is.
         script: the text, on the drafter's device.
         shape: of the trees, with any number of blocks.
-        sharpness: learned from every step along the text, as in serving; None: 1.
-        temperature: at which the target wrote the text.
+        sharpness, temperature: see `LearnedBeta`.
         true_buckets: where a position's path is the text so far, take the rank bucket of the text's
             next token, not the rank head's: what rank guidance could give at the most. Elsewhere
             there is no true one, and the rank head's stays.
@@ -47,20 +77,13 @@ class SpecBlockDraft:
         self.cache = DenseCache(drafter.config, self.dtype, self.device)
         self.branching = torch.tensor(shape.branching, device=self.device)
         self.path_rope = drafter.config.block_rope == "path"
-        self.sharpness, self.slot = sharpness, torch.zeros(1, dtype=torch.int64, device=self.device)
-        if sharpness is not None:
-            sharpness.begin(0)  # as a request of its own
-        self.temperature = torch.tensor([temperature], device=self.device)
+        self.beta = LearnedBeta(sharpness, temperature, self.device)
         self.true_buckets = true_buckets
-        self.before: tuple[int, DraftTree] | None = None  # the last step's root and tree
 
     @torch.no_grad()
     def __call__(self, root: int) -> DraftTree:
         """The tree (R = 1) whose root is the text's token number `root`."""
-        drafter, beta = self.drafter, None
-        if self.sharpness is not None:
-            self._learn(self.sharpness, root)
-            beta = self.sharpness.of(self.temperature, self.slot)
+        drafter, beta = self.drafter, self.beta.at(root)
         drafted = self._append(root)  # [rows so far, K, H]; row 0 is the drafting row
         depth = torch.zeros(1, dtype=torch.int64, device=self.device)  # tokens before a row
         expansion = Expansion(self.shape, self.branching, num_requests=1)
@@ -84,16 +107,15 @@ class SpecBlockDraft:
             expansion.next_block(starts, block, *best)
             on_text = torch.cat([on_text, so_far])
             drafted, depth = torch.cat([drafted, hidden]), torch.cat([depth, reach])
-        tree = expansion.finish()
-        self.before = root, tree
-        return tree
+        selection = expansion.select()
+        self.last = expansion, selection
+        self.beta.drafted(root, selection.tree)
+        return selection.tree
 
-    def _learn(self, sharpness: Sharpness, root: int) -> None:
-        """From how far the step before has come."""
-        if self.before is not None:
-            accepted = torch.tensor([root - self.before[0] - 1], device=self.device)
-            expected = self.before[1].logprob.exp().sum(1)
-            sharpness.learn(self.temperature, expected, accepted, accepted >= 0, self.slot)
+    def forwards(self) -> Tensor:
+        """[N], which forward (block 1 … M) each node of the last tree comes from; 0: no node."""
+        expansion, selection = self.last
+        return expansion.blocks(selection)[0]
 
     def _append(self, root: int) -> Tensor:
         """Catch up with the text; the newest row's states [1, K, H]."""

@@ -182,6 +182,16 @@ def scripts_from(
             seed=seed,
             batch=batch,
         )
+    return scripts_for(target, layer_ids, texts, [len(prompt) for prompt in prompts])
+
+
+def scripts_for(
+    target: torch.nn.Module,
+    layer_ids: tuple[int, ...],
+    texts: Sequence[Tensor],
+    prompts: Sequence[int],
+) -> Iterator[Script]:
+    """`scripts_of` for a drafter that reads `layer_ids` of a transformers `target`."""
     nothing = torch.empty(0, dtype=torch.int64, device=target.device)  # no law is asked for
     teacher = OnlineTeacher(target, layer_ids, nothing)
-    return scripts_of(teacher, texts, [len(prompt) for prompt in prompts], target.device)
+    return scripts_of(teacher, texts, prompts, target.device)

@@ -96,13 +96,22 @@ def check_steps(whole: Replay, depth: int) -> None:
         )
 
 
-def follow(tree: DraftTree, wanted: list[int]) -> int:
-    """How many of the `wanted` tokens lie on one path from the root of a tree (R = 1)."""
+def accepted_path(tree: DraftTree, wanted: list[int]) -> list[int]:
+    """The longest path of a tree (R = 1) whose tokens are the first of `wanted`.
+
+    Returns:
+        its nodes from the root (0) on.
+    """
     size = int(tree.size[0])
-    reached = {0: 0}  # node -> its depth, of those whose path the text follows
+    reached = {0: [0]}  # node -> its path, of those that the text follows
     links = zip(tree.parent[0, :size].tolist(), tree.token[0, :size].tolist())
     for node, (parent, token) in enumerate(links, start=1):
-        depth = reached.get(parent, len(wanted))
-        if depth < len(wanted) and token == wanted[depth]:
-            reached[node] = depth + 1
-    return max(reached.values())
+        path = reached.get(parent)
+        if path and len(path) <= len(wanted) and token == wanted[len(path) - 1]:
+            reached[node] = [*path, node]
+    return max(reached.values(), key=len)
+
+
+def follow(tree: DraftTree, wanted: list[int]) -> int:
+    """How many of the `wanted` tokens lie on one path from the root of a tree (R = 1)."""
+    return len(accepted_path(tree, wanted)) - 1

@@ -50,7 +50,7 @@ class OnlineTeacher:
         draft_ids: [Vd] int64, the target ids of the draft vocabulary.
     """
 
-    def __init__(self, target: torch.nn.Module, layer_ids: tuple[int, int, int], draft_ids: Tensor):
+    def __init__(self, target: torch.nn.Module, layer_ids: tuple[int, ...], draft_ids: Tensor):
         self.decoder, self.layer_ids = target.get_decoder(), layer_ids
         self.embedding = target.get_input_embeddings()
         # Only the rows that the law is restricted to: no logits over the whole vocabulary.

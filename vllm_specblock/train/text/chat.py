@@ -55,8 +55,9 @@ def parse(line: bytes) -> Entry:
     """One line of JSON; its keys say which layout it has.
 
     ShareGPT `conversations`, UltraChat `messages` or `data` (turns in a list of strings, the
-    user's first), `prompt`, `text`. Assistant turns before the first user turn are dropped:
-    nothing asked for them.
+    user's first), `prompt`, `text`, or a benchmark's `turns`, a list of questions without answers,
+    of which the first is taken. Assistant turns before the first user turn are dropped: nothing
+    asked for them.
 
     Raises:
         BrokenLine: it is none of these.
@@ -75,8 +76,13 @@ def parse(line: bytes) -> Entry:
     for key, kind in (("prompt", Prompt), ("text", Document)):
         if key in entry:
             return kind(_string(entry[key], f'"{key}"'))
+    if "turns" in entry:
+        turns = entry["turns"]
+        if not isinstance(turns, list) or not turns:
+            raise BrokenLine('"turns" is not a list of questions')
+        return Prompt(_text(turns[0], 0))
     raise BrokenLine(
-        'it has none of the keys "conversations", "messages", "data", "prompt", "text"'
+        'it has none of the keys "conversations", "messages", "data", "prompt", "text", "turns"'
     )
 
 

@@ -69,6 +69,28 @@ def _of_folder(folder: Path, prompt_tokens: int) -> Iterator[Tensor]:
             yield tokens[:prompt_tokens]
 
 
+def prompt_ids(text: str, tokenizer: Any, chat: bool) -> list[int]:
+    """What the target reads before it goes on: one user turn, or the text as it stands.
+
+    Raises:
+        TrainError: `chat` without a chat template.
+    """
+    if not chat:
+        return tokenizer(text)["input_ids"]
+    if not tokenizer.chat_template:
+        raise TrainError(
+            "The target's tokenizer has no chat template; leave --chat out, and prompts are taken "
+            "as they stand."
+        )
+    return _question([{"role": "user", "content": text}], tokenizer)
+
+
+def _question(messages: Sequence[Message], tokenizer: Any) -> list[int]:
+    return tokenizer.apply_chat_template(
+        list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
+    )
+
+
 def _of_lines(
     path: Path,
     tokenizer: Any,
@@ -77,26 +99,13 @@ def _of_lines(
     chat: bool,
     report: Callable[[str], None],
 ) -> Iterator[Tensor]:
-    def question(messages: Sequence[Message]) -> list[int]:
-        return tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
-        )
-
-    templated = bool(tokenizer.chat_template)
-    if chat and not templated:
-        raise TrainError(
-            "The target's tokenizer has no chat template; leave --chat out, and prompts are taken "
-            "as they stand."
-        )
-    lines = find_lines([path], count, templated, report)
+    lines = find_lines([path], count, bool(tokenizer.chat_template), report)
     for entry in lines.read(lines.usable):
         if isinstance(entry, Conversation):
             turns = [message["role"] for message in entry.messages]
-            ids = question(entry.messages[: turns.index("user") + 1])
+            ids = _question(entry.messages[: turns.index("user") + 1], tokenizer)
         elif isinstance(entry, Document):
             ids = tokenizer(entry.text)["input_ids"][:prompt_tokens]
-        elif chat:
-            ids = question([{"role": "user", "content": entry.text}])
         else:
-            ids = tokenizer(entry.text)["input_ids"]
+            ids = prompt_ids(entry.text, tokenizer, chat)
         yield torch.tensor(ids, dtype=torch.int64)

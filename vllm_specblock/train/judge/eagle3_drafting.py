@@ -1,48 +1,70 @@
-"""EAGLE-3's trees along one text, with a dense cache in place of a paged one."""
+"""EAGLE-3 drafting along a text: the tree of serving, over the plain cache of one sequence."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vllm_specblock.draft.eagle3.growth import grow
+from vllm_specblock.config import DEFAULT_NODES, Eagle3Config
+from vllm_specblock.draft.eagle3.growth import Growth, grow
+from vllm_specblock.draft.eagle3.model import Eagle3Drafter
 from vllm_specblock.draft.expand import Starts
+from vllm_specblock.draft.sharpness import Sharpness
+from vllm_specblock.train.judge.drafting import LearnedBeta
 from vllm_specblock.train.learner import Script
 from vllm_specblock.tree import DraftTree
 
-if TYPE_CHECKING:
-    from baselines.eagle3 import Eagle3
 
+class Eagle3Draft:
+    """A `Draft` along one text: catch up on the committed rows, then grow a tree from the newest.
 
-class Along:
-    """Drafts along one text: catch up on the committed rows, then grow a tree from the newest."""
+    Args:
+        drafter: its dtype is that of the arithmetic, whatever the script's is.
+        script: the text, on the drafter's device; its states are of the drafter's layers.
+        growth: of the trees.
+        sharpness, temperature: see `LearnedBeta`.
+    """
 
-    def __init__(self, learner: Eagle3, script: Script):
-        self.learner, self.script = learner, script
-        self.sight = CachedSight(learner)
+    def __init__(
+        self,
+        drafter: Eagle3Drafter,
+        script: Script,
+        growth: Growth,
+        sharpness: Sharpness | None = None,
+        temperature: float = 0.0,
+    ):
+        self.drafter, self.script, self.growth = drafter, script, growth
+        self.embed = script.embed if drafter.embed_tokens is None else drafter.embed_tokens
+        self.beta = LearnedBeta(sharpness, temperature, drafter.fc.weight.device)
+        self.sight = CachedSight(drafter)
 
     @torch.no_grad()
     def __call__(self, root: int) -> DraftTree:
+        """The tree (R = 1) whose root is the text's token number `root`."""
+        beta = self.beta.at(root)
         state = self._catch_up(root)
         self.sight.begin()
         newest = torch.full((1,), root - 1, device=state.device)
-        tree = grow(
-            self.learner, self.script.embed, self.learner.growth, state, newest, self.sight.level
-        )
+        level = self.sight.level
+        tree = grow(self.drafter, self.embed, self.growth, state, newest, level, beta)
         self.sight.cut(root)
+        self.beta.drafted(root, tree)
         return tree
+
+    def forwards(self) -> Tensor:
+        """[N], which forward each node of the last tree comes from: its level's."""
+        _, tree = self.beta.before
+        return torch.where(tree.parent[0] >= 0, tree.depth[0], 0)
 
     def _catch_up(self, root: int) -> Tensor:
         """Run the committed rows that were not yet, at least the newest one: its state [1, H]."""
         self.sight.cut(min(len(self.sight.key), root - 1))
         row = torch.arange(len(self.sight.key), root, device=self.script.tokens.device)
         self.sight.mask = torch.arange(root, device=row.device) <= row[:, None]
-        embedding = self.script.embed(self.script.tokens[row + 1])
-        feature = self.learner.fuse(self.script.hidden[row])
-        return self.learner.run(embedding, feature, row, self.sight)[-1:]
+        embedding = self.embed(self.script.tokens[row + 1])
+        feature = self.drafter.fuse(self.script.hidden[row])
+        return self.drafter.run(embedding, feature, row, self.sight)[-1:]
 
 
 class CachedSight:
@@ -53,8 +75,8 @@ class CachedSight:
         mask: [new, n + new] bool, to be set before each forward.
     """
 
-    def __init__(self, learner: Eagle3):
-        weight, shape = learner.fc.weight, learner.config
+    def __init__(self, drafter: Eagle3Drafter):
+        weight, shape = drafter.fc.weight, drafter.config
         sizes = (0, shape.num_key_value_heads, shape.head_dim)
         self.key = torch.empty(sizes, dtype=weight.dtype, device=weight.device)
         self.value, self.mask = torch.empty_like(self.key), None
@@ -92,3 +114,11 @@ def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) ->
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask[:, None])
     return mixed.transpose(1, 2)
+
+
+def serving_growth(
+    drafter: Eagle3Drafter, options: Eagle3Config | None = None, nodes: int = DEFAULT_NODES
+) -> Growth:
+    """The trees that serving grows with `options` (default: its own) and a budget of `nodes`."""
+    options = options or Eagle3Config()
+    return Growth.of(options, nodes, nodes, drafter.config.draft_vocab_size)

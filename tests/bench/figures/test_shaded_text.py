@@ -1,0 +1,58 @@
+"""Shaded answers: which token comes from where, and where it stands on the page."""
+
+from __future__ import annotations
+
+import pytest
+
+from vllm_specblock.bench.figures.shaded_text import (
+    Origin,
+    committed_tokens,
+    place,
+    plot_shaded_text,
+)
+from vllm_specblock.train.judge.steps import Step
+
+PREFILL, ACCEPTED, BONUS = Origin
+
+
+def step(root: int, tokens: list[int], accepted: int, bonus: int | None) -> Step:
+    """A chain of `tokens`, of which the first `accepted` are."""
+    count = len(tokens)
+    score = [-0.1 * n for n in range(count + 1)]
+    return Step(
+        0,
+        [root, *tokens],
+        list(range(-1, count)),
+        score,
+        [0] + [1] * count,
+        list(range(accepted + 1)),
+        bonus,
+    )
+
+
+def test_a_bonus_token_is_the_next_root_and_counts_once():
+    steps = [step(1, [2, 3, 4], 2, 5), step(5, [6], 0, 7), step(7, [8, 9], 2, None)]
+    assert committed_tokens(steps) == [
+        (1, PREFILL), (2, ACCEPTED), (3, ACCEPTED), (5, BONUS), (7, BONUS), (8, ACCEPTED),
+        (9, ACCEPTED),
+    ]  # fmt: skip
+    assert committed_tokens([]) == []
+
+
+def test_tokens_are_set_in_lines():
+    words = [("ab", ACCEPTED), (" cd", BONUS), ("ef", ACCEPTED), ("g\n\nh", BONUS), ("", BONUS)]
+    assert place(words, columns=5) == [
+        (0, 0, "ab", ACCEPTED),
+        (2, 0, " cd", BONUS),
+        (0, 1, "ef", ACCEPTED),
+        (2, 1, "g⏎", BONUS),
+        (0, 2, "⏎", BONUS),
+        (0, 3, "h", BONUS),
+    ]
+
+
+def test_it_is_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    words = [("a", PREFILL), (" $b$\n", ACCEPTED), ("<c>", BONUS)]
+    plot_shaded_text({"one": words, "two": words[:1]}, tmp_path / "text.png", more=["one"])
+    assert (tmp_path / "text.png").read_bytes()[1:4] == b"PNG"

@@ -1,0 +1,91 @@
+"""`specblock figures` on the example pair."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from vllm_specblock.cli.main import app
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TARGET = EXAMPLES / "tiny_pair" / "target"
+SPECBLOCK, EAGLE3 = EXAMPLES / "tiny_pair" / "drafter", EXAMPLES / "two_heads" / "eagle3"
+
+
+def specblock(*arguments: str | Path | int):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def sets(tmp_path) -> dict[str, Path]:
+    found = {}
+    for name, prompts in {"a": ["class Reader:\n"], "b": ["import os\n", "import sys\n"]}.items():
+        found[name] = tmp_path / f"{name}.jsonl"
+        # As benchmarks have them: questions without answers.
+        lines = [json.dumps({"turns": [prompt, "And then?"]}) + "\n" for prompt in prompts]
+        found[name].write_text("".join(lines))
+    return found
+
+
+def test_every_figure_is_drawn_and_its_numbers_are_kept(sets, tmp_path):
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "new" / "figures"
+    result = specblock(
+        "figures", "--target", TARGET, "--drafter", f"blocks={SPECBLOCK}",
+        "--drafter", f"levels={EAGLE3}", "--set", f"a={sets['a']}", "--set", f"b={sets['b']}",
+        "--raw", "--nodes", 16, "--new-tokens", 40, "--tokens", 12,
+        "--case", "class Codec(codecs.Codec):\n", "--out", out,
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    names = ["fig5a_alpha", "fig5b_alpha_blocks", "fig6_text", "fig7_trees"]
+    for name in names:
+        assert (out / f"{name}.png").read_bytes()[1:4] == b"PNG"
+    whole = json.loads((out / "figures.json").read_text())
+    assert whole["sets"]["b"]["prompts"] == 2 and "torch" in whole["versions"]
+    blocks, levels = whole["drafters"]["blocks"], whole["drafters"]["levels"]
+    assert (blocks["kind"], levels["kind"]) == ("specblock", "eagle3")
+    assert len(blocks["alpha"]) == len(levels["alpha"]) == 8 and levels["alpha_mj"] is None
+    for name in sets:
+        found, other = blocks["sets"][name], levels["sets"][name]
+        path = found["main_path"]
+        # Both chains begin with block 1's first choice, at the roots of the same steps.
+        assert path["alpha"][0] == found["chain"]["alpha_mj"][0][0]
+        assert path["reached"][0] == found["chain"]["positions"][0] == found["steps"]
+        for k in range(7):
+            assert path["reached"][k + 1] + path["ended"][k + 1] == path["hits"][k]
+        # A main path of h right tokens is one of at least h accepted ones.
+        assert found["tau"] >= 1 + sum(path["hits"]) / found["steps"]
+        # EAGLE-3's position k is level k's, and nobody else's.
+        forward = other["main_path"]["forward"]
+        assert all(set(each) <= {str(k)} for k, each in enumerate(forward, start=1))
+    mean = sum(blocks["sets"][name]["tau"] for name in sets) / 2
+    assert blocks["tau"] == pytest.approx(mean)
+    case = whole["case"]["drafters"]
+    shaded = {name: [token["text"] for token in each["tokens"]] for name, each in case.items()}
+    assert shaded["blocks"] == shaded["levels"] and len(shaded["blocks"]) == 12
+    assert case["blocks"]["tokens"][0]["origin"] == "prefill"
+    for each in case.values():
+        tree = each["tree"]
+        assert len(tree["text"]) == len(tree["parent"]) == len(tree["forward"]) == 17
+        accepted = [tree["text"][node] for node in tree["accepted"]]
+        shown = [token["text"] for token in each["tokens"]]
+        assert [*accepted, tree["bonus"]] == shown[: len(accepted) + 1]
+
+
+def test_errors_are_one_sentence(sets, tmp_path):
+    drafter, given = ["--drafter", f"a={SPECBLOCK}"], ["--set", f"a={sets['a']}"]
+    rest = ["--out", tmp_path / "out", "--target", TARGET]
+    for arguments, said in (
+        ([*drafter, *drafter, *given], "--drafter a was given twice"),
+        (["--drafter", SPECBLOCK, *given], "has no name before its path"),
+        ([*drafter, "--set", f"a={tmp_path / 'none'}"], "There are no prompts at"),
+        ([*drafter, *given, "--case", ""], "The prompt is empty"),
+        ([*drafter, *given, "--new-tokens", 5], "No text is long enough to draft along"),
+    ):
+        result = specblock("figures", *arguments, *rest)
+        assert result.exit_code == 1, result.output
+        assert said in result.stderr, result.stderr
+        assert not list((tmp_path / "out").glob("*.*"))

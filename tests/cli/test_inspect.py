@@ -1,0 +1,96 @@
+"""`specblock inspect`: what is in a drafter's folder, and the tree after a prompt."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from vllm_specblock.cli.main import app
+from vllm_specblock.train.teacher.features import load_target, load_tokenizer
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TARGET = EXAMPLES / "tiny_pair" / "target"
+SPECBLOCK, EAGLE3 = EXAMPLES / "tiny_pair" / "drafter", EXAMPLES / "two_heads" / "eagle3"
+PROMPT = "class Codec(codecs.Codec):\n"
+NODE = re.compile(r'^[│├└─ ]*("(?:[^"\\]|\\.)*")  (0\.\d\d|1\.00)  ([bl])(\d)(  ✓)?$')
+
+
+def inspect(*arguments: str | Path | int):
+    return CliRunner().invoke(app, ["inspect", *(str(argument) for argument in arguments)])
+
+
+@pytest.fixture(scope="module")
+def answer() -> tuple[str, list[str]]:
+    """The first token of the target's greedy answer to PROMPT, then all that follow, as text."""
+    target, tokenizer = load_target(TARGET, "fp32", torch.device("cpu")), load_tokenizer(TARGET)
+    ids = torch.tensor([tokenizer(PROMPT)["input_ids"]])
+    new = target.generate(ids, max_new_tokens=60, do_sample=False)[0, ids.shape[1] :].tolist()
+    return [tokenizer.decode([token]) for token in new]
+
+
+@pytest.mark.parametrize(("drafter", "letter", "forwards"), [(SPECBLOCK, "b", 2), (EAGLE3, "l", 6)])
+def test_the_accepted_path_is_what_the_target_goes_on_with(
+    answer, drafter, letter, forwards, tmp_path
+):
+    pytest.importorskip("matplotlib")
+    svg = tmp_path / "new" / "tree.svg"
+    said, taken = [], 1  # the first token comes before any draft
+    for before in range(3):
+        result = inspect(
+            drafter, "--target", TARGET, "--prompt", PROMPT, "--raw", "--nodes", 16,
+            "--blocks", forwards, "--steps", before, "--svg", svg,
+        )  # fmt: skip
+        assert result.exit_code == 0, result.output
+        lines = result.stdout.splitlines()
+        found = [match for match in map(NODE.match, lines) if match]
+        assert len(found) == 16
+        assert {match[3] for match in found} == {letter}
+        assert {int(match[4]) for match in found} <= set(range(1, forwards + 1))
+        accepted = [json.loads(match[1]) for match in found if match[5]]
+        (bonus,) = (line.split('"', 1)[1] for line in lines if line.endswith("bonus token"))
+        bonus = json.loads('"' + bonus.removesuffix("  bonus token"))
+        assert f"{json.dumps(answer[taken - 1])}  root" in lines
+        assert [*accepted, bonus] == answer[taken : taken + len(accepted) + 1]
+        assert f"accepted tokens: {len(accepted)}; " in result.stdout
+        taken += len(accepted) + 1
+        said.append(len(accepted))
+        names = [each.get("id") or "" for each in ElementTree.parse(svg).getroot().iter()]
+        assert sum(name.startswith("node-") for name in names) == 17  # with the root
+    assert sum(said) > 2  # or the paths would say little
+
+
+def test_without_a_prompt_it_says_what_the_folder_holds():
+    for drafter, tensor in ((SPECBLOCK, "lm_head.weight"), (EAGLE3, "midlayer.mlp.up_proj.weight")):
+        result = inspect(drafter)
+        assert result.exit_code == 0, result.output
+        assert tensor in result.stdout and "draft vocabulary: " in result.stdout
+
+
+def test_a_prompt_from_a_file_through_the_chat_template(tmp_path):
+    file = tmp_path / "prompt.txt"
+    file.write_text("Sum?")
+    arguments = ["--target", TARGET, "--prompt-file", file, "--nodes", 4]
+    assert "# user: Sum?" in inspect(SPECBLOCK, *arguments).stdout
+    assert "# user:" not in inspect(SPECBLOCK, *arguments, "--raw").stdout
+
+
+def test_errors_are_one_sentence(tmp_path):
+    pair = [SPECBLOCK, "--target", TARGET]
+    for arguments, said in (
+        ([EAGLE3, "--prompt", "a"], "names no target"),
+        ([*pair, "--prompt", ""], "The prompt is empty"),
+        ([*pair, "--prompt", "a", "--prompt-file", tmp_path], "were both given"),
+        ([*pair, "--prompt-file", tmp_path / "none"], "cannot be read"),
+        ([*pair, "--svg", tmp_path / "a.svg"], "give one with --prompt"),
+        ([*pair, "--prompt", "a", "--device", "cuda:7"], "The device cuda:7 cannot be used"),
+    ):
+        result = inspect(*arguments)
+        assert result.exit_code == 1, result.output
+        assert said in result.stderr and result.stderr.count("\n") == 1, result.stderr
+        assert result.stdout == ""

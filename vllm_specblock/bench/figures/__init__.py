@@ -1,0 +1,1 @@
+"""Pictures of drafting: trees, accepted text and acceptance rates. Nothing here serves."""

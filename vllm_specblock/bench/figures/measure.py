@@ -1,0 +1,115 @@
+"""Drafters along the target's own answers: τ, α_k and α_{m,j}, by set and in the mean."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from vllm_specblock.bench.figures.style import mean
+from vllm_specblock.draft.model import SpecBlockDrafter
+from vllm_specblock.train.judge.chain import ChainFigures, chain_along
+from vllm_specblock.train.judge.loaded import LoadedDrafter
+from vllm_specblock.train.judge.main_path import MainPathFigures
+from vllm_specblock.train.judge.replay import Replay, check_steps
+from vllm_specblock.train.judge.steps import steps_along
+from vllm_specblock.train.learner import Script
+
+
+@dataclass(frozen=True)
+class SetFigures:
+    """One drafter on one set.
+
+    Attributes:
+        tau: mean tokens committed per step.
+        steps: how many.
+        main_path: α_k of the served tree's main path.
+        chain: along chains of whole blocks, from the roots of the same steps; None for a drafter
+            without blocks. In float32 its first rate is that of the main path; in bfloat16 the two
+            are rounded apart where the drafter's first two choices are nearly equal.
+    """
+
+    tau: float
+    steps: int
+    main_path: MainPathFigures
+    chain: ChainFigures | None
+
+    def as_json(self) -> dict[str, Any]:
+        found = asdict(self)
+        found["main_path"]["alpha"] = self.main_path.alpha
+        if self.chain is not None:
+            chain = self.chain
+            found["chain"] = {"alpha_mj": chain.alpha_mj, "positions": chain.positions}
+        return found
+
+
+@dataclass(frozen=True)
+class DrafterFigures:
+    """One drafter on all sets; means count every set the same, as the paper's do."""
+
+    sets: dict[str, SetFigures]
+
+    @property
+    def alpha(self) -> list[float | None]:
+        """α_k, figure 5a."""
+        each = zip(*(figures.main_path.alpha for figures in self.sets.values()))
+        return [mean(values) for values in each]
+
+    @property
+    def alpha_mj(self) -> list[list[float | None]] | None:
+        """[M][K], figure 5b; None for a drafter without blocks."""
+        chains = [figures.chain.alpha_mj for figures in self.sets.values() if figures.chain]
+        if not chains:
+            return None
+        return [[mean(values) for values in zip(*blocks)] for blocks in zip(*chains)]
+
+    @property
+    def forward_shares(self) -> list[dict[int, float]]:
+        """Per position of the main path: the share of each drafter forward, all sets together."""
+        shares = []
+        for each in zip(*(figures.main_path.forward for figures in self.sets.values())):
+            counts = sum(map(Counter, each), Counter())
+            total = sum(counts.values())
+            shares.append({forward: counts[forward] / total for forward in sorted(counts)})
+        return shares
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "tau": mean([figures.tau for figures in self.sets.values()]),
+            "alpha": self.alpha,
+            "alpha_mj": self.alpha_mj,
+            "forward_shares": self.forward_shares,
+            "sets": {name: figures.as_json() for name, figures in self.sets.items()},
+        }
+
+
+def measure(drafter: LoadedDrafter, scripts: Iterable[Script], depth: int) -> SetFigures:
+    """One drafter along the greedy texts of one set.
+
+    Args:
+        scripts: with the states of the drafter's layers; each is read once.
+        depth: of the deepest tree of all drafters that are compared: all of them take steps at
+            the same places of a text's end.
+
+    Raises:
+        TrainError: no text is long enough for a step.
+    """
+    steps, chains = [], []
+    for script in scripts:
+        found = list(steps_along(drafter.along(script), script, depth))
+        steps += found
+        if found and isinstance(drafter.model, SpecBlockDrafter):
+            chain = chain_along(drafter.model, script, drafter.shape.num_blocks)
+            roots = torch.tensor([step.root for step in found]) - script.prompt
+            chains.append(chain.of_roots(roots.to(chain.seen.device)))
+    whole = Replay([step.accepted_length for step in steps], [step.nodes for step in steps])
+    check_steps(whole, depth)
+    return SetFigures(
+        whole.tau,
+        len(steps),
+        MainPathFigures.of(steps, drafter.depth),
+        ChainFigures.of(chains, drafter.model.config.block_size) if chains else None,
+    )

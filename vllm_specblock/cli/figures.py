@@ -1,0 +1,178 @@
+"""`specblock figures`: acceptance rates, shaded answers and trees, as in the SpecBlock paper.
+
+Figures 5 (appendix C), 6 and 7 (appendix E), offline: the target's own answers are drafted along as
+serving would, and no engine is needed.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from vllm_specblock.cli.options import Precision
+
+
+def figures(
+    drafter: Annotated[
+        list[str],
+        typer.Option(
+            metavar="NAME=DIR",
+            help="A drafter, SpecBlock or EAGLE-3, and what to call it. Repeatable.",
+        ),
+    ],
+    data: Annotated[
+        list[str],
+        typer.Option(
+            "--set",
+            metavar="NAME=PATH",
+            help="Held-out prompts as `specblock eval --data` takes them. Repeatable.",
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="Folder of the figures and of figures.json.")],
+    target: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the target. Default: as the first drafter names it."),
+    ] = None,
+    prompts: Annotated[int, typer.Option(min=1, help="Of each set, from the first on.")] = 16,
+    prompt_tokens: Annotated[
+        int,
+        typer.Option(min=1, help="Of a text without a prompt, so many tokens are taken as one."),
+    ] = 64,
+    new_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens that the target writes after each prompt.")
+    ] = 128,
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--raw",
+            help="Put prompts through the target's chat template, or take them as they stand. "
+            "Default: --chat where there is a template.",
+        ),
+    ] = None,
+    nodes: Annotated[
+        int | None, typer.Option(min=1, max=256, help="Nodes of a tree. Default: as in serving.")
+    ] = None,
+    case: Annotated[
+        str | None,
+        typer.Option(help="Prompt of the shaded answers and the trees. Default: the paper's."),
+    ] = None,
+    tokens: Annotated[
+        int, typer.Option(min=1, help="Committed tokens of a shaded answer (paper: 30).")
+    ] = 30,
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
+    precision: Annotated[
+        Precision, typer.Option(help="Arithmetic of target and drafters.")
+    ] = Precision.FP32,
+) -> None:
+    """Draw where drafts are accepted: by position, in a text, in a tree.
+
+    Writes fig5a_alpha.png, fig5b_alpha_blocks.png (SpecBlock only), fig6_text.png, fig7_trees.png
+    and figures.json with every number.
+    """
+    from tqdm import tqdm
+
+    from vllm_specblock.bench.figures import alpha
+    from vllm_specblock.bench.figures import case as detail
+    from vllm_specblock.bench.figures.measure import DrafterFigures, measure
+    from vllm_specblock.bench.figures.style import pyplot
+    from vllm_specblock.cli.pictures import prompt_tensor, steps_of_prompt
+    from vllm_specblock.config import DEFAULT_NODES
+    from vllm_specblock.train.judge.evaluate import scripts_for
+    from vllm_specblock.train.judge.loaded import load_drafter, pair
+    from vllm_specblock.train.parallel import usable_device
+    from vllm_specblock.train.provenance import provenance
+    from vllm_specblock.train.teacher.answers import continue_prompts
+    from vllm_specblock.train.teacher.features import load_target, load_tokenizer
+    from vllm_specblock.train.text.prompts import read_prompts
+
+    pyplot()  # so that it is not found missing after all the work
+    where = usable_device(device)
+    folders = _by_name("--drafter", drafter, "specblock=DIR")
+    sets = _by_name("--set", data, "humaneval=PATH")
+    pairs = {}
+    for name, folder in folders.items():
+        pairs[name] = pair(folder, target)
+        target = pairs[name].target
+    tokenizer = load_tokenizer(target)
+    chat = bool(tokenizer.chat_template) if chat is None else chat
+    found = {
+        name: read_prompts(
+            path,
+            tokenizer,
+            prompts,
+            prompt_tokens=prompt_tokens,
+            chat=chat,
+            vocab_size=next(iter(pairs.values())).vocab_size,
+            report=lambda line: typer.echo(line, err=True),
+        )
+        for name, path in sets.items()
+    }
+    prompt = detail.PROMPT if case is None else case
+    ids = prompt_tensor(prompt, tokenizer, chat)
+    out.mkdir(parents=True, exist_ok=True)
+
+    model = load_target(target, precision.value, where)
+    loaded = {
+        name: load_drafter(pairing, model.dtype, where, nodes or DEFAULT_NODES)
+        for name, pairing in pairs.items()
+    }
+    depth = max(each.depth for each in loaded.values())
+    measured: dict[str, dict[str, Any]] = {name: {} for name in loaded}
+    for set_name, group in found.items():
+        texts = continue_prompts(model, group, new_tokens, batch=16)
+        lengths = [len(each) for each in group]
+        for name, each in loaded.items():
+            scripts = scripts_for(model, each.pairing.layer_ids, texts, lengths)
+            bar = tqdm(scripts, f"{set_name}, {name}", total=len(texts), unit="text")
+            measured[name][set_name] = measure(each, bar, depth)
+    drafters = {name: DrafterFigures(of_sets) for name, of_sets in measured.items()}
+    # Each step commits a token at least.
+    cases = {
+        name: detail.Case(steps_of_prompt(model, each, ids, tokens), each.forward_name)
+        for name, each in loaded.items()
+    }
+
+    alpha.plot_alpha(drafters, out / "fig5a_alpha.png")
+    blocks = {name: each for name, each in drafters.items() if each.alpha_mj is not None}
+    if blocks:
+        alpha.plot_block_alpha(blocks, out / "fig5b_alpha_blocks.png")
+    detail.plot_text(cases, tokenizer, tokens, out / "fig6_text.png")
+    detail.plot_trees(cases, tokenizer, out / "fig7_trees.png")
+    whole = {
+        "target": str(target),
+        "sets": {name: {"data": str(sets[name]), "prompts": len(found[name])} for name in sets},
+        "max_new_tokens": new_tokens,
+        "chat": chat,
+        "nodes": nodes or DEFAULT_NODES,
+        "temperature": 0.0,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "drafters": {
+            name: {"folder": str(folders[name]), "kind": pairs[name].kind, **each.as_json()}
+            for name, each in drafters.items()
+        },
+        "case": {
+            "prompt": prompt,
+            "drafters": {name: each.as_json(tokenizer, tokens) for name, each in cases.items()},
+        },
+        **provenance(),
+    }
+    (out / "figures.json").write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+    typer.echo(f"The figures and their numbers are in {out}.")
+
+
+def _by_name(option: str, given: list[str], example: str) -> dict[str, Path]:
+    """Parse "NAME=PATH", each name once."""
+    from vllm_specblock.config import OptionError
+
+    found: dict[str, Path] = {}
+    for text in given:
+        name, _, path = text.partition("=")
+        if not (name and path):
+            raise OptionError(f"{option} {text!r} has no name before its path, as {example} has.")
+        if name in found:
+            raise OptionError(f"{option} {name} was given twice: call one by another name.")
+        found[name] = Path(path)
+    return found

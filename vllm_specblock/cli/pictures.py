@@ -1,0 +1,42 @@
+"""What commands that show drafting share: a prompt's own steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from vllm_specblock.train.config import TrainError
+from vllm_specblock.train.judge.evaluate import scripts_for
+from vllm_specblock.train.judge.loaded import LoadedDrafter
+from vllm_specblock.train.judge.steps import Step, steps_along
+from vllm_specblock.train.teacher.answers import continue_prompts
+from vllm_specblock.train.text.prompts import prompt_ids
+
+
+def prompt_tensor(text: str, tokenizer: Any, chat: bool | None) -> torch.Tensor:
+    """[T] int64; chat None: through the chat template where there is one.
+
+    Raises:
+        TrainError: the prompt is empty, or `chat` without a chat template.
+    """
+    chat = bool(tokenizer.chat_template) if chat is None else chat
+    ids = prompt_ids(text, tokenizer, chat) if text else []
+    if not ids:
+        raise TrainError("The prompt is empty: there is nothing to draft after.")
+    return torch.tensor(ids, dtype=torch.int64)
+
+
+def steps_of_prompt(
+    target: torch.nn.Module, drafter: LoadedDrafter, prompt: torch.Tensor, count: int
+) -> list[Step]:
+    """The first `count` verification steps of the target's greedy answer, fewer if it ends.
+
+    Args:
+        target: a transformers causal LM.
+        prompt: [T] int64.
+    """
+    # A step commits depth + 1 tokens at most; the first token comes of the prompt's own forward.
+    (text,) = continue_prompts(target, [prompt], 1 + count * (drafter.depth + 1))
+    (script,) = scripts_for(target, drafter.pairing.layer_ids, [text], [len(prompt)])
+    return [step for step, _ in zip(steps_along(drafter.along(script), script), range(count))]
