@@ -108,7 +108,10 @@ def test_wrong_policies(given, says):
     [
         ({"second_head": "ngram"}, ["'second_head' is 'ngram'", "dictionary"]),
         ({"head_policy": "merge"}, ["'head_policy'", "there is one", "'second_head'"]),
-        ({"head": "eagle"}, ["'head' is 'eagle'", "specblock, eagle3, medusa, parallelspec, falcon, sps, ngram"]),
+        (
+            {"head": "eagle"},
+            ["'head' is 'eagle'", "eagle3, medusa, parallelspec, falcon, sps, ngram"],
+        ),
         ({"second_head": {"head": "hydra"}}, ["'second_head.head' is 'hydra'", "ngram"]),
     ],
 )
