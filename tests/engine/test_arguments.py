@@ -251,7 +251,7 @@ def test_a_head_without_weights():
         ({"second_head": "ngram"}, ["'second_head' is 'ngram'", "dictionary"]),
         ({"second_head": {}}, ["'second_head.model' is missing"]),
         ({"second_head": {"model": "no/such"}}, ["'second_head.model' is 'no/such'"]),
-        ({"second_head": {"head": "medusa"}}, ["'second_head.head' is 'medusa'", "eagle3"]),
+        ({"second_head": {"head": "hydra"}}, ["'second_head.head' is 'hydra'", "eagle3"]),
         ({"second_head": NGRAM | {"model": "x"}}, ["'ngram'", "no weights"]),
         ({"second_head": NGRAM | {"depth": 0}}, ["'second_head.depth' is 0"]),
         ({"second_head": NGRAM | {"num_blocks": 2}}, ["'second_head.num_blocks'", "not known"]),

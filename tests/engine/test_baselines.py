@@ -10,7 +10,7 @@ from baselines.parallelspec import ParallelSpec
 from baselines.sps import SmallModel
 from support.engines import DRAFTER, TARGET, assert_identical, make_engine
 from support.matrix import PROMPTS, params
-from transformers import LlamaConfig
+from transformers import AutoConfig, LlamaConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from vllm_specblock.config import OptionError
@@ -96,7 +96,7 @@ def test_a_drafter_of_another_target(kind, tmp_path):
     )  # fmt: skip
     t2d = torch.ones(100, dtype=torch.bool)
     make.for_target(other, torch.zeros(100).long(), t2d, 0, **sizes).save(tmp_path)
-    with pytest.raises(ValueError, match="was made for a target of [a-z]+ size") as error:
+    with pytest.raises(ValueError, match=r"was made for a target of [a-z]+ size") as error:
         configure(tmp_path)
     assert str(error.value).endswith("use a drafter of this target.")
 
@@ -112,3 +112,19 @@ def test_options_of_a_kind(tmp_path):
         configure(tmp_path, top_k=3)
     with pytest.raises(OptionError, match="holds a drafter of kind 'sps'"):
         configure(tmp_path, head="medusa")
+
+
+@pytest.mark.parametrize(
+    ("kind", "inner", "read"),
+    [("medusa", [], (7,)), ("falcon", [2, 3, 4], (2, 3, 4)), ("sps", [], ())],
+)
+def test_states_that_vllm_is_asked_for(kind, inner, read, tmp_path):
+    """What the LM head reads comes without asking: it is no inner layer's."""
+    make, sizes = MAKE[kind]
+    target = AutoConfig.from_pretrained(TARGET)
+    t2d = torch.ones(target.vocab_size, dtype=torch.bool)
+    make.for_target(target, torch.zeros(target.vocab_size).long(), t2d, 0, **sizes).save(tmp_path)
+    config = configure(tmp_path)
+    draft = config.speculative_config.draft_model_config.hf_config
+    assert draft.eagle_aux_hidden_state_layer_ids == inner
+    assert arguments.read_back(config.additional_config).layers == read
