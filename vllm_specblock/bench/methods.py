@@ -115,9 +115,8 @@ def _spec(name: str, defined: dict[str, MethodSpec], inside: tuple[str, ...]) ->
     if spec is None or name in inside:
         known = [*BUILT_IN, *defined]
         near = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]}" if near else f"there are {', '.join(known)}"
-        raise BenchError(f"There is no method {name}; {hint}?" if near else
-                         f"There is no method {name}; {hint}.")  # fmt: skip
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}."
+        raise BenchError(f"There is no method {name}; {hint}")
     if spec.base is None:
         return spec
     base = _spec(spec.base, defined, (*inside, name))

@@ -34,9 +34,10 @@ def bench(
     from vllm_specblock.bench.results import write_results
     from vllm_specblock.bench.run import measure, prepare
 
-    # Asked to end, it ends its engines first, as with Ctrl-C.
+    # Asked to end, it ends its engines first, as with Ctrl-C; under nohup it goes on.
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.default_int_handler)
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler)
     prepared = prepare(config, fresh)
     try:
         measure(prepared)
