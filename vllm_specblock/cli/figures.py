@@ -80,6 +80,7 @@ def figures(
     from vllm_specblock.bench.figures.style import pyplot
     from vllm_specblock.cli.pictures import prompt_tensor, steps_of_prompt
     from vllm_specblock.config import DEFAULT_NODES
+    from vllm_specblock.train.config import TrainError
     from vllm_specblock.train.judge.evaluate import scripts_for
     from vllm_specblock.train.judge.loaded import load_drafter, pair
     from vllm_specblock.train.parallel import usable_device
@@ -131,9 +132,13 @@ def figures(
     drafters = {name: DrafterFigures(of_sets) for name, of_sets in measured.items()}
     # Each step commits a token at least.
     cases = {
-        name: detail.Case(steps_of_prompt(model, each, ids, tokens), each.forward_name)
+        name: detail.Case(steps_of_prompt(model, each, ids, tokens, tokens), each.forward_name)
         for name, each in loaded.items()
     }
+    if not all(each.steps for each in cases.values()):
+        raise TrainError(
+            "The target's answer to --case ends before anything is drafted: give another prompt."
+        )
 
     alpha.plot_alpha(drafters, out / "fig5a_alpha.png")
     blocks = {name: each for name, each in drafters.items() if each.alpha_mj is not None}

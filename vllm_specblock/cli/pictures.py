@@ -28,15 +28,23 @@ def prompt_tensor(text: str, tokenizer: Any, chat: bool | None) -> torch.Tensor:
 
 
 def steps_of_prompt(
-    target: torch.nn.Module, drafter: LoadedDrafter, prompt: torch.Tensor, count: int
+    target: torch.nn.Module,
+    drafter: LoadedDrafter,
+    prompt: torch.Tensor,
+    count: int,
+    tokens: int | None = None,
 ) -> list[Step]:
     """The first `count` verification steps of the target's greedy answer, fewer if it ends.
 
     Args:
         target: a transformers causal LM.
         prompt: [T] int64.
+        tokens: no more than what commits so many tokens is of interest.
     """
     # A step commits depth + 1 tokens at most; the first token comes of the prompt's own forward.
-    (text,) = continue_prompts(target, [prompt], 1 + count * (drafter.depth + 1))
+    new_tokens = 1 + count * (drafter.depth + 1)
+    if tokens is not None:
+        new_tokens = min(new_tokens, tokens + drafter.depth + 1)  # the last of them in full
+    (text,) = continue_prompts(target, [prompt], new_tokens)
     (script,) = scripts_for(target, drafter.pairing.layer_ids, [text], [len(prompt)])
     return [step for step, _ in zip(steps_along(drafter.along(script), script), range(count))]
