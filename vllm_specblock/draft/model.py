@@ -112,10 +112,17 @@ class SpecBlockDrafter(nn.Module):
         trained so, and their buckets are noise otherwise.
         """
         normed, logits = self._read(hidden)
-        with torch.no_grad():
-            _, features = top_and_features(logits, 0, self._scope)
+        return logits, self.rank(normed, self.rank_features(logits))
+
+    @torch.no_grad()
+    def rank_features(self, logits: Tensor) -> Tensor:
+        """ψ of eq. 4. logits [..., Vd] -> [..., 15] float32, no gradient."""
+        return top_and_features(logits, 0, self._scope)[1]
+
+    def rank(self, normed: Tensor, features: Tensor) -> Tensor:
+        """Rank logits [..., C] of normed [..., H] and features [..., 15]; see `heads`."""
         features = features.to(normed.dtype)
-        return logits, self.rank_head(torch.cat([normed.detach(), features], dim=-1))
+        return self.rank_head(torch.cat([normed.detach(), features], dim=-1))
 
     def candidates(
         self, hidden: Tensor, width: int, sharpness: Tensor | None = None

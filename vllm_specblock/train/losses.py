@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 from vllm_specblock.draft.model import SpecBlockDrafter
+from vllm_specblock.train.head_loss import head_loss
 from vllm_specblock.train.learner import OUTSIDE
 
 RANK_BUCKETS = (1, 4, 10)
@@ -81,8 +82,10 @@ def block_loss(
         arguments = drafter, hidden[rows, k], label[rows, k], law, law_row[rows, k], rank
         if recompute:
             loss, rank_loss, correct = checkpoint(_position, *arguments, use_reentrant=False)
-        else:
+        elif hidden.is_cuda:
             loss, rank_loss, correct = _position(*arguments)
+        else:
+            loss, rank_loss, correct = _position_by_rows(*arguments)
         draft.append(loss)
         counted.append(len(rows))
         rank_sum = rank_sum + rank_loss
@@ -119,6 +122,33 @@ def _position(
         loss_of = ordinal_loss if rank == "ordinal" else plain_loss
         rank_loss = loss_of(rank_logits.float(), bucket)
     return loss, rank_loss, logits.argmax(-1) == label
+
+
+def _position_by_rows(
+    drafter: SpecBlockDrafter,
+    hidden: Tensor,
+    label: Tensor,
+    law: Tensor,
+    law_row: Tensor,
+    rank: RankLoss | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `_position`, a few rows of logits at a time."""
+    correct, buckets, features = torch.empty_like(label, dtype=torch.bool), [], []
+
+    def look(rows: slice, logits: Tensor) -> None:
+        correct[rows] = logits.argmax(-1) == label[rows]
+        if rank:
+            buckets.append(rank_bucket(logits, label[rows]))
+            features.append(drafter.rank_features(logits))
+
+    normed = drafter.norm(hidden)
+    loss = head_loss(normed, drafter.lm_head.weight, law, law_row, look)
+    rank_loss = torch.zeros_like(loss)
+    if buckets:
+        rank_logits = drafter.rank(normed, torch.cat(features))
+        loss_of = ordinal_loss if rank == "ordinal" else plain_loss
+        rank_loss = loss_of(rank_logits.float(), torch.cat(buckets))
+    return loss, rank_loss, correct
 
 
 def rank_bucket(logits: Tensor, label: Tensor) -> Tensor:

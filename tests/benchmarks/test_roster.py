@@ -1,0 +1,66 @@
+"""Who takes part in the controlled comparison, and what its table says of them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import roster
+import torch
+from comparison import ORACLE, PAPER, UNIFORM, Comparison, contestants, footing, table
+from support.training import write_pair
+
+from vllm_specblock.train.config import TrainError, parse
+from vllm_specblock.train.run import prepare
+
+
+@pytest.fixture(scope="module")
+def common(tmp_path_factory):
+    """A comparison's options, and what its drafters are made for."""
+    folder = write_pair(tmp_path_factory.mktemp("pair"))
+    config = parse(
+        Comparison,
+        target=folder / "target",
+        data=folder / "d.safetensors",
+        out=folder / "out",
+        prompts=folder / "none.jsonl",
+        draft_vocab_size=20,
+        length=24,
+        loss_floor=0.5,
+        precision="fp32",
+        device="cpu",
+    )
+    return config, footing(config, prepare(config, torch.device("cpu"), 6))
+
+
+def test_studies_change_what_they_say(common):
+    _, ground = common
+    plain = roster.make("specblock", ground)
+    studies = {name: roster.make(name, ground) for name in roster.STUDIES}
+    assert plain.recipe.loss_floor == 0.5 and plain.recipe.shift_lr == 1.0
+    floors = [studies[f"loss floor {floor}"].recipe.loss_floor for floor in ("0", "0.25", "1")]
+    assert floors == [0.0, 0.25, 1.0]
+    assert studies["shift at lr/10"].rate_of("drafter.shift_proj.0.weight") == 0.1
+    assert studies["shift at lr/10"].rate_of("drafter.lm_head.weight") == 1.0
+    heads = [of.drafter.lm_head.weight for of in (plain, studies["LM head from scratch"])]
+    assert torch.equal(heads[0], ground.folded) and not torch.equal(*heads)
+    with pytest.raises(TrainError, match=r"there are specblock, .*, loss floor 0, "):
+        roster.make("nobody", ground)
+
+
+def test_other_trees_are_shown_with_their_drafter(common):
+    config, ground = common
+    learner = roster.make("specblock", ground)
+    students = {"specblock": SimpleNamespace(spread=SimpleNamespace(learner=learner))}
+    names = list(contestants(config, SimpleNamespace(students=students)))
+    assert {f"{UNIFORM}, width {n}" for n in (3, 8, 16, 32)} < set(names)
+    assert {"specblock", UNIFORM, PAPER, ORACLE, f"{PAPER}, {ORACLE}"} < set(names)
+    summary = {
+        "results": {f"{name} T=0": {"tau": 2.0, "error": 0.1} for name in names},
+        "alpha": {"specblock": [[0.5]]},
+        "parameters": {"specblock": 2e6},
+        "loss_floor": {"specblock": 0.5},
+    }
+    rows = table(summary).splitlines()[2:]
+    assert len(rows) == len(names)
+    assert all("| 2.00 | 0.5 | 2 | 2.00 ± 0.10 | – | 0.50 |" in row for row in rows)
