@@ -65,15 +65,18 @@ def rows_of(
     window_start: torch.Tensor,
 ) -> Rows:
     """The same memory for numba: nothing is copied but `query_start`."""
-    arrays = (x.numpy() for x in (seq_len, prefix_len, words, window_start))  # a host tensor each
-    return Rows(np.array(query_start, dtype=np.int64), *arrays)
+    tensors = seq_len[: len(query_start) - 1], prefix_len, words, window_start
+    return Rows(
+        np.array(query_start, dtype=np.int64),
+        *(x.numpy() for x in tensors),  # a host tensor each
+    )
 
 
 def plan_packed(
     rows: Rows,
     group: int,
     left_out: np.ndarray | None = None,
-    prefix_from: np.ndarray | None = None,
+    prefix_from: torch.Tensor | None = None,
 ) -> PackedPlan:
     """Cut the rows into jobs.
 
@@ -85,7 +88,7 @@ def plan_packed(
     if left_out is None:
         left_out = np.zeros(len(rows.seq_len), dtype=np.bool_)
     windowed = prefix_from is not None
-    oldest = rows.prefix_len if prefix_from is None else prefix_from
+    oldest = rows.prefix_len if prefix_from is None else prefix_from.numpy()  # a host tensor
     jobs, mask = _cut(*rows, max(CHUNK // group, 1), left_out, oldest, windowed)
     return PackedPlan(jobs, mask, rows.query_start[-1])
 

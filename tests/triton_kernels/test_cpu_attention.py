@@ -48,7 +48,6 @@ def attend(batch, amx: bool, window: int | None = None, soft_cap: float = 0.0, l
     prefix_from, words = None, batch.words
     if window is not None:
         prefix_from, words = see_last(batch.prefix_len, words, window)
-        prefix_from = prefix_from.numpy()
     rows = rows_of(
         batch.query_start.tolist(), batch.seq_len, batch.prefix_len, words, batch.window_start
     )

@@ -18,6 +18,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from vllm_specblock.commit.store import store_kv
 from vllm_specblock.engine import flash_prefix
+from vllm_specblock.engine.cpu_attention import CpuStep, PackedCache, packed_cache
 from vllm_specblock.triton_kernels.packed import PackedQueries
 from vllm_specblock.verify.sight import Visibility
 
@@ -32,6 +33,7 @@ class TreeAttentionMetadata:
     slot_mapping: torch.Tensor  # [T] int64
     queries: PackedQueries
     all_trees: bool = False
+    cpu: CpuStep | None = None  # made by the first layer whose cache is packed
 
 
 class TreeAttentionMetadataBuilder(AttentionMetadataBuilder[TreeAttentionMetadata]):
@@ -137,7 +139,21 @@ class TreeAttentionImpl(AttentionImpl):
         self.num_heads, self.head_size, self.scale = num_heads, head_size, scale
         self.num_kv_heads = num_kv_heads
         self.window, self.soft_cap = sliding_window, logits_soft_cap or 0.0
-        self.fp8 = kv_cache_dtype.startswith("fp8")
+        self.cache_dtype, self.fp8 = kv_cache_dtype, kv_cache_dtype.startswith("fp8")
+        self.packed: PackedCache | None = None
+        self.packed_of: int | None = None
+
+    def packed_cache(self, kv_cache: torch.Tensor) -> PackedCache | None:
+        """How this layer's cache is packed, on a CPU; None: it is not."""
+        if kv_cache.is_cuda:
+            return None
+        # vLLM may give a layer another cache, after it has measured with a small one.
+        if self.packed_of != kv_cache.data_ptr():
+            self.packed, self.packed_of = (
+                packed_cache(kv_cache, self.cache_dtype),
+                kv_cache.data_ptr(),
+            )
+        return self.packed
 
     def forward(
         self,
@@ -155,6 +171,15 @@ class TreeAttentionImpl(AttentionImpl):
             return output.fill_(0)
         num_rows = attn_metadata.num_rows
         slots = attn_metadata.slot_mapping[:num_rows]
+        packed = self.packed_cache(kv_cache)
+        if packed is not None:
+            if attn_metadata.cpu is None:
+                attn_metadata.cpu = CpuStep(attn_metadata.queries)
+            attn_metadata.cpu.attend(
+                packed, query[:num_rows], key[:num_rows], value[:num_rows], slots,
+                output[:num_rows], self.scale, self.window, self.soft_cap,
+            )  # fmt: skip
+            return output
         scales = {}
         if self.fp8:  # vLLM keeps it as bytes
             kv_cache = kv_cache.view(torch.float8_e4m3fn)
