@@ -13,7 +13,6 @@ import numpy as np
 from numba import njit, types
 
 from .cpu_memory import view_of
-
 from .cpu_vectors import (
     BF16,
     COLUMNS,

@@ -165,7 +165,10 @@ def _loops(size: int, amx: bool):
                 write = cache[layer] + target[row] // block_size * block_stride * size
                 for head in range(kv_heads):
                     at = head * head_stride * size
-                    there, here = elements(read + at, head_stride), elements(write + at, head_stride)
+                    there, here = (
+                        elements(read + at, head_stride),
+                        elements(write + at, head_stride),
+                    )
                     for dim in range(head_dim):
                         place = key_place(old, dim, block_size, head_dim)
                         here[key_place(new, dim, block_size, head_dim)] = there[place]

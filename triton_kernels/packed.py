@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -16,6 +17,19 @@ if TYPE_CHECKING:  # they need numba
 
     from .cpu_attention import PackedPlan, Rows
     from .cpu_packing import Packing
+
+
+def packing_on_cpu(kv_cache: torch.Tensor, amx: bool | None = None) -> Packing | None:
+    """How a cache [blocks, kv heads, N, 2D] is packed for a CPU's vector units; None: it is not.
+
+    Where the kernels know its form, which a page may have on a CPU only, and with numba.
+    amx: for tiles; by default wherever the processor has them.
+    """
+    if kv_cache.device.type != "cpu" or find_spec("numba") is None:
+        return None
+    from .cpu_packing import packing_of
+
+    return packing_of(kv_cache, torch.cpu._is_amx_tile_supported() if amx is None else amx)
 
 
 class Sight(NamedTuple):

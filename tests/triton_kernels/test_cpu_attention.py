@@ -55,9 +55,7 @@ def attend(batch, amx: bool, window: int | None = None, soft_cap: float = 0.0, l
     plan = plan_packed(rows, group, left_out, prefix_from)
     out = torch.full_like(batch.query, torch.nan)
     scale = batch.query.shape[-1] ** -0.5
-    return attend_packed(
-        batch.query, cache, packing, batch.block_table, plan, scale, out, soft_cap
-    )
+    return attend_packed(batch.query, cache, packing, batch.block_table, plan, scale, out, soft_cap)
 
 
 @pytest.mark.parametrize("group, head_size", [(1, 32), (3, 64), (9, 96)])
@@ -93,10 +91,14 @@ def test_neighbours_change_nothing(form):
     request = [Tree(1400, 25)]
     alone = make_batch(request, group=3, block_size=32, dtype=dtype)
     wanted = attend(alone, amx)
-    several = make_batch([*request, Chunk(900, 40), Tree(3, 9)], group=3, block_size=32, dtype=dtype)
+    several = make_batch(
+        [*request, Chunk(900, 40), Tree(3, 9)], group=3, block_size=32, dtype=dtype
+    )
     several.query[: len(wanted)] = alone.query
     for block in range(-(-1426 // 32)):
-        several.kv_cache[several.block_table[0, block]] = alone.kv_cache[alone.block_table[0, block]]
+        several.kv_cache[several.block_table[0, block]] = alone.kv_cache[
+            alone.block_table[0, block]
+        ]
     assert torch.equal(attend(several, amx)[: len(wanted)], wanted)
 
 

@@ -8,14 +8,14 @@ kernel of ours that reads the same cache in place.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
 from vllm import _custom_ops as ops
 from vllm import envs
+from vllm.v1.attention.backends import cpu_attn
 
-from vllm_specblock.triton_kernels.packed import PackedQueries
+from vllm_specblock.triton_kernels.packed import PackedQueries, packing_on_cpu
 
 if TYPE_CHECKING:
     from vllm_specblock.triton_kernels.cpu_packing import Packing
@@ -40,23 +40,16 @@ def packed_cache(kv_cache: torch.Tensor, cache_dtype: str) -> PackedCache | None
     It is not where vLLM's kernel, or ours, does not know the dtype, the head size or the processor,
     and without numba.
     """
-    from vllm.v1.attention.backends import cpu_attn
-
-    if kv_cache.is_cuda or cache_dtype.startswith("fp8") or find_spec("numba") is None:
-        return None
-    from vllm_specblock.triton_kernels.cpu_packing import packing_of
-
     blocks, kv_heads, block_size, width = kv_cache.shape
     head_dim = width // 2
-    if head_dim not in cpu_attn.CPUAttentionBackend.get_supported_head_sizes() or block_size % 32:
+    sizes = cpu_attn.CPUAttentionBackend.get_supported_head_sizes()
+    if cache_dtype != "auto" or block_size % 32 or head_dim not in sizes:
         return None
     isa = cpu_attn._get_attn_isa(kv_cache.dtype, block_size, head_dim, cache_dtype)
-    packing = packing_of(kv_cache, isa == "amx")
-    if isa not in PACKED or packing is None:
+    packing = packing_on_cpu(kv_cache, isa == "amx") if isa in PACKED else None
+    if packing is None:
         return None
-    page = kv_cache.stride(0)
-    head = packing.head_stride
-    strides = page, head, head_dim, 1
+    strides = kv_cache.stride(0), packing.head_stride, head_dim, 1
     whole = kv_cache.as_strided((blocks, kv_heads, 2 * block_size, head_dim), strides)
     return PackedCache(packing, isa, *whole.chunk(2, dim=2))
 
