@@ -179,7 +179,7 @@ class BlockSight:
         query = cache.new_empty(1, num_heads, cache.shape[-1] // 2)
         compile_attention(
             query, cache, block_table, self.own.shape[-1], min(most_rows, MOST) * self.K,
-            self.max_position * self.K,
+            self.max_position * self.K, packing=packing_on_cpu(cache),
         )  # fmt: skip
 
     def begin(self, requests: torch.Tensor | None) -> None:

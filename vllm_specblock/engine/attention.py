@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from vllm.v1.attention.backend import (
@@ -21,6 +21,9 @@ from vllm_specblock.engine import flash_prefix
 from vllm_specblock.engine.cpu_attention import CpuStep, PackedCache, packed_cache
 from vllm_specblock.triton_kernels.packed import PackedQueries
 from vllm_specblock.verify.sight import Visibility
+
+if TYPE_CHECKING:
+    from vllm_specblock.triton_kernels.cpu_packing import Packing
 
 CACHE_DTYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3")
 
@@ -141,19 +144,22 @@ class TreeAttentionImpl(AttentionImpl):
         self.window, self.soft_cap = sliding_window, logits_soft_cap or 0.0
         self.cache_dtype, self.fp8 = kv_cache_dtype, kv_cache_dtype.startswith("fp8")
         self.packed: PackedCache | None = None
-        self.packed_of: int | None = None
+        self.packed_at = 0  # the address of the cache that `packed` is about
 
     def packed_cache(self, kv_cache: torch.Tensor) -> PackedCache | None:
-        """How this layer's cache is packed, on a CPU; None: it is not."""
+        """The cache as it is packed on a CPU; None: it is not."""
         if kv_cache.is_cuda:
             return None
-        # vLLM may give a layer another cache, after it has measured with a small one.
-        if self.packed_of != kv_cache.data_ptr():
-            self.packed, self.packed_of = (
-                packed_cache(kv_cache, self.cache_dtype),
-                kv_cache.data_ptr(),
-            )
+        # vLLM may measure with a small cache before it makes the real one.
+        if self.packed_at != kv_cache.data_ptr():
+            self.packed = packed_cache(kv_cache, self.cache_dtype)
+            self.packed_at = kv_cache.data_ptr()
         return self.packed
+
+    def packing(self, kv_cache: torch.Tensor) -> Packing | None:
+        """How the cache is packed on a CPU; None: it is not."""
+        packed = self.packed_cache(kv_cache)
+        return None if packed is None else packed.packing
 
     def forward(
         self,

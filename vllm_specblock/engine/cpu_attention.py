@@ -84,32 +84,44 @@ class CpuStep:
             window, soft_cap: as in `PackedQueries.attend`.
         """
         ops.cpu_attn_reshape_and_cache(key, value, cache.keys, cache.values, slots, cache.isa)
-        queries, size = self.queries, -1 if window is None else window
-        queries.attend(
+        self.queries.attend(
             query, cache.keys, scale, out,
             window=window, soft_cap=soft_cap, packing=cache.packing, causal_elsewhere=True,
         )  # fmt: skip
+        self.attend_causal(cache, query, out, scale, -1 if window is None else window, soft_cap)
+
+    def attend_causal(
+        self,
+        cache: PackedCache,
+        query: torch.Tensor,
+        out: torch.Tensor,
+        scale: float,
+        window: int = -1,
+        soft_cap: float = 0.0,
+    ) -> None:
+        """The rows that see all up to their own, by vLLM's kernel; the others stay as they are."""
+        queries = self.queries
         if self.causal_len is None:
             causal = queries.causal()
             self.some_causal = causal.any()
+            # vLLM's kernel passes over a request of no entries.
             self.causal_len = queries.seq_len[: len(causal)] * torch.from_numpy(causal)
         if not self.some_causal:
             return
-        if size not in self.schedules:
-            self.schedules[size] = ops.cpu_attn_get_scheduler_metadata(
-                num_reqs=len(queries.query_start) - 1,
+        if window not in self.schedules:
+            self.schedules[window] = ops.cpu_attn_get_scheduler_metadata(
+                num_reqs=len(self.causal_len),
                 num_heads=query.shape[1],
-                num_kv_heads=key.shape[1],
+                num_kv_heads=cache.keys.shape[1],
                 head_dim=query.shape[2],
                 seq_lens=self.causal_len,
                 dtype=query.dtype,
                 query_start_loc=queries.query_start,
                 causal=True,
-                sliding_window_size=size,
+                sliding_window_size=window,
                 isa=cache.isa,
                 enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
             )
-        # A request of no entries is passed over: its rows were written above.
         ops.cpu_attention_with_kv_cache(
             query=query,
             key_cache=cache.keys,
@@ -120,9 +132,9 @@ class CpuStep:
             scale=scale,
             causal=True,
             alibi_slopes=None,
-            sliding_window=size,
+            sliding_window=window,
             block_table=queries.block_table,
             softcap=soft_cap,
-            scheduler_metadata=self.schedules[size],
+            scheduler_metadata=self.schedules[window],
             s_aux=None,
         )
