@@ -105,7 +105,7 @@ def main(
     kv_heads: Annotated[int, typer.Option(help="KV heads.")] = 3,
     size: Annotated[int, typer.Option(help="Head size.")] = 64,
     threads: Annotated[int, typer.Option(help="Threads of vLLM's kernel and torch's.")] = 1,
-    contexts: Annotated[list[int], typer.Option(help="Repeatable.")] = list(CONTEXTS),
+    contexts: Annotated[list[int] | None, typer.Option(help="Repeatable.")] = None,
     runs: Annotated[int, typer.Option(min=1, help="Turns; the median counts.")] = 30,
     out: Annotated[Path, typer.Option(help="JSON.")] = MEASURED / "cpu_attention.json",
 ) -> None:
@@ -114,7 +114,9 @@ def main(
     settings = {"rows": rows, "heads": heads, "kv_heads": kv_heads, "size": size,
                 "threads": threads, "runs": runs}  # fmt: skip
     ledger = Ledger(out, settings)
-    for (name, dtype), batch, context in itertools.product(DTYPES.items(), BATCHES, contexts):
+    for (name, dtype), batch, context in itertools.product(
+        DTYPES.items(), BATCHES, contexts or CONTEXTS
+    ):
         case = f"{name}, {batch}, {context}"
         if case not in ledger:
             with torch.inference_mode():

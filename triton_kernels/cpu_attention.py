@@ -25,6 +25,7 @@ from .cpu_attention_loop import (
     FROM,
     MASK,
     MASK_FROM,
+    PITCH,
     REQUEST,
     TILE,
     TO,
@@ -110,8 +111,7 @@ def attend_packed(
     if len(plan.jobs):
         group = query.shape[1] // packing.kv_heads
         attention_loop(packing.element, packing.amx)(
-            query.data_ptr(), query.stride(0), query.stride(1),
-            out.data_ptr(), out.stride(0), out.stride(1),
+            query.data_ptr(), *query.stride()[:2], out.data_ptr(), *out.stride()[:2],
             kv_cache.data_ptr(), kv_cache.stride(0), packing.head_stride,
             block_table.data_ptr(), block_table.stride(0), plan.mask, plan.jobs,
             packing.kv_heads, group, packing.head_dim, packing.block_size, scale, soft_cap,
@@ -134,7 +134,7 @@ def _scratch(group: int, head_dim: int, amx: bool) -> tuple[np.ndarray, ...]:
     config[48:56] = 16  # rows of each
     return (
         np.zeros((rows, head_dim), dtype=np.float32), np.zeros((rows, head_dim), dtype=np.float32),
-        np.zeros((rows, TILE), dtype=np.float32), np.zeros((rows, 2), dtype=np.float32), config,
+        np.zeros((rows, PITCH), dtype=np.float32), np.zeros((rows, 2), dtype=np.float32), config,
     )  # fmt: skip
 
 

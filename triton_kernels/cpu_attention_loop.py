@@ -30,6 +30,7 @@ from .cpu_vectors import (
 
 CHUNK = 64  # query rows × heads of one KV head that share what is read of the cache, if they fit
 TILE = 1024  # entries whose scores are held at once
+PITCH = TILE + 16  # from row to row: at 4096 bytes all rows of a tile would share one set of L1
 LOG2E = np.float32(1.4426950408889634)
 # The columns of `jobs`: first row, rows, request, entries from … to, the mask's first entry and its
 # place.
@@ -53,35 +54,35 @@ def attention_loop(element: int, amx: bool):
 
     @njit(nogil=True, error_model="numpy")
     def scores(q, keys, c, rows, tokens, head_dim, block_size):
-        """c [rows, TILE] = q [rows, D] · the keys of `tokens` entries of one block."""
+        """c [rows, PITCH] = q [rows, D] · the keys of `tokens` entries of one block."""
         for token in range(0, tokens, COLUMNS):
             for row in range(0, rows, tile_rows):
-                at = c + (row * TILE + token) * 4
+                at = c + (row * PITCH + token) * 4
                 if amx:
                     amx_multiply(
                         q + row * head_dim * 2, head_dim * 2, keys + token * head_dim * 2,
-                        16 * head_dim * 2, at, TILE * 4, head_dim // 32, 0,
+                        16 * head_dim * 2, at, PITCH * 4, head_dim // 32, 0,
                     )  # fmt: skip
                 else:
                     products(
                         q + row * head_dim * 4, head_dim, keys + token * size, block_size, at,
-                        TILE, head_dim, 0,
+                        PITCH, head_dim, 0,
                     )  # fmt: skip
 
     @njit(nogil=True, error_model="numpy")
     def values(p, values, o, rows, tokens, head_dim, block_size, add):
-        """o [rows, D] (+)= p [rows, TILE] · the values of `tokens` entries of one block."""
+        """o [rows, D] (+)= p [rows, PITCH] · the values of `tokens` entries of one block."""
         for dim in range(0, head_dim, COLUMNS):
             for row in range(0, rows, tile_rows):
-                weights, at = p + row * TILE * 4, o + (row * head_dim + dim) * 4
+                weights, at = p + row * PITCH * 4, o + (row * head_dim + dim) * 4
                 if amx:
                     amx_multiply(
-                        weights, TILE * 4, values + dim * block_size * 2, 16 * block_size * 2, at,
+                        weights, PITCH * 4, values + dim * block_size * 2, 16 * block_size * 2, at,
                         head_dim * 4, tokens // 32, add,
                     )  # fmt: skip
                 else:
                     products(
-                        weights, TILE, values + dim * size, head_dim, at, head_dim, tokens, add
+                        weights, PITCH, values + dim * size, head_dim, at, head_dim, tokens, add
                     )
 
     @njit(nogil=True, error_model="numpy")
@@ -106,13 +107,15 @@ def attention_loop(element: int, amx: bool):
             rows, blocks = count * group, integers(table + request * table_row * 4, end)
             for kv_head in range(kv_heads):
                 head_at = kv_head * kv_head_stride
-                for row in range(rows):
-                    at, head = first + row // group, kv_head * group + row % group
-                    take(
-                        query + (at * query_row + head * query_head) * size,
-                        q + row * head_dim * held_size, head_dim, np.float32(1.0),
-                    )  # fmt: skip
-                    stats[row, 0], stats[row, 1] = -np.inf, 0.0
+                for line in range(count):
+                    for member in range(group):
+                        at = (first + line) * query_row + (kv_head * group + member) * query_head
+                        row = line * group + member
+                        take(
+                            query + at * size, q + row * head_dim * held_size, head_dim,
+                            np.float32(1.0),
+                        )  # fmt: skip
+                        stats[row, 0], stats[row, 1] = -np.inf, 0.0
                 if start == end:
                     o_buffer[:rows] = 0.0
                 for tile in range(start, end, TILE):
@@ -135,20 +138,21 @@ def attention_loop(element: int, amx: bool):
                                 capped = math.tanh(s_buffer[row, entry] / cap)
                                 s_buffer[row, entry] = cap * capped
                     clear = min(max(mask_from, tile), ahead)
-                    for row in range(rows):
-                        line = s + row * TILE * 4
-                        seen = row // group * (end - mask_from) + clear - mask_from
-                        seen = masks + (jobs[job, MASK] + seen) * 4
-                        top = row_max(line, ahead - tile, seen, clear - tile)
-                        top = max(stats[row, 0], top)
-                        shift = top * factor if top > -np.inf else np.float32(0.0)
-                        total = weigh(line, line, ahead - tile, factor, shift)
-                        if tile > start:
-                            past = np.float32(2.0) ** (stats[row, 0] * factor - shift)
-                            total += stats[row, 1] * past
-                            for dim in range(head_dim):
-                                o_buffer[row, dim] *= past
-                        stats[row, 0], stats[row, 1] = top, total
+                    seen = masks + (jobs[job, MASK] + clear - mask_from) * 4
+                    for line in range(count):
+                        for row in range(line * group, (line + 1) * group):
+                            at = s + row * PITCH * 4
+                            top = row_max(at, ahead - tile, seen, clear - tile)
+                            top = max(stats[row, 0], top)
+                            shift = top * factor if top > -np.inf else np.float32(0.0)
+                            total = weigh(at, at, ahead - tile, factor, shift)
+                            if tile > start:
+                                past = np.float32(2.0) ** (stats[row, 0] * factor - shift)
+                                total += stats[row, 1] * past
+                                for dim in range(head_dim):
+                                    o_buffer[row, dim] *= past
+                            stats[row, 0], stats[row, 1] = top, total
+                        seen += (end - mask_from) * 4
                     at = tile
                     while at < ahead:
                         within = at % block_size
@@ -161,13 +165,15 @@ def attention_loop(element: int, amx: bool):
                             head_dim, block_size, at > start,
                         )  # fmt: skip
                         at += tokens
-                for row in range(rows):
-                    at, head = first + row // group, kv_head * group + row % group
-                    total = stats[row, 1]
-                    give(
-                        o + row * head_dim * 4, out + (at * out_row + head * out_head) * size,
-                        head_dim, np.float32(1.0) / total if total > 0 else np.float32(0.0),
-                    )  # fmt: skip
+                for line in range(count):
+                    for member in range(group):
+                        at = (first + line) * out_row + (kv_head * group + member) * out_head
+                        row = line * group + member
+                        total = stats[row, 1]
+                        give(
+                            o + row * head_dim * 4, out + at * size, head_dim,
+                            np.float32(1.0) / total if total > 0 else np.float32(0.0),
+                        )  # fmt: skip
         if amx:
             amx_end()
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from functools import cache
 from importlib.util import find_spec
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -30,6 +32,14 @@ def packing_on_cpu(kv_cache: torch.Tensor, amx: bool | None = None) -> Packing |
     from .cpu_packing import packing_of
 
     return packing_of(kv_cache, torch.cpu._is_amx_tile_supported() if amx is None else amx)
+
+
+@cache
+def _loops() -> ModuleType:
+    """What needs numba."""
+    from . import cpu_attention
+
+    return cpu_attention
 
 
 class Sight(NamedTuple):
@@ -137,11 +147,8 @@ class PackedQueries:
         if out is None:
             out = torch.empty_like(query)
         if packing is not None:
-            from .cpu_attention import attend_packed
-
-            group = query.shape[1] // packing.kv_heads
-            plan = self._plan_packed(window, group, causal_elsewhere)
-            return attend_packed(
+            plan = self._plan_packed(window, query.shape[1] // packing.kv_heads, causal_elsewhere)
+            return _loops().attend_packed(
                 query, kv_cache, packing, self.block_table, plan, scale, out, soft_cap
             )
         sight = self._see(window, bits_only, query)
@@ -177,32 +184,26 @@ class PackedQueries:
 
     def causal(self) -> np.ndarray:
         """[R] bool, on a CPU: requests whose rows see all up to their own, and nothing else."""
-        from .cpu_attention import find_causal
-
         if self.plan is None:
             self.plan = {}
         if "causal" not in self.plan:
-            self.plan["causal"] = find_causal(*self._rows(self.words))
+            self.plan["causal"] = _loops().find_causal(*self._rows(self.words))
         return self.plan["causal"]
 
     def _plan_packed(self, window: int | None, group: int, causal_elsewhere: bool) -> PackedPlan:
         """What is the same in every layer with this window, worked out by the first that asks."""
-        from .cpu_attention import plan_packed
-
-        left_out = self.causal() if causal_elsewhere else None
         if self.plan is None:
             self.plan = {}
         key = window, group, causal_elsewhere
         if key not in self.plan:
+            left_out = self.causal() if causal_elsewhere else None
             prefix_from, words = None, self.words
             if window is not None:
                 prefix_from, words = see_last(self.prefix_len, words, window)
-            self.plan[key] = plan_packed(self._rows(words), group, left_out, prefix_from)
+            self.plan[key] = _loops().plan_packed(self._rows(words), group, left_out, prefix_from)
         return self.plan[key]
 
     def _rows(self, words: torch.Tensor) -> Rows:
-        from .cpu_attention import rows_of
-
-        return rows_of(
+        return _loops().rows_of(
             self.query_start_host, self.seq_len, self.prefix_len, words, self.window_start
         )
