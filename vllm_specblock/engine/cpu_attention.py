@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import torch
 from vllm import _custom_ops as ops
 from vllm import envs
-from vllm.v1.attention.backends import cpu_attn
 
 from vllm_specblock.triton_kernels.packed import PackedQueries, packing_on_cpu
 
@@ -40,6 +39,9 @@ def packed_cache(kv_cache: torch.Tensor, cache_dtype: str) -> PackedCache | None
     It is not where vLLM's kernel, or ours, does not know the dtype, the head size or the processor,
     and without numba.
     """
+    # A GPU's process has no use for that backend.
+    from vllm.v1.attention.backends import cpu_attn
+
     blocks, kv_heads, block_size, width = kv_cache.shape
     head_dim = width // 2
     sizes = cpu_attn.CPUAttentionBackend.get_supported_head_sizes()
