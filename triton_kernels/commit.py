@@ -10,11 +10,15 @@ rows are read before any is written.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from .optional_triton import jit, next_power_of_2, tl
 from .paged_rows import flat_rows, row_index
+
+if TYPE_CHECKING:  # it needs numba
+    from .cpu_packing import Packing
 
 
 class KVCacheSet:
@@ -22,9 +26,10 @@ class KVCacheSet:
 
     caches: per layer [num_blocks, num_kv_heads, block_size, C], all of one shape, stride, dtype
     and device. Raises ValueError if they differ or there is none.
+    packing: how they are packed, on a CPU; None: they are not.
     """
 
-    def __init__(self, caches: Sequence[torch.Tensor]):
+    def __init__(self, caches: Sequence[torch.Tensor], packing: Packing | None = None):
         if not caches:
             raise ValueError("a KVCacheSet needs the cache of at least one layer")
         first = caches[0]
@@ -40,6 +45,7 @@ class KVCacheSet:
         # Entries are moved, never computed with: as integers, so that every cache dtype will do.
         integer = {1: torch.int8, 2: torch.int16, 4: torch.int32}[first.element_size()]
         self.caches = [cache.view(integer) for cache in caches]
+        self.packing = packing
         self.rows = [flat_rows(cache) for cache in self.caches]
         addresses = [cache.data_ptr() for cache in caches]
         self.pointers = torch.tensor(addresses, dtype=torch.int64, device=first.device)
@@ -62,6 +68,13 @@ def move_kv(
     own slot back would undo a move onto that slot; instead it repeats the first moving row, and
     if none moves, rewrites that row's source with itself.
     """
+    if kv_caches.packing is not None:
+        from .cpu_packing import move_packed
+
+        stride = kv_caches.caches[0].stride(0)
+        return move_packed(
+            kv_caches.pointers, stride, kv_caches.packing, source_slot, target_slot, moves
+        )
     source, target = source_slot.flatten(), target_slot.flatten()
     if source.numel() == 0:
         return

@@ -3,13 +3,43 @@
 from __future__ import annotations
 
 import itertools
-from typing import NamedTuple
+from functools import cache
+from importlib.util import find_spec
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from .sliding_window import see_last
 from .tree_attention import tree_attention
 from .tree_attention_reference import AttentionPlan, attend_reference, plan_reference
+
+if TYPE_CHECKING:  # they need numba
+    import numpy as np
+
+    from .cpu_attention import PackedPlan, Rows
+    from .cpu_packing import Packing
+
+
+def packing_on_cpu(kv_cache: torch.Tensor, amx: bool | None = None) -> Packing | None:
+    """How a cache [blocks, kv heads, N, 2D] is packed for a CPU's vector units; None: it is not.
+
+    Where the kernels know its form, which a page may have on a CPU only, and with numba.
+    amx: for tiles; by default wherever the processor has them.
+    """
+    if kv_cache.device.type != "cpu" or find_spec("numba") is None:
+        return None
+    from .cpu_packing import packing_of
+
+    return packing_of(kv_cache, torch.cpu._is_amx_tile_supported() if amx is None else amx)
+
+
+@cache
+def _loops() -> ModuleType:
+    """What needs numba."""
+    from . import cpu_attention
+
+    return cpu_attention
 
 
 class Sight(NamedTuple):
@@ -69,7 +99,8 @@ class PackedQueries:
         self.host_lens = {end - start for start, end in itertools.pairwise(query_start_host)}
         self.max_query_len = max_query_len or max(self.host_lens)
         self.unknown_up_to = unknown_up_to
-        self.plan: dict[tuple, Sight] | None = None  # by window and bits_only
+        # By window and bits_only; of a packed cache by window and more.
+        self.plan: dict[Any, Any] | None = None
 
     @property
     def query_lens(self) -> set[int]:
@@ -92,6 +123,8 @@ class PackedQueries:
         key_scale: torch.Tensor | None = None,
         value_scale: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
+        packing: Packing | None = None,
+        causal_elsewhere: bool = False,
     ) -> torch.Tensor:
         """Attention of one layer.
 
@@ -104,12 +137,20 @@ class PackedQueries:
             window: a query sees only the last so many entries of what it would see.
             bits_only: leave the prefix out, for a caller that attends it by other means.
             soft_cap, key_scale, value_scale, lse: see `tree_attention`.
+            packing: how the cache is packed, on a CPU; None: it is not. A packed cache knows no
+                scales, and `bits_only` and `lse` are not for it.
+            causal_elsewhere: leave the rows of `causal` requests as they are. Of a packed cache.
 
         Returns:
             `out`.
         """
         if out is None:
             out = torch.empty_like(query)
+        if packing is not None:
+            plan = self._plan_packed(window, query.shape[1] // packing.kv_heads, causal_elsewhere)
+            return _loops().attend_packed(
+                query, kv_cache, packing, self.block_table, plan, scale, out, soft_cap
+            )
         sight = self._see(window, bits_only, query)
         rare = {
             "soft_cap": soft_cap, "key_scale": key_scale, "value_scale": value_scale, "lse": lse,
@@ -140,3 +181,29 @@ class PackedQueries:
                 )  # fmt: skip
             self.plan[window, bits_only] = Sight(prefix_from, words, plan)
         return self.plan[window, bits_only]
+
+    def causal(self) -> np.ndarray:
+        """[R] bool, on a CPU: requests whose rows see all up to their own, and nothing else."""
+        if self.plan is None:
+            self.plan = {}
+        if "causal" not in self.plan:
+            self.plan["causal"] = _loops().find_causal(*self._rows(self.words))
+        return self.plan["causal"]
+
+    def _plan_packed(self, window: int | None, group: int, causal_elsewhere: bool) -> PackedPlan:
+        """What is the same in every layer with this window, worked out by the first that asks."""
+        if self.plan is None:
+            self.plan = {}
+        key = window, group, causal_elsewhere
+        if key not in self.plan:
+            left_out = self.causal() if causal_elsewhere else None
+            prefix_from, words = None, self.words
+            if window is not None:
+                prefix_from, words = see_last(self.prefix_len, words, window)
+            self.plan[key] = _loops().plan_packed(self._rows(words), group, left_out, prefix_from)
+        return self.plan[key]
+
+    def _rows(self, words: torch.Tensor) -> Rows:
+        return _loops().rows_of(
+            self.query_start_host, self.seq_len, self.prefix_len, words, self.window_start
+        )

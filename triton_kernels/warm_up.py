@@ -7,12 +7,16 @@ second or two to compile when it is first met: better at start-up than in the mi
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 
 from . import attention_tiles as cut
 from .optional_triton import cdiv
 from .packed import PackedQueries
+
+if TYPE_CHECKING:  # it needs numba
+    from .cpu_packing import Packing
 
 
 def compile_attention(
@@ -27,11 +31,12 @@ def compile_attention(
     soft_cap: float = 0.0,
     key_scale: torch.Tensor | None = None,
     value_scale: torch.Tensor | None = None,
+    packing: Packing | None = None,
 ) -> None:
     """Launch every kernel that batches of a layer can need, on next to no work.
 
-    Strides and dtypes are part of what is compiled for, so these are the layer's own. On a CPU the
-    reference runs, which does no harm.
+    Strides and dtypes are part of what is compiled for, so these are the layer's own. On a CPU
+    numba compiles its loops, or the reference runs, which does no harm.
 
     Args:
         query: [≥ 1, nh, D] of the layer's dtype; nothing of it is read but its form.
@@ -39,7 +44,7 @@ def compile_attention(
         block_table: [R, max blocks] int32 of valid blocks, R the most requests of a batch.
         num_words: W.
         max_query_len, max_seq_len: what a batch can have at most.
-        window, soft_cap, key_scale, value_scale: as the layer has them.
+        window, soft_cap, key_scale, value_scale, packing: as the layer has them.
     """
     device, (num_heads, head_size) = query.device, query.shape[1:]
     num_kv_heads, block_size = kv_cache.shape[1:3]
@@ -66,7 +71,7 @@ def compile_attention(
         )
         queries.attend(
             query.new_zeros(rows, num_heads, head_size), kv_cache, 1.0, window=window,
-            soft_cap=soft_cap, key_scale=key_scale, value_scale=value_scale,
+            soft_cap=soft_cap, key_scale=key_scale, value_scale=value_scale, packing=packing,
         )  # fmt: skip
 
 

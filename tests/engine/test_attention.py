@@ -12,7 +12,7 @@ pytest.importorskip("vllm")
 
 from vllm_specblock.triton_kernels.packed import PackedQueries
 
-from vllm_specblock.engine import flash_prefix
+from vllm_specblock.engine import attention, flash_prefix
 from vllm_specblock.engine.attention import TreeAttentionImpl, TreeAttentionMetadata
 
 HEADS, KV_HEADS, SIZE, TOKENS = 4, 2, 16, 40
@@ -139,6 +139,7 @@ def test_an_engine_that_takes_flash_attention_where_it_may(monkeypatch):
             query, *args, cu_seqlens_q=cu_seqlens_q, seqused_k=seqused_k, **kwargs
         )
 
+    monkeypatch.setattr(attention, "packed_cache", lambda *_: None)  # which no GPU has
     plain, ours = make_engine(None), make_engine({"num_speculative_tokens": 8})
     head_size = ours.speculator.target_caches.caches[0].shape[-1] // 2
     monkeypatch.setattr(flash_prefix, "FASTER", (flash_prefix.Shapes(head_size, 1, 1, 1),))

@@ -169,6 +169,30 @@ def test_attention_and_caches():
     ]  # fmt: skip
 
 
+def test_vllms_attention_on_a_cpu():
+    """`engine/cpu_attention.py` calls its two kernels over a cache packed as its backend says."""
+    from vllm import _custom_ops, envs
+    from vllm.v1.attention.backends import cpu_attn
+
+    assert arguments_of(cpu_attn._get_attn_isa) == [
+        "dtype", "block_size", "head_size", "kv_cache_dtype",
+    ]  # fmt: skip
+    assert 64 in cpu_attn.CPUAttentionBackend.get_supported_head_sizes()
+    assert isinstance(envs.VLLM_CPU_ATTN_SPLIT_KV, bool)
+    assert arguments_of(_custom_ops.cpu_attn_reshape_and_cache)[:6] == [
+        "key", "value", "key_cache", "value_cache", "slot_mapping", "isa",
+    ]  # fmt: skip
+    assert arguments_of(_custom_ops.cpu_attn_get_scheduler_metadata)[:11] == [
+        "num_reqs", "num_heads", "num_kv_heads", "head_dim", "seq_lens", "dtype",
+        "query_start_loc", "causal", "sliding_window_size", "isa", "enable_kv_split",
+    ]  # fmt: skip
+    assert arguments_of(_custom_ops.cpu_attention_with_kv_cache)[:14] == [
+        "query", "key_cache", "value_cache", "output", "query_start_loc", "seq_lens", "scale",
+        "causal", "alibi_slopes", "sliding_window", "block_table", "softcap",
+        "scheduler_metadata", "s_aux",
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("name", ["get_attn_backend_cls", "check_and_update_config"])
 def test_cpu_platform(name):
     from vllm.platforms.cpu import CpuPlatform

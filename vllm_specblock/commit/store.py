@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from vllm_specblock.triton_kernels.store_kv import LARGEST, store_kv_triton
+
+if TYPE_CHECKING:  # it needs numba
+    from vllm_specblock.triton_kernels.cpu_packing import Packing
 
 FP8 = torch.float8_e4m3fn
 
@@ -16,6 +21,7 @@ def store_kv(
     value: torch.Tensor,
     key_scale: torch.Tensor | None = None,
     value_scale: torch.Tensor | None = None,
+    packing: Packing | None = None,
 ) -> None:
     """Store keys and values at their entries. CUDA tensors go to the kernel.
 
@@ -28,6 +34,7 @@ def store_kv(
         key, value: [T, kv heads, D].
         key_scale, value_scale: [] fp32 each, what a stored number is to be multiplied by; given
             for a float8_e4m3fn cache only, where what is out of range becomes the largest number.
+        packing: how the cache is packed, on a CPU; padding is then stored nowhere.
 
     Raises:
         RuntimeError: the entries of `kv_cache` are not consecutive in memory. The kernel does
@@ -36,6 +43,10 @@ def store_kv(
     if kv_cache.is_cuda:
         store_kv_triton(kv_cache, entry, key, value, key_scale, value_scale)
         return
+    if packing is not None:
+        from vllm_specblock.triton_kernels.cpu_packing import store_packed
+
+        return store_packed(kv_cache, packing, entry, key, value)
     _, heads, _, width = kv_cache.shape
     if kv_cache.dtype == FP8:
         # As bytes, since torch does not index fp8.

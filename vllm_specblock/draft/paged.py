@@ -22,7 +22,7 @@ from vllm_specblock.draft.head import CommittedRows
 from vllm_specblock.draft.parts import MOST
 from vllm_specblock.triton_kernels.block_sight import LaterSight, later_sight_triton
 from vllm_specblock.triton_kernels.first_sight import FirstSight, first_sight_triton
-from vllm_specblock.triton_kernels.packed import PackedQueries
+from vllm_specblock.triton_kernels.packed import PackedQueries, packing_on_cpu
 from vllm_specblock.triton_kernels.warm_up import compile_attention
 
 
@@ -37,6 +37,7 @@ class PagedAttention:
 
     def __init__(self, caches, entry, queries: PackedQueries, kept: PackedQueries | None = None):
         self.caches, self.entry = caches, entry.flatten()
+        self.packing = packing_on_cpu(caches[0])
         self.queries = [queries] * len(caches)
         if kept is not None:
             self.queries[-1] = kept
@@ -46,8 +47,11 @@ class PagedAttention:
     ) -> torch.Tensor:
         """query [Q, K, heads, D], key and value [T, K, kv heads, D] → [Q, K, heads, D]."""
         cache = self.caches[layer]
-        store_kv(cache, self.entry, key.flatten(0, 1), value.flatten(0, 1))
-        out = self.queries[layer].attend(query.flatten(0, 1), cache, query.shape[-1] ** -0.5)
+        key, value = key.flatten(0, 1), value.flatten(0, 1)
+        store_kv(cache, self.entry, key, value, packing=self.packing)
+        out = self.queries[layer].attend(
+            query.flatten(0, 1), cache, query.shape[-1] ** -0.5, packing=self.packing
+        )
         return out.view_as(query)
 
 
@@ -175,7 +179,7 @@ class BlockSight:
         query = cache.new_empty(1, num_heads, cache.shape[-1] // 2)
         compile_attention(
             query, cache, block_table, self.own.shape[-1], min(most_rows, MOST) * self.K,
-            self.max_position * self.K,
+            self.max_position * self.K, packing=packing_on_cpu(cache),
         )  # fmt: skip
 
     def begin(self, requests: torch.Tensor | None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from vllm.v1.attention.backend import (
@@ -18,8 +18,12 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from vllm_specblock.commit.store import store_kv
 from vllm_specblock.engine import flash_prefix
+from vllm_specblock.engine.cpu_attention import CpuStep, PackedCache, packed_cache
 from vllm_specblock.triton_kernels.packed import PackedQueries
 from vllm_specblock.verify.sight import Visibility
+
+if TYPE_CHECKING:
+    from vllm_specblock.triton_kernels.cpu_packing import Packing
 
 CACHE_DTYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3")
 
@@ -32,6 +36,7 @@ class TreeAttentionMetadata:
     slot_mapping: torch.Tensor  # [T] int64
     queries: PackedQueries
     all_trees: bool = False
+    cpu: CpuStep | None = None  # made by the first layer whose cache is packed
 
 
 class TreeAttentionMetadataBuilder(AttentionMetadataBuilder[TreeAttentionMetadata]):
@@ -137,7 +142,24 @@ class TreeAttentionImpl(AttentionImpl):
         self.num_heads, self.head_size, self.scale = num_heads, head_size, scale
         self.num_kv_heads = num_kv_heads
         self.window, self.soft_cap = sliding_window, logits_soft_cap or 0.0
-        self.fp8 = kv_cache_dtype.startswith("fp8")
+        self.cache_dtype, self.fp8 = kv_cache_dtype, kv_cache_dtype.startswith("fp8")
+        self.packed: PackedCache | None = None
+        self.packed_at = 0  # the address of the cache that `packed` is about
+
+    def packed_cache(self, kv_cache: torch.Tensor) -> PackedCache | None:
+        """The cache as it is packed on a CPU; None: it is not."""
+        if kv_cache.is_cuda:
+            return None
+        # vLLM may measure with a small cache before it makes the real one.
+        if self.packed_at != kv_cache.data_ptr():
+            self.packed = packed_cache(kv_cache, self.cache_dtype)
+            self.packed_at = kv_cache.data_ptr()
+        return self.packed
+
+    def packing(self, kv_cache: torch.Tensor) -> Packing | None:
+        """How the cache is packed on a CPU; None: it is not."""
+        packed = self.packed_cache(kv_cache)
+        return None if packed is None else packed.packing
 
     def forward(
         self,
@@ -155,6 +177,15 @@ class TreeAttentionImpl(AttentionImpl):
             return output.fill_(0)
         num_rows = attn_metadata.num_rows
         slots = attn_metadata.slot_mapping[:num_rows]
+        packed = self.packed_cache(kv_cache)
+        if packed is not None:
+            if attn_metadata.cpu is None:
+                attn_metadata.cpu = CpuStep(attn_metadata.queries)
+            attn_metadata.cpu.attend(
+                packed, query[:num_rows], key[:num_rows], value[:num_rows], slots,
+                output[:num_rows], self.scale, self.window, self.soft_cap,
+            )  # fmt: skip
+            return output
         scales = {}
         if self.fp8:  # vLLM keeps it as bytes
             kv_cache = kv_cache.view(torch.float8_e4m3fn)

@@ -160,7 +160,9 @@ class TreeSpeculator(DraftModelSpeculator):
     def bind_caches(self) -> None:
         """The paged caches exist now: hand them to the commit and to the head."""
         context = self.vllm_config.compilation_config.static_forward_context
-        self.target_caches = KVCacheSet([context[name].kv_cache for name in self.target_layers])
+        layers = [context[name] for name in self.target_layers]
+        packing = layers[0].impl.packing(layers[0].kv_cache)
+        self.target_caches = KVCacheSet([layer.kv_cache for layer in layers], packing)
         for head, names in zip(self.proposer.heads, self.head_layers):
             head.bind([context[name].kv_cache for name in names])
 

@@ -47,7 +47,7 @@ def compile_kernels(
         )
         compile_attention(
             query, cache, block_table, words_for(num_nodes), rows, length,
-            window=impl.window, soft_cap=impl.soft_cap, **scales,
+            window=impl.window, soft_cap=impl.soft_cap, packing=impl.packing(cache), **scales,
         )  # fmt: skip
     for head in heads:
         head.warm_up(block_table, rows)

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from support.host_reads import HostReadMethods, check, reads_values
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 from vllm.v1.worker.gpu import cudagraph_utils
+from vllm_specblock.triton_kernels import cpu_packing
 from vllm_specblock.triton_kernels.packed import PackedQueries
 
 _FROM_HOST = {torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy}
@@ -75,19 +77,26 @@ class Recorder(TorchDispatchMode):
             self.graph.calls.append(lambda: _again(func, args, kwargs, result))
         return result
 
-    def attend(self, original, queries, query, kv_cache, scale, out=None):
+    def attend(self, original, queries, query, kv_cache, scale, out=None, **options):
         """One attention call as a whole: its reference plans on the host, the kernel does not."""
         if out is None:
             out = torch.empty_like(query)
 
         def again() -> None:
             queries.plan = None
-            original(queries, query, kv_cache, scale, out)
+            original(queries, query, kv_cache, scale, out, **options)
 
+        self.call(again)
+        return out
+
+    def whole(self, loop, *args) -> None:
+        self.call(lambda: loop(*args))
+
+    def call(self, again: Callable[[], None]) -> None:
+        """What torch does not see, as a whole: numba's loops take addresses."""
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             again()
         self.graph.calls.append(again)
-        return out
 
 
 def _again(func, args, kwargs, result) -> None:
@@ -103,12 +112,17 @@ def recording(graph: RecordedGraph, *args, **kwargs):
     def attend(queries, *args, **kwargs):
         return recorder.attend(original, queries, *args, **kwargs)
 
+    loops = {name: getattr(cpu_packing, name) for name in ("store_packed", "move_packed")}
     PackedQueries.attend = attend
+    for name, loop in loops.items():
+        setattr(cpu_packing, name, partial(recorder.whole, loop))
     try:
         with _Factories(), recorder:
             yield
     finally:
         PackedQueries.attend = original
+        for name, loop in loops.items():
+            setattr(cpu_packing, name, loop)
 
 
 def stand_in(monkeypatch) -> None:
