@@ -11,7 +11,7 @@ from vllm.triton_utils.dispatcher import _registry
 from vllm.v1.worker.gpu import input_batch
 from vllm.v1.worker.gpu.sample import bad_words, gumbel, logit_bias, logprob, min_p, penalties
 
-from vllm_specblock.engine.cpu_kernels import KERNELS
+from vllm_specblock.engine.cpu.kernels import KERNELS
 
 pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="what runs on a CPU only")
 
@@ -61,6 +61,26 @@ def test_gumbel_noise_is_the_kernels(both):
     ours, theirs = both(gumbel, "_gumbel_sample_kernel", call)
     assert torch.equal(ours, theirs)
     assert len(ours.unique()) > 10
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", [0.0, 1.0, 30.0, 1e5])
+def test_only_tokens_that_can_win_get_their_noise(both, dtype, scale):
+    """Over a vocabulary of several blocks, flat and steep, nearly all of it masked or none."""
+    torch.manual_seed(int(scale))
+    scores = scale * torch.randn(9, 5003)
+    scores[3].masked_fill_(torch.rand(5003) < 0.99, float("-inf"))
+    scores[4].fill_(float("-inf"))
+    scores = scores.to(dtype)
+    slot = torch.tensor([0, 1, 2, 1, 1, 2, 2, 1, 0])
+
+    def call():
+        return gumbel.gumbel_sample(
+            scores[:, :5001], slot, torch.tensor([0.0, 0.6, 1.0]), torch.tensor([1, -(1 << 61), 3]),
+            torch.arange(9) * 1001, apply_temperature=True, is_drafting=False, use_fp64=False,
+        )  # fmt: skip
+
+    assert torch.equal(*both(gumbel, "_gumbel_sample_kernel", call))
 
 
 def test_greedy_rows_take_the_first_of_equals(both):

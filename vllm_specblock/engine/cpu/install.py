@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
-from vllm_specblock.engine.cpu_kernels import KERNELS
+from vllm_specblock.engine.cpu.kernels import KERNELS
 from vllm_specblock.engine.registration import PATCHES, patch
 
 
@@ -19,7 +22,8 @@ def install() -> None:
     from vllm.v1.worker.gpu.block_table import BlockTables
     from vllm.v1.worker.gpu.buffer_utils import FusedStagedWriter
 
-    register_kernels(KERNELS)
+    with _hidden("llvmlite"):
+        register_kernels(KERNELS)
     PATCHES["cpu kernels"] = register_kernels
     # Its kernels loop over a program's rows in a way that the interpreter cannot.
     topk_topp_sampler.HAS_TRITON = False
@@ -28,6 +32,22 @@ def install() -> None:
     patch(BlockTables, "compute_slot_mappings", lambda original: _compute_slot_mappings)
     patch(FusedStagedWriter, "apply", lambda original: _apply_staged_writes)
     _accept_custom_attention()
+
+
+@contextmanager
+def _hidden(package: str) -> Iterator[None]:
+    """Keep a package out of `sys.modules` for a while.
+
+    vLLM looks through every module for copies of a kernel, and stumbles over the library handle of
+    Numba's llvmlite, which has something by any name, `__dict__` too.
+    """
+    found = {name: module for name, module in sys.modules.items() if name.split(".")[0] == package}
+    for name in found:
+        del sys.modules[name]
+    try:
+        yield
+    finally:
+        sys.modules.update(found)
 
 
 def _accept_custom_attention() -> None:
