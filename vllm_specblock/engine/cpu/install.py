@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
-
+from vllm_specblock.engine.cpu.batches import slot_mapping
 from vllm_specblock.engine.cpu.kernels import KERNELS
 from vllm_specblock.engine.registration import PATCHES, patch
 
@@ -78,16 +76,9 @@ def _compute_slot_mappings(
     self, idx_mapping, query_start_loc, positions, num_tokens_padded, out=None
 ):
     slots = self.slot_mappings if out is None else out
-    starts = query_start_loc.tolist()  # host memory
-    num_reqs = len(idx_mapping)
-    num_rows = starts[num_reqs]
-    counts = [end - start for start, end in itertools.pairwise(starts[: num_reqs + 1])]
-    request = idx_mapping.repeat_interleave(torch.tensor(counts))
-    slots[:, num_rows:] = -1
     for group, size in enumerate(self.block_sizes):
-        at = positions[:num_rows]
-        block = self.block_tables[group].gpu[request.clamp(min=0), at // size]
-        slots[group, :num_rows] = (block * size + at % size).masked_fill(request < 0, -1)
+        table = self.block_tables[group].gpu
+        slot_mapping(slots[group], idx_mapping, query_start_loc, positions, table, size)
     return slots[:, :num_tokens_padded]
 
 
