@@ -8,6 +8,7 @@ import pytest
 import torch
 from vllm.platforms import current_platform
 from vllm.triton_utils.dispatcher import _registry
+from vllm.v1.sample.ops import topk_topp_sampler
 from vllm.v1.worker.gpu import input_batch
 from vllm.v1.worker.gpu.sample import bad_words, gumbel, logit_bias, logprob, min_p, penalties
 
@@ -117,6 +118,29 @@ def test_min_p(both):
     share = torch.tensor([0.0, 0.1, 0.4])
     call = changed(lambda scores: min_p.apply_min_p(scores, SLOT, share))
     torch.testing.assert_close(*both(min_p, "_min_p_kernel", call))
+
+
+@pytest.mark.parametrize("scale", [0.3, 3.0, 20.0])
+def test_top_k_and_top_p_keep_what_a_sort_keeps(scale):
+    """With ties at the k-th, rows that are masked already, and rows that want neither."""
+    draw = torch.Generator().manual_seed(4)
+    scores = scale * torch.randn(6, 3001, generator=draw)
+    scores[1] = scores[1].round()
+    scores[2, 5:] = float("-inf")
+    k = torch.tensor([3001, 700, 9, 1, 40, 3001], dtype=torch.int32)
+    p = torch.tensor([0.9, 0.97, 0.7, 0.4, 1.0, 1.0])
+    for top_k, top_p in ((k, None), (None, p), (k, p)):
+        order = scores.sort(dim=1, stable=True)
+        kept = order.values.double()
+        if top_k is not None:
+            kept[kept < kept.gather(1, 3001 - top_k.long()[:, None])] = float("-inf")
+        if top_p is not None:
+            out = kept.softmax(1).cumsum(1) <= 1 - top_p.double()[:, None]
+            out[:, -1] = False
+            kept[out] = float("-inf")
+        wanted = torch.empty_like(scores).scatter_(1, order.indices, kept.float())
+        ours = topk_topp_sampler.apply_top_k_top_p(scores.clone(), top_k, top_p)
+        assert torch.equal(ours, wanted)
 
 
 def test_penalties(both):

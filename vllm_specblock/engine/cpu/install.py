@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 from vllm_specblock.engine.cpu.batches import slot_mapping
 from vllm_specblock.engine.cpu.kernels import KERNELS
+from vllm_specblock.engine.cpu.top_k_top_p import apply_top_k_top_p
 from vllm_specblock.engine.registration import PATCHES, patch
 
 
@@ -25,6 +26,7 @@ def install() -> None:
     PATCHES["cpu kernels"] = register_kernels
     # Its kernels loop over a program's rows in a way that the interpreter cannot.
     topk_topp_sampler.HAS_TRITON = False
+    patch(topk_topp_sampler, "apply_top_k_top_p_pytorch", lambda original: apply_top_k_top_p)
     # These three hand arrays of raw pointers to their kernels.
     patch(BlockTables, "gather_block_tables", lambda original: _gather_block_tables)
     patch(BlockTables, "compute_slot_mappings", lambda original: _compute_slot_mappings)
