@@ -16,6 +16,7 @@ from vllm_specblock.combine.combined import Combined
 from vllm_specblock.commit.move import move_path
 from vllm_specblock.commit.rows import committed_rows
 from vllm_specblock.config import NGramConfig
+from vllm_specblock.draft.expand import Shape, expansion
 from vllm_specblock.draft.ngram import NGramHead
 from vllm_specblock.engine.counters import HeadCounters
 from vllm_specblock.engine.slots import TreeSlots
@@ -168,6 +169,33 @@ def test_selection(same, seed, joins):
         made = select(token, parent, score, key, text if joins else None, budget, 255)
         node = made.node.clamp(max=budget + 1)
         return *vars(made.tree).values(), torch.where(score > float("-inf"), node, 0)
+
+    same(call)
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 4])
+@pytest.mark.parametrize("starts", [1, 5, 32])
+def test_expansion(same, blocks, starts):
+    """Few tokens and few probabilities, so that texts and scores are often equal."""
+    shape = Shape(3, blocks, starts, (2, 4, 0, 6), 40)
+    draw = torch.Generator().manual_seed(blocks)
+    said = []
+    for block in range(blocks):
+        rows = 1 if block == 0 else starts
+        logprob = -torch.randint(0, 5, (3, rows, 3, 6), generator=draw).float()
+        token = torch.randint(0, 3, (3, rows, 3, 6), generator=draw)
+        bucket = torch.randint(0, 4, (3, rows, 3), generator=draw)
+        said.append((logprob.sort(-1, descending=True).values, token, bucket))
+
+    def call():
+        growth = expansion(shape, torch.tensor(shape.branching), 3)
+        growth.first_block(*(x[:, 0] for x in said[0]))
+        seen = []
+        for block in range(2, blocks + 1):
+            found = growth.starts(block)
+            seen += [torch.where(found.valid, x, 0) for x in vars(found).values()]
+            growth.next_block(found, block, *said[block - 1])
+        return *vars(growth.finish()).values(), *seen
 
     same(call)
 
