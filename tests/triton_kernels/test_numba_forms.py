@@ -10,6 +10,8 @@ from support.trees import to_tree
 from vllm_specblock.triton_kernels import optional_numba
 from vllm_specblock.triton_kernels.commit import KVCacheSet
 from vllm_specblock.triton_kernels.occurrences import Texts
+from vllm_specblock.triton_kernels.read_heads import read_heads
+from vllm_specblock.triton_kernels.read_heads_reference import read_heads_reference
 
 from vllm_specblock.candidates import rank_key, select
 from vllm_specblock.combine.combined import Combined
@@ -212,3 +214,22 @@ def test_ngram_head(same, options):
     head.longest = 200
     compiled = same(lambda: tuple(vars(head.draft()).values()))
     assert compiled[4].max() > 9
+
+
+@pytest.mark.parametrize(
+    ("vocab", "width", "scope"), [(2050, 16, None), (300, 4, 50), (10, 10, 10)]
+)
+@pytest.mark.parametrize("beta", [None, torch.tensor([0.7, 2.3])])
+def test_read_heads(vocab, width, scope, beta):
+    """Up to the last digits: log-probabilities and, through the rank head, all of the features."""
+    draw = torch.Generator().manual_seed(vocab)
+    logits = 4 * torch.randn(2, 3, 4, vocab, generator=draw)
+    normed = torch.randn(2, 3, 4, 8, generator=draw)
+    offset = torch.randint(0, 9, (vocab,), generator=draw)
+    last = torch.nn.Linear(23, 4, bias=False)
+    torch.nn.init.normal_(last.weight, generator=draw)
+    with torch.no_grad():
+        given = normed, logits, offset, torch.nn.Sequential(last), width, scope, beta
+        (logprob, token, bucket), wanted = read_heads(*given), read_heads_reference(*given)
+    torch.testing.assert_close(logprob, wanted[0], atol=3e-5, rtol=0)
+    assert torch.equal(token, wanted[1]) and torch.equal(bucket, wanted[2])
