@@ -45,7 +45,7 @@ def gumbel_sample(
     draw_rows(
         flat, stride, vocab_size, slot.long().numpy(), temperature.numpy(), seeds.numpy(),
         position.long().numpy(), DRAFT_SALT if IS_DRAFTING else 0, APPLY_TEMPERATURE,
-        local_argmax[:, 0].numpy(), local_max[:, 0].numpy(),
+        local_argmax.numpy(), local_max.numpy(),
     )  # fmt: skip
 
 
@@ -142,8 +142,8 @@ def draw_rows(
     position,  # [rows] int64
     salt,
     apply_temperature,
-    token,  # [rows] int64
-    score,  # [rows] fp32
+    token,  # [rows, blocks] int64, of which column 0 is written
+    score,  # [rows, blocks] fp32, as well
 ):
     """The token of every row, the first of equals, and its score."""
     scores, bound = np.empty(_CHUNK, np.float32), np.empty(_CHUNK, np.float32)
@@ -173,4 +173,4 @@ def draw_rows(
                         if now > best:
                             best, chosen = now, start + i
                             floor = _below(best)
-        token[row], score[row] = chosen, best
+        token[row, 0], score[row, 0] = chosen, best
