@@ -12,7 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from .optional_numba import takes
 from .optional_triton import cdiv, jit, next_power_of_2, tl
+from .read_heads_numba import read_heads_numba
 from .read_heads_reference import FEATURE_LOGPROBS, read_heads_reference
 
 
@@ -41,7 +43,12 @@ def read_heads(
         [R, ..., B] float32, log-probabilities over the draft vocabulary, descending;
         [R, ..., B] int64, target ids; [R, ...] int64, the predicted rank bucket.
     """
-    read = read_heads_triton if logits.is_cuda else read_heads_reference
+    if logits.is_cuda:
+        read = read_heads_triton
+    else:
+        learns = torch.is_grad_enabled() and (normed.requires_grad or logits.requires_grad)
+        compiled = takes(logits) and not learns and width <= logits.shape[-1]
+        read = read_heads_numba if compiled else read_heads_reference
     return read(normed, logits, offset, rank_head, width, scope, sharpness)
 
 

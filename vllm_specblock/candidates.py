@@ -22,11 +22,13 @@ from vllm_specblock.triton_kernels.candidate_keys import (
     PATH_FACTOR,
     ROOT_HASH,
 )
+from vllm_specblock.triton_kernels.optional_numba import takes
 from vllm_specblock.triton_kernels.select_tree import (
     MOST_CANDIDATES,
     TreeTensors,
     select_triton,
 )
+from vllm_specblock.triton_kernels.select_tree_numba import select_numba
 
 NEVER = float("-inf")
 """Score of what is no candidate."""
@@ -135,6 +137,9 @@ def select(
     check_budget(budget)
     if key.is_cuda and key.shape[1] <= MOST_CANDIDATES:
         made = select_triton(token, parent, score, key, path_hash, budget, max_depth)
+        return Selection(tree_of(made), made.node)
+    if takes(key):
+        made = select_numba(token, parent, score, key, path_hash, budget)
         return Selection(tree_of(made), made.node)
     return select_reference(token, parent, score, key, path_hash, budget, max_depth)
 

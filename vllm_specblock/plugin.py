@@ -32,9 +32,9 @@ def register() -> None:
 
     registration.register()
     if _cpu_user_opted_in():
-        from vllm_specblock.engine import cpu
+        from vllm_specblock.engine.cpu import install
 
-        cpu.install()
+        install.install()
 
 
 def prepare_cpu() -> None:

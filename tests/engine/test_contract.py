@@ -204,7 +204,7 @@ def test_cpu_platform(name):
 def test_kernels_that_are_replaced_on_a_cpu_are_there():
     from vllm.triton_utils.dispatcher import _registry
 
-    from vllm_specblock.engine.cpu_kernels import KERNELS
+    from vllm_specblock.engine.cpu.kernels import KERNELS
 
     assert set(KERNELS) <= set(_registry)
 

@@ -8,10 +8,11 @@ import pytest
 import torch
 from vllm.platforms import current_platform
 from vllm.triton_utils.dispatcher import _registry
+from vllm.v1.sample.ops import topk_topp_sampler
 from vllm.v1.worker.gpu import input_batch
 from vllm.v1.worker.gpu.sample import bad_words, gumbel, logit_bias, logprob, min_p, penalties
 
-from vllm_specblock.engine.cpu_kernels import KERNELS
+from vllm_specblock.engine.cpu.kernels import KERNELS
 
 pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="what runs on a CPU only")
 
@@ -63,6 +64,26 @@ def test_gumbel_noise_is_the_kernels(both):
     assert len(ours.unique()) > 10
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", [0.0, 1.0, 30.0, 1e5])
+def test_only_tokens_that_can_win_get_their_noise(both, dtype, scale):
+    """Over a vocabulary of several blocks, flat and steep, nearly all of it masked or none."""
+    torch.manual_seed(int(scale))
+    scores = scale * torch.randn(9, 5003)
+    scores[3].masked_fill_(torch.rand(5003) < 0.99, float("-inf"))
+    scores[4].fill_(float("-inf"))
+    scores = scores.to(dtype)
+    slot = torch.tensor([0, 1, 2, 1, 1, 2, 2, 1, 0])
+
+    def call():
+        return gumbel.gumbel_sample(
+            scores[:, :5001], slot, torch.tensor([0.0, 0.6, 1.0]), torch.tensor([1, -(1 << 61), 3]),
+            torch.arange(9) * 1001, apply_temperature=True, is_drafting=False, use_fp64=False,
+        )  # fmt: skip
+
+    assert torch.equal(*both(gumbel, "_gumbel_sample_kernel", call))
+
+
 def test_greedy_rows_take_the_first_of_equals(both):
     def call():
         scores = logits()
@@ -97,6 +118,29 @@ def test_min_p(both):
     share = torch.tensor([0.0, 0.1, 0.4])
     call = changed(lambda scores: min_p.apply_min_p(scores, SLOT, share))
     torch.testing.assert_close(*both(min_p, "_min_p_kernel", call))
+
+
+@pytest.mark.parametrize("scale", [0.3, 3.0, 20.0])
+def test_top_k_and_top_p_keep_what_a_sort_keeps(scale):
+    """With ties at the k-th, rows that are masked already, and rows that want neither."""
+    draw = torch.Generator().manual_seed(4)
+    scores = scale * torch.randn(6, 3001, generator=draw)
+    scores[1] = scores[1].round()
+    scores[2, 5:] = float("-inf")
+    k = torch.tensor([3001, 700, 9, 1, 40, 3001], dtype=torch.int32)
+    p = torch.tensor([0.9, 0.97, 0.7, 0.4, 1.0, 1.0])
+    for top_k, top_p in ((k, None), (None, p), (k, p)):
+        order = scores.sort(dim=1, stable=True)
+        kept = order.values.double()
+        if top_k is not None:
+            kept[kept < kept.gather(1, 3001 - top_k.long()[:, None])] = float("-inf")
+        if top_p is not None:
+            out = kept.softmax(1).cumsum(1) <= 1 - top_p.double()[:, None]
+            out[:, -1] = False
+            kept[out] = float("-inf")
+        wanted = torch.empty_like(scores).scatter_(1, order.indices, kept.float())
+        ours = topk_topp_sampler.apply_top_k_top_p(scores.clone(), top_k, top_p)
+        assert torch.equal(ours, wanted)
 
 
 def test_penalties(both):

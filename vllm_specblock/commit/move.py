@@ -6,6 +6,8 @@ import torch
 
 from vllm_specblock.commit.rows import committed_sources
 from vllm_specblock.triton_kernels.commit import KVCacheSet, move_kv, move_path_triton
+from vllm_specblock.triton_kernels.commit_numba import move_path_numba
+from vllm_specblock.triton_kernels.optional_numba import takes
 
 
 def move_path(
@@ -27,10 +29,9 @@ def move_path(
         num_rows: rows of the batch. A path's unused positions would lead beyond it: they stay on
             its last row.
     """
-    if path.is_cuda:
-        return move_path_triton(
-            kv_caches, slot_mapping, query_start, base, path, accepted, num_rows
-        )
+    if path.is_cuda or (takes(path) and kv_caches.caches[0].stride(-1) == 1):
+        op = move_path_triton if path.is_cuda else move_path_numba
+        return op(kv_caches, slot_mapping, query_start, base, path, accepted, num_rows)
     source, target, moves = committed_sources(query_start, base, path, accepted)
     source, target = (slot_mapping[row.clamp(max=num_rows - 1)] for row in (source, target))
     move_kv(kv_caches, source, target, moves)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 
 from vllm_specblock.triton_kernels.committed_rows import committed_rows_triton
+from vllm_specblock.triton_kernels.committed_rows_numba import committed_rows_numba
+from vllm_specblock.triton_kernels.optional_numba import takes
 
 
 def committed_sources(
@@ -73,8 +75,9 @@ def committed_rows(
         last: [R] int64.
         temperature: [R] fp32.
     """
-    if path.is_cuda:
-        return committed_rows_triton(
+    if path.is_cuda or takes(path):
+        op = committed_rows_triton if path.is_cuda else committed_rows_numba
+        return op(
             request, local, row_start, query_start, base, path, accepted, num_rows, positions,
             slot_mapping, owner, text, temperature,
         )  # fmt: skip

@@ -29,6 +29,8 @@ from vllm_specblock.triton_kernels.candidate_keys import (
     ROOT_HASH,
 )
 from vllm_specblock.triton_kernels.expand import Growing, Limits
+from vllm_specblock.triton_kernels.expand_numba import CompiledGrowing
+from vllm_specblock.triton_kernels.optional_numba import takes
 from vllm_specblock.triton_kernels.select_tree import MOST_CANDIDATES
 
 _DEPTH = MAX_DEPTH * DEPTH_ONE
@@ -105,12 +107,12 @@ class Starts:
 
 
 def expansion(shape: Shape, width: torch.Tensor, num_requests: int) -> Expansion | FusedExpansion:
-    """An expansion where `width` lies: on a GPU one launch per block, if C is not too large.
+    """An expansion where `width` lies: one launch per block, on a GPU if C is not too large.
 
     Args:
         width: [4] int64, `shape.branching` on the device, made once by the caller.
     """
-    fused = width.is_cuda and shape.candidates <= MOST_CANDIDATES
+    fused = takes(width) or (width.is_cuda and shape.candidates <= MOST_CANDIDATES)
     return (FusedExpansion if fused else Expansion)(shape, width, num_requests)
 
 
@@ -283,7 +285,8 @@ class FusedExpansion:
 
     def __init__(self, shape: Shape, width: torch.Tensor, num_requests: int):
         sizes = (shape.block_size, shape.num_blocks, shape.num_starts, shape.width, shape.budget)
-        self.growing = Growing(Limits(*sizes), width, num_requests)
+        kind = Growing if width.is_cuda else CompiledGrowing
+        self.growing = kind(Limits(*sizes), width, num_requests)
 
     def first_block(
         self, top_logprob: torch.Tensor, top_token: torch.Tensor, bucket: torch.Tensor

@@ -17,7 +17,9 @@ from vllm_specblock.config import NGramConfig
 from vllm_specblock.draft.head import CommittedRows, Head
 from vllm_specblock.tree import DraftTree
 from vllm_specblock.triton_kernels.continuations import Following, follow_triton
+from vllm_specblock.triton_kernels.continuations_numba import follow_numba
 from vllm_specblock.triton_kernels.occurrences import Texts
+from vllm_specblock.triton_kernels.optional_numba import takes
 
 VOTE, POWER = 0.32, 1.2
 """The r-th best occurrence votes VOTE · n^POWER / ⁴√r for what followed it, n being the tokens
@@ -95,6 +97,8 @@ class NGramHead(Head):
             texts = replace(texts, row=texts.row[requests], last=texts.last[requests])
         if texts.table.is_cuda and self.following.fits:
             return tree_of(follow_triton(texts, self.following))
+        if takes(texts.table):
+            return tree_of(follow_numba(texts, self.following))
         text = texts.table[:, : self.longest][texts.row]
         return self._tree(*self._occurrences(text, texts.position[texts.last] + 2))
 

@@ -7,6 +7,11 @@ from collections.abc import Callable, Sequence
 import torch
 
 from vllm_specblock.triton_kernels.count_nodes import count_drafted_triton, count_verified_triton
+from vllm_specblock.triton_kernels.count_nodes_numba import (
+    count_drafted_numba,
+    count_verified_numba,
+)
+from vllm_specblock.triton_kernels.optional_numba import takes
 from vllm_specblock.verify.verified import Verified
 
 Counts = dict[tuple[str, int], int]
@@ -57,6 +62,8 @@ class HeadCounters:
         """Count the trees that the target ran on in this step."""
         if self.total.is_cuda:
             return count_verified_triton(self._nodes, verified)
+        if takes(self.total):
+            return count_verified_numba(self._nodes, verified)
         # The root is nobody's: its 0 also stands for what lies beyond the path's end.
         run = self._node <= verified.num_run[:, None]
         seen = torch.nn.functional.pad(verified.authors, (1, 0)) * run
@@ -80,6 +87,8 @@ class HeadCounters:
         """
         if self.total.is_cuda:
             return count_drafted_triton(self._drafts, sizes, second, agreed, live)
+        if takes(self.total):
+            return count_drafted_numba(self._drafts, sizes, second, agreed, live)
         if second is None:
             second = agreed = torch.zeros_like(live)
         table = torch.stack([*sizes, second.int(), agreed.int()]) * live

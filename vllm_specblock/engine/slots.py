@@ -11,7 +11,9 @@ import torch
 
 from vllm_specblock.combine.combined import Combined
 from vllm_specblock.tree import ancestor_words, words_for
+from vllm_specblock.triton_kernels.optional_numba import takes
 from vllm_specblock.triton_kernels.store_tree import store_tree_triton
+from vllm_specblock.triton_kernels.store_tree_numba import store_tree_numba
 from vllm_specblock.verify.imposed import ImposedAcceptance
 
 
@@ -71,8 +73,9 @@ class TreeSlots:
         then nothing of them must be committed.
         """
         tree = combined.tree
-        if self.parent.is_cuda:
-            store_tree_triton(
+        if self.parent.is_cuda or takes(self.parent):
+            op = store_tree_triton if self.parent.is_cuda else store_tree_numba
+            op(
                 slots, tree.parent, tree.depth, tree.ancestors, tree.logprob, combined.origin,
                 self.parent, self.depth, self.ancestors, self.score, self.origin, self.accepted,
             )  # fmt: skip

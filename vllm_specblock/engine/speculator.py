@@ -22,6 +22,7 @@ from vllm_specblock.engine.adaptive import AdaptiveTrees
 from vllm_specblock.engine.arguments import read_back
 from vllm_specblock.engine.chains import ChainRequests
 from vllm_specblock.engine.counters import HeadCounters
+from vllm_specblock.engine.cpu.warm_up import compile_loops
 from vllm_specblock.engine.draft_clock import DraftClock
 from vllm_specblock.engine.dummy import bind_null_caches, null_inputs, of_nobody
 from vllm_specblock.engine.graphs import ProposalGraphs, StepInputs
@@ -133,6 +134,8 @@ class TreeSpeculator(DraftModelSpeculator):
                 f"{type(target_model).__name__} keeps a model state of its own, which SpecBlock "
                 "cannot verify trees with: run it without speculative_config."
             )
+        if self.device.type == "cpu":
+            compile_loops(self.dtype)
         # vLLM asks the model for its state's class next. It takes no argument of ours, hence
         # a class per engine.
         state = type("TreeModelState", (TreeModelState,), {"speculator": self})

@@ -7,7 +7,9 @@ from typing import NamedTuple
 import torch
 
 from vllm_specblock.tree import words_for
+from vllm_specblock.triton_kernels.optional_numba import takes
 from vllm_specblock.triton_kernels.see_trees import see_trees_triton
+from vllm_specblock.triton_kernels.see_trees_numba import see_trees_numba
 
 
 class BatchRows(NamedTuple):
@@ -82,6 +84,11 @@ class Visibility:
             see_trees_triton(
                 *rows[:5], depth, ancestors, self.prefix_len, self.words, self.window_start,
                 self.position, self.node_position,
+            )  # fmt: skip
+        elif takes(rows.position):
+            see_trees_numba(
+                rows.position, *rows[2:], depth, ancestors, self.prefix_len, self.words,
+                self.window_start, self.position, self.node_position,
             )  # fmt: skip
         else:
             self._fill(rows, depth, ancestors)

@@ -16,7 +16,9 @@ from typing import NamedTuple
 import torch
 
 from vllm_specblock.tree import pack_bits, unpack_bits
+from vllm_specblock.triton_kernels.optional_numba import takes
 from vllm_specblock.triton_kernels.walk import walk_triton
+from vllm_specblock.triton_kernels.walk_numba import walk_numba
 
 
 class DrawnRows(NamedTuple):
@@ -131,6 +133,8 @@ def walk_rows(
     """
     if rows.drawn.is_cuda:
         return walk_triton(*rows, parent, depth, ancestors, path, accepted)
+    if takes(path):
+        return walk_numba(*rows, parent, depth, path, accepted)
     slot = rows.slot
     at, live = rows.by_node(parent.shape[1])
     verdict = walk(

@@ -21,8 +21,9 @@ ROOT = Path(__file__).resolve().parents[3]
 PACKAGES = (f"{ROOT / 'vllm_specblock'}/", f"{ROOT / 'triton_kernels'}/")
 _VLLM = importlib.util.find_spec("vllm")
 VLLM = tuple(f"{folder}/" for folder in (_VLLM.submodule_search_locations if _VLLM else ()))
-STAND_INS = ("_reference.py", "/cpu.py", "/cpu_kernels.py", "/packed.py", "/paged_rows.py")
+STAND_INS = ("_reference.py", "_numba.py", "/packed.py", "/paged_rows.py")
 """Ends of the files that run in a kernel's place."""
+CPU_ONLY = f"{ROOT / 'vllm_specblock' / 'engine' / 'cpu'}/"
 
 _METHODS = {
     getattr(torch.Tensor, name)
@@ -62,7 +63,7 @@ def check(what: str) -> None:
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if file.startswith(VLLM) or file.endswith(STAND_INS):
+        if file.startswith((*VLLM, CPU_ONLY)) or file.endswith(STAND_INS):
             return
         if file.startswith(PACKAGES):
             line = linecache.getline(file, frame.f_lineno)

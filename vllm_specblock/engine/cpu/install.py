@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-import torch
-
-from vllm_specblock.engine.cpu_kernels import KERNELS
+from vllm_specblock.engine.cpu.batches import slot_mapping
+from vllm_specblock.engine.cpu.kernels import KERNELS
+from vllm_specblock.engine.cpu.top_k_top_p import apply_top_k_top_p
 from vllm_specblock.engine.registration import PATCHES, patch
 
 
@@ -19,15 +21,33 @@ def install() -> None:
     from vllm.v1.worker.gpu.block_table import BlockTables
     from vllm.v1.worker.gpu.buffer_utils import FusedStagedWriter
 
-    register_kernels(KERNELS)
+    with _hidden("llvmlite"):
+        register_kernels(KERNELS)
     PATCHES["cpu kernels"] = register_kernels
     # Its kernels loop over a program's rows in a way that the interpreter cannot.
     topk_topp_sampler.HAS_TRITON = False
+    patch(topk_topp_sampler, "apply_top_k_top_p_pytorch", lambda original: apply_top_k_top_p)
     # These three hand arrays of raw pointers to their kernels.
     patch(BlockTables, "gather_block_tables", lambda original: _gather_block_tables)
     patch(BlockTables, "compute_slot_mappings", lambda original: _compute_slot_mappings)
     patch(FusedStagedWriter, "apply", lambda original: _apply_staged_writes)
     _accept_custom_attention()
+
+
+@contextmanager
+def _hidden(package: str) -> Iterator[None]:
+    """Keep a package out of `sys.modules` for a while.
+
+    vLLM looks through every module for copies of a kernel, and stumbles over the library handle of
+    Numba's llvmlite, which has something by any name, `__dict__` too.
+    """
+    found = {name: module for name, module in sys.modules.items() if name.split(".")[0] == package}
+    for name in found:
+        del sys.modules[name]
+    try:
+        yield
+    finally:
+        sys.modules.update(found)
 
 
 def _accept_custom_attention() -> None:
@@ -58,16 +78,9 @@ def _compute_slot_mappings(
     self, idx_mapping, query_start_loc, positions, num_tokens_padded, out=None
 ):
     slots = self.slot_mappings if out is None else out
-    starts = query_start_loc.tolist()  # host memory
-    num_reqs = len(idx_mapping)
-    num_rows = starts[num_reqs]
-    counts = [end - start for start, end in itertools.pairwise(starts[: num_reqs + 1])]
-    request = idx_mapping.repeat_interleave(torch.tensor(counts))
-    slots[:, num_rows:] = -1
     for group, size in enumerate(self.block_sizes):
-        at = positions[:num_rows]
-        block = self.block_tables[group].gpu[request.clamp(min=0), at // size]
-        slots[group, :num_rows] = (block * size + at % size).masked_fill(request < 0, -1)
+        table = self.block_tables[group].gpu
+        slot_mapping(slots[group], idx_mapping, query_start_loc, positions, table, size)
     return slots[:, :num_tokens_padded]
 
 

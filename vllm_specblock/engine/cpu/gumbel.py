@@ -1,0 +1,176 @@
+"""Drawing a token per row: the largest logit, at T > 0 with vLLM's Gumbel noise added to it.
+
+The noise of a token takes two logarithms and a hash of its own, and of the whole vocabulary only a
+handful of tokens can win. So the compiled loop takes the hash of every token, bounds its noise
+from above by the hash's leading bits, and works out those alone whose bound reaches the best
+score so far: the same tokens as with all noise, at the price of the hash.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+
+from vllm_specblock.triton_kernels.optional_numba import njit
+
+DRAFT_SALT = 1 << 30
+_CHUNK = 1024
+"""Tokens that are looked at at once: their scores stay in the first cache."""
+
+_U, _F = np.uint32, np.float32
+_FAST = {"nnan", "nsz", "contract"}
+_LN2 = 0.6931471805599453
+# An fp32's bits, read as a number, lie no higher than its log2 · 2^23 (127 · 2^23 added).
+_BITS_TO_NATS, _MOST_NOISE = _LN2 / (1 << 23), (127 + 31) * _LN2
+_SLACK = 1e-3
+"""What rounding may take from a bound, in nats, and a thousandth of it per unit of the score."""
+
+
+def gumbel_sample(
+    local_argmax, _0, local_max, _1, logits_cache, _2, _3, _4, _5, _6, logits, _7, slot, seeds,
+    position, temperature, vocab_size, BLOCK_SIZE, IS_DRAFTING, APPLY_TEMPERATURE, USE_FP64,
+    PER_TOKEN_COL,
+):  # fmt: skip
+    """vLLM takes the best of its blocks afterwards: the first block holds the row's best."""
+    if logits_cache is not None or USE_FP64:
+        raise NotImplementedError("Cached draft logits and fp64 noise are not there on a CPU.")
+    if logits.dtype not in (torch.float32, torch.bfloat16) or logits.stride(1) != 1:
+        logits = logits.float().contiguous()
+    rows, stride = len(logits), logits.stride(0)
+    flat = logits.as_strided(((rows - 1) * stride + vocab_size,), (1,)) if rows else logits[:, 0]
+    flat = (flat.view(torch.int16) if flat.dtype == torch.bfloat16 else flat).numpy()
+    local_max.fill_(float("-inf"))
+    draw_rows(
+        flat, stride, vocab_size, slot.long().numpy(), temperature.numpy(), seeds.numpy(),
+        position.long().numpy(), DRAFT_SALT if IS_DRAFTING else 0, APPLY_TEMPERATURE,
+        local_argmax.numpy(), local_max.numpy(),
+    )  # fmt: skip
+
+
+@njit
+def _mix(state, key):
+    """One murmur3 round."""
+    key = _U(key * _U(0xCC9E2D51))
+    key = _U(_U(key << _U(15)) | _U(key >> _U(17)))
+    state = _U(state ^ _U(key * _U(0x1B873593)))
+    state = _U(_U(state << _U(13)) | _U(state >> _U(19)))
+    return _U(_U(state * _U(5)) + _U(0xE6546B64))
+
+
+@njit
+def _hash(state, token):
+    """32 random bits of a token."""
+    bits = _U(_mix(state, token) ^ _U(16))
+    bits = _U(_U(bits ^ _U(bits >> _U(16))) * _U(0x85EBCA6B))
+    bits = _U(_U(bits ^ _U(bits >> _U(13))) * _U(0xC2B2AE35))
+    return _U(bits ^ _U(bits >> _U(16)))
+
+
+@njit
+def noise_of(bits):
+    """vLLM's fp32 noise, step by step as its kernel has it."""
+    low = _F(_F(bits & _U(0xFFFF)) + _F(0.5)) * _F(2.0**-32)
+    uniform = _F(_F(bits >> _U(16)) * _F(2.0**-16) + low)
+    if uniform < _F(0.25):
+        series = _F(1 / 8)
+        for order in range(7, 0, -1):
+            series = _F(_F(1.0 / order) + _F(uniform * series))
+        series = _F(-uniform * series)
+    else:
+        series = math.log(max(_F(_F(1) - uniform), _F(2.0**-24)))
+    return _F(-math.log(_F(-series)))
+
+
+@njit
+def state_of(seed, position):
+    """The hash's state before a token is mixed in."""
+    state = _mix(_U(0), _U(seed))
+    state = _mix(state, _U(seed >> 32))
+    return _mix(state, _U(position))
+
+
+@njit(fastmath=_FAST)
+def _load(flat, start, count, scores):
+    """fp32 scores; bfloat16 comes as int16."""
+    if flat.itemsize == 2:
+        bits = scores.view(np.int32)
+        for i in range(count):
+            bits[i] = np.int32(flat[start + i]) << np.int32(16)
+    else:
+        for i in range(count):
+            scores[i] = flat[start + i]
+
+
+@njit
+def _any_above(scores, count, floor):
+    """Counted, not compared one by one: that is what compiles to wide instructions."""
+    above = np.int32(0)
+    for i in range(count):
+        above += np.int32(scores[i] > floor)
+    return above > 0
+
+
+@njit(fastmath=_FAST)
+def _bound(scores, count, state, start, bound):
+    """What the scores can become at most.
+
+    Noise is −log(−log(1 − u)), hence below −log(u), and u no less than its leading 31 bits.
+    """
+    for i in range(count):
+        bound[i] = _F(np.int32(_U(_hash(state, _U(start + i)) >> _U(1))))
+    bits = bound.view(np.int32)
+    for i in range(count):
+        bound[i] = scores[i] + (_F(_MOST_NOISE) - _F(bits[i]) * _F(_BITS_TO_NATS))
+
+
+@njit
+def _below(best):
+    """What a bound has to exceed for its token to come into question."""
+    return best - _F(_SLACK) * (_F(1) + _F(1e-3) * abs(best)) if best > -np.inf else best
+
+
+@njit
+def draw_rows(
+    flat,  # fp32, or int16 for bfloat16: rows of the vocabulary
+    stride,
+    vocab_size,
+    slot,  # [rows] int64; negative: nobody's
+    temperature,  # [slots] fp32, 0: the largest
+    seed,  # [slots] int64
+    position,  # [rows] int64
+    salt,
+    apply_temperature,
+    token,  # [rows, blocks] int64, of which column 0 is written
+    score,  # [rows, blocks] fp32, as well
+):
+    """The token of every row, the first of equals, and its score."""
+    scores, bound = np.empty(_CHUNK, np.float32), np.empty(_CHUNK, np.float32)
+    for row in range(len(slot)):
+        at = slot[row]
+        heat = temperature[at] if at >= 0 else _F(0)
+        state = state_of(seed[at], position[row] + salt) if at >= 0 else _U(0)
+        best, chosen = _F(-np.inf), 0
+        for start in range(0, vocab_size, _CHUNK):
+            count = min(_CHUNK, vocab_size - start)
+            _load(flat, row * stride + start, count, scores)
+            if heat == 0:
+                if _any_above(scores, count, best):
+                    for i in range(count):
+                        if scores[i] > best:
+                            best, chosen = scores[i], start + i
+                continue
+            if apply_temperature:
+                for i in range(count):
+                    scores[i] = scores[i] / heat
+            _bound(scores, count, state, start, bound)
+            floor = _below(best)
+            if _any_above(bound, count, floor):
+                for i in range(count):
+                    if bound[i] > floor:
+                        now = _F(scores[i] + noise_of(_hash(state, _U(start + i))))
+                        if now > best:
+                            best, chosen = now, start + i
+                            floor = _below(best)
+        token[row, 0], score[row, 0] = chosen, best
