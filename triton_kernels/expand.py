@@ -12,20 +12,32 @@ from dataclasses import dataclass
 
 import torch
 
-from .candidate_keys import CLOSED, DEPTH_ONE, FIRST, INDEX_BITS, MAX_DEPTH, PATH_FACTOR, ROOT_HASH
+from .candidate_keys import (
+    BUCKET_BITS,
+    BUCKET_ONE,
+    CLOSED,
+    DEPTH_ONE,
+    FIRST,
+    INDEX_BITS,
+    MAX_DEPTH,
+    PATH_FACTOR,
+    ROOT_HASH,
+)  # fmt: skip
 from .optional_triton import jit, next_power_of_2, tl
 from .select_tree import TreeTensors, by_text, select_constants, select_part, warps_for
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Sizes of an expansion: K, M, S, B (children looked at per position) and N."""
+    """Sizes of an expansion: K, M, S, B (children looked at per position) and N; and whether starts
+    go by rank bucket first."""
 
     block_size: int
     num_blocks: int
     num_starts: int
     width: int
     budget: int
+    starts_by_rank: bool = False
 
     @property
     def candidates(self) -> int:
@@ -117,6 +129,7 @@ class Growing:
                 ROWS=rows, K=limits.block_size, B=limits.width, S=limits.num_starts,
                 CELLS=next_power_of_2(rows * limits.block_size * limits.width),
                 DEPTH=MAX_DEPTH * DEPTH_ONE, DEPTH_ONE=DEPTH_ONE, ROOT=ROOT_HASH, FIRST=FIRST,
+                BUCKET=BUCKET_ONE if limits.starts_by_rank else 0, SHIFT=32 + BUCKET_BITS,
                 **more, num_warps=warps_for(count),
             )  # fmt: skip
         return tree if last else tuple(result)
@@ -130,7 +143,7 @@ def _hang(
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr,
     B: tl.constexpr, S: tl.constexpr, CELLS: tl.constexpr, DEPTH: tl.constexpr,
     DEPTH_ONE: tl.constexpr, ROOT: tl.constexpr, FIRST: tl.constexpr, CLOSED: tl.constexpr,
-    FACTOR: tl.constexpr,
+    FACTOR: tl.constexpr, BUCKET: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
     """One caterpillar per row: a chain of top-1 tokens, each with its siblings."""
     cell = tl.arange(0, CELLS)
@@ -182,8 +195,13 @@ def _hang(
     tl.store(score + index, total, mask=inside)
     tl.store(parent + index, tl.where(position == 0, node, index - branch - B), mask=inside)
     if BLOCK < BLOCKS:
-        width = tl.load(branching + tl.load(bucket + line + position, mask=inside, other=0))
-        open_key = tl.where(width > 0, rank, rank | CLOSED)
+        level = tl.load(bucket + line + position, mask=inside, other=0)
+        width = tl.load(branching + level)
+        open_key = rank
+        if BUCKET:
+            by_bucket = (rank >> SHIFT << 32) + (rank & 0xFFFFFFFF) + level * BUCKET
+            open_key = tl.where(rank < CLOSED, by_bucket, rank)
+        open_key = tl.where(width > 0, open_key, open_key | CLOSED)
         # The main chain goes on from row 0 of every block, which starts at its last end.
         chain_end = cell == (K - 1) * B
         open_key = tl.where(chain_end, open_key | FIRST, open_key)
@@ -204,6 +222,7 @@ def _hang_and_start_kernel(
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr,
     K: tl.constexpr, B: tl.constexpr, S: tl.constexpr, CELLS: tl.constexpr, DEPTH: tl.constexpr,
     DEPTH_ONE: tl.constexpr, ROOT: tl.constexpr, FIRST: tl.constexpr,
+    BUCKET: tl.constexpr, SHIFT: tl.constexpr,
     COUNT: tl.constexpr, PLACES: tl.constexpr, STARTS: tl.constexpr, CLOSED: tl.constexpr,
     INDEX: tl.constexpr, FACTOR: tl.constexpr,
 ):  # fmt: skip
@@ -217,6 +236,7 @@ def _hang_and_start_kernel(
     _hang(top_logprob, top_token, bucket, branching, start_node, start_valid,
           token, path_hash, key, parent, may_start, score, started, request,
           BLOCK, BLOCKS, ROWS, K, B, S, CELLS, DEPTH, DEPTH_ONE, ROOT, FIRST, CLOSED, FACTOR,
+          BUCKET, SHIFT,
     )  # fmt: skip
 
     place = tl.arange(0, PLACES)
@@ -264,6 +284,7 @@ def _hang_and_select_kernel(
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr,
     K: tl.constexpr, B: tl.constexpr, S: tl.constexpr, CELLS: tl.constexpr, DEPTH: tl.constexpr,
     DEPTH_ONE: tl.constexpr, ROOT: tl.constexpr, FIRST: tl.constexpr,
+    BUCKET: tl.constexpr, SHIFT: tl.constexpr,
     COUNT: tl.constexpr, PLACES: tl.constexpr, BUDGET: tl.constexpr,
     NODES: tl.constexpr, W: tl.constexpr, WORDS: tl.constexpr, STEPS: tl.constexpr,
     CLOSED: tl.constexpr, INDEX: tl.constexpr, FACTOR: tl.constexpr,
@@ -276,6 +297,7 @@ def _hang_and_select_kernel(
     _hang(top_logprob, top_token, bucket, branching, start_node, start_valid,
           token, path_hash, key, parent, token, score, started, request,
           BLOCK, BLOCKS, ROWS, K, B, S, CELLS, DEPTH, DEPTH_ONE, ROOT, FIRST, CLOSED, FACTOR,
+          BUCKET, SHIFT,
     )  # fmt: skip
     select_part(
         token, parent, score, key, path_hash,

@@ -9,13 +9,24 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from .candidate_keys import CLOSED, DEPTH_ONE, FIRST, MAX_DEPTH, PATH_FACTOR, ROOT_HASH
+from .candidate_keys import (
+    BUCKET_BITS,
+    BUCKET_ONE,
+    CLOSED,
+    DEPTH_ONE,
+    FIRST,
+    MAX_DEPTH,
+    PATH_FACTOR,
+    ROOT_HASH,
+)  # fmt: skip
 from .expand import Growing
 from .optional_numba import njit
 from .select_tree import TreeTensors
 from .select_tree_numba import select_numba
 
 _DEPTH = MAX_DEPTH * DEPTH_ONE
+_SHIFT = 32 + BUCKET_BITS
+_LOW = (1 << 32) - 1
 
 
 class CompiledGrowing(Growing):
@@ -39,6 +50,7 @@ class CompiledGrowing(Growing):
         _hang(
             *fields, self.branching.numpy(), *(x.detach().contiguous().numpy() for x in given),
             block, limits.count(block - 1) if block > 1 else 1, block < limits.num_blocks,
+            limits.starts_by_rank,
         )  # fmt: skip
         if block == limits.num_blocks:
             token, path_hash, key, parent = self.fields[:4]
@@ -71,6 +83,7 @@ def _hang(
     block,
     first,  # the candidate of row 0
     goes_on,  # another block follows
+    starts_by_rank,
 ):
     requests, rows, positions, width = top_token.shape
     bits = score.view(np.int32)
@@ -97,7 +110,11 @@ def _hang(
                     # Without its sign: a score is at most 0.
                     key[r, c] = np.int64(bits[r, c] & 0x7FFFFFFF) << 32
                     key[r, c] += deep + (k + 1) * DEPTH_ONE + c
-                    start_key[r, c] = key[r, c] if wanted > 0 else key[r, c] | CLOSED
+                    may_start = key[r, c]
+                    if starts_by_rank and may_start < CLOSED:
+                        may_start = (may_start >> _SHIFT << 32) + (may_start & _LOW)
+                        may_start += bucket[r, row, k] * BUCKET_ONE
+                    start_key[r, c] = may_start if wanted > 0 else may_start | CLOSED
                 # The main chain goes on from row 0 of every block, which starts at its last end.
                 if row == 0 and k == positions - 1:
                     start_key[r, at] |= FIRST

@@ -67,6 +67,10 @@ class SpecBlockConfig(_DrafterOptions):
     num_starts: Annotated[int, Field(ge=1, le=32)] = 8
     """S: nodes from which the next block grows; one is always the chain's end."""
 
+    start_order: Literal["score", "rank"] = "score"
+    """Which nodes the next block grows from: those of the highest score, or those at positions of
+    the lowest predicted rank bucket (the paper's words), by score among equals."""
+
     branching: Annotated[
         list[Annotated[int, Field(ge=0, le=32)]], Field(min_length=4, max_length=4)
     ] = [4, 8, 16, 16]

@@ -22,6 +22,8 @@ from vllm_specblock.candidates import (
 )
 from vllm_specblock.tree import DraftTree
 from vllm_specblock.triton_kernels.candidate_keys import (
+    BUCKET_BITS,
+    BUCKET_ONE,
     CLOSED,
     DEPTH_ONE,
     FIRST,
@@ -47,6 +49,8 @@ class Shape:
         branching: children per rank bucket; 0 gives up at such a position: only the chain's
             own node is attached, and no block starts there.
         budget: N, nodes of the tree.
+        starts_by_rank: later blocks start at the positions of the lowest predicted rank bucket
+            first, and by score among equals; otherwise by score alone.
 
     Raises:
         ValueError: paths of more than 255 tokens.
@@ -57,6 +61,7 @@ class Shape:
     num_starts: int
     branching: tuple[int, int, int, int]
     budget: int
+    starts_by_rank: bool = False
 
     def __post_init__(self):
         if self.max_depth > MAX_DEPTH:
@@ -241,7 +246,9 @@ class Expansion:
         self.rows += rows
 
         if self.rows < self.shape.num_rows:
-            may_start = keys | self.closed[bucket][..., None]
+            level = bucket[..., None]
+            may_start = by_bucket(keys, level) if self.shape.starts_by_rank else keys
+            may_start = may_start | self.closed[level]
             # The main chain goes on from row 0 of every block, which starts at its last end.
             may_start[:, 0, -1, :1].bitwise_or_(FIRST)
             self.open.append(may_start.flatten(1))
@@ -277,6 +284,16 @@ class Expansion:
         return torch.where(candidate > 0, 1 + (row + starts - 1) // starts, 0)
 
 
+def by_bucket(key: torch.Tensor, bucket: torch.Tensor) -> torch.Tensor:
+    """Keys that sort by rank bucket first, then by score (to its last bits), then as they did.
+
+    key int64, bucket int64 0 … 3, of shapes that broadcast. Closed keys stay closed.
+    """
+    low = (1 << 32) - 1
+    ranked = (key >> (32 + BUCKET_BITS) << 32) + (key & low) + bucket * BUCKET_ONE
+    return torch.where(key < CLOSED, ranked, key)
+
+
 class FusedExpansion:
     """`Expansion` as one launch per block, which also does what follows the block.
 
@@ -284,7 +301,14 @@ class FusedExpansion:
     """
 
     def __init__(self, shape: Shape, width: torch.Tensor, num_requests: int):
-        sizes = (shape.block_size, shape.num_blocks, shape.num_starts, shape.width, shape.budget)
+        sizes = (
+            shape.block_size,
+            shape.num_blocks,
+            shape.num_starts,
+            shape.width,
+            shape.budget,
+            shape.starts_by_rank,
+        )
         kind = Growing if width.is_cuda else CompiledGrowing
         self.growing = kind(Limits(*sizes), width, num_requests)
 

@@ -51,7 +51,8 @@ class SpecBlockHead(Head):
         self.K = drafter.config.block_size
         most = drafter.config.draft_vocab_size  # more children than it can name there are not
         widths = tuple(min(width, most) for width in options.branching)
-        self.shape = Shape(self.K, blocks, starts, widths, num_nodes)
+        by_rank = options.start_order == "rank"
+        self.shape = Shape(self.K, blocks, starts, widths, num_nodes, by_rank)
         self.max_depth = min(num_nodes, blocks * self.K)
         if options.learn_sharpness:
             self.sharpness = Sharpness(drafter.lm_head.weight.device)
