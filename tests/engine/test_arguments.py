@@ -16,6 +16,7 @@ from vllm.platforms import current_platform
 
 from vllm_specblock.config import OptionError
 from vllm_specblock.engine import arguments, refusals
+from vllm_specblock.engine.ours import is_ours
 
 
 def configure(speculative: dict | None = None, target=TARGET, **changes):
@@ -242,7 +243,7 @@ def test_a_head_without_weights():
     assert plan.heads[0].folder is None and plan.layers == ()
     draft = config.speculative_config.draft_model_config
     assert (draft.get_hidden_size(), draft.get_vocab_size()) == (192, 2048)
-    assert arguments.is_ours(config.speculative_config)
+    assert is_ours(config.speculative_config)
 
 
 @pytest.mark.parametrize(
@@ -311,7 +312,7 @@ def test_two_configs_of_the_same_arguments():
     )
     for _ in range(2):
         config = args.create_engine_config()
-        assert arguments.is_ours(config.speculative_config)
+        assert is_ours(config.speculative_config)
 
 
 def test_second_head_of_another_target(copied):

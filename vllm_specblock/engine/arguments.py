@@ -39,21 +39,18 @@ KNOWN = ("specblock", "eagle3")
 """Kinds of heads whose config vLLM takes for a drafter's of its method "eagle3"."""
 
 
-def translate(args: EngineArgs, target: ModelConfig, parallel: ParallelConfig) -> Plan | None:
+def translate(args: EngineArgs, target: ModelConfig, parallel: ParallelConfig) -> Plan:
     """Check a SpecBlock request and rewrite `args` into what vLLM itself understands.
 
-    Returns:
-        None if `args` does not ask for SpecBlock; `args` is then untouched.
+    Args:
+        args: that ask for us (`ours.asks_for_us`).
 
     Raises:
         OptionError: a key, its type or its value; a target, runner or parallelism that
             cannot verify trees; a drafter that was made for another target.
         CheckpointError: the drafter's files are not what their config says.
     """
-    given = args.speculative_config
-    if not given or given.get("method") != METHOD:
-        return None
-    given = {key.replace("-", "_"): value for key, value in given.items()}
+    given = {key.replace("-", "_"): value for key, value in args.speculative_config.items()}
     nodes = check_num_nodes(given.get("num_speculative_tokens", DEFAULT_NODES))
     check_batch(args, nodes)
     check_runner(args, parallel)
@@ -110,12 +107,6 @@ def finish(config: SpeculativeConfig, plan: Plan, target: ModelConfig) -> None:
         draft.hidden_size = target.get_hidden_size()
         draft.vocab_size = target.get_vocab_size()
         config.update_arch_()
-
-
-def is_ours(config: Any) -> bool:
-    """Whether a vLLM SpeculativeConfig, or None, asks for this plugin."""
-    draft = getattr(config, "draft_model_config", None)
-    return draft is not None and getattr(draft.hf_config, "specblock", False) is True
 
 
 def read_back(additional_config: dict[str, Any]) -> Plan:

@@ -18,6 +18,7 @@ from typing import Any
 
 from vllm_specblock.engine.architecture import DRAFT_ARCHITECTURES, SpecBlockForDrafting
 from vllm_specblock.engine.hf_config import SpecBlockHFConfig
+from vllm_specblock.engine.ours import asks_for_us, is_ours
 
 PATCHES: dict[str, Callable] = {}
 """Patched name → the original callable."""
@@ -60,19 +61,20 @@ def _accept_method() -> None:
     """
     from vllm.engine.arg_utils import EngineArgs
 
-    from vllm_specblock.engine import arguments, metrics
-
     def make(original):
         def create_speculative_config(self, target_model_config, target_parallel_config):
             given = self.speculative_config
+            if not asks_for_us(given):
+                return original(self, target_model_config, target_parallel_config)
+            from vllm_specblock.engine import arguments, metrics
+
             plan = arguments.translate(self, target_model_config, target_parallel_config)
             config = original(self, target_model_config, target_parallel_config)
-            if plan is not None:
-                # Whoever makes a second config of the same arguments asks for us again.
-                self.speculative_config = given
-                arguments.finish(config, plan, target_model_config)
-                if not self.disable_log_stats:
-                    metrics.announce(config)
+            # Whoever makes a second config of the same arguments asks for us again.
+            self.speculative_config = given
+            arguments.finish(config, plan, target_model_config)
+            if not self.disable_log_stats:
+                metrics.announce(config)
             return config
 
         return create_speculative_config
@@ -83,8 +85,6 @@ def _accept_method() -> None:
 def _build_speculator() -> None:
     """P2: the choice of a speculator is an if-chain over vLLM's own."""
     from vllm.v1.worker.gpu import spec_decode
-
-    from vllm_specblock.engine.arguments import is_ours
 
     def make(original):
         def init_speculator(vllm_config, device, req_states):
@@ -107,8 +107,6 @@ def _build_speculator() -> None:
 def _accept_sampling_params() -> None:
     """P3: min_p and logit_bias are refused with any speculation; with us they are exact."""
     from vllm.sampling_params import SamplingParams
-
-    from vllm_specblock.engine.arguments import is_ours
 
     def make(original):
         def _validate_spec_decode(self, speculative_config):
