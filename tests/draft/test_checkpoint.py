@@ -495,6 +495,13 @@ def test_init_follows_the_target(target):
     assert not config.qk_norm
 
 
+def test_init_can_make_narrower_mlps_than_the_targets(target, tmp_path):
+    drafter = checkpoint.init(target, intermediate_size=24)
+    assert drafter.layers[0].mlp.gate_proj.weight.shape == (24, drafter.config.hidden_size)
+    checkpoint.save(drafter, tmp_path / "narrow")
+    assert checkpoint.load(tmp_path / "narrow").config.intermediate_size == 24
+
+
 def test_init_gives_qwen3_targets_a_qk_norm(target):
     write_target(target, model_type="qwen3")
     drafter = checkpoint.init(target)

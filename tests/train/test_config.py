@@ -128,6 +128,7 @@ class TestResume:
             "steps", "epochs", "batch", "length", "pack", "lr", "weight_decay", "warmup", "clip",
             "seed", "precision", "hold_out", "num_blocks", "rank_from", "rank_loss", "loss_floor",
             "valid_prefix", "mask_restart", "block_size", "num_layers", "rank_topk",
+            "intermediate_size", "optimizer",
         }  # fmt: skip
 
     def test_where_things_are_may_change(self):
