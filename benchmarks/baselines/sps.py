@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from baselines.eagle3_tree import masked_attention
 from baselines.folder import write_folder, write_mapping
 from baselines.groups import Kept
 from torch import Tensor, nn
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 from vllm_specblock.draft.baselines.shapes import SmallShape
 from vllm_specblock.draft.baselines.sps import SmallDrafter
 from vllm_specblock.draft.config_json import rope_of
+from vllm_specblock.train.judge.eagle3_drafting import masked_attention
 from vllm_specblock.train.labels import draft_labels
 from vllm_specblock.train.learner import OUTSIDE, Draft, Learner, Lesson, Outcome, Script
 from vllm_specblock.tree import DraftTree
