@@ -9,6 +9,7 @@ With `minutes` in the recipe a call ends after so many and asks to be called aga
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 from functools import partial
@@ -42,6 +43,7 @@ from vllm_specblock.train.text.shards import replace
 UNIFORM = "− rank-guided branching"
 PAPER = "paper's branching"
 ORACLE = "true rank buckets"
+BY_RANK = "starts by rank"
 """The ceiling of rank guidance: the bucket that the head should have said."""
 _UNIFORM_WIDTHS = (3, 8, 16, 32)
 _PAPERS_MAP = [2, 4, 6, 4]
@@ -223,6 +225,7 @@ def contestants(config: Comparison, trainer: Trainer) -> dict[str, Any]:
         shape = serving_shape(drafter, nodes=config.nodes)
         papers = serving_shape(drafter, SpecBlockConfig(branching=_PAPERS_MAP), config.nodes)
         trees = {PAPER: papers, UNIFORM: uniform_shape(shape)}
+        trees[BY_RANK] = dataclasses.replace(shape, starts_by_rank=True)
         trees |= {f"{UNIFORM}, width {n}": uniform_shape(shape, n) for n in _UNIFORM_WIDTHS}
         draft = partial(SpecBlockDraft, drafter)
         found |= {name: partial(draft, shape=tree) for name, tree in trees.items()}
@@ -243,7 +246,7 @@ def table(summary: dict[str, Any]) -> str:
         name, _, temperature = key.rpartition(" T=")
         if temperature != "0":
             continue
-        other_tree = name.startswith((UNIFORM, PAPER, ORACLE))
+        other_tree = name.startswith((UNIFORM, PAPER, ORACLE, BY_RANK))
         of = "specblock" if other_tree else name
         alpha = " \\| ".join(
             " ".join(f"{a:.2f}" for a in block) for block in summary["alpha"].get(of, [])

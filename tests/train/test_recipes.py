@@ -20,6 +20,7 @@ from comparison import Comparison
 from safetensors.torch import load_file
 from transformers import AutoConfig, LlamaForCausalLM
 
+from vllm_specblock.bench.config import BenchConfig
 from vllm_specblock.cli.main import app
 from vllm_specblock.config import (
     SOURCE_KEYS,
@@ -102,6 +103,9 @@ def is_comparison(path: Path) -> bool:
 
 @pytest.mark.parametrize("path", YAMLS, ids=name_of)
 def test_a_recipe_parses(path):
+    if path.stem == "bench":  # what to measure is for the command line to say
+        parse(BenchConfig, **read_recipe(path), target="T", set=["one=F"], out="O")
+        return
     model = Comparison if is_comparison(path) else TrainConfig
     parse(model, **read_recipe(path))
 
@@ -278,8 +282,9 @@ def test_the_chain_from_corpus_to_table(tmp_path):
     assert "All is done" in printed
     results = (work / "results.md").read_text()
     rows = re.findall(r"^\| ([^|]+) \| [\d.]+ ± [\d.]+ \| [\d.]+ ± [\d.]+ \|$", results, re.M)
-    others = ["− rank-guided branching", "paper's branching"]
-    assert rows == ["specblock", "EAGLE-3", "Medusa", *others]
+    assert rows[:3] == ["specblock", "EAGLE-3", "Medusa"]
+    others = {"− rank-guided branching", "paper's branching", "true rank buckets", "starts by rank"}
+    assert others <= set(rows[3:])
     judged = work / "comparison/seed-0/comparison.json"
     updates, written = json.loads(judged.read_text())["updates"], judged.stat().st_mtime_ns
     assert updates == 2
