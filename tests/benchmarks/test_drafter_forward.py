@@ -13,6 +13,7 @@ import typer
 from shapes import MODELS, make_drafter, write_target
 from typer.testing import CliRunner
 
+from vllm_specblock.draft import paged
 from vllm_specblock.draft.cache import DenseCache
 from vllm_specblock.draft.serving import prepare
 
@@ -38,6 +39,8 @@ def test_rows_see_their_context_and_each_other(drafter, monkeypatch):
         return seen["attend"]
 
     monkeypatch.setattr(bench, "sight", watched)
+    # What is read below is a cache as it looks, not as a CPU packs it.
+    monkeypatch.setattr(paged, "packing_on_cpu", lambda cache: None)
     states = {}
     condition = drafter.condition
     monkeypatch.setattr(
@@ -52,8 +55,8 @@ def test_rows_see_their_context_and_each_other(drafter, monkeypatch):
     for request in range(BATCH):
         cache = DenseCache(config)
         blocks = -(-(CONTEXT + ROWS) // bench.BLOCK)
-        for layer, paged in enumerate(seen["before"]):
-            mine = paged[request * blocks : (request + 1) * blocks].transpose(1, 2).flatten(0, 1)
+        for layer, entries in enumerate(seen["before"]):
+            mine = entries[request * blocks : (request + 1) * blocks].transpose(1, 2).flatten(0, 1)
             rows = mine[: CONTEXT * K].unflatten(0, (CONTEXT, K))
             cache.key[layer], cache.value[layer] = rows.chunk(2, dim=-1)
         own = slice(request * ROWS, (request + 1) * ROWS)

@@ -66,6 +66,7 @@ def test_our_own_options_take_what_is_asked(all_engines):
         ("route", "eager", "trie", "joint"),
         ("route", "lazy", "trie", "joint"),
         ("merge", "eager", "disjoint", "joint"),
+        ("merge", "eager", "disjoint", "split"),
         ("merge", "eager", "trie", "joint"),
         ("merge", "eager", "trie", "split"),
     }

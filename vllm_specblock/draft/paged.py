@@ -12,7 +12,8 @@ come.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -24,6 +25,9 @@ from vllm_specblock.triton_kernels.block_sight import LaterSight, later_sight_tr
 from vllm_specblock.triton_kernels.first_sight import FirstSight, first_sight_triton
 from vllm_specblock.triton_kernels.packed import PackedQueries, packing_on_cpu
 from vllm_specblock.triton_kernels.warm_up import compile_attention
+
+if TYPE_CHECKING:  # it needs Numba
+    from vllm_specblock.triton_kernels.cpu_packing import Packing
 
 
 class PagedAttention:
@@ -37,10 +41,14 @@ class PagedAttention:
 
     def __init__(self, caches, entry, queries: PackedQueries, kept: PackedQueries | None = None):
         self.caches, self.entry = caches, entry.flatten()
-        self.packing = packing_on_cpu(caches[0])
         self.queries = [queries] * len(caches)
         if kept is not None:
             self.queries[-1] = kept
+
+    @cached_property
+    def packing(self) -> Packing | None:
+        """How the caches are packed, on a CPU."""
+        return packing_on_cpu(self.caches[0])
 
     def __call__(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
