@@ -74,7 +74,9 @@ def test_tokens_are_vllms_own_and_drafts_are_accepted(kind, folders, reference, 
             found = engine.generate(ASKED, requests)
             assert_identical(found, reference(name, requests, ASKED))
     count = engine.speculator.counters.as_dict()
-    assert count["accepted_nodes_1"] > 40, count
+    # Where it is routed, the trained head is surer and drafts most steps.
+    steps = count["chosen_trees_1"] if "route" in str(SECOND.get(kind)) else 160
+    assert count["accepted_nodes_1"] > steps / 4, count
 
 
 def configure(folder, **given):
