@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from vllm_specblock.draft.linear import Fp8Linear, Joined, Stacked, add_linear
+from vllm_specblock.draft.linear import Fp8Linear, Joined, PackedLinear, Stacked, add_linear
 
 
 def three(bias):
@@ -66,3 +66,16 @@ def test_onto_a_sum_in_one_launch(short):
     residual, x = (torch.randn(3, 2, n, device="cuda").bfloat16() for n in (64, 256))
     wanted = residual + linear(x)
     torch.testing.assert_close(add_linear(residual, x, linear), wanted, atol=3e-2, rtol=3e-2)
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("rows", [(1,), (7,), (5, 4), (2, 3, 33)], ids=str)
+@torch.no_grad()
+def test_packed_for_a_cpu(bias, rows):
+    linear = three(bias)[0].bfloat16()
+    assert PackedLinear.takes(linear) and not PackedLinear.takes(three(bias)[0])
+    x = torch.randn(*rows, 24, dtype=torch.bfloat16)
+    packed = PackedLinear(linear)
+    for wanted in (slice(None), slice(3, 9)):
+        expected = linear(x)[..., wanted]
+        torch.testing.assert_close(packed(x, wanted), expected, rtol=1e-2, atol=1e-2)

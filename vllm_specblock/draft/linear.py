@@ -1,4 +1,4 @@
-"""Linear layers of a drafter that serves: several as one product, in 8 bits, onto a sum.
+"""Linear layers of a drafter that serves: several as one product, in 8 bits, packed, onto a sum.
 
 A decode step of a drafter is bound by launches and by reading weights, so what can be one product
 is one.
@@ -37,6 +37,35 @@ class Fp8Linear(nn.Module):
         return out if self.bias is None else out + self.bias[outputs]
 
 
+class PackedLinear(nn.Module):
+    """nn.Linear without a gradient in bfloat16 on a CPU, its weights laid out as oneDNN wants them.
+
+    Left to itself torch lays them out anew in every call, which for the few rows of a draft costs
+    more than the product.
+
+    Args:
+        linear: what it stands for from now on.
+    """
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__()
+        # Not a buffer: nothing but the product can read it.
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach())
+        self.bias = linear.bias
+
+    @staticmethod
+    def takes(linear: nn.Linear) -> bool:
+        """Whether a layer can be packed."""
+        weight = linear.weight
+        packs = weight.device.type == "cpu" and torch.backends.mkldnn.is_available()
+        return packs and weight.dtype == torch.bfloat16
+
+    def forward(self, x: Tensor, outputs: slice = ALL) -> Tensor:
+        """[..., in] -> [..., out]; outputs: which of them are wanted."""
+        out = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        return out[..., outputs]
+
+
 class Joined(nn.Linear):
     """Linear layers of the same input as one, without a gradient."""
 
@@ -71,7 +100,7 @@ class Stacked(nn.Module):
         return self.product(x, outputs).split(sizes, dim=-1)
 
 
-def add_linear(residual: Tensor, x: Tensor, linear: nn.Linear | Fp8Linear) -> Tensor:
+def add_linear(residual: Tensor, x: Tensor, linear: nn.Linear | Fp8Linear | PackedLinear) -> Tensor:
     """residual + linear(x) without a gradient or a bias; on CUDA one launch.
 
     residual [..., out] and x [..., in], contiguous. There the sum may take the place of

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
 from torch import nn
 
-from vllm_specblock.draft.linear import Fp8Linear
+from vllm_specblock.draft.linear import Fp8Linear, PackedLinear
 
 Quantization = Literal["fp8"]
 
@@ -32,15 +33,19 @@ def prepare(drafter: nn.Module, quantization: Quantization | None) -> nn.Module:
     for module in [module for module in drafter.modules() if hasattr(module, "fold")]:
         module.fold()
     if quantization == "fp8":
-        _shorten(drafter)
+        _replace(drafter, Fp8Linear)
+    else:
+        _replace(
+            drafter, lambda linear: PackedLinear(linear) if PackedLinear.takes(linear) else linear
+        )
     return drafter
 
 
-def _shorten(module: nn.Module) -> None:
+def _replace(module: nn.Module, make: Callable[[nn.Linear], nn.Module]) -> None:
     for name, child in module.named_children():
         if name in KEPT:
             continue
         if isinstance(child, nn.Linear):
-            setattr(module, name, Fp8Linear(child))
+            setattr(module, name, make(child))
         else:
-            _shorten(child)
+            _replace(child, make)
