@@ -282,9 +282,11 @@ def test_the_chain_from_corpus_to_table(tmp_path):
     assert "All is done" in printed
     results = (work / "results.md").read_text()
     rows = re.findall(r"^\| ([^|]+) \| [\d.]+ ± [\d.]+ \| [\d.]+ ± [\d.]+ \|$", results, re.M)
-    assert rows[:3] == ["specblock", "EAGLE-3", "Medusa"]
-    others = {"− rank-guided branching", "paper's branching", "true rank buckets", "starts by rank"}
-    assert others <= set(rows[3:])
+    uniform = "− rank-guided branching"
+    others = ["paper's branching", uniform, "starts by rank"]
+    others += [f"{uniform}, width {width}" for width in (3, 8, 16, 32)]
+    others += ["true rank buckets", "paper's branching, true rank buckets"]
+    assert rows == ["specblock", "EAGLE-3", "Medusa", *others]
     judged = work / "comparison/seed-0/comparison.json"
     updates, written = json.loads(judged.read_text())["updates"], judged.stat().st_mtime_ns
     assert updates == 2

@@ -7,9 +7,9 @@ the newest borrow the slots of the tokens to come, which are reserved for the st
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from vllm_specblock.draft.head import CommittedRows
+from vllm_specblock.draft.head import CacheLayer, CommittedRows, Head
 from vllm_specblock.draft.paged import PagedAttention
 from vllm_specblock.draft.parts import MOST
 from vllm_specblock.triton_kernels.packed import PackedQueries
@@ -114,3 +114,26 @@ class RowsBehind:
         return PackedQueries(
             table, block_size, start, host, ends, [bound] * requests, see.flatten(), words, ends
         )
+
+
+class CausalHead(Head):
+    """A head whose forwards are plain causal rows: one entry per token and layer.
+
+    Attributes:
+        drafter: a network with a `config` of its sizes.
+        max_model_len: tokens of the longest request.
+    """
+
+    drafter: nn.Module
+    max_model_len: int
+
+    def cache_layers(self) -> list[CacheLayer]:
+        config = self.drafter.config
+        layer = CacheLayer(config.num_key_value_heads, config.head_dim, 1)
+        return [layer] * config.num_hidden_layers
+
+    def bind(self, caches: list[Tensor]) -> None:
+        self.sight = RowsBehind(caches, self.max_model_len)
+
+    def warm_up(self, block_table: Tensor, most_rows: int) -> None:
+        self.sight.warm_up(block_table, most_rows, self.drafter.config.num_attention_heads)

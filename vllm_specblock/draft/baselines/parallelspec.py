@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from vllm_specblock.candidates import NEVER
 from vllm_specblock.config import ParallelSpecConfig
-from vllm_specblock.draft.baselines.behind import RowsBehind
+from vllm_specblock.draft.baselines.behind import CausalHead
 from vllm_specblock.draft.baselines.positions import Positions
 from vllm_specblock.draft.baselines.product_trees import ProductTrees
 from vllm_specblock.draft.baselines.trunk import Trunk
 from vllm_specblock.draft.config import DrafterConfig
-from vllm_specblock.draft.head import CacheLayer, CommittedRows, Head
+from vllm_specblock.draft.head import CommittedRows
 from vllm_specblock.draft.layers import RMSNorm
 from vllm_specblock.draft.parts import advance_in_parts
 from vllm_specblock.draft.sharpness import Sharpness
@@ -40,7 +40,7 @@ class ParallelSpecDrafter(Positions):
         return self.lm_head(self.norm(states))
 
 
-class ParallelSpecHead(Head):
+class ParallelSpecHead(CausalHead):
     """Catch-up on the committed rows and the K positions are one forward, and all there is.
 
     Arguments as `MedusaHead` has them, and:
@@ -71,17 +71,6 @@ class ParallelSpecHead(Head):
         self.trees = ProductTrees(self.max_depth, width, num_nodes, device)
         if options.learn_sharpness:
             self.sharpness = Sharpness(device)
-
-    def cache_layers(self) -> list[CacheLayer]:
-        config = self.drafter.config
-        layer = CacheLayer(config.num_key_value_heads, config.head_dim, 1)
-        return [layer] * config.num_hidden_layers
-
-    def bind(self, caches: list[Tensor]) -> None:
-        self.sight = RowsBehind(caches, self.max_model_len)
-
-    def warm_up(self, block_table: Tensor, most_rows: int) -> None:
-        self.sight.warm_up(block_table, most_rows, self.drafter.config.num_attention_heads)
 
     def advance(self, rows: CommittedRows) -> None:
         self.sight.step(rows)

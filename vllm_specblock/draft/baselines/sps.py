@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
 from vllm_specblock.config import SpSConfig
-from vllm_specblock.draft.baselines.behind import RowsBehind
+from vllm_specblock.draft.baselines.behind import CausalHead
 from vllm_specblock.draft.baselines.shapes import SmallShape
-from vllm_specblock.draft.head import CacheLayer, CommittedRows, Head
+from vllm_specblock.draft.head import CommittedRows
 from vllm_specblock.draft.layers import RMSNorm
 from vllm_specblock.draft.model import Attend, DecoderLayer
 from vllm_specblock.draft.parts import advance_in_parts
@@ -81,7 +81,7 @@ class SmallDecoder(nn.Module):
         return self.norm(hidden[:, 0])
 
 
-class SpSHead(Head):
+class SpSHead(CausalHead):
     """Catch-up on the committed tokens and the root are one forward; each token after the first
     is another.
 
@@ -105,17 +105,6 @@ class SpSHead(Head):
         self.max_depth = min(options.depth, num_nodes, spare)
         if options.learn_sharpness:
             self.sharpness = Sharpness(drafter.d2t.device)
-
-    def cache_layers(self) -> list[CacheLayer]:
-        config = self.drafter.config
-        layer = CacheLayer(config.num_key_value_heads, config.head_dim, 1)
-        return [layer] * config.num_hidden_layers
-
-    def bind(self, caches: list[Tensor]) -> None:
-        self.sight = RowsBehind(caches, self.max_model_len)
-
-    def warm_up(self, block_table: Tensor, most_rows: int) -> None:
-        self.sight.warm_up(block_table, most_rows, self.drafter.config.num_attention_heads)
 
     def advance(self, rows: CommittedRows) -> None:
         self.sight.step(rows)
