@@ -56,6 +56,12 @@ class Comparison(RunConfig):
 
     drafters: str = Field(default="all", description="Names with commas between them, or all.")
     num_blocks: int = Field(default=2, ge=1, description="M, blocks that SpecBlock learns.")
+    intermediate_size: int | None = Field(
+        default=None,
+        ge=1,
+        description="Width of SpecBlock's MLPs, and by its parameters the size of all others; "
+        "default: the target's.",
+    )
     rank_from: int = Field(default=2000, ge=0, description="First update with the rank loss.")
     loss_floor: float = Field(default=0.25, ge=0, le=1, description="See `specblock train`.")
     prompts: Path = Field(description=".jsonl of prompts that the drafters are judged on.")
@@ -120,6 +126,7 @@ def footing(config: Comparison, ground: Ground) -> roster.Ground:
         Recipe(config.num_blocks, config.rank_from, loss_floor=config.loss_floor),
         config.nodes,
         config.seed,
+        {"intermediate_size": config.intermediate_size} if config.intermediate_size else {},
     )
 
 

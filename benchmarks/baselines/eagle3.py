@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from baselines.groups import Kept, KeyValue, group_attention
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -27,6 +27,7 @@ from vllm_specblock.draft.config_json import rope_of
 from vllm_specblock.draft.eagle3.config import Eagle3Shape
 from vllm_specblock.draft.eagle3.growth import Growth
 from vllm_specblock.draft.eagle3.model import Eagle3Drafter
+from vllm_specblock.train.head_loss import loss_and_choice
 from vllm_specblock.train.judge.eagle3_drafting import Eagle3Draft, masked_attention
 from vllm_specblock.train.labels import draft_labels
 from vllm_specblock.train.learner import OUTSIDE, Draft, Learner, Lesson, Outcome, Script
@@ -112,8 +113,9 @@ class Eagle3(Learner, Eagle3Drafter):
         All rows whose label is known give a loss; the tally counts those of them where every
         earlier step's first choice was the text's token, so that hits / seen is α_k.
         """
-        batch, law = lesson.batch, lesson.teaching.law
+        batch, law = lesson.batch, lesson.teaching.law.flatten(0, 1)
         label = draft_labels(self.t2d, batch)
+        length = label.shape[1]
         column = torch.arange(batch.tokens.shape[1], device=label.device).expand_as(label)
         on_path = torch.ones_like(label, dtype=torch.bool)
         attend = UnrolledSight(batch)
@@ -124,13 +126,14 @@ class Eagle3(Learner, Eagle3Drafter):
             state = self.run(lesson.embed(token), state, batch.position + step, attend)
             wanted = batch.at(label, column, column + step + 2, OUTSIDE)
             window, row = (wanted != OUTSIDE).nonzero(as_tuple=True)
-            logits = self.logits(state[window, row])
-            nats = F.cross_entropy(logits, law[window, row + step + 1], reduction="none")
-            total.append(nats.sum())
+            rows = self.norm(state[window, row]) * self.config.logit_scale
+            law_row = window * length + row + step + 1
+            loss, nats, best = loss_and_choice(rows, self.lm_head.weight, law, law_row)
+            total.append(loss)
             count.append(len(nats))
             seen = on_path[window, row]
-            hit = seen & (logits.argmax(-1) == wanted[window, row])
-            tally.append(torch.stack([(nats.detach() * seen).sum(), hit.sum(), seen.sum()]))
+            hit = seen & (best == wanted[window, row])
+            tally.append(torch.stack([(nats * seen).sum(), hit.sum(), seen.sum()]))
             on_path = torch.zeros_like(on_path).index_put((window, row), hit)
         weight = DECAY ** torch.arange(self.steps, device=label.device)
         count = torch.tensor(count, device=label.device)
@@ -194,19 +197,19 @@ class UnrolledSight:
 
     def __init__(self, batch: Batch):
         document = batch.document
-        length = document.shape[1]
-        own = torch.eye(length, dtype=torch.bool, device=document.device)
+        row = torch.arange(document.shape[1], device=document.device)
         same = document[:, :, None] == document[:, None, :]
-        self.mask = same & torch.ones_like(own).tril()  # [B, L, steps · L]
-        self.own = own.expand_as(self.mask)
-        self.key = self.value = None
+        self.mask = same & (row <= row[:, None])  # [B, L, L]
+        self.first: KeyValue | None = None  # of step 0
+        self.own = Kept(dim=2)  # of the steps after it
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        if self.key is not None:
-            key, value = torch.cat([self.key, key], 1), torch.cat([self.value, value], 1)
-            self.mask = torch.cat([self.mask, self.own], dim=-1)
-        self.key, self.value = key, value
-        return masked_attention(query, key, value, self.mask)
+        if self.first is None:
+            self.first = key, value
+            return masked_attention(query, key, value, self.mask)
+        own = self.own.extend(0, key[:, :, None], value[:, :, None])
+        inside = torch.ones(1, own[0].shape[2], dtype=torch.bool, device=query.device)
+        return group_attention(query[:, :, None], self.first, own, self.mask, inside)[:, :, 0]
 
 
 @torch.no_grad()

@@ -170,8 +170,8 @@ class Falcon(PositionsLearner, FalconDrafter):
         right = default_hits(*self.hits.shape).to(self.hits)
         count = torch.ones_like(right[:, :1])
         for lesson in lessons:
-            for k, (logits, _, wanted) in enumerate(self.positions(self.states(lesson), lesson)):
-                best = logits.topk(self.hits.shape[1]).indices
+            for k, (rows, _, wanted) in enumerate(self.positions(self.states(lesson), lesson)):
+                best = self.logits(rows).float().topk(self.hits.shape[1]).indices
                 right[k] += (best == wanted[:, None]).sum(0)
                 count[k] += len(wanted)
         self.hits.copy_(right / count)

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
+from vllm_specblock.train.head_loss import loss_and_choice
 from vllm_specblock.train.labels import draft_labels
 from vllm_specblock.train.learner import OUTSIDE, Learner, Lesson, Outcome
 
@@ -25,7 +25,7 @@ class PositionsLearner(Learner):
 
     lm_head: nn.Linear
     d2t: Tensor
-    logits: Callable[[Tensor], Tensor]
+    normed: Callable[[Tensor], Tensor]
 
     def begin(self, d2t: Tensor, t2d: Tensor, head: Tensor | None) -> None:
         """Name the draft vocabulary, and give the LM head its first weights.
@@ -60,20 +60,22 @@ class PositionsLearner(Learner):
         Returns:
             nats, hits and seen as [M, K / M], of the rows whose earlier positions were right.
         """
-        law = lesson.teaching.law
+        windows, length = lesson.batch.tokens.shape
+        law = lesson.teaching.law.flatten(0, 1)
+        head = self.lm_head.weight.to(states.dtype)
         sums = []
         right = torch.ones_like(lesson.batch.counted[:, :-1])
-        for k, (logits, counted, wanted) in enumerate(self.positions(states, lesson), 1):
+        for k, (rows, counted, wanted) in enumerate(self.positions(states, lesson), 1):
             inside = counted.shape[1]
-            target = law[:, k : k + inside][counted]
-            nats = cross_entropy(logits, target, reduction="none")
-            with torch.no_grad():
-                so_far = right[:, :inside][counted]
-                hit = so_far & (logits.argmax(-1) == wanted)
-                right = torch.zeros_like(right)
-                right[:, :inside][counted] = hit
-                seen = so_far.sum(), hit.sum(), (nats * so_far).sum()
-            sums.append((nats.sum(), counted.sum(), *seen))
+            place = torch.arange(windows * length, device=law.device).view(windows, length)
+            law_row = place[:, k : k + inside][counted]
+            total, nats, best = loss_and_choice(self.normed(rows), head, law, law_row)
+            so_far = right[:, :inside][counted]
+            hit = so_far & (best == wanted)
+            right = torch.zeros_like(right)
+            right[:, :inside][counted] = hit
+            seen = so_far.sum(), hit.sum(), (nats * so_far).sum()
+            sums.append((total, counted.sum(), *seen))
         total, count, seen, hits, nats = (torch.stack(column) for column in zip(*sums))
         weight = torch.tensor(weights, device=total.device)
         loss = (lesson.mean(total, count) * weight).sum() / weight.sum()
@@ -84,7 +86,7 @@ class PositionsLearner(Learner):
         """Position after position of states [B, L − 1, K, H], where its label counts.
 
         Yields:
-            logits [n, Vd] fp32 of the rows that count; which those are, [B, r] bool, of the r rows
+            states [n, H] of the rows that count; which those are, [B, r] bool, of the r rows
             whose position k lies inside the window; their labels [n] int64.
         """
         batch = lesson.batch
@@ -97,5 +99,4 @@ class PositionsLearner(Learner):
             inside = max(0, length - 1 - k)
             wanted = batch.at(label, row, row + 1 + k, OUTSIDE)[:, :inside]
             counted = live[:, :inside] & (wanted != OUTSIDE)
-            logits = self.logits(states[:, :inside, k - 1][counted]).float()
-            yield logits, counted, wanted[counted]
+            yield states[:, :inside, k - 1][counted], counted, wanted[counted]

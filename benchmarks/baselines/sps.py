@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from baselines.folder import write_folder, write_mapping
 from baselines.groups import Kept
 from torch import Tensor, nn
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 from vllm_specblock.draft.baselines.shapes import SmallShape
 from vllm_specblock.draft.baselines.sps import SmallDrafter
 from vllm_specblock.draft.config_json import rope_of
+from vllm_specblock.train.head_loss import loss_and_choice
 from vllm_specblock.train.judge.eagle3_drafting import masked_attention
 from vllm_specblock.train.labels import draft_labels
 from vllm_specblock.train.learner import OUTSIDE, Draft, Learner, Lesson, Outcome, Script
@@ -117,10 +117,11 @@ class SmallModel(Learner, SmallDrafter):
         tokens = batch.tokens.clamp(min=0)
         state = self.model(tokens.flatten(), batch.position.flatten(), attend)
         rows = (wanted != OUTSIDE).nonzero(as_tuple=True)
-        logits = self.logits(state.view(*label.shape, -1)[rows]).float()
-        total = F.cross_entropy(logits, lesson.teaching.law[rows], reduction="sum")
-        count = torch.tensor(len(logits), device=label.device)
-        hit = (logits.argmax(-1) == wanted[rows]).sum()
+        normed = state.view(*label.shape, -1)[rows]
+        law, law_row = lesson.teaching.law.flatten(0, 1), rows[0] * label.shape[1] + rows[1]
+        total, _, best = loss_and_choice(normed, self.rows(), law, law_row)
+        count = torch.tensor(len(best), device=label.device)
+        hit = (best == wanted[rows]).sum()
         loss = lesson.mean(total, count)
         tally = (number.detach().float().view(1, 1) for number in (total, hit, count))
         return Outcome(loss, *tally, torch.zeros_like(loss))

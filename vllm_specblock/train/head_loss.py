@@ -19,25 +19,47 @@ Look = Callable[[slice, Tensor], None]
 """look(rows, logits [n, Vd] fp32): reads what else is wanted of these rows' logits."""
 
 
-def head_loss(normed: Tensor, weight: Tensor, law: Tensor, law_row: Tensor, look: Look) -> Tensor:
-    """Cross-entropy of the draft logits against p*, summed over rows, [] fp32.
+def head_loss(
+    normed: Tensor, head: Tensor, law: Tensor, law_row: Tensor, look: Look
+) -> tuple[Tensor, Tensor]:
+    """Cross-entropy of the draft logits against p*.
 
     Args:
         normed: [n, H], what the LM head reads.
-        weight: [Vd, H] fp32, the LM head; the product is in the dtype of `normed`.
+        head: [Vd, H], the LM head, in the dtype of `normed`.
         law: [P, Vd] fp32, rows that sum to 1; law_row: [n] int64, each row's.
         look: called with all rows, some at a time.
+
+    Returns:
+        its sum [] fp32, and each row's [n] fp32, without a gradient.
     """
-    return _HeadLoss.apply(normed, weight, law, law_row, look, torch.is_grad_enabled())
+    return _HeadLoss.apply(normed, head, law, law_row, look, torch.is_grad_enabled())
+
+
+def loss_and_choice(
+    normed: Tensor, head: Tensor, law: Tensor, law_row: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`head_loss`, and the drafter's first choice.
+
+    Arguments as there; `head` may have another dtype.
+
+    Returns:
+        sum [] fp32, rows' losses [n] fp32 without a gradient, draft ids [n] int64.
+    """
+    best = torch.empty_like(law_row)
+
+    def look(rows: slice, logits: Tensor) -> None:
+        best[rows] = logits.argmax(-1)
+
+    return *head_loss(normed, head.to(normed.dtype), law, law_row, look), best
 
 
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, normed, weight, law, law_row, look, learns):
-        head = weight.to(normed.dtype)
+    def forward(ctx, normed, head, law, law_row, look, learns):
         # In the dtype that autograd would give the products.
         of_logits = normed.new_empty(len(normed) if learns else 0, len(head))
-        loss = torch.zeros((), dtype=torch.float32, device=normed.device)
+        nats = torch.empty(len(normed), dtype=torch.float32, device=normed.device)
         for first in range(0, len(normed), ROWS):
             here = slice(first, min(first + ROWS, len(normed)))
             logits = (normed[here] @ head.T).float()
@@ -45,17 +67,18 @@ class _HeadLoss(torch.autograd.Function):
             true = law[law_row[here]]
             # -sum p* log p, with sum p* = 1; its gradient is p - p*.
             most = logits.amax(-1, keepdim=True)
-            loss -= (true * logits).sum()
+            nats[here] = -(true * logits).sum(-1)
             wrong = logits.sub_(most).exp_()
             total = wrong.sum(-1, keepdim=True)
-            loss += (total.log() + most).sum()
+            nats[here] += (total.log() + most)[:, 0]
             if learns:
                 of_logits[here] = wrong.div_(total).sub_(true)
         if learns:
             ctx.save_for_backward(of_logits @ head, of_logits.T @ normed)
-        return loss
+        ctx.mark_non_differentiable(nats)
+        return nats.sum(), nats
 
     @staticmethod
-    def backward(ctx, scale):
+    def backward(ctx, scale, _):
         of_normed, of_weight = ctx.saved_tensors
-        return of_normed * scale, (of_weight * scale).float(), None, None, None, None
+        return of_normed * scale, of_weight * scale, None, None, None, None

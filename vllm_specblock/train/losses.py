@@ -72,6 +72,9 @@ def block_loss(
             choice; `on_path` and `hit` mean the same as with it.
         recompute: keep no logits for the backward pass, compute them again.
     """
+    by_rows = not (recompute or hidden.is_cuda)
+    # One copy for all positions: each would make its own, as large as the head.
+    head = drafter.lm_head.weight.to(hidden.dtype) if by_rows else None
     rows = start.nonzero()[:, 0]
     right = start.clone()  # rows without a wrong choice so far
     on_path, hit = torch.zeros_like(label).bool(), torch.zeros_like(label).bool()
@@ -82,10 +85,10 @@ def block_loss(
         arguments = drafter, hidden[rows, k], label[rows, k], law, law_row[rows, k], rank
         if recompute:
             loss, rank_loss, correct = checkpoint(_position, *arguments, use_reentrant=False)
-        elif hidden.is_cuda:
-            loss, rank_loss, correct = _position(*arguments)
+        elif by_rows:
+            loss, rank_loss, correct = _position_by_rows(*arguments, head)
         else:
-            loss, rank_loss, correct = _position_by_rows(*arguments)
+            loss, rank_loss, correct = _position(*arguments)
         draft.append(loss)
         counted.append(len(rows))
         rank_sum = rank_sum + rank_loss
@@ -131,8 +134,12 @@ def _position_by_rows(
     law: Tensor,
     law_row: Tensor,
     rank: RankLoss | None,
+    head: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `_position`, a few rows of logits at a time."""
+    """As `_position`, a few rows of logits at a time.
+
+    head: [Vd, H], the LM head in the dtype of `hidden`.
+    """
     correct, buckets, features = torch.empty_like(label, dtype=torch.bool), [], []
 
     def look(rows: slice, logits: Tensor) -> None:
@@ -142,7 +149,7 @@ def _position_by_rows(
             features.append(drafter.rank_features(logits))
 
     normed = drafter.norm(hidden)
-    loss = head_loss(normed, drafter.lm_head.weight, law, law_row, look)
+    loss, _ = head_loss(normed, head, law, law_row, look)
     rank_loss = torch.zeros_like(loss)
     if buckets:
         rank_logits = drafter.rank(normed, torch.cat(features))

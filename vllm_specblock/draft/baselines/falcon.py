@@ -47,8 +47,8 @@ class FalconDrafter(Positions):
         shape = config.forwards * config.block_size, min(WIDTH, config.draft_vocab_size)
         self.register_buffer("hits", default_hits(*shape).float())
 
-    def logits(self, states: Tensor) -> Tensor:
-        return self.lm_head(self.norm(states))
+    def normed(self, states: Tensor) -> Tensor:
+        return self.norm(states)
 
     def run(
         self, entries: Tensor, position: Tensor, attend: Attend, keep: Tensor | None = None

@@ -36,8 +36,8 @@ class ParallelSpecDrafter(Positions):
         self.mask_tokens = nn.Parameter(torch.randn(config.block_size - 1, config.hidden_size))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def logits(self, states: Tensor) -> Tensor:
-        return self.lm_head(self.norm(states))
+    def normed(self, states: Tensor) -> Tensor:
+        return self.norm(states)
 
 
 class ParallelSpecHead(CausalHead):

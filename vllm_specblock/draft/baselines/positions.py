@@ -24,7 +24,11 @@ class Positions(nn.Module):
 
     def logits(self, states: Tensor) -> Tensor:
         """states [..., H] -> [..., Vd]."""
-        return self.lm_head(states)
+        return self.lm_head(self.normed(states))
+
+    def normed(self, states: Tensor) -> Tensor:
+        """What the LM head reads of states [..., H]."""
+        return states
 
     def best(
         self, states: Tensor, width: int, sharpness: Tensor | None = None

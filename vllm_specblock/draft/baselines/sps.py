@@ -40,15 +40,16 @@ class SmallDrafter(nn.Module):
         """Take the draft vocabulary's rows out of the embedding once and for all."""
         size, count = self.config.hidden_size, len(self.d2t)
         self.lm_head = nn.Linear(size, count, bias=False, device="meta")
-        self.lm_head.weight = nn.Parameter(self._rows().detach(), requires_grad=False)
+        self.lm_head.weight = nn.Parameter(self.rows().detach(), requires_grad=False)
 
     def logits(self, states: Tensor) -> Tensor:
         """After the final norm [..., H] -> [..., Vd]."""
         if self.lm_head is not None:
             return self.lm_head(states)
-        return linear(states, self._rows())
+        return linear(states, self.rows())
 
-    def _rows(self) -> Tensor:
+    def rows(self) -> Tensor:
+        """[Vd, H]: the draft vocabulary's embeddings, which are its LM head."""
         ids = torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
         return self.model.embed_tokens.weight[ids]
 
