@@ -8,17 +8,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.engines import DRAFTER, ROOT
+from support.heads import MAX_LEN, PAGE, head_of
 from support.rows import rows_of
 from support.trees import texts
 
-from vllm_specblock.config import Eagle3Config, SpecBlockConfig
-from vllm_specblock.draft import checkpoint, parts
-from vllm_specblock.draft.eagle3 import checkpoint as eagle3_checkpoint
-from vllm_specblock.draft.eagle3.head import Eagle3Head
-from vllm_specblock.draft.specblock import SpecBlockHead
-
-PAGE, MAX_LEN = 8, 128
+from vllm_specblock.draft import parts
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=12), st.integers(1, 16))
@@ -32,22 +26,6 @@ def test_only_what_is_too_long_is_cut(lengths, most):
     for a, b in pairwise(start):
         if b - a <= most:
             assert not any(a < cut < b for cut in found)
-
-
-def head_of(kind):
-    if kind == "eagle3":
-        drafter = eagle3_checkpoint.load(ROOT / "examples/two_heads/eagle3", dtype=torch.float32)
-        make, options, layers = Eagle3Head, Eagle3Config(), 1
-        shape, entries = drafter.config, 1
-    else:
-        drafter = checkpoint.load(DRAFTER, torch.float32, "cpu")
-        make, options, layers = SpecBlockHead, SpecBlockConfig(), 2
-        shape, entries = drafter.config, drafter.config.block_size
-    table = torch.randn(2048, shape.hidden_size, generator=torch.Generator().manual_seed(1))
-    head = make(drafter.eval(), lambda ids: table[ids], options, 24, MAX_LEN)
-    size = (40, PAGE * entries, shape.num_key_value_heads, 2 * shape.head_dim)
-    head.bind([torch.full(size, float("nan")).transpose(1, 2) for _ in range(layers)])
-    return head, shape.target_hidden_size
 
 
 # A prompt of several parts between requests that decode, with rejected nodes as padding.

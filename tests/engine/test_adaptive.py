@@ -244,19 +244,25 @@ def test_where_plain_decoding_is_quicker_nothing_is_drafted(engine, monkeypatch,
 
 @on_the_host
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_who_was_there_when_heads_rested_gets_no_tree_and_loses_nothing(
-    engine, reference, monkeypatch, temperature
+@pytest.mark.parametrize("room", [True, False])
+def test_who_was_there_when_heads_rested_catches_up_or_gets_no_tree(
+    engine, reference, monkeypatch, temperature, room
 ):
-    """Ten requests, eight at a time: the heads rest for five steps, in the midst of the first."""
+    """Ten requests, eight at a time: the heads rest for five steps, in the midst of the first.
+
+    Nothing is lost either way; without room for what they missed nothing more is drafted.
+    """
+    if not room:
+        monkeypatch.setattr(engine.speculator.adaptive.backlog, "most_bytes", 0)
     charge(engine, monkeypatch, lambda tokens: 1 + 1e-9 * tokens)
     rest, turn = engine.runner.adaptive_verification.rest, iter(range(10**6))
     monkeypatch.setattr(rest, "decide", lambda *_: 4 <= next(turn) < 9)
     adaptive, slots, verdicts = engine.speculator.adaptive, engine.speculator.slots, []
     sleep, commit = adaptive.sleep, StepRows.committed
 
-    def noting_sleep(batch):
+    def noting_sleep(batch, rows):
         verdicts.append(int(slots.accepted[batch.idx_mapping].sum()))
-        sleep(batch)
+        sleep(batch, rows)
 
     def checking_rows(rows, *args):
         assert not rows.accepted[rows.drafts == 0].any(), "accepted of a tree that was not run"
@@ -270,7 +276,9 @@ def test_who_was_there_when_heads_rested_gets_no_tree_and_loses_nothing(
     assert verdicts[0] > 0, "the first step at rest had nothing to commit"
     assert adaptive.asleep.tolist() == adaptive.switch.asleep.tolist()
     sizes = [size for slots, of in proposals[6:] for size in of]
-    assert 0 in sizes and max(sizes) == 24, "both kinds of requests were there after the rest"
+    assert max(sizes) == 24
+    assert (0 in sizes) != room, "those that were there and those that came, after the rest"
+    assert not adaptive.backlog.pieces and adaptive.backlog.bytes == 0
 
 
 @on_the_host

@@ -81,3 +81,36 @@ def test_trees_that_were_seen_last_count_most():
     assert rest.usual == pytest.approx([0.3, 0.1], abs=0.02)
     rest.learn(np.zeros((0, 2)))
     assert rest.usual == pytest.approx([0.3, 0.1], abs=0.02)
+
+
+def probed(survival, steps=3000):
+    """Decisions of an engine at rest whose trees would be worth `survival`."""
+    rest = Rest(2, probes=True)
+    rest.learn(np.zeros((1, 2)))
+    for _ in range(400):
+        rest.learn(np.array([[0.01, 0.01]]))
+    cost, found = flat_until(64), []
+    for _ in range(steps):
+        found.append(rest.decide(1, 0.1, cost))
+        if not rest.resting:
+            rest.learn(np.array([survival]))
+    return np.array(found[_PATIENCE:])
+
+
+def test_a_long_rest_is_broken_by_ever_rarer_probes():
+    resting = probed([0.01, 0.01])
+    assert resting.mean() > 0.98
+    begins = np.flatnonzero(resting[:-1] & ~resting[1:])
+    gaps = np.diff(begins)
+    assert len(begins) >= 4 and (np.diff(gaps)[:3] > 0).all()
+
+
+def test_a_probe_finds_out_that_drafting_pays_again():
+    resting = probed([0.9, 0.8])
+    assert not resting[-2000:].any()
+
+
+def test_without_probes_a_rest_goes_on():
+    rest = taught([0.01] * 6)
+    assert decide(rest, 1)
+    assert all(rest.decide(1, 0.1, flat_until(64)) for _ in range(2000))

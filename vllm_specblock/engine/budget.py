@@ -27,13 +27,14 @@ class RestSwitch:
 
     Attributes:
         resting: the heads do not draft at the end of this step.
-        asleep: [request slots] bool, requests for which they rested once: their heads' caches
-            have holes, and nothing is drafted for them any more.
+        asleep: [request slots] bool, requests for which they rested without being able to catch
+            up: their heads' caches have holes, and nothing is drafted for them any more.
+        wakes: whether some can.
         draft_seconds: host time of the last proposal; of use where the host is the device.
     """
 
-    def __init__(self, num_slots: int):
-        self.resting = False
+    def __init__(self, num_slots: int, wakes: bool):
+        self.resting, self.wakes = False, wakes
         self.asleep = np.zeros(num_slots, dtype=bool)
         self.draft_seconds = 0.0
 
@@ -41,9 +42,9 @@ class RestSwitch:
 _SWITCHES: weakref.WeakKeyDictionary[RequestState, RestSwitch] = weakref.WeakKeyDictionary()
 
 
-def switch_of(states: RequestState, num_slots: int) -> RestSwitch:
+def switch_of(states: RequestState, num_slots: int, wakes: bool) -> RestSwitch:
     """Make the switch of an engine, known to the manager by the engine's request states."""
-    return _SWITCHES.setdefault(states, RestSwitch(num_slots))
+    return _SWITCHES.setdefault(states, RestSwitch(num_slots, wakes))
 
 
 class TreeBudgetManager(AdaptiveVerificationManager):
@@ -56,7 +57,7 @@ class TreeBudgetManager(AdaptiveVerificationManager):
     def __init__(self, req_states: RequestState, *args, **kwargs):
         super().__init__(req_states, *args, **kwargs)
         self.switch = _SWITCHES[req_states]
-        self.rest = Rest(self.num_speculative_steps)
+        self.rest = Rest(self.num_speculative_steps, self.switch.wakes)
 
     def get_num_tokens(self, num_tokens_per_req, draft_tokens) -> int:
         super().get_num_tokens(num_tokens_per_req, draft_tokens)

@@ -17,6 +17,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm.v1.worker.gpu.states import RequestState
 
+from vllm_specblock.draft.head import CommittedRows
 from vllm_specblock.draft.imposed import ImposedHead
 from vllm_specblock.engine.adaptive import AdaptiveTrees
 from vllm_specblock.engine.arguments import read_back
@@ -115,7 +116,7 @@ class TreeSpeculator(DraftModelSpeculator):
             self.slots.imposed = ImposedAcceptance(self.num_slots, self.num_nodes, self.device)
         if self.plan.adaptive:
             self.adaptive = AdaptiveTrees(
-                self.req_states, self.slots, self.draft_token_confidence_probs, self.device
+                heads, self.req_states, self.slots, self.draft_token_confidence_probs, self.device
             )
         self.counters = HeadCounters(
             len(heads),
@@ -243,9 +244,16 @@ class TreeSpeculator(DraftModelSpeculator):
             rows = StepRows(batch, self.slots, self.pad_rows)
             return self.step(null_inputs(rows, aux_hidden_states, size, self.max_model_len))
         if not dummy_run and self.adaptive is not None and self.adaptive.rests(batch):
+            inputs = None
             if batch.num_draft_tokens:  # of the step before the rest
-                self.settle(self._inputs(batch, slot_mappings, aux_hidden_states))
-            self.adaptive.sleep(batch)
+                inputs = self._inputs(batch, slot_mappings, aux_hidden_states)
+                self.settle(inputs)
+            self.adaptive.sleep(
+                batch,
+                lambda: self._committed(
+                    inputs or self._inputs(batch, slot_mappings, aux_hidden_states)
+                ),
+            )
             tokens = self.draft_tokens[: batch.num_reqs]
         else:
             began = time.perf_counter()
@@ -288,14 +296,9 @@ class TreeSpeculator(DraftModelSpeculator):
         """
         self.settle(inputs)
         rows, slot = inputs.rows, inputs.rows.batch.idx_mapping
-        committed = rows.committed(
-            inputs.slot_mapping,
-            inputs.hidden_states,
-            self.req_states.all_token_ids.gpu,
-            inputs.block_table,
-            inputs.block_size,
-            self.temperature,
-        )
+        committed = self._committed(inputs)
+        if self.adaptive is not None:
+            committed = self.adaptive.catch_up(committed)
         self.clock.begin()
         self.proposer.advance(committed)
         if not draft:
@@ -314,6 +317,16 @@ class TreeSpeculator(DraftModelSpeculator):
         self.slots.store(slot, combined)
         self.counters.drafted(proposal.drafted, proposal.second, proposal.agreed, rows.goes_on)
         return combined.tree.token
+
+    def _committed(self, inputs: StepInputs) -> CommittedRows:
+        return inputs.rows.committed(
+            inputs.slot_mapping,
+            inputs.hidden_states,
+            self.req_states.all_token_ids.gpu,
+            inputs.block_table,
+            inputs.block_size,
+            self.temperature,
+        )
 
     def settle(self, inputs: StepInputs) -> None:
         """Commit the accepted paths, and learn from the verdicts."""

@@ -10,13 +10,21 @@ _PATIENCE = 8
 _MARGIN = 0.03
 """Drafting starts again only where it would be quicker by so much: to and fro costs more."""
 
+_PROBE_STEPS = 4
+_PROBE_AFTER, _PROBE_LATEST = 64, 1024
+"""After so many steps at rest some are drafted for, to see whether the texts have changed; after
+twice as many the next time, and so on."""
+
+_PROBE_DECAY = 0.7
+"""Of what is known of trees, with every probed step."""
+
 
 class Rest:
     """Decides between drafting and resting, by what a usual tree is expected to have accepted.
 
     While heads rest they do not even follow the target: that is what makes a step of a resting
-    engine a step of plain decoding. It also means that requests which were there at the time can
-    not be drafted for later. So nobody rests because of a few steps.
+    engine a step of plain decoding. Requests which were there at the time have to be caught up
+    with, or can not be drafted for later. So nobody rests because of a few steps.
 
     Attributes:
         resting: now.
@@ -25,19 +33,24 @@ class Rest:
 
     Args:
         num_nodes: N.
+        probes: draft for some steps of a long rest, for engines whose requests can be drafted for
+            after it. Without, new requests are what a rest ends with.
         decay: what a step counts one step later.
     """
 
-    def __init__(self, num_nodes: int, decay: float = 0.98):
+    def __init__(self, num_nodes: int, probes: bool = False, decay: float = 0.98):
         self.resting = False
         self.usual = np.ones(num_nodes)
-        self.decay = decay
+        self.probes, self.decay = probes, decay
         self._slower = 0
+        self._rested, self._wait = 0, _PROBE_AFTER
+        self._probing = 0  # steps that are still to be drafted for, whatever is known
 
     def learn(self, survival: np.ndarray) -> None:
         """Take note of trees that stand to be verified: survival [R, N], descending by row."""
         if len(survival):
-            self.usual = self.decay * self.usual + (1 - self.decay) * survival.mean(axis=0)
+            decay = _PROBE_DECAY if self._probing else self.decay
+            self.usual = decay * self.usual + (1 - decay) * survival.mean(axis=0)
 
     def decide(self, num_requests: int, draft_cost: float, verify_cost: np.ndarray) -> bool:
         """Whether the heads rest from now on.
@@ -57,10 +70,22 @@ class Rest:
         speed = (gained[fits] / (draft_cost + verify_cost[tokens[fits]])).max()
         plain = num_requests / verify_cost[num_requests]
         if self.resting:
-            self.resting = speed < (1 + _MARGIN) * plain
+            self._rested += 1
+            if self.probes and self._rested >= self._wait:
+                self._probing, self._wait = _PROBE_STEPS, min(2 * self._wait, _PROBE_LATEST)
+                self.resting = False
+            else:
+                self.resting = speed < (1 + _MARGIN) * plain
+        elif self._probing:
+            self._probing -= 1
+            self.resting = not self._probing and speed < (1 + _MARGIN) * plain
         else:
             self._slower = self._slower + 1 if speed < plain else 0
             self.resting = self._slower >= _PATIENCE
+            if self.resting:
+                self._wait = _PROBE_AFTER
         if self.resting:
             self._slower = 0
+        else:
+            self._rested = 0
         return self.resting

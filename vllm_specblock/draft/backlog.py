@@ -1,0 +1,127 @@
+"""What the target committed while heads rested: kept for a while, so that they can catch up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm_specblock.draft.head import CommittedRows
+
+MOST_BYTES = 256 << 20
+"""Of hidden states that are kept. 75,000 tokens of a target with 576 numbers a state in 16 bits
+and a head that reads three layers; 10,000 of one with 4,096."""
+
+
+_ROW = 64
+"""Bytes of a row for its own sake."""
+
+
+class _Piece(NamedTuple):
+    """Rows of one request in one step.
+
+    states: L × [n, Ht], of all requests of that step; rows: which of them are this one's.
+    position: of the first.
+    """
+
+    states: tuple[Tensor, ...]
+    rows: slice
+    position: int
+
+    def __len__(self) -> int:
+        return self.rows.stop - self.rows.start
+
+
+class Backlog:
+    """Committed rows that no head has advanced on, by request slot.
+
+    On the host, step by step in Python: for devices whose memory is the host's.
+
+    Args:
+        most_bytes: of states; a step beyond that is not kept.
+    """
+
+    def __init__(self, most_bytes: int = MOST_BYTES):
+        self.most_bytes, self.bytes = most_bytes, 0
+        self.pieces: dict[int, list[_Piece]] = {}
+
+    def forget(self, slot: int) -> None:
+        """The request in `slot` is gone."""
+        for piece in self.pieces.pop(slot, []):
+            self.bytes -= _bytes(piece)
+
+    def keep(self, rows: CommittedRows, wanted: np.ndarray) -> np.ndarray:
+        """Keep a step's rows of some requests.
+
+        Args:
+            rows: of the step, R requests.
+            wanted: [R] bool.
+
+        Returns:
+            [R] bool, whose were kept. A request whose rows were not has lost what it had.
+        """
+        slots, last = rows.text_row.tolist(), rows.last.tolist()
+        first = rows.position[rows.row_start[:-1].long()].tolist()
+        states = tuple(state[rows.source] for state in rows.states)
+        kept = wanted.copy()
+        for r, slot in enumerate(slots):
+            piece = _Piece(states, slice(rows.row_start_host[r], last[r] + 1), first[r])
+            kept[r] &= self.bytes + _bytes(piece) <= self.most_bytes
+            if not kept[r]:
+                self.forget(slot)
+                continue
+            self.pieces.setdefault(slot, []).append(piece)
+            self.bytes += _bytes(piece)
+        return kept
+
+    def catch_up(self, rows: CommittedRows) -> CommittedRows:
+        """A step's rows with those before them that were kept; these are forgotten here."""
+        behind = [self.pieces.get(slot, []) for slot in rows.text_row.tolist()]
+        if not any(behind):
+            return rows
+        for slot in rows.text_row.tolist():
+            self.forget(slot)
+        there = (
+            len(rows.states[0]) if rows.states else 0
+        )  # where the next kept row goes, behind the batch's own
+        kept: list[_Piece] = []
+        source, position, slot, token = [], [], [], []
+        counts = [sum(map(len, pieces)) for pieces in behind]
+        for r, (pieces, count) in enumerate(zip(behind, counts)):
+            here = slice(rows.row_start_host[r], rows.row_start_host[r + 1])
+            if pieces:
+                kept += pieces
+                place = torch.arange(pieces[0].position, pieces[0].position + count)
+                block = rows.block_table[r, place // rows.block_size].long()
+                source.append(torch.arange(there, there + count))
+                position.append(place)
+                slot.append(block * rows.block_size + place % rows.block_size)
+                token.append(rows.text[rows.text_row[r], place + 1].long())
+                there += count
+            source.append(rows.source[here])
+            position.append(rows.position[here])
+            slot.append(rows.slot[here])
+            token.append(rows.token[here])
+        added = np.cumsum(counts)
+        start = np.array(rows.row_start_host) + np.concatenate(([0], added))
+        return replace(
+            rows,
+            states=tuple(
+                torch.cat([state, *(piece.states[layer][piece.rows] for piece in kept)])
+                for layer, state in enumerate(rows.states)
+            ),
+            source=torch.cat(source),
+            token=torch.cat(token),
+            position=torch.cat(position),
+            slot=torch.cat(slot),
+            row_start=torch.from_numpy(start).to(rows.row_start.dtype),
+            row_start_host=start.tolist(),
+            last=rows.last + torch.from_numpy(added),
+        )
+
+
+def _bytes(piece: _Piece) -> int:
+    return len(piece) * (_ROW + sum(state[0].nbytes for state in piece.states))
