@@ -5,7 +5,10 @@
 Batches of eight requests of different length and temperature, on held-out prompts of the example
 pair, through two engines in one process, in float32; each combination in a process of its own.
 Exits with 1 if a token differs. `examples/two_heads/README.md` makes the second SpecBlock drafter
-and the EAGLE-3 one.
+and the EAGLE-3 one. Another target answers chat questions:
+
+    python benchmarks/exactness.py --target TARGET --questions FOLDER --drafter DRAFTER \
+      --combination "SpecBlock + n-gram, merge trie, joint"
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import os
 import subprocess
 import sys
 import time
+from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,11 +34,15 @@ import typer
 from combinations import NGRAM, POLICIES, alone, eagle3, specblock, together
 from tqdm import tqdm
 
+from vllm_specblock.bench.questions import read_questions
+
 ROOT = Path(__file__).resolve().parent.parent
 PAIR = ROOT / "examples/tiny_pair"
 sys.path.insert(0, str(PAIR))
 
 TEMPERATURES = (0.0, 0.7, 1.0, 0.0)
+_LONGEST = 1024
+_MOST_NEW = 100 + 40 * 7
 FULL_GRAPHS = {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
 
 
@@ -64,10 +72,13 @@ def combinations(drafter: str, second: str, eagle: str, nodes: int) -> dict[str,
     return found | budgets
 
 
-def compare(speculative: dict[str, Any], tokens: int, graphs: bool) -> tuple[int, float]:
+def compare(
+    speculative: dict[str, Any], tokens: int, graphs: bool, target: Path, questions: Path | None
+) -> tuple[int, float]:
     """Generate the same requests with and without drafts, until `tokens` are compared.
 
     Args:
+        questions: folder of sets of chat questions; None: the example pair's own text.
         graphs: decode from CUDA graphs. vLLM's compiler stays off: it would change sums.
 
     Returns:
@@ -76,24 +87,22 @@ def compare(speculative: dict[str, Any], tokens: int, graphs: bool) -> tuple[int
     Raises:
         SystemExit: a token differs.
     """
-    import corpus
     from vllm import LLM, SamplingParams
 
     def engine(speculative: dict | None) -> LLM:
         return LLM(
-            model=str(PAIR / "target"),
+            model=str(target),
             dtype="float32",
             **(FULL_GRAPHS if graphs else {"enforce_eager": True}),
-            max_model_len=1024,
+            max_model_len=_LONGEST,
             max_num_seqs=8,
-            kv_cache_memory_bytes=256 << 20,
+            kv_cache_memory_bytes=(256 if questions is None else 1024) << 20,
             distributed_executor_backend="uni",
             speculative_config=speculative,
         )
 
     plain, tree = engine(None), engine(speculative)
-    held_out = corpus.load().held_out
-    texts = [p for size in (400, 150, 800) for p in corpus.prompts(held_out, 40, size)]
+    texts = pair_texts() if questions is None else chat_texts(questions, plain.get_tokenizer())
     compared, batch, began = 0, 0, time.monotonic()
     with tqdm(total=tokens, unit="token") as bar:
         while compared < tokens:
@@ -119,6 +128,29 @@ def compare(speculative: dict[str, Any], tokens: int, graphs: bool) -> tuple[int
     return compared, time.monotonic() - began
 
 
+def pair_texts() -> list[str]:
+    """Beginnings of the example pair's held-out text."""
+    import corpus
+
+    held_out = corpus.load().held_out
+    return [p for size in (400, 150, 800) for p in corpus.prompts(held_out, 40, size)]
+
+
+def chat_texts(folder: Path, tokenizer: Any) -> list[str]:
+    """First turns of the questions of `folder` that leave room for an answer, sets in turn."""
+    sets = []
+    for path in sorted(folder.glob("*.jsonl")):
+        chats = [[{"role": "user", "content": q.turns[0]}] for q in read_questions(path)]
+        texts = [
+            tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+            for chat in chats
+        ]
+        sets.append([t for t in texts if len(tokenizer(t).input_ids) <= _LONGEST - _MOST_NEW])
+    if not any(sets):
+        raise SystemExit(f"There is no short question in {folder}: give a folder of .jsonl sets.")
+    return [text for group in zip_longest(*sets) for text in group if text is not None]
+
+
 def main(
     combination: Annotated[str, typer.Option(help="One of --list, or all.")] = "all",
     tokens: Annotated[int, typer.Option(min=1, help="To compare per combination, at least.")] = (
@@ -129,6 +161,10 @@ def main(
     second: Annotated[Path, typer.Option(help="Another.")] = ROOT / "examples/two_heads/tables",
     eagle: Annotated[Path, typer.Option("--eagle3", help="An EAGLE-3 drafter.")] = ROOT
     / "examples/two_heads/eagle3",
+    target: Annotated[Path, typer.Option(help="The model that is drafted for.")] = PAIR / "target",
+    questions: Annotated[
+        Path | None, typer.Option(help="Folder of .jsonl sets that another target answers.")
+    ] = None,
     graphs: Annotated[
         bool, typer.Option(help="Decode from CUDA graphs; adaptive on a GPU does anyway.")
     ] = False,
@@ -147,12 +183,13 @@ def main(
         # vLLM has no adaptive verification without graphs, save on a CPU.
         adaptive = known[combination].get("enable_adaptive_verification", False)
         graphs = graphs or (adaptive and torch.cuda.is_available())
-        compared, seconds = compare(known[combination], tokens, graphs)
+        compared, seconds = compare(known[combination], tokens, graphs, target, questions)
         print(f"{combination}: {compared} tokens compared in {seconds:.0f} s, 0 different "
               f"(float32, batch 8{', CUDA graphs' if graphs else ''})", flush=True)  # fmt: skip
         return
     options = [f"--tokens={tokens}", f"--nodes={nodes}", f"--drafter={drafter}",
-               f"--second={second}", f"--eagle3={eagle}", *["--graphs"] * graphs]  # fmt: skip
+               f"--second={second}", f"--eagle3={eagle}", f"--target={target}",
+               *[f"--questions={questions}"] * bool(questions), *["--graphs"] * graphs]  # fmt: skip
     failed = [
         name
         for name in known
