@@ -20,13 +20,13 @@ from typing import Annotated, Any
 import typer
 from transformers import AutoTokenizer
 
+from vllm_specblock.bench.near_ties import explain
 from vllm_specblock.bench.process import EngineFailed, EngineProcess, end_all
 from vllm_specblock.engine.answering import ACCEPTED, DRAFTS
 
 EXAMPLES = Path(__file__).resolve().parent
 sys.path[:0] = [str(EXAMPLES), str(EXAMPLES / "smollm2")]
 
-from near_ties import explain  # noqa: E402
 from target import NAME, TargetError, default_folder, make_target  # noqa: E402
 
 PROMPTS = [

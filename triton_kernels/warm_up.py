@@ -73,6 +73,8 @@ def compile_attention(
             query.new_zeros(rows, num_heads, head_size), kv_cache, 1.0, window=window,
             soft_cap=soft_cap, key_scale=key_scale, value_scale=value_scale, packing=packing,
         )  # fmt: skip
+        if packing is not None:
+            queries.causal()
 
 
 def shapes_to_compile(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from support.heads import MAX_LEN, PAGE, head_of
+from support.lone_heads import MAX_LEN, PAGE, head_of
 from support.rows import rows_of
 from support.trees import texts
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.heads import MAX_LEN, PAGE, head_of
+from support.lone_heads import MAX_LEN, PAGE, head_of
 from support.rows import rows_of
 from support.trees import texts
 

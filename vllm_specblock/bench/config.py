@@ -94,6 +94,11 @@ class BenchConfig(BaseModel):
         description="Engines that are alive at a time, plain vLLM's among them, for want of "
         "memory. Default: all.",
     )
+    explain: bool = Field(
+        default=True,
+        description="Look at every greedy answer that is not plain vLLM's: how close were the two "
+        "tokens?",
+    )
     out: Path = Field(default=Path("runs/bench"), description="Folder of all results.")
 
     @field_validator("drafter", mode="before")
@@ -129,6 +134,7 @@ _FREE = {
     "rounds",
     "in_process",
     "at_once",
+    "explain",
     "out",
 }
 """Options that may differ when a run goes on: they say how much is run, or are held against each

@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from vllm_specblock.bench import plots
+from vllm_specblock.bench import near_ties, plots
+from vllm_specblock.bench.near_ties import differences
 from vllm_specblock.bench.run import Bench
 from vllm_specblock.bench.summary import Figures, quickest, summarise
 from vllm_specblock.bench.table import page
@@ -27,6 +28,13 @@ def write_results(bench: Bench) -> tuple[str, list[Path]]:
     figures, base = figures_of(bench)
     facts = facts_of(bench)
     text = page(figures, base, facts)
+    found = []
+    if bench.config.explain:
+        found = differences(bench, plain_of(bench))
+    if found:
+        said, ties = near_ties.page(bench.config.target, found)
+        facts |= {"near_ties": ties}
+        text += f"\n## Greedy answers that are not plain vLLM's\n\n{said}\n"
     whole = {"quickest_plain": base, **facts, "figures": [each.as_json() for each in figures]}
     whole |= {
         "settings": bench.store.head["settings"],
@@ -46,9 +54,16 @@ def figures_of(bench: Bench) -> tuple[list[Figures], str]:
     """The figures of what is chosen now, and the quickest plain vLLM's name."""
     config, methods = bench.config, bench.methods
     records = [each for each in bench.store.records if each.round < config.rounds]
-    plain = [method.name for method in methods.values() if method.plain]
+    base = quickest(records, [method.name for method in methods.values() if method.plain])
+    sets, heats = [*bench.sets], [*config.temperature]
+    return summarise(records, [*methods], sets, heats, base, plain_of(bench)), base
+
+
+def plain_of(bench: Bench) -> dict[str, str | None]:
+    """By method, the plain vLLM whose outputs it should have; None: there is none."""
+    plain = [method.name for method in bench.methods.values() if method.plain]
     engines = bench.store.head["engines"]
-    plain_of = {
+    return {
         name: next(
             (
                 other
@@ -57,14 +72,9 @@ def figures_of(bench: Bench) -> tuple[list[Figures], str]:
             ),
             None,
         )
-        for name in methods
+        for name in bench.methods
         if name not in plain
     }
-    base = quickest(records, plain)
-    return (
-        summarise(records, [*methods], [*bench.sets], [*config.temperature], base, plain_of),
-        base,
-    )
 
 
 def _same_arithmetic(one: dict[str, Any] | None, other: dict[str, Any] | None) -> bool:

@@ -239,4 +239,5 @@ def _kept(reader: Reader, unit: Unit, answer: Mapping[str, Any]) -> Answer:
         draft_steps=steps,
         digests=tuple(hashlib.sha256(json.dumps(each).encode()).hexdigest()[:16] for each in ids),
         texts=() if unit.last else tuple(map(reader.tokens.said, ids)),
+        ids=() if unit.temperature else tuple(ids),
     )

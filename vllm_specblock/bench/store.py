@@ -35,6 +35,7 @@ class Answer:
         draft_ns, draft_steps: time of the drafters, and the steps it was taken over.
         digests: per question, of its token ids.
         texts: per question, where another turn follows; else empty.
+        ids: per question, its token ids, where it is greedy; else empty.
     """
 
     tokens: int
@@ -46,6 +47,7 @@ class Answer:
     draft_steps: int
     digests: tuple[str, ...]
     texts: tuple[str, ...] = ()
+    ids: tuple[list[int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -165,6 +167,10 @@ class Store:
         """Of `methods`, those that have not answered `unit` in turns with all of `plain`."""
         together = [those for those in self._together.get(unit.key(), []) if those >= {*plain}]
         return [name for name in methods if not any(name in those for those in together)]
+
+    def ids(self, unit: Unit, name: str, place: int) -> list[int]:
+        """The tokens of the method's last greedy answer to a question of `unit`."""
+        return self._known[unit.key(), name].ids[place]
 
     def answers_before(self, unit: Unit, name: str) -> list[list[str]]:
         """Per question of `unit`, what the method has answered to the turns before."""

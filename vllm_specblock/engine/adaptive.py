@@ -106,7 +106,7 @@ class AdaptiveTrees:
                 self.asleep.index_fill_(0, batch.idx_mapping, True)
             else:
                 asleep[slot] = ~self.backlog.keep(rows(), ~asleep[slot])
-                self.asleep.copy_(torch.from_numpy(asleep))
+                self.asleep.copy_(torch.from_numpy(asleep))  # a host tensor
         self.confidence[: batch.num_reqs] = 0
         # Whatever is scheduled next has no verdict.
         self.slots.accepted.index_fill_(0, batch.idx_mapping, 0)

@@ -14,6 +14,24 @@ from vllm_specblock.draft.head import CommittedRows
 from vllm_specblock.engine.slots import TreeSlots
 from vllm_specblock.triton_kernels.commit import KVCacheSet
 
+_FEW, _ROUND = 16, 8
+
+
+def rounding(rows: int, room: np.ndarray) -> np.ndarray:
+    """Rows to add so that few numbers of rows occur: every new one has a processor's products
+    prepared anew, which takes longer than themselves.
+
+    Args:
+        rows: of a step; up to 16 stay as they are.
+        room: [R] integers, rows that may be added to each request.
+
+    Returns:
+        [R], by which the rows come to a multiple of 8 where there is room for it.
+    """
+    wanted = -rows % _ROUND if rows > _FEW else 0
+    before = np.cumsum(room) - room
+    return np.clip(wanted - before, 0, room)
+
 
 class StepRows:
     """Index arithmetic over one batch of the target.
@@ -23,7 +41,8 @@ class StepRows:
     are is known on the device only, so with `pad` a request that had drafts gets D rows for
     its path (D: the deepest a path can be), the unused ones marked as padding, and every
     shape follows from what was scheduled. Without, it gets as many as it needs: for devices
-    whose memory is the host's, where looking costs nothing and rows do.
+    whose memory is the host's, where looking costs nothing and rows do. Only their sum is rounded
+    up, see `rounding`.
     """
 
     def __init__(self, batch: InputBatch, slots: TreeSlots, pad: bool):
@@ -42,8 +61,14 @@ class StepRows:
         prompt_done = batch.num_computed_prefill_tokens_np + batch.num_scheduled_tokens[:num_reqs]
         self.goes_on = put(prompt_done >= batch.prefill_len_np).bool()  # [R], has a root
         self.read_verdicts(batch.idx_mapping)
-        on_path = slots.max_depth if pad else self.accepted.numpy()  # a host tensor, not padded
-        counts = base + np.where(drafts > 0, on_path, 0)
+        drafted = drafts > 0
+        if pad:
+            counts = base + np.where(drafted, slots.max_depth, 0)
+        else:
+            accepted = self.accepted.numpy()  # a host tensor
+            counts = base + np.where(drafted, accepted, 0)
+            room = np.where(drafted, slots.max_depth - accepted, 0)
+            counts += rounding(int(counts.sum()), room)  # a host array
         self.row_start_host = [0, *np.cumsum(counts).tolist()]  # a host array
         request = np.repeat(np.arange(num_reqs), counts)
         local = np.arange(len(request)) - np.repeat(self.row_start_host[:-1], counts)

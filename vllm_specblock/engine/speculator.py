@@ -169,6 +169,18 @@ class TreeSpeculator(DraftModelSpeculator):
         self.target_caches = KVCacheSet([layer.kv_cache for layer in layers], packing)
         for head, names in zip(self.proposer.heads, self.head_layers):
             head.bind([context[name].kv_cache for name in names])
+        if self.device.type == "cpu":  # nothing will be captured
+            self._compile_kernels()
+
+    def _compile_kernels(self) -> None:
+        compile_kernels(
+            self.vllm_config,
+            self.target_layers,
+            self.proposer.heads,
+            self.num_nodes,
+            self.block_tables.input_block_tables[self.group],
+            self.target_caches,
+        )
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         full = cudagraph_mode.decode_mode() == CUDAGraphMode.FULL
@@ -194,10 +206,7 @@ class TreeSpeculator(DraftModelSpeculator):
         self.proposer.forget()
         if self.adaptive is not None:
             self.adaptive.reach.forget()
-        table = self.block_tables.input_block_tables[self.group]
-        compile_kernels(
-            self.vllm_config, self.target_layers, self.proposer.heads, self.num_nodes, table
-        )
+        self._compile_kernels()
         self.graphs.capture(self.step, self.draft_tokens)
 
     # ---- once per request ----

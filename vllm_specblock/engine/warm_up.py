@@ -10,6 +10,7 @@ from vllm.config import VllmConfig
 
 from vllm_specblock.draft.head import Head
 from vllm_specblock.tree import words_for
+from vllm_specblock.triton_kernels.commit import KVCacheSet, move_kv
 from vllm_specblock.triton_kernels.warm_up import compile_attention
 
 
@@ -19,6 +20,7 @@ def compile_kernels(
     heads: list[Head],
     num_nodes: int,
     block_table: torch.Tensor,
+    caches: KVCacheSet,
 ) -> None:
     """Launch every attention kernel of target and heads once, unless vLLM is told not to warm up.
 
@@ -26,6 +28,7 @@ def compile_kernels(
         target_layers: names of the target's attention layers, whose caches are there.
         num_nodes: N.
         block_table: [most requests, max blocks] int32, the one that batches are attended with.
+        caches: of the target.
     """
     if not config.kernel_config.enable_jit_warmup:
         return
@@ -51,3 +54,6 @@ def compile_kernels(
         )  # fmt: skip
     for head in heads:
         head.warm_up(block_table, rows)
+    if block_table.device.type == "cpu":
+        nowhere = torch.full((1, 1), -1)
+        move_kv(caches, nowhere, nowhere, nowhere >= 0)

@@ -1,32 +1,109 @@
-"""Heads of the example checkpoints, with caches of their own, without an engine."""
+"""Heads that draft on purpose what a real one would not: for the exactness of verification."""
 
 from __future__ import annotations
 
+import random
+
 import torch
-from support.engines import DRAFTER, ROOT
 
-from vllm_specblock.config import Eagle3Config, SpecBlockConfig
-from vllm_specblock.draft import checkpoint
-from vllm_specblock.draft.eagle3 import checkpoint as eagle3_checkpoint
-from vllm_specblock.draft.eagle3.head import Eagle3Head
-from vllm_specblock.draft.head import Head
-from vllm_specblock.draft.specblock import SpecBlockHead
-
-PAGE, MAX_LEN = 8, 128
+from vllm_specblock.draft.head import CommittedRows, Head
+from vllm_specblock.engine.proposal import One
+from vllm_specblock.tree import DraftTree
 
 
-def head_of(kind: str) -> tuple[Head, int]:
-    """A head of 24 nodes with room for 39 blocks in its caches, and the target's width."""
-    if kind == "eagle3":
-        drafter = eagle3_checkpoint.load(ROOT / "examples/two_heads/eagle3", dtype=torch.float32)
-        make, options, layers = Eagle3Head, Eagle3Config(), 1
-        shape, entries = drafter.config, 1
-    else:
-        drafter = checkpoint.load(DRAFTER, torch.float32, "cpu")
-        make, options, layers = SpecBlockHead, SpecBlockConfig(), 2
-        shape, entries = drafter.config, drafter.config.block_size
-    table = torch.randn(2048, shape.hidden_size, generator=torch.Generator().manual_seed(1))
-    head = make(drafter.eval(), lambda ids: table[ids], options, 24, MAX_LEN)
-    size = (40, PAGE * entries, shape.num_key_value_heads, 2 * shape.head_dim)
-    head.bind([torch.full(size, float("nan")).transpose(1, 2) for _ in range(layers)])
-    return head, shape.target_hidden_size
+class ScriptedHead(Head):
+    """Knows what will be generated, and hides it in a tree, or does not.
+
+    Args:
+        future: token ids of the prompt → ids that plain decoding generates after it.
+        kind: "scattered": the true continuation as a random path among random nodes, some of
+            them duplicate siblings; "deep": the true continuation as one chain of the greatest
+            depth; "random": random tokens, random shape; "twins": every node twice, true path
+            included; "empty": no node.
+        speculator: the engine's, asked for the requests' tokens so far.
+    """
+
+    def __init__(self, kind: str, future: dict[tuple[int, ...], list[int]], speculator, seed=0):
+        self.kind, self.future, self.speculator = kind, future, speculator
+        self.num_nodes, self.max_depth = speculator.num_nodes, speculator.max_depth
+        self.draw = random.Random(seed)
+        self.vocab = speculator.vocab_size
+
+    def advance(self, rows: CommittedRows) -> None:
+        """Has nothing to take in."""
+
+    def draft(self, requests=None) -> DraftTree:
+        drafted = [self._one(slot) for slot in self.slots.tolist()]
+        N = self.num_nodes
+        token = torch.zeros(len(drafted), N, dtype=torch.int64)
+        parent = torch.full((len(drafted), N), -1, dtype=torch.int32)
+        logprob = torch.full((len(drafted), N), float("-inf"))
+        size = torch.tensor([len(nodes) for nodes in drafted], dtype=torch.int32)
+        for request, nodes in enumerate(drafted):
+            for index, (up, what) in enumerate(nodes):
+                token[request, index], parent[request, index] = what, up
+                logprob[request, index] = -0.01 * index
+        return DraftTree.from_nodes(token, parent, logprob, size)
+
+    def _one(self, slot: int) -> list[tuple[int, int]]:
+        """(parent, token) of each node."""
+        states = self.speculator.req_states
+        length = int(states.total_len.gpu[slot])
+        prompt = int(states.prompt_len.np[slot])
+        so_far = states.all_token_ids.gpu[slot, :length].tolist()
+        known = self.future.get(tuple(so_far[:prompt]), [])
+        ahead = known[length - prompt :] if known[: length - prompt] == so_far[prompt:] else []
+        ahead = ahead[: self.max_depth]
+        if self.kind == "empty":
+            return []
+        if self.kind == "deep":
+            return list(enumerate(ahead))[: self.num_nodes]
+        if self.kind == "twins":
+            nodes, tips = [], (0, 0)
+            for what in ahead[: self.num_nodes // 2]:
+                nodes += [(tips[0], what), (tips[1], what)]
+                tips = (len(nodes) - 1, len(nodes))
+            return nodes
+        if self.kind == "random":
+            ahead = []
+        return self._scatter(ahead[: self.draw.randint(0, self.max_depth)])
+
+    def _scatter(self, path: list[int]) -> list[tuple[int, int]]:
+        nodes: list[tuple[int, int]] = []
+        depth, tip, done = [0], 0, 0
+        while len(nodes) < self.num_nodes:
+            left = self.num_nodes - len(nodes)
+            if done < len(path) and (self.draw.random() < 0.3 or left <= len(path) - done):
+                nodes.append((tip, path[done]))
+                depth.append(depth[tip] + 1)
+                tip, done = len(nodes), done + 1
+                continue
+            up = self.draw.choice([n for n, d in enumerate(depth) if d < self.max_depth])
+            what = self.draw.randrange(3, self.vocab)
+            siblings = [token for parent, token in nodes if parent == up]
+            if siblings and self.draw.random() < 0.2:
+                what = self.draw.choice(siblings)
+            nodes.append((up, what))
+            depth.append(depth[up] + 1)
+        return nodes
+
+
+def install(engine, kind: str, future: dict[tuple[int, ...], list[int]]):
+    """Put a scripted head in the engine's; returns a function that restores it."""
+    speculator = engine.speculator
+    before = speculator.proposer
+    head = ScriptedHead(kind, future, speculator)
+    head.slots = torch.zeros(0, dtype=torch.int64)
+    propose = speculator.propose
+
+    def noting(input_batch, *args, **kwargs):
+        head.slots = input_batch.idx_mapping
+        return propose(input_batch, *args, **kwargs)
+
+    speculator.proposer, speculator.propose = One(head), noting
+
+    def restore():
+        speculator.proposer = before
+        del speculator.propose
+
+    return restore

@@ -1,0 +1,91 @@
+"""Greedy answers that are not plain vLLM's: found once each, and held against bfloat16's step."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from vllm_specblock.bench import near_ties
+from vllm_specblock.bench.near_ties import Difference, differences
+from vllm_specblock.bench.results import plain_of, write_results
+from vllm_specblock.bench.run import measure
+
+
+@pytest.mark.parametrize("value", [0.37, 1.0, 1.99, 2.0, 17.3, -130.0])
+def test_a_step_is_where_torch_rounds(value):
+    there = torch.tensor(abs(value)).to(torch.bfloat16)
+    after = torch.nextafter(there, torch.tensor(1e9, dtype=torch.bfloat16))
+    assert near_ties.bfloat16_step(value) == (after - there).item()
+
+
+def test_where_answers_part():
+    assert near_ties.first_difference([1, 2, 3], [1, 5, 3]) == 1
+    assert near_ties.first_difference([1, 2], [1, 2, 3]) == 2
+
+
+def measured(make_bench, **changes):
+    bench = make_bench({"ours": {}, "other": {"shift": 7}}, **changes)
+    measure(bench, lambda _: None)
+    return bench
+
+
+def test_every_one_is_found_once(make_bench):
+    bench = measured(make_bench, rounds=2, questions=2)
+    found = differences(bench, plain_of(bench))
+    # Second turns of the chats come after other answers: there is nothing to compare.
+    assert {(each.method, each.set, each.question) for each in found} == {
+        ("other", "chats", "a"), ("other", "chats", "b"), ("other", "single", "q0"),
+        ("other", "single", "q2"),
+    }  # fmt: skip
+    assert len(found) == 4
+    for each in found:
+        assert len(each.plain) == len(each.ours) == 4
+        assert all(b - a == 7 for a, b in zip(each.plain, each.ours))
+
+
+def test_what_is_sampled_is_not_looked_at(make_bench):
+    bench = measured(make_bench, temperature=(1.0,))
+    assert differences(bench, plain_of(bench)) == []
+    assert not bench.store.records[0].answers["plain"].ids
+
+
+def test_a_run_that_goes_on_still_has_the_tokens(make_bench):
+    before = measured(make_bench, questions=1)
+    again = make_bench({"ours": {}, "other": {"shift": 7}}, questions=1)
+    assert differences(again, plain_of(again)) == differences(before, plain_of(before)) != []
+
+
+def test_the_page_says_how_close_the_tokens_were(make_bench):
+    bench = measured(make_bench, questions=1)
+    text, _ = write_results(bench)
+    assert "## Greedy answers that are not plain vLLM's" in text
+    assert "- other, single/q0: token 0: " in text
+    facts = json.loads((bench.config.out / "results.json").read_text())["near_ties"]
+    assert len(facts) == 2 and all(each["steps"] > 0 for each in facts)
+    silent = make_bench({"ours": {}, "other": {"shift": 7}}, questions=1, explain=False)
+    assert "Greedy answers" not in write_results(silent)[0]
+
+
+def test_equal_questions_are_looked_at_once(monkeypatch):
+    looks = []
+
+    def explain(target, partings):
+        looks.extend(partings)
+        return [near_ties.Parting(1, ("a", "b"), (1.0, 1.0 - 2**-9), 2**-7) for _ in partings]
+
+    monkeypatch.setattr(near_ties, "explain", explain)
+    two = [
+        Difference(name, "set", "q", [1, 2], [3, 4, 5], [3, 6, tail])
+        for name, tail in (("one", 7), ("other", 8))
+    ]
+    text, facts = near_ties.page(None, two)
+    assert len(looks) == 1 and len(facts) == 2
+    assert "| one | 1 | 1 | 0.25 steps |" in text
+
+
+def test_an_answer_that_only_goes_on_is_no_tie(monkeypatch):
+    monkeypatch.setattr(near_ties, "explain", lambda target, partings: [])
+    text, facts = near_ties.page(None, [Difference("one", "set", "q", [1], [3, 4], [3])])
+    assert "| one | 1 | 0 |" in text and facts[0]["steps"] is None
