@@ -29,8 +29,9 @@ def eagle3(folder: Path | str, **options: Any) -> dict[str, Any]:
 
 
 def alone(head: dict[str, Any], nodes: int) -> dict[str, Any]:
-    """One head with trees of `nodes` nodes."""
-    return {"method": "specblock", "num_speculative_tokens": nodes, **head}
+    """One head with trees of `nodes` nodes, all of which are verified."""
+    fixed = {"num_speculative_tokens": nodes, "enable_adaptive_verification": False}
+    return {"method": "specblock", **fixed, **head}
 
 
 def together(

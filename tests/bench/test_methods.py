@@ -60,7 +60,12 @@ def test_a_method_of_ones_own_changes_another(make_config):
         "ngram": {"base": "ngram", "speculative": {"branches": 2}},
     }
     found = methods(make_config, "wide", "deep", "ngram", define=define, nodes=7)
-    common = {"method": "specblock", "head": "ngram", "branches": 2}
+    common = {
+        "method": "specblock",
+        "enable_adaptive_verification": False,
+        "head": "ngram",
+        "branches": 2,
+    }
     assert found["ngram"].speculative == common | {"num_speculative_tokens": 7}
     assert found["deep"].speculative == common | {"num_speculative_tokens": 7, "depth": 4}
     assert found["wide"].speculative == common | {"num_speculative_tokens": 9}

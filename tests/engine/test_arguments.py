@@ -293,6 +293,21 @@ def test_lazy_routing_over_several_devices():
     )
 
 
+@pytest.mark.skipif(not current_platform.is_cpu(), reason="on a GPU nothing is adapted unasked")
+@pytest.mark.parametrize(
+    ("given", "changes", "adapts"),
+    [
+        ({}, {}, True),
+        ({"enable_adaptive_verification": False}, {}, False),
+        ({"num_speculative_tokens_per_batch_size": [[1, 8, 24]]}, {}, False),
+        ({}, {"tensor_parallel_size": 2}, False),
+    ],
+)
+def test_budgets_follow_from_costs_on_a_cpu_unless_somebody_says_otherwise(given, changes, adapts):
+    config = configure(given, **changes)
+    assert arguments.read_back(config.additional_config).adaptive == adapts
+
+
 @pytest.mark.skipif(not current_platform.is_cpu(), reason="each process of a GPU's agrees")
 def test_adaptive_verification_over_several_processes_of_a_cpu():
     refused(

@@ -18,7 +18,8 @@ _FOLDER = re.compile(r"\{([\w-]+)\}")
 
 
 def _tree(**keys: Any) -> MethodSpec:
-    return MethodSpec(speculative={"method": METHOD, **keys}, env=_V2)
+    fixed = {"method": METHOD, "enable_adaptive_verification": False}
+    return MethodSpec(speculative=fixed | keys, env=_V2)
 
 
 def _two(second: dict[str, str], **how: str) -> MethodSpec:

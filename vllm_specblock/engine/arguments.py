@@ -55,6 +55,7 @@ def translate(args: EngineArgs, target: ModelConfig, parallel: ParallelConfig) -
     check_batch(args, nodes)
     check_runner(args, parallel)
     check_target(target)
+    given.setdefault("enable_adaptive_verification", _adapts(given, parallel))
     hub = {"token": args.hf_token, "cache_dir": args.download_dir}
     plan = make_plan(given, nodes, target, hub)
     _check_ranks(plan, parallel)
@@ -78,6 +79,24 @@ def translate(args: EngineArgs, target: ModelConfig, parallel: ParallelConfig) -
         check_one_cache(args)
         args.disable_hybrid_kv_cache_manager = True
     return plan
+
+
+def _adapts(given: dict[str, Any], parallel: ParallelConfig) -> bool:
+    """Whether budgets follow from costs where nobody says so.
+
+    They do on a CPU, where every verified row takes time, and few rows are as good as free. Not
+    where somebody has said how many drafts there are to be, or how many are accepted, and not among
+    ranks, see `_check_ranks`.
+    """
+    one = current_platform.is_cpu() and parallel.tensor_parallel_size == 1
+    return one and not any(given.get(key) is not None for key in _SAYS_HOW_MANY)
+
+
+_SAYS_HOW_MANY = (
+    "num_speculative_tokens_per_batch_size",
+    "synthetic_acceptance_rates",
+    "synthetic_acceptance_length",
+)
 
 
 def _check_ranks(plan: Plan, parallel: ParallelConfig) -> None:

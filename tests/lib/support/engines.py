@@ -70,7 +70,10 @@ def _output(raw) -> Output:
 
 
 def make_engine(speculative: dict[str, Any] | None, **changes: Any) -> Engine:
-    """An engine on the example pair in float32; `speculative` adds to our request."""
+    """An engine on the example pair in float32; `speculative` adds to our request.
+
+    Trees are of a fixed size unless it says otherwise: what a step takes is chance.
+    """
     settings: dict[str, Any] = {
         "model": str(TARGET),
         "dtype": "float32",
@@ -90,6 +93,7 @@ def make_engine(speculative: dict[str, Any] | None, **changes: Any) -> Engine:
         settings["speculative_config"] = {
             "method": "specblock",
             "model": str(DRAFTER),
+            "enable_adaptive_verification": False,
             **speculative,
         }
         if speculative.get("enable_adaptive_verification") and not current_platform.is_cpu():
