@@ -63,8 +63,8 @@ class Backlog:
         Returns:
             [R] bool, whose were kept. A request whose rows were not has lost what it had.
         """
-        slots, last = rows.text_row.tolist(), rows.last.tolist()
-        first = rows.position[rows.row_start[:-1].long()].tolist()
+        slots, last = rows.text_row.tolist(), rows.last.tolist()  # a host tensor each
+        first = rows.position[rows.row_start[:-1].long()].tolist()  # a host tensor
         states = tuple(state[rows.source] for state in rows.states)
         kept = wanted.copy()
         for r, slot in enumerate(slots):
@@ -79,16 +79,19 @@ class Backlog:
 
     def catch_up(self, rows: CommittedRows) -> CommittedRows:
         """A step's rows with those before them that were kept; these are forgotten here."""
-        behind = [self.pieces.get(slot, []) for slot in rows.text_row.tolist()]
+        if not self.pieces:
+            return rows
+        slots = rows.text_row.tolist()  # a host tensor
+        behind = [self.pieces.get(slot, []) for slot in slots]
         if not any(behind):
             return rows
-        for slot in rows.text_row.tolist():
+        for slot in slots:
             self.forget(slot)
         there = (
             len(rows.states[0]) if rows.states else 0
         )  # where the next kept row goes, behind the batch's own
         kept: list[_Piece] = []
-        source, position, slot, token = [], [], [], []
+        source, position, cache_slot, token = [], [], [], []
         counts = [sum(map(len, pieces)) for pieces in behind]
         for r, (pieces, count) in enumerate(zip(behind, counts)):
             here = slice(rows.row_start_host[r], rows.row_start_host[r + 1])
@@ -98,12 +101,12 @@ class Backlog:
                 block = rows.block_table[r, place // rows.block_size].long()
                 source.append(torch.arange(there, there + count))
                 position.append(place)
-                slot.append(block * rows.block_size + place % rows.block_size)
+                cache_slot.append(block * rows.block_size + place % rows.block_size)
                 token.append(rows.text[rows.text_row[r], place + 1].long())
                 there += count
             source.append(rows.source[here])
             position.append(rows.position[here])
-            slot.append(rows.slot[here])
+            cache_slot.append(rows.slot[here])
             token.append(rows.token[here])
         added = np.cumsum(counts)
         start = np.array(rows.row_start_host) + np.concatenate(([0], added))
@@ -116,7 +119,7 @@ class Backlog:
             source=torch.cat(source),
             token=torch.cat(token),
             position=torch.cat(position),
-            slot=torch.cat(slot),
+            slot=torch.cat(cache_slot),
             row_start=torch.from_numpy(start).to(rows.row_start.dtype),
             row_start_host=start.tolist(),
             last=rows.last + torch.from_numpy(added),
