@@ -65,10 +65,11 @@ def main(
     drafter: Annotated[
         str, typer.Option(help="A drafter's folder, or ngram: the text itself is looked up.")
     ] = str(DRAFTER),
-    nodes: Annotated[int, typer.Option(help="Nodes of the draft tree.")] = 16,
-    blocks: Annotated[
-        int | None, typer.Option(help="Drafter forwards per step. Default: the plugin's.")
-    ] = None,
+    lookup: Annotated[
+        bool, typer.Option(help="Merge the drafter's trees with what the text itself says.")
+    ] = True,
+    nodes: Annotated[int, typer.Option(help="Nodes of the draft tree.")] = 12,
+    blocks: Annotated[int, typer.Option(help="Drafter forwards per step.")] = 1,
     max_tokens: Annotated[int, typer.Option(help="Of one answer.")] = 128,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16, of both engines.")] = "float32",
     eager: Annotated[bool, typer.Option("--eager", help="Compile neither engine.")] = False,
@@ -76,7 +77,7 @@ def main(
     """Compare vLLM with and without SpecBlock on SmolLM2-135M-Instruct."""
     if dtype not in ("float32", "bfloat16"):
         fail(f"--dtype is float32 or bfloat16, not {dtype}.")
-    speculative = draft_options(drafter, nodes, blocks)
+    speculative = draft_options(drafter, lookup, nodes, blocks)
     try:
         target = make_target(default_folder())
     except TargetError as error:
@@ -98,17 +99,23 @@ def fail(sentence: str) -> None:
     raise typer.Exit(1)
 
 
-def draft_options(drafter: str, nodes: int, blocks: int | None) -> dict[str, Any]:
+def draft_options(drafter: str, lookup: bool, nodes: int, blocks: int) -> dict[str, Any]:
     """vLLM's `speculative_config`."""
-    options: dict[str, Any] = {"method": "specblock", "num_speculative_tokens": nodes}
+    options: dict[str, Any] = {
+        "method": "specblock",
+        "num_speculative_tokens": nodes,
+        "enable_adaptive_verification": False,
+    }
     if drafter == "ngram":
         return options | {"head": "ngram"}
+    if lookup:
+        options |= {"second_head": {"head": "ngram"}, "head_policy": "merge"}
     if not (Path(drafter) / "config.json").exists():
         fail(
             f"there is no drafter in {drafter}: examples/smollm2/README.md says how to train one, "
             "and `--drafter ngram` shows what looking up the text itself gives."
         )
-    return options | {"model": drafter} | ({} if blocks is None else {"num_blocks": blocks})
+    return options | {"model": drafter, "num_blocks": blocks}
 
 
 def start(
@@ -214,6 +221,7 @@ class Shown(Hidden):
 
 def label(speculative: dict[str, Any]) -> str:
     head = "n-grams" if speculative.get("head") == "ngram" else "SpecBlock"
+    head += " + n-grams" if "second_head" in speculative else ""
     return f"{head} ({speculative['num_speculative_tokens']})"
 
 
@@ -222,7 +230,7 @@ def show_table(
 ) -> None:
     """Tokens per second, processor time and τ of both, and their ratios."""
     print(f"\n{platform.machine()}, {os.cpu_count()} cores, {dtype}, greedy, one request at a time")
-    print(f"{'':24}{'tokens/s':>10}{'CPU ms/token':>15}{'τ (tokens per target step)':>29}")
+    print(f"{'':32}{'tokens/s':>10}{'CPU ms/token':>15}{'τ (tokens per target step)':>29}")
     rates = []
     for name, each in zip(("vLLM", f"vLLM + {label(speculative)}"), zip(*answers)):
         tokens = sum(len(answer.ids) for answer in each)
@@ -230,7 +238,7 @@ def show_table(
         drafts, accepted = (sum(v) for v in zip(*((a.drafts, a.accepted) for a in each)))
         rates.append((wall, cpu))
         tau = 1 + accepted / max(1, drafts)
-        print(f"{name:24}{1 / wall:>10.1f}{1e3 * cpu:>15.1f}{tau:>29.2f}")
+        print(f"{name:32}{1 / wall:>10.1f}{1e3 * cpu:>15.1f}{tau:>29.2f}")
     wall, cpu = (plain / drafted for plain, drafted in zip(*rates))
     print(f"speed-up: {wall:.2f} x by the clock, {cpu:.2f} x by processor time")
 

@@ -133,8 +133,8 @@ def run(monkeypatch, tmp_path):
         monkeypatch.setattr(demo, "ask", ask)
         monkeypatch.setattr(demo, "end_all", ended.extend)
         with pytest.raises(typer.Exit) as left:
-            demo.main(**{"drafter": str(drafter), "nodes": 16, "blocks": None, "max_tokens": 8,
-                         "dtype": "float32", "eager": False, **options})  # fmt: skip
+            given = {"drafter": str(drafter), "lookup": False, "nodes": 16, "blocks": 1}
+            demo.main(**given | {"max_tokens": 8, "dtype": "float32", "eager": False} | options)
         assert len(ended) == (2 if started else 0)
         return left.value.exit_code, started
 
@@ -149,10 +149,11 @@ def test_the_table(run, capsys):
     drafted = [answer_of(ids, wall=0.25, drafts=2, accepted=3) for ids in FOUR]
     code, (target, speculative, dtype, eager) = run(plain, drafted)
     assert (code, target, dtype, eager) == (0, TARGET, "float32", False)
-    assert speculative["num_speculative_tokens"] == 16 and "num_blocks" not in speculative
+    assert speculative["num_speculative_tokens"] == 16 and "second_head" not in speculative
     lines = capsys.readouterr().out.splitlines()
-    assert "vLLM                          10.0          200.0                         1.00" in lines
-    assert "vLLM + SpecBlock (16)         20.0          100.0                         2.50" in lines
+    rows = [line.split() for line in lines]
+    assert ["vLLM", "10.0", "200.0", "1.00"] in rows
+    assert ["vLLM", "+", "SpecBlock", "(16)", "20.0", "100.0", "2.50"] in rows
     assert "speed-up: 2.00 x by the clock, 2.00 x by processor time" in lines
     assert "identical: yes (4 of 4 answers, 20 tokens in all)" in lines
     assert sum("[vLLM 0.5 s, with drafts 0.2 s: the same answer]" in line for line in lines) == 4
@@ -208,9 +209,12 @@ def test_mistakes_are_one_sentence_and_start_nothing(run, capsys, options, said)
 def test_options_become_vllms(run):
     answers = [answer_of(ids) for ids in FOUR]
     assert run(answers, answers, drafter="ngram", nodes=9)[1][1] == {
-        "method": "specblock", "num_speculative_tokens": 9, "head": "ngram"
+        "method": "specblock", "num_speculative_tokens": 9, "head": "ngram",
+        "enable_adaptive_verification": False,
     }  # fmt: skip
     assert run(answers, answers, blocks=3)[1][1]["num_blocks"] == 3
+    both = run(answers, answers, lookup=True)[1][1]
+    assert both["second_head"] == {"head": "ngram"} and both["head_policy"] == "merge"
 
 
 def test_a_missing_target_is_one_sentence(run, capsys, monkeypatch):
@@ -221,5 +225,5 @@ def test_a_missing_target_is_one_sentence(run, capsys, monkeypatch):
         patch.setattr(demo, "draft_options", lambda *given: {})
         patch.setattr(demo, "make_target", offline)
         with pytest.raises(typer.Exit):
-            demo.main(str(TARGET), 1, None, 1, "float32", False)
+            demo.main(str(TARGET), True, 1, 1, 1, "float32", False)
     assert capsys.readouterr().err == "Error: pip could not download it.\n"
