@@ -153,7 +153,7 @@ class Answering:
         return ids
 
 
-def serve(jobs: TextIO, answers: TextIO) -> None:
+def serve(jobs: TextIO, answers: TextIO, make: type[Answering] = Answering) -> None:
     """Make the engine, answer until there is no job."""
 
     def say(what: dict[str, Any]) -> None:
@@ -161,7 +161,7 @@ def serve(jobs: TextIO, answers: TextIO) -> None:
         answers.flush()
 
     try:
-        engine = Answering(json.loads(jobs.readline()))
+        engine = make(json.loads(jobs.readline()))
         say(engine.facts())
         for job in map(json.loads, jobs):
             said = (lambda *new: say({"said": new})) if job.get("stream") else None
@@ -171,10 +171,15 @@ def serve(jobs: TextIO, answers: TextIO) -> None:
         raise
 
 
-if __name__ == "__main__":
+def main(make: type[Answering] = Answering) -> None:
+    """Serve the pipe that this process was started with."""
     # What is asked to end leaves by the way that removes its temporary files.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     # Whatever prints, prints to the log: this pipe is for answers.
     with os.fdopen(os.dup(1), "w") as out:
         os.dup2(2, 1)
-        serve(sys.stdin, out)
+        serve(sys.stdin, out, make)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""Take a decode step apart: where its time goes, without us, with our runner alone, and with trees.
+
+    python benchmarks/step_parts.py --target TARGET --drafter DRAFTER --batch 1 --batch 4
+
+Engines are alive side by side, one process each, compiled as vLLM comes, and take turns round by
+round. Figures are milliseconds of a step by the clock and, in brackets, of all threads' processor
+time: what a thread spins away while it waits counts there. Steps that read prompts are among them:
+long answers (`--tokens`) make it count little.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import typer
+from sections import ORDER
+from transformers import AutoTokenizer
+
+from vllm_specblock.bench.process import EngineFailed, EngineProcess, end_all
+from vllm_specblock.bench.questions import read_questions
+from vllm_specblock.bench.table import markdown_table
+
+RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+_COMMAND = (sys.executable, "-P", str(Path(__file__).with_name("sections.py")))
+
+
+def engines_of(drafter: str | None, nodes: int) -> dict[str, tuple[str | None, dict | None]]:
+    """By name: which runner is asked for, and vLLM's `speculative_config`."""
+    trees = {"method": "specblock", "num_speculative_tokens": nodes,
+             "enable_adaptive_verification": False}  # fmt: skip
+    found: dict[str, tuple[str | None, dict | None]] = {
+        "default runner": (None, None),
+        "V2, plain": ("1", None),
+        f"n-gram tree of {nodes}": ("1", trees | {"head": "ngram"}),
+    }
+    if drafter is not None:
+        found[f"SpecBlock tree of {nodes}, M = 1"] = (
+            "1", trees | {"model": drafter, "num_blocks": 1},
+        )  # fmt: skip
+    return found
+
+
+def start(
+    target: str,
+    which: dict[str, tuple[str | None, dict | None]],
+    batch: int,
+    dtype: str,
+    eager: bool,
+    logs: Path,
+) -> dict[str, EngineProcess]:
+    """All engines, each ready and at rest."""
+    logs.mkdir(parents=True, exist_ok=True)
+    settings = {"model": target, "dtype": dtype, "max_model_len": 1024, "max_num_seqs": batch,
+                "kv_cache_memory_bytes": 512 << 20, "enable_prefix_caching": False,
+                "disable_log_stats": False, "distributed_executor_backend": "uni",
+                "enforce_eager": eager}  # fmt: skip
+    engines: dict[str, EngineProcess] = {}
+    try:
+        for number, (name, (runner, speculative)) in enumerate(which.items()):
+            environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR",
+                           RUNNER: runner}  # fmt: skip
+            arguments = settings | {"speculative_config": speculative}
+            log = logs / f"{number}.log"
+            engines[name] = EngineProcess(name, arguments, environment, log, _COMMAND)
+    except BaseException:
+        end_all(engines.values())
+        raise
+    return engines
+
+
+def take_turns(
+    engines: dict[str, EngineProcess],
+    prompts: list[list[int]],
+    tokens: int,
+    heat: float,
+    rounds: int,
+) -> dict[str, dict[str, Any]]:
+    """By engine: milliseconds of a step, section by section, and τ; medians over rounds."""
+    job = {"prompts": prompts, "seeds": [*range(len(prompts))], "temperature": heat,
+           "max_tokens": tokens, "ignore_eos": True}  # fmt: skip
+    for engine in engines.values():
+        engine.ask(job | {"max_tokens": 24})
+    said = [{name: engine.ask(job) for name, engine in engines.items()} for _ in range(rounds)]
+    return {name: summary([each[name] for each in said]) for name in engines}
+
+
+def summary(answers: list[dict[str, Any]]) -> dict[str, Any]:
+    """One engine's figures from its answers to the same job.
+
+    Returns:
+        sections: name → [milliseconds of a step by the clock, of processor time]; step: their sum;
+        steps: of an answer; tokens: of a step.
+    """
+    parts = {}
+    for section in ORDER:
+        each = [
+            [1e3 * seconds / a["steps"] for seconds in a["sections"].get(section, [0.0, 0.0])]
+            for a in answers
+        ]
+        parts[section] = [median(column) for column in zip(*each)]
+    tokens = sum(map(len, answers[0]["ids"]))
+    return {
+        "sections": parts,
+        "step": [sum(column) for column in zip(*parts.values())],
+        "steps": answers[0]["steps"],
+        "tokens": tokens / answers[0]["steps"],
+    }
+
+
+def table(found: dict[str, dict[str, Any]]) -> str:
+    """A row per section, a column per engine."""
+    base = next(iter(found.values()))["step"][0]
+    rows = [["ms of a step", *found]]
+    for section in (*ORDER, "step"):
+        cells = []
+        for each in found.values():
+            wall, cpu = each["step"] if section == "step" else each["sections"][section]
+            cells.append(f"{wall:.2f} ({cpu:.2f})" if wall or cpu else "–")
+        rows.append([section, *cells])
+    rows.append(["× the first one's step", *(f"{f['step'][0] / base:.2f}" for f in found.values())])
+    rows.append(["tokens per step", *(f"{f['tokens']:.2f}" for f in found.values())])
+    return markdown_table(rows)
+
+
+def main(
+    target: Annotated[str, typer.Option(help="Folder of the target.")],
+    questions: Annotated[Path, typer.Option(help="A .jsonl set of chat questions.")],
+    drafter: Annotated[str | None, typer.Option(help="Folder of a SpecBlock drafter.")] = None,
+    nodes: Annotated[int, typer.Option(help="Of every tree.")] = 12,
+    batch: Annotated[list[int] | None, typer.Option(help="Requests at a time; repeatable.")] = None,
+    tokens: Annotated[int, typer.Option(help="Of every answer.")] = 96,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    rounds: Annotated[int, typer.Option(help="Turns of every engine.")] = 3,
+    dtype: Annotated[str, typer.Option(help="Of target and drafter.")] = "bfloat16",
+    eager: Annotated[bool, typer.Option("--eager", help="Compile no engine.")] = False,
+    out: Annotated[Path, typer.Option(help="Folder of logs and figures.")] = Path(
+        "runs/step_parts"
+    ),
+) -> None:
+    """Print a table per batch size, and write all figures to OUT/step_parts.json."""
+    sizes = batch or [1, 4, 16]
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    chats = [[{"role": "user", "content": q.turns[0]}] for q in read_questions(questions)]
+    prompts = [
+        tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+        for chat in chats[: max(sizes)]
+    ]
+    engines: dict[str, EngineProcess] = {}
+    figures = {}
+    try:
+        which = engines_of(drafter, nodes)
+        engines = start(target, which, max(sizes), dtype, eager, out / "logs")
+        for size in sizes:
+            found = take_turns(engines, prompts[:size], tokens, temperature, rounds)
+            figures[str(size)] = found
+            print(
+                f"\nbatch {size}, T = {temperature:g}, {dtype}, {tokens} tokens, {rounds} rounds\n"
+            )
+            print(table(found), flush=True)
+    except EngineFailed as error:
+        raise SystemExit(f"Error: {error}") from None
+    finally:
+        end_all(engines.values())
+    (out / "step_parts.json").write_text(json.dumps(figures, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)
