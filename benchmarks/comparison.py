@@ -9,27 +9,25 @@ With `minutes` in the recipe a call ends after so many and asks to be called aga
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import time
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import roster
 import torch
 import typer
+from branchings import BY_RANK, ORACLE, PAPER, UNIFORM, branchings
 from pydantic import Field
 from roster import ABLATIONS, BASELINES
 from transformers import AutoConfig
 
 from vllm_specblock.cli.from_model import options_of
-from vllm_specblock.config import SpecBlockConfig
 from vllm_specblock.draft.untrained import most_frequent
 from vllm_specblock.train.config import RunConfig, TrainError, parse, read_recipe
-from vllm_specblock.train.judge.drafting import SpecBlockDraft, serving_shape, uniform_shape
+from vllm_specblock.train.judge.drafting import serving_shape
 from vllm_specblock.train.judge.evaluate import Reach, scripts_from
-from vllm_specblock.train.judge.replay import Replay, replay
+from vllm_specblock.train.judge.replay import Replay, check_steps, replay
 from vllm_specblock.train.learner import Learner, Lesson
 from vllm_specblock.train.loop import Trainer
 from vllm_specblock.train.parallel import ranks
@@ -40,13 +38,6 @@ from vllm_specblock.train.teacher.features import load_target, load_tokenizer
 from vllm_specblock.train.text.prompts import read_prompts
 from vllm_specblock.train.text.shards import replace
 
-UNIFORM = "− rank-guided branching"
-PAPER = "paper's branching"
-ORACLE = "true rank buckets"
-BY_RANK = "starts by rank"
-"""The ceiling of rank guidance: the bucket that the head should have said."""
-_UNIFORM_WIDTHS = (3, 8, 16, 32)
-_PAPERS_MAP = [2, 4, 6, 4]
 _CALIBRATION = 8  # batches that Falcon's static tree is shaped by
 _SHORTEST = 12
 
@@ -180,6 +171,7 @@ def judge(
             whole = Replay.join(
                 replay(make_draft(script), script, config.depth) for script in scripts
             )
+            check_steps(whole, config.depth)
             reach = Reach.of(whole)
             results[key] = {
                 "tau": round(reach.tau, 4),
@@ -229,15 +221,7 @@ def contestants(config: Comparison, trainer: Trainer) -> dict[str, Any]:
         found[name] = learner.draft_along
     if "specblock" in trainer.students:
         drafter = trainer.students["specblock"].spread.learner.drafter
-        shape = serving_shape(drafter, nodes=config.nodes)
-        papers = serving_shape(drafter, SpecBlockConfig(branching=_PAPERS_MAP), config.nodes)
-        trees = {PAPER: papers, UNIFORM: uniform_shape(shape)}
-        trees[BY_RANK] = dataclasses.replace(shape, starts_by_rank=True)
-        trees |= {f"{UNIFORM}, width {n}": uniform_shape(shape, n) for n in _UNIFORM_WIDTHS}
-        draft = partial(SpecBlockDraft, drafter)
-        found |= {name: partial(draft, shape=tree) for name, tree in trees.items()}
-        for name, tree in ((ORACLE, shape), (f"{PAPER}, {ORACLE}", papers)):
-            found[name] = partial(draft, shape=tree, true_buckets=True)
+        found |= {name: draft for name, draft in branchings(drafter, config.nodes).items() if name}
     return found
 
 

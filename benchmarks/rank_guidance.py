@@ -1,0 +1,104 @@
+"""Does the rank head pay? Trees whose width it sets, beside uniform ones and its own ceiling.
+
+    python benchmarks/rank_guidance.py DRAFTER --target TARGET --questions SET.jsonl
+
+The target answers chat questions at T = 0 and 1; every tree is replayed along the same answers. τ ±
+its standard error over steps, as if they were independent.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from branchings import branchings
+from tqdm import tqdm
+
+from vllm_specblock.bench.questions import read_questions, spread
+from vllm_specblock.bench.table import markdown_table
+from vllm_specblock.draft import checkpoint
+from vllm_specblock.train.judge.evaluate import Reach, scripts_from
+from vllm_specblock.train.judge.replay import Replay, check_steps, replay
+from vllm_specblock.train.learner import Script
+from vllm_specblock.train.teacher.features import load_target, load_tokenizer
+
+DEPTH = 8
+"""Tokens that must follow a root for its step to count, whatever M."""
+
+
+def answered(
+    target: Path,
+    questions: list[Path],
+    count: int,
+    tokens: int,
+    heat: float,
+    layers: tuple[int, ...],
+) -> list[Script]:
+    """The target's answers to `count` questions of each set, ready to be drafted along."""
+    tokenizer = load_tokenizer(target)
+    prompts = []
+    for path in questions:
+        for question in spread(read_questions(path), count):
+            chat = [{"role": "user", "content": question.turns[0]}]
+            ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+            prompts.append(torch.tensor(ids))
+    model = load_target(target, "bf16", torch.device("cpu"))
+    return list(scripts_from(model, prompts, tokens, temperature=heat, seed=0, layer_ids=layers))
+
+
+def measure(
+    drafter: Path, target: Path, questions: list[Path], count: int, tokens: int,
+    nodes: list[int], blocks: int,
+) -> list[dict]:  # fmt: skip
+    """A row per temperature, N and tree."""
+    model = checkpoint.load(drafter, torch.bfloat16, "cpu").eval()
+    rows = []
+    for heat in (0.0, 1.0):
+        layers = model.config.target.layer_ids
+        scripts = answered(target, questions, count, tokens, heat, layers)
+        for budget in nodes:
+            for name, make in tqdm(branchings(model, budget, blocks).items(), f"T = {heat:g}"):
+                whole = Replay.join(replay(make(script), script, DEPTH) for script in scripts)
+                check_steps(whole, DEPTH)
+                rows.append(
+                    {"T": heat, "N": budget, "tree": name or "rank-guided, as served"}
+                    | asdict(Reach.of(whole))
+                )
+    return rows
+
+
+def table(rows: list[dict]) -> str:
+    """A row per tree, a column per N and temperature."""
+    columns = list(dict.fromkeys((row["N"], row["T"]) for row in rows))
+    head = ["tree", *(f"N = {nodes}, T = {heat:g}" for nodes, heat in columns)]
+    found = {(row["tree"], row["N"], row["T"]): row for row in rows}
+    lines = [head]
+    for tree in dict.fromkeys(row["tree"] for row in rows):
+        cells = (found[tree, *column] for column in columns)
+        lines.append([tree, *(f"{cell['tau']:.3f} ± {cell['error']:.3f}" for cell in cells)])
+    return markdown_table(lines)
+
+
+def main(
+    drafter: Annotated[Path, typer.Argument(help="Folder of a SpecBlock drafter.")],
+    target: Annotated[Path, typer.Option(help="Folder of its target.")],
+    questions: Annotated[list[Path], typer.Option(help="A .jsonl set; repeatable.")],
+    count: Annotated[int, typer.Option(help="Questions of each set.")] = 2,
+    tokens: Annotated[int, typer.Option(help="Of every answer.")] = 128,
+    nodes: Annotated[list[int] | None, typer.Option(help="N; repeatable.")] = None,
+    blocks: Annotated[int, typer.Option(help="M.")] = 2,
+    out: Annotated[Path, typer.Option(help="Takes all figures.")] = Path("runs/rank_guidance.json"),
+) -> None:
+    """Print the table."""
+    rows = measure(drafter, target, questions, count, tokens, nodes or [12, 60], blocks)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(rows, indent=1, ensure_ascii=False) + "\n")
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    typer.run(main)
