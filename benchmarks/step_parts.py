@@ -1,6 +1,6 @@
 """Take a decode step apart: where its time goes, without us, with our runner alone, and with trees.
 
-    python benchmarks/step_parts.py --target TARGET --drafter DRAFTER --batch 1 --batch 4
+    python benchmarks/step_parts.py --target TARGET --questions SET.jsonl --drafter DRAFTER
 
 Engines are alive side by side, one process each, compiled as vLLM comes, and take turns round by
 round. Figures are milliseconds of a step by the clock and, in brackets, of all threads' processor
@@ -20,11 +20,11 @@ import typer
 from sections import ORDER
 from transformers import AutoTokenizer
 
+from vllm_specblock.bench.methods import RUNNER
 from vllm_specblock.bench.process import EngineFailed, EngineProcess, end_all
 from vllm_specblock.bench.questions import read_questions
 from vllm_specblock.bench.table import markdown_table
 
-RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 _COMMAND = (sys.executable, "-P", str(Path(__file__).with_name("sections.py")))
 
 

@@ -62,12 +62,12 @@ class PositionsLearner(Learner):
         """
         windows, length = lesson.batch.tokens.shape
         law = lesson.teaching.law.flatten(0, 1)
+        place = torch.arange(windows * length, device=law.device).view(windows, length)
         head = self.lm_head.weight.to(states.dtype)
         sums = []
         right = torch.ones_like(lesson.batch.counted[:, :-1])
         for k, (rows, counted, wanted) in enumerate(self.positions(states, lesson), 1):
             inside = counted.shape[1]
-            place = torch.arange(windows * length, device=law.device).view(windows, length)
             law_row = place[:, k : k + inside][counted]
             total, nats, best = loss_and_choice(self.normed(rows), head, law, law_row)
             so_far = right[:, :inside][counted]

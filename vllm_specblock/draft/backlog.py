@@ -15,7 +15,6 @@ MOST_BYTES = 256 << 20
 """Of hidden states that are kept. 75,000 tokens of a target with 576 numbers a state in 16 bits
 and a head that reads three layers; 10,000 of one with 4,096."""
 
-
 _ROW = 64
 """Bytes of a row for its own sake."""
 
@@ -23,7 +22,7 @@ _ROW = 64
 class _Piece(NamedTuple):
     """Rows of one request in one step.
 
-    states: L × [n, Ht], of all requests of that step; rows: which of them are this one's.
+    states: L × [n, Ht], of all that was kept of that step; rows: which of them are this one's.
     position: of the first.
     """
 
@@ -51,7 +50,7 @@ class Backlog:
     def forget(self, slot: int) -> None:
         """The request in `slot` is gone."""
         for piece in self.pieces.pop(slot, []):
-            self.bytes -= _bytes(piece)
+            self.bytes -= len(piece) * _row_bytes(piece.states)
 
     def keep(self, rows: CommittedRows, wanted: np.ndarray) -> np.ndarray:
         """Keep a step's rows of some requests.
@@ -65,16 +64,23 @@ class Backlog:
         """
         slots, last = rows.text_row.tolist(), rows.last.tolist()  # a host tensor each
         first = rows.position[rows.row_start[:-1].long()].tolist()  # a host tensor
-        states = tuple(state[rows.source] for state in rows.states)
-        kept = wanted.copy()
+        # Only what is kept is gathered: a piece holds its whole step's states.
+        size, kept, chosen = _row_bytes(rows.states), wanted.copy(), []
         for r, slot in enumerate(slots):
-            piece = _Piece(states, slice(rows.row_start_host[r], last[r] + 1), first[r])
-            kept[r] &= self.bytes + _bytes(piece) <= self.most_bytes
-            if not kept[r]:
+            here = range(rows.row_start_host[r], last[r] + 1)
+            kept[r] &= self.bytes + len(here) * size <= self.most_bytes
+            if kept[r]:
+                self.bytes += len(here) * size
+                chosen += here
+            else:
                 self.forget(slot)
-                continue
-            self.pieces.setdefault(slot, []).append(piece)
-            self.bytes += _bytes(piece)
+        states = tuple(state[rows.source[chosen]] for state in rows.states)
+        begin = 0
+        for r in np.flatnonzero(kept):
+            end = begin + last[r] + 1 - rows.row_start_host[r]
+            piece = _Piece(states, slice(begin, end), first[r])
+            self.pieces.setdefault(slots[r], []).append(piece)
+            begin = end
         return kept
 
     def catch_up(self, rows: CommittedRows) -> CommittedRows:
@@ -87,9 +93,8 @@ class Backlog:
             return rows
         for slot in slots:
             self.forget(slot)
-        there = (
-            len(rows.states[0]) if rows.states else 0
-        )  # where the next kept row goes, behind the batch's own
+        # Kept states go behind the batch's own.
+        there = len(rows.states[0]) if rows.states else 0
         kept: list[_Piece] = []
         source, position, cache_slot, token = [], [], [], []
         counts = [sum(map(len, pieces)) for pieces in behind]
@@ -126,5 +131,5 @@ class Backlog:
         )
 
 
-def _bytes(piece: _Piece) -> int:
-    return len(piece) * (_ROW + sum(state[0].nbytes for state in piece.states))
+def _row_bytes(states: tuple[Tensor, ...]) -> int:
+    return _ROW + sum(state[0].nbytes for state in states)
