@@ -16,8 +16,12 @@ from torch import Tensor, nn
 from vllm_specblock.draft.baselines.trunk import Trunk
 from vllm_specblock.draft.config import TargetInfo
 from vllm_specblock.draft.config_json import rope_of
+from vllm_specblock.train.attention import sdpa
 
 KeyValue = tuple[Tensor, Tensor]
+
+_ROWS_AT_ONCE = 32
+"""Rows that attend together: of their own entries they compute those of each other in vain."""
 
 
 def sizes_like(
@@ -97,7 +101,8 @@ def group_attention(
 ) -> Tensor:
     """Attention of each row's group over the prefix and over its own entries.
 
-    Plain products: a mask over all groups' entries at once would be R times as wide as `own`.
+    A mask over all groups' entries at once would be R times as wide as `own`; so some rows at a
+    time, over what of the prefix those rows see.
 
     Args:
         query: [B, R, n, nh, D].
@@ -109,16 +114,33 @@ def group_attention(
     Returns:
         [B, R, n, nh, D].
     """
-    query = query.unflatten(3, (own[0].shape[3], -1)) / math.sqrt(query.shape[-1])
-    far = torch.einsum("brnhgd,bphd->brnhgp", query, prefix[0])
-    far = far.masked_fill(~sees[:, :, None, None, None], -math.inf)
-    near = torch.einsum("brnhgd,brmhd->brnhgm", query, own[0])
-    near = near.masked_fill(~inside[:, None, None], -math.inf)
-    weight = torch.cat([far, near], dim=-1).softmax(-1).to(own[1].dtype)
-    far, near = weight.split([far.shape[-1], near.shape[-1]], dim=-1)
-    mixed = torch.einsum("brnhgp,bphd->brnhgd", far, prefix[1])
-    mixed = mixed + torch.einsum("brnhgm,brmhd->brnhgd", near, own[1])
-    return mixed.flatten(3, 4)
+    mixed = []
+    for window, groups in enumerate(query):
+        for queries, seen, *mine in zip(
+            *(
+                x.split(_ROWS_AT_ONCE)
+                for x in (groups, sees[window], own[0][window], own[1][window])
+            )
+        ):
+            columns = seen.any(0).nonzero()[:, 0].tolist()
+            span = slice(columns[0], columns[-1] + 1) if columns else slice(0, 0)
+            key, value = (
+                torch.cat([far[window, span], near.flatten(0, 1)])
+                for far, near in zip(prefix, mine)
+            )
+            mask = _additive(seen[:, span], inside, queries.dtype)
+            mixed.append(sdpa(queries.flatten(0, 1), key, value, mask))
+    return torch.cat(mixed).view(query.shape)
+
+
+def _additive(seen: Tensor, inside: Tensor, dtype: torch.dtype) -> Tensor:
+    """What is added to the scores of some rows' groups: seen [r, P], inside [n, m] ->
+    [r·n, P + r·m]."""
+    rows, (queries, entries) = len(seen), inside.shape
+    itself = torch.eye(rows, dtype=torch.bool, device=seen.device)
+    near = (itself[:, None, :, None] & inside[:, None]).reshape(rows * queries, rows * entries)
+    may = torch.cat([seen.repeat_interleave(queries, 0), near], 1)
+    return torch.zeros(may.shape, dtype=dtype, device=may.device).masked_fill(~may, -math.inf)
 
 
 def earlier_rows(document: Tensor, row: slice, stride: int = 1) -> Tensor:
