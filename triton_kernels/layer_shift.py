@@ -20,19 +20,31 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from .layers_numba import beside_previous_numba, runs_loop
 from .no_gradient import runs_kernel
 from .optional_triton import cdiv, jit, next_power_of_2, tl
 
 
 def layer_shift(
-    hidden: torch.Tensor, weight: torch.Tensor, norm: nn.RMSNorm
+    hidden: torch.Tensor, weight: torch.Tensor | nn.Module, norm: nn.RMSNorm
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Mix each block position with the one before it, and norm the result.
 
-    hidden [T, K, H] and weight [H, 2H] of one dtype; norm over H -> the shifted state and its
-    norm, both [T, K, H]. CUDA tensors go to the Triton kernels, unless a gradient is needed;
-    everything else to the torch reference.
+    CUDA tensors go to the Triton kernels, unless a gradient is needed; everything else to torch,
+    on a CPU with a loop that lays the states out.
+
+    Args:
+        hidden: [T, K, H].
+        weight: [H, 2H] of the same dtype, or a layer without a gradient that multiplies by it.
+        norm: over H.
+
+    Returns:
+        the shifted state and its norm, both [T, K, H].
     """
+    if isinstance(weight, nn.Module):
+        fused = runs_loop(hidden) and hidden.is_contiguous()
+        shifted = weight((beside_previous_numba if fused else beside_previous)(hidden))
+        return shifted, norm(shifted)
     if runs_kernel(hidden, weight):
         shifted = layer_shift_triton(hidden, weight)
         return shifted, rms_norm_triton(shifted, norm.weight, norm.eps)
@@ -42,8 +54,13 @@ def layer_shift(
 
 def layer_shift_reference(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Eq. 3 as it is written; differentiable. hidden [T, K, H], weight [H, 2H] -> [T, K, H]."""
+    return F.linear(beside_previous(hidden), weight)
+
+
+def beside_previous(hidden: torch.Tensor) -> torch.Tensor:
+    """What eq. 3 multiplies, [h[t, k]; h[t, k-1]]. hidden [T, K, H] -> [T, K, 2H]."""
     previous = torch.cat([hidden[:, :1], hidden[:, :-1]], dim=1)
-    return F.linear(torch.cat([hidden, previous], dim=-1), weight)
+    return torch.cat([hidden, previous], dim=-1)
 
 
 def layer_shift_triton(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from .layers_numba import add_norm_numba, norm_pair_numba, runs_loop
 from .no_gradient import runs_kernel
 from .optional_triton import jit, next_power_of_2, tl
 
@@ -17,8 +18,8 @@ def add_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A sum and its norm: (left[keep] + right, norm of it).
 
-    CUDA tensors of at most three dimensions go to the kernel, unless a gradient is needed;
-    everything else to the reference.
+    Tensors of at most three dimensions go to the kernel, or on a CPU to a loop, unless a gradient
+    is needed; everything else to the reference.
 
     Args:
         left: [T, ..., H].
@@ -27,9 +28,11 @@ def add_norm(
         keep: [Q] int64, which rows of `left` are meant (then both have all their dimensions);
             None: all, and Q = T.
     """
-    fused = max(left.dim(), right.dim()) <= 3 and runs_kernel(left, right, norm.weight)
-    if fused:
-        return add_norm_triton(left, right, norm.weight, norm.eps, keep)
+    if max(left.dim(), right.dim()) <= 3:
+        if runs_kernel(left, right, norm.weight):
+            return add_norm_triton(left, right, norm.weight, norm.eps, keep)
+        if runs_loop(left, right, norm.weight):
+            return add_norm_numba(left, right, norm.weight, norm.eps, keep)
     return add_norm_reference(left, right, norm, keep)
 
 
@@ -49,11 +52,14 @@ def norm_pair(
 ) -> torch.Tensor:
     """Two tensors [..., H], each normed, side by side [..., 2H].
 
-    CUDA tensors go to the kernel, unless a gradient is needed; everything else to the reference.
-    The norms have one epsilon.
+    They go to the kernel, or on a CPU to a loop, unless a gradient is needed; then to the
+    reference. The norms have one epsilon.
     """
-    if runs_kernel(left, right, left_norm.weight, right_norm.weight):
-        return norm_pair_triton(left, right, left_norm.weight, right_norm.weight, left_norm.eps)
+    weights = left_norm.weight, right_norm.weight
+    if runs_kernel(left, right, *weights):
+        return norm_pair_triton(left, right, *weights, left_norm.eps)
+    if runs_loop(left, right, *weights):
+        return norm_pair_numba(left, right, *weights, left_norm.eps)
     return norm_pair_reference(left, right, left_norm, right_norm)
 
 

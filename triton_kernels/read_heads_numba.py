@@ -54,13 +54,14 @@ def read_heads_numba(
 @njit(fastmath=_FAST)
 def _load(rows, row, start, count, scores):
     """fp32; bfloat16 comes as int16."""
+    part = rows[row, start : start + count]  # a sum as index may be negative, which takes a gather
     if rows.itemsize == 2:
         bits = scores.view(np.int32)
         for i in range(count):
-            bits[i] = np.int32(rows[row, start + i]) << np.int32(16)
+            bits[i] = np.int32(part[i]) << np.int32(16)
     else:
         for i in range(count):
-            scores[i] = rows[row, start + i]
+            scores[i] = part[i]
 
 
 @njit(fastmath=_FAST)

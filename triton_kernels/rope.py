@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from .layers_numba import rotate_pair_numba
 from .optional_triton import cdiv, jit, next_power_of_2, tl
 
 
@@ -22,7 +23,7 @@ class Rope(NamedTuple):
         base: [T] int64.
         turn: [D] float32, radians per position; the first half are the second half's negatives,
             since sin is odd and cos even: the minus of the rotation sits in sin.
-        table: cos and sin of the angles, each [T, K, 1, D]; None where the kernel rotates.
+        table: cos and sin of the angles, each [T, K, 1, D]; None where a kernel or a loop rotates.
     """
 
     base: torch.Tensor
@@ -46,12 +47,16 @@ def rotate_pair(
     Args:
         query: [Q, ..., heads, D].
         key: [T, ..., kv heads, D], all of one dtype.
-        rope: T·K positions in all; with a table the reference runs, without one the kernel.
+        rope: T·K positions in all; with a table the reference runs, without one the kernel, or on a
+            CPU a loop.
         keep: [Q] int64, whose queries they are of T rows; None: everybody's, and Q = T.
         norms: those of Qwen3.
     """
-    rotate = rotate_pair_triton if rope.table is None else rotate_pair_reference
-    return rotate(query, key, rope, keep, norms)
+    if rope.table is not None:
+        return rotate_pair_reference(query, key, rope, keep, norms)
+    if key.is_cuda:
+        return rotate_pair_triton(query, key, rope, keep, norms)
+    return rotate_pair_numba(query, key, rope.base, rope.turn, keep, norms)
 
 
 def rotate_pair_reference(

@@ -1,4 +1,4 @@
-"""One launch teaches what the torch description of it teaches."""
+"""One launch, or one loop on a CPU, teaches what the torch description of it teaches."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.verdicts import DEPTH, SPARE_SLOTS, verified_of
+from vllm_specblock.triton_kernels import optional_numba
+from vllm_specblock.triton_kernels.learn_sharpness_numba import (
+    learn_sharpness_numba,
+    sharpness_numba,
+)
 
 from vllm_specblock.draft.sharpness import (
     MEMORY,
@@ -40,8 +45,23 @@ def some_requests(count: int, seed: int) -> list[SimpleNamespace]:
     return requests
 
 
-def launch_of(kernels, sharpness, verified, head):
-    kernels.load("learn_sharpness").learn_sharpness_triton(
+@pytest.fixture(params=["kernel", "loop"])
+def form(request, kernels, monkeypatch):
+    """What learns, what says β, and where; the other side, on the CPU, is torch."""
+    available = optional_numba.AVAILABLE
+    monkeypatch.setattr(optional_numba, "AVAILABLE", False)
+    if request.param == "loop":
+        if not available:
+            pytest.skip("Numba is not installed")
+        return SimpleNamespace(learn=learn_sharpness_numba, of=sharpness_numba, device="cpu")
+    found = kernels.load("learn_sharpness")
+    return SimpleNamespace(
+        learn=found.learn_sharpness_triton, of=found.sharpness_triton, device=kernels.device
+    )
+
+
+def launch_of(form, sharpness, verified, head):
+    form.learn(
         sharpness.log, sharpness.trees, head, verified, sharpness._limits, PRIOR, MEMORY,
         sharpness.own, sharpness.own_trees, OWN_RANGE, OWN_PRIOR, OWN_MEMORY,
     )  # fmt: skip
@@ -51,16 +71,16 @@ def launch_of(kernels, sharpness, verified, head):
 @pytest.mark.parametrize("count", [1, 3, 7, 300])
 @pytest.mark.parametrize("head", [0, 1])
 @pytest.mark.parametrize("apart", [True, False])
-def test_as_torch_learns(kernels, count, head, apart):
+def test_as_torch_learns(form, count, head, apart):
     slots = count + SPARE_SLOTS if apart else 0
-    mine, theirs = Sharpness(kernels.device, slots), Sharpness("cpu", slots)
+    mine, theirs = Sharpness(form.device, slots), Sharpness("cpu", slots)
     for step in range(4):
         requests = some_requests(count, seed=10 * count + step)
         torch.manual_seed(step)
         verified = verified_of(requests)
         theirs.learn_from(verified, head)
         torch.manual_seed(step)
-        launch_of(kernels, mine, verified_of(requests, kernels.device), head)
+        launch_of(form, mine, verified_of(requests, form.device), head)
         torch.testing.assert_close(mine.log.cpu(), theirs.log, atol=1e-6, rtol=1e-5)
         assert mine.trees.tolist() == theirs.trees.tolist()
         torch.testing.assert_close(mine.own.cpu(), theirs.own, atol=1e-6, rtol=1e-5)
@@ -71,20 +91,20 @@ def test_as_torch_learns(kernels, count, head, apart):
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 300])
-def test_as_torch_says(kernels, count):
+def test_as_torch_says(form, count):
     """β at temperature 0, below where both meet, and above."""
     sharpness = Sharpness("cpu", count + 1)
     sharpness.own.copy_(torch.linspace(-1, 1, count + 1))
     sharpness.log.copy_(torch.tensor([0.7, -0.2]))
     heat = torch.tensor([0.0, 1.3, 0.05, 0.4, 0.9]).repeat(count // 5 + 1)[:count]
-    table = torch.full((count, 3), float("nan"), device=kernels.device)
+    table = torch.full((count, 3), float("nan"), device=form.device)
     table[:, 1] = heat
-    beta = kernels.load("learn_sharpness").sharpness_triton
-    log, own = sharpness.log.to(kernels.device), sharpness.own.to(kernels.device)
+    beta = form.of
+    log, own = sharpness.log.to(form.device), sharpness.own.to(form.device)
     slot = torch.randperm(count + 1)[:count]
-    columns = torch.stack([slot - 9, slot, slot + 9], 1).to(kernels.device)
-    for given in (heat.to(kernels.device), table[:, 1]):
-        for where in (None, slot.int().to(kernels.device), columns[:, 1]):
+    columns = torch.stack([slot - 9, slot, slot + 9], 1).to(form.device)
+    for given in (heat.to(form.device), table[:, 1]):
+        for where in (None, slot.int().to(form.device), columns[:, 1]):
             found = beta(log, given, own, where).cpu()
             wanted = sharpness.of(heat, None if where is None else slot)
             assert found.dtype == torch.float32
@@ -93,15 +113,15 @@ def test_as_torch_says(kernels, count):
 
 
 @pytest.mark.parametrize("accepted", [0, DEPTH])
-def test_limits(kernels, accepted):
+def test_limits(form, accepted):
     """A head that is always, or never, right: the end of the range, and no further."""
-    sharpness, other = Sharpness(kernels.device), Sharpness("cpu")
+    sharpness, other = Sharpness(form.device), Sharpness("cpu")
     sharpness._limits = other._limits = (0.1, 0.5)
     one = {"origin": [1] * DEPTH, "run": DEPTH, "accepted": accepted, "chance": [0.5] * DEPTH}
     requests = [SimpleNamespace(**one, heat=heat) for heat in [0.0, 1.5] * 40]
     for _ in range(3):
-        verified = verified_of(requests, kernels.device)
-        launch_of(kernels, sharpness, verified, 0)
+        verified = verified_of(requests, form.device)
+        launch_of(form, sharpness, verified, 0)
         other.learn_from(verified_of(requests), 0)
     end = 0.5 if accepted else 0.1
     assert sharpness.log.tolist() == pytest.approx([end, end])

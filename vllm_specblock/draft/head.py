@@ -11,6 +11,7 @@ import torch
 from vllm_specblock.draft.sharpness import Sharpness
 from vllm_specblock.tree import DraftTree
 from vllm_specblock.triton_kernels.gather_states import gather_states_triton
+from vllm_specblock.triton_kernels.layers_numba import gather_states_numba, runs_loop
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,8 @@ class CommittedRows:
         states = [self.states[layer] for layer in layers]
         if self.source.is_cuda:
             return gather_states_triton(states, self.source)
+        if runs_loop(*states):
+            return gather_states_numba(states, self.source)
         return torch.cat([state[self.source] for state in states], dim=-1)
 
 

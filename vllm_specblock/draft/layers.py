@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vllm_specblock.draft.linear import Stacked, add_linear
+from vllm_specblock.draft.linear import PackedLinear, Stacked, add_linear
+from vllm_specblock.triton_kernels.layers_numba import rms_norm_numba, runs_loop
 from vllm_specblock.triton_kernels.rope import Rope, rotate_pair
 from vllm_specblock.triton_kernels.silu_mul import silu_mul
 
@@ -53,6 +54,8 @@ class RMSNorm(nn.RMSNorm):
         return self._norm(x)
 
     def _norm(self, x: Tensor) -> Tensor:
+        if runs_loop(x, self.weight) and x.is_contiguous():
+            return rms_norm_numba(x, self.weight, self.eps)
         return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
@@ -102,6 +105,9 @@ class Attention(nn.Module):
             return self.q_proj(asking), self.k_proj(normed), self.v_proj(normed)
         if keep is None:
             return self.qkv(normed)
+        if isinstance(self.qkv.product, PackedLinear):  # only whole: once is cheaper than twice
+            query, key, value = self.qkv(normed)
+            return query[keep], key, value
         return *self.qkv(asking, slice(0, 1)), *self.qkv(normed, slice(1, 3))
 
 

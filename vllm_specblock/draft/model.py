@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from vllm_specblock.draft.config import TOP_LOGPROBS, DrafterConfig
 from vllm_specblock.draft.layers import MLP, Attention, RMSNorm
+from vllm_specblock.draft.linear import PackedLinear
 from vllm_specblock.draft.rope import Rotary
 from vllm_specblock.triton_kernels.layer_shift import layer_shift
 from vllm_specblock.triton_kernels.norms import add_norm, norm_pair
@@ -94,9 +95,11 @@ class SpecBlockDrafter(nn.Module):
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
             if index and self.config.layer_shift:
-                # The cast only matters under autocast: the kernel wants one dtype.
-                weight = self.shift_proj[index - 1].weight.to(hidden.dtype)
-                hidden, normed = layer_shift(hidden, weight, layer.input_layernorm)
+                shift = self.shift_proj[index - 1]
+                if not isinstance(shift, PackedLinear):
+                    # The cast only matters under autocast: the kernel wants one dtype.
+                    shift = shift.weight.to(hidden.dtype)
+                hidden, normed = layer_shift(hidden, shift, layer.input_layernorm)
             kept = keep if index == last else None
             hidden, normed = layer(index, hidden, rope, attend, kept, normed), None
         return hidden

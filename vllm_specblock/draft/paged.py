@@ -23,6 +23,8 @@ from vllm_specblock.draft.head import CommittedRows
 from vllm_specblock.draft.parts import MOST
 from vllm_specblock.triton_kernels.block_sight import LaterSight, later_sight_triton
 from vllm_specblock.triton_kernels.first_sight import FirstSight, first_sight_triton
+from vllm_specblock.triton_kernels.first_sight_numba import first_sight_numba
+from vllm_specblock.triton_kernels.optional_numba import takes
 from vllm_specblock.triton_kernels.packed import PackedQueries, packing_on_cpu
 from vllm_specblock.triton_kernels.warm_up import compile_attention
 
@@ -146,10 +148,11 @@ class BlockSight:
             the attention, and [T] int64: RoPE's position of each row's first.
         """
         K, table, size = self.K, rows.block_table, rows.block_size * self.K
+        where = rows.position, rows.slot, rows.row_start, rows.last
         if self.fused:
-            sight = first_sight_triton(
-                rows.position, rows.slot, rows.row_start, rows.last, K, self.own.shape[-1]
-            )
+            sight = first_sight_triton(*where, K, self.own.shape[-1])
+        elif takes(rows.position):
+            sight = first_sight_numba(*where, K, self.own.shape[-1])
         else:
             sight = self._first(rows)
         num_requests = len(rows.row_start_host) - 1

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from vllm_specblock.draft.config import DrafterConfig, rope_type
+from vllm_specblock.triton_kernels.layers_numba import loops_take
 from vllm_specblock.triton_kernels.rope import Rope
 
 
@@ -43,8 +44,8 @@ class Rotary(nn.Module):
 
         dtype: of the states that will be turned.
         """
-        by_kernel = base.is_cuda and not torch.is_grad_enabled()
-        return Rope(base, self.turn, None if by_kernel else self.table(base, dtype))
+        fused = not torch.is_grad_enabled() and (base.is_cuda or loops_take(base, dtype))
+        return Rope(base, self.turn, None if fused else self.table(base, dtype))
 
     def table(self, base: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """base [T] int64 -> cos and signed sin, each [T, K, 1, D]."""

@@ -13,9 +13,10 @@ from vllm_specblock.draft.linear import Fp8Linear, PackedLinear
 Quantization = Literal["fp8"]
 
 
-KEPT = ("shift_proj", "rank_head")
-"""Modules whose weights stay as they are: those of the first go to a kernel of their own, those of
-the second are few and decide."""
+KEPT = ("rank_head",)
+"""Modules whose weights stay as they are: they are few and decide."""
+KERNELS = ("shift_proj",)
+"""Modules whose weights go to a kernel of their own, which takes no 8 bits."""
 
 
 @torch.no_grad()
@@ -33,19 +34,23 @@ def prepare(drafter: nn.Module, quantization: Quantization | None) -> nn.Module:
     for module in [module for module in drafter.modules() if hasattr(module, "fold")]:
         module.fold()
     if quantization == "fp8":
-        _replace(drafter, Fp8Linear)
+        _replace(drafter, Fp8Linear, KEPT + KERNELS)
     else:
         _replace(
-            drafter, lambda linear: PackedLinear(linear) if PackedLinear.takes(linear) else linear
+            drafter,
+            lambda linear: PackedLinear(linear) if PackedLinear.takes(linear) else linear,
+            KEPT,
         )
     return drafter
 
 
-def _replace(module: nn.Module, make: Callable[[nn.Linear], nn.Module]) -> None:
+def _replace(
+    module: nn.Module, make: Callable[[nn.Linear], nn.Module], kept: tuple[str, ...]
+) -> None:
     for name, child in module.named_children():
-        if name in KEPT:
+        if name in kept:
             continue
         if isinstance(child, nn.Linear):
             setattr(module, name, make(child))
         else:
-            _replace(child, make)
+            _replace(child, make, kept)

@@ -15,6 +15,11 @@ import math
 import torch
 
 from vllm_specblock.triton_kernels.learn_sharpness import learn_sharpness_triton, sharpness_triton
+from vllm_specblock.triton_kernels.learn_sharpness_numba import (
+    learn_sharpness_numba,
+    sharpness_numba,
+)
+from vllm_specblock.triton_kernels.optional_numba import takes
 from vllm_specblock.verify.verified import Verified
 
 GREEDY, SAMPLING = 1.5, 1.0
@@ -94,15 +99,21 @@ class Sharpness:
             slot = None
         if self.log.is_cuda:
             return sharpness_triton(self.log, temperature, self.own, slot)
+        if takes(self.log):
+            return sharpness_numba(self.log, temperature, self.own, slot)
         greedy, sampling = self.log.exp().unbind()
         usual = torch.minimum(greedy, sampling / temperature)  # infinite at temperature 0
         return usual if slot is None else usual * self.own[slot].exp()
 
     def learn_from(self, verified: Verified, head: int) -> None:
         """Take note of the verdicts on a step's trees, by the nodes of a head (0 or 1)."""
-        if not self.log.is_cuda:
+        if self.log.is_cuda:
+            launch = learn_sharpness_triton
+        elif takes(self.log):
+            launch = learn_sharpness_numba
+        else:
             return self.learn(verified.temperature, *verified.of_head(head), verified.slot)
-        learn_sharpness_triton(
+        launch(
             self.log, self.trees, head, verified, self._limits, PRIOR, MEMORY, self.own,
             self.own_trees, OWN_RANGE, OWN_PRIOR, OWN_MEMORY,
         )  # fmt: skip

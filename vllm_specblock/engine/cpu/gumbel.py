@@ -94,13 +94,14 @@ def state_of(seed, position):
 @njit(fastmath=_FAST)
 def _load(flat, start, count, scores):
     """fp32 scores; bfloat16 comes as int16."""
+    part = flat[start : start + count]  # a sum as index may be negative, which takes a gather
     if flat.itemsize == 2:
         bits = scores.view(np.int32)
         for i in range(count):
-            bits[i] = np.int32(flat[start + i]) << np.int32(16)
+            bits[i] = np.int32(part[i]) << np.int32(16)
     else:
         for i in range(count):
-            scores[i] = flat[start + i]
+            scores[i] = part[i]
 
 
 @njit
