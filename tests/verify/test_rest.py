@@ -83,6 +83,16 @@ def test_trees_that_were_seen_last_count_most():
     assert rest.usual == pytest.approx([0.3, 0.1], abs=0.02)
 
 
+def test_a_handful_of_steps_is_enough_to_rest_for_the_first_time():
+    """Nothing is known at first: the prior must not outweigh what is seen."""
+    rest, steps = Rest(12), 0
+    while not rest.resting:
+        rest.learn(np.full((8, 12), 0.05))
+        rest.decide(8, 0.3, flat_until(16))
+        steps += 1
+    assert _PATIENCE <= steps <= 3 * _PATIENCE
+
+
 def probed(survival, steps=3000):
     """Decisions of an engine at rest whose trees would be worth `survival`."""
     rest = Rest(2, probes=True)

@@ -28,8 +28,9 @@ class Rest:
 
     Attributes:
         resting: now.
-        usual: [N] float, the survival of a tree's nodes, best first, of a request on average;
-            older steps count less.
+        usual: [N] float, the survival of a tree's nodes, best first, of a request on average: of
+            all steps at first, beside one in which every node was accepted; later older steps
+            count less.
 
     Args:
         num_nodes: N.
@@ -42,14 +43,16 @@ class Rest:
         self.resting = False
         self.usual = np.ones(num_nodes)
         self.probes, self.decay = probes, decay
-        self._slower = 0
+        self._slower, self._learned = 0, 0
         self._rested, self._wait = 0, _PROBE_AFTER
         self._probing = 0  # steps that are still to be drafted for, whatever is known
 
     def learn(self, survival: np.ndarray) -> None:
         """Take note of trees that stand to be verified: survival [R, N], descending by row."""
         if len(survival):
-            decay = _PROBE_DECAY if self._probing else self.decay
+            self._learned += 1
+            mean = self._learned / (1 + self._learned)
+            decay = min(mean, _PROBE_DECAY if self._probing else self.decay)
             self.usual = decay * self.usual + (1 - decay) * survival.mean(axis=0)
 
     def decide(self, num_requests: int, draft_cost: float, verify_cost: np.ndarray) -> bool:
