@@ -27,9 +27,9 @@ that it agrees in, those drafted before included. With the votes V of all that s
 that agree up to there, a token gets the probability V / P · V / (V + 1).
 
 Fitted by the likelihood of what came next, in held-out source code by a small model's tokens and
-by words, and in the model's greedy answers (benchmarks/RESULTS.md). Votes that grow as a power
-beat exponential ones; ⁴√r makes up for occurrences that are copies of each other; and V / (V + 1)
-does better than one vote for none of them, V / (P + 1), which trusts the odd ones out too much.
+by words, and in the model's greedy answers. Votes that grow as a power beat exponential ones; ⁴√r
+makes up for occurrences that are copies of each other; and V / (V + 1) does better than one vote
+for none of them, V / (P + 1), which trusts the odd ones out too much.
 """
 
 _VOTES, _NATS = 4096, 1024
