@@ -4,7 +4,8 @@ the same order, and is judged by the same replay. Tables 1 and 2 of the paper, i
     python benchmarks/comparison.py examples/tiny_pair/comparison.yaml
 
 Training, then one replay per drafter and temperature; each stage goes on where it was stopped.
-With `minutes` in the recipe a call ends after so many and asks to be called again.
+With `minutes` in the recipe a call ends after so many and asks to be called again. With `--after
+OUT` the drafters of a run that has ended learn on, over a rate that falls anew.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from vllm_specblock.train.judge.drafting import serving_shape
 from vllm_specblock.train.judge.evaluate import Reach, scripts_from
 from vllm_specblock.train.judge.replay import Replay, check_steps, replay
 from vllm_specblock.train.learner import Learner, Lesson
-from vllm_specblock.train.loop import Trainer
+from vllm_specblock.train.loop import STATE_DIR, Trainer
 from vllm_specblock.train.parallel import ranks
 from vllm_specblock.train.run import Ground, folded_head, make_teacher, prepare, scripts_of
 from vllm_specblock.train.specblock import Recipe, SpecBlockLearner
@@ -55,6 +56,11 @@ class Comparison(RunConfig):
     )
     rank_from: int = Field(default=2000, ge=0, description="First update with the rank loss.")
     loss_floor: float = Field(default=0.25, ge=0, le=1, description="See `specblock train`.")
+    after: Path | None = Field(
+        default=None,
+        description="OUT of another comparison: its drafters are where these begin. Give another "
+        "--seed, for another order of the data.",
+    )
     prompts: Path = Field(description=".jsonl of prompts that the drafters are judged on.")
     num_prompts: int = Field(default=24, ge=1, description="How many of them.")
     new_tokens: int = Field(default=160, ge=16, description="Tokens of the target per prompt.")
@@ -83,6 +89,8 @@ def compare(
         ground = prepare(config, device, _SHORTEST)
         common = footing(config, ground)
         learners = {name: roster.make(name, common) for name in config.names}
+        if config.after is not None:
+            begin_as(learners, config.after)
         teacher = make_teacher(config, ground, common.t2d, device)
         trainer = Trainer(
             config,
@@ -119,6 +127,25 @@ def footing(config: Comparison, ground: Ground) -> roster.Ground:
         config.seed,
         {"intermediate_size": config.intermediate_size} if config.intermediate_size else {},
     )
+
+
+def begin_as(learners: dict[str, Learner], before: Path) -> None:
+    """Give learners the weights that those of the same names had in the comparison in `before`.
+
+    Raises:
+        TrainError: there is none, or somebody did not take part, or had other sizes.
+    """
+    path = before / STATE_DIR / "state.pt"
+    if not path.exists():
+        raise TrainError(f"There is no {path}: --after wants the --out of another comparison.")
+    students = torch.load(path, map_location="cpu", weights_only=True)["students"]
+    for name, learner in learners.items():
+        if name not in students:
+            raise TrainError(f"{path} holds {', '.join(students)}, and no {name}.")
+        try:
+            learner.load_state_dict(students[name]["model"])
+        except RuntimeError as error:
+            raise TrainError(f"{name} of {path} has other sizes: {error}") from None
 
 
 @torch.no_grad()

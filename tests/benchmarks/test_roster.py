@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import roster
 import torch
-from comparison import ORACLE, PAPER, UNIFORM, Comparison, contestants, footing, table
+from comparison import ORACLE, PAPER, UNIFORM, Comparison, begin_as, contestants, footing, table
 from support.training import write_pair
 
 from vllm_specblock.train.config import TrainError, parse
@@ -46,6 +46,29 @@ def test_studies_change_what_they_say(common):
     assert torch.equal(heads[0], ground.folded) and not torch.equal(*heads)
     with pytest.raises(TrainError, match=r"there are specblock, .*, loss floor 0, "):
         roster.make("nobody", ground)
+
+
+def test_drafters_of_another_run_learn_on(common, tmp_path):
+    _, ground = common
+    names = ["specblock", "Medusa"]
+    learned = {name: roster.make(name, ground) for name in names}
+    for learner in learned.values():
+        for weight in learner.parameters():
+            weight.data.add_(1.0)
+    (tmp_path / "training").mkdir()
+    torch.save(
+        {"students": {name: {"model": each.state_dict()} for name, each in learned.items()}},
+        tmp_path / "training/state.pt",
+    )
+    again = {name: roster.make(name, ground) for name in names}
+    begin_as(again, tmp_path)
+    for name in names:
+        for key, value in learned[name].state_dict().items():
+            assert torch.equal(again[name].state_dict()[key], value)
+    with pytest.raises(TrainError, match="holds specblock, Medusa, and no EAGLE-3"):
+        begin_as({"EAGLE-3": roster.make("EAGLE-3", ground)}, tmp_path)
+    with pytest.raises(TrainError, match=r"There is no .*: --after wants"):
+        begin_as(again, tmp_path / "nowhere")
 
 
 def test_other_trees_are_shown_with_their_drafter(common):
