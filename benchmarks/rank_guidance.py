@@ -25,6 +25,7 @@ from vllm_specblock.train.judge.evaluate import Reach, scripts_from
 from vllm_specblock.train.judge.replay import Replay, check_steps, replay
 from vllm_specblock.train.learner import Script
 from vllm_specblock.train.teacher.features import load_target, load_tokenizer
+from vllm_specblock.train.text.prompts import prompt_ids
 
 DEPTH = 8
 """Tokens that must follow a root for its step to count, whatever M."""
@@ -43,9 +44,7 @@ def answered(
     prompts = []
     for path in questions:
         for question in spread(read_questions(path), count):
-            chat = [{"role": "user", "content": question.turns[0]}]
-            ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
-            prompts.append(torch.tensor(ids))
+            prompts.append(torch.tensor(prompt_ids(question.turns[0], tokenizer, chat=True)))
     model = load_target(target, "bf16", torch.device("cpu"))
     return list(scripts_from(model, prompts, tokens, temperature=heat, seed=0, layer_ids=layers))
 

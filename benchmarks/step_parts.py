@@ -24,6 +24,7 @@ from vllm_specblock.bench.methods import RUNNER
 from vllm_specblock.bench.process import EngineFailed, EngineProcess, end_all
 from vllm_specblock.bench.questions import read_questions
 from vllm_specblock.bench.table import markdown_table
+from vllm_specblock.train.text.prompts import prompt_ids
 
 _COMMAND = (sys.executable, "-P", str(Path(__file__).with_name("sections.py")))
 
@@ -144,10 +145,9 @@ def main(
     """Print a table per batch size, and write all figures to OUT/step_parts.json."""
     sizes = batch or [1, 4, 16]
     tokenizer = AutoTokenizer.from_pretrained(target)
-    chats = [[{"role": "user", "content": q.turns[0]}] for q in read_questions(questions)]
     prompts = [
-        tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
-        for chat in chats[: max(sizes)]
+        prompt_ids(question.turns[0], tokenizer, chat=True)
+        for question in read_questions(questions)[: max(sizes)]
     ]
     engines: dict[str, EngineProcess] = {}
     figures = {}
