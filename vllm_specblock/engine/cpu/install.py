@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from vllm_specblock.engine.cpu import compile_cache
 from vllm_specblock.engine.cpu.batches import slot_mapping
 from vllm_specblock.engine.cpu.kernels import KERNELS
 from vllm_specblock.engine.cpu.top_k_top_p import apply_top_k_top_p
@@ -31,6 +32,7 @@ def install() -> None:
     patch(BlockTables, "gather_block_tables", lambda original: _gather_block_tables)
     patch(BlockTables, "compute_slot_mappings", lambda original: _compute_slot_mappings)
     patch(FusedStagedWriter, "apply", lambda original: _apply_staged_writes)
+    compile_cache.install()
     _accept_custom_attention()
 
 
