@@ -26,6 +26,27 @@ class FirstSight(NamedTuple):
     kept_prefix: torch.Tensor  # [R·K] int32
     base: torch.Tensor  # [T] int64, RoPE's position of each row's first
 
+    @classmethod
+    def room(
+        cls, rows: int, requests: int, block_size: int, num_words: int, device: torch.device
+    ) -> FirstSight:
+        """Tensors of T rows and R requests to be written to; block_size: K, num_words: W."""
+        cells = rows * block_size
+
+        def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        return cls(
+            entry=empty(rows, block_size, dtype=torch.int64),
+            query_start=empty(requests + 1),
+            prefix_len=empty(cells),
+            words=empty(cells, num_words, dtype=torch.int64),
+            ends=empty(requests),
+            kept_start=empty(requests + 1),
+            kept_prefix=empty(requests * block_size),
+            base=empty(rows, dtype=torch.int64),
+        )
+
 
 def first_sight_triton(
     position: torch.Tensor,
@@ -45,19 +66,7 @@ def first_sight_triton(
     rows, requests, device = len(position), len(last), position.device
     cells = rows * block_size
 
-    def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=device)
-
-    sight = FirstSight(
-        entry=empty(rows, block_size, dtype=torch.int64),
-        query_start=empty(requests + 1),
-        prefix_len=empty(cells),
-        words=empty(cells, num_words, dtype=torch.int64),
-        ends=empty(requests),
-        kept_start=empty(requests + 1),
-        kept_prefix=empty(requests * block_size),
-        base=empty(rows, dtype=torch.int64),
-    )
+    sight = FirstSight.room(rows, requests, block_size, num_words, device)
     most = max(cells, requests * block_size, requests + 1)
     _first_sight_kernel[(cdiv(most, _CELLS),)](
         position, position.stride(0), slot, slot.stride(0), row_start, row_start.stride(0),

@@ -17,22 +17,8 @@ def first_sight_numba(
     num_words: int,
 ) -> FirstSight:
     """Arguments as `first_sight_triton` has them."""
-    rows, requests = len(position), len(last)
-    cells = rows * block_size
-
-    def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype)
-
-    sight = FirstSight(
-        entry=empty(rows, block_size, dtype=torch.int64),
-        query_start=empty(requests + 1),
-        prefix_len=empty(cells),
-        words=torch.zeros(cells, num_words, dtype=torch.int64),
-        ends=empty(requests),
-        kept_start=empty(requests + 1),
-        kept_prefix=empty(requests * block_size),
-        base=empty(rows, dtype=torch.int64),
-    )
+    sight = FirstSight.room(len(position), len(last), block_size, num_words, position.device)
+    sight.words.zero_()
     _first_sight(
         *(x.contiguous().numpy() for x in (position, slot, row_start, last)), block_size,
         sight.entry.numpy(), sight.query_start.numpy(), sight.prefix_len.numpy(),
