@@ -27,6 +27,17 @@ def _count_splits(
 
 
 @jit
+def _in_other_form(query_start, whole_from, WHOLE: tl.constexpr):
+    """Whether the launch in the other form serves the batch.
+
+    One program reads all splits (WHOLE) where `whole_from` requests are there or more. Those that
+    are not come last, without rows.
+    """
+    many = tl.load(query_start + whole_from) > tl.load(query_start + whole_from - 1)
+    return many != WHOLE
+
+
+@jit
 def _fold(top, total, acc, part_top, part_total, part):
     """Add the state of one split to the state of those before it.
 
@@ -92,6 +103,7 @@ def _fold_splits_kernel(
     max_seq_len,
     above,
     up_to,
+    whole_from,
     slots,
     out_token_stride,
     out_head_stride,
@@ -116,6 +128,9 @@ def _fold_splits_kernel(
     row = tl.program_id(0) * FOLD_ROWS + tl.arange(0, FOLD_ROWS)
     if (num_rows <= above) | (num_rows > up_to) | (tl.program_id(0) * FOLD_ROWS >= num_rows):
         return
+    if whole_from is not None:  # noqa: SIM102 (known to the compiler, which the other is not)
+        if _in_other_form(query_start, whole_from, False):
+            return
     tiles = (num_rows + BLOCK_M - 1) // BLOCK_M
     bound = tl.minimum(tl.load(seq_len + request), max_seq_len)
     splits = _count_splits(bound, tiles, KV_HEADS, PROGRAMS, MAX_SPLITS, SPLIT_ENTRIES)
@@ -127,7 +142,8 @@ def _fold_splits_kernel(
     total = tl.full([FOLD_ROWS], 0.0, tl.float32)
     acc = tl.full([FOLD_ROWS, BLOCK_D], 0.0, tl.float32)
     place = (request * KV_HEADS + kv_head).to(tl.int64) * slots + row // BLOCK_M
-    for _ in range(0, splits):
+    # Each split is read while the one before is folded.
+    for _ in tl.range(0, splits, num_stages=3):
         part_top = tl.load(stats + place * 2 * BLOCK_M + lane)
         part_total = tl.load(stats + place * 2 * BLOCK_M + BLOCK_M + lane)
         part = tl.load(partial + ((place * BLOCK_M + lane) * BLOCK_D)[:, None] + dim[None, :])

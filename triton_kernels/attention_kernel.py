@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .attention_fold import _count_splits, _finish, _fold
+from .attention_fold import _count_splits, _finish, _fold, _in_other_form
 from .attention_step import _absorb
 from .optional_triton import jit, tl
 
@@ -41,6 +41,7 @@ def _tree_attention_kernel(
     max_seq_len,
     above,  # rows: requests of more, and at most `up_to`, are this launch's
     up_to,
+    whole_from,  # see `_in_other_form`; None: any batch is this launch's
     scale,
     soft_cap,
     query_token_stride,
@@ -95,6 +96,9 @@ def _tree_attention_kernel(
         return
     if (num_rows <= above) | (num_rows > up_to):
         return
+    if whole_from is not None:  # noqa: SIM102 (known to the compiler, which the other is not)
+        if _in_other_form(query_start, whole_from, WHOLE):
+            return
     tiles = (num_rows + BLOCK_M - 1) // BLOCK_M
     bound = tl.minimum(tl.load(seq_len + request), max_seq_len)
     splits = _count_splits(bound, tiles, KV_HEADS, PROGRAMS, MAX_SPLITS, SPLIT_ENTRIES)

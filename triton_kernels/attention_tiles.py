@@ -7,7 +7,9 @@ many as its own length and its own rows allow.
 Neither cut looks at the rest of the batch, so a request's result has the same bits alone, in any
 company, and in a captured graph. What the batch decides is only who does the work: with few
 programs each split has its own, and a second kernel folds the partial results in order; with many,
-one program reads all splits and folds them in that same order by itself.
+one program reads all splits and folds them in that same order by itself. A captured graph in which
+the device shares out the rows may have as many requests as rows or a single one: it launches both
+forms, and the device leaves one of them out.
 """
 
 from __future__ import annotations
@@ -30,6 +32,10 @@ MAX_SPLITS = 16
 CLASSES = (16, 64, 128)
 """Rows of a tile. 16 is the least a tensor core takes, 64 the least of Hopper's; a tree of 61
 tokens and 4 query heads per kv head has 244 rows, which two tiles of 128 hold."""
+_DEEP = 4
+"""Buffers of keys, and as many of values, that keep two blocks on their way beside the one that is
+multiplied."""
+_SPARE = 1024  # bytes of shared memory that barriers and reductions take
 HOPPER_SHARED = 227 * 1024
 """Bytes of shared memory that one program may use on sm_90."""
 
@@ -55,15 +61,34 @@ def tile_classes(head_size: int, dtype: torch.dtype, shared: int) -> tuple[Tile,
     width = max(next_power_of_2(head_size), 16) * (8 if dtype == torch.float32 else 2)
     most = max(_floor_power_of_2(shared // 3 // width), 16)
     rows = sorted({min(size, most) for size in CLASSES})
-    # Two blocks each of keys and of values beside the queries.
-    entries = _floor_power_of_2((shared - rows[-1] * width) // (4 * width))
-    entries = min(max(entries, 16), 128)
-    # Masks of 64 entries and more did not fit in the registers of a tile of 128 rows. Three
-    # stages: block numbers, keys and values, products; keys and values have two buffers.
+    entries, num_stages = _pipeline(shared - rows[-1] * width, width)
+    # Masks of 64 entries and more did not fit in the registers of a tile of 128 rows.
     return tuple(
-        Tile(size, entries, min(entries, 32 if size > 16 else 128), 8 if size == 128 else 4, 3)
+        Tile(
+            size,
+            entries,
+            min(entries, 32 if size > 16 else 128),
+            8 if size == 128 else 4,
+            num_stages,
+        )
         for size in rows
     )
+
+
+def _pipeline(free: int, width: int) -> tuple[int, int]:
+    """(entries of a block, stages of the loop over blocks) for the shared memory beside queries.
+
+    The block's number comes first, then keys and values: two stages of each block, and one more.
+    Below seven stages the compiler has nothing on its way while it multiplies: the loads of a block
+    are issued at the end of the one before, and waited for at once.
+
+    free: bytes. width: bytes of one key.
+    """
+    for entries in (64, 32):
+        if free >= _DEEP * 2 * entries * width + _SPARE:
+            return entries, 2 * _DEEP - 1
+    entries = _floor_power_of_2(free // (2 * 2 * width))
+    return min(max(entries, 16), 128), 3
 
 
 @cache
@@ -85,6 +110,8 @@ class Launch:
     slots: int  # tiles × splits of any request, at most
     whole: bool  # one program reads all splits of its tile
     single: bool  # no request has more than one split
+    requests: int  # R, or fewer where a batch of more is another launch's
+    whole_from: int  # a batch of so many requests is for the launch that is `whole`; 0: any batch
 
 
 def plan_launches(
@@ -99,7 +126,8 @@ def plan_launches(
     """One launch for each class of tiles that a batch may need.
 
     query_lens: the lengths that requests have, in query tokens; the largest is a bound. group:
-    query heads per kv head. max_seq_len: bound of the requests' entries. unknown_up_to: requests
+    query heads per kv head. num_requests: with `unknown_up_to` a bound: requests that are not there
+    have no rows and come last. max_seq_len: bound of the requests' entries. unknown_up_to: requests
     of up to so many tokens have lengths that the host does not know, and one class serves them
     all: launches that turn out to have nothing to do cost as much as small ones that have. Together
     the launches take every request, also one whose length was not foreseen.
@@ -121,10 +149,20 @@ def plan_launches(
         tiles = cdiv(max(rows) if last else most, tile.rows)
         splits = min(MAX_SPLITS, cdiv(max_seq_len, SPLIT_ENTRIES), PROGRAMS // num_kv_heads)
         splits = max(splits, 1)
-        full = num_requests * num_kv_heads * tiles >= PROGRAMS
         slots = max(tiles, min(PROGRAMS // num_kv_heads, tiles * splits))
-        whole = full or splits == 1
-        launches.append(Launch(tile, above, up_to, tiles, slots, whole, splits == 1))
+        # So many requests fill the GPU without splits.
+        whole_from = cdiv(PROGRAMS, num_kv_heads * tiles)
+        if splits == 1 or num_requests < whole_from:
+            forms = [(splits == 1, num_requests, 0)]
+        elif unknown_up_to and whole_from > 1:
+            # How many of the requests are there the device knows. The last launch is of them all.
+            forms = [(False, whole_from - 1, whole_from), (True, num_requests, whole_from)]
+        else:
+            forms = [(True, num_requests, 0)]
+        for whole, requests, decides in forms:
+            launches.append(
+                Launch(tile, above, up_to, tiles, slots, whole, splits == 1, requests, decides)
+            )
         above = up_to
     return launches
 

@@ -88,7 +88,8 @@ def layer_shift_triton(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tens
         BLOCK_N=block_n,
         BLOCK_I=block_i,
         num_warps=4 if small else 8,
-        num_stages=3,
+        # Some 40 KB of W on their way, as reading at full speed takes.
+        num_stages=3 if not small else 6 if block_m <= 32 else 4,
     )
     return out
 

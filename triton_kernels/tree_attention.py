@@ -98,11 +98,10 @@ def tree_attention(
         block_m = launch.tile.rows
         partial = stats = None
         if not launch.whole:
-            tiles = num_requests * num_kv_heads * launch.slots
+            tiles = launch.requests * num_kv_heads * launch.slots
             if workspace is None:
                 workspace = query.new_empty(
-                    workspace_size(launches, num_requests, num_kv_heads, head_size),
-                    dtype=torch.float32,
+                    workspace_size(launches, num_kv_heads, head_size), dtype=torch.float32
                 )
             partial = workspace[: tiles * block_m * block_d]
             stats = workspace[tiles * block_m * block_d :]
@@ -113,10 +112,12 @@ def tree_attention(
         }  # fmt: skip
         # One program row more than there are requests: it clears the tokens past query_start[R].
         slots = launch.tiles if launch.whole else launch.slots
-        _tree_attention_kernel[(slots, num_requests + last, num_kv_heads)](
+        whole_from = launch.whole_from or None
+        _tree_attention_kernel[(slots, launch.requests + last, num_kv_heads)](
             query, kv_cache, block_table, query_start, seq_len, prefix_len, prefix_from, halves,
             window_start, key_scale, value_scale, out, lse, partial, stats,
-            num_tokens, num_requests, max_seq_len, launch.above, launch.up_to, scale, soft_cap,
+            num_tokens, num_requests, max_seq_len, launch.above, launch.up_to, whole_from, scale,
+            soft_cap,
             *query.stride(), *kv_cache.stride(), block_table.stride(0), halves.stride(0),
             *out.stride(), *lse_stride,
             BLOCK_SIZE=block_size, HALVES=halves.shape[1], BLOCK_N=launch.tile.entries,
@@ -126,23 +127,23 @@ def tree_attention(
         )  # fmt: skip
         if not launch.whole:
             rows = cdiv(launch.tiles * block_m, FOLD_ROWS)
-            _fold_splits_kernel[(rows, num_requests, num_kv_heads)](
+            _fold_splits_kernel[(rows, launch.requests, num_kv_heads)](
                 query_start, seq_len, value_scale, out, lse, partial, stats,
-                max_seq_len, launch.above, launch.up_to, launch.slots,
+                max_seq_len, launch.above, launch.up_to, whole_from, launch.slots,
                 *out.stride(), *lse_stride, FOLD_ROWS=FOLD_ROWS, **common,
                 num_warps=4, num_stages=1,
             )  # fmt: skip
     return out
 
 
-def workspace_size(launches, num_requests: int, num_kv_heads: int, head_size: int) -> int:
+def workspace_size(launches: list[cut.Launch], num_kv_heads: int, head_size: int) -> int:
     """fp32 elements that the partial results of the launches need; they take turns.
 
     At most PROGRAMS · MAX_SPLITS tiles: 130 MiB for 128 rows of head size 128.
     """
     block_d = max(next_power_of_2(head_size), 16)
     return max(
-        num_requests * num_kv_heads * launch.slots * launch.tile.rows * (block_d + 2)
+        launch.requests * num_kv_heads * launch.slots * launch.tile.rows * (block_d + 2)
         for launch in launches
         if not launch.whole
     )

@@ -169,16 +169,9 @@ def test_bits_do_not_depend_on_the_batch(kernels, short_splits, unknown_up_to):
     wanted = launch(kernels, crowd, **rare)
     check(wanted, crowd)
     for first, count in ((0, 1), (0, 2), (1, 1), (0, 4), (8, 1)):
-        part = slice(first, first + count)
-        start = crowd.query_start[first : first + count + 1]
-        rows = slice(int(start[0]), int(start[-1]))
-        few = replace(
-            crowd, query=crowd.query[rows], block_table=crowd.block_table[part],
-            query_start=start - start[0], seq_len=crowd.seq_len[part],
-            prefix_len=crowd.prefix_len[rows], words=crowd.words[rows],
-            window_start=crowd.window_start[part],
-        )  # fmt: skip
-        assert torch.equal(launch(kernels, few, **rare), wanted[rows])
+        few = part_of(crowd, first, count)
+        begin = int(crowd.query_start[first])
+        assert torch.equal(launch(kernels, few, **rare), wanted[begin : begin + len(few.query)])
 
 
 def test_the_batches_above_are_cut_differently(short_splits):
@@ -193,6 +186,47 @@ def test_the_batches_above_are_cut_differently(short_splits):
     assert [(launch.tile.rows, launch.whole) for launch in crowd] == [
         (16, True), (64, True), (128, True),
     ]  # fmt: skip
+
+
+def part_of(batch, first: int, count: int, requests: int = 0):
+    """Requests `first` … of a batch, and after them others without rows, up to `requests`."""
+    part = slice(first, first + max(count, requests))
+    start = batch.query_start[first : first + count + 1]
+    rows = slice(int(start[0]), int(start[-1]))
+    start = torch.cat([start, start[-1:].expand(max(requests - count, 0))])
+    return replace(
+        batch, query=batch.query[rows], block_table=batch.block_table[part],
+        query_start=start - start[0], seq_len=batch.seq_len[part],
+        prefix_len=batch.prefix_len[rows], words=batch.words[rows],
+        window_start=batch.window_start[part],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("there", [1, 7, 8, 12])
+def test_requests_that_are_not_there_do_not_decide(kernels, short_splits, there):
+    """A captured graph has room for twelve: the device finds out whether eight are there, from
+    which on one program reads all splits."""
+    rare = {"unknown_up_to": 20}
+    requests = [Tree(700, 12), *[Chunk(600, 1)] * 11]
+    batch = make_batch(requests, group=2, dtype=torch.bfloat16, device=kernels.device)
+    wanted = launch(kernels, batch, **rare)
+    check(wanted, batch)
+    graph = part_of(batch, 0, there, len(requests))
+    assert len(graph.query_start) == len(requests) + 1
+    assert torch.equal(launch(kernels, graph, **rare), wanted[: len(graph.query)])
+
+
+def test_one_of_two_forms_serves_a_graph(short_splits):
+    """Else the test above shows nothing."""
+    classes = attention_tiles.tile_classes(32, torch.bfloat16, attention_tiles.HOPPER_SHARED)
+
+    def forms(requests, max_seq_len=720):
+        launches = attention_tiles.plan_launches(classes, {20}, 2, requests, 2, max_seq_len, 20)
+        return [(each.whole, each.requests, each.whole_from) for each in launches]
+
+    assert forms(7) == [(False, 7, 0)]
+    assert forms(8) == [(False, 7, 8), (True, 8, 8)] and forms(12)[1] == (True, 12, 8)
+    assert forms(12, max_seq_len=100) == [(True, 12, 0)]  # there is one split
 
 
 def test_lengths_that_were_not_foreseen_are_attended(kernels, short_splits):
@@ -217,14 +251,15 @@ def test_requests_of_unknown_length_share_a_class(kernels, short_splits):
 
 
 @pytest.mark.parametrize("group", [1, 4, 8])
-def test_unknown_lengths_are_one_launch(group):
+def test_unknown_lengths_are_one_class(group):
     classes = attention_tiles.tile_classes(128, torch.bfloat16, attention_tiles.HOPPER_SHARED)
 
     def rows_of(longest, requests=4):
         launches = attention_tiles.plan_launches(
             classes, {longest}, group, requests, 8, 4096, unknown_up_to=61
         )
-        return [(launch.tile.rows, launch.above, launch.tiles) for launch in launches]
+        found = [(launch.tile.rows, launch.above, launch.tiles) for launch in launches]
+        return sorted(set(found))  # in one form or in both
 
     shared = (64, 0, -(-61 * group // 64))
     assert rows_of(61) == rows_of(1) == rows_of(61, requests=1) == [shared]
