@@ -10,6 +10,7 @@ import torch
 from support.engines import make_engine
 from support.matrix import Checker, params
 from vllm.platforms import current_platform
+from vllm.v1.worker.gpu.async_utils import StepTimingSample
 from vllm_specblock.triton_kernels import reallocate_drafts
 
 from vllm_specblock.engine import budget
@@ -109,6 +110,42 @@ def test_compiled_before_there_are_requests(managers, monkeypatch):
         assert type(first) is type(then)
         if isinstance(first, torch.Tensor):
             assert (first.dtype, first.stride(-1)) == (then.dtype, then.stride(-1))
+
+
+def profiled(manager, per_token: float, per_request: float):
+    """Samples of the steps that the manager wants to see, on a device with such costs, in ms."""
+    each, found = manager.num_speculative_steps + 1, []
+    for batch in manager.batches_to_profile([each, 2 * each, 64]):
+        tokens = batch["num_tokens"]
+        requests = tokens // each if batch.get("uniform_decode") else min(tokens, MOST)
+        time = 3 + per_token * tokens + per_request * requests
+        found.append(StepTimingSample(time, 1.0, tokens, requests, True))
+    return found
+
+
+@pytest.mark.parametrize(("per_token", "per_request"), [(0.01, 0.2), (0.05, 0.0)])
+def test_trees_share_their_context(managers, per_token, per_request):
+    """vLLM's own manager would price a tree's nodes as so many contexts."""
+    theirs, ours = managers
+    samples = profiled(ours, per_token, per_request)
+    each = NUM_NODES + 1
+    assert {s.num_reqs for s in samples if s.num_target_tokens == 2 * each} == {2, MOST}
+    ours.set_initial_cost_curves(samples)
+    assert ours._per_request == pytest.approx(per_request)
+    names = [f"request {at}" for at in range(3)]
+    states = ours.req_states
+    states.req_id_to_index.update({name: at for at, name in enumerate(names)})
+    try:
+        ours.get_num_tokens(dict.fromkeys(names, each), dict.fromkeys(names, [0] * NUM_NODES))
+    finally:
+        for name in names:
+            states.req_id_to_index.pop(name)
+    _, verifying = ours.cost_tables
+    tokens = 2 * each
+    assert verifying[tokens] == pytest.approx(3 + per_token * tokens + per_request * 3)
+    theirs.set_initial_cost_curves([s for s in samples if s.num_reqs != 2 and s.num_reqs != 1])
+    wrong = theirs.cost_tables[1][tokens] - verifying[tokens]
+    assert wrong == pytest.approx(per_request * (MOST - 3))
 
 
 class Both(DeviceBudgetManager, HostBudgetManager):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from vllm_specblock.verify.costs import StepCosts
+from vllm_specblock.verify.costs import StepCosts, cost_per_request
 
 
 def true(tokens, requests):
@@ -61,3 +61,11 @@ def test_more_tokens_never_cost_less():
 def test_before_anything_is_seen_tokens_cost_something():
     found = StepCosts().seconds(np.array([1, 100]), 1)
     assert 0 < found[0] < found[1]
+
+
+def test_what_a_request_adds_beside_its_tokens():
+    alone = {8: (5.0, 8), 16: (9.0, 10), 32: (11.0, 10)}
+    trees = {8: (3.6, 1), 16: (7.4, 2), 12: (1.0, 1)}  # 12 was profiled once
+    assert cost_per_request(alone, trees) == pytest.approx((1.4 / 7 + 1.6 / 8) / 2)
+    assert cost_per_request(alone, {}) == 0
+    assert cost_per_request({8: (3.0, 8)}, {8: (3.6, 1)}) == 0, "noise is no gain"

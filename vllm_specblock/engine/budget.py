@@ -9,16 +9,23 @@ stand in descending order, so what it keeps of a tree is a tree.
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.worker.gpu.async_utils import StepTimingSample
 from vllm.v1.worker.gpu.spec_decode import adaptive_verification
 from vllm.v1.worker.gpu.spec_decode.adaptive_verification import AdaptiveVerificationManager
 from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_specblock.engine.registration import patch
 from vllm_specblock.triton_kernels.reallocate_drafts import reallocate_drafts_triton
+from vllm_specblock.verify.costs import cost_per_request
 from vllm_specblock.verify.rest import Rest
 
 
@@ -87,21 +94,52 @@ class TreeBudgetManager(AdaptiveVerificationManager):
 class DeviceBudgetManager(TreeBudgetManager):
     """TreeBudgetManager for a device with memory of its own.
 
-    Differs in that one launch, and a copy where the batch is not that of the step before, does
-    what takes vLLM some twenty. Who gets a draft is as vLLM has it, up to the rounding of
+    Differs in two things. One launch, and a copy where the batch is not that of the step before,
+    does what takes vLLM some twenty. Who gets a draft is as vLLM has it, up to the rounding of
     survivals: `triton_kernels/reallocate_drafts.py` says how, and who wins ties.
+
+    And steps are priced as trees. vLLM profiles steps in which every token is a request with a
+    context of its own; a tree's nodes share one, so steps of whole trees are profiled, too, and
+    the difference is what a request costs.
     """
 
     _counts: np.ndarray | None = None
     """[2, R] int32, every request's drafts and its other tokens, as they lie on the device."""
     _counts_there: torch.Tensor
+    _profiled: tuple[np.ndarray, np.ndarray] | None = None
+    """Drafting by requests, verification by tokens without what their requests cost."""
+    _per_request = 0.0  # ms
 
-    def set_initial_cost_curves(self, samples) -> None:
+    def batches_to_profile(self, capture_sizes: list[int]) -> Iterator[dict[str, Any]]:
+        """Also steps of whole trees, of the sizes that steps of single tokens are profiled with."""
+        each = self.num_speculative_steps + 1
+        for batch in super().batches_to_profile(capture_sizes):
+            yield batch
+            if batch["num_tokens"] % each == 0:
+                yield {**batch, "uniform_decode": True}
+
+    def set_initial_cost_curves(self, samples: list[StepTimingSample]) -> None:
         """Also compiles, which vLLM's requests for warming up do not: they have no manager."""
-        super().set_initial_cost_curves(samples)
+        each = self.num_speculative_steps + 1
+        trees = [s for s in samples if s.num_reqs * each == s.num_target_tokens]
+        alone = [s for s in samples if s.num_reqs * each != s.num_target_tokens]
+        # Every rank has to price alike.
+        self._per_request = get_tp_group().broadcast_object(
+            cost_per_request(_medians(alone), _medians(trees)), src=0
+        )
+        super().set_initial_cost_curves(
+            [replace(s, forward_ms=s.forward_ms - self._per_request * s.num_reqs) for s in alone]
+        )
+        self._profiled = self.cost_tables
         self._batch_budget = {"": 0}, {"": 1}, 0
         # Of the dtype that the runner's have.
         self.reallocate_drafts([""], self.query_start_loc.new_zeros(1, dtype=torch.int64))
+
+    def get_num_tokens(self, num_tokens_per_req, draft_tokens) -> int:
+        if self._profiled is not None:
+            drafting, verifying = self._profiled
+            self.cost_tables = drafting, verifying + self._per_request * len(num_tokens_per_req)
+        return super().get_num_tokens(num_tokens_per_req, draft_tokens)
 
     def reallocate_drafts(
         self, req_ids: list[str], idx_mapping: torch.Tensor
@@ -120,6 +158,15 @@ class DeviceBudgetManager(TreeBudgetManager):
             self.num_bonus_tokens, self._cu_num_logits, self.query_start_loc,
         )  # fmt: skip
         return self._cu_num_logits[: len(req_ids) + 1], self.query_start_loc, budget
+
+
+def _medians(samples: list[StepTimingSample]) -> dict[int, tuple[float, int]]:
+    """Tokens → (ms, requests): medians over the replays of a step."""
+    times, requests = defaultdict(list), {}
+    for sample in samples:
+        times[sample.num_target_tokens].append(sample.forward_ms)
+        requests[sample.num_target_tokens] = sample.num_reqs
+    return {tokens: (float(np.median(ms)), requests[tokens]) for tokens, ms in times.items()}
 
 
 def install(kind: type[TreeBudgetManager] = DeviceBudgetManager) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 _PRIOR = np.array([1.0, 0.05, 0.05])
@@ -50,3 +52,23 @@ class StepCosts:
         token = max(token, 0.0)
         floor = 1e-3 * abs(fixed) + 1e-9
         return np.maximum(fixed + request * requests, floor) + token * tokens
+
+
+def cost_per_request(
+    alone: Mapping[int, tuple[float, int]], trees: Mapping[int, tuple[float, int]]
+) -> float:
+    """What a request adds to a step beside its tokens: its context is read once for all of them.
+
+    Args:
+        alone: tokens → (time, requests) of a step of as many requests as can be.
+        trees: tokens → (time, requests) of a step in which few requests have them all.
+
+    Returns:
+        The median over the steps that both have, in the unit of the times; 0 where none has.
+    """
+    found = []
+    for tokens in alone.keys() & trees.keys():
+        (time, many), (shorter, few) = alone[tokens], trees[tokens]
+        if many > few:
+            found.append((time - shorter) / (many - few))
+    return max(float(np.median(found)), 0.0) if found else 0.0
