@@ -21,6 +21,7 @@ from vllm_specblock.config import (
     OptionError,
     check_num_nodes,
 )
+from vllm_specblock.engine.batch_sizes import capture_trees, make_room
 from vllm_specblock.engine.plan import Plan, make_plan
 from vllm_specblock.engine.refusals import (
     check_acceptance,
@@ -72,6 +73,9 @@ def translate(args: EngineArgs, target: ModelConfig, parallel: ParallelConfig) -
     if current_platform.is_cpu():
         # vLLM wants CUDA graphs with it; `host_budget.py` does without.
         args.speculative_config.pop("enable_adaptive_verification", None)
+    else:
+        make_room(args, nodes, parallel)
+        capture_trees(args, nodes)
     args.additional_config = {**(args.additional_config or {}), METHOD: plan.dump()}
     args.attention_backend = AttentionBackendEnum.CUSTOM
     if has_windows(target):
