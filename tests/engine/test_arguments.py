@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.engines import DRAFTER, TARGET
 from vllm import envs
+from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 
@@ -123,10 +125,28 @@ def test_wrong_options(speculative, parts):
         ({"kv_cache_dtype": "fp8"}, ["kv_cache_dtype is 'fp8'"]),
         ({"kv_cache_dtype": "bfloat16"}, ["kv_cache_dtype is 'bfloat16'", "'auto' only"]),
         ({"enable_lora": True}, ["LoRA", "enable_lora"]),
+        ({"kv_offloading_size": 1.0}, ["KV connectors", "drop kv_transfer_config"]),
+        (
+            {
+                "kv_transfer_config": KVTransferConfig(
+                    kv_connector="ExampleConnector", kv_role="kv_both"
+                )
+            },
+            ["KV connectors", "drop kv_transfer_config"],
+        ),
     ],
 )
 def test_wrong_surroundings(changes, parts):
     refused(*parts, **changes)
+
+
+@pytest.mark.parametrize("key", ["enable_dbo", "ubatch_size"])
+def test_batches_in_parts(key):
+    """vLLM itself refuses them on a CPU, in other words."""
+    parallel = EngineArgs(model=str(TARGET), max_model_len=512).create_engine_config()
+    parallel = replace(parallel.parallel_config, **{key: 2 if key == "ubatch_size" else True})
+    with pytest.raises(OptionError, match=r"micro-batches.*drop enable_dbo and ubatch_size\.$"):
+        refusals.check_runner(EngineArgs(model=str(TARGET)), parallel)
 
 
 def test_the_other_runner(monkeypatch):
@@ -144,6 +164,7 @@ TARGET_KIND = {
     "is_hybrid": False,
     "is_attention_free": False,
     "uses_mrope": False,
+    "supports_multimodal_inputs": False,
     "attention_chunk_size": None,
     "uses_alibi": False,
 }
@@ -157,6 +178,7 @@ TARGET_KIND = {
         ({"is_hybrid": True}, "Mamba"),
         ({"is_attention_free": True}, "Mamba"),
         ({"uses_mrope": True}, "M-RoPE"),
+        ({"supports_multimodal_inputs": True}, "inputs beside text"),
         ({"attention_chunk_size": 8192}, "chunked attention"),
         ({"uses_alibi": True}, "ALiBi"),
         ({"hf_text_config": SimpleNamespace(model_type="gpt_oss")}, "attention sinks"),

@@ -51,6 +51,16 @@ def check_runner(args: EngineArgs, parallel: ParallelConfig) -> None:
             "SpecBlock does not support LoRA yet, since its heads draft for all requests with one "
             "embedding: drop enable_lora."
         )
+    if parallel.use_ubatching:
+        raise OptionError(
+            "SpecBlock does not support micro-batches, since trees are laid out for a whole batch: "
+            "drop enable_dbo and ubatch_size."
+        )
+    if args.kv_transfer_config is not None or args.kv_offloading_size:
+        raise OptionError(
+            "SpecBlock does not support KV connectors yet, since nothing brings the heads' part of "
+            "the cache along: drop kv_transfer_config and kv_offloading_size."
+        )
     if parallel.enable_batch_sharded_sampling:
         raise OptionError("SpecBlock does not support enable_batch_sharded_sampling: drop it.")
     if getattr(args, "watermark_config", None):
@@ -73,6 +83,11 @@ def check_target(target: ModelConfig) -> None:
         (target.use_mla, "multi-head latent attention (MLA)"),
         (target.is_hybrid or target.is_attention_free, "recurrent (Mamba or hybrid) layers"),
         (target.uses_mrope, "multimodal positions (M-RoPE)"),
+        # Their placeholders are no tokens that a drafter could embed.
+        (
+            target.supports_multimodal_inputs,
+            "inputs beside text (--language-model-only drops them)",
+        ),
         (target.attention_chunk_size is not None, "chunked attention"),
         (target.uses_alibi, "ALiBi positions"),
         (target.hf_text_config.model_type == "gpt_oss", "attention sinks"),

@@ -19,6 +19,7 @@ from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_specblock.draft.head import CommittedRows
 from vllm_specblock.draft.imposed import ImposedHead
+from vllm_specblock.engine import deep_sleep
 from vllm_specblock.engine.adaptive import AdaptiveTrees
 from vllm_specblock.engine.arguments import read_back
 from vllm_specblock.engine.chains import ChainRequests
@@ -55,6 +56,8 @@ class TreeSpeculator(DraftModelSpeculator):
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: RequestState):
         super().__init__(vllm_config, device)
+        if vllm_config.model_config.enable_sleep_mode:
+            deep_sleep.install()
         self.req_states = req_states
         self.plan = read_back(vllm_config.additional_config)
         # A slot that no request gets: rows that fill up a batch belong to it.
@@ -169,7 +172,8 @@ class TreeSpeculator(DraftModelSpeculator):
         self.target_caches = KVCacheSet([layer.kv_cache for layer in layers], packing)
         for head, names in zip(self.proposer.heads, self.head_layers):
             head.bind([context[name].kv_cache for name in names])
-        if self.device.type == "cpu":  # nothing will be captured
+        # Where nothing will be captured.
+        if self.device.type == "cpu" or self.vllm_config.model_config.enforce_eager:
             self._compile_kernels()
 
     def _compile_kernels(self) -> None:
