@@ -12,7 +12,7 @@ pytest.importorskip("vllm")
 
 from vllm_specblock.triton_kernels.packed import PackedQueries
 
-from vllm_specblock.engine import attention, flash_prefix
+from vllm_specblock.engine import attention, flash_causal, flash_prefix
 from vllm_specblock.engine.attention import TreeAttentionImpl, TreeAttentionMetadata
 
 HEADS, KV_HEADS, SIZE, TOKENS = 4, 2, 16, 40
@@ -71,11 +71,11 @@ def test_other_quantised_caches_are_refused(cache_dtype):
 
 def stand_in_flash(
     query, key, value, *, cu_seqlens_q, seqused_k, max_seqlen_q, max_seqlen_k, softmax_scale,
-    causal, softcap, block_table, return_softmax_lse,
+    causal, softcap, block_table, return_softmax_lse=False, window_size=(-1, -1), out=None,
 ):  # fmt: skip
-    """What FlashAttention's interface promises, for a paged cache and no mask."""
-    assert not causal and return_softmax_lse and key.stride(-1) == value.stride(-1) == 1
-    out = torch.full_like(query, torch.nan)
+    """What FlashAttention's interface promises, for a paged cache."""
+    assert return_softmax_lse != causal and key.stride(-1) == value.stride(-1) == 1
+    out = torch.full_like(query, torch.nan) if out is None else out
     lse = torch.full((query.shape[1], len(query)), torch.inf, device=query.device)
     group = query.shape[1] // key.shape[2]
     for r, length in enumerate(seqused_k.tolist()):
@@ -90,6 +90,11 @@ def stand_in_flash(
         scores = torch.einsum("qhd,khd->hqk", query[rows], k) * softmax_scale
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)
+        if causal:
+            age = torch.arange(length - len(query[rows]), length)[:, None] - torch.arange(length)
+            scores[
+                :, (age < 0) | (age > window_size[0] if window_size[0] >= 0 else False)
+            ] = -torch.inf
         lse[:, rows] = scores.logsumexp(-1)
         out[rows] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
     return out, lse
@@ -124,6 +129,64 @@ def test_flash_attention_is_chosen_where_it_is_legal_and_was_faster(monkeypatch)
     for beyond in ((128, 14, 50, 2), (128, 13, 51, 2), (128, 13, 50, 3)):
         monkeypatch.setattr(flash_prefix, "FASTER", (flash_prefix.Shapes(*beyond),))
         assert not flash_prefix.choose(queries, 128, True, None)
+
+
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("soft_cap", [0.0, 3.0])
+def test_requests_without_trees_by_flash_attention(window, soft_cap):
+    """The rows before theirs stay as they are."""
+    batch = make_batch([Chunk(9, 3), Chunk(37, 12), Chunk(0, 5), Chunk(20, 1)], group=2)
+    metadata = SimpleNamespace(
+        num_reqs=4, query_start_loc=batch.query_start, query_start_loc_cpu=batch.query_start,
+        seq_lens=batch.seq_len, seq_lens_cpu_upper_bound=batch.seq_len + 2,
+        block_table_tensor=batch.block_table,
+    )  # fmt: skip
+    out = torch.full_like(batch.query, 7.0)
+    rest = flash_causal.after_trees(metadata, 1)
+    assert (rest.first_row, rest.max_query_len, rest.max_seq_len) == (3, 12, 51)
+    flash_causal.attend_causal(
+        stand_in_flash, rest, batch.query, batch.kv_cache, 32**-0.5, out, window, soft_cap
+    )
+    assert (out[:3] == 7).all()
+    out[:3] = batch.oracle(window=window, soft_cap=soft_cap)[0][:3]
+    check(out, batch, window=window, soft_cap=soft_cap)
+    assert flash_causal.after_trees(metadata, 4) is None
+
+
+def test_flash_attention_takes_what_it_knows():
+    spec = SimpleNamespace(dtype=torch.bfloat16, head_size=64)
+    assert not flash_causal.takes(spec, torch.device("cpu"))
+    eight_bits = SimpleNamespace(dtype=torch.uint8, head_size=64)
+    assert not flash_causal.takes(eight_bits, torch.device("cuda"))
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_an_engine_whose_prompts_go_to_flash_attention(monkeypatch, adaptive):
+    """Prompts in chunks beside trees: the last requests of a batch go that way, trees do not."""
+    from support.engines import make_engine
+    from support.matrix import PROMPTS, Checker, params
+
+    calls = []
+
+    def counting(query, *args, cu_seqlens_q, causal, **kwargs):
+        calls.append(cu_seqlens_q.diff().tolist())
+        assert causal
+        return stand_in_flash(query, *args, cu_seqlens_q=cu_seqlens_q, causal=causal, **kwargs)
+
+    monkeypatch.setattr(attention, "packed_cache", lambda *_: None)  # which no GPU has
+    monkeypatch.setattr(flash_causal, "takes", lambda spec, device: True)
+    monkeypatch.setattr(flash_prefix, "flash_attention", lambda head_size: counting)
+    plain = make_engine(None)
+    ours = make_engine(
+        {"num_speculative_tokens": 8, "enable_adaptive_verification": adaptive},
+        max_num_batched_tokens=48,
+    )
+    requests = params(4, temperature=1.0, max_tokens=20)
+    Checker()(ours, requests, plain.generate(PROMPTS[:4], requests), PROMPTS[:4])
+    layers = len(ours.speculator.target_layers)
+    assert calls and len(calls) % layers == 0
+    assert any(max(lengths) > 9 for lengths in calls), "chunks of prompts"
+    assert len(calls) < 40 * layers, "steps of trees alone do not"
 
 
 def test_an_engine_that_takes_flash_attention_where_it_may(monkeypatch):

@@ -17,8 +17,9 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from vllm_specblock.commit.store import store_kv
-from vllm_specblock.engine import flash_prefix
+from vllm_specblock.engine import flash_causal, flash_prefix
 from vllm_specblock.engine.cpu_attention import CpuStep, PackedCache, packed_cache
+from vllm_specblock.engine.flash_causal import CausalRequests, attend_causal
 from vllm_specblock.triton_kernels.packed import PackedQueries
 from vllm_specblock.verify.sight import Visibility
 
@@ -34,8 +35,9 @@ class TreeAttentionMetadata:
 
     num_rows: int
     slot_mapping: torch.Tensor  # [T] int64
-    queries: PackedQueries
+    queries: PackedQueries | None  # None: every request is of `causal`
     all_trees: bool = False
+    causal: CausalRequests | None = None  # behind those of `queries`
     cpu: CpuStep | None = None  # made by the first layer whose cache is packed
 
 
@@ -49,6 +51,7 @@ class TreeAttentionMetadataBuilder(AttentionMetadataBuilder[TreeAttentionMetadat
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.visibility: Visibility | None = None
         self.most_nodes = vllm_config.num_speculative_tokens
+        self.by_flash = flash_causal.takes(kv_cache_spec, device)
 
     @classmethod
     def get_varlen_cudagraph_max_query_len(cls, vllm_config, kv_cache_spec) -> int:
@@ -62,25 +65,41 @@ class TreeAttentionMetadataBuilder(AttentionMetadataBuilder[TreeAttentionMetadat
         fast_build: bool = False,
     ) -> TreeAttentionMetadata:
         batch, visibility = common_attn_metadata, self.visibility
+        causal = None
+        if self.by_flash and visibility.num_trees is not None:
+            causal = flash_causal.after_trees(batch, visibility.num_trees)
+        count = batch.num_reqs if causal is None else visibility.num_trees
+        return TreeAttentionMetadata(
+            batch.num_actual_tokens,
+            batch.slot_mapping,
+            self._queries(batch, count) if count else None,
+            visibility.all_trees,
+            causal,
+        )
+
+    def _queries(self, batch: CommonAttentionMetadata, count: int) -> PackedQueries:
+        """The first `count` requests."""
+        visibility = self.visibility
         starts = batch.query_start_loc_cpu
         if visibility.adaptive and batch.query_start_loc.device.type == "cpu":
             starts = batch.query_start_loc
-        queries = PackedQueries(
-            batch.block_table_tensor,
+        max_seq_len, max_query_len = batch.max_seq_len, batch.max_query_len
+        if count < batch.num_reqs:
+            # Of trees alone; with `adaptive` the host does not know how long each of them is.
+            max_seq_len, max_query_len = None, self.most_nodes + 1
+        return PackedQueries(
+            batch.block_table_tensor[:count],
             self.kv_cache_spec.block_size,
-            batch.query_start_loc,
-            starts.tolist(),  # a host tensor
-            batch.seq_lens,
-            batch.seq_lens_cpu_upper_bound.tolist(),  # a host tensor
+            batch.query_start_loc[: count + 1],
+            starts[: count + 1].tolist(),  # a host tensor
+            batch.seq_lens[:count],
+            batch.seq_lens_cpu_upper_bound[:count].tolist(),  # a host tensor
             visibility.prefix_len,
             visibility.words,
             visibility.window_start,
-            batch.max_seq_len,
-            batch.max_query_len,
+            max_seq_len,
+            max_query_len,
             unknown_up_to=self.most_nodes + 1 if visibility.adaptive else 0,
-        )
-        return TreeAttentionMetadata(
-            batch.num_actual_tokens, batch.slot_mapping, queries, visibility.all_trees
         )
 
 
@@ -192,7 +211,15 @@ class TreeAttentionImpl(AttentionImpl):
             scales = {"key_scale": layer._k_scale, "value_scale": layer._v_scale}
         store_kv(kv_cache, slots, key[:num_rows], value[:num_rows], **scales)
         queries, all_trees = attn_metadata.queries, attn_metadata.all_trees
-        query, out = query[:num_rows], output[:num_rows]
+        query, out, causal = query[:num_rows], output[:num_rows], attn_metadata.causal
+        if causal is not None:
+            flash = flash_prefix.flash_attention(self.head_size)
+            attend_causal(
+                flash, causal, query, kv_cache, self.scale, out, self.window, self.soft_cap
+            )
+            if queries is None:
+                return output
+            query, out = query[: causal.first_row], out[: causal.first_row]
         by_flash = flash_prefix.choose(queries, self.head_size, all_trees, self.window)
         if by_flash and not self.fp8:
             flash = flash_prefix.flash_attention(self.head_size)

@@ -74,6 +74,13 @@ def flash_attention(head_size: int) -> Callable:
     return partial(flash_attn_varlen_func, fa_version=get_flash_attn_version(head_size=head_size))
 
 
+def keys_and_values(kv_cache: torch.Tensor, head_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A cache [blocks, kv heads, block size, 2D] as FlashAttention wants it: two views of it,
+    [blocks, block size, kv heads, D] each."""
+    key, value = kv_cache.transpose(1, 2).split(head_size, dim=-1)
+    return canonicalize_singleton_dim_strides(key), canonicalize_singleton_dim_strides(value)
+
+
 def attend_prefix_and_tree(
     flash: Callable,
     queries: PackedQueries,
@@ -95,10 +102,7 @@ def attend_prefix_and_tree(
         soft_cap: as in `tree_attention`.
     """
     num_requests = len(queries.query_start) - 1
-    key, value = (
-        canonicalize_singleton_dim_strides(half)
-        for half in kv_cache.transpose(1, 2).split(query.shape[-1], dim=-1)
-    )
+    key, value = keys_and_values(kv_cache, query.shape[-1])
     prefix, prefix_lse = flash(
         query,
         key,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
@@ -11,6 +12,15 @@ from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm_specblock.engine.attention import TreeAttentionMetadataBuilder
 from vllm_specblock.engine.sampler import TreeSampler
 from vllm_specblock.verify.sight import BatchRows, Visibility
+
+
+def _trees_in_front(batch: InputBatch) -> int | None:
+    """How many requests have drafts, if these come first, as the runner sorts them."""
+    if batch.num_draft_tokens_per_req is None:
+        return 0
+    has_drafts = batch.num_draft_tokens_per_req[: batch.num_reqs] > 0  # a host array
+    count = int(has_drafts.sum())
+    return count if has_drafts[:count].all() else None
 
 
 class TreeModelState(DefaultModelState):
@@ -55,7 +65,10 @@ class TreeModelState(DefaultModelState):
         *args,
         **kwargs,
     ) -> dict[str, Any]:
-        self._see_trees(input_batch)
+        # Full graphs are captured of decode steps only, by dummy batches that have no drafts.
+        self._see_trees(input_batch, all_trees=kwargs.get("for_capture", False))
+        graph = cudagraph_mode == CUDAGraphMode.FULL or kwargs.get("for_capture", False)
+        self.visibility.num_trees = None if graph else _trees_in_front(input_batch)
         for groups in attn_groups:
             for group in groups:
                 builder = group.get_metadata_builder(0)
@@ -65,9 +78,12 @@ class TreeModelState(DefaultModelState):
             input_batch, cudagraph_mode, block_tables, slot_mappings, attn_groups, *args, **kwargs
         )
 
-    def _see_trees(self, batch: InputBatch) -> None:
-        """Fill visibility and positions for this batch."""
-        self.visibility.all_trees = len(batch.logits_indices) == batch.num_tokens
+    def _see_trees(self, batch: InputBatch, all_trees: bool) -> None:
+        """Fill visibility and positions for this batch.
+
+        all_trees: every row of the batches that it stands for is a root or a node.
+        """
+        self.visibility.all_trees = all_trees or len(batch.logits_indices) == batch.num_tokens
         rows = BatchRows(
             batch.positions,
             batch.query_start_loc,

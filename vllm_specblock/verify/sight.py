@@ -52,6 +52,8 @@ class Visibility:
         adaptive: how many of a batch's rows are whose is decided on the device; the host knows
             their sum and the most that one request can have.
         all_trees: every row of the batch is a root or a node: none is of a prompt.
+        num_trees: so many requests come first that have drafts, and after them those that have
+            none; None: nobody says.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class Visibility:
         adaptive: bool = False,
     ):
         self.adaptive, self.all_trees = adaptive, False
+        self.num_trees: int | None = None
         self.prefix_len = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self.words = torch.zeros(max_rows, words_for(num_nodes), dtype=torch.int64, device=device)
         self.window_start = torch.zeros(max_requests, dtype=torch.int32, device=device)
