@@ -41,8 +41,8 @@ STUDIES: dict[str, dict[str, Any]] = {
     "loss floor 0": {"loss_floor": 0.0},
     "loss floor 0.25": {"loss_floor": 0.25},
     "loss floor 1": {"loss_floor": 1.0},
-    "shift at lr/10": {"shift_lr": 0.1},
-    "shift at lr/100": {"shift_lr": 0.01},
+    "shift at a tenth": {"shift_lr": 0.1},
+    "shift at a hundredth": {"shift_lr": 0.01},
     "LM head from scratch": {"lm_head": "scratch"},
 }
 """Variants of SpecBlock that take part only where they are named: what the paper says otherwise

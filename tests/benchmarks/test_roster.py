@@ -33,6 +33,11 @@ def common(tmp_path_factory):
     return config, footing(config, prepare(config, torch.device("cpu"), 6))
 
 
+def test_everybody_has_a_name_that_a_file_can_have():
+    names = (*roster.EVERYONE, *roster.STUDIES)
+    assert len(set(names)) == len(names) and not [name for name in names if "/" in name]
+
+
 def test_studies_change_what_they_say(common):
     _, ground = common
     plain = roster.make("specblock", ground)
@@ -40,8 +45,8 @@ def test_studies_change_what_they_say(common):
     assert plain.recipe.loss_floor == 0.5 and plain.recipe.shift_lr == 1.0
     floors = [studies[f"loss floor {floor}"].recipe.loss_floor for floor in ("0", "0.25", "1")]
     assert floors == [0.0, 0.25, 1.0]
-    assert studies["shift at lr/10"].rate_of("drafter.shift_proj.0.weight") == 0.1
-    assert studies["shift at lr/10"].rate_of("drafter.lm_head.weight") == 1.0
+    assert studies["shift at a tenth"].rate_of("drafter.shift_proj.0.weight") == 0.1
+    assert studies["shift at a tenth"].rate_of("drafter.lm_head.weight") == 1.0
     heads = [of.drafter.lm_head.weight for of in (plain, studies["LM head from scratch"])]
     assert torch.equal(heads[0], ground.folded) and not torch.equal(*heads)
     with pytest.raises(TrainError, match=r"there are specblock, .*, loss floor 0, "):
