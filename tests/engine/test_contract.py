@@ -5,11 +5,14 @@ When this file passes with a new release, and `test_exactness.py` does, the rele
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import inspect
 import re
+from pathlib import Path
 
 import pytest
+import vllm
 from vllm.platforms import current_platform
 
 
@@ -115,6 +118,15 @@ def test_adaptive_verification():
     assert arguments_of(manager.record_confidences) == ["self", "confidence_probs", "input_batch"]
     assert arguments_of(manager.set_initial_cost_curves) == ["self", "samples"]
     assert arguments_of(manager.reallocate_drafts) == ["self", "req_ids", "idx_mapping"]
+    assert arguments_of(manager.batches_to_profile) == ["self", "capture_sizes"]
+    yields = inspect.getsource(manager.batches_to_profile)
+    assert '"num_tokens": num_tokens' in yields and "uniform_decode" not in yields
+    from vllm.v1.worker.gpu.async_utils import StepTimingSample
+
+    assert {field.name for field in dataclasses.fields(StepTimingSample)} >= {
+        "forward_ms", "num_target_tokens", "num_reqs",
+    }  # fmt: skip
+    assert "uniform_decode" in arguments_of(model_runner.GPUModelRunner._dummy_run)
     given = "self._cu_num_logits[:num_reqs+1],self.query_start_loc,draft_budget,"
     assert f"return({given})" in "".join(inspect.getsource(manager.reallocate_drafts).split())
     source = inspect.getsource(manager)
@@ -167,6 +179,46 @@ def test_attention_and_caches():
     assert arguments_of(TreeAttentionImpl.forward) == [
         *arguments_of(AttentionImpl.forward)[:8], "output_scale", "output_block_scale",
     ]  # fmt: skip
+
+
+def test_flash_attention():
+    """Of a CUDA build, which cannot be imported without a GPU: its source lies in every wheel."""
+    file = Path(vllm.__file__).parent / "vllm_flash_attn/flash_attn_interface.py"
+    (function,) = (
+        node
+        for node in ast.parse(file.read_text()).body
+        if isinstance(node, ast.FunctionDef) and node.name == "flash_attn_varlen_func"
+    )
+    assert {argument.arg for argument in function.args.args} >= {
+        "max_seqlen_q", "cu_seqlens_q", "max_seqlen_k", "seqused_k", "softmax_scale", "causal",
+        "window_size", "softcap", "block_table", "return_softmax_lse", "out", "fa_version",
+    }  # fmt: skip
+    from vllm.v1.attention.backends import fa_utils
+
+    assert "head_size" in arguments_of(fa_utils.get_flash_attn_version)
+    from vllm.v1.worker.gpu import model_runner
+
+    # Requests with drafts come first: `model_state.py` counts on it.
+    order = inspect.getsource(model_runner.sort_batch_req_ids)
+    assert order.index("not draft_tokens.get(r)") < order.index("decode_query_len,\n        num")
+
+
+def test_sizes_and_sleep():
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.worker.gpu_worker import Worker
+
+    assert arguments_of(EngineArgs.get_batch_defaults) == ["world_size"]
+    fields = {field.name for field in dataclasses.fields(EngineArgs)}
+    assert fields >= {
+        "max_num_batched_tokens", "max_num_seqs", "cudagraph_capture_sizes",
+        "max_cudagraph_capture_size", "enable_chunked_prefill", "kv_transfer_config",
+        "kv_offloading_size",
+    }  # fmt: skip
+    # The plugin is asked before vLLM fills in what is unset.
+    source = inspect.getsource(EngineArgs.create_engine_config)
+    ours, theirs = "self.create_speculative_config(", "self._set_default_max_num_seqs_and_batched"
+    assert source.index(ours) < source.index(theirs)
+    assert list(inspect.signature(Worker.sleep).parameters) == ["self", "level"]
 
 
 def test_vllms_attention_on_a_cpu():

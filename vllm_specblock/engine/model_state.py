@@ -19,7 +19,7 @@ def _trees_in_front(batch: InputBatch) -> int | None:
     if batch.num_draft_tokens_per_req is None:
         return 0
     has_drafts = batch.num_draft_tokens_per_req[: batch.num_reqs] > 0  # a host array
-    count = int(has_drafts.sum())
+    count = int(has_drafts.sum())  # a host array
     return count if has_drafts[:count].all() else None
 
 
