@@ -74,10 +74,15 @@ def test_weights_in_eight_bits_want_a_gpu_that_has_them(monkeypatch):
             refusals.check_weights(plan)
 
 
-def test_default_number_of_nodes():
+def test_default_numbers_of_nodes_and_blocks():
     given = {"method": "specblock", "model": str(DRAFTER)}
-    config = EngineArgs(model=str(TARGET), max_model_len=512, speculative_config=given)
-    assert config.create_engine_config().speculative_config.num_speculative_tokens == 60
+    args = EngineArgs(model=str(TARGET), max_model_len=512, speculative_config=given)
+    nodes = args.create_engine_config().speculative_config.num_speculative_tokens
+    assert nodes == (12 if current_platform.is_cpu() else 60)
+    for nodes, wanted, blocks in ((15, {}, 1), (16, {}, 2), (12, {"num_blocks": 2}, 2)):
+        config = configure({"num_speculative_tokens": nodes, **wanted})
+        (head,) = arguments.read_back(config.additional_config).heads
+        assert head.options.num_blocks == blocks
 
 
 def test_keys_with_dashes():

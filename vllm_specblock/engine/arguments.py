@@ -16,6 +16,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_specblock.config import (
     DEFAULT_NODES,
+    DEFAULT_NODES_ON_CPU,
     METHOD,
     VLLM_KEYS,
     OptionError,
@@ -52,7 +53,8 @@ def translate(args: EngineArgs, target: ModelConfig, parallel: ParallelConfig) -
         CheckpointError: the drafter's files are not what their config says.
     """
     given = {key.replace("-", "_"): value for key, value in args.speculative_config.items()}
-    nodes = check_num_nodes(given.get("num_speculative_tokens", DEFAULT_NODES))
+    default = DEFAULT_NODES_ON_CPU if current_platform.is_cpu() else DEFAULT_NODES
+    nodes = check_num_nodes(given.get("num_speculative_tokens", default))
     check_batch(args, nodes)
     check_runner(args, parallel)
     check_target(target)

@@ -122,9 +122,9 @@ def make_plan(
     combine = None if second is None else parse_combine(combining)
     if combine is not None:
         _check_policy(combine, num_nodes)
-    heads = [_plan_head(first, target, "", hub)]
+    heads = [_plan_head(first, target, "", hub, num_nodes)]
     if second is not None:
-        heads.append(_plan_head(second, target, "second_head.", hub))
+        heads.append(_plan_head(second, target, "second_head.", hub, num_nodes))
         if heads[0].folder == heads[1].folder:
             what = heads[0].folder or "the request's own text (n-gram)"
             raise OptionError(
@@ -169,8 +169,12 @@ def fetch_drafter(model: Any, where: str = "", **hub: Any) -> Path:
         ) from None
 
 
+_ONE_BLOCK = 16
+"""Trees of fewer nodes are one forward's, unless somebody says otherwise."""
+
+
 def _plan_head(
-    given: dict[str, Any], target: ModelConfig, where: str, hub: dict[str, Any]
+    given: dict[str, Any], target: ModelConfig, where: str, hub: dict[str, Any], num_nodes: int
 ) -> HeadPlan:
     model, kind = given.get("model"), given.get("head")
     keys = {key: value for key, value in given.items() if key not in SOURCE_KEYS}
@@ -190,6 +194,8 @@ def _plan_head(
             f"speculative_config key '{where}head' is {kind!r}, but {model!r} holds a drafter of "
             f"kind {found!r}: drop 'head', or name another drafter."
         )
+    if found == "specblock" and num_nodes < _ONE_BLOCK:
+        keys.setdefault("num_blocks", 1)
     options = parse_head(keys, found, where)
     files = files_of(found)
     config = files.read_config(folder)

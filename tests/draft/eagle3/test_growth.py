@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.trees import texts
 
+from vllm_specblock.config import Eagle3Config
 from vllm_specblock.draft.eagle3.growth import Growth, Levels
 
 
@@ -124,3 +125,9 @@ def test_a_certain_token_scores_no_more_than_its_parent():
     levels.next(levels.starts(), None, torch.tensor([[[1e-7]]]), token[:, None])
     tree = levels.finish()
     assert tree.logprob[0, :2].tolist() == [0.0, 0.0] and tree.parent[0, :2].tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(("nodes", "depth"), [(60, 8), (32, 8), (24, 6), (12, 3), (8, 2), (1, 1)])
+def test_small_trees_are_shallow_unless_somebody_says_otherwise(nodes, depth):
+    assert Growth.of(Eagle3Config(), nodes, nodes, 100).depth == depth
+    assert Growth.of(Eagle3Config(depth=5), nodes, nodes, 100).depth == min(5, nodes)

@@ -226,7 +226,7 @@ def test_no_more_slots_are_borrowed_than_are_spared():
 
 
 @pytest.mark.parametrize(
-    ("nodes", "spare", "depth"), [(3, None, 3), (40, 2, 3), (40, 0, 1), (40, None, 8)]
+    ("nodes", "spare", "depth"), [(3, None, 2), (40, 2, 3), (40, 0, 1), (40, None, 8)]
 )
 def test_depth_is_what_nodes_and_slots_allow(nodes, spare, depth):
     head = make_head(make_drafter(), nodes, spare)

@@ -19,6 +19,9 @@ from vllm_specblock.tree import DraftTree
 from vllm_specblock.triton_kernels.grow_level import GrowingLevels, LevelLimits
 from vllm_specblock.triton_kernels.select_tree import MOST_CANDIDATES
 
+_DEPTH, _NODES_PER_LEVEL = 8, 4
+"""Of trees whose depth nobody chose: see `Eagle3Config.depth`."""
+
 
 @dataclass(frozen=True)
 class Growth:
@@ -44,8 +47,9 @@ class Growth:
     @classmethod
     def of(cls, options: Eagle3Config, num_nodes: int, spare: int, draft_vocab_size: int) -> Growth:
         """What `options` ask for, as far as the slots and the draft vocabulary go."""
+        wanted = options.depth or min(_DEPTH, max(2, num_nodes // _NODES_PER_LEVEL))
         # Every level after the first borrows one reserved slot at least.
-        depth = min(options.depth, num_nodes, spare + 1)
+        depth = min(wanted, num_nodes, spare + 1)
         return cls(depth, options.top_k, num_nodes, spare).within(draft_vocab_size)
 
     @property
