@@ -60,6 +60,12 @@ def charge(engine, monkeypatch, of_tokens, drafting=0.0):
     monkeypatch.setattr(host_budget, "_EXPLORE_EVERY", 10**9)
 
 
+def explore_again(engine):
+    """As where costs were not measured at start-up: the next steps verify all, none, and parts."""
+    manager = engine.runner.adaptive_verification
+    manager.steps, manager.explores = 0, True
+
+
 def never_rest(engine, monkeypatch):
     monkeypatch.setattr(engine.runner.adaptive_verification.rest, "decide", lambda *_: False)
 
@@ -77,10 +83,10 @@ def test_budgets_by_what_steps_take_change_no_token(engine, reference, monkeypat
 def test_budgets_that_come_and_go_change_no_token(engine, reference, verified, monkeypatch, name):
     """Exploration alone takes all, none, half and a quarter in turn."""
     never_rest(engine, monkeypatch)
+    explore_again(engine)
     check = Checker()
     requests = params(**CASES[name])
     check(engine, requests, reference(name, requests))
-    engine.runner.adaptive_verification.steps = 0  # the next explores again
     assert len({budget for _, budget in verified}) > 5
     assert any(budget == 0 for drafted, budget in verified if drafted)
 
@@ -90,7 +96,7 @@ def test_rows_padded_as_on_a_gpu(engine, reference, verified, monkeypatch):
     """Where nothing is verified, the paths of the step before still stand there."""
     never_rest(engine, monkeypatch)
     monkeypatch.setattr(engine.speculator, "pad_rows", True)
-    engine.runner.adaptive_verification.steps = 0
+    explore_again(engine)
     requests = params(temperature=1.0)
     Checker()(engine, requests, reference("padded, adaptive", requests))
     assert any(budget == 0 for drafted, budget in verified if drafted)
@@ -100,8 +106,8 @@ def test_rows_padded_as_on_a_gpu(engine, reference, verified, monkeypatch):
 def test_experiments_leave_room_for_the_logits(engine, monkeypatch, verified):
     """vLLM samples in one piece what the device has shared out."""
     never_rest(engine, monkeypatch)
+    explore_again(engine)
     manager = engine.runner.adaptive_verification
-    manager.steps = 0
     monkeypatch.setattr(manager, "_max_total_logits", 20)
     engine.generate(PROMPTS[:4], params(4, temperature=0.0, max_tokens=30))
     rows = [budget + drafted // 24 for drafted, budget in verified]  # a root each

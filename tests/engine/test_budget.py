@@ -155,6 +155,7 @@ class Both(DeviceBudgetManager, HostBudgetManager):
 def test_in_an_engine_no_token_changes(engine, reference, monkeypatch):
     """Exploration takes all drafts, none, half and a quarter in turn."""
     manager, shares = engine.runner.adaptive_verification, []
+    manager.steps, manager.explores = 0, True
     monkeypatch.setattr(manager, "__class__", Both)
     monkeypatch.setattr(manager.rest, "decide", lambda *_: False)
     reallocate = manager.reallocate_drafts

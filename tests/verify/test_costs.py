@@ -69,3 +69,50 @@ def test_what_a_request_adds_beside_its_tokens():
     assert cost_per_request(alone, trees) == pytest.approx((1.4 / 7 + 1.6 / 8) / 2)
     assert cost_per_request(alone, {}) == 0
     assert cost_per_request({8: (3.0, 8)}, {8: (3.6, 1)}) == 0, "noise is no gain"
+
+
+TOKENS = np.array([1, 8, 16, 32, 64])
+FLAT_THEN_STEEP = np.array([20e-3, 20e-3, 20.4e-3, 24e-3, 33e-3])
+
+
+def measured() -> StepCosts:
+    costs = StepCosts()
+    costs.measured(TOKENS, FLAT_THEN_STEEP)
+    return costs
+
+
+def test_measured_steps_are_believed_at_once():
+    costs = measured()
+    assert costs.seconds(TOKENS, 1) == pytest.approx(FLAT_THEN_STEEP)
+    assert costs.seconds(np.array([48, 96]), 1) == pytest.approx([28.5e-3, 42e-3])
+    dips = StepCosts()
+    dips.measured(np.array([1, 4, 8]), np.array([5.0, 4.0, 6.0]))
+    assert dips.seconds(np.array([1, 2, 4, 8]), 1) == pytest.approx([5, 5, 5, 6])
+
+
+def test_noise_does_not_make_nodes_dear():
+    """One request, trees of twelve: steps hardly differ in size, and much in time."""
+    found = []
+    for seed in range(20):
+        costs, rng = measured(), np.random.default_rng(seed)
+        for step in range(150):
+            tokens = 7 if step % 64 == 0 else 13
+            costs.observe(tokens, 1, 1.7 * 20.2e-3 * (1 + 0.2 * rng.standard_normal()))
+        root, tree = costs.seconds(np.array([1, 13]), 1)
+        found.append(tree / root)
+        assert tree == pytest.approx(1.7 * 20.2e-3, rel=0.1), "the machine has become slower"
+    assert max(found) < 1.1 and np.median(found) < 1.05
+
+
+def test_what_contexts_add_is_learned_beside_what_was_measured():
+    costs, rng = measured(), np.random.default_rng(0)
+    for _ in range(400):
+        requests = int(rng.integers(1, 5))
+        tokens = 13 * requests
+        base = np.interp(tokens, TOKENS, FLAT_THEN_STEEP)
+        costs.observe(tokens, requests, base + 2e-3 * requests)
+    for requests in (1, 4):
+        wanted = np.interp(13 * requests, TOKENS, FLAT_THEN_STEEP) + 2e-3 * requests
+        assert costs.seconds(np.array([13 * requests]), requests)[0] == pytest.approx(
+            wanted, rel=0.05
+        )

@@ -5,33 +5,49 @@ from __future__ import annotations
 import time
 
 import numpy as np
+from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.spec_decode import adaptive_verification
 
 from vllm_specblock.engine import budget
 from vllm_specblock.engine.budget import TreeBudgetManager
+from vllm_specblock.engine.cpu.step_costs import measure_steps
 from vllm_specblock.engine.registration import patch
 from vllm_specblock.verify.costs import StepCosts
 
 _FIRST_SHARES = (1.0, 0.0, 0.5, 0.25)
-"""Of what is drafted, so much is verified in turn in the first steps: costs have to be seen."""
+"""Of what is drafted, so much is verified in turn in the first steps, where costs were not measured
+before."""
 _FIRST_STEPS = 12
-_EXPLORE_EVERY = 32
+_EXPLORE_EVERY = 64
 """Later one step in so many verifies half as much as it would, or twice as much."""
+
+_FEW, _ROUND = 16, 4
+"""Steps of more tokens than so many come in few sizes: each new one has a processor's products
+prepared anew."""
 
 
 class HostBudgetManager(TreeBudgetManager):
     """TreeBudgetManager for a device whose memory is the host's.
 
-    Differs in where costs come from (the time from one decode step to the next, of which it
-    learns) and in that budgets are chosen by the confidences of the very trees to be verified.
+    Differs in where costs come from (steps measured at start-up, and then the time from one decode
+    step to the next), in that budgets are chosen by the confidences of the very trees to be
+    verified, and in that they come to few sizes of steps.
     """
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.verify_costs, self.draft_costs = StepCosts(), StepCosts()
-        self.steps = 0
+        self.steps, self.explores = 0, True
         self._before: tuple[float, list[str], int, bool] | None = None
+
+    def measured(self, verify: dict[int, float], draft: dict[int, float]) -> None:
+        """Take what steps took: tokens → seconds of verification, rising; requests → seconds of
+        drafting."""
+        self.verify_costs.measured(np.array(list(verify)), np.array(list(verify.values())))
+        for count, seconds in draft.items():
+            self.draft_costs.observe(count, count, seconds)
+        self.explores = False
 
     def get_num_tokens(self, num_tokens_per_req, draft_tokens) -> int:
         requests = list(num_tokens_per_req)
@@ -70,12 +86,15 @@ class HostBudgetManager(TreeBudgetManager):
         limit = min(sum(drafts.values()), room)
         self.steps += 1
         turn, rest = divmod(self.steps, _EXPLORE_EVERY)
-        if self.steps <= _FIRST_STEPS:
+        if self.explores and self.steps <= _FIRST_STEPS:
             budget = int(limit * _FIRST_SHARES[self.steps % len(_FIRST_SHARES)])
         elif not rest:
             budget = min(2 * budget + 4, limit) if turn % 2 else budget // 2
+        rows = sum(others.values())
+        if rows + budget > _FEW:
+            budget = min(budget + -(rows + budget) % _ROUND, limit)
         self._batch_budget = drafts, others, budget
-        return sum(others.values()) + budget
+        return rows + budget
 
     def record_confidences(self, confidence_probs, input_batch) -> None:
         slots, count = input_batch.idx_mapping, input_batch.num_reqs
@@ -96,4 +115,16 @@ def install() -> None:
         return resolve_adaptive_cudagraph_mode
 
     patch(model_runner, "resolve_adaptive_cudagraph_mode", make)
+
+    def measuring(original):
+        def compile_or_warm_up_model(self):
+            if isinstance(
+                getattr(self.model_runner, "adaptive_verification", None), HostBudgetManager
+            ):
+                measure_steps(self.model_runner)
+            return original(self)
+
+        return compile_or_warm_up_model
+
+    patch(CPUWorker, "compile_or_warm_up_model", measuring)
     budget.install(HostBudgetManager)

@@ -203,13 +203,16 @@ class TreeSpeculator(DraftModelSpeculator):
             self.group,
         )
 
-    def capture(self) -> None:
-        # vLLM's warm-up requests, which came before, are nobody's.
+    def forget_warm_up(self) -> None:
+        """vLLM's warm-up requests, which came before, are nobody's."""
         self.counters.total.zero_()
         self.clock.total.zero_()
         self.proposer.forget()
         if self.adaptive is not None:
             self.adaptive.reach.forget()
+
+    def capture(self) -> None:
+        self.forget_warm_up()
         self._compile_kernels()
         self.graphs.capture(self.step, self.draft_tokens)
 

@@ -9,15 +9,25 @@ import numpy as np
 _PRIOR = np.array([1.0, 0.05, 0.05])
 """Before anything was measured: a request, and a token, add a twentieth of an empty step."""
 
+_MEASURED = np.array([1.0, 0.0, 0.0])
+"""Where steps were measured by their tokens: nothing is added, until steps say so."""
+
+_RIDGE, _RIDGE_MEASURED = 1e-3, 3e-2
+"""What the prior counts, of all steps: of what was measured more, since a step's time on a busy
+machine is off by more than what a few tokens add."""
+
+_FAR = 1e6  # tokens
+
 _ROBUST_AFTER, _OUTLIER = 16, 3.0
 """Once so many steps were seen, one that took so many times what was expected is no step of ours:
 the process was paused, or waited for something."""
 
 
 class StepCosts:
-    """Least squares of time on (1, requests, tokens), older steps counting less.
+    """Least squares of time on (base(tokens), requests, tokens), older steps counting less.
 
-    That is all that a device without graphs needs: its steps take longer with every token. Only
+    `base` is 1, or what steps of so many tokens took when they were measured, relative to one
+    token: a processor's products cost nothing more up to a number of rows, and then they do. Only
     the ratio of two predictions is of use before anything was observed.
 
     Args:
@@ -28,7 +38,23 @@ class StepCosts:
         self.decay, self.seen = decay, 0
         self._normal = np.zeros((3, 3))
         self._moment = np.zeros(3)
-        self._weights = _PRIOR
+        self._weights = self._prior = _PRIOR
+        self._ridge = _RIDGE
+        self._base = np.array([0.0]), np.array([1.0])
+
+    def measured(self, tokens: np.ndarray, seconds: np.ndarray) -> None:
+        """Begin anew with what steps took: [n] rising integers, two at least, [n] times.
+
+        Between and beyond them it is as on straight lines.
+        """
+        seconds = np.maximum.accumulate(seconds)
+        slope = (seconds[-1] - seconds[-2]) / (tokens[-1] - tokens[-2])
+        beyond = seconds[-1] + slope * (_FAR - tokens[-1])
+        tokens, seconds = np.append(tokens, _FAR), np.append(seconds, beyond)
+        self._base = tokens.astype(float), seconds / seconds[0]
+        self._prior, self._ridge = _MEASURED, _RIDGE_MEASURED
+        self._weights = seconds[0] * _MEASURED
+        self._normal[:], self._moment[:], self.seen = 0, 0, 0
 
     def observe(self, tokens: int, requests: int, seconds: float) -> None:
         """A step of so many tokens and requests took so long."""
@@ -36,22 +62,23 @@ class StepCosts:
             expected = self.seconds(np.array([tokens]), requests)[0]
             if seconds > _OUTLIER * expected:
                 return
-        x = np.array([1.0, requests, tokens])
+        x = np.array([np.interp(tokens, *self._base), requests, tokens])
         self._normal = self.decay * self._normal + np.outer(x, x)
         self._moment = self.decay * self._moment + seconds * x
         self.seen += 1
         # What the steps so far say nothing of (a single batch size, say) stays as in the prior.
-        scale = self._moment[0] / (self._normal[0] @ _PRIOR)
-        ridge = 1e-3 * np.diag(np.diag(self._normal))
-        left = self._moment - self._normal @ (scale * _PRIOR)
-        self._weights = scale * _PRIOR + np.linalg.solve(self._normal + ridge, left)
+        scale = self._moment[0] / (self._normal[0] @ self._prior)
+        ridge = self._ridge * np.diag(np.diag(self._normal))
+        left = self._moment - self._normal @ (scale * self._prior)
+        self._weights = scale * self._prior + np.linalg.solve(self._normal + ridge, left)
 
     def seconds(self, tokens: np.ndarray, requests: int) -> np.ndarray:
         """[n] integers → [n] float, never falling from one number of tokens to a larger one."""
-        fixed, request, token = self._weights
+        base, request, token = self._weights
         token = max(token, 0.0)
-        floor = 1e-3 * abs(fixed) + 1e-9
-        return np.maximum(fixed + request * requests, floor) + token * tokens
+        floor = 1e-3 * abs(base) + 1e-9
+        by_tokens = np.maximum(base, 0.0) * np.interp(tokens, *self._base)
+        return np.maximum(by_tokens + request * requests, floor) + token * tokens
 
 
 def cost_per_request(
