@@ -50,6 +50,7 @@ def test_drafts_are_the_same(kind, padding):
         head.advance(rows)
         tree = head.draft()
         found.append([texts(tree, request) for request in range(3)])
+        assert (tree.size == 24).all(), "empty trees are equal, too"
         assert not backlog.pieces and backlog.bytes == 0
     for followed, caught_up in zip(*found):
         assert caught_up == pytest.approx(followed, abs=1e-4)  # other shapes, other rounding

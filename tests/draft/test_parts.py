@@ -54,6 +54,7 @@ def test_a_head_drafts_the_same(monkeypatch, kind, lengths, padding):
             rows = [(a, a + (n if step == 0 else 2)) for a, n in zip(done, lengths)]
             head.advance(rows_of(rows, tables, states, text, PAGE, padding))
             tree = head.draft()
+            assert (tree.size == 24).all(), "empty trees are equal, too"
             trees += [texts(tree, request) for request in range(count)]
             done = [end for _, end in rows]
         found.append(trees)
