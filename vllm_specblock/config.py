@@ -167,7 +167,8 @@ class CombineConfig(_Options):
 
     second_head_cost: Annotated[float, Field(ge=0, le=4)] | None = None
     """For a lazy route: what drafting the second head adds to a step, as a share of its time.
-    None: 0.15, or 0.02 for an n-gram head. `benchmarks/two_heads.py` shows how to find it."""
+    None: 0.15, or 0.02 for an n-gram head. `benchmarks/two_heads.py` shows how to find it. With
+    `skip_drafter` the same of the head that is left out; None: 0.2."""
 
     confidence: Literal["mean", "sum"] = "mean"
     """What makes a head the surer one: the mean of its nodes' probabilities, as the paper has
@@ -179,6 +180,10 @@ class CombineConfig(_Options):
 
     budget: Literal["split", "joint"] = "joint"
     """Half of the nodes for each head, or the best nodes of both, each drafting all of them."""
+
+    skip_drafter: bool | None = None
+    """For a merge with an n-gram head and a joint budget, on a CPU: leave the other head out of
+    steps for which what was looked up is sure enough. None: there, yes."""
 
 
 def parse_head(given: dict[str, Any], kind: str, where: str = "") -> _Options:

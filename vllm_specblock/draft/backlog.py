@@ -52,6 +52,14 @@ class Backlog:
         for piece in self.pieces.pop(slot, []):
             self.bytes -= len(piece) * _row_bytes(piece.states)
 
+    def rows(self, slot: int) -> int:
+        """How many rows of the request in `slot` are kept."""
+        return sum(map(len, self.pieces.get(slot, [])))
+
+    def has_room(self, rows: CommittedRows) -> bool:
+        """Whether all of a step's rows can be kept."""
+        return self.bytes + len(rows.token) * _row_bytes(rows.states) <= self.most_bytes
+
     def keep(self, rows: CommittedRows, wanted: np.ndarray) -> np.ndarray:
         """Keep a step's rows of some requests.
 

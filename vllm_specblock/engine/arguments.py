@@ -62,6 +62,7 @@ def translate(args: EngineArgs, target: ModelConfig, parallel: ParallelConfig) -
     hub = {"token": args.hf_token, "cache_dir": args.download_dir}
     plan = make_plan(given, nodes, target, hub)
     _check_ranks(plan, parallel)
+    plan = _with_skipping(plan, parallel)
     check_weights(plan)
     check_acceptance(given, plan)
 
@@ -96,6 +97,31 @@ def _adapts(given: dict[str, Any], parallel: ParallelConfig) -> bool:
     """
     one = current_platform.is_cpu() and parallel.tensor_parallel_size == 1
     return one and not any(given.get(key) is not None for key in _SAYS_HOW_MANY)
+
+
+def _with_skipping(plan: Plan, parallel: ParallelConfig) -> Plan:
+    """Decide whether a merge leaves its drafter out where it can, if nobody says.
+
+    Raises:
+        OptionError: somebody says so where it cannot.
+    """
+    combine = plan.combine
+    if combine is None or combine.skip_drafter is False:
+        return plan
+    without_weights = sum(head.folder is None for head in plan.heads)
+    can = (
+        current_platform.is_cpu()
+        and parallel.tensor_parallel_size == 1
+        and (combine.head_policy, combine.budget) == ("merge", "joint")
+        and without_weights == 1
+    )
+    if combine.skip_drafter and not can:
+        raise OptionError(
+            "speculative_config key 'skip_drafter' is true, but a drafter can be left out of "
+            "steps on a CPU only, in one process, merged ('head_policy' 'merge', 'budget' 'joint') "
+            "with an n-gram head: drop the key."
+        )
+    return plan.model_copy(update={"combine": combine.model_copy(update={"skip_drafter": can})})
 
 
 _SAYS_HOW_MANY = (

@@ -44,7 +44,7 @@ class Proposer(ABC):
     """Asks the heads of an engine for trees, once a step.
 
     Every head advances in every step, whoever drafts or is chosen: so they stay interchangeable
-    (routing paper, §7).
+    (routing paper, §7). `skipping_merge.py` has what may lag behind instead.
     """
 
     heads: list[Head]
@@ -65,6 +65,12 @@ class Proposer(ABC):
         for head in self.heads:
             if head.sharpness is not None:
                 head.sharpness.forget()
+
+    def begin(self, slot: int) -> None:
+        """A request comes to `slot`; nothing learned of its last one holds."""
+        for head in self.heads:
+            if head.sharpness is not None:
+                head.sharpness.begin(slot)
 
     def advance(self, rows: CommittedRows) -> None:
         """The heads take in what was committed; all of them, see above."""
@@ -197,7 +203,10 @@ class Merge(Proposer):
         self.always = torch.ones(1, dtype=torch.bool, device=device)
 
     def combine(self, rows: CommittedRows) -> Proposal:
-        first, second = (head.draft() for head in self.heads)
+        return self.union(*(head.draft() for head in self.heads))
+
+    def union(self, first: DraftTree, second: DraftTree) -> Proposal:
+        """Both trees in one; both heads have drafted."""
         combined, agreed = merge(first, second, self.how, self.num_nodes, self.max_depth)
         both = self.always.expand(len(first.size))
         return Proposal(combined, (first.size, second.size), both, agreed)
@@ -220,6 +229,10 @@ def make_proposer(
     """The proposer of `options`; None with a single head."""
     if options is None:
         return One(heads[0])
+    if options.head_policy == "merge" and options.skip_drafter:
+        from vllm_specblock.engine.skipping_merge import SkippingMerge
+
+        return SkippingMerge(heads, options, num_nodes, num_slots, device)
     if options.head_policy == "merge":
         return Merge(heads, options, num_nodes, device)
     if options.route == "lazy":

@@ -221,9 +221,7 @@ class TreeSpeculator(DraftModelSpeculator):
     def note_request(self, slot: int, params: SamplingParams | None) -> None:
         """Remember how the request in `slot` samples; nothing learned of its last one holds."""
         self.temperature[slot].fill_(0.0 if params is None else params.temperature)
-        for head in self.proposer.heads:
-            if head.sharpness is not None:
-                head.sharpness.begin(slot)
+        self.proposer.begin(slot)
         if self.adaptive is not None:
             self.adaptive.add(slot)
         self.chains.note(slot, params)
