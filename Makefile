@@ -5,7 +5,7 @@ VENV := .venv
 # Model Runner V2 is vLLM's default on a GPU; its CPU build has to be told.
 export VLLM_USE_V2_MODEL_RUNNER ?= 1
 
-.PHONY: demo test first-drafter two-heads lint setup clean
+.PHONY: demo test test-fast first-drafter two-heads lint setup clean
 
 demo: setup
 	$(VENV)/bin/python examples/demo.py
@@ -18,6 +18,11 @@ COMPILED := tests/triton_kernels/test_compile.py
 test: setup
 	$(VENV)/bin/pytest --numprocesses $(WORKERS) --dist worksteal --ignore $(COMPILED)
 	$(VENV)/bin/pytest --numprocesses $(WORKERS) $(COMPILED)
+
+# Without engines: what a change of trees, kernels, heads or training breaks shows here already.
+test-fast: setup
+	$(VENV)/bin/pytest --numprocesses $(WORKERS) --dist worksteal --ignore tests/engine \
+		--ignore $(COMPILED) -m "not engine"
 
 FIRST := runs/first_drafter
 first-drafter: setup

@@ -1,4 +1,4 @@
-"""The list of `CONTRIBUTING.md`, "On a GPU", in parts of so many minutes, the most decisive first.
+"""The list of `docs/gpu_checklist.md`, in parts of so many minutes, the most decisive first.
 
     python benchmarks/on_gpu.py --out DIR --part 1 --minutes 9
     python benchmarks/on_gpu.py --list

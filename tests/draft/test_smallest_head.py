@@ -1,4 +1,4 @@
-"""The head that CONTRIBUTING.md shows is complete."""
+"""The head that docs/extending.md shows is complete."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vllm_specblock.candidates import select_nodes
 from vllm_specblock.draft.head import CommittedRows, Head
 from vllm_specblock.tree import DraftTree
 
-PAGE = Path(__file__).resolve().parents[2] / "CONTRIBUTING.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs/extending.md"
 
 
 def test_the_head_of_the_page_drafts():

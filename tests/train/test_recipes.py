@@ -35,7 +35,14 @@ ROOT = Path(__file__).resolve().parents[2]
 PAIR, STDLIB = ROOT / "examples/tiny_pair", ROOT / "examples/stdlib_100m"
 RECIPES = sorted(ROOT.glob("examples/recipes/*.yaml"))
 YAMLS = sorted([*ROOT.glob("examples/**/*.yaml"), *ROOT.glob("benchmarks/**/*.yaml")])
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("examples/**/*.md"), *ROOT.glob("benchmarks/*.md")])
+PAGES = sorted(
+    [
+        *ROOT.glob("*.md"),
+        *ROOT.glob("docs/*.md"),
+        *ROOT.glob("examples/**/*.md"),
+        *ROOT.glob("benchmarks/*.md"),
+    ]
+)
 
 PAPER = {
     "block_size": 4,
