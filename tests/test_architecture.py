@@ -33,7 +33,12 @@ def room_of(path: Path) -> str:
 
 
 def imported_modules(path: Path):
-    for node in ast.walk(ast.parse(path.read_text())):
+    """Of a file; what only a type checker imports is no import."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            node.body = []
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and not node.level:
@@ -101,6 +106,44 @@ def test_combine_and_verify_know_trees_not_heads():
         if room_of(path) in ("combine", "verify"):
             for module in imported_modules(path):
                 assert not module.startswith("vllm_specblock.draft"), f"{path} imports {module}"
+
+
+def names_of(folder: str, package: str) -> dict[str, Path]:
+    """Modules of a folder by the names under which they are imported."""
+    found = {}
+    for path in (ROOT / folder).rglob("*.py"):
+        parts = path.relative_to(ROOT / folder).with_suffix("").parts
+        parts = parts[:-1] if parts[-1] == "__init__" else parts
+        found[".".join(part for part in (package, *parts) if part)] = path
+    return found
+
+
+@pytest.mark.parametrize("folder", ["vllm_specblock", "benchmarks"])
+def test_nothing_imports_in_a_circle(folder):
+    """Nor by way of an import inside a function."""
+    modules = names_of("vllm_specblock", "vllm_specblock")
+    modules |= names_of("triton_kernels", "vllm_specblock.triton_kernels")
+    if folder == "benchmarks":
+        modules |= names_of("benchmarks", "")
+    left = {}
+    for name, path in modules.items():
+        package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+        asked = set(imported_modules(path)) | set(relative_imports(path, package))
+        left[name] = {module for module in asked if module in modules} - {name}
+    assert sum(map(len, left.values())) > 300
+    while free := [name for name, asked in left.items() if not asked & left.keys()]:
+        for name in free:
+            del left[name]
+    assert not left, f"these import each other: {sorted(left)}"
+
+
+def relative_imports(path: Path, package: str):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            parts = package.split(".")
+            base = ".".join([*parts[: len(parts) - node.level + 1], *filter(None, [node.module])])
+            yield base
+            yield from (f"{base}.{alias.name}" for alias in node.names)
 
 
 def test_kernels_are_not_importable_by_their_folder(tmp_path):

@@ -9,7 +9,7 @@ import torch
 from vllm.compilation import decorators
 
 from vllm_specblock.engine.cpu import compile_cache
-from vllm_specblock.engine.registration import PATCHES
+from vllm_specblock.engine.patches import PATCHES
 
 
 def artifact(function) -> SimpleNamespace:

@@ -23,7 +23,7 @@ def arguments_of(function) -> list[str]:
 def test_entry_to_the_config():
     from vllm.engine.arg_utils import EngineArgs
 
-    from vllm_specblock.engine.registration import PATCHES
+    from vllm_specblock.engine.patches import PATCHES
 
     (name,) = [name for name in PATCHES if name.endswith("create_speculative_config")]
     assert arguments_of(PATCHES[name]) == ["self", "target_model_config", "target_parallel_config"]
@@ -38,7 +38,7 @@ def test_entry_to_the_speculator():
     from vllm.v1.worker.gpu import model_runner, spec_decode
     from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator, DraftModelSpeculator
 
-    from vllm_specblock.engine.registration import PATCHES
+    from vllm_specblock.engine.patches import PATCHES
 
     assert model_runner.init_speculator is spec_decode.init_speculator
     original = PATCHES["vllm.v1.worker.gpu.spec_decode.init_speculator"]
@@ -108,7 +108,7 @@ def test_adaptive_verification():
     from vllm.v1.worker.gpu import model_runner
     from vllm.v1.worker.gpu.spec_decode import adaptive_verification
 
-    from vllm_specblock.engine.registration import PATCHES
+    from vllm_specblock.engine.patches import PATCHES
 
     name = "AdaptiveVerificationManager"
     manager = PATCHES.get(f"{adaptive_verification.__name__}.{name}")

@@ -10,7 +10,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_specblock.engine import deep_sleep
-from vllm_specblock.engine.registration import PATCHES
+from vllm_specblock.engine.patches import PATCHES
 
 LABEL = "vllm.v1.worker.gpu_worker.Worker.sleep"
 

@@ -62,7 +62,7 @@ def test_cpu_users_who_ask_get_the_runner():
 def test_register_twice_patches_once():
     from vllm.engine.arg_utils import EngineArgs
 
-    from vllm_specblock.engine.registration import PATCHES
+    from vllm_specblock.engine.patches import PATCHES
 
     plugin.register()
     before = EngineArgs.create_speculative_config, dict(PATCHES)

@@ -54,7 +54,8 @@ class DrafterGate:
         place = _bucket(sure)
         right = self.right / self.seen
         gain = ((1 - right[place]) * self.gained / self.missed).sum()
-        return bool(gain > self.cost * (1 + (self.accepted / self.seen)[place]).sum())
+        tokens = (1 + (self.accepted / self.seen)[place]).sum()
+        return bool(gain > self.cost * tokens)  # a host number
 
     def learn(
         self, sure: np.ndarray, asked: np.ndarray, right: np.ndarray, accepted: np.ndarray

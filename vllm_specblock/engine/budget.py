@@ -23,7 +23,7 @@ from vllm.v1.worker.gpu.spec_decode import adaptive_verification
 from vllm.v1.worker.gpu.spec_decode.adaptive_verification import AdaptiveVerificationManager
 from vllm.v1.worker.gpu.states import RequestState
 
-from vllm_specblock.engine.registration import patch
+from vllm_specblock.engine.patches import patch
 from vllm_specblock.triton_kernels.reallocate_drafts import reallocate_drafts_triton
 from vllm_specblock.verify.costs import cost_per_request
 from vllm_specblock.verify.rest import Rest

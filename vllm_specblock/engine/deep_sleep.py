@@ -8,7 +8,7 @@ none, and no reload brings them back.
 from __future__ import annotations
 
 from vllm_specblock.engine.ours import is_ours
-from vllm_specblock.engine.registration import patch
+from vllm_specblock.engine.patches import patch
 
 
 def install() -> None:

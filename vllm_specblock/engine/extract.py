@@ -30,7 +30,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
 )
 from vllm.platforms import current_platform
 
-from vllm_specblock.engine.registration import patch
+from vllm_specblock.engine.patches import patch
 from vllm_specblock.train.config import TrainError
 from vllm_specblock.train.teacher.feature_store import Features
 

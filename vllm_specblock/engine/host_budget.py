@@ -12,7 +12,7 @@ from vllm.v1.worker.gpu.spec_decode import adaptive_verification
 from vllm_specblock.engine import budget
 from vllm_specblock.engine.budget import TreeBudgetManager
 from vllm_specblock.engine.cpu.step_costs import measure_steps
-from vllm_specblock.engine.registration import patch
+from vllm_specblock.engine.patches import patch
 from vllm_specblock.verify.costs import StepCosts
 
 _FIRST_SHARES = (1.0, 0.0, 0.5, 0.25)

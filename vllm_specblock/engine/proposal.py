@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_specblock.combine.budget import shares
 from vllm_specblock.combine.combined import Combined
 from vllm_specblock.combine.lazy import LazyGate
 from vllm_specblock.combine.merge import merge
@@ -210,31 +209,3 @@ class Merge(Proposer):
         combined, agreed = merge(first, second, self.how, self.num_nodes, self.max_depth)
         both = self.always.expand(len(first.size))
         return Proposal(combined, (first.size, second.size), both, agreed)
-
-
-def head_budgets(options: CombineConfig | None, num_nodes: int) -> tuple[int, ...]:
-    """Nodes that each head drafts."""
-    if options is None:
-        return (num_nodes,)
-    return shares(num_nodes, options.head_policy, options.budget)
-
-
-def make_proposer(
-    heads: list[Head],
-    options: CombineConfig | None,
-    num_nodes: int,
-    num_slots: int,
-    device: torch.device,
-) -> Proposer:
-    """The proposer of `options`; None with a single head."""
-    if options is None:
-        return One(heads[0])
-    if options.head_policy == "merge" and options.skip_drafter:
-        from vllm_specblock.engine.skipping_merge import SkippingMerge
-
-        return SkippingMerge(heads, options, num_nodes, num_slots, device)
-    if options.head_policy == "merge":
-        return Merge(heads, options, num_nodes, device)
-    if options.route == "lazy":
-        return LazyRoute(heads, options, num_slots, device)
-    return Route(heads, options, device)

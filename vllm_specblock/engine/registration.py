@@ -1,40 +1,16 @@
 """What the plugin tells vLLM at start-up: names to register, and three small patches.
 
-A fourth (`budget.py`) waits for the first engine that wants it.
-
-vLLM 0.32 has registries for draft architectures, model configs and attention backends, but
-none for speculative methods or speculators, and it refuses two sampling parameters with any
-speculation. The patches close those gaps. Each is recorded in `PATCHES`, applied once however
-often `register` runs, and leaves every call that is not about SpecBlock to the original.
+`patches.py` lists these and all that come later.
 """
 
 from __future__ import annotations
 
-import inspect
 import sys
-from collections.abc import Callable
-from functools import wraps
-from typing import Any
 
 from vllm_specblock.engine.architecture import DRAFT_ARCHITECTURES, SpecBlockForDrafting
 from vllm_specblock.engine.hf_config import SpecBlockHFConfig
 from vllm_specblock.engine.ours import asks_for_us, is_ours
-
-PATCHES: dict[str, Callable] = {}
-"""Patched name → the original callable."""
-
-
-def patch(owner: Any, name: str, make: Callable[[Callable], Callable]) -> None:
-    """Replace `owner.name` by `make(original)`, once."""
-    label = f"{getattr(owner, '__module__', '')}.{owner.__name__}.{name}".lstrip(".")
-    if label in PATCHES:
-        return
-    original = getattr(owner, name)
-    PATCHES[label] = original
-    replacement = wraps(original)(make(original))
-    if isinstance(inspect.getattr_static(owner, name), classmethod):
-        replacement = classmethod(replacement)
-    setattr(owner, name, replacement)
+from vllm_specblock.engine.patches import patch
 
 
 def register() -> None:

@@ -31,7 +31,8 @@ from vllm_specblock.engine.graphs import ProposalGraphs, StepInputs
 from vllm_specblock.engine.heads import build_head, register_layers
 from vllm_specblock.engine.metrics import make_sink
 from vllm_specblock.engine.model_state import TreeModelState
-from vllm_specblock.engine.proposal import LazyRoute, Proposer, head_budgets, make_proposer
+from vllm_specblock.engine.proposal import LazyRoute, Proposer
+from vllm_specblock.engine.proposers import head_budgets, make_proposer
 from vllm_specblock.engine.rows import StepRows
 from vllm_specblock.engine.slots import TreeSlots
 from vllm_specblock.engine.warm_up import compile_kernels

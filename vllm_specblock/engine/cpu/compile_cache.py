@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig
 
-from vllm_specblock.engine.registration import patch
+from vllm_specblock.engine.patches import patch
 
 
 def install() -> None:

@@ -10,7 +10,7 @@ from vllm_specblock.engine.cpu import compile_cache
 from vllm_specblock.engine.cpu.batches import slot_mapping
 from vllm_specblock.engine.cpu.kernels import KERNELS
 from vllm_specblock.engine.cpu.top_k_top_p import apply_top_k_top_p
-from vllm_specblock.engine.registration import PATCHES, patch
+from vllm_specblock.engine.patches import PATCHES, patch
 
 
 def install() -> None:

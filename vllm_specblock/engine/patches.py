@@ -1,0 +1,47 @@
+"""What of vLLM is replaced: each callable once, and the original kept.
+
+vLLM 0.32 has registries for draft architectures, model configs and attention backends. What it has
+no registry for is patched; every call that is not about SpecBlock goes to the original.
+
+At start-up (`registration.py`):
+    EngineArgs.create_speculative_config: "method" is a Literal, until methods can be registered.
+    spec_decode.init_speculator: an if-chain over vLLM's own, until they can be registered.
+    SamplingParams._validate_spec_decode: refuses min_p and logit_bias with any speculation; with
+        trees they are exact.
+At start-up on a CPU (`cpu/install.py`, `cpu/compile_cache.py`):
+    kernels of Model Runner V2, block tables, top-k/top-p: have no form for a CPU.
+    CpuPlatform.get_attn_backend_cls: answers CPU_ATTN whatever was asked for.
+    torch.compiler.load_compiled_function: a compiled model is not found again on a CPU.
+With the first engine whose budgets adapt (`budget.py`, on a CPU `host_budget.py`):
+    AdaptiveVerificationManager: built by its name, until a speculator can bring its own.
+    resolve_adaptive_cudagraph_mode, _assign_draft_token_budget_compiled: take CUDA graphs and a
+        compiler for granted, on a CPU, too.
+    CPUWorker.compile_or_warm_up_model: measures steps when all is ready, as a GPU's worker does.
+With the first engine that may sleep (`deep_sleep.py`):
+    Worker.sleep: level 2 would discard what trees need.
+In `specblock features` (`extract.py`):
+    ExtractHiddenStatesSpeculator.propose: the state after the final norm is kept, too.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+PATCHES: dict[str, Callable] = {}
+"""Patched name → the original callable."""
+
+
+def patch(owner: Any, name: str, make: Callable[[Callable], Callable]) -> None:
+    """Replace `owner.name` by `make(original)`, once."""
+    label = f"{getattr(owner, '__module__', '')}.{owner.__name__}.{name}".lstrip(".")
+    if label in PATCHES:
+        return
+    original = getattr(owner, name)
+    PATCHES[label] = original
+    replacement = wraps(original)(make(original))
+    if isinstance(inspect.getattr_static(owner, name), classmethod):
+        replacement = classmethod(replacement)
+    setattr(owner, name, replacement)
