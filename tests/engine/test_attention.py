@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -153,11 +154,20 @@ def test_requests_without_trees_by_flash_attention(window, soft_cap):
     assert flash_causal.after_trees(metadata, 4) is None
 
 
-def test_flash_attention_takes_what_it_knows():
-    spec = SimpleNamespace(dtype=torch.bfloat16, head_size=64)
-    assert not flash_causal.takes(spec, torch.device("cpu"))
-    eight_bits = SimpleNamespace(dtype=torch.uint8, head_size=64)
-    assert not flash_causal.takes(eight_bits, torch.device("cuda"))
+def test_flash_attention_takes_what_it_knows(monkeypatch):
+    def spec(dtype=torch.bfloat16, head_size=64):
+        return SimpleNamespace(dtype=dtype, head_size=head_size)
+
+    def of_version(version):
+        return lambda head_size: partial(stand_in_flash, fa_version=version)
+
+    cuda = torch.device("cuda")
+    monkeypatch.setattr(flash_causal, "flash_attention", of_version(3))
+    assert flash_causal.takes(spec(), cuda) and not flash_causal.takes(spec(), torch.device("cpu"))
+    assert not flash_causal.takes(spec(torch.uint8), cuda), "a cache of 8 bits"
+    assert not flash_causal.takes(spec(head_size=20), cuda)
+    monkeypatch.setattr(flash_causal, "flash_attention", of_version(None))
+    assert not flash_causal.takes(spec(), cuda), "a GPU that it has no kernel for"
 
 
 @pytest.mark.parametrize("adaptive", [False, True])

@@ -46,10 +46,11 @@ def takes(spec: AttentionSpec, device: torch.device) -> bool:
     if device.type != "cuda" or spec.dtype not in (torch.float16, torch.bfloat16):
         return False
     try:
-        flash_attention(spec.head_size)
+        flash = flash_attention(spec.head_size)
     except (ImportError, AssertionError):  # this build, or a head size that it does not know
         return False
-    return spec.head_size % 8 == 0
+    known = flash.keywords["fa_version"] is not None  # this GPU
+    return known and spec.head_size % 8 == 0
 
 
 def after_trees(batch: CommonAttentionMetadata, num_trees: int) -> CausalRequests | None:
