@@ -53,7 +53,9 @@ class HostBudgetManager(TreeBudgetManager):
         requests = list(num_tokens_per_req)
         decodes = all(draft_tokens.get(request) for request in requests)
         self._observe(requests if decodes else None)
-        count = np.arange(self.req_states.max_num_batched_tokens + 1)
+        # A table of all sizes that a step may have took longer than the rest of this.
+        trees = len(requests) * (self.num_speculative_steps + 1)
+        count = np.arange(max(sum(num_tokens_per_req.values()), trees) + 1)
         each = count[: len(requests) + 1]
         self.cost_tables = (
             self.draft_costs.seconds(each, len(requests)),
