@@ -47,7 +47,8 @@ def test_every_figure_is_drawn_and_its_numbers_are_kept(sets, tmp_path):
     assert whole["sets"]["b"]["prompts"] == 2 and "torch" in whole["versions"]
     blocks, levels = whole["drafters"]["blocks"], whole["drafters"]["levels"]
     assert (blocks["kind"], levels["kind"]) == ("specblock", "eagle3")
-    assert len(blocks["alpha"]) == len(levels["alpha"]) == 8 and levels["alpha_mj"] is None
+    # Two blocks of four; a tree of 16 nodes grows four levels.
+    assert (len(blocks["alpha"]), len(levels["alpha"])) == (8, 4) and levels["alpha_mj"] is None
     for name in sets:
         found, other = blocks["sets"][name], levels["sets"][name]
         path = found["main_path"]

@@ -196,7 +196,8 @@ def test_an_engine_whose_prompts_go_to_flash_attention(monkeypatch, adaptive):
     layers = len(ours.speculator.target_layers)
     assert calls and len(calls) % layers == 0
     assert any(max(lengths) > 9 for lengths in calls), "chunks of prompts"
-    assert len(calls) < 40 * layers, "steps of trees alone do not"
+    # Where budgets adapt, requests are now and then scheduled without drafts.
+    assert adaptive or len(calls) < 40 * layers, "steps of trees alone do not"
 
 
 def test_an_engine_that_takes_flash_attention_where_it_may(monkeypatch):

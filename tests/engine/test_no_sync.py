@@ -19,7 +19,8 @@ HEADS = {
     "EAGLE-3": SECOND,
     "n-gram": {"head": "ngram", "model": None},
     "lazy": {"second_head": SECOND, "route": "lazy"},
-    "trie": {"second_head": {"head": "ngram"}, "head_policy": "merge"},
+    # As on a GPU, where nobody may decide on the host whether a drafter is left out.
+    "trie": {"second_head": {"head": "ngram"}, "head_policy": "merge", "skip_drafter": False},
     "adaptive": {"enable_adaptive_verification": True},
 }
 
