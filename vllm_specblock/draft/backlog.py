@@ -134,7 +134,7 @@ class Backlog:
             position=torch.cat(position),
             slot=torch.cat(cache_slot),
             row_start=torch.from_numpy(start).to(rows.row_start.dtype),
-            row_start_host=start.tolist(),
+            row_start_host=start.tolist(),  # a host array
             last=rows.last + torch.from_numpy(added),
         )
 

@@ -66,8 +66,9 @@ class TreeModelState(DefaultModelState):
         **kwargs,
     ) -> dict[str, Any]:
         # Full graphs are captured of decode steps only, by dummy batches that have no drafts.
-        self._see_trees(input_batch, all_trees=kwargs.get("for_capture", False))
-        graph = cudagraph_mode == CUDAGraphMode.FULL or kwargs.get("for_capture", False)
+        captured = kwargs.get("for_capture", False)
+        self._see_trees(input_batch, all_trees=captured)
+        graph = captured or cudagraph_mode == CUDAGraphMode.FULL
         self.visibility.num_trees = None if graph else _trees_in_front(input_batch)
         for groups in attn_groups:
             for group in groups:

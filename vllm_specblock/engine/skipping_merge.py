@@ -80,15 +80,17 @@ class SkippingMerge(Merge):
             self.behind.keep(rows, np.ones(len(rows.last), dtype=bool))
 
     def combine(self, rows: CommittedRows) -> Proposal:
+        found, drafter = self.found, self.heads[1 - self.lookup]
         if self.asked:
-            trees = [self.heads[1 - self.lookup].draft(), self.found]
-            return self.union(*(reversed(trees) if self.lookup == 0 else trees))
-        count = len(self.found.size)
-        sizes = [torch.zeros_like(self.found.size)] * 2
-        sizes[self.lookup] = self.found.size
-        second = self.always.expand(count) if self.lookup else ~self.always.expand(count)
-        combined = Combined.of(self.found, head=self.lookup + 1)
-        return Proposal(combined, tuple(sizes), second, ~self.always.expand(count))
+            tree = drafter.draft()
+            return self.union(tree, found) if self.lookup else self.union(found, tree)
+        nothing, never = (
+            torch.zeros_like(found.size),
+            torch.zeros_like(found.size, dtype=torch.bool),
+        )
+        sizes = (nothing, found.size) if self.lookup else (found.size, nothing)
+        second = ~never if self.lookup else never
+        return Proposal(Combined.of(found, head=self.lookup + 1), sizes, second, never)
 
     def _can_wait(self, rows: CommittedRows) -> bool:
         """Whether what the drafter would miss can be kept and is little: no prompt, above all."""

@@ -83,17 +83,15 @@ def _tests(name: str) -> ModuleType:
 if __name__ == "__main__":
     import os
 
+    import pytest
     import torch
 
     torch.set_num_threads(1)
-    if os.environ.get("TRITON_INTERPRET"):
-        import pytest
-        import triton.runtime.interpreter as interpreter
+    with pytest.MonkeyPatch.context() as patch:
+        if os.environ.get("TRITON_INTERPRET"):
+            import triton.runtime.interpreter as interpreter
 
-        kernels = _tests("triton_kernels/conftest.py")
-        with pytest.MonkeyPatch.context() as patch:
+            kernels = _tests("triton_kernels/conftest.py")
             kernels.teach_bf16_dot(interpreter, patch)
             kernels.teach_whole_arrays(interpreter, patch)
-            main(Path(sys.argv[1]))
-    else:
         main(Path(sys.argv[1]))
