@@ -19,8 +19,8 @@ STEP, RUNNER, MODEL, ATTENTION = (
     "attention",
 )
 HEAD, SAMPLING, COMMIT, DRAFTING = "LM head", "sampling, verification", "commit", "drafting"
-PROPOSAL = "proposal around drafting"
-ORDER = (MODEL, ATTENTION, HEAD, SAMPLING, COMMIT, DRAFTING, PROPOSAL, RUNNER, STEP)
+PROPOSAL, SIZES = "proposal around drafting", "how much to verify"
+ORDER = (MODEL, ATTENTION, HEAD, SAMPLING, COMMIT, DRAFTING, PROPOSAL, SIZES, RUNNER, STEP)
 
 
 class Sections:
@@ -100,6 +100,20 @@ class Sectioned(Answering):
             wrap(speculator, "settle", COMMIT)
             wrap(speculator.proposer, "advance", DRAFTING)
             wrap(speculator.proposer, "combine", DRAFTING)
+            for owner, names in (
+                (speculator.adaptive, ("learn", "offer", "catch_up", "sleep")),
+                (
+                    runner.adaptive_verification,
+                    (
+                        "get_num_tokens",
+                        "compact_batch",
+                        "reallocate_drafts",
+                        "record_confidences",
+                    ),
+                ),
+            ):
+                for name in names:
+                    wrap(owner, name, SIZES)
         step = engine.step
 
         def counted():

@@ -39,9 +39,11 @@ def engines_of(drafter: str | None, nodes: int) -> dict[str, tuple[str | None, d
         f"n-gram tree of {nodes}": ("1", trees | {"head": "ngram"}),
     }
     if drafter is not None:
-        found[f"SpecBlock tree of {nodes}, M = 1"] = (
-            "1", trees | {"model": drafter, "num_blocks": 1},
-        )  # fmt: skip
+        drafting = trees | {"model": drafter, "num_blocks": 1}
+        merged = drafting | {"second_head": "ngram"}
+        found[f"SpecBlock tree of {nodes}, M = 1"] = "1", drafting
+        found["merged with n-grams"] = "1", merged
+        found["merged, adaptive"] = "1", merged | {"enable_adaptive_verification": True}
     return found
 
 

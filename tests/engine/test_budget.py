@@ -11,6 +11,7 @@ from support.engines import make_engine
 from support.matrix import Checker, params
 from vllm.platforms import current_platform
 from vllm.v1.worker.gpu.async_utils import StepTimingSample
+from vllm.v1.worker.gpu.spec_decode import adaptive_verification
 from vllm_specblock.triton_kernels import reallocate_drafts
 
 from vllm_specblock.engine import budget
@@ -25,7 +26,13 @@ NUM_NODES, MOST = 24, 40
 
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch):
-    """Launches a private copy of the kernel, decorated while the interpreter is on."""
+    """Launches a private copy of the kernel, decorated while the interpreter is on; vLLM's own way
+    of it is not compiled."""
+    monkeypatch.setattr(
+        adaptive_verification,
+        "_assign_draft_token_budget_compiled",
+        adaptive_verification._assign_draft_token_budget,
+    )
     name = f"{reallocate_drafts.__package__}.interpreted"
     spec = importlib.util.spec_from_file_location(name, reallocate_drafts.__file__)
     copy = importlib.util.module_from_spec(spec)
@@ -51,16 +58,20 @@ def engine():
     return make_engine(speculative, max_num_seqs=MOST)
 
 
-@pytest.fixture
-def managers(engine):
+def managers_of(engine, kind: type) -> list:
     """(vLLM's, ours) with the same requests and confidences, each with rows of its own."""
     states = engine.runner.req_states
     made = [
-        kind(states, torch.full((MOST + 1,), -7, dtype=torch.int32), 1, max_total_logits=10**6)
-        for kind in (budget.AdaptiveVerificationManager, DeviceBudgetManager)
+        each(states, torch.full((MOST + 1,), -7, dtype=torch.int32), 1, max_total_logits=10**6)
+        for each in (budget.AdaptiveVerificationManager, kind)
     ]
     made[1]._confidence_probs = made[0]._confidence_probs
     return made
+
+
+@pytest.fixture
+def managers(engine):
+    return managers_of(engine, DeviceBudgetManager)
 
 
 def a_batch(draw: np.random.Generator, steady: bool):
@@ -73,7 +84,9 @@ def a_batch(draw: np.random.Generator, steady: bool):
     return names, drafts, others, torch.from_numpy(draw.permutation(MOST)[:count])
 
 
-def test_every_batch_as_vllm_does(managers, sent):
+@pytest.mark.parametrize("kind", [DeviceBudgetManager, HostBudgetManager])
+def test_every_batch_as_vllm_does(engine, kind, sent):
+    managers = managers_of(engine, kind)
     draw, changes, before = np.random.default_rng(0), 0, None
     for step in range(36):
         names, drafts, others, slots = a_batch(draw, steady=step % 4 < 2)
@@ -148,15 +161,10 @@ def test_trees_share_their_context(managers, per_token, per_request):
     assert wrong == pytest.approx(per_request * (MOST - 3))
 
 
-class Both(DeviceBudgetManager, HostBudgetManager):
-    """A host's costs and experiments, a device's way to hand drafts out."""
-
-
 def test_in_an_engine_no_token_changes(engine, reference, monkeypatch):
     """Exploration takes all drafts, none, half and a quarter in turn."""
     manager, shares = engine.runner.adaptive_verification, []
     manager.steps, manager.explores = 0, True
-    monkeypatch.setattr(manager, "__class__", Both)
     monkeypatch.setattr(manager.rest, "decide", lambda *_: False)
     reallocate = manager.reallocate_drafts
 

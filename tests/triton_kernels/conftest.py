@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from vllm_specblock.triton_kernels import optional_numba
 
 PACKAGE = "vllm_specblock.triton_kernels"
 INTERPRETED = pytest.StashKey[bool]()
@@ -69,6 +70,31 @@ def kernels(request, monkeypatch) -> Kernels:
         teach_bf16_dot(interpreter, monkeypatch)
         teach_whole_arrays(interpreter, monkeypatch)
     return Kernels(request.param)
+
+
+class Loops:
+    """Gives a kernel's compiled loops for CPUs by the names of the launchers."""
+
+    device = torch.device("cpu")
+
+    def load(self, name: str) -> SimpleNamespace:
+        found = vars(importlib.import_module(f"{PACKAGE}.{name}_numba")).items()
+        end = "_numba"
+        return SimpleNamespace(
+            **{f"{key[: -len(end)]}_triton": loop for key, loop in found if key.endswith(end)}
+        )
+
+
+@pytest.fixture(params=["kernel", "loop"])
+def forms(request, kernels, monkeypatch) -> Kernels | Loops:
+    """A kernel, and the loop that takes the same arguments; all else on the CPU is torch."""
+    available = optional_numba.AVAILABLE
+    monkeypatch.setattr(optional_numba, "AVAILABLE", False)
+    if request.param == "kernel":
+        return kernels
+    if not available:
+        pytest.skip("Numba is not installed")
+    return Loops()
 
 
 def interpret_library(interpreter: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,8 @@ from vllm_specblock.verify.reach import BINS_PER_NAT, ReachTable
 from vllm_specblock.verify.verified import Verified
 
 
-def launch(kernels, table: ReachTable, of: Verified) -> None:
-    kernels.load("learn_reach").learn_reach_triton(
+def launch(forms, table: ReachTable, of: Verified) -> None:
+    forms.load("learn_reach").learn_reach_triton(
         table.judged, table.reached, of, BINS_PER_NAT, table.decay
     )
 
@@ -65,12 +65,12 @@ def in_tables(of: Verified, device: torch.device) -> Verified:
     ("count", "num_nodes", "depth"),
     [(1, 60, 12), (3, 1, 1), (7, 13, 5), (5, 256, 30), (150, 60, 11)],
 )
-def test_as_torch_learns(kernels, count, num_nodes, depth):
-    mine, theirs = ReachTable(kernels.device), ReachTable("cpu")
+def test_as_torch_learns(forms, count, num_nodes, depth):
+    mine, theirs = ReachTable(forms.device), ReachTable("cpu")
     for step in range(3):
         verified = random_verdicts(count, num_nodes, depth, seed=step + count)
         theirs.learn_from(verified)
-        launch(kernels, mine, in_tables(verified, kernels.device))
+        launch(forms, mine, in_tables(verified, forms.device))
         torch.testing.assert_close(mine.judged.cpu(), theirs.judged, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(mine.reached.cpu(), theirs.reached, atol=1e-5, rtol=1e-5)
     if count > 5:
@@ -86,25 +86,25 @@ def some_requests(seed: int) -> list[SimpleNamespace]:
     ]
 
 
-def test_nobody_looks_at_what_is_not_there(kernels):
+def test_nobody_looks_at_what_is_not_there(forms):
     """Slots and nodes that are noise (NaN), as `verified_of` leaves them."""
-    mine, theirs = ReachTable(kernels.device), ReachTable("cpu")
+    mine, theirs = ReachTable(forms.device), ReachTable("cpu")
     verified = verified_of(some_requests(0))
     score = verified.score.nan_to_num(nan=float("-inf"))  # torch looks at all of them
     theirs.learn_from(Verified(**vars(verified) | {"score": score}))
-    on = {name: x.to(kernels.device) for name, x in vars(verified).items()}
-    launch(kernels, mine, Verified(**on))
+    on = {name: x.to(forms.device) for name, x in vars(verified).items()}
+    launch(forms, mine, Verified(**on))
     assert torch.equal(mine.judged.cpu(), theirs.judged) and theirs.judged.sum() == 9 * DEPTH
     assert torch.equal(mine.reached.cpu(), theirs.reached) and theirs.reached.sum() > 0
 
 
-def test_old_steps_fade_but_only_when_something_new_is_seen(kernels):
-    table = ReachTable(kernels.device, decay=0.5)
+def test_old_steps_fade_but_only_when_something_new_is_seen(forms):
+    table = ReachTable(forms.device, decay=0.5)
     verified = random_verdicts(4, 20, 5, seed=0)
     nothing = Verified(**vars(verified) | {"num_run": torch.zeros(4, dtype=torch.int32)})
-    launch(kernels, table, in_tables(verified, kernels.device))
+    launch(forms, table, in_tables(verified, forms.device))
     once = table.judged.clone()
-    launch(kernels, table, in_tables(nothing, kernels.device))
+    launch(forms, table, in_tables(nothing, forms.device))
     assert once.sum() > 0 and torch.equal(table.judged, once)
-    launch(kernels, table, in_tables(verified, kernels.device))
+    launch(forms, table, in_tables(verified, forms.device))
     assert torch.equal(table.judged, 1.5 * once)

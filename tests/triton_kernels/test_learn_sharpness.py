@@ -8,11 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.verdicts import DEPTH, SPARE_SLOTS, verified_of
-from vllm_specblock.triton_kernels import optional_numba
-from vllm_specblock.triton_kernels.learn_sharpness_numba import (
-    learn_sharpness_numba,
-    sharpness_numba,
-)
 
 from vllm_specblock.draft.sharpness import (
     MEMORY,
@@ -45,18 +40,12 @@ def some_requests(count: int, seed: int) -> list[SimpleNamespace]:
     return requests
 
 
-@pytest.fixture(params=["kernel", "loop"])
-def form(request, kernels, monkeypatch):
-    """What learns, what says β, and where; the other side, on the CPU, is torch."""
-    available = optional_numba.AVAILABLE
-    monkeypatch.setattr(optional_numba, "AVAILABLE", False)
-    if request.param == "loop":
-        if not available:
-            pytest.skip("Numba is not installed")
-        return SimpleNamespace(learn=learn_sharpness_numba, of=sharpness_numba, device="cpu")
-    found = kernels.load("learn_sharpness")
+@pytest.fixture
+def form(forms):
+    """What learns, what says β, and where."""
+    found = forms.load("learn_sharpness")
     return SimpleNamespace(
-        learn=found.learn_sharpness_triton, of=found.sharpness_triton, device=kernels.device
+        learn=found.learn_sharpness_triton, of=found.sharpness_triton, device=forms.device
     )
 
 

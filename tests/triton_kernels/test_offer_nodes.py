@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from vllm_specblock.triton_kernels import optional_numba
+from vllm_specblock.triton_kernels.offer_nodes_numba import node_steps_numba
 
 from vllm_specblock.combine.combined import Combined
 from vllm_specblock.tree import DraftTree
@@ -37,7 +39,9 @@ def offered(kernels, combined: Combined, asleep: torch.Tensor, heat: torch.Tenso
     by_slot = torch.ones(count + 4, dtype=torch.bool)
     by_slot[slot] = asleep
     wanted = torch.zeros(count, num_nodes)
-    theirs = seen_much("cpu", seed).offer(combined, heat, slot, by_slot, wanted)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(optional_numba, "AVAILABLE", False)
+        theirs = seen_much("cpu", seed).offer(combined, heat, slot, by_slot, wanted)
 
     on = kernels.device
     given = {name: in_a_table(x.to(on)) for name, x in fields_of(combined).items()}
@@ -71,6 +75,29 @@ def test_as_torch(kernels, num_requests, num_nodes):
             assert torch.equal(made[name].cpu(), values), name
     if num_requests > 2:
         assert asleep.any() and (steps[2] == 0).all() and (steps[0] > 0).all()
+
+
+@pytest.mark.skipif(not optional_numba.AVAILABLE, reason="Numba is not installed")
+@pytest.mark.parametrize(
+    ("num_requests", "num_nodes"), [(0, 12), (1, 1), (9, 7), (4, 60), (2, 256)]
+)
+@pytest.mark.parametrize("most", [0.0, 50.0, 3e6])
+def test_the_loop_for_cpus(num_requests, num_nodes, most):
+    score = random_trees(num_requests, num_nodes).tree.logprob.sort(1, descending=True).values
+    if num_nodes == 7:
+        score[0] = torch.tensor([0.3, 0.0, -0.125, -0.25, -7.9, -8.0, -300.0])
+    heat = torch.tensor([0.0, 0.7, 1.3]).repeat(num_requests)[:num_requests]
+    table = seen_much("cpu", 5, most)
+    steps = torch.full((num_requests + 2, num_nodes), -7.0)
+    pytest.importorskip("numba")
+    node_steps_numba(
+        heat, table.judged, table.reached, table.believed, PRIOR, BINS_PER_NAT, score, steps
+    )
+    for name in ("judged", "reached", "believed"):
+        setattr(table, name, getattr(table, name).double())
+    wanted = table.steps(kinds(heat), score.double()).float()
+    torch.testing.assert_close(steps[:num_requests], wanted, atol=1e-6, rtol=3e-5)
+    assert (steps[num_requests:] == -7).all()
 
 
 def test_scores_at_the_ends(kernels):

@@ -57,9 +57,16 @@ def switch_of(states: RequestState, num_slots: int, wakes: bool) -> RestSwitch:
 class TreeBudgetManager(AdaptiveVerificationManager):
     """AdaptiveVerificationManager that can also do without drafting.
 
-    Differs in that it compares the best budget with plain decoding, of which drafting is no part:
-    where that is quicker, the heads rest.
+    Differs in two things. It compares the best budget with plain decoding, of which drafting is no
+    part: where that is quicker, the heads rest. And one launch, or loop, and a copy where the batch
+    is not that of the step before, does what takes vLLM some twenty. Who gets a draft is as vLLM
+    has it, up to the rounding of survivals: `triton_kernels/reallocate_drafts.py` says how, and who
+    wins ties.
     """
+
+    _counts: np.ndarray | None = None
+    """[2, R] int32, every request's drafts and its other tokens, as they lie on the device."""
+    _counts_there: torch.Tensor
 
     def __init__(self, req_states: RequestState, *args, **kwargs):
         super().__init__(req_states, *args, **kwargs)
@@ -90,22 +97,37 @@ class TreeBudgetManager(AdaptiveVerificationManager):
             len(decoding), draft_cost[len(requests)], verify_cost
         )
 
+    def reallocate_drafts(
+        self, req_ids: list[str], idx_mapping: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, int]:
+        (drafts, others, budget), self._batch_budget = self._batch_budget, None
+        counts = np.array(
+            [[drafts[request] for request in req_ids], [others[request] for request in req_ids]],
+            dtype=np.int32,
+        )
+        # Requests that go on decoding count the same in every step.
+        if self._counts is None or not np.array_equal(counts, self._counts):
+            self._counts = counts
+            self._counts_there = async_tensor_h2d(counts, device=idx_mapping.device)
+        self._reallocate(
+            self._confidence_probs, idx_mapping, self._counts_there, budget,
+            self.num_bonus_tokens, self._cu_num_logits, self.query_start_loc,
+        )  # fmt: skip
+        return self._cu_num_logits[: len(req_ids) + 1], self.query_start_loc, budget
+
+    def _reallocate(self, *args) -> None:
+        """`reallocate_drafts_triton`, or what does the same here."""
+        reallocate_drafts_triton(*args)
+
 
 class DeviceBudgetManager(TreeBudgetManager):
     """TreeBudgetManager for a device with memory of its own.
 
-    Differs in two things. One launch, and a copy where the batch is not that of the step before,
-    does what takes vLLM some twenty. Who gets a draft is as vLLM has it, up to the rounding of
-    survivals: `triton_kernels/reallocate_drafts.py` says how, and who wins ties.
-
-    And steps are priced as trees. vLLM profiles steps in which every token is a request with a
-    context of its own; a tree's nodes share one, so steps of whole trees are profiled, too, and
-    the difference is what a request costs.
+    Differs in that steps are priced as trees. vLLM profiles steps in which every token is a request
+    with a context of its own; a tree's nodes share one, so steps of whole trees are profiled, too,
+    and the difference is what a request costs.
     """
 
-    _counts: np.ndarray | None = None
-    """[2, R] int32, every request's drafts and its other tokens, as they lie on the device."""
-    _counts_there: torch.Tensor
     _profiled: tuple[np.ndarray, np.ndarray] | None = None
     """Drafting by requests, verification by tokens without what their requests cost."""
     _per_request = 0.0  # ms
@@ -140,24 +162,6 @@ class DeviceBudgetManager(TreeBudgetManager):
             drafting, verifying = self._profiled
             self.cost_tables = drafting, verifying + self._per_request * len(num_tokens_per_req)
         return super().get_num_tokens(num_tokens_per_req, draft_tokens)
-
-    def reallocate_drafts(
-        self, req_ids: list[str], idx_mapping: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, int]:
-        (drafts, others, budget), self._batch_budget = self._batch_budget, None
-        counts = np.array(
-            [[drafts[request] for request in req_ids], [others[request] for request in req_ids]],
-            dtype=np.int32,
-        )
-        # Requests that go on decoding count the same in every step.
-        if self._counts is None or not np.array_equal(counts, self._counts):
-            self._counts = counts
-            self._counts_there = async_tensor_h2d(counts, device=idx_mapping.device)
-        reallocate_drafts_triton(
-            self._confidence_probs, idx_mapping, self._counts_there, budget,
-            self.num_bonus_tokens, self._cu_num_logits, self.query_start_loc,
-        )  # fmt: skip
-        return self._cu_num_logits[: len(req_ids) + 1], self.query_start_loc, budget
 
 
 def _medians(samples: list[StepTimingSample]) -> dict[int, tuple[float, int]]:

@@ -7,12 +7,14 @@ import time
 import numpy as np
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu import model_runner
-from vllm.v1.worker.gpu.spec_decode import adaptive_verification
 
 from vllm_specblock.engine import budget
 from vllm_specblock.engine.budget import TreeBudgetManager
 from vllm_specblock.engine.cpu.step_costs import measure_steps
 from vllm_specblock.engine.patches import patch
+from vllm_specblock.triton_kernels.optional_numba import takes
+from vllm_specblock.triton_kernels.reallocate_drafts import reallocate_drafts_reference
+from vllm_specblock.triton_kernels.reallocate_drafts_numba import reallocate_drafts_numba
 from vllm_specblock.verify.costs import StepCosts
 
 _FIRST_SHARES = (1.0, 0.0, 0.5, 0.25)
@@ -98,6 +100,10 @@ class HostBudgetManager(TreeBudgetManager):
         self._batch_budget = drafts, others, budget
         return rows + budget
 
+    def _reallocate(self, *args) -> None:
+        loop = reallocate_drafts_numba if takes(args[0]) else reallocate_drafts_reference
+        loop(*args)
+
     def record_confidences(self, confidence_probs, input_batch) -> None:
         slots, count = input_batch.idx_mapping, input_batch.num_reqs
         self._confidence_probs[slots] = confidence_probs[:count]
@@ -106,9 +112,7 @@ class HostBudgetManager(TreeBudgetManager):
 
 
 def install() -> None:
-    """P4 for a CPU, where vLLM takes CUDA graphs and a compiler for granted; idempotent."""
-    plain = adaptive_verification._assign_draft_token_budget
-    patch(adaptive_verification, "_assign_draft_token_budget_compiled", lambda original: plain)
+    """P4 for a CPU, where vLLM takes CUDA graphs for granted; idempotent."""
 
     def make(original):
         def resolve_adaptive_cudagraph_mode(mode, **kwargs):

@@ -14,8 +14,7 @@ At start-up on a CPU (`cpu/install.py`, `cpu/compile_cache.py`):
     torch.compiler.load_compiled_function: a compiled model is not found again on a CPU.
 With the first engine whose budgets adapt (`budget.py`, on a CPU `host_budget.py`):
     AdaptiveVerificationManager: built by its name, until a speculator can bring its own.
-    resolve_adaptive_cudagraph_mode, _assign_draft_token_budget_compiled: take CUDA graphs and a
-        compiler for granted, on a CPU, too.
+    resolve_adaptive_cudagraph_mode: takes CUDA graphs for granted, on a CPU, too.
     CPUWorker.compile_or_warm_up_model: measures steps when all is ready, as a GPU's worker does.
 With the first engine that may sleep (`deep_sleep.py`):
     Worker.sleep: level 2 would discard what trees need.

@@ -14,7 +14,10 @@ import torch
 from vllm_specblock.combine.combined import Combined
 from vllm_specblock.tree import DraftTree
 from vllm_specblock.triton_kernels.learn_reach import learn_reach_triton
+from vllm_specblock.triton_kernels.learn_reach_numba import learn_reach_numba
 from vllm_specblock.triton_kernels.offer_nodes import offer_nodes_triton
+from vllm_specblock.triton_kernels.offer_nodes_numba import node_steps_numba
+from vllm_specblock.triton_kernels.optional_numba import takes
 from vllm_specblock.verify.verified import Verified
 
 BINS_PER_NAT, NUM_BINS = 4, 32
@@ -57,8 +60,9 @@ class ReachTable:
 
     def learn_from(self, verified: Verified) -> None:
         """Take note of the verdicts on a step's trees."""
-        if self.judged.is_cuda:
-            return learn_reach_triton(self.judged, self.reached, verified, BINS_PER_NAT, self.decay)
+        if self.judged.is_cuda or takes(self.judged):
+            op = learn_reach_triton if self.judged.is_cuda else learn_reach_numba
+            return op(self.judged, self.reached, verified, BINS_PER_NAT, self.decay)
         kind = kinds(verified.temperature)
         self.learn(kind, verified.logprob, verified.reached, verified.judged)
 
@@ -154,6 +158,15 @@ class ReachTable:
                 BINS_PER_NAT, steps, origin=combined.origin, **vars(combined.tree),
             )  # fmt: skip
             return Combined(DraftTree(*tree), origin)
+        if takes(self.judged):
+            asleep = asleep.index_select(0, slot)
+            if asleep.any():  # a host tensor
+                combined = combined.empty_where(asleep)
+            node_steps_numba(
+                temperature, self.judged, self.reached, self.believed, PRIOR, BINS_PER_NAT,
+                combined.tree.logprob, steps,
+            )  # fmt: skip
+            return combined
         combined = combined.empty_where(asleep[slot])
         steps[: len(slot)] = self.steps(kinds(temperature), combined.tree.logprob)
         return combined
