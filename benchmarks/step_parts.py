@@ -40,7 +40,7 @@ def engines_of(drafter: str | None, nodes: int) -> dict[str, tuple[str | None, d
     }
     if drafter is not None:
         drafting = trees | {"model": drafter, "num_blocks": 1}
-        merged = drafting | {"second_head": "ngram"}
+        merged = drafting | {"second_head": {"head": "ngram"}, "head_policy": "merge"}
         found[f"SpecBlock tree of {nodes}, M = 1"] = "1", drafting
         found["merged with n-grams"] = "1", merged
         found["merged, adaptive"] = "1", merged | {"enable_adaptive_verification": True}

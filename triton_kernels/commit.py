@@ -71,10 +71,8 @@ def move_kv(
     if kv_caches.packing is not None:
         from .cpu_packing import move_packed
 
-        stride = kv_caches.caches[0].stride(0)
-        return move_packed(
-            kv_caches.pointers, stride, kv_caches.packing, source_slot, target_slot, moves
-        )
+        stride, source = kv_caches.caches[0].stride(0), torch.where(moves, source_slot, -1)
+        return move_packed(kv_caches.pointers, stride, kv_caches.packing, source, target_slot)
     source, target = source_slot.flatten(), target_slot.flatten()
     if source.numel() == 0:
         return

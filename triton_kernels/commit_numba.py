@@ -18,34 +18,33 @@ def move_path_numba(
     accepted: torch.Tensor,
     num_rows: int,
 ) -> None:
-    """Arguments as `commit.move.move_path` has them; an entry's elements are consecutive."""
+    """Arguments as `commit.move.move_path` has them; packed, or an entry's elements consecutive."""
+    of_requests = (x.contiguous().numpy() for x in (query_start, base, path, accepted))
+    source, target = _slots(slot_mapping.numpy(), *of_requests, num_rows - 1)
     cache = kv_caches.caches[0]
+    if kv_caches.packing is not None:
+        from .cpu_packing import move_packed
+
+        slots = torch.from_numpy(source), torch.from_numpy(target)
+        return move_packed(kv_caches.pointers, cache.stride(0), kv_caches.packing, *slots)
     size = cache.element_size()
     strides = [stride * size for stride in cache.stride()[:3]]
     _move(
-        kv_caches.pointers.numpy(), slot_mapping.numpy(), query_start.contiguous().numpy(),
-        base.contiguous().numpy(), path.contiguous().numpy(), accepted.contiguous().numpy(),
-        num_rows - 1, *strides, cache.shape[1], cache.shape[2], cache.shape[3] * size,
+        kv_caches.pointers.numpy(), source, target, *strides, cache.shape[1], cache.shape[2],
+        cache.shape[3] * size,
     )  # fmt: skip
 
 
 @njit
-def _move(
-    address,  # [layers] int64
+def _slots(
     slot_mapping,  # [≥ batch rows] int64
     query_start,  # [R] int64
     base,  # [R] int64
     path,  # [R, D + 1] int64
     accepted,  # [R] int32
     last_row,
-    block_bytes,
-    head_bytes,
-    entry_bytes,
-    num_heads,
-    block_size,
-    width,  # bytes of an entry
 ):
-    """Row by row: a node moves down, past those alone that have moved before it."""
+    """→ source, target: the slots of what moves, request by request, row by row."""
     count, depth = path.shape[0], path.shape[1] - 1
     source, target = np.empty(count * depth, np.int64), np.empty(count * depth, np.int64)
     moves = 0
@@ -57,18 +56,31 @@ def _move(
                 continue
             read = slot_mapping[min(root + node, last_row)]
             write = slot_mapping[min(root + place, last_row)]
-            if read < 0 or write < 0:
-                continue
-            source[moves] = read // block_size * block_bytes + read % block_size * entry_bytes
-            target[moves] = write // block_size * block_bytes + write % block_size * entry_bytes
-            moves += 1
+            if read >= 0 and write >= 0:
+                source[moves], target[moves] = read, write
+                moves += 1
+    return source[:moves], target[:moves]
+
+
+@njit
+def _move(
+    address,  # [layers] int64
+    source, target,  # [moves] int64
+    block_bytes,
+    head_bytes,
+    entry_bytes,
+    num_heads,
+    block_size,
+    width,  # bytes of an entry
+):  # fmt: skip
+    """Row by row: a node moves down, past those alone that have moved before it."""
     for start in address:
-        for move in range(moves):
+        for move in range(len(source)):
+            old, new = source[move], target[move]
+            from_byte = start + old // block_size * block_bytes + old % block_size * entry_bytes
+            to_byte = start + new // block_size * block_bytes + new % block_size * entry_bytes
             for head in range(num_heads):
-                at = start + head * head_bytes
-                read, write = (
-                    at_address(at + source[move], width),
-                    at_address(at + target[move], width),
-                )
+                read = at_address(from_byte + head * head_bytes, width)
+                write = at_address(to_byte + head * head_bytes, width)
                 for i in range(width):
                     write[i] = read[i]

@@ -88,7 +88,6 @@ def move_packed(
     packing: Packing,
     source: torch.Tensor,
     target: torch.Tensor,
-    moves: torch.Tensor,
 ) -> None:
     """In every layer, move entries from source to target slots, one after the other.
 
@@ -97,16 +96,14 @@ def move_packed(
     Args:
         pointers: [layers] int64, the address of each layer's cache.
         block_stride: elements from block to block, in every layer.
-        source, target: [R, D] int64; negative: padding.
-        moves: [R, D] bool.
+        source, target: [...] int64, alike; negative: nothing moves.
     """
     size = {FP32: 4}.get(packing.element, 2)
     _, move = _loops(size, packing.amx)
-    source, target, moves = (x.contiguous() for x in (source, target, moves))
+    source, target = source.contiguous(), target.contiguous()
     move(
         pointers.data_ptr(), len(pointers), block_stride, packing.head_stride, source.data_ptr(),
-        target.data_ptr(), moves.data_ptr(), source.numel(), packing.kv_heads,
-        packing.block_size, packing.head_dim,
+        target.data_ptr(), source.numel(), packing.kv_heads, packing.block_size, packing.head_dim,
     )  # fmt: skip
 
 
@@ -114,7 +111,7 @@ def move_packed(
 def _loops(size: int, amx: bool):
     """(store, move) of elements of `size` bytes."""
     elements = view_of(types.int16 if size == 2 else types.int32)
-    longs, flags = view_of(types.int64), view_of(types.uint8)
+    longs = view_of(types.int64)
 
     @njit(nogil=True)
     def key_place(entry, dim, block_size, head_dim):
@@ -151,14 +148,14 @@ def _loops(size: int, amx: bool):
 
     @njit(nogil=True, error_model="numpy")
     def move(
-        caches, layers, block_stride, head_stride, sources, targets, moves, count, kv_heads,
-        block_size, head_dim,
+        caches, layers, block_stride, head_stride, sources, targets, count, kv_heads, block_size,
+        head_dim,
     ):  # fmt: skip
-        source, target, live = longs(sources, count), longs(targets, count), flags(moves, count)
+        source, target = longs(sources, count), longs(targets, count)
         cache = longs(caches, layers)
         for layer in range(layers):
             for row in range(count):
-                if live[row] == 0 or source[row] < 0 or target[row] < 0:
+                if source[row] < 0 or target[row] < 0:
                     continue
                 old, new = source[row] % block_size, target[row] % block_size
                 read = cache[layer] + source[row] // block_size * block_stride * size

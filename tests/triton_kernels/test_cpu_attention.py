@@ -126,11 +126,10 @@ def test_a_path_moves_down(form):
     size = (3, 64, 2, 2 * 32)  # two layers; blocks, entries, heads
     plain = [torch.randn(size, generator=generator).to(dtype).transpose(1, 2) for _ in range(2)]
     packed = [pack(cache, amx) for cache in plain]
-    source = torch.tensor([[66, 68, 190, -1], [3, 5, 7, 8]])
+    source = torch.tensor([[66, 68, 190, -1], [3, -1, 7, 8]])
     target = torch.tensor([[65, 66, 67, 68], [2, 3, -1, 5]])
-    moves = torch.tensor([[True, True, True, True], [True, False, True, True]])
     pointers = torch.tensor([cache.data_ptr() for cache, _ in packed])
-    move_packed(pointers, packed[0][0].stride(0), packed[0][1], source, target, moves)
+    move_packed(pointers, packed[0][0].stride(0), packed[0][1], source, target)
     for cache, (moved, _) in zip(plain, packed):
         entries = cache.transpose(1, 2).reshape(-1, 2, 64).clone()
         for old, new in ((66, 65), (68, 66), (190, 67), (3, 2), (8, 5)):

@@ -133,6 +133,27 @@ def test_a_path_moves_in_every_layer(same, dtype, entries_first):
     assert not torch.equal(same(call)[0], memory)
 
 
+@pytest.mark.parametrize("amx", [False, True])
+def test_a_path_moves_in_packed_caches(same, amx):
+    draw = torch.Generator().manual_seed(3)
+    memory = torch.randint(0, 255, (2, 3, 2, 32, 64), generator=draw).to(torch.bfloat16)
+    path = torch.tensor([[0, 2, 3, 7], [0, 1, 4, 9], [0, 5, 6, 7], [0, 0, 0, 0]])
+    accepted = torch.tensor([3, 2, 1, 0], dtype=torch.int32)
+    query_start, base = torch.tensor([0, 8, 18, 26]), torch.tensor([1, 3, 1, 2])
+    slot = torch.randperm(96, generator=draw)[:30]
+    slot[2] = -1  # read by the first request
+
+    def call():
+        layers = memory.clone()
+        packing_of = pytest.importorskip("vllm_specblock.triton_kernels.cpu_packing").packing_of
+        caches = KVCacheSet(list(layers), packing_of(layers[0], amx))
+        assert caches.packing is not None
+        move_path(caches, slot, query_start, base, path, accepted, 29)
+        return (layers,)
+
+    assert not torch.equal(same(call)[0], memory)
+
+
 def test_committed_rows(same):
     draw = torch.Generator().manual_seed(2)
     path = torch.tensor([[0, 2, 3, 7], [0, 1, 4, 99], [0, 0, 0, 0]])

@@ -35,17 +35,17 @@ def column(x: torch.Tensor, device: torch.device) -> torch.Tensor:
 @pytest.mark.parametrize("count", [0, 1, 3, 200])
 @pytest.mark.parametrize("depth", [0, 1, 12, 255])
 @pytest.mark.parametrize("form", ["eager", "graph"])
-def test_as_torch_reads(kernels, count, depth, form):
+def test_as_torch_reads(forms, count, depth, form):
     slot, live, row_start, base, path, accepted = some_requests(count, depth)
     expected = read_verdicts(slot, live, row_start, base, path, accepted)
     if form == "eager":
         own = (slot.int(), live.bool(), base)
-        slot, live, base = (x.to(kernels.device) for x in own)
+        slot, live, base = (x.to(forms.device) for x in own)
     else:
-        slot, live, base = (column(x, kernels.device) for x in (slot, live, base))
-    tables = (x.to(kernels.device) for x in (path, accepted))
-    launch = kernels.load("read_verdicts").read_verdicts_triton
-    found = launch(slot, live, row_start.to(kernels.device), base, *tables)
+        slot, live, base = (column(x, forms.device) for x in (slot, live, base))
+    tables = (x.to(forms.device) for x in (path, accepted))
+    launch = forms.load("read_verdicts").read_verdicts_triton
+    found = launch(slot, live, row_start.to(forms.device), base, *tables)
     for name, mine, theirs in zip(NAMES, found, expected, strict=True):
         assert mine.dtype == theirs.dtype and torch.equal(mine.cpu(), theirs), name
     drafts = expected[-1]

@@ -29,9 +29,8 @@ def move_path(
         num_rows: rows of the batch. A path's unused positions would lead beyond it: they stay on
             its last row.
     """
-    # Packed caches are moved by loops that know their order.
-    plain = kv_caches.packing is None and kv_caches.caches[0].stride(-1) == 1
-    if path.is_cuda or (plain and takes(path)):
+    known = kv_caches.packing is not None or kv_caches.caches[0].stride(-1) == 1
+    if path.is_cuda or (known and takes(path)):
         op = move_path_triton if path.is_cuda else move_path_numba
         return op(kv_caches, slot_mapping, query_start, base, path, accepted, num_rows)
     source, target, moves = committed_sources(query_start, base, path, accepted)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from vllm_specblock.triton_kernels.optional_numba import takes
 from vllm_specblock.triton_kernels.read_verdicts import read_verdicts_triton
+from vllm_specblock.triton_kernels.read_verdicts_numba import read_verdicts_numba
 
 
 def read_verdicts(
@@ -31,8 +33,9 @@ def read_verdicts(
         drafts: [R] int64, nodes that the target ran on. On the host there is only how many were
             scheduled.
     """
-    if path.is_cuda:
-        return read_verdicts_triton(slot, live, row_start, base, path, accepted)
+    if path.is_cuda or takes(path):
+        op = read_verdicts_triton if path.is_cuda else read_verdicts_numba
+        return op(slot, live, row_start, base, path, accepted)
     starts = row_start.long()
     drafts = (starts.diff() - base) * (live != 0)
     return path[slot], accepted[slot], starts[:-1], drafts

@@ -71,7 +71,7 @@ class TreeAttentionMetadataBuilder(AttentionMetadataBuilder[TreeAttentionMetadat
         count = batch.num_reqs if causal is None else visibility.num_trees
         return TreeAttentionMetadata(
             batch.num_actual_tokens,
-            batch.slot_mapping,
+            batch.slot_mapping[: batch.num_actual_tokens],
             self._queries(batch, count) if count else None,
             visibility.all_trees,
             causal,
@@ -194,31 +194,32 @@ class TreeAttentionImpl(AttentionImpl):
     ):
         if attn_metadata is None:  # profiling
             return output.fill_(0)
-        num_rows = attn_metadata.num_rows
-        slots = attn_metadata.slot_mapping[:num_rows]
+        num_rows, slots, whole = attn_metadata.num_rows, attn_metadata.slot_mapping, output
+        if query.shape[0] > num_rows:  # padding; a slice takes as long as a small kernel
+            query, key, value = query[:num_rows], key[:num_rows], value[:num_rows]
+            output = output[:num_rows]
         packed = self.packed_cache(kv_cache)
         if packed is not None:
             if attn_metadata.cpu is None:
                 attn_metadata.cpu = CpuStep(attn_metadata.queries)
             attn_metadata.cpu.attend(
-                packed, query[:num_rows], key[:num_rows], value[:num_rows], slots,
-                output[:num_rows], self.scale, self.window, self.soft_cap,
-            )  # fmt: skip
-            return output
+                packed, query, key, value, slots, output, self.scale, self.window, self.soft_cap
+            )
+            return whole
         scales = {}
         if self.fp8:  # vLLM keeps it as bytes
             kv_cache = kv_cache.view(torch.float8_e4m3fn)
             scales = {"key_scale": layer._k_scale, "value_scale": layer._v_scale}
-        store_kv(kv_cache, slots, key[:num_rows], value[:num_rows], **scales)
+        store_kv(kv_cache, slots, key, value, **scales)
         queries, all_trees = attn_metadata.queries, attn_metadata.all_trees
-        query, out, causal = query[:num_rows], output[:num_rows], attn_metadata.causal
+        out, causal = output, attn_metadata.causal
         if causal is not None:
             flash = flash_prefix.flash_attention(self.head_size)
             attend_causal(
                 flash, causal, query, kv_cache, self.scale, out, self.window, self.soft_cap
             )
             if queries is None:
-                return output
+                return whole
             query, out = query[: causal.first_row], out[: causal.first_row]
         by_flash = flash_prefix.choose(queries, self.head_size, all_trees, self.window)
         if by_flash and not self.fp8:
@@ -231,4 +232,4 @@ class TreeAttentionImpl(AttentionImpl):
                 query, kv_cache, self.scale, out,
                 window=self.window, soft_cap=self.soft_cap, **scales,
             )  # fmt: skip
-        return output
+        return whole
