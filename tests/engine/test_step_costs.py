@@ -9,6 +9,7 @@ from vllm.platforms import current_platform
 
 from vllm_specblock.engine.cpu import step_costs
 from vllm_specblock.engine.cpu.step_costs import Size, measure, sizes
+from vllm_specblock.engine.skipping_merge import SkippingMerge
 
 pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="vLLM measures on a GPU")
 
@@ -69,3 +70,16 @@ def test_an_engine_knows_its_costs_before_the_first_request(monkeypatch):
     assert manager.draft_costs.seconds(np.array([1, 4]), 1).min() > 0
     speculator = engine.speculator
     assert not speculator.counters.total.any() and not speculator.adaptive.reach.judged.any()
+
+
+def test_a_merge_knows_what_its_drafter_costs():
+    speculative = {"num_speculative_tokens": 12, "enable_adaptive_verification": True,
+                   "second_head": {"head": "ngram"}, "head_policy": "merge"}  # fmt: skip
+    engine = make_engine(speculative, max_num_seqs=1)
+    proposer, manager = engine.speculator.proposer, engine.runner.adaptive_verification
+    assert isinstance(proposer, SkippingMerge)
+    tree = manager.verify_costs.seconds(np.array([13]), 1)[0]
+    measured = manager.draft_costs.seconds(np.array([1]), 1)[0] / tree
+    assert proposer.gate.cost == pytest.approx(measured, rel=0.05)
+    proposer.forget()
+    assert proposer.gate.cost == proposer.cost

@@ -76,6 +76,9 @@ class Proposer(ABC):
         for head in self.heads:
             head.advance(rows)
 
+    def priced(self, drafting: float) -> None:
+        """Drafting takes so much of what a step takes without it, as it was measured."""
+
     @abstractmethod
     def combine(self, rows: CommittedRows) -> Proposal:
         """One tree per request; the heads have advanced."""
