@@ -13,10 +13,6 @@ from vllm_specblock.draft.head import CommittedRows, Head
 from vllm_specblock.engine.proposal import Merge, Proposal
 from vllm_specblock.verify.verified import Verified
 
-_COST = 0.2
-"""What drafting with weights adds to a step on a CPU, where it was not measured: 5.3 of 24.6 ms for
-SmolLM2-135M's drafter."""
-
 _MOST_ROWS = 64
 """Rows of a request that a drafter may be behind: what takes it in one go no longer than a step."""
 
@@ -43,7 +39,6 @@ class SkippingMerge(Merge):
     ):
         super().__init__(heads, options, num_nodes, device)
         (self.lookup,) = (at for at, head in enumerate(heads) if not head.cache_layers())
-        self.cost = _COST
         self.gate, self.behind = DrafterGate(self.cost), Backlog()
         self.asked = True
         # By request slot, of the tree under verification.
@@ -59,7 +54,8 @@ class SkippingMerge(Merge):
         self.gate = DrafterGate(self.cost)
 
     def priced(self, drafting: float) -> None:
-        self.gate.cost = self.cost = drafting
+        super().priced(drafting)
+        self.gate.cost = drafting
 
     def learn(self, verified: Verified) -> None:
         super().learn(verified)
