@@ -228,9 +228,9 @@ def check_names(
 ) -> None:
     """Raises CheckpointError unless `found` and `wanted`, shapes by name, are of the same names."""
     if missing := sorted(wanted.keys() - found.keys()):
-        raise CheckpointError(f"{where} lacks {_listed(missing)}, which its {CONFIG} asks for.")
+        raise CheckpointError(f"{where} lacks {listed(missing)}, which its {CONFIG} asks for.")
     if extra := sorted(found.keys() - wanted.keys()):
-        raise CheckpointError(f"{where} holds {_listed(extra)}, which its {CONFIG} has no use for.")
+        raise CheckpointError(f"{where} holds {listed(extra)}, which its {CONFIG} has no use for.")
 
 
 def check_shapes(
@@ -274,6 +274,7 @@ def check_mapping(d2t: Tensor, t2d: Tensor, directory: PathLike) -> None:
         )
 
 
-def _listed(names: list[str]) -> str:
+def listed(names: list[str]) -> str:
+    """The first names of a list for a sentence, and how many more there are."""
     shown = ", ".join(names[:5])
     return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"

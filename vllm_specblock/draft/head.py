@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -133,6 +134,21 @@ class Head(ABC):
             block_table: [most requests, max blocks] int32 of valid blocks.
             most_rows: committed rows of a step, at most.
         """
+
+    def refresh(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Draft with other weights from the next step on; to be called between two steps.
+
+        Args:
+            tensors: by the names and in the shapes of the head's checkpoint.
+
+        Raises:
+            ValueError: this kind of head keeps the weights that it was loaded with, or the new
+                ones do not fit, and nothing has changed.
+        """
+        raise ValueError(
+            f"{type(self).__name__} keeps the weights that it was loaded with: only a "
+            "SpecBlockHead takes others while it serves."
+        )
 
     @abstractmethod
     def advance(self, rows: CommittedRows) -> None:

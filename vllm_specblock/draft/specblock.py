@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
@@ -13,6 +13,7 @@ from vllm_specblock.draft.head import CacheLayer, CommittedRows, Head
 from vllm_specblock.draft.model import SpecBlockDrafter
 from vllm_specblock.draft.paged import BlockSight
 from vllm_specblock.draft.parts import advance_in_parts
+from vllm_specblock.draft.refresh import refresh
 from vllm_specblock.draft.sharpness import Sharpness
 from vllm_specblock.tree import DraftTree
 
@@ -76,6 +77,9 @@ class SpecBlockHead(Head):
 
     def warm_up(self, block_table: torch.Tensor, most_rows: int) -> None:
         self.sight.warm_up(block_table, most_rows, self.drafter.config.num_attention_heads)
+
+    def refresh(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        refresh(self.drafter, tensors)
 
     def advance(self, rows: CommittedRows) -> None:
         self.sight.step(rows)

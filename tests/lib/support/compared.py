@@ -1,7 +1,7 @@
 """Tokens that were compared, over all workers of pytest-xdist and without it.
 
 `tests/conftest.py` takes the hooks from here. A worker's count lies in its own process, so that no
-test can know the sum: the session fails at its end when a test has asked for more than there were.
+test can know the sum: the session fails at its end when tests have asked for more than there were.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _KEY = "compared"
 
 
 def require(tokens: int) -> None:
-    """Let the session fail unless its counters come to so many tokens."""
+    """Let the session fail unless its counters come to so many tokens more than others ask for."""
     global least
-    least = tokens
+    least += tokens
 
 
 def _counts() -> dict[str, int]:
     tokens = sum(counter.tokens for counter in counters) + _others["tokens"]
-    return {"tokens": tokens, "least": max(least, _others["least"])}
+    return {"tokens": tokens, "least": least + _others["least"]}
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -42,7 +42,7 @@ def pytest_testnodedown(node, error):
     """A worker has ended, on the controller; one that crashed has nothing to say."""
     said = getattr(node, "workeroutput", {}).get(_KEY, {"tokens": 0, "least": 0})
     _others["tokens"] += said["tokens"]
-    _others["least"] = max(_others["least"], said["least"])
+    _others["least"] += said["least"]
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,0 +1,226 @@
+"""Whatever weights a drafter has, and whenever they change: the tokens are vLLM's own.
+
+Weights change twice in every step: before a tree is drafted, and again while it waits for the
+target's verdict. Some are trained, some noise, some a hundred times too large, some of the heads
+alone; some hold NaN, and are refused.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+import torch
+from support import compared
+from support.engines import DRAFTER, ROOT, Engine, make_engine, record_preemptions
+from support.matrix import CASES, PROMPTS, Checker, crowded_engine, params, to_the_limit
+from support.recorded_graph import stand_in
+from vllm.config.compilation import CUDAGraphMode
+from vllm.platforms import current_platform
+
+from vllm_specblock.draft import checkpoint
+from vllm_specblock.draft.refresh import HEADS, RefreshError, Staged
+
+TABLES = ROOT / "examples/two_heads/tables"
+EAGLE3 = str(ROOT / "examples/two_heads/eagle3")
+NAMES = [
+    "greedy",
+    "temperature 1",
+    "top-k and top-p",
+    "sampled log-probabilities",
+    "presence penalty, sampled",
+]
+WHOLE = ("trained", "trained on other texts", "noise", "too large")
+check = Checker()
+compared.counters.append(check)
+
+
+def weights(directory) -> dict[str, torch.Tensor]:
+    config = checkpoint.read_config(directory)
+    tensors = checkpoint.read_tensors(directory, config)
+    return {name: each.float() for name, each in tensors.items() if name not in ("d2t", "t2d")}
+
+
+@pytest.fixture(scope="module")
+def versions() -> dict[str, dict[str, torch.Tensor]]:
+    trained, draw = weights(DRAFTER), torch.Generator().manual_seed(0)
+    noise = {
+        name: torch.randn(each.shape, generator=draw) * each.std() for name, each in trained.items()
+    }
+    return {
+        "trained": trained,
+        "trained on other texts": weights(TABLES),
+        "noise": noise,
+        "too large": {name: 100 * each for name, each in trained.items()},
+        "noise in the heads": {
+            name: each for name, each in noise.items() if name.startswith(HEADS)
+        },
+        "NaN": trained | {"rank_head.2.weight": trained["rank_head.2.weight"] * float("nan")},
+    }
+
+
+class Swaps:
+    """Refreshes heads of an engine around every step that proposes.
+
+    Args:
+        heads: which of the engine's.
+    """
+
+    def __init__(self, engine: Engine, versions, monkeypatch, heads=(0,), seed=0):
+        self.engine, self.versions = engine, versions
+        self.heads = [engine.speculator.proposer.heads[head] for head in heads]
+        # Made ready once: hundreds of them are written in a test.
+        self.staged = [
+            {name: Staged(head.drafter, versions[name]) for name in WHOLE} for head in self.heads
+        ]
+        self.draw, self.count = random.Random(seed), Counter()
+        self.accepted_before = self._accepted()
+        propose = engine.speculator.propose
+
+        def swapping(*args, **kwargs):
+            self._swap("trained" if self.draw.random() < 0.7 else None)
+            tokens = propose(*args, **kwargs)
+            self._swap()
+            return tokens
+
+        monkeypatch.setattr(engine.speculator, "propose", swapping)
+
+    def _swap(self, name: str | None = None) -> None:
+        which = self.draw.randrange(len(self.heads))
+        name = name or self.draw.choice(sorted(self.versions))
+        self.count[name] += 1
+        if name in WHOLE:
+            self.staged[which][name].write()
+        elif name == "NaN":
+            with pytest.raises(RefreshError):
+                self.heads[which].refresh(self.versions[name])
+        else:
+            self.heads[which].refresh(self.versions[name])
+
+    def _accepted(self) -> int:
+        counts = self.engine.speculator.counters.as_dict()
+        return sum(n for name, n in counts.items() if name.startswith("accepted_nodes"))
+
+    @property
+    def accepted(self) -> int:
+        """Tokens that were drafted since, by whatever weights, and accepted."""
+        return self._accepted() - self.accepted_before
+
+    def require(self, swaps: int, accepted: int) -> None:
+        assert self.count.total() >= swaps and self.count.keys() == self.versions.keys()
+        assert self.accepted >= accepted
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return make_engine({"num_speculative_tokens": 24})
+
+
+def compare(engine: Engine, reference, name: str) -> None:
+    requests, texts = params(8, max_tokens=90, **CASES[name]), PROMPTS[:8]
+    check(engine, requests, reference(f"{name}, 90", requests, texts), texts)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_sampling_parameters(engine, versions, reference, monkeypatch, name):
+    swaps = Swaps(engine, versions, monkeypatch, seed=NAMES.index(name))
+    compare(engine, reference, name)
+    swaps.require(100, accepted=20)
+
+
+def test_prefix_cache_hits(engine, plain, versions, monkeypatch):
+    """Keys and values that the hits bring are of weights that are gone."""
+    texts = [PROMPTS[9], PROMPTS[7], PROMPTS[9][:160], PROMPTS[9] + PROMPTS[2]]
+    requests = params(len(texts))
+    expected = plain.generate(texts, requests)
+    swaps = Swaps(engine, versions, monkeypatch)
+    for _ in range(2):
+        check(engine, requests, expected, texts)
+    swaps.require(100, accepted=20)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_crowded(versions, reference, monkeypatch, temperature):
+    """Chunked prompts, preemption and the length limit at once."""
+    crowded = crowded_engine({"num_speculative_tokens": 10})
+    preempted = record_preemptions(crowded)
+    swaps = Swaps(crowded, versions, monkeypatch)
+    requests = to_the_limit(temperature)[:8]
+    check(
+        crowded, requests, reference(f"crowded {temperature}", requests, PROMPTS[:8]), PROMPTS[:8]
+    )
+    assert preempted, "the cache was large enough for everybody: this tested no preemption"
+    swaps.require(200, accepted=20)
+
+
+COMBINATIONS = {
+    "merge": ({"second_head": {"model": str(TABLES)}, "head_policy": "merge"}, (0, 1)),
+    "route": ({"second_head": {"model": str(TABLES)}}, (0, 1)),
+    "route, one of two": ({"second_head": {"model": EAGLE3}}, (0,)),
+    "adaptive verification": ({"enable_adaptive_verification": True}, (0,)),
+}
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_combinations(versions, reference, monkeypatch, combination):
+    speculative, heads = COMBINATIONS[combination]
+    combined = make_engine({"num_speculative_tokens": 10, **speculative})
+    if combination == "adaptive verification" and current_platform.is_cpu():
+        # Drafts this poor are soon not worth their time.
+        manager = combined.runner.adaptive_verification
+        monkeypatch.setattr(manager.rest, "decide", lambda *_: False)
+    swaps = Swaps(combined, versions, monkeypatch, heads)
+    for name in ("greedy", "temperature 1"):
+        compare(combined, reference, name)
+    swaps.require(200, accepted=40)
+
+
+def test_another_kind_of_head_refuses(versions):
+    beside = make_engine({"num_speculative_tokens": 4, "second_head": {"model": EAGLE3}})
+    second = beside.speculator.proposer.heads[1]
+    with pytest.raises(ValueError, match=r"^Eagle3Head keeps the weights"):
+        second.refresh(versions["trained"])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a recording knows no compiled kernels")
+def test_a_graph_drafts_by_the_new_weights(versions, reference, monkeypatch):
+    """A graph reads addresses: its drafts are those of eager steps under the same swaps."""
+    graphed = make_engine({"num_speculative_tokens": 10})
+    speculator, requests = graphed.speculator, params(3, max_tokens=40)
+    monkeypatch.setattr(speculator, "pad_rows", True)
+    expected = reference("three for a graph", requests, PROMPTS[:3])
+
+    def drafts() -> list[list]:
+        graphed.llm.reset_prefix_cache()
+        speculator.forget_warm_up()
+        speculator.proposer.heads[0].refresh(versions["trained"])
+        found = []
+        with monkeypatch.context() as patch:
+            propose = speculator.propose
+
+            def noting(*args, **kwargs):
+                found.append(propose(*args, **kwargs).tolist())
+                return torch.tensor(found[-1])
+
+            patch.setattr(speculator, "propose", noting)
+            Swaps(graphed, versions, patch).count.clear()
+            check(graphed, requests, expected, PROMPTS[:3])
+        return found
+
+    eager = drafts()
+    stand_in(monkeypatch)
+    sizes = [11 * count for count in (1, 3)]
+    config = speculator.vllm_config.compilation_config
+    monkeypatch.setattr(config, "cudagraph_capture_sizes", sizes)
+    monkeypatch.setattr(config, "max_cudagraph_capture_size", max(sizes))
+    speculator.init_cudagraph_manager(CUDAGraphMode.FULL_DECODE_ONLY)
+    speculator.capture()
+    assert drafts() == eager
+    replays = sum(graph.replays for graph in speculator.graphs.graphs.values())
+    assert replays > 0.7 * len(eager)
+
+
+def test_enough_tokens():
+    """The session fails at its end if fewer tokens were compared, of which none differed."""
+    compared.require(10_000)
