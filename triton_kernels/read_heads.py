@@ -168,7 +168,8 @@ def _best_of_chunk_kernel(
         sharper = tl.where(inside, tl.exp(sharp * below), 0.0)
         tl.store(sums + 3 * num_chunks + out, tl.sum(sharper, 0))
 
-    bits = x.to(tl.int32, bitcast=True)
+    # A NaN may order below −inf, and then what lies beyond the vocabulary would come before it.
+    bits = tl.where(x == x, x, float("-inf")).to(tl.int32, bitcast=True)
     # Negative floats order against their bits.
     ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
     keys = (ordered << 32) | (0x7FFFFFFF - index).to(tl.int64)

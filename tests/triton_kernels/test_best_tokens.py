@@ -64,3 +64,16 @@ def test_strided_logits_and_no_rows(kernels):
     for got, wanted in zip(launch(part, offset, 6), best_tokens_reference(part, offset, 6)):
         torch.testing.assert_close(got, wanted)
     assert [x.shape for x in launch(part[:0], offset, 6)] == [(0, 2, 6), (0, 2, 6)]
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("vocab", [5, 1100])
+def test_no_numbers_name_tokens_of_the_vocabulary(kernels, sign, vocab):
+    """Some bits of a NaN lie below those of −inf, with which chunks are filled up."""
+    logits = torch.full((2, vocab), float("nan"), device=kernels.device).copysign(
+        torch.tensor(sign, device=kernels.device)
+    )
+    logits[1, 3] = 1.0
+    offset = torch.zeros(vocab, dtype=torch.int64, device=kernels.device)
+    logprob, token = load(kernels)(logits, offset, 4)
+    assert ((token >= 0) & (token < vocab)).all() and logprob.isnan().all()
