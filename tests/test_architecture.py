@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -20,6 +21,7 @@ ROOMS = [
     {"tree", "candidates"},
     {"config", "draft", "combine", "verify", "commit"},
     {"train"},
+    {"adapt"},
     {"triton_interpreter", "engine"},
     {"bench"},
     {"plugin", "cli"},
@@ -160,6 +162,15 @@ def test_kernels_are_not_importable_by_their_folder(tmp_path):
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
     )
     assert found.stdout.split() == ["vllm_specblock.triton_kernels", "None"]
+
+
+def test_every_package_is_shipped():
+    """An editable install finds those that are not listed, too."""
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    modules = names_of("vllm_specblock", "vllm_specblock")
+    modules |= names_of("triton_kernels", "vllm_specblock.triton_kernels")
+    packages = {name for name, path in modules.items() if path.name == "__init__.py"}
+    assert sorted(listed) == sorted(packages)
 
 
 def test_supported_versions_stand_in_the_readme():

@@ -8,6 +8,7 @@ from __future__ import annotations
 import typer
 from typer.core import TyperGroup
 
+from vllm_specblock.cli.adapt import adapt
 from vllm_specblock.cli.bench import bench
 from vllm_specblock.cli.convert import convert
 from vllm_specblock.cli.data import data
@@ -52,3 +53,4 @@ app.command()(train)
 app.command("eval")(evaluate)
 app.command()(bench)
 app.command()(figures)
+app.add_typer(adapt, name="adapt")

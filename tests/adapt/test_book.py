@@ -1,0 +1,168 @@
+"""The book against plain lists, and its guards."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.records import random_record
+
+from vllm_specblock.adapt.book import Book, Record
+from vllm_specblock.adapt.lessons import batches
+
+SIZE = random_record("any").size
+
+
+def room_for(records: int) -> float:
+    """MiB with which each of the four parts holds so many."""
+    return 4 * (records * SIZE + 8) / (1 << 20)
+
+
+def learned(count: int, prefix: str = "r") -> list[str]:
+    """Ids of requests that may be trained on."""
+    ids = (f"{prefix}{number}" for number in range(10 * count + 10))
+    return [each for each in ids if not random_record(each).judged][:count]
+
+
+def ids(records) -> list[str]:
+    return [record.request for record in records]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.one_of(st.integers(0, 30), st.tuples(st.just("take"), st.integers(1, 4))), max_size=40
+    ),
+    st.integers(1, 5),
+)
+def test_the_book_is_a_plain_list_cut_to_its_room(what, room):
+    book = Book(room_for(room))
+    new: list[Record] = []  # the plain lists
+    left, judged, added = [], [], []
+    for each in what:
+        if isinstance(each, int):
+            record = random_record(f"request {each}")
+            assert book.add(record)
+            added.append(record)
+            if record.judged:
+                judged.append(record)
+            else:
+                new.append(record)
+                left += new[:-room]
+                new = new[-room:]
+        else:
+            first = {}
+            for record in new:
+                if len(first) < each[1]:
+                    first.setdefault(record.request, record)
+            taken = book.take(each[1])
+            assert list(map(id, taken)) == list(map(id, first.values()))
+            new = [record for record in new if all(record is not one for one in taken)]
+            left += taken
+    assert list(map(id, book.new)) == list(map(id, new))
+    assert list(map(id, book.recent.records)) == list(map(id, judged[-room:]))
+    rehearsed, old = book.reservoir.records, book.old.records
+    assert len(rehearsed) == min(room, len(left))
+    assert all(any(one is other for other in left) for one in rehearsed)
+    assert len(old) == min(room, max(0, len(judged) - room))
+    assert all(any(one is other for other in judged[:-room]) for one in old)
+    assert book.size == sum(record.size for record in book) <= room_for(room) * (1 << 20)
+    assert book.counts["recorded"] == len(added)
+
+
+def test_judged_requests_are_one_in_five_and_never_learned_from():
+    book = Book(room_for(1000))
+    records = [random_record(f"request {number}") for number in range(600)]
+    for record in records:
+        book.add(record)
+    judged = {record.request for record in records if record.judged}
+    assert 80 < len(judged) < 160
+    taken = {each.request for batch in batches(book, 600, 8) for each in batch}
+    assert taken and not taken & judged
+    assert set(ids(book.recent.records)) == judged
+    assert not {record.request for record in book.reservoir.records} & judged
+
+
+def test_the_reservoir_is_a_uniform_sample():
+    counts: Counter[str] = Counter()
+    names = learned(20)
+    for seed in range(400):
+        book = Book(room_for(5), seed=seed)
+        for name in names:
+            book.add(random_record(name))
+            book.take(1)
+        counts.update(ids(book.reservoir.records))
+    # 100 times each, with a standard deviation of 8.7.
+    assert all(60 < counts[name] < 140 for name in names)
+
+
+def test_only_one_record_of_a_request_goes_into_an_update():
+    book, (one, other) = Book(room_for(9)), learned(2)
+    for name in (one, one, other):
+        book.add(random_record(name))
+    assert ids(book.take(8)) == [one, other]
+    assert ids(book.take(8)) == [one]
+
+
+def test_a_batch_is_half_new_and_half_rehearsed():
+    book = Book(room_for(100))
+    for name in learned(8, "old"):
+        book.add(random_record(name))
+    assert [len(batch) for batch in batches(book, 8, 4)] == [2] * 4  # nothing to rehearse yet
+    for name in learned(6, "new"):
+        book.add(random_record(name))
+    found = batches(book, 6, 4)
+    kinds = [[each.request[:3] for each in batch] for batch in found]
+    assert kinds == [["new", "new", "old", "old"]] * 3
+    whole = [each.request for batch in found for each in batch]
+    assert len(set(whole)) == len(whole)
+    assert not batches(book, 6, 4)
+
+
+def test_requests_that_opted_out_are_nowhere():
+    book = Book(room_for(100))
+    secret = random_record("secret")
+    assert not book.add(secret, wanted=False)
+    assert book.add(random_record("other"), wanted=None)
+    assert ids(book) == ["other"]
+    assert book.counts == {"opted out": 1, "recorded": 1}
+
+
+def test_marked_records_only_those_that_asked_for_it():
+    book = Book(room_for(100), requests="marked")
+    answers = [
+        book.add(random_record(f"r{n}"), wanted=w) for n, w in enumerate((None, False, True))
+    ]
+    assert answers == [False, False, True]
+    assert ids(book) == ["r2"]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("part", ["states", "last"])
+def test_numbers_that_are_not_finite_are_dropped_and_counted(part, value):
+    record = random_record("broken")
+    rows = getattr(record, part).clone()
+    rows[3, 5] = value
+    book = Book()
+    assert not book.add(replace(record, **{part: rows}))
+    assert book.counts == {"not finite": 1} and not list(book)
+
+
+def test_loops_are_dropped_and_counted():
+    record = random_record("loop", rows=40)
+    book = Book()
+    assert not book.add(replace(record, tokens=torch.arange(40) % 3))
+    assert book.add(replace(record, tokens=torch.arange(40) % 4))  # just 1 in 10
+    assert book.counts == {"loop": 1, "recorded": 1}
+
+
+def test_wrong_arguments():
+    record = random_record("r")
+    with pytest.raises(ValueError, match="one length"):
+        replace(record, tokens=record.tokens[:-1])
+    with pytest.raises(ValueError, match="memory"):
+        Book(0)

@@ -1,0 +1,214 @@
+"""Simulated streams of two artificial domains, in each of which the next token is a function of the
+last: a drafter that knows one of them knows nothing of the other."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from support.records import HIDDEN, small_drafter
+
+from vllm_specblock.adapt.bandit import PaperBandit
+from vllm_specblock.adapt.lessons import RecordTeacher, record_of
+from vllm_specblock.adapt.policies import POLICIES
+from vllm_specblock.adapt.policy import Action, Always, Decision, Fixed, Frozen, Policy, Watch
+from vllm_specblock.adapt.report import tau_of
+from vllm_specblock.adapt.simulate import (
+    CostModel,
+    Simulation,
+    SimulationConfig,
+    misses_of,
+    simulate,
+)
+from vllm_specblock.adapt.streams import AWAY, HOME, Place, make_stream
+from vllm_specblock.adapt.update import UpdateConfig, Updater
+from vllm_specblock.train.judge.steps import Step
+from vllm_specblock.train.learner import Script
+
+VOCAB = 32
+CONFIG = SimulationConfig(update=UpdateConfig(lr=2e-3), nodes=12)
+
+
+class World:
+    """A target whose states are noise around the token, and whose law is nearly one token."""
+
+    def __init__(self):
+        self.draw = torch.Generator().manual_seed(0)
+        self.table = torch.randn(VOCAB, HIDDEN, generator=self.draw)
+        self.mix = torch.randn(HIDDEN, 3 * HIDDEN, generator=self.draw) / HIDDEN**0.5
+        # Two cycles through all tokens.
+        orders = [torch.randperm(VOCAB, generator=self.draw) for _ in range(2)]
+        self.after = [
+            torch.empty(VOCAB, dtype=torch.int64).scatter_(0, order, order.roll(-1))
+            for order in orders
+        ]
+        self.head = torch.nn.functional.normalize(self.table, dim=1)
+        self.teacher = RecordTeacher(self.table, self.head)
+
+    def script(self, domain: int, length: int = 44, prompt: int = 8) -> Script:
+        token = torch.randint(VOCAB, (1,), generator=self.draw)
+        tokens = [token]
+        for _ in range(length - 1):
+            leap = float(torch.rand(1, generator=self.draw)) < 0.05
+            other = torch.randint(VOCAB, (1,), generator=self.draw)
+            tokens.append(other if leap else self.after[domain][tokens[-1]])
+        text = torch.cat(tokens)
+        noise = 0.1 * torch.randn(length, HIDDEN, generator=self.draw)
+        hidden = (self.table[text] + noise) @ self.mix
+        return Script(
+            text, prompt, hidden, 6 * self.head[text.roll(-1)] + noise, self.teacher.embed
+        )
+
+
+@pytest.fixture(scope="module")
+def world():
+    """The world, a drafter that learned home, and texts of both domains."""
+    made = World()
+    drafter = small_drafter(vocab=VOCAB)
+    updater = Updater(drafter, UpdateConfig(lr=5e-3))
+    for step in range(60):
+        records = [record_of(f"{step} {n}", made.script(HOME)) for n in range(4)]
+        updater.update(Action.FULL, [made.teacher.lesson(records, step, step)])
+    texts = [[made.script(domain) for _ in range(72)] for domain in (HOME, AWAY)]
+    return made, drafter.requires_grad_(True), texts
+
+
+def run(world, policy: Policy, stream: str = "switch", length: int = 72, config=CONFIG, **more):
+    made, drafter, texts = world
+    simulation = Simulation(drafter, made.teacher, policy, config)
+    return simulate(simulation, make_stream(stream, length, 0), texts, **more)
+
+
+def late(found, phase: str = "away") -> float:
+    served = [each for each in found.served if each.phase == phase]
+    return tau_of(served[-len(served) // 4 :])
+
+
+@pytest.fixture(scope="module")
+def frozen(world):
+    return run(world, Frozen())
+
+
+@pytest.mark.parametrize("policy", [Always(), Fixed(Action.FULL, 8)], ids=["always", "gated"])
+def test_full_adaptation_beats_frozen_where_the_domain_has_changed(world, frozen, policy):
+    found = run(world, policy)
+    assert late(frozen, "home") > late(frozen) + 1  # the drafter does know one of them alone
+    assert late(found) > late(frozen) + 0.5
+    assert found.updates["full"] >= 6 and found.swaps > 0
+    texts = [[each.steps, each.tokens] for each in frozen.served]
+    assert texts[:8] == [[each.steps, each.tokens] for each in found.served[:8]]
+
+
+class UpTo(Fixed):
+    """Full updates every 8 requests, but none after so many."""
+
+    def __init__(self, last: int, gated: bool):
+        super().__init__(Action.FULL, 8, gated)
+        self.left = last
+
+    def decide(self, request):
+        self.left -= 1
+        return super().decide(request) if self.left >= 0 else Decision(Action.SKIP)
+
+
+def test_the_pool_brings_the_start_back_with_its_domain(world):
+    made, drafter, texts = world
+    stream = [Place("away", AWAY, n) for n in range(24)]
+    stream += [Place("home", HOME, n) for n in range(40)]
+    config = replace(CONFIG, rehearsal=False, update=UpdateConfig(lr=5e-3))
+    found = {
+        gated: simulate(Simulation(drafter, made.teacher, UpTo(24, gated), config), stream, texts)
+        for gated in (True, False)
+    }
+    assert found[True].returns == [0] and found[False].returns == []
+    assert [each.version for each in found[True].served[-8:]] == [0] * 8
+    assert late(found[True], "home") > late(found[False], "home") + 0.5
+
+
+def test_the_same_seed_gives_the_same_result(world):
+    one, other = (run(world, POLICIES["gain"](0), length=24) for _ in range(2))
+    assert one == other
+    assert one != run(world, POLICIES["gain"](0), length=24, config=replace(CONFIG, seed=1))
+
+
+def test_frozen_and_watch_serve_alike_and_only_watch_records(world, frozen):
+    watched = run(world, Watch())
+    assert watched.served == frozen.served
+    assert (frozen.books, watched.books) == ({}, {"recorded": 72})
+    assert not watched.updates and not watched.swaps
+
+
+def test_what_training_costs_is_charged_to_the_next_request(world):
+    cost = CostModel.of(step=0.5, update=(2.0, 7.0), swap=(0.25, 1.0))
+    found = run(world, Always(), "stationary", 20, config=replace(CONFIG, cost=cost))
+    assert [n for n, each in enumerate(found.served) if each.training] == [8, 16]
+    assert {each.training for each in found.served} == {0.0, 8.0}
+    assert all(each.seconds == each.training + 0.5 * each.steps for each in found.served)
+    heads = run(world, Fixed(Action.HEADS, 8, gated=False), "stationary", 9,
+                config=replace(CONFIG, cost=cost))  # fmt: skip
+    assert heads.served[-1].training == 2.25
+
+
+def test_updates_without_a_gain_are_not_served_where_the_judge_decides(world):
+    """At such a rate every update is a bad one."""
+    bad = replace(CONFIG, update=UpdateConfig(lr=0.3))
+    gated = run(world, Fixed(Action.FULL, 8), "stationary", 48, config=bad)
+    assert gated.refused >= 3
+    always = run(world, Always(), "stationary", 48, config=bad)
+    assert late(gated, "home") > late(always, "home") + 0.5
+
+
+class RollsBack(Policy):
+    """Full updates after 8 and 16 requests, the first of them good; back after 24."""
+
+    count = 0
+
+    def decide(self, request):
+        self.count += 1
+        return Decision(
+            Action.FULL,
+            update=self.count in (8, 16),
+            good=self.count == 12,
+            roll_back=self.count == 24,
+        )
+
+
+def test_a_rollback_brings_the_weights_and_the_training_copy_back(world):
+    made, drafter, texts = world
+    simulation = Simulation(drafter, made.teacher, RollsBack(), CONFIG)
+    seen = {}
+    for number, script in enumerate(texts[AWAY][:25], 1):
+        simulation.serve("away", script)
+        seen[number] = copy.deepcopy(simulation.serving.state_dict())
+    assert simulation.pool.returns == [1]
+    for name, value in simulation.updater.drafter.state_dict().items():
+        assert torch.equal(value, seen[12][name]) and torch.equal(seen[24][name], seen[12][name])
+    assert not torch.equal(seen[20]["lm_head.weight"], seen[24]["lm_head.weight"])
+    assert not simulation.updater.optimizer.state
+
+
+def test_the_drafter_that_is_given_stays_as_it_is(world):
+    _, drafter, _ = world
+    before = copy.deepcopy(drafter.state_dict())
+    run(world, PaperBandit(), length=30)
+    assert all(torch.equal(before[name], value) for name, value in drafter.state_dict().items())
+
+
+def test_held_out_texts_are_only_read(world):
+    held_out = [texts[-6:] for texts in world[2]]
+    short = run(world, Frozen(), "stationary", 6)
+    found = run(world, Frozen(), "stationary", 6, held_out=held_out)
+    assert found.served == short.served
+    assert found.held_out[HOME] > found.held_out[AWAY] + 1
+
+
+def test_a_miss_is_a_step_that_ends_at_a_node_with_children():
+    """Root 0 with children 1 and 2; node 3 below node 1."""
+    steps = [
+        Step(0, [5, 6, 7, 8], [-1, 0, 0, 1], [0.0] * 4, [0, 1, 1, 1], path, 9)
+        for path in ([0], [0, 1], [0, 2], [0, 1, 3])
+    ]
+    assert [misses_of([step]) for step in steps] == [1, 1, 0, 0]
+    assert misses_of(steps) == 2

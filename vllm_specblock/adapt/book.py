@@ -1,0 +1,201 @@
+"""The book: rows of finished requests in host memory, bounded, in four parts.
+
+New rows are trained on once and then may enter the reservoir, a uniform sample of all rows since
+the start, for rehearsal. One request in five is never trained on: versions are judged by it, by
+the recent ones and by a sample of the old ones. Nothing of the book is ever written to a disk.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Requests = Literal["all", "marked"]
+
+JUDGED_EVERY = 5
+"""One request in so many is judged by, and never learned from."""
+
+LEAST_DISTINCT = 0.1
+"""Share of distinct tokens below which a text is a loop, and teaches nothing but itself."""
+
+
+@dataclass(frozen=True, eq=False)
+class Record:
+    """W rows of one request; row i is of the token x_p, p = begin + i.
+
+    Attributes:
+        request: id; several records may be of one request.
+        states: [W, 3·Ht], the target's residual stream at x_p, columns low, mid, high.
+        last: [W, Ht], what the target's LM head reads at x_p.
+        tokens: [W] int64, x_{p+1}.
+        labels: [W] bool, x_{p+1} is the target's own: a token to learn to predict. The rows of a
+            prompt, which come first, are context only.
+        misses: s of eq. 8 of the request.
+        steps: target steps with a tree.
+        committed: tokens committed in them.
+
+    Raises:
+        ValueError: the tensors are not of one length, or there is no row.
+    """
+
+    request: str
+    states: Tensor
+    last: Tensor
+    tokens: Tensor
+    labels: Tensor
+    misses: float = 0.0
+    steps: int = 0
+    committed: int = 0
+
+    def __post_init__(self) -> None:
+        lengths = [len(part) for part in self._tensors]
+        if len(set(lengths)) > 1 or not lengths[0]:
+            raise ValueError(
+                f"A record's states, last, tokens and labels have one length of at least 1, not "
+                f"{lengths}."
+            )
+
+    @property
+    def _tensors(self) -> tuple[Tensor, ...]:
+        return self.states, self.last, self.tokens, self.labels
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return sum(part.numel() * part.element_size() for part in self._tensors)
+
+    @property
+    def judged(self) -> bool:
+        """Whether its request is one to judge by; the same for all of a request's records."""
+        digest = hashlib.sha256(self.request.encode()).digest()
+        return int.from_bytes(digest[:8], "big") % JUDGED_EVERY == 0
+
+
+class Queue:
+    """The newest records that fit into some bytes; those that leave go on to `leaving`."""
+
+    def __init__(self, room: int, leaving: Reservoir):
+        self.room, self.leaving = room, leaving
+        self.records: list[Record] = []
+
+    def add(self, record: Record) -> None:
+        self.records.append(record)
+        while sum(each.size for each in self.records) > self.room:
+            self.leaving.add(self.records.pop(0))
+
+
+class Reservoir:
+    """A uniform sample of all records that were ever added, of as many as fit into some bytes.
+
+    Every record draws a number, and those with the smallest are kept. With records of one size that
+    is a uniform sample without replacement at any time.
+    """
+
+    def __init__(self, room: int, draw: random.Random):
+        self.room, self.draw = room, draw
+        self._kept: list[tuple[float, Record]] = []
+
+    @property
+    def records(self) -> list[Record]:
+        return [record for _, record in self._kept]
+
+    def add(self, record: Record) -> None:
+        self._kept.append((self.draw.random(), record))
+        while sum(each.size for _, each in self._kept) > self.room:
+            self._kept.remove(max(self._kept, key=lambda entry: entry[0]))
+
+    def sample(self, count: int) -> list[Record]:
+        """`count` of them, or all where there are fewer, in random order."""
+        return self.draw.sample(self.records, min(count, len(self._kept)))
+
+
+class Book:
+    """What is kept of finished requests.
+
+    Args:
+        memory: bound of all rows, MiB; each of the four parts has a quarter.
+        requests: `all` records every request that did not opt out; `marked` only those that asked
+            for it.
+        seed: of the samples.
+
+    Attributes:
+        recent, old: judged records, the newest and a sample of those before.
+        reservoir: of trained records.
+        counts: records by what became of them: `recorded`, `opted out`, `not finite`, `loop`.
+
+    Raises:
+        ValueError: `memory` is not positive.
+    """
+
+    def __init__(self, memory: float = 512, requests: Requests = "all", seed: int = 0):
+        if not memory > 0:
+            raise ValueError(f"memory is {memory} MiB, but must be above 0.")
+        room, draw = int(memory * (1 << 20)) // 4, random.Random(seed)
+        self.requests = requests
+        self.reservoir, self.old = Reservoir(room, draw), Reservoir(room, draw)
+        self._new, self.recent = Queue(room, self.reservoir), Queue(room, self.old)
+        self.counts: Counter[str] = Counter()
+
+    @property
+    def new(self) -> list[Record]:
+        """Not trained on yet, the oldest first."""
+        return list(self._new.records)
+
+    def add(self, record: Record, wanted: bool | None = None) -> bool:
+        """Keep a record.
+
+        Args:
+            wanted: what the request said of adaptation; None: nothing.
+
+        Returns:
+            whether it is kept. Why not is counted.
+        """
+        reason = self._refusal(record, wanted)
+        self.counts[reason or "recorded"] += 1
+        if reason:
+            return False
+        (self.recent if record.judged else self._new).add(record)
+        return True
+
+    def take(self, count: int) -> list[Record]:
+        """Up to `count` new records, of as many requests, the oldest first. They leave the new
+        ones for the reservoir: so `sample` it before, lest a batch holds a record twice."""
+        taken: dict[str, Record] = {}
+        for record in self._new.records:
+            if len(taken) < count:
+                taken.setdefault(record.request, record)
+        chosen = list(taken.values())
+        # A second record of a request waits for the next update.
+        self._new.records = [each for each in self._new.records if each not in chosen]
+        for record in chosen:
+            self.reservoir.add(record)
+        return chosen
+
+    @property
+    def size(self) -> int:
+        """Bytes of all records."""
+        return sum(record.size for record in self)
+
+    def __iter__(self) -> Iterator[Record]:
+        for part in (self._new, self.reservoir, self.recent, self.old):
+            yield from part.records
+
+    def _refusal(self, record: Record, wanted: bool | None) -> str | None:
+        if wanted is False or (self.requests == "marked" and wanted is not True):
+            return "opted out"
+        if not (_finite(record.states) and _finite(record.last)):
+            return "not finite"
+        if len(record.tokens.unique()) < LEAST_DISTINCT * len(record.tokens):
+            return "loop"
+        return None
+
+
+def _finite(rows: Tensor) -> bool:
+    return bool(torch.isfinite(rows).all())

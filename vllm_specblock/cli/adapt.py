@@ -1,0 +1,200 @@
+"""`specblock adapt`: adaptation while serving. `simulate` tries policies without an engine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+adapt = typer.Typer(
+    help="Adaptation while serving: try policies on streams of requests.", no_args_is_help=True
+)
+
+
+@adapt.callback()
+def group() -> None:
+    """Adaptation while serving: try policies on streams of requests."""
+
+
+@adapt.command()
+def simulate(
+    drafter: Annotated[Path, typer.Argument(help="Drafter directory, in either layout.")],
+    home: Annotated[
+        Path,
+        typer.Option(
+            help="Prompts like those that the drafter was trained on; see `eval`'s --data."
+        ),
+    ],
+    away: Annotated[Path, typer.Option(help="Prompts of another kind.")],
+    out: Annotated[Path, typer.Option(help="Folder for the JSON, the table and the plots.")],
+    target: Annotated[
+        Path | None, typer.Option(help="Folder of the target. Default: as the drafter names it.")
+    ] = None,
+    stream: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="switch, mixed, stationary, gradual or passes. Repeatable. Default: switch."
+        ),
+    ] = None,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="frozen, watch, always (OSD), full every 8, full every 64, heads every 8, paper "
+            "or gain. Repeatable. Default: frozen, always, paper, gain."
+        ),
+    ] = None,
+    requests: Annotated[int, typer.Option(min=1, help="Of each stream.")] = 96,
+    held_out: Annotated[
+        int,
+        typer.Option(min=0, help="Prompts of each kind, after the stream's, judged by at last."),
+    ] = 0,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Of each prompt at most.")] = 64,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Of each answer, greedy.")] = 96,
+    lr: Annotated[float, typer.Option(min=0, help="Constant rate; heads take 3 times it.")] = 5e-4,
+    anchor: Annotated[float, typer.Option(min=0, help="Weight of the KL to the start.")] = 0.0,
+    batch: Annotated[int, typer.Option(min=1, help="Records of a batch, half of them new.")] = 8,
+    rehearsal: Annotated[
+        bool, typer.Option(help="Half of each batch is from earlier requests.")
+    ] = True,
+    memory: Annotated[float, typer.Option(help="MiB for recorded rows.")] = 512,
+    nodes: Annotated[
+        int, typer.Option(min=0, max=256, help="Nodes of a tree; 0: as in serving.")
+    ] = 0,
+    step_seconds: Annotated[float, typer.Option(help="Of a target step with its drafts.")] = 0.025,
+    update_seconds: Annotated[
+        str, typer.Option(metavar="HEADS,FULL", help="That an update takes from serving.")
+    ] = "0.1,0.2",
+    swap_seconds: Annotated[
+        str, typer.Option(metavar="HEADS,FULL", help="That a swap takes from serving.")
+    ] = "0.0003,0.0014",
+    window: Annotated[int, typer.Option(min=1, help="Requests of a point in the plots.")] = 64,
+    seed: Annotated[int, typer.Option(help="Of streams, samples and exploration.")] = 0,
+) -> None:
+    """Serve streams of requests by replay, each with every policy, and compare them.
+
+    The target writes every text once. Updates, judging and policies are those of serving; time is
+    what the options say. Figures are kept after every policy, in simulation.json.
+    """
+    # Here and not above: torch and transformers take seconds, `--help` should not.
+    import torch
+    from tqdm import tqdm
+
+    from vllm_specblock.adapt.lessons import RecordTeacher
+    from vllm_specblock.adapt.policies import make_policy
+    from vllm_specblock.adapt.report import draw, figures, markdown
+    from vllm_specblock.adapt.simulate import CostModel, Simulation, SimulationConfig
+    from vllm_specblock.adapt.simulate import simulate as serve
+    from vllm_specblock.adapt.streams import make_stream, texts_needed
+    from vllm_specblock.adapt.update import UpdateConfig
+    from vllm_specblock.draft import checkpoint
+    from vllm_specblock.train.judge.evaluate import scripts_from
+    from vllm_specblock.train.judge.loaded import pair_specblock
+    from vllm_specblock.train.provenance import provenance
+    from vllm_specblock.train.teacher import target_rows
+    from vllm_specblock.train.teacher.features import load_target, load_tokenizer
+    from vllm_specblock.train.text.prompts import read_prompts
+    from vllm_specblock.train.text.shards import replace
+
+    costs = CostModel.of(step_seconds, _pair(update_seconds), _pair(swap_seconds))
+    names = list(dict.fromkeys(policy or ["frozen", "always", "paper", "gain"]))
+    for name in names:
+        make_policy(name, seed)  # a wrong name is told before the target writes anything
+    streams = {name: make_stream(name, requests, seed) for name in stream or ["switch"]}
+    pairing = pair_specblock(drafter, target)
+    model = load_target(pairing.target, "fp32", torch.device("cpu"))
+    tokenizer = load_tokenizer(pairing.target)
+    texts, last = [], []
+    for path, needed in zip((home, away), texts_needed(list(streams.values()))):
+        wanted = needed + held_out
+        if not wanted:
+            texts.append([])
+            last.append([])
+            continue
+        found = read_prompts(
+            path,
+            tokenizer,
+            wanted,
+            prompt_tokens=prompt_tokens,
+            vocab_size=pairing.vocab_size,
+            report=lambda line: typer.echo(line, err=True),
+        )
+        check_prompts(path, len(found), wanted)
+        found = [prompt[:prompt_tokens] for prompt in found]
+        scripts = scripts_from(model, found, new_tokens, layer_ids=pairing.layer_ids)
+        kept = list(tqdm(scripts, f"texts of {path.stem}", total=wanted, unit="text"))
+        texts.append(kept[:needed])
+        last.append(kept[needed:])
+    weights = checkpoint.load(drafter, torch.float32, "cpu")
+    draft_ids = weights.target_ids(torch.arange(weights.config.draft_vocab_size))
+    teacher = RecordTeacher(
+        target_rows.embedding_rows(pairing.target),
+        target_rows.head_rows(pairing.target, draft_ids),
+    )
+    config = SimulationConfig(
+        cost=costs,
+        update=UpdateConfig(lr=lr, anchor=anchor),
+        memory=memory,
+        batch=batch,
+        rehearsal=rehearsal,
+        nodes=nodes,
+        seed=seed,
+    )
+    out.mkdir(parents=True, exist_ok=True)
+    whole = {
+        "drafter": str(drafter),
+        "target": str(pairing.target),
+        "prompts": [str(home), str(away)],
+        "requests": requests,
+        "prompt_tokens": prompt_tokens,
+        "new_tokens": new_tokens,
+        "seconds": {"step": step_seconds, "update": costs.update, "swap": costs.swap},
+        "options": {
+            "lr": lr, "anchor": anchor, "batch": batch, "rehearsal": rehearsal,
+            "memory": memory, "nodes": nodes, "seed": seed,
+        },
+        "results": {},
+        **provenance(),
+    }  # fmt: skip
+    for stream_name, places in streams.items():
+        frozen, results = None, {}
+        whole["results"][stream_name] = results
+        for name in names:
+            simulation = Simulation(weights, teacher, make_policy(name, seed), config)
+            with tqdm(total=len(places), desc=f"{stream_name}, {name}", unit="request") as bar:
+                served = serve(simulation, places, texts, last if held_out else (), bar.update)
+            frozen = served if name == "frozen" else frozen
+            results[name] = figures(served, frozen, window)
+            content = json.dumps(whole, indent=1) + "\n"
+            replace(
+                out / "simulation.json",
+                lambda aside, content=content: aside.write_text(content, encoding="utf-8"),
+            )
+        if not draw(results, f"{stream_name} stream", out / f"tau_{stream_name}.png"):
+            typer.echo("matplotlib is not installed: there are no plots.", err=True)
+    table = markdown(whole["results"])
+    (out / "simulation.md").write_text(table, encoding="utf-8")
+    typer.echo(table)
+
+
+def check_prompts(path: Path, found: int, wanted: int) -> None:
+    """Raises TrainError where a stream reads more prompts than there are."""
+    from vllm_specblock.train.config import TrainError
+
+    if found < wanted:
+        raise TrainError(
+            f"{path} holds {found} prompts, but the streams and --held-out need {wanted}: give "
+            "fewer --requests, or more prompts."
+        )
+
+
+def _pair(text: str) -> tuple[float, float]:
+    """Parse "0.1,0.2"."""
+    try:
+        heads, full = (float(part) for part in text.split(","))
+    except ValueError:
+        raise typer.BadParameter(
+            f"{text!r} is not two numbers of seconds with a comma between them, such as 0.1,0.2."
+        ) from None
+    return heads, full
