@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 from torch.nn.functional import pad
-from vllm_specblock.triton_kernels.candidate_keys import DEPTH_ONE, ROOT_HASH
+from vllm_specblock.triton_kernels.tree.candidate_keys import DEPTH_ONE, ROOT_HASH
 
 from vllm_specblock.candidates import (
     extend_hash,

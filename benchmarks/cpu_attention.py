@@ -19,7 +19,7 @@ import typer
 from ledger import MEASURED, Ledger, markdown_table
 from torch import Tensor
 from vllm import _custom_ops as ops
-from vllm_specblock.triton_kernels.packed import PackedQueries
+from vllm_specblock.triton_kernels.attention.packed import PackedQueries
 
 from vllm_specblock.engine.cpu_attention import CpuStep, packed_cache
 from vllm_specblock.tree import ancestor_words

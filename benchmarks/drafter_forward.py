@@ -23,7 +23,7 @@ from shapes import MODELS, make_drafter, write_target
 from timing import device_name, peak_bandwidth, time_call
 from torch import Tensor
 from two_heads import numbers
-from vllm_specblock.triton_kernels.packed import PackedQueries
+from vllm_specblock.triton_kernels.attention.packed import PackedQueries
 
 from vllm_specblock.draft.config import DrafterConfig
 from vllm_specblock.draft.model import SpecBlockDrafter

@@ -20,11 +20,11 @@ import typer
 from ledger import MEASURED, Ledger, markdown_table
 from timing import device_name, time_call
 from torch import Tensor, nn
-from vllm_specblock.triton_kernels import attention_tiles
-from vllm_specblock.triton_kernels.commit import KVCacheSet, move_kv
-from vllm_specblock.triton_kernels.fp8_linear import fp8_linear, quantize
-from vllm_specblock.triton_kernels.layer_shift import layer_shift, layer_shift_reference
-from vllm_specblock.triton_kernels.packed import PackedQueries
+from vllm_specblock.triton_kernels.attention import attention_tiles
+from vllm_specblock.triton_kernels.attention.packed import PackedQueries
+from vllm_specblock.triton_kernels.kv_cache.commit import KVCacheSet, move_kv
+from vllm_specblock.triton_kernels.layers.fp8_linear import fp8_linear, quantize
+from vllm_specblock.triton_kernels.layers.layer_shift import layer_shift, layer_shift_reference
 
 from vllm_specblock.commit.move import move_path
 from vllm_specblock.commit.rows import committed_sources

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCES = sorted([*ROOT.glob("vllm_specblock/**/*.py"), *ROOT.glob("triton_kernels/*.py")])
+SOURCES = sorted([*ROOT.glob("vllm_specblock/**/*.py"), *ROOT.glob("triton_kernels/**/*.py")])
 
 # Imports go one way: a room may import from itself and from those before it.
 ROOMS = [
@@ -154,7 +154,7 @@ def test_kernels_are_not_importable_by_their_folder(tmp_path):
     subprocess.run([*wheel, "-w", tmp_path, str(ROOT)], check=True)
     (built,) = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(built).namelist()
-    assert "vllm_specblock/triton_kernels/tree_attention.py" in names
+    assert "vllm_specblock/triton_kernels/attention/tree_attention.py" in names
     assert not [name for name in names if name.startswith("triton_kernels/")]
     find = "import importlib.util as u, vllm_specblock.triton_kernels as k; print(k.__name__);"
     code = find + "print(u.find_spec('triton_kernels'))"

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from . import attention_tiles as cut
+from .attention import attention_tiles as cut
+from .attention.packed import PackedQueries
 from .optional_triton import cdiv
-from .packed import PackedQueries
 
 if TYPE_CHECKING:  # it needs numba
-    from .cpu_packing import Packing
+    from .attention.cpu_packing import Packing
 
 
 def compile_attention(

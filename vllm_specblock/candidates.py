@@ -3,9 +3,9 @@
 Whatever drafts or combines lays its candidates side by side, each with the candidate that it
 hangs from, and most of them marked as not wanted. One pass at the end makes the tree. Shapes are
 fixed by the caller, and no value is read on the host. On a GPU the pass is one launch
-(`triton_kernels/select_tree.py`).
+(`triton_kernels/tree/select_tree.py`).
 
-Candidates are ranked by one int64 key: see `triton_kernels/candidate_keys.py`.
+Candidates are ranked by one int64 key: see `triton_kernels/tree/candidate_keys.py`.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from dataclasses import dataclass
 import torch
 
 from vllm_specblock.tree import DraftTree, check_budget
-from vllm_specblock.triton_kernels.candidate_keys import (
+from vllm_specblock.triton_kernels.optional_numba import takes
+from vllm_specblock.triton_kernels.tree.candidate_keys import (
     CLOSED,
     DEPTH_ONE,
     INDEX_BITS,
     PATH_FACTOR,
     ROOT_HASH,
 )
-from vllm_specblock.triton_kernels.optional_numba import takes
-from vllm_specblock.triton_kernels.select_tree import (
+from vllm_specblock.triton_kernels.tree.select_tree import (
     MOST_CANDIDATES,
     TreeTensors,
     select_triton,
 )
-from vllm_specblock.triton_kernels.select_tree_numba import select_numba
+from vllm_specblock.triton_kernels.tree.select_tree_numba import select_numba
 
 NEVER = float("-inf")
 """Score of what is no candidate."""

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support.trees import nodes, texts, to_tree
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from vllm_specblock.triton_kernels.candidate_keys import ROOT_HASH
+from vllm_specblock.triton_kernels.tree.candidate_keys import ROOT_HASH
 
 from vllm_specblock.candidates import extend_hash
 from vllm_specblock.combine.combined import Combined

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from vllm_specblock.triton_kernels.layer_shift import layer_shift
+from vllm_specblock.triton_kernels.layers.layer_shift import layer_shift
 
 from vllm_specblock.draft import checkpoint
 from vllm_specblock.draft.cache import DenseCache

@@ -16,9 +16,9 @@ from support.lone_heads import PAGE, head_of
 from support.rows import rows_of
 from support.trees import texts
 from torch import nn
+from vllm_specblock.triton_kernels.layers.read_heads import read_heads
+from vllm_specblock.triton_kernels.layers.read_heads_reference import read_heads_reference
 from vllm_specblock.triton_kernels.optional_numba import AVAILABLE
-from vllm_specblock.triton_kernels.read_heads import read_heads
-from vllm_specblock.triton_kernels.read_heads_reference import read_heads_reference
 
 from vllm_specblock.candidates import select_reference
 from vllm_specblock.draft.expand import Expansion, FusedExpansion, Shape

@@ -11,7 +11,7 @@ from support.attention import Chunk, Tree, check, make_batch
 
 pytest.importorskip("vllm")
 
-from vllm_specblock.triton_kernels.packed import PackedQueries
+from vllm_specblock.triton_kernels.attention.packed import PackedQueries
 
 from vllm_specblock.engine import attention, flash_causal, flash_prefix
 from vllm_specblock.engine.attention import TreeAttentionImpl, TreeAttentionMetadata

@@ -12,7 +12,7 @@ from support.matrix import Checker, params
 from vllm.platforms import current_platform
 from vllm.v1.worker.gpu.async_utils import StepTimingSample
 from vllm.v1.worker.gpu.spec_decode import adaptive_verification
-from vllm_specblock.triton_kernels import reallocate_drafts
+from vllm_specblock.triton_kernels.verify import reallocate_drafts
 
 from vllm_specblock.engine import budget
 from vllm_specblock.engine.budget import DeviceBudgetManager

@@ -13,8 +13,8 @@ if torch.cuda.is_available():
     pytest.skip("of vLLM's CPU build", allow_module_level=True)
 
 from vllm import _custom_ops as ops
-from vllm_specblock.triton_kernels.cpu_packing import store_packed
-from vllm_specblock.triton_kernels.packed import PackedQueries
+from vllm_specblock.triton_kernels.attention.cpu_packing import store_packed
+from vllm_specblock.triton_kernels.attention.packed import PackedQueries
 
 from vllm_specblock.engine.attention import TreeAttentionImpl, TreeAttentionMetadata
 from vllm_specblock.engine.cpu_attention import packed_cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
@@ -12,9 +13,17 @@ import pytest
 import torch
 from vllm_specblock.triton_kernels import optional_numba
 
+from vllm_specblock import triton_kernels
+
 PACKAGE = "vllm_specblock.triton_kernels"
 INTERPRETED = pytest.StashKey[bool]()
 """Whether this process has interpreted kernels: of Triton's own library some traces stay."""
+
+
+def module_of(name: str) -> str:
+    """The full name of the kernel module `name`, whichever room it is in."""
+    (path,) = Path(triton_kernels.__file__).parent.glob(f"*/{name}.py")
+    return f"{PACKAGE}.{path.parent.name}.{name}"
 
 
 class Kernels:
@@ -24,19 +33,21 @@ class Kernels:
         self.device = torch.device(device)
 
     def load(self, name: str, *parts: str) -> ModuleType:
-        """The module `triton_kernels/<name>.py`; on CPU a private copy bound to the interpreter.
+        """The module `<name>.py` of any room; on CPU a private copy bound to the interpreter.
 
         Triton decides at decoration whether a kernel is interpreted. The copy is decorated while
         the switch is on, so that no other test of this process meets interpreted kernels.
 
         parts: modules whose jitted functions its kernels call; copied likewise.
         """
-        module = importlib.import_module(f"{PACKAGE}.{name}")
+        module = importlib.import_module(module_of(name))
         if self.device.type == "cuda":
             return module
-        copies = {f"{PACKAGE}.{part}": self.load(part) for part in parts}
+        copies = {module_of(part): self.load(part) for part in parts}
         copy = importlib.util.module_from_spec(
-            importlib.util.spec_from_file_location(f"{PACKAGE}.interpreted_{name}", module.__file__)
+            importlib.util.spec_from_file_location(
+                f"{module.__package__}.interpreted_{name}", module.__file__
+            )
         )
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("TRITON_INTERPRET", "1")
@@ -78,7 +89,7 @@ class Loops:
     device = torch.device("cpu")
 
     def load(self, name: str) -> SimpleNamespace:
-        found = vars(importlib.import_module(f"{PACKAGE}.{name}_numba")).items()
+        found = vars(importlib.import_module(module_of(f"{name}_numba"))).items()
         end = "_numba"
         return SimpleNamespace(
             **{f"{key[: -len(end)]}_triton": loop for key, loop in found if key.endswith(end)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from vllm_specblock.triton_kernels.read_heads_reference import best_tokens_reference
+from vllm_specblock.triton_kernels.layers.read_heads_reference import best_tokens_reference
 
 
 def load(kernels):

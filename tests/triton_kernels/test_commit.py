@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from vllm_specblock.triton_kernels.commit import KVCacheSet, move_kv
+from vllm_specblock.triton_kernels.kv_cache.commit import KVCacheSet, move_kv
 
 from vllm_specblock.commit.move import move_path
 from vllm_specblock.commit.rows import committed_sources

@@ -71,12 +71,9 @@ def compiler(request, monkeypatch, tmp_path):
     if not isinstance(triton.language.max, triton.runtime.jit.JITFunction):
         pytest.skip(OWN_PROCESS)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    from vllm_specblock.triton_kernels import (
-        attention_tiles,
-        commit,
-        layer_shift,
-        tree_attention,
-    )
+    from vllm_specblock.triton_kernels.attention import attention_tiles, tree_attention
+    from vllm_specblock.triton_kernels.kv_cache import commit
+    from vllm_specblock.triton_kernels.layers import layer_shift
 
     def swap(module, name):
         kernel = getattr(module, name)
@@ -217,7 +214,7 @@ def triton_width(head_size: int) -> int:
 
 
 def test_merge_states_compiles(compiler):
-    from vllm_specblock.triton_kernels import merge_states
+    from vllm_specblock.triton_kernels.attention import merge_states
 
     stand_in = compiler(merge_states, "_merge_states_kernel")
     out, lse = torch.empty(61, 32, 128, dtype=torch.bfloat16), torch.empty(61, 32)
@@ -252,7 +249,7 @@ def test_rms_norm_compiles(compiler, dtype):
     ],
 )
 def test_read_heads_compile(compiler, dtype, vocab, scope, sharp):
-    from vllm_specblock.triton_kernels import read_heads
+    from vllm_specblock.triton_kernels.layers import read_heads
 
     stand_ins = [
         compiler(read_heads, name) for name in ("_best_of_chunk_kernel", "_merge_and_rank_kernel")
@@ -277,7 +274,7 @@ def test_read_heads_compile(compiler, dtype, vocab, scope, sharp):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("rows", [4, 36, 2000])
 def test_fp8_linear_compiles(compiler, dtype, rows):
-    from vllm_specblock.triton_kernels import fp8_linear
+    from vllm_specblock.triton_kernels.layers import fp8_linear
 
     stand_in = compiler(fp8_linear, "_fp8_linear_kernel")
     weight = torch.empty(4096, 4096, dtype=torch.float8_e4m3fn)
@@ -288,8 +285,8 @@ def test_fp8_linear_compiles(compiler, dtype, rows):
 
 @pytest.mark.parametrize("num_nodes", [12, 60, 256])
 def test_learning_compiles(compiler, num_nodes):
-    from vllm_specblock.triton_kernels import learn_sharpness
-    from vllm_specblock.triton_kernels.verdicts import Verdicts
+    from vllm_specblock.triton_kernels.feedback import learn_sharpness
+    from vllm_specblock.triton_kernels.verify.verdicts import Verdicts
 
     stand_in = compiler(learn_sharpness, "_learn_kernel")
     slot, path = torch.zeros(3, dtype=torch.int32), torch.zeros(3, 9, dtype=torch.int64)
@@ -305,7 +302,7 @@ def test_learning_compiles(compiler, num_nodes):
 
 @pytest.mark.parametrize(("count", "joins"), [(577, True), (130, False)])
 def test_select_compiles(compiler, count, joins):
-    from vllm_specblock.triton_kernels import select_tree
+    from vllm_specblock.triton_kernels.tree import select_tree
 
     stand_in = compiler(select_tree, "_select_kernel")
     whole = torch.zeros(2, count, dtype=torch.int64)
@@ -315,7 +312,7 @@ def test_select_compiles(compiler, count, joins):
 
 
 def test_growth_compiles(compiler):
-    from vllm_specblock.triton_kernels import expand
+    from vllm_specblock.triton_kernels.drafting import expand
 
     starting, selecting = (
         compiler(expand, name) for name in ("_hang_and_start_kernel", "_hang_and_select_kernel")
@@ -337,7 +334,7 @@ def test_growth_compiles(compiler):
 
 @pytest.mark.parametrize("num_nodes", [1, 12, 60, 64, 256])
 def test_best_chain_compiles(compiler, num_nodes):
-    from vllm_specblock.triton_kernels import best_chain
+    from vllm_specblock.triton_kernels.tree import best_chain
 
     from vllm_specblock.tree import DraftTree
 
@@ -352,7 +349,7 @@ def test_best_chain_compiles(compiler, num_nodes):
 
 @pytest.mark.parametrize(("size", "starts", "words"), [(1, 10, 1), (4, 4, 1), (8, 40, 15)])
 def test_sight_compiles(compiler, size, starts, words):
-    from vllm_specblock.triton_kernels import block_sight, first_sight
+    from vllm_specblock.triton_kernels.drafting import block_sight, first_sight
 
     first = compiler(first_sight, "_first_sight_kernel")
     later = compiler(block_sight, "_later_sight_kernel")
@@ -374,7 +371,7 @@ def test_sight_compiles(compiler, size, starts, words):
 
 @pytest.mark.parametrize("owner", [torch.int32, torch.int64], ids=["eager", "graph"])
 def test_committed_rows_compile(compiler, owner):
-    from vllm_specblock.triton_kernels import committed_rows
+    from vllm_specblock.triton_kernels.kv_cache import committed_rows
 
     stand_in = compiler(committed_rows, "_committed_rows_kernel")
     known, path = torch.zeros(3, 3, dtype=owner), torch.zeros(3, 13, dtype=torch.int64)
@@ -398,7 +395,7 @@ def test_committed_rows_compile(compiler, owner):
     ids=str,
 )
 def test_store_kv_compiles(compiler, dtype, cache_dtype):
-    from vllm_specblock.triton_kernels import store_kv
+    from vllm_specblock.triton_kernels.kv_cache import store_kv
 
     stand_in = compiler(store_kv, "_store_kv_kernel")
     scales = (ONE, ONE) if cache_dtype == torch.float8_e4m3fn else ()
@@ -413,7 +410,7 @@ def test_store_kv_compiles(compiler, dtype, cache_dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("size", [96, 128])
 def test_rope_compiles(compiler, dtype, size):
-    from vllm_specblock.triton_kernels import rope
+    from vllm_specblock.triton_kernels.layers import rope
 
     stand_in = compiler(rope, "_rotate_pair_kernel")
     both = torch.empty(3, 5, 48, size, dtype=dtype)  # as a product leaves them
@@ -430,8 +427,8 @@ def test_rope_compiles(compiler, dtype, size):
 
 @pytest.mark.parametrize(("num_nodes", "heads"), [(1, 1), (60, 2), (256, 2)])
 def test_counting_compiles(compiler, num_nodes, heads):
-    from vllm_specblock.triton_kernels import count_nodes
-    from vllm_specblock.triton_kernels.verdicts import Verdicts
+    from vllm_specblock.triton_kernels.feedback import count_nodes
+    from vllm_specblock.triton_kernels.verify.verdicts import Verdicts
 
     verified, drafted = (
         compiler(count_nodes, name) for name in ("_verified_kernel", "_drafted_kernel")
@@ -452,7 +449,7 @@ def test_counting_compiles(compiler, num_nodes, heads):
      (torch.float16, 10, 1, True)],
 )  # fmt: skip
 def test_best_tokens_compile(compiler, dtype, vocab, width, sharp):
-    from vllm_specblock.triton_kernels import best_tokens, read_heads
+    from vllm_specblock.triton_kernels.layers import best_tokens, read_heads
 
     found = compiler(read_heads, "_best_of_chunk_kernel"), compiler(best_tokens, "_merge_kernel")
     logits, offset = torch.empty(2, 8, vocab, dtype=dtype), torch.zeros(vocab, dtype=torch.int64)
@@ -464,7 +461,7 @@ def test_best_tokens_compile(compiler, dtype, vocab, width, sharp):
     ("depth", "top_k", "width"), [(8, 10, 8), (8, 1, 1), (3, 10, 1), (1, 10, 10), (2, 32, 32)]
 )
 def test_growing_levels_compiles(compiler, depth, top_k, width):
-    from vllm_specblock.triton_kernels import grow_level
+    from vllm_specblock.triton_kernels.drafting import grow_level
 
     growing, selecting = (
         compiler(grow_level, name) for name in ("_hang_and_grow_kernel", "_hang_and_select_kernel")
@@ -484,7 +481,7 @@ def test_growing_levels_compiles(compiler, depth, top_k, width):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_norms_and_gate_compile(compiler, dtype):
-    from vllm_specblock.triton_kernels import norms, silu_mul
+    from vllm_specblock.triton_kernels.layers import norms, silu_mul
 
     names = ("_add_norm_kernel", "_norm_pair_kernel")
     add_norm, norm_pair = (compiler(norms, name) for name in names)
@@ -501,7 +498,7 @@ def test_norms_and_gate_compile(compiler, dtype):
 
 
 def test_fp8_linear_onto_a_sum_compiles(compiler):
-    from vllm_specblock.triton_kernels import fp8_linear
+    from vllm_specblock.triton_kernels.layers import fp8_linear
 
     stand_in = compiler(fp8_linear, "_fp8_linear_kernel")
     weight = torch.empty(4096, 14336, dtype=torch.float8_e4m3fn)
@@ -513,7 +510,7 @@ def test_fp8_linear_onto_a_sum_compiles(compiler):
 
 @pytest.mark.parametrize("num_nodes", [1, 60, 256])
 def test_seeing_trees_compiles(compiler, num_nodes):
-    from vllm_specblock.triton_kernels import see_trees
+    from vllm_specblock.triton_kernels.verify import see_trees
 
     stand_in = compiler(see_trees, "_see_trees_kernel")
     row, start = torch.zeros(16, dtype=torch.int64), torch.zeros(4, dtype=torch.int32)
@@ -528,7 +525,8 @@ def test_seeing_trees_compiles(compiler, num_nodes):
 
 @pytest.mark.parametrize("num_nodes", [1, 60, 256])
 def test_walking_compiles(compiler, num_nodes):
-    from vllm_specblock.triton_kernels import share_siblings, walk
+    from vllm_specblock.triton_kernels.drafting import share_siblings
+    from vllm_specblock.triton_kernels.verify import walk
 
     walked = compiler(walk, "_walk_kernel")
     shared = compiler(share_siblings, "_share_siblings_kernel")
@@ -548,7 +546,7 @@ def test_walking_compiles(compiler, num_nodes):
 
 
 def test_device_clock_compiles(compiler):
-    from vllm_specblock.triton_kernels import device_clock
+    from vllm_specblock.triton_kernels.feedback import device_clock
 
     total = torch.zeros(3, dtype=torch.int64)
     for name, launch in (("_begin", "begin_span_triton"), ("_end", "end_span_triton")):
@@ -561,7 +559,7 @@ def test_device_clock_compiles(compiler):
 @pytest.mark.parametrize("num_nodes", [1, 60, 64, 256])
 @pytest.mark.parametrize("slot", ["eager", "graph"])
 def test_store_tree_compiles(compiler, num_nodes, slot):
-    from vllm_specblock.triton_kernels import store_tree
+    from vllm_specblock.triton_kernels.tree import store_tree
 
     from vllm_specblock.tree import DraftTree
 
@@ -579,7 +577,7 @@ def test_store_tree_compiles(compiler, num_nodes, slot):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("layers", [1, 3, 9])
 def test_gather_states_compiles(compiler, layers, dtype):
-    from vllm_specblock.triton_kernels import gather_states
+    from vllm_specblock.triton_kernels.layers import gather_states
 
     stand_in = compiler(gather_states, "_gather_states_kernel")
     states = [torch.empty(5, 4096, dtype=dtype) for _ in range(layers)]
@@ -589,7 +587,7 @@ def test_gather_states_compiles(compiler, layers, dtype):
 
 
 def test_sharpness_compiles(compiler):
-    from vllm_specblock.triton_kernels import learn_sharpness
+    from vllm_specblock.triton_kernels.feedback import learn_sharpness
 
     stand_in = compiler(learn_sharpness, "_sharpness_kernel")
     own, columns = torch.zeros(5), torch.zeros(3, 3, dtype=torch.int64)
@@ -601,7 +599,7 @@ def test_sharpness_compiles(compiler):
 
 @pytest.mark.parametrize("known", [torch.int32, torch.int64], ids=["eager", "graph"])
 def test_read_verdicts_compile(compiler, known):
-    from vllm_specblock.triton_kernels import read_verdicts
+    from vllm_specblock.triton_kernels.verify import read_verdicts
 
     stand_in = compiler(read_verdicts, "_read_verdicts_kernel")
     table, path = torch.zeros(3, 3, dtype=known), torch.zeros(5, 13, dtype=torch.int64)
@@ -617,8 +615,8 @@ def test_read_verdicts_compile(compiler, known):
 @pytest.mark.parametrize("num_nodes", [1, 60, 256])
 @pytest.mark.parametrize("known", [torch.int32, torch.int64], ids=["eager", "graph"])
 def test_reach_compiles(compiler, num_nodes, known):
-    from vllm_specblock.triton_kernels import learn_reach, offer_nodes
-    from vllm_specblock.triton_kernels.verdicts import Verdicts
+    from vllm_specblock.triton_kernels.feedback import learn_reach, offer_nodes
+    from vllm_specblock.triton_kernels.verify.verdicts import Verdicts
 
     from vllm_specblock.tree import DraftTree
 
@@ -643,7 +641,7 @@ def test_reach_compiles(compiler, num_nodes, known):
     ("width", "branches", "depth"), [(1024, 8, 16), (32_768, 1, 1), (1 << 20, 32, 8)]
 )
 def test_following_compiles(compiler, width, branches, depth):
-    from vllm_specblock.triton_kernels import continuations, occurrences
+    from vllm_specblock.triton_kernels.ngram import continuations, occurrences
 
     found = compiler(occurrences, "_occurrences_kernel")
     followed = compiler(continuations, "_follow_kernel")
@@ -656,7 +654,7 @@ def test_following_compiles(compiler, width, branches, depth):
 
 @pytest.mark.parametrize(("num_nodes", "flag"), [(1, True), (60, True), (60, False), (256, True)])
 def test_combining_compiles(compiler, num_nodes, flag):
-    from vllm_specblock.triton_kernels import choose_tree, merge_trees
+    from vllm_specblock.triton_kernels.tree import choose_tree, merge_trees
 
     from vllm_specblock.tree import DraftTree
 
@@ -671,8 +669,8 @@ def test_combining_compiles(compiler, num_nodes, flag):
 
 @pytest.mark.parametrize("num_nodes", [1, 60, 256])
 def test_lazy_gate_compiles(compiler, num_nodes):
-    from vllm_specblock.triton_kernels import lazy_gate
-    from vllm_specblock.triton_kernels.verdicts import Verdicts
+    from vllm_specblock.triton_kernels.feedback import lazy_gate
+    from vllm_specblock.triton_kernels.verify.verdicts import Verdicts
 
     wanting, learning = (compiler(lazy_gate, f"_{name}_kernel") for name in ("most_want", "learn"))
     state = torch.zeros(2, 16)
@@ -691,7 +689,7 @@ def test_lazy_gate_compiles(compiler, num_nodes):
 
 @pytest.mark.parametrize("num_nodes", [1, 60, 120, 256])
 def test_reallocation_compiles(compiler, num_nodes):
-    from vllm_specblock.triton_kernels import reallocate_drafts
+    from vllm_specblock.triton_kernels.verify import reallocate_drafts
 
     stand_in = compiler(reallocate_drafts, "_reallocate_drafts_kernel")
     starts, slot = torch.zeros(9, dtype=torch.int32), torch.zeros(3, dtype=torch.int64)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from support.trees import texts
-from vllm_specblock.triton_kernels.occurrences import Texts
+from vllm_specblock.triton_kernels.ngram.occurrences import Texts
 
 from vllm_specblock.config import NGramConfig
 from vllm_specblock.draft.ngram import NGramHead

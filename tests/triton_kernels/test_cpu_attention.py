@@ -8,14 +8,19 @@ from support.attention import MIXED, Blind, Chunk, Tree, check, make_batch
 
 pytest.importorskip("numba")
 
-from vllm_specblock.triton_kernels.cpu_attention import (
+from vllm_specblock.triton_kernels.attention.cpu_attention import (
     attend_packed,
     find_causal,
     plan_packed,
     rows_of,
 )
-from vllm_specblock.triton_kernels.cpu_packing import Packing, move_packed, packing_of, store_packed
-from vllm_specblock.triton_kernels.sliding_window import see_last
+from vllm_specblock.triton_kernels.attention.cpu_packing import (
+    Packing,
+    move_packed,
+    packing_of,
+    store_packed,
+)
+from vllm_specblock.triton_kernels.attention.sliding_window import see_last
 
 FORMS = {
     "fp32": (torch.float32, False),

@@ -7,7 +7,7 @@ import torch
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 from support.drafted_blocks import coarse_block, random_block
-from vllm_specblock.triton_kernels.candidate_keys import CLOSED, DEPTH_ONE, ROOT_HASH
+from vllm_specblock.triton_kernels.tree.candidate_keys import CLOSED, DEPTH_ONE, ROOT_HASH
 
 from vllm_specblock import candidates
 from vllm_specblock.candidates import (

@@ -5,7 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from vllm_specblock.triton_kernels.fp8_linear import fp8_linear, fp8_linear_reference, quantize
+from vllm_specblock.triton_kernels.layers.fp8_linear import (
+    fp8_linear,
+    fp8_linear_reference,
+    quantize,
+)
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from vllm_specblock.triton_kernels.layer_shift import layer_shift, layer_shift_reference
+from vllm_specblock.triton_kernels.layers.layer_shift import layer_shift, layer_shift_reference
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from vllm_specblock.triton_kernels import layers_numba, optional_numba
-from vllm_specblock.triton_kernels.first_sight_numba import first_sight_numba
-from vllm_specblock.triton_kernels.layer_shift import beside_previous
-from vllm_specblock.triton_kernels.norms import add_norm_reference, norm_pair_reference
-from vllm_specblock.triton_kernels.rope import Rope, rotate_pair_reference
+from vllm_specblock.triton_kernels import optional_numba
+from vllm_specblock.triton_kernels.drafting.first_sight_numba import first_sight_numba
+from vllm_specblock.triton_kernels.layers import layers_numba
+from vllm_specblock.triton_kernels.layers.layer_shift import beside_previous
+from vllm_specblock.triton_kernels.layers.norms import add_norm_reference, norm_pair_reference
+from vllm_specblock.triton_kernels.layers.rope import Rope, rotate_pair_reference
 
 from vllm_specblock.draft.paged import BlockSight
 

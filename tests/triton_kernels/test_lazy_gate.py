@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from vllm_specblock.triton_kernels.verdicts import Verdicts
+from vllm_specblock.triton_kernels.verify.verdicts import Verdicts
 
 from vllm_specblock.combine.lazy import LazyGate
 from vllm_specblock.combine.route import confidence

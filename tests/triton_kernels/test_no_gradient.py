@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from vllm_specblock.triton_kernels.no_gradient import runs_kernel
+from vllm_specblock.triton_kernels.layers.no_gradient import runs_kernel
 
 
 def test_when_a_kernel_runs():

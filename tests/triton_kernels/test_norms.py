@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from vllm_specblock.triton_kernels.norms import (
+from vllm_specblock.triton_kernels.layers.norms import (
     add_norm,
     add_norm_reference,
     norm_pair,

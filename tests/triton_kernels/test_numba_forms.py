@@ -8,10 +8,10 @@ import pytest
 import torch
 from support.trees import to_tree
 from vllm_specblock.triton_kernels import optional_numba
-from vllm_specblock.triton_kernels.commit import KVCacheSet
-from vllm_specblock.triton_kernels.occurrences import Texts
-from vllm_specblock.triton_kernels.read_heads import read_heads
-from vllm_specblock.triton_kernels.read_heads_reference import read_heads_reference
+from vllm_specblock.triton_kernels.kv_cache.commit import KVCacheSet
+from vllm_specblock.triton_kernels.layers.read_heads import read_heads
+from vllm_specblock.triton_kernels.layers.read_heads_reference import read_heads_reference
+from vllm_specblock.triton_kernels.ngram.occurrences import Texts
 
 from vllm_specblock.candidates import rank_key, select
 from vllm_specblock.combine.combined import Combined
@@ -145,8 +145,8 @@ def test_a_path_moves_in_packed_caches(same, amx):
 
     def call():
         layers = memory.clone()
-        packing_of = pytest.importorskip("vllm_specblock.triton_kernels.cpu_packing").packing_of
-        caches = KVCacheSet(list(layers), packing_of(layers[0], amx))
+        module = pytest.importorskip("vllm_specblock.triton_kernels.attention.cpu_packing")
+        caches = KVCacheSet(list(layers), module.packing_of(layers[0], amx))
         assert caches.packing is not None
         move_path(caches, slot, query_start, base, path, accepted, 29)
         return (layers,)

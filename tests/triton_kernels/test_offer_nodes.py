@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from vllm_specblock.triton_kernels import optional_numba
-from vllm_specblock.triton_kernels.offer_nodes_numba import node_steps_numba
+from vllm_specblock.triton_kernels.feedback.offer_nodes_numba import node_steps_numba
 
 from vllm_specblock.combine.combined import Combined
 from vllm_specblock.tree import DraftTree

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from vllm_specblock.triton_kernels.read_heads_reference import read_heads_reference
+from vllm_specblock.triton_kernels.layers.read_heads_reference import read_heads_reference
 
 HIDDEN, CLASSES, SIZE = 40, 7, 24
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # of log-probabilities and rank logits

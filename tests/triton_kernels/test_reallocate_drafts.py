@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from vllm_specblock.triton_kernels.reallocate_drafts import reallocate_drafts_reference
+from vllm_specblock.triton_kernels.verify.reallocate_drafts import reallocate_drafts_reference
 
 from .test_read_verdicts import column
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from torch import nn
-from vllm_specblock.triton_kernels.rope import Rope, rotate_pair, rotate_pair_reference
+from vllm_specblock.triton_kernels.layers.rope import Rope, rotate_pair, rotate_pair_reference
 
 # The interpreter truncates where it should round to bfloat16.
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 2e-2}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from vllm_specblock.triton_kernels.silu_mul import silu_mul_reference
+from vllm_specblock.triton_kernels.layers.silu_mul import silu_mul_reference
 
 # The interpreter truncates where it should round to bfloat16.
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}

@@ -17,7 +17,7 @@ from support.attention import (
     make_batch,
     reference,
 )
-from vllm_specblock.triton_kernels.tree_attention_reference import (
+from vllm_specblock.triton_kernels.attention.tree_attention_reference import (
     MAX_BATCHED_QUERY,
     attend_reference,
     plan_reference,

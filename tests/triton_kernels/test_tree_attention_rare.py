@@ -18,10 +18,10 @@ from support.attention import (
     make_batch,
     reference,
 )
-from vllm_specblock.triton_kernels import attention_tiles
-from vllm_specblock.triton_kernels.merge_states import merge_states
-from vllm_specblock.triton_kernels.packed import PackedQueries
-from vllm_specblock.triton_kernels.sliding_window import see_last
+from vllm_specblock.triton_kernels.attention import attention_tiles
+from vllm_specblock.triton_kernels.attention.merge_states import merge_states
+from vllm_specblock.triton_kernels.attention.packed import PackedQueries
+from vllm_specblock.triton_kernels.attention.sliding_window import see_last
 
 FP8 = torch.float8_e4m3fn
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from vllm_specblock.triton_kernels import attention_tiles as cut
+from vllm_specblock.triton_kernels.attention import attention_tiles as cut
 from vllm_specblock.triton_kernels.warm_up import compile_attention, shapes_to_compile
 
 
@@ -57,8 +57,8 @@ def test_it_runs_and_writes_nothing(window):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="compiles for the GPU")
 def test_nothing_is_left_to_compile():
-    from vllm_specblock.triton_kernels.attention_kernel import _tree_attention_kernel
-    from vllm_specblock.triton_kernels.packed import PackedQueries
+    from vllm_specblock.triton_kernels.attention.attention_kernel import _tree_attention_kernel
+    from vllm_specblock.triton_kernels.attention.packed import PackedQueries
 
     heads, kv_heads, size, block = 8, 2, 64, 16
     cache = torch.randn(64, block, kv_heads, 2 * size, device="cuda").bfloat16().transpose(1, 2)

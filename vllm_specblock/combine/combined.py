@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm_specblock.tree import DraftTree
-from vllm_specblock.triton_kernels.best_chain import best_chain_triton
+from vllm_specblock.triton_kernels.tree.best_chain import best_chain_triton
 
 
 @dataclass(frozen=True)

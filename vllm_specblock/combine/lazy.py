@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from vllm_specblock.combine.route import How
-from vllm_specblock.triton_kernels.lazy_gate import GateState
+from vllm_specblock.triton_kernels.feedback.lazy_gate import GateState
 
 BUCKETS = 16
 """Half octaves of confidence: means of many nodes' probabilities are small, most below 0.2."""

@@ -10,8 +10,8 @@ from vllm_specblock.candidates import NEVER, extend_hash, select_nodes, tree_of
 from vllm_specblock.combine.combined import Combined
 from vllm_specblock.combine.route import agreement
 from vllm_specblock.tree import DraftTree, check_budget
-from vllm_specblock.triton_kernels.candidate_keys import ROOT_HASH
-from vllm_specblock.triton_kernels.merge_trees import merge_trees_triton
+from vllm_specblock.triton_kernels.tree.candidate_keys import ROOT_HASH
+from vllm_specblock.triton_kernels.tree.merge_trees import merge_trees_triton
 
 
 def union(first: DraftTree, second: DraftTree) -> tuple[torch.Tensor, torch.Tensor]:

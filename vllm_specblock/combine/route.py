@@ -8,7 +8,7 @@ import torch
 
 from vllm_specblock.combine.combined import Combined
 from vllm_specblock.tree import DraftTree
-from vllm_specblock.triton_kernels.choose_tree import choose_tree_triton
+from vllm_specblock.triton_kernels.tree.choose_tree import choose_tree_triton
 
 How = Literal["mean", "sum"]
 

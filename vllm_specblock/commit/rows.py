@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from vllm_specblock.triton_kernels.committed_rows import committed_rows_triton
-from vllm_specblock.triton_kernels.committed_rows_numba import committed_rows_numba
+from vllm_specblock.triton_kernels.kv_cache.committed_rows import committed_rows_triton
+from vllm_specblock.triton_kernels.kv_cache.committed_rows_numba import committed_rows_numba
 from vllm_specblock.triton_kernels.optional_numba import takes
 
 

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_specblock.triton_kernels.store_kv import LARGEST, store_kv_triton
+from vllm_specblock.triton_kernels.kv_cache.store_kv import LARGEST, store_kv_triton
 
 if TYPE_CHECKING:  # it needs numba
-    from vllm_specblock.triton_kernels.cpu_packing import Packing
+    from vllm_specblock.triton_kernels.attention.cpu_packing import Packing
 
 FP8 = torch.float8_e4m3fn
 
@@ -44,7 +44,7 @@ def store_kv(
         store_kv_triton(kv_cache, entry, key, value, key_scale, value_scale)
         return
     if packing is not None:
-        from vllm_specblock.triton_kernels.cpu_packing import store_packed
+        from vllm_specblock.triton_kernels.attention.cpu_packing import store_packed
 
         return store_packed(kv_cache, packing, entry, key, value)
     _, heads, _, width = kv_cache.shape

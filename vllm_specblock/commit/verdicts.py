@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from vllm_specblock.triton_kernels.optional_numba import takes
-from vllm_specblock.triton_kernels.read_verdicts import read_verdicts_triton
-from vllm_specblock.triton_kernels.read_verdicts_numba import read_verdicts_numba
+from vllm_specblock.triton_kernels.verify.read_verdicts import read_verdicts_triton
+from vllm_specblock.triton_kernels.verify.read_verdicts_numba import read_verdicts_numba
 
 
 def read_verdicts(

@@ -21,7 +21,10 @@ from vllm_specblock.candidates import (
     tree_of,
 )
 from vllm_specblock.tree import DraftTree
-from vllm_specblock.triton_kernels.candidate_keys import (
+from vllm_specblock.triton_kernels.drafting.expand import Growing, Limits
+from vllm_specblock.triton_kernels.drafting.expand_numba import CompiledGrowing
+from vllm_specblock.triton_kernels.optional_numba import takes
+from vllm_specblock.triton_kernels.tree.candidate_keys import (
     BUCKET_BITS,
     BUCKET_ONE,
     CLOSED,
@@ -30,10 +33,7 @@ from vllm_specblock.triton_kernels.candidate_keys import (
     MAX_DEPTH,
     ROOT_HASH,
 )
-from vllm_specblock.triton_kernels.expand import Growing, Limits
-from vllm_specblock.triton_kernels.expand_numba import CompiledGrowing
-from vllm_specblock.triton_kernels.optional_numba import takes
-from vllm_specblock.triton_kernels.select_tree import MOST_CANDIDATES
+from vllm_specblock.triton_kernels.tree.select_tree import MOST_CANDIDATES
 
 _DEPTH = MAX_DEPTH * DEPTH_ONE
 

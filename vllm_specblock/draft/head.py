@@ -11,8 +11,8 @@ import torch
 
 from vllm_specblock.draft.sharpness import Sharpness
 from vllm_specblock.tree import DraftTree
-from vllm_specblock.triton_kernels.gather_states import gather_states_triton
-from vllm_specblock.triton_kernels.layers_numba import gather_states_numba, runs_loop
+from vllm_specblock.triton_kernels.layers.gather_states import gather_states_triton
+from vllm_specblock.triton_kernels.layers.layers_numba import gather_states_numba, runs_loop
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vllm_specblock.draft.linear import PackedLinear, Stacked, add_linear
-from vllm_specblock.triton_kernels.layers_numba import rms_norm_numba, runs_loop
-from vllm_specblock.triton_kernels.rope import Rope, rotate_pair
-from vllm_specblock.triton_kernels.silu_mul import silu_mul
+from vllm_specblock.triton_kernels.layers.layers_numba import rms_norm_numba, runs_loop
+from vllm_specblock.triton_kernels.layers.rope import Rope, rotate_pair
+from vllm_specblock.triton_kernels.layers.silu_mul import silu_mul
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """attend(query [Q..., nh, D], key [T..., nkv, D], value [T..., nkv, D]) -> [Q..., nh, D].

@@ -12,13 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vllm_specblock.triton_kernels.fp8_linear import fp8_linear, quantize
+from vllm_specblock.triton_kernels.layers.fp8_linear import fp8_linear, quantize
 
 ALL = slice(None)
 
 
 class Fp8Linear(nn.Module):
-    """nn.Linear without a gradient whose weights lie in 8 bits; see `triton_kernels/fp8_linear.py`.
+    """nn.Linear without a gradient whose weights lie in 8 bits.
+
+    The product is in `triton_kernels/layers/fp8_linear.py`.
 
     Args:
         linear: what it stands for from now on.

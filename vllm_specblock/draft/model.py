@@ -18,11 +18,11 @@ from vllm_specblock.draft.config import TOP_LOGPROBS, DrafterConfig
 from vllm_specblock.draft.layers import MLP, Attention, RMSNorm
 from vllm_specblock.draft.linear import PackedLinear
 from vllm_specblock.draft.rope import Rotary
-from vllm_specblock.triton_kernels.layer_shift import layer_shift
-from vllm_specblock.triton_kernels.norms import add_norm, norm_pair
-from vllm_specblock.triton_kernels.read_heads import read_heads
-from vllm_specblock.triton_kernels.read_heads_reference import top_and_features
-from vllm_specblock.triton_kernels.rope import Rope
+from vllm_specblock.triton_kernels.layers.layer_shift import layer_shift
+from vllm_specblock.triton_kernels.layers.norms import add_norm, norm_pair
+from vllm_specblock.triton_kernels.layers.read_heads import read_heads
+from vllm_specblock.triton_kernels.layers.read_heads_reference import top_and_features
+from vllm_specblock.triton_kernels.layers.rope import Rope
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """attend(layer, query [Q,K,nh,D], key [T,K,nkv,D], value [T,K,nkv,D]) -> [Q,K,nh,D].

@@ -3,7 +3,7 @@
 It has no weights. Every earlier place whose last tokens are those of the text's end is an
 occurrence; a few of them are followed, and what they say next is weighed as in prediction by
 partial matching: the longer the match, and the more occurrences agree, the surer. On a GPU that
-is two launches: `triton_kernels/occurrences.py` and `continuations.py`.
+is two launches: `triton_kernels/ngram/occurrences.py` and `continuations.py`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from vllm_specblock.candidates import NEVER, select_nodes, tree_of
 from vllm_specblock.config import NGramConfig
 from vllm_specblock.draft.head import CommittedRows, Head
 from vllm_specblock.tree import DraftTree
-from vllm_specblock.triton_kernels.continuations import Following, follow_triton
-from vllm_specblock.triton_kernels.continuations_numba import follow_numba
-from vllm_specblock.triton_kernels.occurrences import Texts
+from vllm_specblock.triton_kernels.ngram.continuations import Following, follow_triton
+from vllm_specblock.triton_kernels.ngram.continuations_numba import follow_numba
+from vllm_specblock.triton_kernels.ngram.occurrences import Texts
 from vllm_specblock.triton_kernels.optional_numba import takes
 
 VOTE, POWER = 0.32, 1.2

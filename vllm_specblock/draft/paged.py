@@ -21,15 +21,15 @@ from vllm_specblock.commit.store import store_kv
 from vllm_specblock.draft.expand import Starts
 from vllm_specblock.draft.head import CommittedRows
 from vllm_specblock.draft.parts import MOST
-from vllm_specblock.triton_kernels.block_sight import LaterSight, later_sight_triton
-from vllm_specblock.triton_kernels.first_sight import FirstSight, first_sight_triton
-from vllm_specblock.triton_kernels.first_sight_numba import first_sight_numba
+from vllm_specblock.triton_kernels.attention.packed import PackedQueries, packing_on_cpu
+from vllm_specblock.triton_kernels.drafting.block_sight import LaterSight, later_sight_triton
+from vllm_specblock.triton_kernels.drafting.first_sight import FirstSight, first_sight_triton
+from vllm_specblock.triton_kernels.drafting.first_sight_numba import first_sight_numba
 from vllm_specblock.triton_kernels.optional_numba import takes
-from vllm_specblock.triton_kernels.packed import PackedQueries, packing_on_cpu
 from vllm_specblock.triton_kernels.warm_up import compile_attention
 
 if TYPE_CHECKING:  # it needs Numba
-    from vllm_specblock.triton_kernels.cpu_packing import Packing
+    from vllm_specblock.triton_kernels.attention.cpu_packing import Packing
 
 
 class PagedAttention:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from vllm_specblock.draft.config import DrafterConfig, rope_type
-from vllm_specblock.triton_kernels.layers_numba import loops_take
-from vllm_specblock.triton_kernels.rope import Rope
+from vllm_specblock.triton_kernels.layers.layers_numba import loops_take
+from vllm_specblock.triton_kernels.layers.rope import Rope
 
 
 class Rotary(nn.Module):

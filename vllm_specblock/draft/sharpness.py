@@ -14,8 +14,11 @@ import math
 
 import torch
 
-from vllm_specblock.triton_kernels.learn_sharpness import learn_sharpness_triton, sharpness_triton
-from vllm_specblock.triton_kernels.learn_sharpness_numba import (
+from vllm_specblock.triton_kernels.feedback.learn_sharpness import (
+    learn_sharpness_triton,
+    sharpness_triton,
+)
+from vllm_specblock.triton_kernels.feedback.learn_sharpness_numba import (
     learn_sharpness_numba,
     sharpness_numba,
 )

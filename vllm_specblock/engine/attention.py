@@ -20,11 +20,11 @@ from vllm_specblock.commit.store import store_kv
 from vllm_specblock.engine import flash_causal, flash_prefix
 from vllm_specblock.engine.cpu_attention import CpuStep, PackedCache, packed_cache
 from vllm_specblock.engine.flash_causal import CausalRequests, attend_causal
-from vllm_specblock.triton_kernels.packed import PackedQueries
+from vllm_specblock.triton_kernels.attention.packed import PackedQueries
 from vllm_specblock.verify.sight import Visibility
 
 if TYPE_CHECKING:
-    from vllm_specblock.triton_kernels.cpu_packing import Packing
+    from vllm_specblock.triton_kernels.attention.cpu_packing import Packing
 
 CACHE_DTYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3")
 

@@ -24,7 +24,7 @@ from vllm.v1.worker.gpu.spec_decode.adaptive_verification import AdaptiveVerific
 from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_specblock.engine.patches import patch
-from vllm_specblock.triton_kernels.reallocate_drafts import reallocate_drafts_triton
+from vllm_specblock.triton_kernels.verify.reallocate_drafts import reallocate_drafts_triton
 from vllm_specblock.verify.costs import cost_per_request
 from vllm_specblock.verify.rest import Rest
 
@@ -60,8 +60,8 @@ class TreeBudgetManager(AdaptiveVerificationManager):
     Differs in two things. It compares the best budget with plain decoding, of which drafting is no
     part: where that is quicker, the heads rest. And one launch, or loop, and a copy where the batch
     is not that of the step before, does what takes vLLM some twenty. Who gets a draft is as vLLM
-    has it, up to the rounding of survivals: `triton_kernels/reallocate_drafts.py` says how, and who
-    wins ties.
+    has it, up to the rounding of survivals: `triton_kernels/verify/reallocate_drafts.py` says how,
+    and who wins ties.
     """
 
     _counts: np.ndarray | None = None

@@ -6,8 +6,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from vllm_specblock.triton_kernels.count_nodes import count_drafted_triton, count_verified_triton
-from vllm_specblock.triton_kernels.count_nodes_numba import (
+from vllm_specblock.triton_kernels.feedback.count_nodes import (
+    count_drafted_triton,
+    count_verified_triton,
+)
+from vllm_specblock.triton_kernels.feedback.count_nodes_numba import (
     count_drafted_numba,
     count_verified_numba,
 )

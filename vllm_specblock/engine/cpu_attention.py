@@ -14,10 +14,10 @@ import torch
 from vllm import _custom_ops as ops
 from vllm import envs
 
-from vllm_specblock.triton_kernels.packed import PackedQueries, packing_on_cpu
+from vllm_specblock.triton_kernels.attention.packed import PackedQueries, packing_on_cpu
 
 if TYPE_CHECKING:
-    from vllm_specblock.triton_kernels.cpu_packing import Packing
+    from vllm_specblock.triton_kernels.attention.cpu_packing import Packing
 
 PACKED = ("amx", "vec")
 """vLLM's names of the packings that `cpu_packing.py` knows, of the eight there are."""

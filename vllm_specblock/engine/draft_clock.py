@@ -7,7 +7,7 @@ import time
 import torch
 
 from vllm_specblock.engine.counters import Counts
-from vllm_specblock.triton_kernels.device_clock import begin_span_triton, end_span_triton
+from vllm_specblock.triton_kernels.feedback.device_clock import begin_span_triton, end_span_triton
 
 DRAFTING_NS, DRAFTING_STEPS = "drafting_nanoseconds", "drafting_steps"
 

@@ -22,8 +22,8 @@ from functools import cache, partial
 import torch
 from vllm.utils.torch_utils import canonicalize_singleton_dim_strides
 
-from vllm_specblock.triton_kernels.merge_states import merge_states
-from vllm_specblock.triton_kernels.packed import PackedQueries
+from vllm_specblock.triton_kernels.attention.merge_states import merge_states
+from vllm_specblock.triton_kernels.attention.packed import PackedQueries
 
 
 @dataclass(frozen=True)

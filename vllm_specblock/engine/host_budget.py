@@ -13,8 +13,8 @@ from vllm_specblock.engine.budget import TreeBudgetManager
 from vllm_specblock.engine.cpu.step_costs import measure_steps
 from vllm_specblock.engine.patches import patch
 from vllm_specblock.triton_kernels.optional_numba import takes
-from vllm_specblock.triton_kernels.reallocate_drafts import reallocate_drafts_reference
-from vllm_specblock.triton_kernels.reallocate_drafts_numba import reallocate_drafts_numba
+from vllm_specblock.triton_kernels.verify.reallocate_drafts import reallocate_drafts_reference
+from vllm_specblock.triton_kernels.verify.reallocate_drafts_numba import reallocate_drafts_numba
 from vllm_specblock.verify.costs import StepCosts
 
 _FIRST_SHARES = (1.0, 0.0, 0.5, 0.25)

@@ -14,7 +14,7 @@ from vllm_specblock.combine.route import confidence, route
 from vllm_specblock.config import CombineConfig
 from vllm_specblock.draft.head import CommittedRows, Head
 from vllm_specblock.tree import DraftTree
-from vllm_specblock.triton_kernels.lazy_gate import learn_gate_triton, most_want_triton
+from vllm_specblock.triton_kernels.feedback.lazy_gate import learn_gate_triton, most_want_triton
 from vllm_specblock.verify.verified import Verified
 
 USUAL_COST = {"ngram": 0.02}

@@ -12,7 +12,7 @@ from vllm_specblock.commit.rows import committed_rows
 from vllm_specblock.commit.verdicts import read_verdicts
 from vllm_specblock.draft.head import CommittedRows
 from vllm_specblock.engine.slots import TreeSlots
-from vllm_specblock.triton_kernels.commit import KVCacheSet
+from vllm_specblock.triton_kernels.kv_cache.commit import KVCacheSet
 
 _FEW, _ROUND = 16, 8
 

@@ -12,8 +12,8 @@ import torch
 from vllm_specblock.combine.combined import Combined
 from vllm_specblock.tree import ancestor_words, words_for
 from vllm_specblock.triton_kernels.optional_numba import takes
-from vllm_specblock.triton_kernels.store_tree import store_tree_triton
-from vllm_specblock.triton_kernels.store_tree_numba import store_tree_numba
+from vllm_specblock.triton_kernels.tree.store_tree import store_tree_triton
+from vllm_specblock.triton_kernels.tree.store_tree_numba import store_tree_numba
 from vllm_specblock.verify.imposed import ImposedAcceptance
 
 

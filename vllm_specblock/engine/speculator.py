@@ -36,7 +36,7 @@ from vllm_specblock.engine.proposers import head_budgets, make_proposer
 from vllm_specblock.engine.rows import StepRows
 from vllm_specblock.engine.slots import TreeSlots
 from vllm_specblock.engine.warm_up import compile_kernels
-from vllm_specblock.triton_kernels.commit import KVCacheSet
+from vllm_specblock.triton_kernels.kv_cache.commit import KVCacheSet
 from vllm_specblock.verify.imposed import ImposedAcceptance
 from vllm_specblock.verify.verified import Verified
 

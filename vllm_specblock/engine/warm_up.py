@@ -10,7 +10,7 @@ from vllm.config import VllmConfig
 
 from vllm_specblock.draft.head import Head
 from vllm_specblock.tree import words_for
-from vllm_specblock.triton_kernels.commit import KVCacheSet, move_kv
+from vllm_specblock.triton_kernels.kv_cache.commit import KVCacheSet, move_kv
 from vllm_specblock.triton_kernels.warm_up import compile_attention
 
 

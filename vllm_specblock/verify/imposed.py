@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 
 from vllm_specblock.tree import DraftTree
-from vllm_specblock.triton_kernels.share_siblings import share_siblings_triton
-from vllm_specblock.triton_kernels.walk import Imposed, walk_triton
+from vllm_specblock.triton_kernels.drafting.share_siblings import share_siblings_triton
+from vllm_specblock.triton_kernels.verify.walk import Imposed, walk_triton
 from vllm_specblock.verify.walk import DrawnRows, Verdict, walk
 
 _DRAWS = 1 << 17

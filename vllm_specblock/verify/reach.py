@@ -13,10 +13,10 @@ import torch
 
 from vllm_specblock.combine.combined import Combined
 from vllm_specblock.tree import DraftTree
-from vllm_specblock.triton_kernels.learn_reach import learn_reach_triton
-from vllm_specblock.triton_kernels.learn_reach_numba import learn_reach_numba
-from vllm_specblock.triton_kernels.offer_nodes import offer_nodes_triton
-from vllm_specblock.triton_kernels.offer_nodes_numba import node_steps_numba
+from vllm_specblock.triton_kernels.feedback.learn_reach import learn_reach_triton
+from vllm_specblock.triton_kernels.feedback.learn_reach_numba import learn_reach_numba
+from vllm_specblock.triton_kernels.feedback.offer_nodes import offer_nodes_triton
+from vllm_specblock.triton_kernels.feedback.offer_nodes_numba import node_steps_numba
 from vllm_specblock.triton_kernels.optional_numba import takes
 from vllm_specblock.verify.verified import Verified
 

@@ -8,8 +8,8 @@ import torch
 
 from vllm_specblock.tree import words_for
 from vllm_specblock.triton_kernels.optional_numba import takes
-from vllm_specblock.triton_kernels.see_trees import see_trees_triton
-from vllm_specblock.triton_kernels.see_trees_numba import see_trees_numba
+from vllm_specblock.triton_kernels.verify.see_trees import see_trees_triton
+from vllm_specblock.triton_kernels.verify.see_trees_numba import see_trees_numba
 
 
 class BatchRows(NamedTuple):

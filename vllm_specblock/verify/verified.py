@@ -6,7 +6,7 @@ from functools import cached_property
 
 import torch
 
-from vllm_specblock.triton_kernels.verdicts import Verdicts
+from vllm_specblock.triton_kernels.verify.verdicts import Verdicts
 
 
 class Verified(Verdicts):

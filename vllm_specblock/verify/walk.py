@@ -17,8 +17,8 @@ import torch
 
 from vllm_specblock.tree import pack_bits, unpack_bits
 from vllm_specblock.triton_kernels.optional_numba import takes
-from vllm_specblock.triton_kernels.walk import walk_triton
-from vllm_specblock.triton_kernels.walk_numba import walk_numba
+from vllm_specblock.triton_kernels.verify.walk import walk_triton
+from vllm_specblock.triton_kernels.verify.walk_numba import walk_numba
 
 
 class DrawnRows(NamedTuple):

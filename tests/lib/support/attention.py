@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from vllm_specblock.triton_kernels.tree_attention_reference import attend_reference, plan_reference
+from vllm_specblock.triton_kernels.attention.tree_attention_reference import (
+    attend_reference,
+    plan_reference,
+)
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 LAYOUTS = {

@@ -17,8 +17,8 @@ from support.host_reads import HostReadMethods, check, reads_values
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 from vllm.v1.worker.gpu import cudagraph_utils
-from vllm_specblock.triton_kernels import cpu_packing
-from vllm_specblock.triton_kernels.packed import PackedQueries
+from vllm_specblock.triton_kernels.attention import cpu_packing
+from vllm_specblock.triton_kernels.attention.packed import PackedQueries
 
 _FROM_HOST = {torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy}
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from vllm_specblock.draft.head import CacheLayer, CommittedRows, Head
 from vllm_specblock.draft.paged import PagedAttention
 from vllm_specblock.draft.parts import MOST
-from vllm_specblock.triton_kernels.packed import PackedQueries
+from vllm_specblock.triton_kernels.attention.packed import PackedQueries
 from vllm_specblock.triton_kernels.warm_up import compile_attention
 
 

@@ -21,7 +21,7 @@ from vllm_specblock.draft.head import CommittedRows
 from vllm_specblock.draft.paged import PagedAttention
 from vllm_specblock.draft.parts import MOST
 from vllm_specblock.tree import pack_bits
-from vllm_specblock.triton_kernels.packed import PackedQueries
+from vllm_specblock.triton_kernels.attention.packed import PackedQueries
 from vllm_specblock.triton_kernels.warm_up import compile_attention
 
 

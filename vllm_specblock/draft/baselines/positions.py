@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from vllm_specblock.triton_kernels.best_tokens import best_tokens
+from vllm_specblock.triton_kernels.layers.best_tokens import best_tokens
 
 
 class Positions(nn.Module):

@@ -22,7 +22,7 @@ from vllm_specblock.draft.parts import advance_in_parts
 from vllm_specblock.draft.rope import Rotary
 from vllm_specblock.draft.sharpness import Sharpness
 from vllm_specblock.tree import DraftTree
-from vllm_specblock.triton_kernels.best_tokens import best_tokens
+from vllm_specblock.triton_kernels.layers.best_tokens import best_tokens
 
 
 class SmallDrafter(nn.Module):

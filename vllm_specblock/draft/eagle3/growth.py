@@ -16,8 +16,8 @@ from vllm_specblock.config import Eagle3Config
 from vllm_specblock.draft.eagle3.model import Attend, Eagle3Drafter
 from vllm_specblock.draft.expand import Starts
 from vllm_specblock.tree import DraftTree
-from vllm_specblock.triton_kernels.grow_level import GrowingLevels, LevelLimits
-from vllm_specblock.triton_kernels.select_tree import MOST_CANDIDATES
+from vllm_specblock.triton_kernels.drafting.grow_level import GrowingLevels, LevelLimits
+from vllm_specblock.triton_kernels.tree.select_tree import MOST_CANDIDATES
 
 _DEPTH, _NODES_PER_LEVEL = 8, 4
 """Of trees whose depth nobody chose: see `Eagle3Config.depth`."""

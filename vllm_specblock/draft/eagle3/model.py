@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from vllm_specblock.draft.eagle3.config import Eagle3Shape
 from vllm_specblock.draft.layers import MLP, Attend, Attention, RMSNorm
 from vllm_specblock.draft.rope import Rotary
-from vllm_specblock.triton_kernels.best_tokens import best_tokens
-from vllm_specblock.triton_kernels.norms import add_norm, norm_pair
-from vllm_specblock.triton_kernels.rope import Rope
+from vllm_specblock.triton_kernels.layers.best_tokens import best_tokens
+from vllm_specblock.triton_kernels.layers.norms import add_norm, norm_pair
+from vllm_specblock.triton_kernels.layers.rope import Rope
 
 _SHARED_AT_ONCE = 8192
 """Tokens whose embeddings are compared at a time."""

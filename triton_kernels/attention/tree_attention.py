@@ -1,0 +1,149 @@
+"""Attention over a paged KV cache under one visibility rule (SpecBlock paper, section 3.2).
+
+Query t sees the entries prefix_from[t] … prefix_len[t]-1 of its request (from 0 on if there is no
+prefix_from), and of the 64·W entries from window_start on those whose bit is set in words[t]. That
+covers, in one call and in any mixture: prefill chunks and plain decode (a prefix, no bits), tree
+nodes (the committed prefix, then one bit per ancestor), and the drafter's blocks (the rows before,
+then the own path's positions).
+
+"Entry" means one key/value pair in the cache. A target has one per token slot; the drafter has K,
+and its caller passes a cache view whose block_size is K times the engine's.
+
+`attention_tiles.py` says how the work is cut, and why the result does not depend on the batch;
+`tree_attention_reference.py` is the same in torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from ..optional_triton import cdiv, next_power_of_2
+from . import attention_tiles as cut
+from .attention_fold import FOLD_ROWS, _fold_splits_kernel
+from .attention_kernel import _tree_attention_kernel
+
+
+def tree_attention(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    query_start: torch.Tensor,
+    query_lens: Iterable[int],
+    seq_len: torch.Tensor,
+    max_seq_len: int,
+    prefix_len: torch.Tensor,
+    words: torch.Tensor,
+    window_start: torch.Tensor,
+    scale: float,
+    out: torch.Tensor,
+    *,
+    prefix_from: torch.Tensor | None = None,
+    soft_cap: float = 0.0,
+    key_scale: torch.Tensor | None = None,
+    value_scale: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+    unknown_up_to: int = 0,
+) -> torch.Tensor:
+    """Packed attention of T query tokens, the R requests one after the other, by Triton kernels.
+
+    The grid depends on host integers only and nothing is read back, so the call can be captured in
+    a CUDA graph.
+
+    Args:
+        query: [T, nh, D] fp32, bf16 or fp16.
+        kv_cache: [num_blocks, nkv, block_size, 2D], any strides, key in [..., :D] and value in
+            [..., D:], of the queries' dtype or float8_e4m3fn; nh is a multiple of nkv.
+        block_table: [R, max_blocks] int32.
+        query_start: [R+1] int32.
+        query_lens: the lengths of the requests, in query tokens, on the host, each once; no
+            request may be longer than the largest. A length that is missing costs its requests
+            the guarantee of equal bits in every batch, nothing else.
+        seq_len: [R] int32, upper bound of the entries that each request may see, itself bounded by
+            max_seq_len.
+        prefix_len, prefix_from: [≥T] int32.
+        words: [≥T, W] int64: bit j of word w is entry window_start + 64·w + j; bit 63 is the sign.
+        window_start: [≥R] int32.
+        scale: multiplies the scores; positive.
+        out: [T, nh, D] to write into. A query that sees nothing gives zeros; so do tokens past
+            query_start[R].
+        soft_cap: c > 0 turns every score s into c · tanh(s / c).
+        key_scale, value_scale: one fp32 on the device each: keys and values are what the cache
+            holds times this. Positive.
+        lse: [T, nh] fp32 to write the natural logarithm of each query's sum of exponentials into;
+            −inf where it sees nothing.
+        workspace: fp32, at least `workspace_size` elements; made if not given.
+        unknown_up_to: requests of up to so many query tokens, of whatever lengths, have equal bits
+            in every batch that says the same number here, and query_lens need not name theirs.
+
+    Returns:
+        `out`.
+    """
+    num_tokens, num_heads, head_size = query.shape
+    num_kv_heads, block_size = kv_cache.shape[1:3]
+    num_requests = len(query_start) - 1
+    group = num_heads // num_kv_heads
+    classes = cut.tile_classes(head_size, query.dtype, cut.shared_memory(query.device))
+    launches = cut.plan_launches(
+        classes, query_lens, group, num_requests, num_kv_heads, max_seq_len, unknown_up_to
+    )
+    block_d = max(next_power_of_2(head_size), 16)
+    # The kernel works on 32-bit halves of the words: 64-bit masks cost twice the registers.
+    halves = words.view(torch.int32)
+    lse_stride = (0, 0) if lse is None else lse.stride()
+    for launch in launches:
+        last = launch is launches[-1]
+        block_m = launch.tile.rows
+        partial = stats = None
+        if not launch.whole:
+            tiles = launch.requests * num_kv_heads * launch.slots
+            if workspace is None:
+                workspace = query.new_empty(
+                    workspace_size(launches, num_kv_heads, head_size), dtype=torch.float32
+                )
+            partial = workspace[: tiles * block_m * block_d]
+            stats = workspace[tiles * block_m * block_d :]
+        common = {
+            "KV_HEADS": num_kv_heads, "GROUP": group, "HEAD": head_size, "BLOCK_M": block_m,
+            "BLOCK_D": block_d, "PROGRAMS": cut.PROGRAMS, "MAX_SPLITS": cut.MAX_SPLITS,
+            "SPLIT_ENTRIES": cut.SPLIT_ENTRIES,
+        }  # fmt: skip
+        # One program row more than there are requests: it clears the tokens past query_start[R].
+        slots = launch.tiles if launch.whole else launch.slots
+        whole_from = launch.whole_from or None
+        _tree_attention_kernel[(slots, launch.requests + last, num_kv_heads)](
+            query, kv_cache, block_table, query_start, seq_len, prefix_len, prefix_from, halves,
+            window_start, key_scale, value_scale, out, lse, partial, stats,
+            num_tokens, num_requests, max_seq_len, launch.above, launch.up_to, whole_from, scale,
+            soft_cap,
+            *query.stride(), *kv_cache.stride(), block_table.stride(0), halves.stride(0),
+            *out.stride(), *lse_stride,
+            BLOCK_SIZE=block_size, HALVES=halves.shape[1], BLOCK_N=launch.tile.entries,
+            MASKED_N=launch.tile.masked_entries,
+            CAPPED=soft_cap > 0, WHOLE=launch.whole, SINGLE=launch.single, **common,
+            num_warps=launch.tile.num_warps, num_stages=launch.tile.num_stages,
+        )  # fmt: skip
+        if not launch.whole:
+            rows = cdiv(launch.tiles * block_m, FOLD_ROWS)
+            _fold_splits_kernel[(rows, launch.requests, num_kv_heads)](
+                query_start, seq_len, value_scale, out, lse, partial, stats,
+                max_seq_len, launch.above, launch.up_to, whole_from, launch.slots,
+                *out.stride(), *lse_stride, FOLD_ROWS=FOLD_ROWS, **common,
+                num_warps=4, num_stages=1,
+            )  # fmt: skip
+    return out
+
+
+def workspace_size(launches: list[cut.Launch], num_kv_heads: int, head_size: int) -> int:
+    """fp32 elements that the partial results of the launches need; they take turns.
+
+    At most PROGRAMS · MAX_SPLITS tiles: 130 MiB for 128 rows of head size 128.
+    """
+    block_d = max(next_power_of_2(head_size), 16)
+    return max(
+        launch.requests * num_kv_heads * launch.slots * launch.tile.rows * (block_d + 2)
+        for launch in launches
+        if not launch.whole
+    )

@@ -1,0 +1,180 @@
+"""Rank-guided expansion for CPUs, one call per block of the drafter.
+
+See `expand.py`; the torch reference is `vllm_specblock.draft.expand.Expansion`, bit for bit but
+for starts that are not valid.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from ..optional_numba import njit
+from ..tree.candidate_keys import (
+    BUCKET_BITS,
+    BUCKET_ONE,
+    CLOSED,
+    DEPTH_ONE,
+    FIRST,
+    MAX_DEPTH,
+    PATH_FACTOR,
+    ROOT_HASH,
+)  # fmt: skip
+from ..tree.select_tree import TreeTensors
+from ..tree.select_tree_numba import select_numba
+from .expand import Growing
+
+_DEPTH = MAX_DEPTH * DEPTH_ONE
+_SHIFT = 32 + BUCKET_BITS
+_LOW = (1 << 32) - 1
+
+
+class CompiledGrowing(Growing):
+    """Growing in host memory. Differs in what `hang` launches."""
+
+    def hang(
+        self,
+        block: int,
+        start_node: torch.Tensor | None,
+        start_valid: torch.Tensor | None,
+        top_logprob: torch.Tensor,
+        top_token: torch.Tensor,
+        bucket: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...] | TreeTensors:
+        limits, requests = self.limits, self.num_requests
+        if start_node is None or start_valid is None:
+            start_node = torch.zeros(requests, 1, dtype=torch.int64)
+            start_valid = torch.ones(requests, 1, dtype=torch.bool)
+        fields = (*self.fields[:5].numpy(), self.score.numpy(), self.started.numpy())
+        given = (start_node, start_valid, top_logprob.float(), top_token, bucket)
+        _hang(
+            *fields, self.branching.numpy(), *(x.detach().contiguous().numpy() for x in given),
+            block, limits.count(block - 1) if block > 1 else 1, block < limits.num_blocks,
+            limits.starts_by_rank,
+        )  # fmt: skip
+        if block == limits.num_blocks:
+            token, path_hash, key, parent = self.fields[:4]
+            return select_numba(token, parent, self.score, key, path_hash, limits.budget)
+        shape = requests, limits.num_starts
+        starts = [torch.empty(shape, dtype=torch.int64) for _ in range(4)]
+        starts.append(torch.empty(shape, dtype=torch.bool))
+        _choose_starts(
+            *fields[:3], *fields[4:5], fields[6], *(x.numpy() for x in starts), block,
+            limits.count(block), limits.block_size, limits.width,
+        )  # fmt: skip
+        return tuple(starts)
+
+
+@njit
+def _hang(
+    token,  # [R, C] int64, as the four that follow
+    path_hash,
+    key,
+    parent,
+    start_key,
+    score,  # [R, C] fp32
+    started,  # [R, ≥ M−2, S] int64
+    branching,  # [4] int64
+    start_node,  # [R, rows] int64
+    start_valid,  # [R, rows] bool
+    top_logprob,  # [R, rows, K, B] fp32
+    top_token,  # [R, rows, K, B] int64
+    bucket,  # [R, rows, K] int64
+    block,
+    first,  # the candidate of row 0
+    goes_on,  # another block follows
+    starts_by_rank,
+):
+    requests, rows, positions, width = top_token.shape
+    bits = score.view(np.int32)
+    for r in range(requests):
+        if block == 1:
+            token[r, 0] = key[r, 0] = parent[r, 0] = 0
+            path_hash[r, 0], score[r, 0] = ROOT_HASH, 0
+        for row in range(rows):
+            node, valid = start_node[r, row], start_valid[r, row]
+            if goes_on and block > 1:
+                started[r, block - 2, row] = path_hash[r, node] if valid else ROOT_HASH
+            above = score[r, node] if valid else np.float32(-np.inf)
+            text, deep = path_hash[r, node], key[r, node] & _DEPTH
+            for k in range(positions):
+                wanted = branching[bucket[r, row, k]]
+                at = first + (row * positions + k) * width
+                for b in range(width):
+                    c = at + b
+                    gain = min(top_logprob[r, row, k, b], np.float32(0))
+                    score[r, c] = above + gain if b < max(wanted, 1) else np.float32(-np.inf)
+                    token[r, c] = top_token[r, row, k, b]
+                    path_hash[r, c] = token[r, c] + text * PATH_FACTOR
+                    parent[r, c] = node
+                    # Without its sign: a score is at most 0.
+                    key[r, c] = np.int64(bits[r, c] & 0x7FFFFFFF) << 32
+                    key[r, c] += deep + (k + 1) * DEPTH_ONE + c
+                    may_start = key[r, c]
+                    if starts_by_rank and may_start < CLOSED:
+                        may_start = (may_start >> _SHIFT << 32) + (may_start & _LOW)
+                        may_start += bucket[r, row, k] * BUCKET_ONE
+                    start_key[r, c] = may_start if wanted > 0 else may_start | CLOSED
+                # The main chain goes on from row 0 of every block, which starts at its last end.
+                if row == 0 and k == positions - 1:
+                    start_key[r, at] |= FIRST
+                node, above, text = at, score[r, at], path_hash[r, at]
+
+
+@njit
+def _choose_starts(
+    token,  # [R, C] int64, as the three that follow
+    path_hash,
+    key,
+    start_key,
+    started,  # [R, ≥ M−2, S] int64
+    node,  # [R, S] int64, written as all that follows
+    start_token,
+    row,
+    position,
+    valid,  # [R, S] bool
+    block,  # the one that hangs
+    count,  # candidates so far, the root included
+    block_size,
+    width,
+):
+    requests, starts = node.shape
+    room = 1
+    while room < 2 * count:
+        room *= 2
+    first = np.empty(room, np.int64)  # by hash: the best candidate of a text, + 1
+    best, chosen = np.empty(starts, np.int64), np.empty(starts, np.int64)
+    for r in range(requests):
+        first[:] = 0
+        best[:], chosen[:] = CLOSED, 1
+        if block > 1:
+            for c in range(count):
+                at = (path_hash[r, c] ^ (path_hash[r, c] >> 29)) & (room - 1)
+                while first[at] and path_hash[r, first[at] - 1] != path_hash[r, c]:
+                    at = (at + 1) & (room - 1)
+                if first[at] == 0 or key[r, c] < key[r, first[at] - 1]:
+                    first[at] = c + 1
+        for c in range(1, count):
+            now = start_key[r, c]
+            if now >= best[starts - 1]:
+                continue
+            if block > 1:
+                at = (path_hash[r, c] ^ (path_hash[r, c] >> 29)) & (room - 1)
+                while path_hash[r, first[at] - 1] != path_hash[r, c]:
+                    at = (at + 1) & (room - 1)
+                again = first[at] != c + 1
+                for earlier in range(block - 1):
+                    for s in range(starts):
+                        again = again or started[r, earlier, s] == path_hash[r, c]
+                if again:
+                    continue
+            s = starts - 1
+            while s > 0 and best[s - 1] > now:
+                best[s], chosen[s] = best[s - 1], chosen[s - 1]
+                s -= 1
+            best[s], chosen[s] = now, c
+        for s in range(starts):
+            c = chosen[s]
+            node[r, s], start_token[r, s], valid[r, s] = c, token[r, c], best[s] < CLOSED
+            drafted = (c - 1) // width
+            row[r, s], position[r, s] = drafted // block_size, drafted % block_size

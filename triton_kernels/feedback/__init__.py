@@ -1,0 +1,1 @@
+"""What verdicts teach: calibration, acceptance rates, counters, the lazy gate."""

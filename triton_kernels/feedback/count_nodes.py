@@ -1,0 +1,135 @@
+"""Counts over the trees of a step, added to running totals: one launch for what was verified, one
+for what was drafted.
+
+The torch references are in `engine/counters.py`. Programs add to the totals as they come: integers
+have the same sum in any order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..optional_triton import cdiv, jit, next_power_of_2, tl
+from ..verify.verdicts import Verdicts
+
+_TILE = 2048  # nodes of several requests that a program looks at
+_REQUESTS = 256  # of a program that looks at no nodes
+
+
+def count_verified_triton(total: torch.Tensor, verdicts: Verdicts) -> None:
+    """Launch the kernel.
+
+    Args:
+        total: [3, 3] int64, by origin: verified, accepted, first of a tree; added to.
+    """
+    slot, run, path, origin = verdicts.slot, verdicts.num_run, verdicts.path, verdicts.origin
+    count, nodes, places = len(slot), origin.shape[1], path.shape[1]
+    block = max(1, _TILE // next_power_of_2(nodes))
+    if count:
+        _verified_kernel[(cdiv(count, block),)](
+            total, origin, origin.stride(0), slot, slot.stride(0), run, run.stride(0),
+            path, path.stride(0), count, nodes, places, NODES=next_power_of_2(nodes),
+            PLACES=next_power_of_2(places), BLOCK=block,
+        )  # fmt: skip
+
+
+def count_drafted_triton(
+    total: torch.Tensor,
+    sizes: Sequence[torch.Tensor],
+    second: torch.Tensor | None,
+    agreed: torch.Tensor | None,
+    live: torch.Tensor,
+) -> None:
+    """Launch the kernel; arguments as in `HeadCounters.drafted`.
+
+    Args:
+        total: [2 · heads + 4] int64: nodes per head, second, agreed, trees per head, both, live;
+            added to.
+    """
+    count, first, other = len(live), sizes[0], sizes[-1]
+    strides = [0 if x is None else x.stride(0) for x in (second, agreed)]
+    if count:
+        _drafted_kernel[(cdiv(count, _REQUESTS),)](
+            total, first, first.stride(0), other, other.stride(0), second, strides[0],
+            agreed, strides[1], live, live.stride(0), count,
+            HEADS=len(sizes), BLOCK=_REQUESTS,
+        )  # fmt: skip
+
+
+@jit(do_not_specialize=["num_requests"])
+def _verified_kernel(
+    total,  # [3, 3] int64
+    origin,  # [S, num_nodes] uint8
+    origin_stride,
+    slot,  # [R] integers
+    slot_stride,
+    num_run,  # [R] integers
+    run_stride,
+    path,  # [R, path_len] int64
+    path_stride,
+    num_requests,  # R
+    num_nodes,
+    path_len,
+    NODES: tl.constexpr,
+    PLACES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    request = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    there = request < num_requests
+    run = tl.load(num_run + request * run_stride, mask=there, other=0)
+    run = tl.minimum(run, num_nodes)[:, None]
+    at = tl.load(slot + request * slot_stride, mask=there, other=0).to(tl.int64)
+    tree = origin + (at * origin_stride)[:, None]
+
+    node = tl.arange(0, NODES)[None, :]
+    by = tl.load(tree + node, mask=node < run, other=0)
+    # The root, 0, also stands for what lies beyond the path's end.
+    place = tl.arange(0, PLACES)[None, :]
+    at = path + (request * path_stride)[:, None] + place
+    step = tl.load(at, mask=there[:, None] & (place < path_len), other=0)
+    kept = tl.load(tree + step - 1, mask=(step > 0) & (step <= run), other=0)
+    for kind in tl.static_range(1, 4):
+        row = total + (kind - 1) * 3
+        mine = (by == kind).to(tl.int32)
+        _add(row, tl.sum(tl.sum(mine, 1), 0))
+        _add(row + 1, tl.sum(tl.sum((kept == kind).to(tl.int32), 1), 0))
+        _add(row + 2, tl.sum(tl.sum(tl.where(node == 0, mine, 0), 1), 0))
+
+
+@jit(do_not_specialize=["num_requests"])
+def _drafted_kernel(
+    total,  # [2 * HEADS + 4] int64
+    first, first_stride, other, other_stride,  # [R] int32, tree sizes; the same one if HEADS is 1
+    second, second_stride, agreed, agreed_stride,  # [R] bool; None: there is no second head
+    live, live_stride,  # [R] bool
+    num_requests,  # R
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    request = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    there = request < num_requests
+    there = there & (tl.load(live + request * live_stride, mask=there, other=0) != 0)
+    size = tl.load(first + request * first_stride, mask=there, other=0)
+    _add(total, tl.sum(size, 0))
+    trees = total + HEADS + 2
+    both = size > 0
+    _add(trees, tl.sum(both.to(tl.int32), 0))
+    if HEADS == 2:
+        size = tl.load(other + request * other_stride, mask=there, other=0)
+        _add(total + 1, tl.sum(size, 0))
+        _add(trees + 1, tl.sum((size > 0).to(tl.int32), 0))
+        both = both & (size > 0)
+    if second is not None:
+        asked = tl.load(second + request * second_stride, mask=there, other=0) != 0
+        _add(total + HEADS, tl.sum(asked.to(tl.int32), 0))
+        same = tl.load(agreed + request * agreed_stride, mask=there, other=0) != 0
+        _add(total + HEADS + 1, tl.sum(same.to(tl.int32), 0))
+    _add(trees + HEADS, tl.sum(both.to(tl.int32), 0))
+    _add(trees + HEADS + 1, tl.sum(there.to(tl.int32), 0))
+
+
+@jit
+def _add(to, count):
+    tl.atomic_add(to, count.to(tl.int64), sem="relaxed")

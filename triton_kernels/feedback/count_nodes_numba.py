@@ -1,0 +1,78 @@
+"""Counts over the trees of a step, for CPUs; see `count_nodes.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..optional_numba import njit
+from ..verify.verdicts import Verdicts
+
+
+def count_verified_numba(total: torch.Tensor, verdicts: Verdicts) -> None:
+    """Arguments as `count_verified_triton` has them."""
+    given = (verdicts.slot, verdicts.num_run, verdicts.path)
+    _verified(total.numpy(), verdicts.origin.numpy(), *(x.contiguous().numpy() for x in given))
+
+
+@njit
+def _verified(
+    total,  # [3, 3] int64
+    origin,  # [S, N] uint8
+    slot,  # [R] integers
+    num_run,  # [R] integers
+    path,  # [R, D+1] int64
+):
+    for request in range(len(slot)):
+        run, at = min(num_run[request], origin.shape[1]), slot[request]
+        for node in range(run):
+            kind = origin[at, node]
+            if kind:
+                total[kind - 1, 0] += 1
+        for node in path[request]:
+            if 0 < node <= run and origin[at, node - 1]:
+                total[origin[at, node - 1] - 1, 1] += 1
+        if run > 0 and origin[at, 0]:
+            total[origin[at, 0] - 1, 2] += 1
+
+
+def count_drafted_numba(
+    total: torch.Tensor,
+    sizes: Sequence[torch.Tensor],
+    second: torch.Tensor | None,
+    agreed: torch.Tensor | None,
+    live: torch.Tensor,
+) -> None:
+    """Arguments as `count_drafted_triton` has them."""
+    two = second is not None and agreed is not None
+    given = (sizes[0], sizes[-1], second if two else live, agreed if two else live, live)
+    _drafted(total.numpy(), *(x.contiguous().numpy() for x in given), len(sizes), two)
+
+
+@njit
+def _drafted(
+    total,  # [2 · heads + 4] int64
+    first,  # [R] int32
+    other,  # [R] int32
+    second,  # [R] bool
+    agreed,  # [R] bool
+    live,  # [R] bool
+    heads,
+    two,  # a second head can be asked
+):
+    for request in range(len(live)):
+        if not live[request]:
+            continue
+        drafted = first[request] > 0
+        total[0] += first[request]
+        total[heads + 2] += drafted
+        if heads == 2:
+            total[1] += other[request]
+            total[heads + 3] += other[request] > 0
+            drafted = drafted and other[request] > 0
+        if two:
+            total[heads] += second[request]
+            total[heads + 1] += agreed[request]
+        total[2 * heads + 2] += drafted
+        total[2 * heads + 3] += 1

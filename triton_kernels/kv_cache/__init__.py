@@ -1,0 +1,1 @@
+"""Keys and values: stored, and brought together once a path is accepted."""

@@ -1,0 +1,173 @@
+"""Commit of an accepted path in the paged KV caches: move entries from slot to slot.
+
+The kernel finds the slots itself, each program those of its request: its torch reference is
+`commit.move.move_path`, of which `move_kv` here is the part that moves.
+
+The rows of one request may overlap (a source can be another row's target), so all of a request's
+rows are read before any is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..optional_triton import jit, next_power_of_2, tl
+from .paged_rows import flat_rows, row_index
+
+if TYPE_CHECKING:  # it needs numba
+    from ..attention.cpu_packing import Packing
+
+
+class KVCacheSet:
+    """The caches of many layers with one geometry, prepared once so that one launch serves all.
+
+    caches: per layer [num_blocks, num_kv_heads, block_size, C], all of one shape, stride, dtype
+    and device. Raises ValueError if they differ or there is none.
+    packing: how they are packed, on a CPU; None: they are not.
+    """
+
+    def __init__(self, caches: Sequence[torch.Tensor], packing: Packing | None = None):
+        if not caches:
+            raise ValueError("a KVCacheSet needs the cache of at least one layer")
+        first = caches[0]
+        for cache in caches:
+            if (cache.shape, cache.stride(), cache.dtype, cache.device) != (
+                first.shape, first.stride(), first.dtype, first.device
+            ):  # fmt: skip
+                raise ValueError(
+                    "the caches of a KVCacheSet must agree in shape, strides, dtype and device: "
+                    f"{tuple(cache.shape)} {cache.stride()} {cache.dtype} {cache.device} is not "
+                    f"{tuple(first.shape)} {first.stride()} {first.dtype} {first.device}"
+                )
+        # Entries are moved, never computed with: as integers, so that every cache dtype will do.
+        integer = {1: torch.int8, 2: torch.int16, 4: torch.int32}[first.element_size()]
+        self.caches = [cache.view(integer) for cache in caches]
+        self.packing = packing
+        self.rows = [flat_rows(cache) for cache in self.caches]
+        addresses = [cache.data_ptr() for cache in caches]
+        self.pointers = torch.tensor(addresses, dtype=torch.int64, device=first.device)
+
+
+def move_kv(
+    kv_caches: KVCacheSet,
+    source_slot: torch.Tensor,
+    target_slot: torch.Tensor,
+    moves: torch.Tensor,
+) -> None:
+    """In every layer, copy the entries at source slots to the target slots, in place, by torch.
+
+    source_slot, target_slot [R, D] int64 (slot = block · block_size + offset; negative: padding);
+    moves [R, D] bool. Rows that do not move, or that name a padding slot, change nothing.
+    Two moving rows may not share a target. A target may be a source of the same request, but not
+    of another request (requests never share the slots they write).
+
+    Shapes may not depend on how many rows move, so an idle row must write something. Writing its
+    own slot back would undo a move onto that slot; instead it repeats the first moving row, and
+    if none moves, rewrites that row's source with itself.
+    """
+    if kv_caches.packing is not None:
+        from ..attention.cpu_packing import move_packed
+
+        stride, source = kv_caches.caches[0].stride(0), torch.where(moves, source_slot, -1)
+        return move_packed(kv_caches.pointers, stride, kv_caches.packing, source, target_slot)
+    source, target = source_slot.flatten(), target_slot.flatten()
+    if source.numel() == 0:
+        return
+    live = moves.flatten() & (source >= 0) & (target >= 0)
+    first = live.to(torch.uint8).argmax(0, keepdim=True)
+    first_source = source.index_select(0, first).clamp(min=0)
+    first_target = torch.where(live.any(), target.index_select(0, first), first_source)
+    source = torch.where(live, source, first_source)
+    target = torch.where(live, target, first_target)
+
+    cache = kv_caches.caches[0]
+    block_size = cache.shape[2]
+    source_at = source // block_size, source % block_size
+    target_at = target // block_size, target % block_size
+    if kv_caches.rows[0] is None:
+        for cache in kv_caches.caches:
+            cache[target_at[0], :, target_at[1]] = cache[source_at[0], :, source_at[1]]
+        return
+    source_rows = row_index(cache, *source_at, heads_dim=-1).flatten()
+    target_rows = row_index(cache, *target_at, heads_dim=-1).flatten()
+    for rows in kv_caches.rows:
+        rows.index_copy_(0, target_rows, rows.index_select(0, source_rows))
+
+
+def move_path_triton(
+    kv_caches: KVCacheSet,
+    slot_mapping: torch.Tensor,
+    query_start: torch.Tensor,
+    base: torch.Tensor,
+    path: torch.Tensor,
+    accepted: torch.Tensor,
+    num_rows: int,
+) -> None:
+    """Launch the kernel, one program per request, kv head and layer.
+
+    Arguments as `commit.move.move_path` has them; those of the requests may be columns of a table.
+    """
+    num_requests, depth = len(path), path.shape[1] - 1
+    if num_requests * depth == 0:
+        return
+    cache = kv_caches.caches[0]
+    _, num_kv_heads, block_size, width = cache.shape
+    integer = {torch.int8: tl.int8, torch.int16: tl.int16, torch.int32: tl.int32}[cache.dtype]
+    # All rows are in registers at once: the more there are, the fewer columns at a time.
+    block_rows = next_power_of_2(depth)
+    block_c = min(next_power_of_2(width), 128, max(4096 // block_rows, 16))
+    _move_path_kernel[(num_requests, num_kv_heads, len(kv_caches.caches))](
+        kv_caches.pointers, slot_mapping, query_start, query_start.stride(0), base, base.stride(0),
+        path, path.stride(0), accepted, accepted.stride(0), num_rows - 1, depth, *cache.stride(),
+        WIDTH=width, BLOCK_SIZE=block_size, INTEGER=integer, BLOCK_ROWS=block_rows,
+        BLOCK_C=block_c, num_warps=4,
+    )  # fmt: skip
+
+
+@jit(do_not_specialize=["slot_mapping", "last_row"])
+def _move_path_kernel(
+    pointers,  # [layers] int64: address of each layer's cache
+    slot_mapping,  # [batch rows] int64
+    query_start, query_stride, base, base_stride,  # [R] int64, with strides
+    path, path_stride,  # [R, depth + 1] int64
+    accepted, accepted_stride,  # [R] int32
+    last_row,  # of the batch
+    depth,  # D
+    block_stride,
+    head_stride,
+    entry_stride,
+    dim_stride,
+    WIDTH: tl.constexpr,  # C, elements per entry
+    BLOCK_SIZE: tl.constexpr,
+    INTEGER: tl.constexpr,  # the element's size as an integer type
+    BLOCK_ROWS: tl.constexpr,  # >= D
+    BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """All D rows of one request in one layer and kv head, BLOCK_C columns at a time."""
+    request = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1).to(tl.int64)
+    cache = tl.load(pointers + tl.program_id(2)).to(tl.pointer_type(INTEGER)) + head * head_stride
+    place = tl.arange(0, BLOCK_ROWS) + 1
+    on_path = (place <= tl.load(accepted + request * accepted_stride)) & (place <= depth)
+    node = tl.load(path + request * path_stride + place, mask=on_path, other=0)
+    live = on_path & (node != place)
+    root = tl.load(query_start + request * query_stride)
+    root += tl.load(base + request * base_stride) - 1
+    # Who fills up a batch has an old verdict, and no rows for it.
+    row = tl.minimum(root + node, last_row)
+    source = tl.load(slot_mapping + row, mask=live, other=-1)
+    row = tl.minimum(root + place, last_row)
+    target = tl.load(slot_mapping + row, mask=live, other=-1)
+    live = live & (source >= 0) & (target >= 0)
+    read = cache + source // BLOCK_SIZE * block_stride + source % BLOCK_SIZE * entry_stride
+    write = cache + target // BLOCK_SIZE * block_stride + target % BLOCK_SIZE * entry_stride
+    for start in range(0, WIDTH, BLOCK_C):
+        column = start + tl.arange(0, BLOCK_C)
+        mask = live[:, None] & (column < WIDTH)[None, :]
+        entries = tl.load(read[:, None] + column[None, :] * dim_stride, mask=mask)
+        # Threads hold different rows: every thread must have read before one writes.
+        tl.debug_barrier()
+        tl.store(write[:, None] + column[None, :] * dim_stride, entries, mask=mask)

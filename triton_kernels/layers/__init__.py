@@ -1,0 +1,1 @@
+"""What the layers of drafters are computed with: norms, RoPE, products in 8 bits, both heads."""

@@ -1,0 +1,1 @@
+"""Continuations of a text's end that stand earlier in the text."""

@@ -1,0 +1,182 @@
+"""What followed earlier occurrences of a text's end, as a tree: the n-gram head's second launch.
+
+The torch reference is `NGramHead._tree` in `vllm_specblock/draft/ngram.py`. Logarithms and powers
+may differ in their last digits, so a score may by one of the reference's steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..optional_triton import jit, next_power_of_2, tl
+from ..tree.candidate_keys import DEPTH_ONE
+from ..tree.select_tree import (
+    MOST_CANDIDATES,
+    TreeTensors,
+    select_constants,
+    select_part,
+    warps_for,
+)
+from .occurrences import Texts, length_of, occurrences_triton, stretch_of
+
+
+@dataclass(frozen=True)
+class Following:
+    """How occurrences are followed.
+
+    Attributes:
+        min_match, max_match, branches: as `NGramConfig` has them.
+        depth: D, tokens to follow each.
+        budget: N.
+        vote, power: VOTE and POWER of `draft/ngram.py`.
+        votes, nats: the parts of a vote and of a nat that votes and scores are multiples of.
+    """
+
+    min_match: int
+    max_match: int
+    branches: int
+    depth: int
+    budget: int
+    vote: float
+    power: float
+    votes: int
+    nats: int
+
+    @property
+    def candidates(self) -> int:
+        """C, the root included."""
+        return 1 + self.branches * self.depth
+
+    @property
+    def fits(self) -> bool:
+        """Whether one program sorts the candidates of a request."""
+        return self.candidates <= MOST_CANDIDATES
+
+
+def follow_triton(texts: Texts, how: Following) -> TreeTensors:
+    """The trees of R texts, in two launches; see `NGramHead`."""
+    count, candidates, device = len(texts.row), how.candidates, texts.table.device
+    fields = torch.empty(4, count, candidates, dtype=torch.int64, device=device)
+    score = torch.empty(count, candidates, device=device)
+    tree = TreeTensors.empty(count, how.budget, fields[3])
+    found = occurrences_triton(texts, how.min_match, how.max_match, how.branches)
+    if count:
+        stretches = found.shape[1]
+        _follow_kernel[(count,)](
+            *texts.arguments(), found, fields, score, *tree.all(), score.numel(), stretches,
+            how.vote * how.votes, how.power, STRETCH=stretch_of(texts.width, how.branches),
+            KEYS=next_power_of_2(stretches * how.branches), B=how.branches,
+            BRANCHES=next_power_of_2(how.branches), D=how.depth,
+            DEPTH=next_power_of_2(how.depth), VOTES=how.votes, NATS=how.nats, DEPTH_ONE=DEPTH_ONE,
+            **select_constants(candidates, how.budget, how.depth),
+            num_warps=warps_for(candidates),
+        )  # fmt: skip
+    return tree
+
+
+@jit
+def _best_places(found, request, stretches, length, width, STRETCH: tl.constexpr,
+                 KEYS: tl.constexpr, B: tl.constexpr, BRANCHES: tl.constexpr):  # fmt: skip
+    """[BRANCHES] int32 twice: the best places of all stretches, and how many tokens agree; 0, 0."""
+    at = tl.arange(0, KEYS)
+    written = (at < stretches * B) & (at // B * STRETCH < length - 1)
+    key = tl.load(found + request * stretches * B + at, mask=written, other=-1)
+    branch = tl.arange(0, BRANCHES)
+    chosen = tl.full([BRANCHES], 0, tl.int32)
+    for b in range(B):
+        best = tl.max(key, 0)
+        chosen = tl.where(branch == b, tl.maximum(best, 0), chosen)
+        key = tl.where(key == best, -1, key)
+    return chosen % width, chosen // width
+
+
+@jit
+def _source(place, ahead, length, width):
+    """Where to read what followed `place`: beyond the text's end it goes on in circles."""
+    period = tl.maximum(length - 1 - place, 1)
+    return tl.minimum(place + 1 + ahead % period, width - 1)
+
+
+@jit(do_not_specialize=["row", "position", "last", "size"])
+def _follow_kernel(
+    table, table_stride, row, row_stride, position, position_stride, last, last_stride,
+    width,  # Texts
+    found,  # [R, stretches, B] int32
+    fields,  # [4, R, C] int64: room for candidates
+    score,  # [R, C] fp32
+    tree_token, tree_parent, tree_depth, tree_logprob, tree_size, ancestors, node,
+    size,  # R · C
+    stretches, vote, power,
+    STRETCH: tl.constexpr, KEYS: tl.constexpr, B: tl.constexpr, BRANCHES: tl.constexpr,
+    D: tl.constexpr, DEPTH: tl.constexpr, VOTES: tl.constexpr, NATS: tl.constexpr,
+    DEPTH_ONE: tl.constexpr,
+    COUNT: tl.constexpr, PLACES: tl.constexpr, BUDGET: tl.constexpr, NODES: tl.constexpr,
+    W: tl.constexpr, WORDS: tl.constexpr, STEPS: tl.constexpr, CLOSED: tl.constexpr,
+    INDEX: tl.constexpr, FACTOR: tl.constexpr,
+):  # fmt: skip
+    """One request: its B best occurrences, D tokens of each."""
+    request = tl.program_id(0).to(tl.int64)
+    length = length_of(position, position_stride, last, last_stride, request)
+    text = table + tl.load(row + request * row_stride).to(tl.int64) * table_stride
+    place, matched = _best_places(
+        found, request, stretches, length, width, STRETCH, KEYS, B, BRANCHES
+    )
+    b, k = tl.arange(0, BRANCHES), tl.arange(0, DEPTH)
+    inside = (b < B)[:, None] & (k < D)[None, :]
+    source = _source(place[:, None], k[None, :], length, width)
+    token = tl.load(text + source, mask=inside, other=0)
+
+    before = tl.zeros([BRANCHES, DEPTH], tl.float32)  # votes at each node's parent
+    votes = tl.zeros([BRANCHES, DEPTH], tl.float32)
+    # A continuation hangs from the first of those before it that it agrees with for longest.
+    parts, leader = tl.full([BRANCHES], 0, tl.int32), tl.full([BRANCHES], 0, tl.int32)
+    weight = vote * tl.exp2(-0.25 * tl.log2((b + 1).to(tl.float32)))
+    for other in range(B):
+        its_place = tl.sum(tl.where(b == other, place, 0), 0)
+        its_match = tl.sum(tl.where(b == other, matched, 0), 0)
+        its_source = _source(its_place, k, length, width)
+        said = tl.load(text + its_source, mask=k < D, other=0)
+        same = token == said[None, :]
+        shared = tl.min(tl.where(same | (k >= D)[None, :], D, k[None, :]), 1)
+        agreed = tl.where(its_match > 0, its_match + k, 1).to(tl.float32)
+        its_vote = tl.sum(tl.where(b == other, weight, 0.0), 0)
+        cast = its_vote * tl.exp2(power * tl.log2(agreed))
+        cast = tl.where(its_match > 0, tl.floor(cast + 0.5), 0.0)
+        heard = tl.where(shared[:, None] >= k[None, :], cast[None, :], 0.0)
+        before += heard
+        votes += tl.where(same, heard, 0.0)
+        longer = (b > other) & (shared > parts)
+        leader = tl.where(longer, other, leader)
+        parts = tl.where(longer, shared, parts)
+
+    follows = inside & (matched > 0)[:, None]
+    # What is not followed has no votes: a quotient of 1 keeps it a number.
+    whole = tl.where(follows, before, 1.0)
+    gain = tl.log(tl.where(follows, votes / whole * votes / (votes + VOTES), 1.0))
+    total = tl.cumsum(tl.minimum(tl.floor(gain * NATS + 0.5), 0.0), 1) / NATS
+    drafted = follows & (k[None, :] >= parts[:, None])
+    total = tl.where(drafted, total, float("-inf"))
+    owner = tl.where(k[None, :] == parts[:, None], leader[:, None], b[:, None])
+    parent = tl.where(k[None, :] > 0, owner * D + k[None, :], 0)
+    index = 1 + b[:, None] * D + k[None, :]
+    tie = (k[None, :] + 1).to(tl.int64) * DEPTH_ONE + index
+    key = (tl.abs(total).to(tl.int32, bitcast=True).to(tl.int64) << 32) + tie
+
+    to_token, to_parent = fields + request * COUNT, fields + size + request * COUNT
+    to_key, to_score = fields + 2 * size + request * COUNT, score + request * COUNT
+    tl.store(to_token, 0)
+    tl.store(to_parent, 0)
+    tl.store(to_key, 0)
+    tl.store(to_score, 0.0)
+    tl.store(to_token + index, token.to(tl.int64), mask=inside)
+    tl.store(to_parent + index, parent.to(tl.int64), mask=inside)
+    tl.store(to_key + index, key, mask=inside)
+    tl.store(to_score + index, total, mask=inside)
+    tl.debug_barrier()
+    select_part(
+        to_token, to_parent, to_score, to_key, to_key,
+        tree_token, tree_parent, tree_depth, tree_logprob, tree_size, ancestors, node, request,
+        False, COUNT, PLACES, BUDGET, NODES, W, WORDS, STEPS, CLOSED, INDEX, FACTOR,
+    )  # fmt: skip

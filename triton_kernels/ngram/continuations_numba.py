@@ -1,0 +1,128 @@
+"""The n-gram head's search for CPUs: occurrences, and what followed them, in one call.
+
+See `occurrences.py` and `continuations.py`; the torch reference is `NGramHead` in
+`vllm_specblock/draft/ngram.py`. Logarithms and powers may differ in their last digits, so a score
+may by one of the reference's steps.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+
+from ..optional_numba import njit
+from ..tree.candidate_keys import CLOSED, DEPTH_ONE
+from ..tree.select_tree import TreeTensors
+from ..tree.select_tree_numba import select_numba
+from .continuations import Following
+from .occurrences import Texts
+
+
+def follow_numba(texts: Texts, how: Following) -> TreeTensors:
+    """The trees of R texts; see `NGramHead`."""
+    shape = len(texts.row), how.candidates
+    token, parent = (torch.zeros(shape, dtype=torch.int64) for _ in range(2))
+    score, key = torch.empty(shape), torch.zeros(shape, dtype=torch.int64)
+    _follow(
+        texts.table.numpy(), texts.row.contiguous().numpy(), texts.position.contiguous().numpy(),
+        texts.last.contiguous().numpy(), how.min_match, how.max_match, how.branches, how.depth,
+        how.vote, how.power, how.votes, how.nats,
+        token.numpy(), parent.numpy(), score.numpy(), key.numpy(),
+    )  # fmt: skip
+    return select_numba(token, parent, score, key, None, how.budget)
+
+
+@njit
+def _follow(
+    table,  # [S, width] int32
+    row,  # [R] int64
+    position,  # [T] int64
+    last,  # [R] int64
+    min_match,
+    max_match,
+    branches,
+    depth,
+    vote,
+    power,
+    votes,
+    nats,
+    token,  # [R, 1 + B·D] int64, the root first, as the others
+    parent,
+    score,  # fp32
+    key,
+):
+    width = table.shape[1]
+    best, found = np.empty(branches, np.int64), np.empty((branches, depth), np.int64)
+    place, matched = np.empty(branches, np.int64), np.empty(branches, np.int64)
+    cast, shared = np.empty((branches, depth)), np.empty((branches, branches), np.int64)
+    for r in range(len(row)):
+        text = table[row[r]]
+        newest = min(max(last[r], 0), len(position) - 1)
+        length = min(max(position[newest] + 2, 0), width)
+        best[:] = -1
+        for j in range(length - 1):
+            if text[j] != text[length - 1]:
+                continue
+            count = 1
+            while count < max_match and count <= j and text[j - count] == text[length - 1 - count]:
+                count += 1
+            if count < min_match:
+                continue
+            now = j + count * width
+            b = branches
+            while b > 0 and best[b - 1] < now:
+                b -= 1
+            for later in range(branches - 1, b, -1):
+                best[later] = best[later - 1]
+            if b < branches:
+                best[b] = now
+
+        for b in range(branches):
+            matched[b] = 0
+            if best[b] < 0:
+                continue
+            place[b], matched[b] = best[b] % width, best[b] // width
+            period = max(length - 1 - place[b], 1)
+            for k in range(depth):
+                found[b, k] = text[min(place[b] + 1 + k % period, width - 1)]
+                weight = votes * vote * (matched[b] + k) ** power / (b + 1) ** 0.25
+                cast[b, k] = np.rint(weight)
+        score[r, 0] = 0
+        for b in range(branches):
+            parts, leader = 0, 0
+            for other in range(branches):
+                if matched[b] == 0 or matched[other] == 0:
+                    continue
+                alike = 0
+                while alike < depth and found[b, alike] == found[other, alike]:
+                    alike += 1
+                shared[b, other] = alike
+                if other < b and alike > parts:
+                    parts, leader = alike, other
+            total = 0.0
+            for k in range(depth):
+                c = 1 + b * depth + k
+                if matched[b] == 0:
+                    score[r, c], key[r, c] = -np.inf, CLOSED
+                    continue
+                heard, agree = 0.0, 0.0
+                for other in range(branches):
+                    if matched[other] and shared[b, other] >= k:
+                        heard += cast[other, k]
+                        if shared[b, other] > k:
+                            agree += cast[other, k]
+                gain = math.log(agree / heard * agree / (agree + votes))
+                total += min(np.rint(gain * nats), 0.0)
+                token[r, c] = found[b, k]
+                parent[r, c] = 0 if k == 0 else (leader if k == parts else b) * depth + k
+                score[r, c] = np.float32(total / nats) if k >= parts else -np.inf
+                tie = (k + 1) * DEPTH_ONE + c
+                key[r, c] = tie
+    bits = score.view(np.int32)
+    for r in range(len(row)):
+        for c in range(1, score.shape[1]):
+            if key[r, c] < CLOSED:
+                # Without its sign: a score is at most 0.
+                key[r, c] += np.int64(bits[r, c] & 0x7FFFFFFF) << 32

@@ -1,0 +1,125 @@
+"""Where a text's end occurred before, for many texts in one launch: the n-gram head's search.
+
+The torch reference is `vllm_specblock.draft.ngram.match_lengths` and what `NGramHead` makes of it.
+A program looks at one stretch of one text and leaves the stretch's best places; of what lies
+behind a text's end it writes nothing. So a launch is sized for the longest text there can be, and
+what it costs follows the texts that are there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..optional_triton import cdiv, jit, tl
+
+_STRETCH = 1024  # places of a program
+_MOST_KEYS = 4096  # of a request; whoever reads them holds all in registers
+
+
+@dataclass(frozen=True)
+class Texts:
+    """R texts, each the beginning of a row of a larger table.
+
+    Attributes:
+        table: [S, width] int32, tokens of a row are consecutive.
+        row: [R] int64, each text's row.
+        position: [T] int64, the places of tokens before texts' last ones.
+        last: [R] int64: text r has position[last[r]] + 2 tokens; any value is safe.
+    """
+
+    table: torch.Tensor
+    row: torch.Tensor
+    position: torch.Tensor
+    last: torch.Tensor
+
+    @property
+    def width(self) -> int:
+        """The most tokens of a text."""
+        return self.table.shape[1]
+
+    def arguments(self) -> tuple[torch.Tensor | int, ...]:
+        """In the order in which the kernels take them."""
+        return (
+            self.table, self.table.stride(0), self.row, self.row.stride(0),
+            self.position, self.position.stride(0), self.last, self.last.stride(0), self.width,
+        )  # fmt: skip
+
+
+def stretch_of(width: int, branches: int) -> int:
+    """Places that one program looks at."""
+    stretch = _STRETCH
+    while cdiv(width, stretch) * branches > _MOST_KEYS:
+        stretch *= 2
+    return stretch
+
+
+def occurrences_triton(texts: Texts, min_match: int, max_match: int, branches: int) -> torch.Tensor:
+    """The best places of every stretch.
+
+    Args:
+        min_match, max_match, branches: as `NGramConfig` has them.
+
+    Returns:
+        [R, stretches, branches] int32, descending in each stretch: place + width · (tokens that
+        agree, going back from there and from the text's end), or −1. Uninitialised for stretches
+        that begin at a text's last token or behind it.
+    """
+    count, stretch = len(texts.row), stretch_of(texts.width, branches)
+    stretches = cdiv(texts.width, stretch)
+    found = texts.table.new_empty(count, stretches, branches)
+    if count:
+        _occurrences_kernel[(count, stretches)](
+            *texts.arguments(), found, LEAST=min_match, MOST=max_match, B=branches,
+            STRETCH=stretch, num_warps=4 if stretch == _STRETCH else 8,
+        )  # fmt: skip
+    return found
+
+
+@jit
+def length_of(position, position_stride, last, last_stride, request):
+    """int32, tokens of one text. What belongs to no text may say anything: it is kept small."""
+    newest = tl.load(last + request * last_stride).to(tl.int64)
+    stands = tl.load(position + newest * position_stride)
+    return tl.minimum(tl.maximum(stands, -2), 0x3FFFFFFF).to(tl.int32) + 2
+
+
+@jit(do_not_specialize=["row", "position", "last"])
+def _occurrences_kernel(
+    table,  # [S, width] int32
+    table_stride,
+    row,  # [R] int64
+    row_stride,
+    position,  # [T] int64
+    position_stride,
+    last,  # [R] int64
+    last_stride,
+    width,
+    found,  # [R, stretches, B] int32
+    LEAST: tl.constexpr,
+    MOST: tl.constexpr,
+    B: tl.constexpr,
+    STRETCH: tl.constexpr,
+):
+    request = tl.program_id(0).to(tl.int64)
+    length = length_of(position, position_stride, last, last_stride, request)
+    first = tl.program_id(1) * STRETCH
+    if first < length - 1:
+        text = table + tl.load(row + request * row_stride).to(tl.int64) * table_stride
+        place = first + tl.arange(0, STRETCH)
+        agrees = place < tl.minimum(length - 1, width)
+        count = tl.zeros([STRETCH], tl.int32)
+        for back in tl.static_range(MOST):
+            # A length beyond the table is nobody's, and reads what is there.
+            end = tl.load(text + tl.minimum(tl.maximum(length - 1 - back, 0), width - 1))
+            there = (place >= back) & (place < width)
+            said = tl.load(text + place - back, mask=there, other=0)
+            agrees = agrees & there & (said == end)
+            count += agrees.to(tl.int32)
+        key = tl.where(count < LEAST, -1, place + count * width)
+        found += (request * tl.num_programs(1) + tl.program_id(1)) * B
+        for b in range(B):
+            best = tl.max(key, 0)
+            tl.store(found + b, best)
+            key = tl.where(key == best, -1, key)

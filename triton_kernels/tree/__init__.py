@@ -1,0 +1,1 @@
+"""Trees as tensors: chosen from candidates, merged, copied, kept by request slot."""

@@ -1,0 +1,131 @@
+"""The nodes of two trees as one tree, and who drafted them, in one launch.
+
+The torch references are `merge` in `vllm_specblock/combine/merge.py` and `agreement` in its
+`route.py`. Bit for bit they give the same, but for how texts are told apart: see `select_tree.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..optional_triton import jit, tl
+from .candidate_keys import DEPTH_ONE, ROOT_HASH
+from .select_tree import TreeTensors, select_constants, select_part, warps_for
+
+_FIELDS = ("token", "parent", "depth", "logprob", "size")
+
+
+def merge_trees_triton(
+    first: dict[str, torch.Tensor],
+    second: dict[str, torch.Tensor],
+    joins: bool,
+    budget: int,
+    max_depth: int,
+) -> tuple[TreeTensors, torch.Tensor, torch.Tensor]:
+    """Launch the merge.
+
+    Args:
+        first, second: what DraftTrees of n₁ and of n₂ node slots hold, by name.
+        joins: equal texts become one node.
+        budget: N.
+        max_depth: no path is longer.
+
+    Returns:
+        the trees; origin [R, N] uint8; [R] bool, both heads drafted something and name the same
+        first token.
+    """
+    num_requests, ours = first["token"].shape
+    theirs = second["token"].shape[1]
+    count, device = 1 + ours + theirs, first["token"].device
+    fields = torch.empty(5, num_requests, count, dtype=torch.int64, device=device)
+    score = torch.empty(num_requests, count, device=device)
+    tree = TreeTensors.empty(num_requests, budget, fields[4])
+    origin = torch.empty(num_requests, budget, dtype=torch.uint8, device=device)
+    agreed = torch.empty(num_requests, dtype=torch.bool, device=device)
+    if num_requests:
+        _merge_kernel[(num_requests,)](
+            *(pair[name].contiguous() for pair in (first, second) for name in _FIELDS),
+            fields, score, *tree.all(), origin, agreed, score.numel(),
+            OURS=ours, THEIRS=theirs, JOINS=joins, CLIMBS=max(0, max_depth - 1).bit_length(),
+            ROOT=ROOT_HASH, DEPTH_ONE=DEPTH_ONE, **select_constants(count, budget, max_depth),
+            num_warps=warps_for(count),
+        )  # fmt: skip
+    return tree, origin, agreed
+
+
+@jit(do_not_specialize=["size"])
+def _merge_kernel(
+    token, parent, depth, logprob, drafted,  # [R, OURS], the last one [R]; contiguous
+    token2, parent2, depth2, logprob2, drafted2,  # [R, THEIRS] and [R]
+    fields,  # [5, R, COUNT] int64: room for candidates
+    score,  # [R, COUNT] fp32
+    tree_token, tree_parent, tree_depth, tree_logprob, tree_size, ancestors, node,
+    origin,  # [R, BUDGET] uint8
+    agreed,  # [R] bool
+    size,  # R · COUNT
+    OURS: tl.constexpr, THEIRS: tl.constexpr, JOINS: tl.constexpr, CLIMBS: tl.constexpr,
+    ROOT: tl.constexpr, DEPTH_ONE: tl.constexpr,
+    COUNT: tl.constexpr, PLACES: tl.constexpr, BUDGET: tl.constexpr, NODES: tl.constexpr,
+    W: tl.constexpr, WORDS: tl.constexpr, STEPS: tl.constexpr, CLOSED: tl.constexpr,
+    INDEX: tl.constexpr, FACTOR: tl.constexpr,
+):  # fmt: skip
+    """One request: its root, the nodes of its first tree, and those of its second."""
+    request = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, PLACES)
+    inside = place < COUNT
+    ours = (place > 0) & (place <= OURS)
+    theirs = (place > OURS) & inside
+    at = request * OURS + place - 1
+    at2 = request * THEIRS + place - 1 - OURS
+    # Of two masked loads one gives 0: their sum is whichever was there.
+    word = tl.load(token + at, mask=ours, other=0) + tl.load(token2 + at2, mask=theirs, other=0)
+    deep = tl.load(depth + at, mask=ours, other=0) + tl.load(depth2 + at2, mask=theirs, other=0)
+    total = tl.load(logprob + at, mask=ours, other=0.0)
+    total += tl.load(logprob2 + at2, mask=theirs, other=0.0)
+    above = tl.load(parent2 + at2, mask=theirs, other=0)
+    above = tl.where(above > 0, above + OURS, 0)
+    above += tl.maximum(tl.load(parent + at, mask=ours, other=0), 0)
+    tie = deep.to(tl.int64) * DEPTH_ONE + place
+    key = (tl.abs(total).to(tl.int32, bitcast=True).to(tl.int64) << 32) + tie
+
+    to = fields + request * COUNT
+    to_parent, to_key, to_hash = to + size, to + 2 * size, to + 3 * size
+    to_score = score + request * COUNT
+    tl.store(to + place, word, mask=inside)
+    tl.store(to_parent + place, above.to(tl.int64), mask=inside)
+    tl.store(to_key + place, key, mask=inside)
+    tl.store(to_score + place, total, mask=inside)
+    if JOINS:
+        # As `path_hashes`: the root's own hash counts once per path, in its topmost node.
+        factor = tl.full([PLACES], FACTOR, tl.int64)
+        path = tl.where(place == 0, 0, word + tl.where(above == 0, ROOT, 0) * factor)
+        jump = above
+        for step in tl.static_range(CLIMBS):
+            if step > 0:
+                jump = tl.gather(jump, jump, 0)
+                factor = factor * factor
+            path += factor * tl.gather(path, jump, 0)
+        tl.store(to_hash + place, tl.where(place == 0, ROOT, path), mask=inside)
+    tl.debug_barrier()
+    select_part(
+        to, to_parent, to_score, to_key, to_hash,
+        tree_token, tree_parent, tree_depth, tree_logprob, tree_size, ancestors, node, request,
+        JOINS, COUNT, PLACES, BUDGET, NODES, W, WORDS, STEPS, CLOSED, INDEX, FACTOR,
+    )  # fmt: skip
+
+    # Several candidates may be one node: all of a head write the same, one head after the other.
+    slot = tl.arange(0, NODES)
+    origin += request * BUDGET - 1  # node 1 is entry 0
+    blank = (slot > 0) & (slot <= BUDGET)
+    tl.store(origin + slot, tl.full([NODES], 0, tl.uint8), mask=blank)
+    became = tl.load(node + request * COUNT + place, mask=inside, other=0)
+    kept = (total > float("-inf")) & (became > 0) & (became <= BUDGET)
+    tl.debug_barrier()
+    tl.store(origin + became, tl.full([PLACES], 1, tl.uint8), mask=kept & ours)
+    tl.debug_barrier()
+    by = tl.load(origin + became, mask=kept & theirs, other=0)
+    tl.debug_barrier()  # everybody has read before anybody adds a bit
+    tl.store(origin + became, by | 2, mask=kept & theirs)
+    both = (tl.load(drafted + request) > 0) & (tl.load(drafted2 + request) > 0)
+    same = tl.load(token + request * OURS) == tl.load(token2 + request * THEIRS)
+    tl.store(agreed + request, both & same)

@@ -1,0 +1,96 @@
+"""The selection of a tree's nodes, for CPUs.
+
+See `select_tree.py`; the torch reference is `vllm_specblock.candidates.select_reference`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from ..optional_numba import njit
+from .candidate_keys import CLOSED, INDEX_BITS
+from .select_tree import TreeTensors
+
+
+def select_numba(
+    token: torch.Tensor,
+    parent: torch.Tensor,
+    score: torch.Tensor,
+    key: torch.Tensor,
+    path_hash: torch.Tensor | None,
+    budget: int,
+) -> TreeTensors:
+    """Arguments as in `vllm_specblock.candidates.select`, each [R, C]."""
+    tree = TreeTensors.empty(len(key), budget, torch.empty(key.shape, dtype=torch.int64))
+    given = [x.contiguous() for x in (token, parent, score, key)]
+    path_hash = given[3] if path_hash is None else path_hash.contiguous()
+    _select(
+        *(x.numpy() for x in given), path_hash.numpy(), path_hash is not given[3],
+        *(x.numpy() for x in tree.all()),
+    )  # fmt: skip
+    return tree
+
+
+@njit
+def _select(
+    token,  # [R, C] int64, as all until `path_hash`, but for
+    parent,
+    score,  # fp32
+    key,
+    path_hash,
+    joins,  # texts may be equal
+    tree_token,  # [R, N] int64
+    tree_parent,  # [R, N] int32
+    tree_depth,  # [R, N] int32
+    tree_score,  # [R, N] fp32
+    tree_size,  # [R] int32
+    ancestors,  # [R, N+1, W] int64
+    node,  # [R, C] int64
+):
+    count, budget = key.shape[1], tree_token.shape[1]
+    room = 1
+    while room < 2 * count:
+        room *= 2
+    first = np.empty(room if joins else 1, np.int64)  # by hash: the best candidate of a text, + 1
+    ranked = np.empty(count, np.int64)
+    for r in range(key.shape[0]):
+        wanted = 0
+        for c in range(count):
+            node[r, c] = budget + 1
+            if key[r, c] < CLOSED:
+                ranked[wanted] = key[r, c]
+                wanted += 1
+        ranked[:wanted].sort()
+        tree_token[r] = 0
+        tree_parent[r] = -1
+        tree_depth[r] = 1
+        tree_score[r] = -np.inf
+        ancestors[r] = 0
+        for n in range(budget + 1):
+            ancestors[r, n, n >> 6] = np.int64(1) << (n & 63)
+            ancestors[r, n, 0] |= 1
+        first[:] = 0
+        kept = 0
+        for rank in range(wanted):
+            c = ranked[rank] & INDEX_BITS
+            if joins:
+                at = path_hash[r, c]
+                at = (at ^ (at >> 29)) & (room - 1)
+                while first[at] and path_hash[r, first[at] - 1] != path_hash[r, c]:
+                    at = (at + 1) & (room - 1)
+                if first[at]:
+                    node[r, c] = node[r, first[at] - 1]
+                    continue
+                first[at] = c + 1
+            node[r, c] = kept
+            if 1 <= kept <= budget:
+                n, above = kept - 1, node[r, parent[r, c]]
+                tree_token[r, n], tree_score[r, n] = token[r, c], score[r, c]
+                tree_parent[r, n] = above
+                if above:
+                    tree_depth[r, n] = tree_depth[r, above - 1] + 1
+                for word in range(ancestors.shape[2]):
+                    ancestors[r, kept, word] |= ancestors[r, above, word]
+            kept += 1
+        tree_size[r] = min(kept - 1, budget)

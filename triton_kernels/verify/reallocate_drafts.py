@@ -1,0 +1,166 @@
+"""Which drafts of a batch are verified, and where its rows then begin, in one launch.
+
+Of all drafts those with the largest survival are admitted, the running product of confidences,
+until the budget is spent. Products are taken in double precision and rounded to float32, as torch
+does on a CPU; its CUDA kernels round at every factor, in an order of their own. Who wins a tie
+torch leaves open, but its CUDA kernel goes by the index, as this one does: the earlier request
+wins and, within it, the earlier node, so what is admitted of a request is always its first drafts.
+
+One program does it for any batch. Survival never rises along a request, so how much of it lies
+above a threshold is found by bisection, and the threshold itself digit by digit: floats that are
+not negative order as their bits do.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..optional_triton import jit, next_power_of_2, tl
+
+_TILE = 2048  # drafts of several requests that the program looks at together
+_REQUESTS = 64  # whose rows it bisects together
+_DIGIT_BITS = 5
+_DIGITS = 6
+"""Enough for keys of 30 bits, and 1.0 is 0x3f800000."""
+
+
+def reallocate_drafts_reference(
+    confidence: torch.Tensor,
+    slot: torch.Tensor,
+    counts: torch.Tensor,
+    budget: int,
+    num_bonus: int,
+    logit_start: torch.Tensor,
+    row_start: torch.Tensor,
+) -> None:
+    """Arguments as `reallocate_drafts_triton` has them."""
+    drafts, others = counts
+    survival = confidence[slot].double().cumprod(1).float()
+    known = torch.arange(survival.shape[1], device=slot.device) < drafts[:, None]
+    order = survival.masked_fill(~known, -1.0).flatten().argsort(descending=True, stable=True)
+    rank = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=slot.device))
+    admitted = (known & (rank.view_as(known) < budget)).sum(1)
+    count = len(slot)
+    logit_start[0] = row_start[0] = 0
+    logit_start[1 : count + 1] = (admitted + num_bonus).cumsum(0)
+    row_start[1 : count + 1] = (admitted + others).cumsum(0)
+    row_start[count + 1 :] = row_start[count]
+
+
+def reallocate_drafts_triton(
+    confidence: torch.Tensor,
+    slot: torch.Tensor,
+    counts: torch.Tensor,
+    budget: int,
+    num_bonus: int,
+    logit_start: torch.Tensor,
+    row_start: torch.Tensor,
+) -> None:
+    """Write `logit_start` and `row_start`.
+
+    Args:
+        confidence: [S, N] fp32 by request slot, how likely a draft is accepted if the one before
+            was; at most 1, entries of a row are consecutive.
+        slot: [R] integers.
+        counts: [2, R] int32, contiguous: every request's drafts (at most N), and its other tokens.
+        budget: so many drafts are admitted, of which there are as many or more.
+        num_bonus: logits of a request beside those of its drafts.
+        logit_start: [≥ R + 1] int32, where a request's logits begin, and the last one's end.
+        row_start: [≥ R + 1] int32, likewise its rows; from R + 1 on the end of the last one's.
+    """
+    count, num_nodes = len(slot), confidence.shape[1]
+    key = torch.empty(count, num_nodes, dtype=torch.int32, device=slot.device)
+    _reallocate_drafts_kernel[(1,)](
+        confidence, confidence.stride(0), slot, slot.stride(0), counts, key, logit_start,
+        row_start, len(row_start), count, budget, num_bonus, NUM_NODES=num_nodes,
+        NODES=next_power_of_2(num_nodes), PROBES=num_nodes.bit_length(), TILE=_TILE,
+        REQUESTS=_REQUESTS, DIGIT_BITS=_DIGIT_BITS, DIGITS=_DIGITS, num_warps=8,
+    )  # fmt: skip
+
+
+@jit
+def _above(key, row, there, threshold, NUM_NODES: tl.constexpr, PROBES: tl.constexpr):
+    """How many keys of these rows are above the threshold; keys of a row do not rise.
+
+    row, there, threshold: of shapes that are broadcast together; -1 ≤ threshold.
+    """
+    found = tl.zeros_like(row + threshold)
+    for probe in tl.static_range(PROBES):
+        more = found + (1 << (PROBES - 1 - probe))
+        at = key + row.to(tl.int64) * NUM_NODES + more - 1
+        value = tl.load(at, mask=there & (more <= NUM_NODES), other=-1)
+        found = tl.where(value > threshold, more, found)
+    return found
+
+
+# Only what is always the same is compiled for.
+@jit(do_not_specialize=["slot", "num_starts", "num_requests", "budget", "num_bonus"])
+def _reallocate_drafts_kernel(
+    confidence,  # [S, NUM_NODES] fp32
+    confidence_stride,
+    slot,  # [R]
+    slot_stride,
+    counts,  # [2, R] int32
+    key,  # [R, NUM_NODES] int32, memory of this launch alone
+    logit_start,  # [≥ R + 1] int32
+    row_start,  # [num_starts] int32
+    num_starts,
+    num_requests,  # R
+    budget,
+    num_bonus,
+    NUM_NODES: tl.constexpr, NODES: tl.constexpr, PROBES: tl.constexpr, TILE: tl.constexpr,
+    REQUESTS: tl.constexpr, DIGIT_BITS: tl.constexpr, DIGITS: tl.constexpr,
+):  # fmt: skip
+    # Survivals as whole numbers of the same order, and -1 where there is no draft.
+    node, some = tl.arange(0, NODES)[None, :], tl.arange(0, TILE // NODES)
+    most: tl.constexpr = (1 << (DIGIT_BITS * DIGITS)) - 1
+    for first in range(0, num_requests, TILE // NODES):
+        request = first + some
+        there = request < num_requests
+        at = tl.load(slot + request * slot_stride, mask=there, other=0).to(tl.int64)[:, None]
+        inside = there[:, None] & (node < NUM_NODES)
+        survival = tl.load(confidence + at * confidence_stride + node, mask=inside, other=1.0)
+        survival = tl.cumprod(survival.to(tl.float64), 1).to(tl.float32)
+        # The bounds are for what is no probability: the budget is handed out whatever it is.
+        own = tl.minimum(tl.maximum(survival.to(tl.int32, bitcast=True), 0), most)
+        drafts = tl.load(counts + request, mask=there, other=0)[:, None]
+        to = key + request.to(tl.int64)[:, None] * NUM_NODES + node
+        tl.store(to, tl.where(node < drafts, own, -1), mask=inside)
+    tl.debug_barrier()
+
+    # The key of the last draft admitted, the largest that as many as the budget reach.
+    digit, some = tl.arange(0, 1 << DIGIT_BITS), tl.arange(0, REQUESTS)
+    last = 0
+    for place in range(DIGITS):
+        larger = last + (digit << (DIGIT_BITS * (DIGITS - 1 - place)))
+        reached = tl.zeros([1 << DIGIT_BITS], tl.int32)
+        for first in range(0, num_requests, REQUESTS):
+            row = (first + some)[:, None]
+            there = row < num_requests
+            reached += tl.sum(_above(key, row, there, larger[None, :] - 1, NUM_NODES, PROBES), 0)
+        last = tl.max(tl.where((digit == 0) | (reached >= budget), larger, 0), 0)
+
+    left = budget  # for those with that very key
+    for first in range(0, num_requests, REQUESTS):
+        row = first + some
+        left -= tl.sum(_above(key, row, row < num_requests, last, NUM_NODES, PROBES), 0)
+
+    logits, rows = 0, 0
+    for first in range(0, num_requests, REQUESTS):
+        row = first + some
+        there = row < num_requests
+        sure = _above(key, row, there, last, NUM_NODES, PROBES)
+        tied = _above(key, row, there, last - 1, NUM_NODES, PROBES) - sure
+        before = tl.cumsum(tied, 0) - tied
+        admitted = sure + tl.minimum(tl.maximum(left - before, 0), tied)
+        left = tl.maximum(left - tl.sum(tied, 0), 0)
+        own = tl.where(there, admitted + num_bonus, 0)
+        tl.store(logit_start + 1 + row, logits + tl.cumsum(own, 0), mask=there)
+        logits += tl.sum(own, 0)
+        own = admitted + tl.load(counts + num_requests + row, mask=there, other=0)
+        tl.store(row_start + 1 + row, rows + tl.cumsum(own, 0), mask=there)
+        rows += tl.sum(own, 0)
+    tl.store(logit_start, 0)
+    tl.store(row_start, 0)
+    for first in range(num_requests + 1, num_starts, REQUESTS):
+        tl.store(row_start + first + some, rows, mask=first + some < num_starts)
