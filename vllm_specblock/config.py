@@ -186,18 +186,27 @@ class CombineConfig(_Options):
     steps for which what was looked up is sure enough. None: there, yes."""
 
 
-def parse_head(given: dict[str, Any], kind: str, where: str = "") -> _Options:
+ONE_BLOCK = 16
+"""Trees of fewer nodes are one forward's, unless somebody says otherwise."""
+
+
+def parse_head(
+    given: dict[str, Any], kind: str, where: str = "", num_nodes: int | None = None
+) -> _Options:
     """The options of one head, checked.
 
     Args:
         given: its keys, without those of `SOURCE_KEYS`.
         kind: one of `HEADS`.
         where: put before a key in messages, e.g. "second_head.".
+        num_nodes: of its trees, by which the default of `num_blocks` goes.
 
     Raises:
         OptionError: an unknown key, a wrong type or a value out of range. One sentence that
             names the key, what was given and what is accepted.
     """
+    if kind == "specblock" and num_nodes is not None and num_nodes < ONE_BLOCK:
+        given = {"num_blocks": 1} | given
     return _parse(HEADS[kind], given, where, f" of a head of kind {kind!r}")
 
 

@@ -169,10 +169,6 @@ def fetch_drafter(model: Any, where: str = "", **hub: Any) -> Path:
         ) from None
 
 
-_ONE_BLOCK = 16
-"""Trees of fewer nodes are one forward's, unless somebody says otherwise."""
-
-
 def _plan_head(
     given: dict[str, Any], target: ModelConfig, where: str, hub: dict[str, Any], num_nodes: int
 ) -> HeadPlan:
@@ -194,9 +190,7 @@ def _plan_head(
             f"speculative_config key '{where}head' is {kind!r}, but {model!r} holds a drafter of "
             f"kind {found!r}: drop 'head', or name another drafter."
         )
-    if found == "specblock" and num_nodes < _ONE_BLOCK:
-        keys.setdefault("num_blocks", 1)
-    options = parse_head(keys, found, where)
+    options = parse_head(keys, found, where, num_nodes)
     files = files_of(found)
     config = files.read_config(folder)
     layers = _check_match(config, target, where)

@@ -187,3 +187,10 @@ def test_true_buckets_make_trees_of_every_block(scene):
     drafter, script = scene()
     draft = SpecBlockDraft(drafter, script, Shape(4, 3, 3, (2, 4, 6, 4), 60), true_buckets=True)
     assert all(draft(root).depth.max() > 8 for root in ROOTS)
+
+
+@pytest.mark.parametrize(("nodes", "blocks"), [(12, 1), (15, 1), (16, 2), (60, 2)])
+def test_small_trees_are_of_one_block_as_in_serving(make_drafter, nodes, blocks):
+    drafter = make_drafter()
+    assert serving_shape(drafter, nodes=nodes).num_blocks == blocks
+    assert serving_shape(drafter, SpecBlockConfig(num_blocks=2), nodes).num_blocks == 2

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from vllm_specblock.config import DEFAULT_NODES, SpecBlockConfig
+from vllm_specblock.config import DEFAULT_NODES, SpecBlockConfig, parse_head
 from vllm_specblock.draft.cache import DenseCache
 from vllm_specblock.draft.expand import Expansion, Shape
 from vllm_specblock.draft.model import SpecBlockDrafter
@@ -168,7 +168,7 @@ def serving_shape(
 ) -> Shape:
     """The trees that serving grows with `options` (default: its own) and a budget of `nodes`."""
     # The head itself decides, for it has to fit its blocks into the slots of the budget.
-    options = options or SpecBlockConfig()
+    options = options or parse_head({}, "specblock", num_nodes=nodes)
     return SpecBlockHead(drafter, lambda tokens: tokens, options, nodes, max_model_len=1).shape
 
 

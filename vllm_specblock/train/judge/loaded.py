@@ -140,7 +140,8 @@ def load_drafter(
         OptionError: more forwards than are supported.
     """
     key = "num_blocks" if pairing.kind == "specblock" else "depth"
-    options = parse_head({} if forwards is None else {key: forwards}, pairing.kind)
+    given = {} if forwards is None else {key: forwards}
+    options = parse_head(given, pairing.kind, num_nodes=nodes)
     sharpness = Sharpness(device, num_slots=1) if options.learn_sharpness else None
     if pairing.kind == "specblock":
         model = checkpoint.load(pairing.drafter, dtype, device)
