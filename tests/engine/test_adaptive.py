@@ -10,6 +10,7 @@ from vllm.platforms import current_platform
 
 from vllm_specblock.engine import host_budget
 from vllm_specblock.engine.rows import StepRows
+from vllm_specblock.verify.reach import kinds
 
 ADAPTIVE = {"enable_adaptive_verification": True}
 on_the_host = pytest.mark.skipif(
@@ -159,13 +160,13 @@ def test_nodes_that_were_cut_are_not_judged(engine, monkeypatch, verified):
     charge(engine, monkeypatch, lambda tokens: 10 + tokens)
     never_rest(engine, monkeypatch)
     reach, judged = engine.speculator.adaptive.reach, []
-    learn = reach.learn
+    learn = reach.learn_from
 
-    def noting(kind, logprob, reached, nodes):
-        judged.append(int(nodes.sum()))
-        learn(kind, logprob, reached, nodes)
+    def noting(of):
+        judged.append(int(of.judged.sum()))
+        learn(of)
 
-    monkeypatch.setattr(reach, "learn", noting)
+    monkeypatch.setattr(reach, "learn_from", noting)
     engine.generate(PROMPTS[:4], params(4, temperature=0.0, max_tokens=30))
     assert judged[-len(verified) :] == [budget for _, budget in verified]
     assert any(0 < budget < drafted for drafted, budget in verified)
@@ -178,15 +179,17 @@ def test_expected_tokens_are_about_what_is_accepted(engine, reference, monkeypat
     slots, speculator = engine.speculator.slots, engine.speculator
     expected = accepted = 0.0
     reach = speculator.adaptive.reach
-    learn = reach.learn
+    learn = reach.learn_from
 
-    def noting(kind, logprob, reached, judged):
+    def noting(of):
         nonlocal expected, accepted
-        survival = reach.survival(kind, logprob) * judged
-        expected, accepted = expected + survival.sum().item(), accepted + reached.sum().item()
-        learn(kind, logprob, reached, judged)
+        seen = of.judged & of.logprob.isfinite()
+        survival = reach.survival(kinds(of.temperature), of.logprob) * seen
+        expected += survival.sum().item()
+        accepted += (of.reached & seen).sum().item()
+        learn(of)
 
-    monkeypatch.setattr(reach, "learn", noting)
+    monkeypatch.setattr(reach, "learn_from", noting)
     for _ in range(3):
         engine.generate(PROMPTS, params(temperature=1.0))
     assert slots.score.isfinite().any()
