@@ -9,7 +9,6 @@ from vllm.platforms import current_platform
 
 from vllm_specblock.engine.cpu import step_costs
 from vllm_specblock.engine.cpu.step_costs import Size, measure, sizes
-from vllm_specblock.engine.skipping_merge import SkippingMerge
 
 pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="vLLM measures on a GPU")
 
@@ -70,14 +69,3 @@ def test_an_engine_knows_its_costs_before_the_first_request(monkeypatch):
     assert manager.draft_costs.seconds(np.array([1, 4]), 1).min() > 0
     speculator = engine.speculator
     assert not speculator.counters.total.any() and not speculator.adaptive.reach.judged.any()
-
-
-def test_a_merge_knows_what_its_drafter_costs(monkeypatch):
-    speculative = {"num_speculative_tokens": 12, "enable_adaptive_verification": True,
-                   "second_head": {"head": "ngram"}, "head_policy": "merge"}  # fmt: skip
-    took = {Size(1, False): 1.0, Size(13, True): 1.25}, {1: 0.5}
-    monkeypatch.setattr(step_costs, "measure", lambda step, wanted: took)
-    proposer = make_engine(speculative, max_num_seqs=1).speculator.proposer
-    assert isinstance(proposer, SkippingMerge) and proposer.gate.cost == 0.4
-    proposer.forget()
-    assert proposer.gate.cost == 0.4

@@ -47,9 +47,6 @@ class Proposer(ABC):
     """
 
     heads: list[Head]
-    cost = 0.2
-    """Of drafting, as a share of what a step takes without. Where nobody has measured it, as on the
-    CPU that it is from: 5.3 of 24.6 ms for SmolLM2-135M's drafter."""
 
     @property
     def max_depth(self) -> int:
@@ -78,10 +75,6 @@ class Proposer(ABC):
         """The heads take in what was committed; all of them, see above."""
         for head in self.heads:
             head.advance(rows)
-
-    def priced(self, drafting: float) -> None:
-        """Drafting has been measured: it takes so much of what a step takes without it."""
-        self.cost = drafting
 
     @abstractmethod
     def combine(self, rows: CommittedRows) -> Proposal:

@@ -73,8 +73,9 @@ def plot_trees(cases: dict[str, Case], tokenizer: Any, path: Path) -> None:
     for axes, (name, case) in zip(every[0], cases.items()):
         first = case.steps[0]
         draw_tree(axes, pictures[name], forward_legend(max(first.forward), case.forward_name))
+        count = max(first.forward)
         axes.set_title(
-            f"{name}: {max(first.forward)} drafter forwards, "
+            f"{name}: {count} drafter forward{'' if count == 1 else 's'}, "
             f"{first.accepted_length} tokens accepted",
             fontsize=10,
             pad=42,

@@ -80,7 +80,7 @@ def steps_of(runner: GPUModelRunner) -> Callable[[Size], tuple[float, float]]:
 
 
 def measure_steps(runner: GPUModelRunner) -> None:
-    """Tell a runner's budget manager, and its proposer, what its steps take.
+    """Tell a runner's budget manager what its steps take.
 
     Args:
         runner: ready to run, with a HostBudgetManager.
@@ -94,7 +94,6 @@ def measure_steps(runner: GPUModelRunner) -> None:
     found = dict(sorted((size.tokens, seconds) for size, seconds in sorted(verify.items())))
     manager.measured(found, draft)
     tree, drafting, plain = found[nodes + 1], draft[1], found[1]
-    runner.speculator.proposer.priced(drafting / tree)
     logger.info(
         "A step with a tree of %d nodes takes %.2f times a plain one, %.0f %% of it for drafting "
         "(%d sizes measured in %.1f s).",
