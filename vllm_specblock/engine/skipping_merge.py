@@ -14,9 +14,9 @@ from vllm_specblock.engine.proposal import Merge, Proposal
 from vllm_specblock.verify.verified import Verified
 
 _COST = 0.2
-"""What drafting with weights adds to a step on a CPU: 5.3 of 24.6 ms for SmolLM2-135M's drafter. Steps
-measured at start-up would say 0.3: they are a third shorter than those of requests, and a drafter
-that is priced so is left out too often (τ 2.65 in place of 2.85)."""
+"""What drafting with weights adds to a step on a CPU: 5.3 of 24.6 ms for SmolLM2-135M's drafter.
+Steps measured at start-up would say 0.3: they are a third shorter than those of requests, and a
+drafter that is priced so is left out too often (τ 2.65 in place of 2.85)."""
 
 _MOST_ROWS = 64
 """Rows of a request that a drafter may be behind: what takes it in one go no longer than a step."""
