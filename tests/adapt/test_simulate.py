@@ -14,7 +14,6 @@ from vllm_specblock.adapt.bandit import PaperBandit
 from vllm_specblock.adapt.lessons import RecordTeacher, record_of
 from vllm_specblock.adapt.policies import POLICIES
 from vllm_specblock.adapt.policy import Action, Always, Decision, Fixed, Frozen, Policy, Watch
-from vllm_specblock.adapt.report import tau_of
 from vllm_specblock.adapt.simulate import (
     CostModel,
     Simulation,
@@ -24,6 +23,7 @@ from vllm_specblock.adapt.simulate import (
 )
 from vllm_specblock.adapt.streams import AWAY, HOME, Place, make_stream
 from vllm_specblock.adapt.update import UpdateConfig, Updater
+from vllm_specblock.cli.adapt_report import tau_of
 from vllm_specblock.train.judge.steps import Step
 from vllm_specblock.train.learner import Script
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from vllm_specblock.adapt.policies import POLICIES, make_policy
-from vllm_specblock.adapt.report import (
+from vllm_specblock.adapt.simulate import Served, Simulated
+from vllm_specblock.adapt.streams import AWAY, HOME, STREAMS, make_stream, texts_needed
+from vllm_specblock.cli.adapt_report import (
     draw,
     figures,
     markdown,
@@ -13,8 +15,6 @@ from vllm_specblock.adapt.report import (
     tau_of,
     windows,
 )
-from vllm_specblock.adapt.simulate import Served, Simulated
-from vllm_specblock.adapt.streams import AWAY, HOME, STREAMS, make_stream, texts_needed
 from vllm_specblock.train.config import TrainError
 
 

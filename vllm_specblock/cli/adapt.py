@@ -83,11 +83,11 @@ def simulate(
 
     from vllm_specblock.adapt.lessons import RecordTeacher
     from vllm_specblock.adapt.policies import make_policy
-    from vllm_specblock.adapt.report import draw, figures, markdown
     from vllm_specblock.adapt.simulate import CostModel, Simulation, SimulationConfig
     from vllm_specblock.adapt.simulate import simulate as serve
     from vllm_specblock.adapt.streams import make_stream, texts_needed
     from vllm_specblock.adapt.update import UpdateConfig
+    from vllm_specblock.cli.adapt_report import draw, figures, markdown
     from vllm_specblock.draft import checkpoint
     from vllm_specblock.train.judge.evaluate import scripts_from
     from vllm_specblock.train.judge.loaded import pair_specblock

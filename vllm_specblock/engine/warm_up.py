@@ -8,9 +8,10 @@ from __future__ import annotations
 import torch
 from vllm.config import VllmConfig
 
+from vllm_specblock.commit.move import move_path
 from vllm_specblock.draft.head import Head
 from vllm_specblock.tree import words_for
-from vllm_specblock.triton_kernels.kv_cache.commit import KVCacheSet, move_kv
+from vllm_specblock.triton_kernels.kv_cache.commit import KVCacheSet
 from vllm_specblock.triton_kernels.warm_up import compile_attention
 
 
@@ -55,5 +56,5 @@ def compile_kernels(
     for head in heads:
         head.warm_up(block_table, rows)
     if block_table.device.type == "cpu":
-        nowhere = torch.full((1, 1), -1)
-        move_kv(caches, nowhere, nowhere, nowhere >= 0)
+        none, one = torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64)
+        move_path(caches, -one, none, one, torch.zeros(1, 2, dtype=torch.int64), none.int(), 1)

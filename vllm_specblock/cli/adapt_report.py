@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_specblock.adapt.simulate import Served, Simulated
+from vllm_specblock.bench.table import markdown_table
 
 WINDOW = 64
 """Requests that a point of τ over the stream is taken over."""
@@ -93,7 +94,7 @@ def markdown(results: Mapping[str, Mapping[str, Figures]]) -> str:
         head = ["policy", *(f"τ {phase} (last quarter)" for phase in phases), "tokens/s"]
         head += ["training", "updates (heads, full)", "swaps", "refused", "returns"]
         head += [f"τ held out {number + 1}" for number in held_out]
-        rows = [head, ["---"] * len(head)]
+        rows = [head]
         for policy, found in policies.items():
             row = [policy]
             for phase in phases:
@@ -104,8 +105,7 @@ def markdown(results: Mapping[str, Mapping[str, Figures]]) -> str:
             row += [", ".join(updates), str(found["swaps"]), str(found["refused"])]
             row += [str(len(found["returns"])), *(f"{tau:.2f}" for tau in found["held_out"])]
             rows.append(row)
-        lines = ["| " + " | ".join(row) + " |" for row in rows]
-        parts.append("\n".join([f"**{stream}**, {first['requests']} requests", "", *lines]))
+        parts.append(f"**{stream}**, {first['requests']} requests\n\n{markdown_table(rows)}")
     return "\n\n".join(parts) + "\n"
 
 
