@@ -5,7 +5,7 @@ VENV := .venv
 # Model Runner V2 is vLLM's default on a GPU; its CPU build has to be told.
 export VLLM_USE_V2_MODEL_RUNNER ?= 1
 
-.PHONY: demo test test-fast first-drafter two-heads lint setup clean
+.PHONY: demo test test-fast first-drafter two-heads lint types setup clean
 
 demo: setup
 	$(VENV)/bin/python examples/demo.py
@@ -51,6 +51,12 @@ two-heads: setup
 lint: setup
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	@$(MAKE) --no-print-directory types
+
+types: setup
+	@mkdir -p build/typed/vllm_specblock
+	@ln -sfn ../../../triton_kernels build/typed/vllm_specblock/triton_kernels
+	$(VENV)/bin/mypy
 
 setup:
 	@$(PYTHON) tools/setup_env.py --venv $(VENV)

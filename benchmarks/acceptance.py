@@ -12,14 +12,14 @@ from itertools import accumulate
 from operator import mul
 from typing import Any
 
-from vllm_specblock.draft.expand import Shape
-from vllm_specblock.draft.imposed import imposed_tree
+from vllm_specblock.drafters.common.synthetic import synthetic_tree
+from vllm_specblock.drafters.specblock.growth import TreeShape
 
 FIRST_ALPHA = 0.80
 LAST_ALPHA = {"llama-8b": 0.544, "qwen3-8b": 0.369, "tiny": 0.544}
 """α_8 of the paper's drafters for Llama-3.1-8B and Qwen3-8B; the tiny target borrows one."""
 DEPTHS = 8
-PAPER_TREE = Shape(4, 2, 8, (4, 8, 16, 16), 60)
+PAPER_TREE = TreeShape(4, 2, 8, (4, 8, 16, 16), 60)
 """K, M, S, branching and nodes; the paper's tree has these, and narrower branching."""
 
 
@@ -29,9 +29,9 @@ def line(model: str, power: float = 1.0) -> list[float]:
     return [(FIRST_ALPHA + slope * k) ** power for k in range(DEPTHS)]
 
 
-def tree_tau(best: list[float], shape: Shape) -> float:
+def tree_tau(best: list[float], shape: TreeShape) -> float:
     """Tokens per target step that a tree is accepted with: its nodes' probabilities, and one."""
-    tree = imposed_tree(shape, best)
+    tree = synthetic_tree(shape, best)
     return 1 + tree.logprob.exp().sum().item()
 
 

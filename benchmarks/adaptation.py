@@ -16,9 +16,9 @@ from statistics import fmean
 from typing import Annotated, Any
 
 import typer
-from ledger import ROOT, markdown_table
+from results_store import ROOT, markdown_table
 
-from vllm_specblock.adapt.policies import POLICIES
+from vllm_specblock.adapt.policy.registry import POLICIES
 from vllm_specblock.adapt.streams import STREAMS
 from vllm_specblock.cli.adapt import simulate
 

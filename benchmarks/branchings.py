@@ -8,9 +8,9 @@ from collections.abc import Callable
 from functools import partial
 
 from vllm_specblock.config import SpecBlockConfig
-from vllm_specblock.draft.model import SpecBlockDrafter
-from vllm_specblock.train.judge.drafting import SpecBlockDraft, serving_shape, uniform_shape
-from vllm_specblock.train.learner import Draft, Script
+from vllm_specblock.drafters.specblock.model import SpecBlockModel
+from vllm_specblock.train.eval.drafting import SpecBlockDraft, serving_shape, uniform_shape
+from vllm_specblock.train.learner import Draft, EvalSequence
 
 UNIFORM = "− rank-guided branching"
 PAPER = "paper's branching"
@@ -22,8 +22,8 @@ _PAPERS_MAP = [2, 4, 6, 4]
 
 
 def branchings(
-    drafter: SpecBlockDrafter, nodes: int, blocks: int = SpecBlockConfig().num_blocks
-) -> dict[str, Callable[[Script], Draft]]:
+    drafter: SpecBlockModel, nodes: int, blocks: int = SpecBlockConfig().num_blocks
+) -> dict[str, Callable[[EvalSequence], Draft]]:
     """How to draft along a script, by name; what serving does by default is "".
 
     Args:

@@ -14,11 +14,11 @@ from vllm_specblock.candidates import (
     select,
     select_reference,
 )
-from vllm_specblock.draft.expand import Shape
+from vllm_specblock.drafters.specblock.growth import TreeShape
 
 
 def random_candidates(
-    shape: Shape, batch: int, device: torch.device
+    shape: TreeShape, batch: int, device: torch.device
 ) -> tuple[dict[str, Callable[[], object]], int]:
     """Ways to make trees of them, and the bytes that each has to read and write.
 

@@ -15,29 +15,29 @@ import time
 from pathlib import Path
 from typing import Annotated, Any
 
-import roster
+import drafter_zoo
 import torch
 import typer
 from branchings import BY_RANK, ORACLE, PAPER, UNIFORM, branchings
+from drafter_zoo import ABLATIONS, BASELINES
 from pydantic import Field
-from roster import ABLATIONS, BASELINES
 from transformers import AutoConfig
 
 from vllm_specblock.cli.from_model import options_of
-from vllm_specblock.draft.untrained import most_frequent
+from vllm_specblock.drafters.specblock.untrained import most_frequent
 from vllm_specblock.train.config import RunConfig, TrainError, parse, read_recipe
-from vllm_specblock.train.judge.drafting import serving_shape
-from vllm_specblock.train.judge.evaluate import Reach, scripts_from
-from vllm_specblock.train.judge.replay import Replay, check_steps, replay
-from vllm_specblock.train.learner import Learner, Lesson
+from vllm_specblock.train.data.prompts import read_prompts
+from vllm_specblock.train.data.shards import replace
+from vllm_specblock.train.distributed_model import ranks
+from vllm_specblock.train.eval.drafting import serving_shape
+from vllm_specblock.train.eval.evaluate import TreeFigures, sequences_from
+from vllm_specblock.train.eval.replay import Replay, check_steps, replay
+from vllm_specblock.train.learner import Learner, TrainBatch
 from vllm_specblock.train.loop import STATE_DIR, Trainer
-from vllm_specblock.train.parallel import ranks
-from vllm_specblock.train.run import Ground, folded_head, make_teacher, prepare, scripts_of
+from vllm_specblock.train.run import RunContext, folded_head, make_teacher, prepare, sequences_of
 from vllm_specblock.train.specblock import Recipe, SpecBlockLearner
-from vllm_specblock.train.teacher import target_rows
-from vllm_specblock.train.teacher.features import load_target, load_tokenizer
-from vllm_specblock.train.text.prompts import read_prompts
-from vllm_specblock.train.text.shards import replace
+from vllm_specblock.train.target import target_rows
+from vllm_specblock.train.target.features import load_target, load_tokenizer
 
 _CALIBRATION = 8  # batches that Falcon's static tree is shaped by
 _SHORTEST = 12
@@ -73,7 +73,7 @@ class Comparison(RunConfig):
     def names(self) -> list[str]:
         """The drafters that take part."""
         if self.drafters == "all":
-            return list(roster.EVERYONE)
+            return list(drafter_zoo.EVERYONE)
         return [name.strip() for name in self.drafters.split(",")]
 
 
@@ -86,20 +86,20 @@ def compare(
     config = parse(Comparison, **(read_recipe(recipe) if recipe else {}) | given)
     deadline = time.monotonic() + 60 * config.minutes if config.minutes else None
     with ranks(config.device) as device:
-        ground = prepare(config, device, _SHORTEST)
-        common = footing(config, ground)
-        learners = {name: roster.make(name, common) for name in config.names}
+        run_context = prepare(config, device, _SHORTEST)
+        common = footing(config, run_context)
+        learners = {name: drafter_zoo.make(name, common) for name in config.names}
         if config.after is not None:
             begin_as(learners, config.after)
-        teacher = make_teacher(config, ground, common.t2d, device)
+        teacher = make_teacher(config, run_context, common.t2d, device)
         trainer = Trainer(
             config,
             {name: learner.to(device).train() for name, learner in learners.items()},
             teacher,
-            ground.windows,
-            scripts_of(ground, teacher, device),
+            run_context.windows,
+            sequences_of(run_context, teacher, device),
             device,
-            ground.facts,
+            run_context.facts,
         )
         trainer.restore()
         trainer.run()
@@ -109,19 +109,19 @@ def compare(
         judge(config, trainer, common.layer_ids, device, deadline)
 
 
-def footing(config: Comparison, ground: Ground) -> roster.Ground:
+def footing(config: Comparison, run_context: RunContext) -> drafter_zoo.RunContext:
     """What all drafters are made for."""
-    size = min(config.draft_vocab_size, ground.target.vocab_size)
-    d2t, t2d = most_frequent(ground.counts, size)
-    return roster.Ground(
+    size = min(config.draft_vocab_size, run_context.target.vocab_size)
+    d2t, t2d = most_frequent(run_context.counts, size)
+    return drafter_zoo.RunContext(
         config.target,
         AutoConfig.from_pretrained(config.target),
         d2t,
         t2d,
-        ground.counts,
+        run_context.counts,
         target_rows.head_rows(config.target, t2d.nonzero()[:, 0]).float(),
         folded_head(config.target, t2d),
-        ground.target.layer_ids,
+        run_context.target.layer_ids,
         Recipe(config.num_blocks, config.rank_from, loss_floor=config.loss_floor),
         config.nodes,
         config.seed,
@@ -138,12 +138,12 @@ def begin_as(learners: dict[str, Learner], before: Path) -> None:
     path = before / STATE_DIR / "state.pt"
     if not path.exists():
         raise TrainError(f"There is no {path}: --after wants the --out of another comparison.")
-    students = torch.load(path, map_location="cpu", weights_only=True)["students"]
+    train_states = torch.load(path, map_location="cpu", weights_only=True)["students"]
     for name, learner in learners.items():
-        if name not in students:
-            raise TrainError(f"{path} holds {', '.join(students)}, and no {name}.")
+        if name not in train_states:
+            raise TrainError(f"{path} holds {', '.join(train_states)}, and no {name}.")
         try:
-            learner.load_state_dict(students[name]["model"])
+            learner.load_state_dict(train_states[name]["model"])
         except RuntimeError as error:
             raise TrainError(f"{name} of {path} has other sizes: {error}") from None
 
@@ -152,16 +152,18 @@ def begin_as(learners: dict[str, Learner], before: Path) -> None:
 def calibrate(trainer: Trainer) -> None:
     """Falcon verifies a static tree: shape it by training text, once it has learned, and write it
     anew."""
-    student = trainer.students.get("Falcon")
-    if student is None:
+    train_state = trainer.train_states.get("Falcon")
+    if train_state is None:
         return
-    lessons = []
+    train_batches = []
     for step in range(_CALIBRATION):
         batch = trainer.windows.batch(step, trainer.micro, trainer.config.seed).to(trainer.device)
-        teaching = trainer.teacher.teach(batch)
-        lessons.append(Lesson(batch, teaching, trainer.teacher.embed, trainer.step, seed=step))
-    student.spread.learner.float().calibrate(lessons)
-    student.spread.learner.save(trainer.folder("Falcon"))
+        target_outputs = trainer.teacher.teach(batch)
+        train_batches.append(
+            TrainBatch(batch, target_outputs, trainer.teacher.embed, trainer.step, seed=step)
+        )
+    train_state.dist_model.learner.float().calibrate(train_batches)
+    train_state.dist_model.learner.save(trainer.folder("Falcon"))
 
 
 def judge(
@@ -177,8 +179,8 @@ def judge(
     target = load_target(config.target, config.precision, device)
     prompts = read_prompts(config.prompts, load_tokenizer(config.target), config.num_prompts)
     for temperature in (0.0, 1.0):
-        scripts = list(
-            scripts_from(
+        sequences = list(
+            sequences_from(
                 target,
                 prompts,
                 config.new_tokens,
@@ -196,10 +198,10 @@ def judge(
                 return
             began = time.monotonic()
             whole = Replay.join(
-                replay(make_draft(script), script, config.depth) for script in scripts
+                replay(make_draft(sequence), sequence, config.depth) for sequence in sequences
             )
             check_steps(whole, config.depth)
-            reach = Reach.of(whole)
+            reach = TreeFigures.of(whole)
             results[key] = {
                 "tau": round(reach.tau, 4),
                 "error": round(reach.error, 4),
@@ -211,17 +213,19 @@ def judge(
             replace(path, lambda aside, text=text: aside.write_text(text))
     summary = {
         "results": results,
-        "parameters": {n: roster.parameters(s.spread.learner) for n, s in trainer.students.items()},
-        "loss_floor": {
-            name: student.spread.learner.recipe.loss_floor
-            for name, student in trainer.students.items()
-            if isinstance(student.spread.learner, SpecBlockLearner)
+        "parameters": {
+            n: drafter_zoo.parameters(s.dist_model.learner) for n, s in trainer.train_states.items()
         },
-        "alpha": {n: last_alpha(s.journal.entries) for n, s in trainer.students.items()},
+        "loss_floor": {
+            name: train_state.dist_model.learner.recipe.loss_floor
+            for name, train_state in trainer.train_states.items()
+            if isinstance(train_state.dist_model.learner, SpecBlockLearner)
+        },
+        "alpha": {n: last_alpha(s.metrics_log.entries) for n, s in trainer.train_states.items()},
         "seconds_of_training": max(
             entry.get("seconds", 0.0)
-            for student in trainer.students.values()
-            for entry in student.journal.entries
+            for train_state in trainer.train_states.values()
+            for entry in train_state.metrics_log.entries
         ),
         "updates": trainer.step,
         "facts": trainer.facts,
@@ -241,13 +245,13 @@ def last_alpha(entries: list[dict[str, Any]]) -> list[list[float]]:
 def contestants(config: Comparison, trainer: Trainer) -> dict[str, Any]:
     """Everybody that is replayed: the drafters, and SpecBlock with other trees."""
     found: dict[str, Any] = {}
-    for name, student in trainer.students.items():
-        learner: Learner = student.spread.learner
+    for name, train_state in trainer.train_states.items():
+        learner: Learner = train_state.dist_model.learner
         if isinstance(learner, SpecBlockLearner):
             learner.shape = serving_shape(learner.drafter, nodes=config.nodes)
         found[name] = learner.draft_along
-    if "specblock" in trainer.students:
-        drafter = trainer.students["specblock"].spread.learner.drafter
+    if "specblock" in trainer.train_states:
+        drafter = trainer.train_states["specblock"].dist_model.learner.drafter
         found |= {name: draft for name, draft in branchings(drafter, config.nodes).items() if name}
     return found
 

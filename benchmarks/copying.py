@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from combinations import NGRAM, alone, specblock, together
-from ledger import MEASURED, ROOT, Ledger, from_root, markdown_table, weights
-from one_engine import ACCEPTED, DRAFTS, Answer, EngineFailed, Request, Task, run
+from engine_process import ACCEPTED, DRAFTS, Answer, EngineFailed, Request, Task, run
+from results_store import MEASURED, ROOT, ResultsStore, from_root, markdown_table, weights
+from spec_configs import NGRAM, alone, specblock, together
 
 FOLDER = ROOT / "runs/copying"
 PLAIN, BASE = "vLLM", "SpecBlock"
@@ -173,11 +173,11 @@ def main(
         "enforce_eager": not graphs,
         "kv_cache_memory_bytes": cache_mib << 20,
     }
-    ledger = Ledger(out, settings)
+    store = ResultsStore(out, settings)
     tasks = [Task(texts[form], t, max_tokens, 1, repeat) for form, t in cells()]
     measured, failed = {}, 0
     for name, speculative in engines(str(drafter), nodes, blocks).items():
-        if name not in ledger:
+        if name not in store:
             print(f"{name} …", flush=True)
             try:
                 answers = list(run(Request(str(target), speculative, tasks, engine)))
@@ -187,11 +187,11 @@ def main(
                     raise typer.Exit(1) from None
                 failed += 1
                 continue
-            result = summary(answers, ledger.results.get(PLAIN))
+            result = summary(answers, store.results.get(PLAIN))
             if name == PLAIN:
                 add_origins(result, answers, texts, target)
-            ledger.add(name, result)
-        measured[name] = ledger.results[name]
+            store.add(name, result)
+        measured[name] = store.results[name]
     for cell, result in measured[PLAIN].items():
         copied, repeated = (sum(result[key]) / prompts for key in ("copied", "repeated"))
         print(f"{cell}: {copied:.0%} copied from the prompt, {repeated:.0%} the answer's own again")

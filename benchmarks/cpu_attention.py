@@ -16,12 +16,12 @@ from typing import Annotated
 
 import torch
 import typer
-from ledger import MEASURED, Ledger, markdown_table
+from results_store import MEASURED, ResultsStore, markdown_table
 from torch import Tensor
 from vllm import _custom_ops as ops
-from vllm_specblock.triton_kernels.attention.packed import PackedQueries
+from vllm_specblock.triton_kernels.attention.tree_attention_batch import TreeAttentionBatch
 
-from vllm_specblock.engine.cpu_attention import CpuStep, packed_cache
+from vllm_specblock.engine.cpu.attention import CpuStep, packed_cache
 from vllm_specblock.tree import ancestor_words
 
 GOAL = 1.2
@@ -31,15 +31,15 @@ CALLS = 3  # in a row
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
-def queries_of(tables: Tensor, context: int, words: Tensor) -> PackedQueries:
+def queries_of(tables: Tensor, context: int, mask_words: Tensor) -> TreeAttentionBatch:
     """A tree behind `context` entries of each request; words [batch, rows, W]."""
-    batch, rows = words.shape[:2]
+    batch, rows = mask_words.shape[:2]
     start = torch.arange(batch + 1, dtype=torch.int32) * rows
     before = torch.full((batch * rows,), context, dtype=torch.int32)
     length = before[:batch] + rows
-    return PackedQueries(
+    return TreeAttentionBatch(
         tables, BLOCK, start, start.tolist(), length, length.tolist(), before,
-        words.flatten(0, 1), before[:batch],
+        mask_words.flatten(0, 1), before[:batch],
     )  # fmt: skip
 
 
@@ -113,16 +113,16 @@ def main(
     torch.set_num_threads(threads)
     settings = {"rows": rows, "heads": heads, "kv_heads": kv_heads, "size": size,
                 "threads": threads, "runs": runs}  # fmt: skip
-    ledger = Ledger(out, settings)
+    store = ResultsStore(out, settings)
     for (name, dtype), batch, context in itertools.product(
         DTYPES.items(), BATCHES, contexts or CONTEXTS
     ):
         case = f"{name}, {batch}, {context}"
-        if case not in ledger:
+        if case not in store:
             with torch.inference_mode():
                 made = ways(dtype, batch, context, rows, heads, kv_heads, size)
-                ledger.add(case, take_turns(made, runs))
-    print(f"{settings}\n\n{table(ledger.results)}")
+                store.add(case, take_turns(made, runs))
+    print(f"{settings}\n\n{table(store.results)}")
 
 
 if __name__ == "__main__":

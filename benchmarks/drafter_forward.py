@@ -18,28 +18,29 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from ledger import MEASURED, Ledger, markdown_table
-from shapes import MODELS, make_drafter, write_target
+from model_configs import MODELS, make_drafter, write_target
+from results_store import MEASURED, ResultsStore, markdown_table
 from timing import device_name, peak_bandwidth, time_call
 from torch import Tensor
 from two_heads import numbers
-from vllm_specblock.triton_kernels.attention.packed import PackedQueries
+from vllm_specblock.triton_kernels.attention.tree_attention_batch import TreeAttentionBatch
 
-from vllm_specblock.draft.config import DrafterConfig
-from vllm_specblock.draft.model import SpecBlockDrafter
-from vllm_specblock.draft.paged import PagedAttention
-from vllm_specblock.draft.serving import prepare
+from vllm_specblock.drafters.common.post_load import process_after_loading
+from vllm_specblock.drafters.specblock.config import DrafterConfig
+from vllm_specblock.drafters.specblock.model import SpecBlockModel
+from vllm_specblock.drafters.specblock.paged_attention import PagedAttention
 
 BLOCK = 16
 """Tokens in one block of the paged cache."""
 WIDTH = 16
 """Candidates per position: the widest of the default branching."""
 UNREAD = ("t2d", "d2t", "rotary", "input_layer.position_queries", "input_layer.query_norm")
-"""What a forward reads nothing of, or next to nothing: `prepare` has folded the queries."""
+"""What a forward reads nothing of, or next to nothing: `process_after_loading` has folded the
+queries."""
 FIRST, LATER = "catch-up and block 1", "later block"
 
 
-def sight(
+def attention_builder(
     config: DrafterConfig, context: int, batch: int, rows: int, keep: bool, where: torch.device,
     dtype: torch.dtype,
 ) -> PagedAttention:  # fmt: skip
@@ -58,26 +59,26 @@ def sight(
     table = torch.arange(batch * blocks, dtype=torch.int32, device=where).view(batch, blocks)
     position = torch.arange(context, length, device=where)
     k = torch.arange(K, device=where)
-    slot = table.long().repeat_interleave(BLOCK, 1)[:, context:length] * BLOCK + position % BLOCK
-    entry = slot.flatten()[:, None] * K + k
+    kv_slot = table.long().repeat_interleave(BLOCK, 1)[:, context:length] * BLOCK + position % BLOCK
+    kv_index = kv_slot.flatten()[:, None] * K + k
     see = (position[:, None] * K + k + 1).int()  # [rows, K]
     lengths = torch.full((batch,), length * K, dtype=torch.int32, device=where)
 
-    def queries(seen: Tensor) -> PackedQueries:
+    def queries(seen: Tensor) -> TreeAttentionBatch:
         """Those of some rows of every request; seen [n, K] int32."""
         host = [seen.numel() * request for request in range(batch + 1)]
         seen = seen.flatten().repeat(batch)
-        return PackedQueries(
+        return TreeAttentionBatch(
             table, BLOCK * K, torch.tensor(host, dtype=torch.int32, device=where), host, lengths,
             [length * K] * batch, seen, torch.zeros(len(seen), 1, dtype=torch.int64, device=where),
             lengths,
         )  # fmt: skip
 
-    return PagedAttention(caches, entry, queries(see), queries(see[-1:]) if keep else None)
+    return PagedAttention(caches, kv_index, queries(see), queries(see[-1:]) if keep else None)
 
 
 def forward(
-    drafter: SpecBlockDrafter, form: str, context: int, batch: int, rows: int
+    drafter: SpecBlockModel, form: str, context: int, batch: int, rows: int
 ) -> Callable[[], Any]:
     """A call that drafts one block: all layers, LM head, rank head.
 
@@ -86,7 +87,7 @@ def forward(
     """
     weight, config = drafter.norm.weight, drafter.config
     where, dtype, first = weight.device, weight.dtype, form == FIRST
-    attend = sight(config, context, batch, rows, first, where, dtype)
+    attend = attention_builder(config, context, batch, rows, first, where, dtype)
     count = batch * rows
     wide = 3 * config.target_hidden_size if first else config.hidden_size
     state = torch.randn(count, wide, device=where).to(dtype)
@@ -102,15 +103,15 @@ def forward(
     return call
 
 
-def bytes_to_read(drafter: SpecBlockDrafter, form: str, context: int, batch: int) -> int:
+def bytes_to_read(drafter: SpecBlockModel, form: str, context: int, batch: int) -> int:
     """Weights that the form of forward needs, once, and the context's keys and values."""
     config = drafter.config
     held = [*drafter.named_parameters(), *drafter.named_buffers()]
     weights = sum(each.nbytes for name, each in held if not name.startswith(UNREAD))
     if form == LATER:
         weights -= drafter.input_layer.condition_proj.weight.nbytes
-    entry = config.num_key_value_heads * 2 * config.head_dim * drafter.norm.weight.itemsize
-    return weights + batch * context * config.block_size * config.num_hidden_layers * entry
+    kv_index = config.num_key_value_heads * 2 * config.head_dim * drafter.norm.weight.itemsize
+    return weights + batch * context * config.block_size * config.num_hidden_layers * kv_index
 
 
 def table(results: dict[str, dict[str, Any]]) -> str:
@@ -150,26 +151,26 @@ def main(
     dtype = torch.float32 if where.type == "cpu" else torch.bfloat16
     settings = {"device": device_name(where), "model": name, "dtype": str(dtype),
                 "context": context, "runs": runs, "quantization": quantization}  # fmt: skip
-    ledger = Ledger(out, settings)
+    store = ResultsStore(out, settings)
     with TemporaryDirectory() as folder:
         drafter = make_drafter(write_target(Path(folder), MODELS[name], 0), MODELS[name])
-    drafter = prepare(drafter.to(where, dtype).eval(), quantization)
+    drafter = process_after_loading(drafter.to(where, dtype).eval(), quantization)
     peak = peak_bandwidth(where)
     cases = [(LATER, 1, count) for count in numbers(rows, "--rows")]
     for batch in numbers(batches, "--batches"):
         cases += [(FIRST, batch, catch_up), (LATER, batch, starts)]
     for form, batch, count in dict.fromkeys(cases):
         key = f"{form}, batch {batch}, rows {count}"
-        if key in ledger:
+        if key in store:
             continue
         least = bytes_to_read(drafter, form, context, batch)
         with torch.inference_mode():
             took = time_call(forward(drafter, form, context, batch, count), where, runs)
-        ledger.add(key, asdict(took) | {
+        store.add(key, asdict(took) | {
             "form": form, "batch": batch, "rows": count, "context": context, "bytes": least,
             "bound_us": least / peak * 1e6 if peak else None,
         })  # fmt: skip
-    print(f"{settings}\n\n{table(ledger.results)}")
+    print(f"{settings}\n\n{table(store.results)}")
 
 
 if __name__ == "__main__":

@@ -25,15 +25,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
-import steady_engine
+import steady_state
 import torch
 import typer
 from acceptance import PAPER_TREE, chain_tau, imposed, profile, tree_tau
-from combinations import NGRAM, alone, eagle3_chain, specblock
-from ledger import MEASURED, ROOT, Ledger, markdown_table
-from one_engine import Answer, EngineFailed, Request, Task, run
-from shapes import MODELS, write_drafter, write_eagle3, write_target
-from steady_engine import DEVICE, DRAFTING, STEPS, TOKENS
+from engine_process import Answer, EngineFailed, Request, Task, run
+from model_configs import MODELS, write_drafter, write_eagle3, write_target
+from results_store import MEASURED, ROOT, ResultsStore, markdown_table
+from spec_configs import NGRAM, alone, eagle3_chain, specblock
+from steady_state import DEVICE, DRAFTING, STEPS, TOKENS
 from timing import device_name
 from two_heads import chosen, numbers
 
@@ -262,7 +262,7 @@ def main(
         }  # fmt: skip
         more = json.loads(engine)
         settings |= {"engine": more} if more else {}
-        ledger, failed = Ledger(path, settings), []
+        store, failed = ResultsStore(path, settings), []
         found = engines(place, numbers(nodes, "--nodes"), numbers(chains, "--chains"), gpu)
         for batch in numbers(batches, "--batches"):
             prompts = prompts_of(model, config.vocab_size, context, batch)
@@ -280,20 +280,20 @@ def main(
             }
             for name, speculative in chosen(found, only).items():
                 key = f"{name}, batch {batch}"
-                if key in ledger:
+                if key in store:
                     continue
                 print(f"{key} …", flush=True)
                 task = Task(prompts, 0.0, tokens, batch, repeat)
                 request = Request(str(place.target), speculative, [task], arguments)
                 try:
-                    (answer,) = run(request, Path(steady_engine.__file__))
+                    (answer,) = run(request, Path(steady_state.__file__))
                 except EngineFailed as error:
                     print(f"{key}: {error}")
                     failed.append(key)
                     continue
-                ledger.add(key, summary(answer, batch, expected_tau(place, speculative)))
-    print(f"\n{settings}\n\n{table(ledger.results)}\n")
-    said = goals(ledger.results, settings) if gpu else ["The goals are those of an H200."]
+                store.add(key, summary(answer, batch, expected_tau(place, speculative)))
+    print(f"\n{settings}\n\n{table(store.results)}\n")
+    said = goals(store.results, settings) if gpu else ["The goals are those of an H200."]
     print("\n".join(said))
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)

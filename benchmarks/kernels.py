@@ -17,19 +17,19 @@ from typing import Annotated, Any
 import torch
 import torch.nn.functional as F
 import typer
-from ledger import MEASURED, Ledger, markdown_table
+from results_store import MEASURED, ResultsStore, markdown_table
 from timing import device_name, time_call
 from torch import Tensor, nn
-from vllm_specblock.triton_kernels.attention import attention_tiles
-from vllm_specblock.triton_kernels.attention.packed import PackedQueries
+from vllm_specblock.triton_kernels.attention import attention_schedule
+from vllm_specblock.triton_kernels.attention.tree_attention_batch import TreeAttentionBatch
 from vllm_specblock.triton_kernels.kv_cache.commit import KVCacheSet, move_kv
 from vllm_specblock.triton_kernels.layers.fp8_linear import fp8_linear, quantize
 from vllm_specblock.triton_kernels.layers.layer_shift import layer_shift, layer_shift_reference
 
+from vllm_specblock.commit.committed_tokens import committed_sources
 from vllm_specblock.commit.move import move_path
-from vllm_specblock.commit.rows import committed_sources
-from vllm_specblock.draft.expand import Shape
-from vllm_specblock.draft.imposed import imposed_tree
+from vllm_specblock.drafters.common.synthetic import synthetic_tree
+from vllm_specblock.drafters.specblock.growth import TreeShape
 
 GOAL = 1.10
 """Tree attention over FlashAttention's time on a causal chain of the same size, at most."""
@@ -95,7 +95,7 @@ def attention_case(
     splits: in place of SPLIT_ENTRIES, each one way more.
     """
     queries = sizes.nodes + 1
-    tree = imposed_tree(Shape(*TREE_SHAPE, sizes.nodes), ALPHA)
+    tree = synthetic_tree(TreeShape(*TREE_SHAPE, sizes.nodes), ALPHA)
     length = context + queries
     blocks = -(-length // BLOCK)
     draw = torch.Generator(device).manual_seed(0)
@@ -111,7 +111,7 @@ def attention_case(
     start_host = [queries * request for request in range(batch + 1)]
     start = torch.tensor(start_host, dtype=torch.int32, device=device)
     lengths = torch.full((batch,), length, dtype=torch.int32, device=device)
-    packed = PackedQueries(
+    packed = TreeAttentionBatch(
         table,
         BLOCK,
         start,
@@ -137,11 +137,11 @@ def attention_case(
 
 def _with_splits(entries: int, attend: Callable[[], Tensor]) -> Callable[[], Tensor]:
     def run() -> Tensor:
-        usual, attention_tiles.SPLIT_ENTRIES = attention_tiles.SPLIT_ENTRIES, entries
+        usual, attention_schedule.SPLIT_ENTRIES = attention_schedule.SPLIT_ENTRIES, entries
         try:
             return attend()
         finally:
-            attention_tiles.SPLIT_ENTRIES = usual
+            attention_schedule.SPLIT_ENTRIES = usual
 
     return run
 
@@ -161,7 +161,7 @@ def _flash(query, storage, start, lengths, length, table) -> Callable[[], Tensor
 
 def _flash_prefix(packed, query, cache, scale) -> Callable[[], Tensor]:
     """What the engine takes for the shapes in `flash_prefix.FASTER`."""
-    from vllm_specblock.engine.flash_prefix import attend_prefix_and_tree, flash_attention
+    from vllm_specblock.engine.attention.flash_prefix import attend_prefix_and_tree, flash_attention
 
     flash, out = flash_attention(query.shape[-1]), torch.empty_like(query)
     return lambda: attend_prefix_and_tree(flash, packed, query, cache, scale, out)
@@ -257,7 +257,7 @@ def expansion_case(sizes: Sizes, batch: int, device: torch.device) -> Case:
     """From the candidates of M blocks to the best N nodes in order."""
     from candidate_sets import random_candidates
 
-    ways, moved = random_candidates(Shape(*TREE_SHAPE, sizes.nodes), batch, device)
+    ways, moved = random_candidates(TreeShape(*TREE_SHAPE, sizes.nodes), batch, device)
     return Case("tree selection", f"batch {batch}, N {sizes.nodes}", ways, moved)
 
 
@@ -317,14 +317,14 @@ def main(
     sizes = TINY if where.type == "cpu" else LARGE
     settings = {"device": device_name(where), "tiny": sizes is TINY, "runs": runs,
                 "dtype": str(sizes.dtype), "splits": splits or []}  # fmt: skip
-    ledger = Ledger(out, settings)
+    store = ResultsStore(out, settings)
     for case in cases(sizes, where, splits or []):
         name = f"{case.kernel}, {case.shape}"
-        if name in ledger or (only is not None and only not in case.kernel):
+        if name in store or (only is not None and only not in case.kernel):
             continue
         with torch.inference_mode():
-            ledger.add(name, measure(case, where, runs))
-    print(f"{settings}\n\n{table(ledger.results)}")
+            store.add(name, measure(case, where, runs))
+    print(f"{settings}\n\n{table(store.results)}")
 
 
 if __name__ == "__main__":

@@ -19,12 +19,12 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import typer
-from combinations import together
-from one_engine import TARGET
+from engine_process import TARGET
+from spec_configs import together
 
 from vllm_specblock.bench.figures.style import shown
 from vllm_specblock.bench.figures.tree_picture import Legend, TreePicture, save_tree
-from vllm_specblock.train.judge.replay import accepted_path
+from vllm_specblock.train.eval.replay import accepted_path
 
 ROOT = Path(__file__).resolve().parent.parent
 HEADS = ROOT / "examples/two_heads"
@@ -74,16 +74,16 @@ def record(
         speculative_config=speculative,
     )
     core = llm.llm_engine.engine_core.engine_core
-    proposer = core.model_executor.driver_worker.worker.model_runner.speculator.proposer
+    draft_policy = core.model_executor.driver_worker.worker.model_runner.speculator.draft_policy
     seen: list[tuple[Any, int]] = []
-    combine = proposer.combine
+    combine = draft_policy.combine
 
     def noting(rows: Any) -> Any:
         proposal = combine(rows)
         seen.append((proposal.combined, int(rows.position[rows.last[0]]) + 1))
         return proposal
 
-    proposer.combine = noting
+    draft_policy.combine = noting
     (answer,) = llm.generate(
         [prompt],
         SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True),

@@ -20,12 +20,12 @@ from tqdm import tqdm
 
 from vllm_specblock.bench.questions import read_questions, spread
 from vllm_specblock.bench.table import markdown_table
-from vllm_specblock.draft import checkpoint
-from vllm_specblock.train.judge.evaluate import Reach, scripts_from
-from vllm_specblock.train.judge.replay import Replay, check_steps, replay
-from vllm_specblock.train.learner import Script
-from vllm_specblock.train.teacher.features import load_target, load_tokenizer
-from vllm_specblock.train.text.prompts import prompt_ids
+from vllm_specblock.drafters.specblock import checkpoint
+from vllm_specblock.train.data.prompts import prompt_ids
+from vllm_specblock.train.eval.evaluate import TreeFigures, sequences_from
+from vllm_specblock.train.eval.replay import Replay, check_steps, replay
+from vllm_specblock.train.learner import EvalSequence
+from vllm_specblock.train.target.features import load_target, load_tokenizer
 
 DEPTH = 8
 """Tokens that must follow a root for its step to count, whatever M."""
@@ -36,9 +36,9 @@ def answered(
     questions: list[Path],
     count: int,
     tokens: int,
-    heat: float,
+    sampling_temperature: float,
     layers: tuple[int, ...],
-) -> list[Script]:
+) -> list[EvalSequence]:
     """The target's answers to `count` questions of each set, ready to be drafted along."""
     tokenizer = load_tokenizer(target)
     prompts = []
@@ -46,7 +46,11 @@ def answered(
         for question in spread(read_questions(path), count):
             prompts.append(torch.tensor(prompt_ids(question.turns[0], tokenizer, chat=True)))
     model = load_target(target, "bf16", torch.device("cpu"))
-    return list(scripts_from(model, prompts, tokens, temperature=heat, seed=0, layer_ids=layers))
+    return list(
+        sequences_from(
+            model, prompts, tokens, temperature=sampling_temperature, seed=0, layer_ids=layers
+        )
+    )
 
 
 def measure(
@@ -56,16 +60,24 @@ def measure(
     """A row per temperature, N and tree."""
     model = checkpoint.load(drafter, torch.bfloat16, "cpu").eval()
     rows = []
-    for heat in (0.0, 1.0):
+    for sampling_temperature in (0.0, 1.0):
         layers = model.config.target.layer_ids
-        scripts = answered(target, questions, count, tokens, heat, layers)
+        sequences = answered(target, questions, count, tokens, sampling_temperature, layers)
         for budget in nodes:
-            for name, make in tqdm(branchings(model, budget, blocks).items(), f"T = {heat:g}"):
-                whole = Replay.join(replay(make(script), script, DEPTH) for script in scripts)
+            for name, make in tqdm(
+                branchings(model, budget, blocks).items(), f"T = {sampling_temperature:g}"
+            ):
+                whole = Replay.join(
+                    replay(make(sequence), sequence, DEPTH) for sequence in sequences
+                )
                 check_steps(whole, DEPTH)
                 rows.append(
-                    {"T": heat, "N": budget, "tree": name or "rank-guided, as served"}
-                    | asdict(Reach.of(whole))
+                    {
+                        "T": sampling_temperature,
+                        "N": budget,
+                        "tree": name or "rank-guided, as served",
+                    }
+                    | asdict(TreeFigures.of(whole))
                 )
     return rows
 
@@ -73,7 +85,10 @@ def measure(
 def table(rows: list[dict]) -> str:
     """A row per tree, a column per N and temperature."""
     columns = list(dict.fromkeys((row["N"], row["T"]) for row in rows))
-    head = ["tree", *(f"N = {nodes}, T = {heat:g}" for nodes, heat in columns)]
+    head = [
+        "tree",
+        *(f"N = {nodes}, T = {sampling_temperature:g}" for nodes, sampling_temperature in columns),
+    ]
     found = {(row["tree"], row["N"], row["T"]): row for row in rows}
     lines = [head]
     for tree in dict.fromkeys(row["tree"] for row in rows):

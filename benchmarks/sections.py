@@ -1,7 +1,7 @@
 """Where the time of an engine's steps goes: nested sections, each without those inside it.
 
-`step_parts.py` starts this file as an engine's process: `vllm_specblock/engine/answering.py`, whose
-answers also say what each section took.
+`step_parts.py` starts this file as an engine's process:
+`vllm_specblock/engine/offline/answering.py`, whose answers also say what each section took.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from vllm_specblock.engine.answering import Answering, main
+from vllm_specblock.engine.offline.answering import Answering, main
 
 STEP, RUNNER, MODEL, ATTENTION = (
     "scheduler, engine",
@@ -98,10 +98,10 @@ class Sectioned(Answering):
         if speculator is not None:
             wrap(speculator, "propose", PROPOSAL)
             wrap(speculator, "settle", COMMIT)
-            wrap(speculator.proposer, "advance", DRAFTING)
-            wrap(speculator.proposer, "combine", DRAFTING)
+            wrap(speculator.draft_policy, "advance", DRAFTING)
+            wrap(speculator.draft_policy, "combine", DRAFTING)
             for owner, names in (
-                (speculator.adaptive, ("learn", "offer", "catch_up", "sleep")),
+                (speculator.adaptive, ("learn", "write_survival", "catch_up", "pause")),
                 (
                     runner.adaptive_verification,
                     (

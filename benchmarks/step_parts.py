@@ -24,7 +24,7 @@ from vllm_specblock.bench.methods import RUNNER
 from vllm_specblock.bench.process import EngineFailed, EngineProcess, end_all
 from vllm_specblock.bench.questions import read_questions
 from vllm_specblock.bench.table import markdown_table
-from vllm_specblock.train.text.prompts import prompt_ids
+from vllm_specblock.train.data.prompts import prompt_ids
 
 _COMMAND = (sys.executable, "-P", str(Path(__file__).with_name("sections.py")))
 
@@ -79,11 +79,11 @@ def take_turns(
     engines: dict[str, EngineProcess],
     prompts: list[list[int]],
     tokens: int,
-    heat: float,
+    sampling_temperature: float,
     rounds: int,
 ) -> dict[str, dict[str, Any]]:
     """By engine: milliseconds of a step, section by section, and τ; medians over rounds."""
-    job = {"prompts": prompts, "seeds": [*range(len(prompts))], "temperature": heat,
+    job = {"prompts": prompts, "seeds": [*range(len(prompts))], "temperature": sampling_temperature,
            "max_tokens": tokens, "ignore_eos": True}  # fmt: skip
     for engine in engines.values():
         engine.ask(job | {"max_tokens": 24})

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm_specblock.draft.model import SpecBlockDrafter
-from vllm_specblock.train.teacher.features import OnlineTeacher
+from vllm_specblock.drafters.specblock.model import SpecBlockModel
+from vllm_specblock.train.target.features import OnlineTeacher
 
 
 @dataclass(frozen=True)
@@ -23,29 +23,29 @@ class Load:
 
     Attributes:
         rows: [M] rows of each block; laid_out: with those that fill the rectangle up.
-        counted: [M][K] rows that a loss is counted for, and so runs the LM head for.
+        num_positions: [M][K] rows that a loss is counted for, and so runs the LM head for.
         visible: pairs of a query position and an entry that it sees, over all blocks.
     """
 
     rows: list[int]
     laid_out: list[int]
-    counted: list[list[int]]
+    num_positions: list[list[int]]
     visible: int
 
 
-def load_of(right: Tensor, cuts: Sequence[int], block: int) -> Load:
+def load_of(right: Tensor, restart_positions: Sequence[int], block: int) -> Load:
     """The load of windows of one document each, every token of which is counted.
 
     Args:
         right: [B, L] bool on the CPU, the drafter's choice for this column is its token.
-        cuts: where each block after the first starts, 1..K.
+        restart_positions: where each block after the first starts, 1..K.
         block: K.
     """
     windows, length = right.shape
     row = torch.arange(length - 1)
     live = torch.ones(windows, length - 1, dtype=torch.bool)
-    rows, laid_out, counted, visible, offset = [], [], [], 0, 0
-    for cut in [*cuts, None]:
+    rows, laid_out, num_positions, visible, offset = [], [], [], 0, 0
+    for restart_position in [*restart_positions, None]:
         rows.append(int(live.sum()))
         laid_out.append(windows * int(live.sum(1).max()))
         # Earlier rows' block 1, the path of `offset` entries, the block itself up to each position.
@@ -56,11 +56,11 @@ def load_of(right: Tensor, cuts: Sequence[int], block: int) -> Load:
             place = row + 1 + offset + k
             path = path & (place < length)
             counted_here.append(int(path.sum()))
-            onward = path if k == cut else onward
+            onward = path if k == restart_position else onward
             path = path & right[:, place.clamp(max=length - 1)]
-        counted.append(counted_here)
-        live, offset = onward, offset + (cut or 0)
-    return Load(rows, laid_out, counted, visible)
+        num_positions.append(counted_here)
+        live, offset = onward, offset + (restart_position or 0)
+    return Load(rows, laid_out, num_positions, visible)
 
 
 @dataclass(frozen=True)
@@ -76,18 +76,20 @@ class Flops:
         return self.matmul + self.attention
 
 
-def drafter_flops(drafter: SpecBlockDrafter, load: Load) -> Flops:
+def drafter_flops(drafter: SpecBlockModel, load: Load) -> Flops:
     """Forward and backward of one update with the rank loss."""
     size, block = drafter.config.hidden_size, drafter.config.block_size
     rows, blocks = sum(load.rows), sum(count > 0 for count in load.rows)
-    positions, counted = block * rows, sum(map(sum, load.counted))
+    positions, num_positions = block * rows, sum(map(sum, load.num_positions))
     shared, own = drafter.rank_head[0].weight.numel(), drafter.rank_head[2].weight.numel()
     # Three products each: forward, gradient of the input, gradient of the weight.
     thrice = rows * 2 * size * size + blocks * block * size * size  # fuse: per row, per query
     thrice += positions * (_matrices(drafter.layers) + _matrices(drafter.shift_proj))
-    thrice += counted * (drafter.lm_head.weight.numel() + own)
+    thrice += num_positions * (drafter.lm_head.weight.numel() + own)
     # No gradient goes into the features, nor from the rank head into the trunk.
-    twice = load.rows[0] * drafter.input_layer.condition_proj.weight.numel() + counted * shared
+    twice = (
+        load.rows[0] * drafter.input_layer.condition_proj.weight.numel() + num_positions * shared
+    )
     width = drafter.config.num_attention_heads * drafter.config.head_dim
     pairs = len(drafter.layers) * load.visible
     return Flops(2 * (3 * thrice + 2 * twice), 3 * 4 * width * pairs)

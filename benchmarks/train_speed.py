@@ -2,9 +2,9 @@
 
     python benchmarks/train_speed.py [--shape 8b] [--blocks 3] [--batch 4] [--json OUT]
 
-`random_lessons.py` says how random weights come to a trained drafter's load; `--alpha` is the share
-of positions that it gets right, and 1 counts every position, the most work there can be. All of the
-text is counted: the prompts of chat data would spare some.
+`synthetic_training.py` says how random weights come to a trained drafter's load; `--alpha` is the
+share of positions that it gets right, and 1 counts every position, the most work there can be. All
+of the text is counted: the prompts of chat data would spare some.
 
 The trainer runs as it is, at a learning rate of next to nothing: the same arithmetic, and the load
 stays. Features and p* lie on the device; with `--with-target` a random target computes them anew.
@@ -21,7 +21,9 @@ from typing import Annotated, Any, Literal
 
 import torch
 import typer
-from random_lessons import (
+from rich.console import Console
+from rich.table import Table
+from synthetic_training import (
     FAVOURITE,
     SHAPES,
     SameText,
@@ -31,21 +33,19 @@ from random_lessons import (
     make_text,
     online_teacher,
 )
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from torch._dynamo.utils import counters
 from train_flops import Load, drafter_flops, load_of, teacher_flops
 
 from vllm_specblock.train import provenance
 from vllm_specblock.train.config import TrainConfig, TrainError, parse
-from vllm_specblock.train.learner import Lesson, Outcome
+from vllm_specblock.train.data.batch import Batch
+from vllm_specblock.train.distributed_model import usable_device
+from vllm_specblock.train.learner import LossOutput, TrainBatch
 from vllm_specblock.train.loop import Trainer
-from vllm_specblock.train.parallel import usable_device
 from vllm_specblock.train.run import recipe
 from vllm_specblock.train.specblock import SpecBlockLearner
-from vllm_specblock.train.teacher.features import OnlineTeacher, Teacher
-from vllm_specblock.train.text.batch import Batch
+from vllm_specblock.train.target.features import OnlineTeacher, Teacher
 
 _RATE = 1e-30
 """Learning rate: so small that no float32 weight moves."""
@@ -68,16 +68,18 @@ class Watch:
     """A learner's forward hook: what every update did. Reads nothing off the device.
 
     Attributes:
-        cuts: per update.
-        counted: per update [M, K], on the device.
+        restart_positions: per update.
+        num_positions: per update [M, K], on the device.
     """
 
-    cuts: list[list[int]] = field(default_factory=list)
-    counted: list[Tensor] = field(default_factory=list)
+    restart_positions: list[list[int]] = field(default_factory=list)
+    num_positions: list[Tensor] = field(default_factory=list)
 
-    def __call__(self, learner: SpecBlockLearner, lessons: tuple[Lesson], outcome: Outcome) -> None:
-        self.cuts.append(learner.cuts(lessons[0]))
-        self.counted.append(outcome.counted)
+    def __call__(
+        self, learner: SpecBlockLearner, train_batches: tuple[TrainBatch], outcome: LossOutput
+    ) -> None:
+        self.restart_positions.append(learner.restart_positions(train_batches[0]))
+        self.num_positions.append(outcome.num_positions)
 
     def loads(self, right: Tensor, block: int) -> list[Load]:
         """Every update's load; right [B, L] as of `load_of`.
@@ -85,9 +87,11 @@ class Watch:
         Raises:
             TrainError: an update counted other positions.
         """
-        loads = [load_of(right, cuts, block) for cuts in self.cuts]
-        for load, counted in zip(loads, self.counted):
-            if load.counted != counted.long().tolist():
+        loads = [
+            load_of(right, restart_positions, block) for restart_positions in self.restart_positions
+        ]
+        for load, num_positions in zip(loads, self.num_positions):
+            if load.num_positions != num_positions.long().tolist():
                 raise TrainError("The drafter does not choose as it was made to: no figures.")
         return loads
 
@@ -126,11 +130,11 @@ def measure(
     else:
         teacher = StillTeacher(shape, text, device, dtype)
     trainer = make_trainer(config, shape, teacher, text, device)
-    spread, watch = trainer.students["drafter"].spread, Watch()
-    spread.module.register_forward_hook(watch)
+    dist_model, watch = trainer.train_states["drafter"].dist_model, Watch()
+    dist_model.module.register_forward_hook(watch)
     seconds, memory, graphs = run_updates(trainer, warmup)
 
-    drafter = spread.learner.drafter
+    drafter = dist_model.learner.drafter
     loads = watch.loads(text.tokens == FAVOURITE, drafter.config.block_size)[warmup:]
     parts = [drafter_flops(drafter, load) for load in loads]
     if isinstance(teacher, OnlineTeacher):
@@ -143,7 +147,7 @@ def measure(
         "target": shape.target.to_diff_dict() | {"runs": with_target},
         "drafter": drafter.config.model_dump(mode="json"),
         "parameters": sum(weight.numel() for weight in drafter.parameters()),
-        "recipe": vars(spread.learner.recipe),
+        "recipe": vars(dist_model.learner.recipe),
         "batch": config.batch,
         "length": config.length,
         "alpha": alpha,

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from combinations import POLICIES, alone, eagle3, eagle3_chain, specblock, together
-from ledger import MEASURED, ROOT, Ledger, from_root, markdown_table, weights
-from one_engine import TARGET, Answer, EngineFailed, Request, Task, run
+from engine_process import TARGET, Answer, EngineFailed, Request, Task, run
+from results_store import MEASURED, ROOT, ResultsStore, from_root, markdown_table, weights
+from spec_configs import POLICIES, alone, eagle3, eagle3_chain, specblock, together
 
 FOLDER = ROOT / "runs/two_heads"
 HEADS = ROOT / "examples/two_heads"
@@ -150,7 +150,7 @@ def texts_of(path: Path, count: int) -> list[str]:
     return [json.loads(line)["prompt"] for line in lines[:count]]
 
 
-def measure(request: Request, ledger: Ledger, name: str) -> bool:
+def measure(request: Request, store: ResultsStore, name: str) -> bool:
     """Run one engine and keep its results; False if it failed."""
     print(f"{name} …", flush=True)
     try:
@@ -158,8 +158,8 @@ def measure(request: Request, ledger: Ledger, name: str) -> bool:
     except EngineFailed as error:
         print(f"{name}: {error}")
         return False
-    ledger.add(name, summary(answers, ledger.results.get(PLAIN)))
-    for cell, result in ledger.results[name].items():
+    store.add(name, summary(answers, store.results.get(PLAIN)))
+    for cell, result in store.results[name].items():
         print(f"  {cell}: τ {result['tau']:.2f}, {result['tokens_per_second']:.1f} tokens/s")
     return True
 
@@ -212,7 +212,7 @@ def main(
             **{"batch": size, "repeat": repeat, "dtype": dtype, "graphs": graphs, "how": how},
         }
         path = out if size == 1 else out.with_stem(f"{out.stem}_batch{size}")
-        ledger = Ledger(path, settings)
+        store = ResultsStore(path, settings)
         tasks = [Task(texts[name], t, max_tokens, size, repeat) for name, t in cells()]
         arguments = {
             "dtype": dtype,
@@ -220,15 +220,15 @@ def main(
             "kv_cache_memory_bytes": cache_mib << 20,
         }
         for name, speculative in found.items():
-            if name not in ledger and not measure(
-                Request(str(target), speculative, tasks, arguments), ledger, name
+            if name not in store and not measure(
+                Request(str(target), speculative, tasks, arguments), store, name
             ):
                 failed.append(name)
                 if name == PLAIN:
                     raise typer.Exit(1)
-        different += must_not_differ(ledger.results)
+        different += must_not_differ(store.results)
         print(f"\nbatch {size}, {dtype}, {len(texts[SLICES[0]])} prompts a slice, "
-              f"{max_tokens} tokens each\n\n{markdown(ledger.results)}\n")  # fmt: skip
+              f"{max_tokens} tokens each\n\n{markdown(store.results)}\n")  # fmt: skip
     if failed or different:
         print(f"failed: {', '.join(failed) or 'none'}", file=sys.stderr)
         print(f"outputs that must not differ and do: {different}", file=sys.stderr)

@@ -22,7 +22,7 @@ from transformers import AutoTokenizer
 
 from vllm_specblock.bench.near_ties import explain
 from vllm_specblock.bench.process import EngineFailed, EngineProcess, end_all
-from vllm_specblock.engine.answering import ACCEPTED, DRAFTS
+from vllm_specblock.engine.offline.answering import ACCEPTED, DRAFTS
 
 EXAMPLES = Path(__file__).resolve().parent
 sys.path[:0] = [str(EXAMPLES), str(EXAMPLES / "smollm2")]

@@ -19,7 +19,7 @@ SOURCES = sorted([*ROOT.glob("vllm_specblock/**/*.py"), *ROOT.glob("triton_kerne
 ROOMS = [
     {"triton_kernels", "versions"},
     {"tree", "candidates"},
-    {"config", "draft", "combine", "verify", "commit"},
+    {"config", "drafters", "combine", "verify", "commit", "feedback"},
     {"train"},
     {"adapt"},
     {"triton_interpreter", "engine"},
@@ -69,23 +69,48 @@ def test_imports_go_one_way():
 
 STEP = [
     *(ROOT / "vllm_specblock/verify" / f"{name}.py" for name in (
-        "walk", "reach", "imposed", "sight", "verified"
+        "accept_path", "synthetic_acceptance", "tree_mask"
     )),
-    *ROOT.glob("vllm_specblock/commit/*.py"),
-    *(ROOT / "vllm_specblock/draft" / f"{name}.py" for name in (
-        "head", "paged", "specblock", "expand", "model", "layers", "linear", "rope", "ngram",
-        "sharpness"
+    *(ROOT / "vllm_specblock/feedback" / f"{name}.py" for name in (
+        "acceptance_estimator", "calibration", "lazy_gate", "skip_gate", "verified_trees"
     )),
-    *ROOT.glob("vllm_specblock/combine/*.py"),
-    *(ROOT / "vllm_specblock/draft/eagle3" / f"{name}.py" for name in ("growth", "head", "model")),
-    *(path for path in ROOT.glob("vllm_specblock/draft/baselines/*.py") if path.stem != "files"),
-    *(ROOT / "vllm_specblock/engine" / f"{name}.py" for name in (
-        "slots", "rows", "sampler", "speculator", "proposal", "counters", "model_state",
-        "attention", "kv", "graphs", "dummy", "adaptive",
-        "draft_clock"
+    *(ROOT / "vllm_specblock/commit" / f"{name}.py" for name in (
+        "accepted_paths", "committed_tokens", "move", "store"
     )),
-    ROOT / "vllm_specblock/tree.py",
-    ROOT / "vllm_specblock/candidates.py",
+    ROOT / "vllm_specblock/drafters/interface.py",
+    *(ROOT / "vllm_specblock/drafters/specblock" / f"{name}.py" for name in (
+        "drafter", "growth", "model", "paged_attention"
+    )),
+    *(ROOT / "vllm_specblock/drafters/common" / f"{name}.py" for name in (
+        "layers", "linear", "rope"
+    )),
+    ROOT / "vllm_specblock/drafters/ngram/drafter.py",
+    *(ROOT / "vllm_specblock/combine" / f"{name}.py" for name in (
+        "budget", "combined", "merge", "route"
+    )),
+    *(ROOT / "vllm_specblock/drafters/eagle3" / f"{name}.py" for name in (
+        "drafter", "growth", "model"
+    )),
+    *(ROOT / "vllm_specblock/drafters/baselines" / f"{name}.py" for name in (
+        "causal_rows", "config", "falcon", "group_attention", "medusa", "parallelspec",
+        "positions", "product_trees", "sps", "static_tree", "trunk"
+    )),
+    *(ROOT / "vllm_specblock/engine/runner" / f"{name}.py" for name in (
+        "adaptation", "draft_policy", "dummy", "graphs", "model_state", "recording", "sampler",
+        "speculator", "step_batch", "tree_states"
+    )),
+    *(ROOT / "vllm_specblock/engine/metrics" / f"{name}.py" for name in (
+        "counters", "draft_clock"
+    )),
+    *(ROOT / "vllm_specblock/engine/attention" / f"{name}.py" for name in (
+        "backend", "draft_attention_layer"
+    )),
+    ROOT / "vllm_specblock/engine/adaptive/trees.py",
+    ROOT / "vllm_specblock/adapt/slabs.py",
+    ROOT / "triton_kernels/feedback/record_step.py",
+    *(ROOT / "vllm_specblock" / f"{name}.py" for name in (
+        "candidates", "tree"
+    )),
 ]  # fmt: skip
 READS = re.compile(
     r"\.(item|tolist|cpu|numpy|nonzero)\(|(?<![.\w])(int\((?!self\.|len)|bool\()|synchronize"
@@ -103,11 +128,11 @@ def test_no_device_value_is_read_on_the_way_of_a_step(path):
             assert "# a host" in line, f"{path.name}:{number}: {line.strip()}"
 
 
-def test_combine_and_verify_know_trees_not_heads():
+def test_combine_and_verify_know_trees_not_drafters():
     for path in SOURCES:
         if room_of(path) in ("combine", "verify"):
             for module in imported_modules(path):
-                assert not module.startswith("vllm_specblock.draft"), f"{path} imports {module}"
+                assert not module.startswith("vllm_specblock.drafters"), f"{path} imports {module}"
 
 
 def names_of(folder: str, package: str) -> dict[str, Path]:
@@ -155,6 +180,7 @@ def test_kernels_are_not_importable_by_their_folder(tmp_path):
     (built,) = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(built).namelist()
     assert "vllm_specblock/triton_kernels/attention/tree_attention.py" in names
+    assert "vllm_specblock/py.typed" in names
     assert not [name for name in names if name.startswith("triton_kernels/")]
     find = "import importlib.util as u, vllm_specblock.triton_kernels as k; print(k.__name__);"
     code = find + "print(u.find_spec('triton_kernels'))"

@@ -134,3 +134,23 @@ def test_versions():
     assert is_supported("0.32.0") and is_supported("0.32.4+cpu")
     assert not is_supported("0.33.0") and not is_supported("unknown")
     assert "0.32.x" in supported_sentence("0.33.0") and "0.33.0" in supported_sentence("0.33.0")
+
+
+@pytest.mark.parametrize("kind", ["specblock", "eagle3", "medusa", "sps"])
+def test_an_old_name_is_taken_and_says_so(kind, caplog):
+    given = {"learn_sharpness": False}
+    with caplog.at_level("WARNING", logger="vllm_specblock.config"):
+        assert parse_head(given, kind, "second_head.").calibrate_drafts is False
+    (said,) = caplog.messages
+    assert "'second_head.learn_sharpness'" in said and "'calibrate_drafts'" in said
+    assert given == {"learn_sharpness": False}, "the caller's own"
+
+
+def test_an_old_name_beside_the_new_one_is_refused():
+    both = {"learn_sharpness": True, "calibrate_drafts": True}
+    refused(lambda: parse_head(both, "specblock"), "learn_sharpness", "calibrate_drafts")
+
+
+def test_an_old_name_is_checked_like_the_new_one():
+    refused(lambda: parse_head({"learn_sharpness": 3}, "specblock"), "calibrate_drafts", "3")
+    refused(lambda: parse_head({"learn_sharpness": True}, "ngram"), "learn_sharpness", "not known")

@@ -11,6 +11,7 @@ which a function stands: what a function calls must stand in the same one.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ except ImportError:  # the torch references do without
 AVAILABLE = numba is not None
 
 
-def njit(function: Callable | None = None, **options):
+def njit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     """`numba.njit` that keeps its machine code where it can; without Numba a plain function."""
     if function is None:
         return lambda function: njit(function, **options)

@@ -10,6 +10,10 @@ compiled anew, in the midst of serving, for each that is 1 or a multiple of 16.
 
 from __future__ import annotations
 
+from typing import Any
+
+__all__ = ["cdiv", "jit", "next_power_of_2", "tl", "triton"]
+
 try:
     import triton
     import triton.language as tl
@@ -20,7 +24,7 @@ try:
 except ImportError:  # the references do without
     triton = tl = None
 
-    def jit(kernel=None, **options):
+    def jit(kernel: Any = None, **options: Any) -> Any:
         """Leave `kernel` a plain function: it is never launched without Triton."""
         return kernel if kernel is not None else lambda kernel: kernel
 

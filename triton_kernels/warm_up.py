@@ -1,7 +1,7 @@
 """Compiling tree attention before anyone waits for it.
 
-Which kernel a batch launches follows from its lengths (`attention_tiles.py`), and a kernel takes a
-second or two to compile when it is first met: better at start-up than in the midst of serving.
+Which kernel a batch launches follows from its lengths (`attention_schedule.py`), and a kernel takes
+a second or two to compile when it is first met: better at start-up than in the midst of serving.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .attention import attention_tiles as cut
-from .attention.packed import PackedQueries
+from .attention import attention_schedule as cut
+from .attention.tree_attention_batch import TreeAttentionBatch
 from .optional_triton import cdiv
 
 if TYPE_CHECKING:  # it needs numba
@@ -57,7 +57,7 @@ def compile_attention(
         rows = query_len * num_requests
         start = [query_len * request for request in range(num_requests + 1)]
         one = torch.ones(rows, dtype=torch.int32, device=device)
-        queries = PackedQueries(
+        queries = TreeAttentionBatch(
             block_table[:num_requests],
             block_size,
             torch.arange(0, rows + 1, query_len, dtype=torch.int32, device=device),
@@ -90,7 +90,7 @@ def shapes_to_compile(
     Of each class of tiles there are three: requests with one split, one program per split, one
     program for all splits. The last takes many requests, or one with many tiles.
     """
-    seen = set()
+    seen: set[tuple[object, ...]] = set()
     lengths = {min(max(tile.rows // group, 1), max_query_len) for tile in classes}
     tiles = cdiv(cut.PROGRAMS, num_kv_heads)
     lengths.add(min(max(tiles * classes[-1].rows // group, 1), max_query_len))

@@ -2,16 +2,19 @@
 
 The keys stand beside vLLM's own in `speculative_config`: those of the first head and those that
 say how two heads go together at the top, those of the second head under `second_head`. Nothing
-here imports vLLM; what must be held against the target is in `engine/arguments.py`.
+here imports vLLM; what must be held against the target is in `engine/config/vllm_args.py`.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import logging
+from typing import Annotated, Any, Literal, TypeVar, overload
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from vllm_specblock.tree import MAX_NODES
+
+logger = logging.getLogger(__name__)
 
 METHOD = "specblock"
 """The value of `speculative_config["method"]` that asks for this plugin."""
@@ -44,14 +47,19 @@ class OptionError(ValueError):
     """A key of `speculative_config` that cannot be followed; the message is one sentence."""
 
 
-class _Options(BaseModel):
+class Options(BaseModel):
+    """Keys of one thing; others are refused."""
+
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-class _DrafterOptions(_Options):
+_Kind = TypeVar("_Kind", bound=Options)
+
+
+class _DrafterOptions(Options):
     """What holds for every head with weights."""
 
-    learn_sharpness: bool = True
+    calibrate_drafts: bool = True
     """Learn from what is accepted how much surer the target is than the drafter says, and grow
     trees by that. Off: by the drafter's own probabilities, as the papers do."""
 
@@ -120,7 +128,7 @@ class SpSConfig(_DrafterOptions):
     """Tokens of its chain. More nodes (`num_speculative_tokens`) than that stay empty."""
 
 
-class NGramConfig(_Options):
+class NGramConfig(Options):
     """How the request's own text is looked up."""
 
     min_match: Annotated[int, Field(ge=1, le=32)] = 1
@@ -144,7 +152,7 @@ class NGramConfig(_Options):
         return self
 
 
-HEADS: dict[str, type[_Options]] = {
+HEADS: dict[str, type[Options]] = {
     "specblock": SpecBlockConfig,
     "eagle3": Eagle3Config,
     "medusa": MedusaConfig,
@@ -156,7 +164,7 @@ HEADS: dict[str, type[_Options]] = {
 """Kinds of heads and their options."""
 
 
-class CombineConfig(_Options):
+class CombineConfig(Options):
     """How the trees of two heads become one (routing and merged-tree papers)."""
 
     head_policy: Literal["route", "merge"] = "route"
@@ -190,9 +198,44 @@ ONE_BLOCK = 16
 """Trees of fewer nodes are one forward's, unless somebody says otherwise."""
 
 
+OLD_NAMES = {"learn_sharpness": "calibrate_drafts"}
+"""Keys that are called otherwise now, and are still taken."""
+
+
+def _with_new_names(given: dict[str, Any], kind: str, where: str) -> dict[str, Any]:
+    for old, new in OLD_NAMES.items():
+        if old not in given or new not in HEADS[kind].model_fields:
+            continue
+        if new in given:
+            raise OptionError(
+                f"speculative_config keys '{where}{old}' and '{where}{new}' are one option, but "
+                "both are given: drop the former."
+            )
+        logger.warning(
+            "speculative_config key '%s%s' is deprecated: it is called '%s' now.", where, old, new
+        )
+        given = {new if key == old else key: value for key, value in given.items()}
+    return given
+
+
+@overload
+def parse_head(
+    given: dict[str, Any],
+    kind: Literal["specblock"],
+    where: str = "",
+    num_nodes: int | None = None,
+) -> SpecBlockConfig: ...
+@overload
+def parse_head(
+    given: dict[str, Any], kind: Literal["eagle3"], where: str = "", num_nodes: int | None = None
+) -> Eagle3Config: ...
+@overload
 def parse_head(
     given: dict[str, Any], kind: str, where: str = "", num_nodes: int | None = None
-) -> _Options:
+) -> Options: ...
+def parse_head(
+    given: dict[str, Any], kind: str, where: str = "", num_nodes: int | None = None
+) -> Options:
     """The options of one head, checked.
 
     Args:
@@ -205,17 +248,20 @@ def parse_head(
         OptionError: an unknown key, a wrong type or a value out of range. One sentence that
             names the key, what was given and what is accepted.
     """
+    given = _with_new_names(given, kind, where)
     if kind == "specblock" and num_nodes is not None and num_nodes < ONE_BLOCK:
         given = {"num_blocks": 1} | given
-    return _parse(HEADS[kind], given, where, f" of a head of kind {kind!r}")
+    return parse_options(HEADS[kind], given, where, f" of a head of kind {kind!r}")
 
 
 def parse_combine(given: dict[str, Any]) -> CombineConfig:
     """How two heads go together; as `parse_head`."""
-    return _parse(CombineConfig, given, "", "")
+    return parse_options(CombineConfig, given, "", "")
 
 
-def split_keys(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any] | None, dict]:
+def split_keys(
+    given: dict[str, Any],
+) -> tuple[dict[str, Any], dict[str, Any] | None, dict[str, Any]]:
     """A `speculative_config` as (first head, second head or None, how they go together).
 
     Raises:
@@ -261,21 +307,32 @@ def check_num_nodes(value: Any) -> int:
     return value
 
 
-def _parse(model: type[_Options], given: dict[str, Any], where: str, whose: str) -> Any:
+def parse_options(model: type[_Kind], given: dict[str, Any], where: str, whose: str) -> _Kind:
+    """Keys as a model has them.
+
+    Args:
+        where: put before a key in messages.
+        whose: says after "accepted" what accepts them.
+
+    Raises:
+        OptionError: one sentence on the first wrong one.
+    """
     try:
         return model(**given)
     except ValidationError as error:
         raise OptionError(_sentence(error, model, where, whose)) from None
 
 
-def _sentence(error: ValidationError, model: type[_Options], where: str, whose: str) -> str:
+def _sentence(error: ValidationError, model: type[Options], where: str, whose: str) -> str:
     first = error.errors()[0]
     if first["type"] == "value_error":
         return f"speculative_config: {where}{first['ctx']['error']}."
     key, *inside = first["loc"]
     name = f"'{where}{key}'" + (f" (entry {inside[0]})" if inside else "")
     if first["type"] == "extra_forbidden":
-        known = {*model.model_fields, *SOURCE_KEYS}
+        known = set(model.model_fields)
+        if model in HEADS.values():
+            known |= SOURCE_KEYS | ({"adapt"} if model is SpecBlockConfig else set())
         if not where:
             known |= {*VLLM_KEYS, *CombineConfig.model_fields, "second_head"}
         return (

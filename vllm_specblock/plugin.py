@@ -28,7 +28,7 @@ def register() -> None:
     if not is_supported(found):
         logger.warning(supported_sentence(found))
         return
-    from vllm_specblock.engine import registration
+    from vllm_specblock.engine.config import registration
 
     registration.register()
     if _cpu_user_opted_in():

@@ -4,7 +4,7 @@ One decoder layer, run once per drafted token. Row t reads the target's fused fe
 and the embedding of token t + 1, and predicts token t + 2. Every further step takes the state
 that the step before it left in place of features: in training ("training-time test") as in use.
 
-The drafter and the growth of its tree are those that we serve (`vllm_specblock.draft.eagle3`);
+The drafter and the growth of its tree are those that we serve (`vllm_specblock.drafters.eagle3`);
 here are the objective and drafting along one text. Simplified: the text's own tokens are fed
 in training and every one that the draft vocabulary can name gives a loss (the authors leave out
 those where the target's likeliest token lies outside of it); attention of the unrolled steps is
@@ -22,24 +22,31 @@ from baselines.groups import Kept, KeyValue, group_attention
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from vllm_specblock.draft.config import default_layer_ids
-from vllm_specblock.draft.config_json import rope_of
-from vllm_specblock.draft.eagle3.config import Eagle3Shape
-from vllm_specblock.draft.eagle3.growth import Growth
-from vllm_specblock.draft.eagle3.model import Eagle3Drafter
+from vllm_specblock.drafters.eagle3.config import Eagle3Shape
+from vllm_specblock.drafters.eagle3.growth import DynamicTreeConfig
+from vllm_specblock.drafters.eagle3.model import Eagle3Model
+from vllm_specblock.drafters.specblock.config import default_layer_ids
+from vllm_specblock.drafters.specblock.config_json import rope_of
+from vllm_specblock.train.data.batch import Batch
+from vllm_specblock.train.data.labels import draft_labels
+from vllm_specblock.train.data.shards import replace
+from vllm_specblock.train.eval.eagle3_drafting import Eagle3Draft, masked_attention
 from vllm_specblock.train.head_loss import loss_and_choice
-from vllm_specblock.train.judge.eagle3_drafting import Eagle3Draft, masked_attention
-from vllm_specblock.train.labels import draft_labels
-from vllm_specblock.train.learner import OUTSIDE, Draft, Learner, Lesson, Outcome, Script
-from vllm_specblock.train.text.batch import Batch
-from vllm_specblock.train.text.shards import replace
+from vllm_specblock.train.learner import (
+    IGNORE_INDEX,
+    Draft,
+    EvalSequence,
+    Learner,
+    LossOutput,
+    TrainBatch,
+)
 
 DECAY = 0.8
 """Weight of a step's loss relative to the step before, as in the authors' code."""
-GROWTH = Growth(depth=7, top_k=10, budget=60)
+GROWTH = DynamicTreeConfig(depth=7, top_k=10, budget=60)
 
 
-class Eagle3(Learner, Eagle3Drafter):
+class Eagle3(Learner, Eagle3Model):
     """The drafter and its objective. Parameter names are those that vLLM loads.
 
     Args:
@@ -50,7 +57,12 @@ class Eagle3(Learner, Eagle3Drafter):
     """
 
     def __init__(
-        self, shape: Eagle3Shape, d2t: Tensor, t2d: Tensor, steps: int = 7, growth: Growth = GROWTH
+        self,
+        shape: Eagle3Shape,
+        d2t: Tensor,
+        t2d: Tensor,
+        steps: int = 7,
+        growth: DynamicTreeConfig = GROWTH,
     ):
         super().__init__(shape)
         self.steps, self.growth = steps, growth.within(len(d2t))
@@ -67,7 +79,7 @@ class Eagle3(Learner, Eagle3Drafter):
         head: Tensor | None = None,
         *,
         steps: int = 7,
-        growth: Growth = GROWTH,
+        growth: DynamicTreeConfig = GROWTH,
         **sizes: Any,
     ) -> Eagle3:
         """An untrained drafter shaped after its target; the global generator is left alone.
@@ -107,43 +119,48 @@ class Eagle3(Learner, Eagle3Drafter):
         """Numbers that are trained."""
         return sum(weight.numel() for weight in self.parameters())
 
-    def forward(self, lesson: Lesson) -> Outcome:
+    def forward(self, train_batch: TrainBatch) -> LossOutput:
         """The unrolled steps over every row (M = 1, K = J).
 
         All rows whose label is known give a loss; the tally counts those of them where every
         earlier step's first choice was the text's token, so that hits / seen is α_k.
         """
-        batch, law = lesson.batch, lesson.teaching.law.flatten(0, 1)
+        batch, target_probs = (
+            train_batch.batch,
+            train_batch.target_outputs.target_probs.flatten(0, 1),
+        )
         label = draft_labels(self.t2d, batch)
         length = label.shape[1]
         column = torch.arange(batch.tokens.shape[1], device=label.device).expand_as(label)
         on_path = torch.ones_like(label, dtype=torch.bool)
         attend = UnrolledSight(batch)
-        state = self.fuse(lesson.teaching.hidden)
+        state = self.fuse(train_batch.target_outputs.hidden)
         total, count, tally = [], [], []
         for step in range(self.steps):
             token = batch.at(batch.tokens, column, column + step + 1, 0).clamp(min=0)
-            state = self.run(lesson.embed(token), state, batch.position + step, attend)
-            wanted = batch.at(label, column, column + step + 2, OUTSIDE)
-            window, row = (wanted != OUTSIDE).nonzero(as_tuple=True)
+            state = self.run(train_batch.embed(token), state, batch.position + step, attend)
+            wanted = batch.at(label, column, column + step + 2, IGNORE_INDEX)
+            window, row = (wanted != IGNORE_INDEX).nonzero(as_tuple=True)
             rows = self.norm(state[window, row]) * self.config.logit_scale
-            law_row = window * length + row + step + 1
-            loss, nats, best = loss_and_choice(rows, self.lm_head.weight, law, law_row)
+            target_row = window * length + row + step + 1
+            loss, ce_loss, best = loss_and_choice(
+                rows, self.lm_head.weight, target_probs, target_row
+            )
             total.append(loss)
-            count.append(len(nats))
+            count.append(len(ce_loss))
             seen = on_path[window, row]
             hit = seen & (best == wanted[window, row])
-            tally.append(torch.stack([(nats * seen).sum(), hit.sum(), seen.sum()]))
+            tally.append(torch.stack([(ce_loss * seen).sum(), hit.sum(), seen.sum()]))
             on_path = torch.zeros_like(on_path).index_put((window, row), hit)
         weight = DECAY ** torch.arange(self.steps, device=label.device)
         count = torch.tensor(count, device=label.device)
-        loss = (lesson.mean(torch.stack(total), count) * weight).sum()
-        nats, hits, seen = torch.stack(tally, dim=1)[:, None].float()
-        return Outcome(loss, nats, hits, seen, torch.zeros_like(loss))
+        loss = (train_batch.mean(torch.stack(total), count) * weight).sum()
+        ce_loss, hits, seen = torch.stack(tally, dim=1)[:, None].float()
+        return LossOutput(loss, ce_loss, hits, seen, torch.zeros_like(loss))
 
-    def draft_along(self, script: Script) -> Draft:
+    def draft_along(self, sequence: EvalSequence) -> Draft:
         """Trees of `self.growth` along one text."""
-        return Eagle3Draft(self, script, self.growth)
+        return Eagle3Draft(self, sequence, self.growth)
 
     def save(self, directory: Path) -> None:
         """A checkpoint for vLLM's method "eagle3"."""

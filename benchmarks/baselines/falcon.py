@@ -1,7 +1,7 @@
 """Falcon-style drafting (arXiv 2412.12639): semi-autoregressive, k tokens per forward.
 
 The network and its tree of fixed shape are those that we serve
-(`vllm_specblock.draft.baselines.falcon`); here are the objective and drafting along one text.
+(`vllm_specblock.drafters.baselines.falcon`); here are the objective and drafting along one text.
 
 Simplified:
 * The LSTM starts anew in every block. Its task in the paper, that tokens of one block depend on
@@ -27,11 +27,11 @@ from baselines.positions import PositionsLearner
 from torch import Tensor
 from torch.nn.functional import pad
 
-from vllm_specblock.draft.baselines.falcon import FalconDrafter, first_rope
-from vllm_specblock.draft.baselines.shapes import FalconShape
-from vllm_specblock.draft.baselines.static_tree import TreePlan, default_hits, static_tree
-from vllm_specblock.train.learner import Draft, Lesson, Outcome, Script
-from vllm_specblock.train.text.batch import Batch
+from vllm_specblock.drafters.baselines.config import FalconShape
+from vllm_specblock.drafters.baselines.falcon import FalconModel, first_rope
+from vllm_specblock.drafters.baselines.static_tree import TreePlan, default_hits, static_tree
+from vllm_specblock.train.data.batch import Batch
+from vllm_specblock.train.learner import Draft, EvalSequence, LossOutput, TrainBatch
 from vllm_specblock.tree import DraftTree
 
 _ROWS_AT_ONCE = 256
@@ -40,7 +40,7 @@ _ROWS_AT_ONCE = 256
 Seen = Callable[[int, Tensor, Tensor], KeyValue]
 
 
-class Falcon(PositionsLearner, FalconDrafter):
+class Falcon(PositionsLearner, FalconModel):
     """See the module.
 
     Args:
@@ -84,17 +84,21 @@ class Falcon(PositionsLearner, FalconDrafter):
             torch.manual_seed(seed)
             return cls(config, d2t, t2d, head, budget)
 
-    def forward(self, lesson: Lesson) -> Outcome:
+    def forward(self, train_batch: TrainBatch) -> LossOutput:
         count = self.config.forwards * self.config.block_size
-        return self.outcome(self.states(lesson), lesson, [1.0] * count, self.config.forwards)
+        return self.outcome(
+            self.states(train_batch), train_batch, [1.0] * count, self.config.forwards
+        )
 
-    def states(self, lesson: Lesson) -> Tensor:
+    def states(self, train_batch: TrainBatch) -> Tensor:
         """All forwards of all rows but the last, fed the text's tokens: [B, L − 1, F·k, H]."""
-        batch, block = lesson.batch, self.config.block_size
+        batch, block = train_batch.batch, self.config.block_size
         windows, length = batch.tokens.shape
         rows, prefix, own = slice(0, length - 1), Kept(dim=1), Kept(dim=2)
         entries = self.entries(
-            lesson.teaching.hidden[:, rows], lesson.embed(batch.tokens[:, 1:].clamp(min=0)), batch
+            train_batch.target_outputs.hidden[:, rows],
+            train_batch.embed(batch.tokens[:, 1:].clamp(min=0)),
+            batch,
         )
         states = [self.first(entries, batch, rows, prefix, own)]
         row = torch.arange(length - 1, device=entries.device).repeat_interleave(block)
@@ -103,7 +107,7 @@ class Falcon(PositionsLearner, FalconDrafter):
         for done in range(block, block * self.config.forwards, block):
             place = row + 2 + done - block + offset.repeat(length - 1)
             token = batch.at(batch.tokens, row, place, 0).clamp(min=0)
-            embedding = lesson.embed(token).unflatten(1, (-1, block))
+            embedding = train_batch.embed(token).unflatten(1, (-1, block))
             entries = self.trunk.entry(states[-1], embedding)
             rope = first_rope(batch.position[:, rows], block) + done
             states.append(self.groups(entries, rope, sees, prefix.held, own))
@@ -161,27 +165,29 @@ class Falcon(PositionsLearner, FalconDrafter):
         return self.run(entries, rope, attend)
 
     @torch.no_grad()
-    def calibrate(self, lessons: Iterable[Lesson]) -> None:
-        """Shape later trees by how often each rank of each position is right on `lessons`,
+    def calibrate(self, train_batches: Iterable[TrainBatch]) -> None:
+        """Shape later trees by how often each rank of each position is right on `train_batches`,
         the text's own tokens having been fed. One rank's lessons; the rates are not gathered.
 
         The default rates weigh as much as one row: no rank is shut out for want of samples.
         """
         right = default_hits(*self.hits.shape).to(self.hits)
         count = torch.ones_like(right[:, :1])
-        for lesson in lessons:
-            for k, (rows, _, wanted) in enumerate(self.positions(self.states(lesson), lesson)):
+        for train_batch in train_batches:
+            for k, (rows, _, wanted) in enumerate(
+                self.positions(self.states(train_batch), train_batch)
+            ):
                 best = self.logits(rows).float().topk(self.hits.shape[1]).indices
                 right[k] += (best == wanted[:, None]).sum(0)
                 count[k] += len(wanted)
         self.hits.copy_(right / count)
 
     @torch.no_grad()
-    def draft_along(self, script: Script) -> Draft:
-        batch, prefix, block = Batch.of(script.tokens[None]), Kept(dim=1), self.config.block_size
-        last = len(script.tokens) - 1
+    def draft_along(self, sequence: EvalSequence) -> Draft:
+        batch, prefix, block = Batch.of(sequence.tokens[None]), Kept(dim=1), self.config.block_size
+        last = len(sequence.tokens) - 1
         entries = self.entries(
-            script.hidden[None, :last], script.embed(script.tokens[None, 1:]), batch
+            sequence.hidden[None, :last], sequence.embed(sequence.tokens[None, 1:]), batch
         )
         # No block sees what comes after its row, so all first forwards can be run before the
         # first root is asked for: the numbers are those of one pass per root.
@@ -198,12 +204,18 @@ class Falcon(PositionsLearner, FalconDrafter):
             row = root - 1
             earlier = by_row.map(lambda kept: kept[:, row % block : row : block].flatten(1, 2), 1)
             own = by_row.map(lambda kept: kept[:, row : row + 1], dim=2)
-            return self._grow(plan, first[row : row + 1], row, earlier, own, script)
+            return self._grow(plan, first[row : row + 1], row, earlier, own, sequence)
 
         return draft
 
     def _grow(
-        self, plan: TreePlan, states: Tensor, row: int, earlier: Kept, own: Kept, script: Script
+        self,
+        plan: TreePlan,
+        states: Tensor,
+        row: int,
+        earlier: Kept,
+        own: Kept,
+        sequence: EvalSequence,
     ) -> DraftTree:
         """The tree of one row, forward after forward. states [1, k, H], of the first one."""
         block = self.config.block_size
@@ -212,7 +224,7 @@ class Falcon(PositionsLearner, FalconDrafter):
         for index, step in enumerate(plan.steps):
             if index:
                 own = own.map(lambda kept, source=step.source: kept[:, source], dim=2)
-                embedding = script.embed(token[0, step.path])
+                embedding = sequence.embed(token[0, step.path])
                 entries = self.trunk.entry(states[step.source], embedding)[None]
                 rope = torch.full((1, len(step.path)), row, device=token.device)
                 seen = earlier.layers[0][0].shape[1]

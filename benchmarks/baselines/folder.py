@@ -10,9 +10,9 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from vllm_specblock.draft.baselines.files import KIND
-from vllm_specblock.draft.checkpoint import CONFIG, MAPPING, WEIGHTS
-from vllm_specblock.train.text.shards import replace
+from vllm_specblock.drafters.baselines.checkpoint import KIND
+from vllm_specblock.drafters.specblock.checkpoint import CONFIG, MAPPING, WEIGHTS
+from vllm_specblock.train.data.shards import replace
 
 
 def write_folder(

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vllm_specblock.draft.baselines.trunk import Trunk
-from vllm_specblock.draft.config import TargetInfo
-from vllm_specblock.draft.config_json import rope_of
+from vllm_specblock.drafters.baselines.trunk import Trunk
+from vllm_specblock.drafters.specblock.config import TargetInfo
+from vllm_specblock.drafters.specblock.config_json import rope_of
 from vllm_specblock.train.attention import sdpa
 
 KeyValue = tuple[Tensor, Tensor]

@@ -2,7 +2,7 @@
 
 W = 0 at first in every residual block, so that every head starts as the target's own. The target
 stays frozen (Medusa-1), and position k weighs 0.8^k in the loss. The heads and the growth of their
-tree are those that we serve (`vllm_specblock.draft.baselines.medusa`); here is the objective.
+tree are those that we serve (`vllm_specblock.drafters.baselines.medusa`); here is the objective.
 Simplified: the heads share one LM head over the draft vocabulary, where the paper gives each its
 own over all of it, and W has no bias (the paper's formula has none either). Unlike the paper's
 static tree the served one is the exact best N of the product of the heads' distributions.
@@ -18,14 +18,14 @@ from baselines.folder import write_folder, write_mapping
 from baselines.positions import PositionsLearner
 from torch import Tensor, nn
 
-from vllm_specblock.draft.baselines.medusa import MedusaDrafter
-from vllm_specblock.draft.baselines.product_trees import ProductTrees
-from vllm_specblock.draft.baselines.shapes import MedusaShape
-from vllm_specblock.train.learner import Draft, Lesson, Outcome, Script
+from vllm_specblock.drafters.baselines.config import MedusaShape
+from vllm_specblock.drafters.baselines.medusa import MedusaModel
+from vllm_specblock.drafters.baselines.product_trees import ProductTrees
+from vllm_specblock.train.learner import Draft, EvalSequence, LossOutput, TrainBatch
 from vllm_specblock.tree import DraftTree
 
 
-class Medusa(PositionsLearner, MedusaDrafter):
+class Medusa(PositionsLearner, MedusaModel):
     """See the module.
 
     Args:
@@ -76,16 +76,18 @@ class Medusa(PositionsLearner, MedusaDrafter):
     def states(self, last: Tensor) -> Tensor:
         return super().states(last.to(self.lm_head.weight.dtype))
 
-    def forward(self, lesson: Lesson) -> Outcome:
+    def forward(self, train_batch: TrainBatch) -> LossOutput:
         weights = [self.decay**k for k in range(1, len(self.blocks) + 1)]
-        return self.outcome(self.states(lesson.teaching.last[:, :-1]), lesson, weights)
+        return self.outcome(
+            self.states(train_batch.target_outputs.last[:, :-1]), train_batch, weights
+        )
 
-    def draft_along(self, script: Script) -> Draft:
-        trees = ProductTrees(len(self.blocks), len(self.d2t), self.budget, script.last.device)
+    def draft_along(self, sequence: EvalSequence) -> Draft:
+        trees = ProductTrees(len(self.blocks), len(self.d2t), self.budget, sequence.last.device)
 
         @torch.no_grad()
         def draft(root: int) -> DraftTree:
-            states = self.states(script.last[root - 1 : root])
+            states = self.states(sequence.last[root - 1 : root])
             return trees.grow(*self.best(states, trees.width))
 
         return draft

@@ -1,7 +1,7 @@
 """ParallelSpec (arXiv 2410.05589): one forward drafts K positions, by mask tokens after the text.
 
 The network and the growth of its tree are those that we serve
-(`vllm_specblock.draft.baselines.parallelspec`); here are the objective and drafting along one
+(`vllm_specblock.drafters.baselines.parallelspec`); here are the objective and drafting along one
 text. In training all rows append their masks at once: row i's masks see the rows up to i and
 earlier masks of their own group (the paper's group-wise attention), never another group's.
 Simplified: features of three target layers and a reduced vocabulary, as all drafters here have
@@ -20,18 +20,18 @@ from baselines.groups import Kept, draw_weights, earlier_rows, group_attention, 
 from baselines.positions import PositionsLearner
 from torch import Tensor
 
-from vllm_specblock.draft.baselines.parallelspec import ParallelSpecDrafter
-from vllm_specblock.draft.baselines.product_trees import ProductTrees
-from vllm_specblock.draft.config import DrafterConfig
-from vllm_specblock.train.learner import Draft, Lesson, Outcome, Script
-from vllm_specblock.train.text.batch import Batch
+from vllm_specblock.drafters.baselines.parallelspec import ParallelSpecModel
+from vllm_specblock.drafters.baselines.product_trees import ProductTrees
+from vllm_specblock.drafters.specblock.config import DrafterConfig
+from vllm_specblock.train.data.batch import Batch
+from vllm_specblock.train.learner import Draft, EvalSequence, LossOutput, TrainBatch
 from vllm_specblock.tree import DraftTree
 
 _ROWS_AT_ONCE = 256
 """Rows of one pass along a script: bounds the memory of long ones."""
 
 
-class ParallelSpec(PositionsLearner, ParallelSpecDrafter):
+class ParallelSpec(PositionsLearner, ParallelSpecModel):
     """See the module.
 
     Args:
@@ -98,25 +98,29 @@ class ParallelSpec(PositionsLearner, ParallelSpecDrafter):
 
         return self.trunk(entries, batch.position[:, rows, None] + 1 + count, attend)
 
-    def forward(self, lesson: Lesson) -> Outcome:
-        batch, length = lesson.batch, lesson.batch.tokens.shape[1]
-        embedding = lesson.embed(batch.tokens[:, 1:].clamp(min=0))
+    def forward(self, train_batch: TrainBatch) -> LossOutput:
+        batch, length = train_batch.batch, train_batch.batch.tokens.shape[1]
+        embedding = train_batch.embed(batch.tokens[:, 1:].clamp(min=0))
         states = self.states(
-            lesson.teaching.hidden[:, :-1], embedding, batch, slice(0, length - 1), Kept(dim=1)
+            train_batch.target_outputs.hidden[:, :-1],
+            embedding,
+            batch,
+            slice(0, length - 1),
+            Kept(dim=1),
         )
-        return self.outcome(states, lesson, [1.0] * self.config.block_size)
+        return self.outcome(states, train_batch, [1.0] * self.config.block_size)
 
     @torch.no_grad()
-    def draft_along(self, script: Script) -> Draft:
-        batch, prefix = Batch.of(script.tokens[None]), Kept(dim=1)
-        embedding = script.embed(script.tokens[1:])[None]
+    def draft_along(self, sequence: EvalSequence) -> Draft:
+        batch, prefix = Batch.of(sequence.tokens[None]), Kept(dim=1)
+        embedding = sequence.embed(sequence.tokens[1:])[None]
         # No row sees what comes after it, so all can be drafted from before the first root is
         # asked for: the numbers are those of one pass per root.
-        last, passes = len(script.tokens) - 1, []
+        last, passes = len(sequence.tokens) - 1, []
         for start in range(0, last, _ROWS_AT_ONCE):
             rows = slice(start, min(start + _ROWS_AT_ONCE, last))
             passes.append(
-                self.states(script.hidden[None, rows], embedding[:, rows], batch, rows, prefix)
+                self.states(sequence.hidden[None, rows], embedding[:, rows], batch, rows, prefix)
             )
         states = torch.cat(passes, dim=1)[0]  # [T − 1, K, H]
         count = self.config.block_size

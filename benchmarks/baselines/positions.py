@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from vllm_specblock.train.data.labels import draft_labels
 from vllm_specblock.train.head_loss import loss_and_choice
-from vllm_specblock.train.labels import draft_labels
-from vllm_specblock.train.learner import OUTSIDE, Learner, Lesson, Outcome
+from vllm_specblock.train.learner import IGNORE_INDEX, Learner, LossOutput, TrainBatch
 
 
 class PositionsLearner(Learner):
@@ -48,8 +48,8 @@ class PositionsLearner(Learner):
         return sum(weight.numel() for weight in self.parameters())
 
     def outcome(
-        self, states: Tensor, lesson: Lesson, weights: Sequence[float], blocks: int = 1
-    ) -> Outcome:
+        self, states: Tensor, train_batch: TrainBatch, weights: Sequence[float], blocks: int = 1
+    ) -> LossOutput:
         """Cross-entropy to the target's law at every position, whatever came before it.
 
         Args:
@@ -60,43 +60,47 @@ class PositionsLearner(Learner):
         Returns:
             nats, hits and seen as [M, K / M], of the rows whose earlier positions were right.
         """
-        windows, length = lesson.batch.tokens.shape
-        law = lesson.teaching.law.flatten(0, 1)
-        place = torch.arange(windows * length, device=law.device).view(windows, length)
+        windows, length = train_batch.batch.tokens.shape
+        target_probs = train_batch.target_outputs.target_probs.flatten(0, 1)
+        place = torch.arange(windows * length, device=target_probs.device).view(windows, length)
         head = self.lm_head.weight.to(states.dtype)
         sums = []
-        right = torch.ones_like(lesson.batch.counted[:, :-1])
-        for k, (rows, counted, wanted) in enumerate(self.positions(states, lesson), 1):
-            inside = counted.shape[1]
-            law_row = place[:, k : k + inside][counted]
-            total, nats, best = loss_and_choice(self.normed(rows), head, law, law_row)
-            so_far = right[:, :inside][counted]
+        right = torch.ones_like(train_batch.batch.loss_mask[:, :-1])
+        for k, (rows, loss_mask, wanted) in enumerate(self.positions(states, train_batch), 1):
+            inside = loss_mask.shape[1]
+            target_row = place[:, k : k + inside][loss_mask]
+            total, ce_loss, best = loss_and_choice(
+                self.normed(rows), head, target_probs, target_row
+            )
+            so_far = right[:, :inside][loss_mask]
             hit = so_far & (best == wanted)
             right = torch.zeros_like(right)
-            right[:, :inside][counted] = hit
-            seen = so_far.sum(), hit.sum(), (nats * so_far).sum()
-            sums.append((total, counted.sum(), *seen))
-        total, count, seen, hits, nats = (torch.stack(column) for column in zip(*sums))
+            right[:, :inside][loss_mask] = hit
+            seen = so_far.sum(), hit.sum(), (ce_loss * so_far).sum()
+            sums.append((total, loss_mask.sum(), *seen))
+        total, count, seen, hits, ce_loss = (torch.stack(column) for column in zip(*sums))
         weight = torch.tensor(weights, device=total.device)
-        loss = (lesson.mean(total, count) * weight).sum() / weight.sum()
-        shown = (each.float().view(blocks, -1) for each in (nats, hits, seen))
-        return Outcome(loss, *shown, loss.new_zeros(()))
+        loss = (train_batch.mean(total, count) * weight).sum() / weight.sum()
+        shown = (each.float().view(blocks, -1) for each in (ce_loss, hits, seen))
+        return LossOutput(loss, *shown, loss.new_zeros(()))
 
-    def positions(self, states: Tensor, lesson: Lesson) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    def positions(
+        self, states: Tensor, train_batch: TrainBatch
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Position after position of states [B, L − 1, K, H], where its label counts.
 
         Yields:
             states [n, H] of the rows that count; which those are, [B, r] bool, of the r rows
             whose position k lies inside the window; their labels [n] int64.
         """
-        batch = lesson.batch
+        batch = train_batch.batch
         label = draft_labels(self.t2d, batch)
         length = label.shape[1]
         row = torch.arange(length - 1, device=label.device).expand(len(label), -1)
         # The target drew a row's root itself: serving drafts from no other row.
-        live = batch.at(batch.counted, row, row + 1, False)
+        live = batch.at(batch.loss_mask, row, row + 1, False)
         for k in range(1, states.shape[2] + 1):
             inside = max(0, length - 1 - k)
-            wanted = batch.at(label, row, row + 1 + k, OUTSIDE)[:, :inside]
-            counted = live[:, :inside] & (wanted != OUTSIDE)
-            yield states[:, :inside, k - 1][counted], counted, wanted[counted]
+            wanted = batch.at(label, row, row + 1 + k, IGNORE_INDEX)[:, :inside]
+            loss_mask = live[:, :inside] & (wanted != IGNORE_INDEX)
+            yield states[:, :inside, k - 1][loss_mask], loss_mask, wanted[loss_mask]

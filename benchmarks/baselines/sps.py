@@ -3,7 +3,7 @@
 Leviathan et al. (arXiv 2211.17192), Chen et al. (arXiv 2302.01318). The drafter is a small Llama
 with an embedding of its own, distilled from the target's next-token law on the same text as the
 other drafters; it reads nothing of the target's. The network is the one that we serve
-(`vllm_specblock.draft.baselines.sps`); here are the objective and drafting along one text.
+(`vllm_specblock.drafters.baselines.sps`); here are the objective and drafting along one text.
 Simplified: the chain is greedy, which is what both papers do at temperature 0, and only names
 tokens of the draft vocabulary, since the others were not trained. Another engine that loads the
 saved model drafts over the whole vocabulary.
@@ -19,20 +19,27 @@ from baselines.folder import write_folder, write_mapping
 from baselines.groups import Kept
 from torch import Tensor, nn
 
-from vllm_specblock.draft.baselines.shapes import SmallShape
-from vllm_specblock.draft.baselines.sps import SmallDrafter
-from vllm_specblock.draft.config_json import rope_of
+from vllm_specblock.drafters.baselines.config import SmallShape
+from vllm_specblock.drafters.baselines.sps import SmallLanguageModel
+from vllm_specblock.drafters.specblock.config_json import rope_of
+from vllm_specblock.train.data.labels import draft_labels
+from vllm_specblock.train.eval.eagle3_drafting import masked_attention
 from vllm_specblock.train.head_loss import loss_and_choice
-from vllm_specblock.train.judge.eagle3_drafting import masked_attention
-from vllm_specblock.train.labels import draft_labels
-from vllm_specblock.train.learner import OUTSIDE, Draft, Learner, Lesson, Outcome, Script
+from vllm_specblock.train.learner import (
+    IGNORE_INDEX,
+    Draft,
+    EvalSequence,
+    Learner,
+    LossOutput,
+    TrainBatch,
+)
 from vllm_specblock.tree import DraftTree
 
 _STD = 0.02
 """Of the first weights, as transformers draws a Llama's."""
 
 
-class SmallModel(Learner, SmallDrafter):
+class SmallModel(Learner, SmallLanguageModel):
     """A small Llama and its distillation.
 
     Args:
@@ -101,12 +108,12 @@ class SmallModel(Learner, SmallDrafter):
         """Numbers that are trained, the embedding's included (which is the LM head, too)."""
         return sum(weight.numel() for weight in self.parameters())
 
-    def forward(self, lesson: Lesson) -> Outcome:
+    def forward(self, train_batch: TrainBatch) -> LossOutput:
         """Cross-entropy to the target's law at every token whose successor is counted."""
-        batch = lesson.batch
+        batch = train_batch.batch
         label = draft_labels(self.t2d, batch)
         column = torch.arange(batch.tokens.shape[1], device=label.device).expand_as(label)
-        wanted = batch.at(label, column, column + 1, OUTSIDE)
+        wanted = batch.at(label, column, column + 1, IGNORE_INDEX)
         same = batch.document[:, :, None] == batch.document[:, None, :]
         mask = same & (column[:, :, None] >= column[:, None, :])
 
@@ -116,19 +123,22 @@ class SmallModel(Learner, SmallDrafter):
 
         tokens = batch.tokens.clamp(min=0)
         state = self.model(tokens.flatten(), batch.position.flatten(), attend)
-        rows = (wanted != OUTSIDE).nonzero(as_tuple=True)
+        rows = (wanted != IGNORE_INDEX).nonzero(as_tuple=True)
         normed = state.view(*label.shape, -1)[rows]
-        law, law_row = lesson.teaching.law.flatten(0, 1), rows[0] * label.shape[1] + rows[1]
-        total, _, best = loss_and_choice(normed, self.rows(), law, law_row)
+        target_probs, target_row = (
+            train_batch.target_outputs.target_probs.flatten(0, 1),
+            rows[0] * label.shape[1] + rows[1],
+        )
+        total, _, best = loss_and_choice(normed, self.rows(), target_probs, target_row)
         count = torch.tensor(len(best), device=label.device)
         hit = (best == wanted[rows]).sum()
-        loss = lesson.mean(total, count)
+        loss = train_batch.mean(total, count)
         tally = (number.detach().float().view(1, 1) for number in (total, hit, count))
-        return Outcome(loss, *tally, torch.zeros_like(loss))
+        return LossOutput(loss, *tally, torch.zeros_like(loss))
 
-    def draft_along(self, script: Script) -> Draft:
+    def draft_along(self, sequence: EvalSequence) -> Draft:
         """Greedy chains of `self.depth` tokens along one text."""
-        return Along(self, script)
+        return Along(self, sequence)
 
     def save(self, directory: Path) -> None:
         """What we serve, and a transformers model for vLLM's method "draft_model"."""
@@ -150,15 +160,15 @@ class SmallModel(Learner, SmallDrafter):
 class Along:
     """Drafts along one text: catch up on the committed tokens, then one token at a time."""
 
-    def __init__(self, learner: SmallModel, script: Script):
-        self.learner, self.script = learner, script
+    def __init__(self, learner: SmallModel, sequence: EvalSequence):
+        self.learner, self.sequence = learner, sequence
         self.cache = Kept(dim=0)
         self.length = self.known = 0  # tokens in the cache, and those of them that are committed
 
     @torch.no_grad()
     def __call__(self, root: int) -> DraftTree:
         self._cut(min(self.known, root))
-        token = self.script.tokens[self.known : root + 1]
+        token = self.sequence.tokens[self.known : root + 1]
         tokens, scores, score = [], [], torch.zeros(1, 1, device=token.device)
         for _ in range(self.learner.depth):
             logprob, best = self.learner.best(self._run(token)[-1:])

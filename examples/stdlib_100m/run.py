@@ -72,7 +72,10 @@ def table(summaries: list[dict]) -> str:
     lines = [f"| drafter, {len(summaries)} seeds | τ, T=0 | τ, T=1 |", "| --- | --- | --- |"]
     names = dict.fromkeys(key.rpartition(" T=")[0] for key in summaries[0]["results"])
     for name in names:
-        cells = [_cell([s["results"][f"{name} T={heat}"] for s in summaries]) for heat in (0, 1)]
+        cells = [
+            _cell([s["results"][f"{name} T={sampling_temperature}"] for s in summaries])
+            for sampling_temperature in (0, 1)
+        ]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

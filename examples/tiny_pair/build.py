@@ -31,11 +31,11 @@ from tqdm import tqdm
 from transformers import AutoTokenizer
 
 from vllm_specblock.config import SpecBlockConfig
-from vllm_specblock.draft import checkpoint
+from vllm_specblock.drafters.specblock import checkpoint
 from vllm_specblock.train.config import TrainConfig, parse
-from vllm_specblock.train.judge.evaluate import evaluate, scripts_from, shapes_of
+from vllm_specblock.train.eval.evaluate import evaluate, sequences_from, shapes_of
 from vllm_specblock.train.run import train
-from vllm_specblock.train.teacher.features import load_target
+from vllm_specblock.train.target.features import load_target
 
 HERE = Path(__file__).parent
 TARGET_FILES = (
@@ -243,10 +243,12 @@ def report(out: Path, held_out: list[str], count: int, device: str, new_tokens: 
         torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])
         for text in corpus.prompts(held_out, count)
     ]
-    scripts = scripts_from(model, prompts, new_tokens, layer_ids=drafter.config.target.layer_ids)
-    scripts = tqdm(scripts, desc="replay", total=len(prompts), unit="prompt")
+    sequences = sequences_from(
+        model, prompts, new_tokens, layer_ids=drafter.config.target.layer_ids
+    )
+    sequences = tqdm(sequences, desc="replay", total=len(prompts), unit="prompt")
     options = SpecBlockConfig()
-    return evaluate(drafter, scripts, shapes_of(drafter, options), options.num_blocks).as_json()
+    return evaluate(drafter, sequences, shapes_of(drafter, options), options.num_blocks).as_json()
 
 
 if __name__ == "__main__":

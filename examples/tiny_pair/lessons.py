@@ -10,9 +10,9 @@ from stages import Deadline
 from target import encode
 from tqdm import tqdm
 
-from vllm_specblock.train.teacher.answers import continue_prompts
-from vllm_specblock.train.teacher.features import load_target
-from vllm_specblock.train.text.shards import Text, read_shard, write_shard
+from vllm_specblock.train.data.shards import Text, read_shard, write_shard
+from vllm_specblock.train.target.answers import continue_prompts
+from vllm_specblock.train.target.features import load_target
 
 PART = 256  # answers in one file, the unit in which that stage resumes
 TEMPERATURES = (0.0, 0.7, 0.0, 1.0)  # of the parts in turn: half of the answers are greedy

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support.records import random_record
 
 from vllm_specblock.adapt.book import Book, Record
-from vllm_specblock.adapt.lessons import batches
+from vllm_specblock.adapt.learning.train_batches import batches
 
 SIZE = random_record("any").size
 

@@ -10,10 +10,19 @@ import pytest
 import torch
 from support.records import HIDDEN, small_drafter
 
-from vllm_specblock.adapt.bandit import PaperBandit
-from vllm_specblock.adapt.lessons import RecordTeacher, record_of
-from vllm_specblock.adapt.policies import POLICIES
-from vllm_specblock.adapt.policy import Action, Always, Decision, Fixed, Frozen, Policy, Watch
+from vllm_specblock.adapt.learning.train_batches import RecordTeacher, record_of
+from vllm_specblock.adapt.learning.update import UpdateConfig, Updater
+from vllm_specblock.adapt.policy.bandit import PaperBandit
+from vllm_specblock.adapt.policy.interface import (
+    Action,
+    Always,
+    Decision,
+    Fixed,
+    Frozen,
+    Policy,
+    Watch,
+)
+from vllm_specblock.adapt.policy.registry import POLICIES
 from vllm_specblock.adapt.simulate import (
     CostModel,
     Simulation,
@@ -22,10 +31,9 @@ from vllm_specblock.adapt.simulate import (
     simulate,
 )
 from vllm_specblock.adapt.streams import AWAY, HOME, Place, make_stream
-from vllm_specblock.adapt.update import UpdateConfig, Updater
-from vllm_specblock.cli.adapt_report import tau_of
-from vllm_specblock.train.judge.steps import Step
-from vllm_specblock.train.learner import Script
+from vllm_specblock.cli.report.adaptation import tau_of
+from vllm_specblock.train.eval.steps import Step
+from vllm_specblock.train.learner import EvalSequence
 
 VOCAB = 32
 CONFIG = SimulationConfig(update=UpdateConfig(lr=2e-3), nodes=12)
@@ -47,7 +55,7 @@ class World:
         self.head = torch.nn.functional.normalize(self.table, dim=1)
         self.teacher = RecordTeacher(self.table, self.head)
 
-    def script(self, domain: int, length: int = 44, prompt: int = 8) -> Script:
+    def sequence(self, domain: int, length: int = 44, prompt: int = 8) -> EvalSequence:
         token = torch.randint(VOCAB, (1,), generator=self.draw)
         tokens = [token]
         for _ in range(length - 1):
@@ -57,7 +65,7 @@ class World:
         text = torch.cat(tokens)
         noise = 0.1 * torch.randn(length, HIDDEN, generator=self.draw)
         hidden = (self.table[text] + noise) @ self.mix
-        return Script(
+        return EvalSequence(
             text, prompt, hidden, 6 * self.head[text.roll(-1)] + noise, self.teacher.embed
         )
 
@@ -69,9 +77,9 @@ def world():
     drafter = small_drafter(vocab=VOCAB)
     updater = Updater(drafter, UpdateConfig(lr=5e-3))
     for step in range(60):
-        records = [record_of(f"{step} {n}", made.script(HOME)) for n in range(4)]
-        updater.update(Action.FULL, [made.teacher.lesson(records, step, step)])
-    texts = [[made.script(domain) for _ in range(72)] for domain in (HOME, AWAY)]
+        records = [record_of(f"{step} {n}", made.sequence(HOME)) for n in range(4)]
+        updater.update(Action.FULL, [made.teacher.train_batch(records, step, step)])
+    texts = [[made.sequence(domain) for _ in range(72)] for domain in (HOME, AWAY)]
     return made, drafter.requires_grad_(True), texts
 
 
@@ -179,8 +187,8 @@ def test_a_rollback_brings_the_weights_and_the_training_copy_back(world):
     made, drafter, texts = world
     simulation = Simulation(drafter, made.teacher, RollsBack(), CONFIG)
     seen = {}
-    for number, script in enumerate(texts[AWAY][:25], 1):
-        simulation.serve("away", script)
+    for number, sequence in enumerate(texts[AWAY][:25], 1):
+        simulation.serve("away", sequence)
         seen[number] = copy.deepcopy(simulation.serving.state_dict())
     assert simulation.pool.returns == [1]
     for name, value in simulation.updater.drafter.state_dict().items():

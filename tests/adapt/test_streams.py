@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_specblock.adapt.policies import POLICIES, make_policy
+from vllm_specblock.adapt.policy.registry import POLICIES, make_policy
 from vllm_specblock.adapt.simulate import Served, Simulated
 from vllm_specblock.adapt.streams import AWAY, HOME, STREAMS, make_stream, texts_needed
-from vllm_specblock.cli.adapt_report import (
+from vllm_specblock.cli.report.adaptation import (
     draw,
     figures,
     markdown,

@@ -17,7 +17,7 @@ from vllm_specblock.bench.questions import (
     seed_of,
     spread,
 )
-from vllm_specblock.train.text.chat_tokens import ChatTokens
+from vllm_specblock.train.data.chat_tokens import ChatTokens
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}"

@@ -6,9 +6,9 @@ import json
 
 import copying
 import pytest
+from engine_process import ACCEPTED, DRAFTS
 from hypothesis import given
 from hypothesis import strategies as st
-from one_engine import ACCEPTED, DRAFTS
 
 
 def naive_shares(prompt, answer):

@@ -10,12 +10,12 @@ import drafter_forward as bench
 import pytest
 import torch
 import typer
-from shapes import MODELS, make_drafter, write_target
+from model_configs import MODELS, make_drafter, write_target
 from typer.testing import CliRunner
 
-from vllm_specblock.draft import paged
-from vllm_specblock.draft.cache import DenseCache
-from vllm_specblock.draft.serving import prepare
+from vllm_specblock.drafters.common.post_load import process_after_loading
+from vllm_specblock.drafters.specblock import paged_attention
+from vllm_specblock.drafters.specblock.dense_cache import DenseCache
 
 CONTEXT, ROWS, BATCH = 5, 3, 2
 
@@ -23,7 +23,7 @@ CONTEXT, ROWS, BATCH = 5, 3, 2
 @pytest.fixture(scope="module")
 def drafter(tmp_path_factory):
     folder = write_target(tmp_path_factory.mktemp("target"), MODELS["tiny"], 0)
-    return prepare(make_drafter(folder, MODELS["tiny"]).eval(), None)
+    return process_after_loading(make_drafter(folder, MODELS["tiny"]).eval(), None)
 
 
 @torch.inference_mode()
@@ -31,16 +31,16 @@ def test_rows_see_their_context_and_each_other(drafter, monkeypatch):
     """Against plain causal attention over the same entries, laid out densely."""
     config, K = drafter.config, drafter.config.block_size
     seen = {}
-    sight = bench.sight
+    attention_builder = bench.attention_builder
 
     def watched(*args):
-        seen["attend"] = sight(*args)
+        seen["attend"] = attention_builder(*args)
         seen["before"] = [cache.clone() for cache in seen["attend"].caches]
         return seen["attend"]
 
-    monkeypatch.setattr(bench, "sight", watched)
+    monkeypatch.setattr(bench, "attention_builder", watched)
     # What is read below is a cache as it looks, not as a CPU packs it.
-    monkeypatch.setattr(paged, "packing_on_cpu", lambda cache: None)
+    monkeypatch.setattr(paged_attention, "packing_on_cpu", lambda cache: None)
     states = {}
     condition = drafter.condition
     monkeypatch.setattr(
@@ -79,8 +79,8 @@ def test_bytes(drafter):
     weights = 4 * sum(each.numel() for each in drafter.parameters())
     # Folded at start-up: the queries, and their norm.
     weights -= 4 * (config.block_size + 1) * config.hidden_size
-    entry = 4 * 2 * config.num_key_value_heads * config.head_dim
-    cache = 2 * 100 * config.block_size * config.num_hidden_layers * entry
+    kv_index = 4 * 2 * config.num_key_value_heads * config.head_dim
+    cache = 2 * 100 * config.block_size * config.num_hidden_layers * kv_index
     assert bench.bytes_to_read(drafter, bench.FIRST, 100, 2) == weights + cache
     spared = 4 * 3 * config.target_hidden_size * config.hidden_size
     assert bench.bytes_to_read(drafter, bench.LATER, 100, 2) == weights + cache - spared
@@ -110,7 +110,10 @@ def test_weights_in_eight_bits_are_a_third_of_the_bytes():
     """A quarter of float32's where they are short, all of it elsewhere."""
     with tempfile.TemporaryDirectory() as folder:
         target = write_target(Path(folder), MODELS["tiny"], 0)
-        drafters = [prepare(make_drafter(target, MODELS["tiny"]).eval(), q) for q in (None, "fp8")]
+        drafters = [
+            process_after_loading(make_drafter(target, MODELS["tiny"]).eval(), q)
+            for q in (None, "fp8")
+        ]
     full, short = (bench.bytes_to_read(each, bench.FIRST, 0, 1) for each in drafters)
     kept = sum(
         each.nbytes

@@ -11,11 +11,11 @@ from baselines.eagle3 import DECAY, Eagle3
 from safetensors.torch import load_file
 from transformers import LlamaConfig
 
-from vllm_specblock.draft.eagle3 import checkpoint
-from vllm_specblock.draft.eagle3.growth import Growth
-from vllm_specblock.train.learner import Lesson, Script
-from vllm_specblock.train.teacher.features import Teaching
-from vllm_specblock.train.text.batch import Batch
+from vllm_specblock.drafters.eagle3 import checkpoint
+from vllm_specblock.drafters.eagle3.growth import DynamicTreeConfig
+from vllm_specblock.train.data.batch import Batch
+from vllm_specblock.train.learner import EvalSequence, TrainBatch
+from vllm_specblock.train.target.features import TargetOutputs
 
 HIDDEN, VOCAB, STEPS = 16, 20, 4
 NAMED = torch.tensor([1, 2, 4, 5, 6, 8, 9, 10, 12, 13, 15, 16, 18, 19])
@@ -117,19 +117,21 @@ def embed():
 
 
 @pytest.fixture
-def lesson(embed):
+def train_batch(embed):
     """Two windows: documents of 7 and 4 tokens and one column to spare; one document of 12."""
     torch.manual_seed(2)
     tokens = torch.randint(VOCAB, (2, 12))
     tokens[0, 11] = -1
     document = torch.tensor([[0] * 7 + [1] * 4 + [2], [0] * 12])
     position = torch.tensor([[*range(7), *range(4), 0], [*range(12)]])
-    counted = tokens >= 0
-    counted[1, :3] = False
-    batch = Batch(tokens, document, position, counted)
-    law = torch.randn(2, 12, len(NAMED)).softmax(-1)
-    teaching = Teaching(torch.randn(2, 12, 3 * HIDDEN), torch.randn(2, 12, HIDDEN), law)
-    return Lesson(batch, teaching, embed, 0, 0)
+    loss_mask = tokens >= 0
+    loss_mask[1, :3] = False
+    batch = Batch(tokens, document, position, loss_mask)
+    target_probs = torch.randn(2, 12, len(NAMED)).softmax(-1)
+    target_outputs = TargetOutputs(
+        torch.randn(2, 12, 3 * HIDDEN), torch.randn(2, 12, HIDDEN), target_probs
+    )
+    return TrainBatch(batch, target_outputs, embed, 0, 0)
 
 
 DOCUMENTS = [(0, 0, 7), (0, 7, 4), (1, 0, 12)]  # window, first column, length
@@ -142,17 +144,17 @@ def recorded(learner: Eagle3) -> list[torch.Tensor]:
     return states
 
 
-def test_every_step_of_training_is_the_plain_chain(lesson):
+def test_every_step_of_training_is_the_plain_chain(train_batch):
     learner = make()
     states, plain = recorded(learner), Plain(learner)
-    learner(lesson)
+    learner(train_batch)
     compared = 0
     for window, first, length in DOCUMENTS:
-        tokens = lesson.batch.tokens[window, first : first + length]
-        hidden = lesson.teaching.hidden[window, first : first + length]
+        tokens = train_batch.batch.tokens[window, first : first + length]
+        hidden = train_batch.target_outputs.hidden[window, first : first + length]
         for row in range(length - 1):
             further = tokens[row + 2 : row + 1 + STEPS].tolist()
-            expected = plain.path(lesson.embed, tokens, hidden, row, further)
+            expected = plain.path(train_batch.embed, tokens, hidden, row, further)
             for step, state in enumerate(expected):
                 torch.testing.assert_close(
                     states[step][window, first + row].double(), state, **CLOSE
@@ -161,69 +163,73 @@ def test_every_step_of_training_is_the_plain_chain(lesson):
     assert compared == 18 + 6 + 38
 
 
-def test_loss_and_tally_are_the_loop_over_rows(lesson):
+def test_loss_and_tally_are_the_loop_over_rows(train_batch):
     learner = make(seed=4)
     with torch.no_grad():
         # Two likely tokens, so that chains of every length occur.
         learner.lm_head.weight[[3, 9]] *= 5
-    tokens, named = lesson.batch.tokens, NAMED.tolist()
+    tokens, named = train_batch.batch.tokens, NAMED.tolist()
     tokens.copy_(torch.where(torch.rand(2, 12) < 0.9, NAMED[[3, 9]][tokens % 2], tokens))
     tokens[0, 11] = -1
     plain = Plain(learner)
     losses = [[] for _ in range(STEPS)]
-    nats, hits, seen = ([0.0] * STEPS for _ in range(3))
+    ce_loss, hits, seen = ([0.0] * STEPS for _ in range(3))
     for window, first, length in DOCUMENTS:
         text = tokens[window, first : first + length]
-        hidden = lesson.teaching.hidden[window, first : first + length]
+        hidden = train_batch.target_outputs.hidden[window, first : first + length]
         for row in range(length - 2):
             further = text[row + 2 : row + 1 + STEPS].tolist()
             alive = True
-            for step, state in enumerate(plain.path(lesson.embed, text, hidden, row, further)):
+            for step, state in enumerate(plain.path(train_batch.embed, text, hidden, row, further)):
                 place = row + 2 + step
-                known = place < length and lesson.batch.counted[window, first + place]
+                known = place < length and train_batch.batch.loss_mask[window, first + place]
                 if not known or text[place].item() not in named:
                     alive = False
                     continue
                 logprob = plain.logprob(state)
-                law = lesson.teaching.law[window, first + place - 1].tolist()
-                loss = -sum(p * q for p, q in zip(law, logprob))
+                target_probs = train_batch.target_outputs.target_probs[
+                    window, first + place - 1
+                ].tolist()
+                loss = -sum(p * q for p, q in zip(target_probs, logprob))
                 losses[step].append(loss)
                 if alive:
-                    nats[step] += loss
+                    ce_loss[step] += loss
                     seen[step] += 1
                     alive = logprob.index(max(logprob)) == named.index(text[place].item())
                     hits[step] += alive
     assert hits[0] > 3 and hits[1] > 0 and len(losses[-1]) > seen[-1] > 0
-    outcome = learner(lesson)
+    outcome = learner(train_batch)
     expected = sum(DECAY**step * sum(each) / len(each) for step, each in enumerate(losses))
     assert outcome.loss.item() == pytest.approx(expected, rel=1e-5)
-    assert outcome.nats[0].tolist() == pytest.approx(nats, rel=1e-4)
+    assert outcome.ce_loss[0].tolist() == pytest.approx(ce_loss, rel=1e-4)
     assert outcome.hits.tolist() == [hits]
     assert outcome.seen.tolist() == [seen]
     outcome.loss.backward()
     assert all(weight.grad.abs().sum() > 0 for weight in learner.parameters())
 
 
-def test_nothing_counted_is_no_loss(lesson):
+def test_nothing_counted_is_no_loss(train_batch):
     learner = make()
-    lesson.batch.counted.fill_(False)
-    outcome = learner(lesson)
+    train_batch.batch.loss_mask.fill_(False)
+    outcome = learner(train_batch)
     outcome.loss.backward()
     assert outcome.loss == 0 and outcome.seen.sum() == 0
 
 
 @pytest.fixture
-def script(embed):
+def sequence(embed):
     torch.manual_seed(7)
     tokens = torch.randint(VOCAB, (12,))
-    return Script(tokens, 3, torch.randn(12, 3 * HIDDEN), torch.randn(12, HIDDEN), embed)
+    return EvalSequence(tokens, 3, torch.randn(12, 3 * HIDDEN), torch.randn(12, HIDDEN), embed)
 
 
-def plain_tree(plain: Plain, script: Script, root: int, growth: Growth) -> dict[tuple, float]:
+def plain_tree(
+    plain: Plain, sequence: EvalSequence, root: int, growth: DynamicTreeConfig
+) -> dict[tuple, float]:
     """EAGLE-2's tree over whole paths, without a cache: path -> score, best first."""
 
     def children(path, score):
-        states = plain.path(script.embed, script.tokens, script.hidden, root - 1, list(path))
+        states = plain.path(sequence.embed, sequence.tokens, sequence.hidden, root - 1, list(path))
         ranked = sorted(zip(plain.logprob(states[-1]), NAMED.tolist()), reverse=True)
         return [((*path, token), score + each) for each, token in ranked[: growth.width]]
 
@@ -245,20 +251,26 @@ def paths(tree) -> dict[tuple, float]:
 
 
 @pytest.mark.parametrize(
-    "growth", [Growth(5, 3, 20), Growth(3, 4, 40), Growth(2, 30, 60), Growth.chain(5)]
+    "growth",
+    [
+        DynamicTreeConfig(5, 3, 20),
+        DynamicTreeConfig(3, 4, 40),
+        DynamicTreeConfig(2, 30, 60),
+        DynamicTreeConfig.chain(5),
+    ],
 )
-def test_trees_are_those_of_a_search_without_cache(script, growth):
+def test_trees_are_those_of_a_search_without_cache(sequence, growth):
     learner = make(growth=growth)
     with torch.no_grad():
         learner.lm_head.weight.mul_(4)  # sure enough for deep nodes to be kept
     plain = Plain(learner)
-    draft = learner.draft_along(script)
-    hidden = script.hidden.clone()
+    draft = learner.draft_along(sequence)
+    hidden = sequence.hidden.clone()
     for root in (3, 4, 8):
-        expected = plain_tree(plain, script, root, growth)
-        script.hidden[root:] = float("nan")  # not known yet
+        expected = plain_tree(plain, sequence, root, growth)
+        sequence.hidden[root:] = float("nan")  # not known yet
         tree = draft(root)
-        script.hidden.copy_(hidden)
+        sequence.hidden.copy_(hidden)
         found = paths(tree)
         assert found.keys() == expected.keys()
         assert list(found.values()) == pytest.approx(list(expected.values()), abs=1e-3)
@@ -271,27 +283,29 @@ def test_trees_are_those_of_a_search_without_cache(script, growth):
         assert (tree.parent[0, size:] == -1).all()
 
 
-def test_equal_scores_keep_parents_first(script):
+def test_equal_scores_keep_parents_first(sequence):
     """A head that is certain of all: every node scores the same."""
-    learner = make(growth=Growth(5, 4, 60))
+    learner = make(growth=DynamicTreeConfig(5, 4, 60))
     learner.best = lambda state, width, sharpness: (
         torch.zeros(*state.shape[:-1], width),
         torch.arange(width).expand(*state.shape[:-1], -1),
     )
-    tree = learner.draft_along(script)(3)
+    tree = learner.draft_along(sequence)(3)
     assert (tree.parent[0] <= torch.arange(60)).all()
     assert tree.depth[0].bincount().tolist() == [0, 4, 16, 16, 16, 8]
 
 
-def test_training_drafts_as_serving_does(lesson):
+def test_training_drafts_as_serving_does(train_batch):
     """The states of the unrolled steps are those of a chain whose tokens are the text's."""
-    learner = make(growth=Growth.chain(STEPS))
+    learner = make(growth=DynamicTreeConfig.chain(STEPS))
     states = recorded(learner)
-    learner(lesson)
+    learner(train_batch)
     trained = torch.stack(states)[:, 1]  # [J, L, H]
-    tokens, hidden = lesson.batch.tokens[1], lesson.teaching.hidden[1]
-    script = Script(tokens, 2, hidden, lesson.teaching.last[1], lesson.embed)
-    draft = learner.draft_along(script)
+    tokens, hidden = train_batch.batch.tokens[1], train_batch.target_outputs.hidden[1]
+    sequence = EvalSequence(
+        tokens, 2, hidden, train_batch.target_outputs.last[1], train_batch.embed
+    )
+    draft = learner.draft_along(sequence)
     for root in (2, 3, 7):
         told = iter(tokens[root + 1 :])
         learner.best = lambda state, width, sharpness: (

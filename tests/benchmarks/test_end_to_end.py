@@ -10,11 +10,11 @@ from types import SimpleNamespace
 import acceptance
 import end_to_end
 import pytest
-import steady_engine
+import steady_state
 import typer
 from end_to_end import PLAIN, SPEED_TAU, Place
-from one_engine import ACCEPTED, DRAFTS, Answer, EngineFailed, Task
-from steady_engine import DEVICE, DRAFTING, STEPS, TOKENS
+from engine_process import ACCEPTED, DRAFTS, Answer, EngineFailed, Task
+from steady_state import DEVICE, DRAFTING, STEPS, TOKENS
 from typer.testing import CliRunner
 
 
@@ -117,7 +117,7 @@ class FakeEngine:
 
 @pytest.fixture
 def no_vllm(monkeypatch):
-    monkeypatch.setattr(steady_engine, "params_of", lambda task, count: [None] * task.batch)
+    monkeypatch.setattr(steady_state, "params_of", lambda task, count: [None] * task.batch)
 
 
 def window(rates, late, length):
@@ -126,7 +126,7 @@ def window(rates, late, length):
         llm_engine=engine,
         get_metrics=lambda: [SimpleNamespace(name=DRAFTS, value=engine.count, labels={})],
     )
-    return steady_engine.window(llm, Task(["a", "b"], 0.0, length, batch=2), "w", None)
+    return steady_state.window(llm, Task(["a", "b"], 0.0, length, batch=2), "w", None)
 
 
 def test_a_window_is_from_the_last_warm_request_to_the_first_that_ends(no_vllm):

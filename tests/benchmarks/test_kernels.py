@@ -39,9 +39,9 @@ def test_other_splits_are_taken_for_their_own_way_only(monkeypatch):
     seen = []
 
     def attend(self, *args):
-        seen.append(kernels.attention_tiles.SPLIT_ENTRIES)
+        seen.append(kernels.attention_schedule.SPLIT_ENTRIES)
 
-    monkeypatch.setattr(kernels.PackedQueries, "attend", attend)
+    monkeypatch.setattr(kernels.TreeAttentionBatch, "attend", attend)
     ways = kernels.attention_case(kernels.TINY, 40, 1, CPU, splits=[256, 1024]).ways
     for name in ("ours", "ours, splits of 256", "ours, splits of 1024", "ours"):
         ways[name]()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from baselines.medusa import Medusa
 from safetensors.torch import load_file
-from support.baseline_lessons import (
+from support.baseline_batches import (
     DRAFT_VOCAB,
     HIDDEN,
     TARGET_CONFIG,
@@ -22,7 +22,7 @@ from support.baseline_lessons import (
 )
 from support.trees import texts
 
-from vllm_specblock.train.text.batch import Batch
+from vllm_specblock.train.data.batch import Batch
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def medusa() -> Medusa:
 
 
 @pytest.fixture
-def lesson():
+def train_batch():
     return packed_lesson()
 
 
@@ -52,16 +52,16 @@ def by_formula(medusa: Medusa, last: torch.Tensor) -> list[torch.Tensor]:
     return out
 
 
-def test_loss_is_that_of_every_row_alone(medusa, lesson):
+def test_loss_is_that_of_every_row_alone(medusa, train_batch):
     def rows(window, begin, column):
-        return by_formula(medusa, lesson.teaching.last[window, column])
+        return by_formula(medusa, train_batch.target_outputs.last[window, column])
 
-    loss, nats, hits, seen = naive_outcome(rows, lesson, [0.8, 0.64, 0.512, 0.4096])
-    outcome = medusa(lesson)
+    loss, ce_loss, hits, seen = naive_outcome(rows, train_batch, [0.8, 0.64, 0.512, 0.4096])
+    outcome = medusa(train_batch)
     assert outcome.loss.item() == pytest.approx(loss, rel=1e-5)
     assert outcome.seen.tolist() == [seen] and seen[0] > 12
     assert outcome.hits.tolist() == [hits]
-    assert outcome.nats[0].tolist() == pytest.approx(nats, rel=1e-5)
+    assert outcome.ce_loss[0].tolist() == pytest.approx(ce_loss, rel=1e-5)
 
 
 def test_window_shorter_than_the_heads(medusa):
@@ -69,11 +69,11 @@ def test_window_shorter_than_the_heads(medusa):
     assert outcome.loss.isfinite() and outcome.seen[0, 1:].sum() == 0
 
 
-def test_drafts_from_the_newest_state(medusa, lesson):
+def test_drafts_from_the_newest_state(medusa, train_batch):
     named = vocabulary()[2]
     for root in (1, 6):
-        tree = medusa.draft_along(script_to(lesson, root))(root)
-        heads = by_formula(medusa, lesson.teaching.last[0, root - 1])
+        tree = medusa.draft_along(script_to(train_batch, root))(root)
+        heads = by_formula(medusa, train_batch.target_outputs.last[0, root - 1])
         found = texts(tree, 0)
         assert len(found) == 15
         for path, score in found.items():

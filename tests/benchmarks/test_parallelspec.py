@@ -7,7 +7,7 @@ import pytest
 import torch
 from baselines.parallelspec import ParallelSpec
 from safetensors.torch import load_file
-from support.baseline_lessons import (
+from support.baseline_batches import (
     TARGET_CONFIG,
     embed,
     naive_outcome,
@@ -29,19 +29,19 @@ def drafter() -> ParallelSpec:
 
 
 @pytest.fixture
-def lesson():
+def train_batch():
     return packed_lesson()
 
 
 @torch.no_grad()
-def row_alone(drafter, lesson, window, begin, column) -> list[torch.Tensor]:
+def row_alone(drafter, train_batch, window, begin, column) -> list[torch.Tensor]:
     """Log-probabilities of a row's positions: its document up to it, then the mask tokens."""
     here = slice(begin, column + 1)
     trunk = drafter.trunk
     condition = trunk.condition_norm(
-        lesson.teaching.hidden[window, here] @ trunk.condition_proj.weight.T
+        train_batch.target_outputs.hidden[window, here] @ trunk.condition_proj.weight.T
     )
-    token = trunk.token_norm(embed(lesson.batch.tokens[window, begin + 1 : column + 2]))
+    token = trunk.token_norm(embed(train_batch.batch.tokens[window, begin + 1 : column + 2]))
     real = torch.cat([condition, token], -1) @ trunk.fuse.weight.T
     inputs = torch.cat([real, drafter.mask_tokens])
     count = len(inputs)
@@ -50,26 +50,26 @@ def row_alone(drafter, lesson, window, begin, column) -> list[torch.Tensor]:
     return list((drafter.norm(states) @ drafter.lm_head.weight.T).log_softmax(-1))
 
 
-def test_loss_is_that_of_every_row_alone(drafter, lesson):
+def test_loss_is_that_of_every_row_alone(drafter, train_batch):
     def rows(*where):
-        return row_alone(drafter, lesson, *where)
+        return row_alone(drafter, train_batch, *where)
 
-    loss, nats, hits, seen = naive_outcome(rows, lesson, [1.0] * K)
-    outcome = drafter(lesson)
+    loss, ce_loss, hits, seen = naive_outcome(rows, train_batch, [1.0] * K)
+    outcome = drafter(train_batch)
     assert outcome.loss.item() == pytest.approx(loss, rel=1e-4)
     assert outcome.seen.tolist() == [seen] and seen[0] > 12
     assert outcome.hits.tolist() == [hits]
-    assert outcome.nats[0].tolist() == pytest.approx(nats, rel=1e-4)
+    assert outcome.ce_loss[0].tolist() == pytest.approx(ce_loss, rel=1e-4)
 
 
 @pytest.mark.parametrize("at_once", [3, 100])
-def test_drafts_what_it_was_trained_to(drafter, lesson, monkeypatch, at_once):
+def test_drafts_what_it_was_trained_to(drafter, train_batch, monkeypatch, at_once):
     monkeypatch.setattr(module, "_ROWS_AT_ONCE", at_once)
     named = vocabulary()[2]
-    whole = drafter.draft_along(script_to(lesson, 8))
+    whole = drafter.draft_along(script_to(train_batch, 8))
     for root in (1, 4, 8):
-        positions = row_alone(drafter, lesson, 0, 0, root - 1)
-        tree = drafter.draft_along(script_to(lesson, root))(root)
+        positions = row_alone(drafter, train_batch, 0, 0, root - 1)
+        tree = drafter.draft_along(script_to(train_batch, root))(root)
         found = texts(tree, 0)
         assert len(found) == 15
         for path, score in found.items():
@@ -84,8 +84,8 @@ def test_learns():
     assert before < 0.4 and after > 0.9
 
 
-def test_every_weight_learns_and_is_saved(drafter, lesson, tmp_path):
-    drafter(lesson).loss.backward()
+def test_every_weight_learns_and_is_saved(drafter, train_batch, tmp_path):
+    drafter(train_batch).loss.backward()
     assert all(weight.grad.abs().sum() > 0 for weight in drafter.parameters())
     drafter.save(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
@@ -97,12 +97,12 @@ def test_every_weight_learns_and_is_saved(drafter, lesson, tmp_path):
     )
 
 
-def test_half_precision_and_one_seed_one_drafter(drafter, lesson):
+def test_half_precision_and_one_seed_one_drafter(drafter, train_batch):
     d2t, t2d, _ = vocabulary()
     twin = ParallelSpec.for_target(TARGET_CONFIG, d2t, t2d, 0, positions=K)
     assert torch.equal(twin.mask_tokens, drafter.mask_tokens)
     assert torch.equal(twin.trunk.fuse.weight, drafter.trunk.fuse.weight)
     with torch.autocast("cpu", torch.bfloat16):
-        half = drafter(lesson)
+        half = drafter(train_batch)
     assert half.loss.dtype == torch.float32
-    assert half.loss.item() == pytest.approx(drafter(lesson).loss.item(), rel=0.03)
+    assert half.loss.item() == pytest.approx(drafter(train_batch).loss.item(), rel=0.03)

@@ -9,16 +9,20 @@ from branchings import ORACLE, UNIFORM
 from support.engines import DRAFTER, TARGET
 
 from vllm_specblock.train.config import TrainError
-from vllm_specblock.train.judge.evaluate import scripts_from
-from vllm_specblock.train.teacher.features import load_target
+from vllm_specblock.train.eval.evaluate import sequences_from
+from vllm_specblock.train.target.features import load_target
 
 
 @pytest.fixture
 def texts(monkeypatch):
-    def answered(target, questions, count, tokens, heat, layers):
+    def answered(target, questions, count, tokens, sampling_temperature, layers):
         model = load_target(target, "fp32", torch.device("cpu"))
         prompts = [torch.arange(5, 25), torch.arange(40, 60)]
-        return list(scripts_from(model, prompts, tokens, temperature=heat, layer_ids=layers))
+        return list(
+            sequences_from(
+                model, prompts, tokens, temperature=sampling_temperature, layer_ids=layers
+            )
+        )
 
     monkeypatch.setattr(rank_guidance, "answered", answered)
 

@@ -7,9 +7,9 @@ import torch
 from baselines.sps import SmallModel
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from vllm_specblock.train.learner import Lesson, Script
-from vllm_specblock.train.teacher.features import Teaching
-from vllm_specblock.train.text.batch import Batch
+from vllm_specblock.train.data.batch import Batch
+from vllm_specblock.train.learner import EvalSequence, TrainBatch
+from vllm_specblock.train.target.features import TargetOutputs
 
 VOCAB = 20
 NAMED = torch.tensor([1, 2, 4, 5, 6, 8, 9, 10, 12, 13, 15, 16, 18, 19])
@@ -65,29 +65,31 @@ def test_loss_is_that_of_documents_apart(learner):
     tokens[0, 11] = -1
     document = torch.tensor([[0] * 7 + [1] * 4 + [2], [0] * 12])
     position = torch.tensor([[*range(7), *range(4), 0], [*range(12)]])
-    counted = tokens >= 0
-    counted[1, :3] = False
+    loss_mask = tokens >= 0
+    loss_mask[1, :3] = False
     # Half of the documents say what the drafter would.
     for column in range(1, 12):
         if column % 2:
             best = next_logprob(learner, tokens[1, :column].tolist()).argmax()
             tokens[1, column] = NAMED[best]
-    law = torch.randn(2, 12, len(NAMED)).softmax(-1)
-    teaching = Teaching(torch.zeros(2, 12, 3), torch.zeros(2, 12, 1), law)
-    lesson = Lesson(Batch(tokens, document, position, counted), teaching, refuse, 0, 0)
+    target_probs = torch.randn(2, 12, len(NAMED)).softmax(-1)
+    target_outputs = TargetOutputs(torch.zeros(2, 12, 3), torch.zeros(2, 12, 1), target_probs)
+    train_batch = TrainBatch(
+        Batch(tokens, document, position, loss_mask), target_outputs, refuse, 0, 0
+    )
 
     losses, hits = [], 0
     for window, first, length in [(0, 0, 7), (0, 7, 4), (1, 0, 12)]:
         text = tokens[window, first : first + length].tolist()
         for place in range(1, length):
-            if counted[window, first + place] and text[place] in NAMED:
+            if loss_mask[window, first + place] and text[place] in NAMED:
                 logprob = next_logprob(learner, text[:place])
-                losses.append(-(law[window, first + place - 1] * logprob).sum().item())
+                losses.append(-(target_probs[window, first + place - 1] * logprob).sum().item())
                 hits += int(NAMED[logprob.argmax()]) == text[place]
-    outcome = learner(lesson)
+    outcome = learner(train_batch)
     assert 3 < hits < len(losses) < 19
     assert outcome.loss.item() == pytest.approx(sum(losses) / len(losses), rel=1e-5)
-    assert outcome.nats.tolist() == [[pytest.approx(sum(losses), rel=1e-5)]]
+    assert outcome.ce_loss.tolist() == [[pytest.approx(sum(losses), rel=1e-5)]]
     assert outcome.hits.tolist() == [[hits]]
     assert outcome.seen.tolist() == [[len(losses)]]
     outcome.loss.backward()
@@ -98,7 +100,7 @@ def test_chains_are_greedy_without_a_cache(learner):
     torch.manual_seed(5)
     tokens = torch.randint(VOCAB, (14,))
     nothing = torch.full((14, 1), float("nan"))
-    draft = learner.draft_along(Script(tokens, 3, nothing, nothing, refuse))
+    draft = learner.draft_along(EvalSequence(tokens, 3, nothing, nothing, refuse))
     for root in (3, 4, 9, 9):
         text, score, chain, scores = tokens[: root + 1].tolist(), 0.0, [], []
         for _ in range(4):

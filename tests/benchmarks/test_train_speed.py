@@ -7,13 +7,20 @@ import json
 import pytest
 import torch
 import train_speed
-from random_lessons import FAVOURITE, SHAPES, StillTeacher, make_drafter, make_text, online_teacher
+from synthetic_training import (
+    FAVOURITE,
+    SHAPES,
+    StillTeacher,
+    make_drafter,
+    make_text,
+    online_teacher,
+)
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from train_flops import drafter_flops, load_of, teacher_flops
 
 from vllm_specblock.train import attention
 from vllm_specblock.train.config import TrainConfig, TrainError
-from vllm_specblock.train.learner import Lesson
+from vllm_specblock.train.learner import TrainBatch
 from vllm_specblock.train.specblock import Recipe, SpecBlockLearner
 
 TINY, BLOCK = SHAPES["tiny"], 4
@@ -28,16 +35,16 @@ def drafter():
 def lesson_of(batch, seed):
     text = make_text(TINY, batch, 40, 0.9)
     teacher = StillTeacher(TINY, text, CPU, torch.float32)
-    return Lesson(text, teacher.teach(text), teacher.embed, 0, seed)
+    return TrainBatch(text, teacher.teach(text), teacher.embed, 0, seed)
 
 
 def taught(drafter, batch, num_blocks, seed):
     """(the loss's outcome, its load) of one update with the rank loss."""
-    lesson, watch = lesson_of(batch, seed), train_speed.Watch()
+    train_batch, watch = lesson_of(batch, seed), train_speed.Watch()
     learner = SpecBlockLearner(drafter, Recipe(num_blocks, rank_from=0))
     learner.register_forward_hook(watch)
-    outcome = learner(lesson)
-    (load,) = watch.loads(lesson.batch.tokens == FAVOURITE, BLOCK)
+    outcome = learner(train_batch)
+    (load,) = watch.loads(train_batch.batch.tokens == FAVOURITE, BLOCK)
     return outcome, load
 
 
@@ -109,7 +116,7 @@ def test_a_path_ends_where_the_drafter_is_wrong():
     load = load_of(right, [2], BLOCK)
     # Block 1, position k of row t drafts column t + 1 + k. Columns: 0 … 7, column 3 is wrong.
     # k = 1: rows 0–5; k = 2: not row 1; k = 3: not row 0 either, so 2–3; k = 4: row 2.
-    assert load.counted[0] == [6, 4, 2, 1]
+    assert load.num_positions[0] == [6, 4, 2, 1]
     # Block 2 starts from the rows whose second position counted: 0, 2, 3, 4.
     assert load.rows == [7, 4]
 
@@ -127,24 +134,28 @@ def trainer_of(updates, **options):
 
 def test_updates_leave_the_load_as_it_is():
     trainer, text = trainer_of(3)
-    spread, optimizer = trainer.students["drafter"].spread, trainer.students["drafter"].optimizer
-    before = [weight.detach().clone() for weight in spread.parameters]
+    dist_model, optimizer = (
+        trainer.train_states["drafter"].dist_model,
+        trainer.train_states["drafter"].optimizer,
+    )
+    before = [weight.detach().clone() for weight in dist_model.parameters]
     watch = train_speed.Watch()
-    spread.module.register_forward_hook(watch)
+    dist_model.module.register_forward_hook(watch)
     seconds, memory, graphs = train_speed.run_updates(trainer, 1)
     assert len(seconds) == 3 and min(seconds) > 0 and memory is None and graphs == 0
     assert len(watch.loads(text.tokens == FAVOURITE, BLOCK)) == 3
     # Only weights of 0 can take in so small a step.
     assert all(
-        torch.allclose(old, new, rtol=0, atol=1e-20) for old, new in zip(before, spread.parameters)
+        torch.allclose(old, new, rtol=0, atol=1e-20)
+        for old, new in zip(before, dist_model.parameters)
     )
-    moments = [optimizer.state[weight]["exp_avg"] for weight in spread.parameters]
+    moments = [optimizer.state[weight]["exp_avg"] for weight in dist_model.parameters]
     assert all(moment.any() for moment in moments)  # the optimiser did run, over every weight
 
 
 def test_other_choices_give_no_figures():
     trainer, text = trainer_of(1)
-    module = trainer.students["drafter"].spread.module
+    module = trainer.train_states["drafter"].dist_model.module
     watch = train_speed.Watch()
     module.register_forward_hook(watch)
     with torch.no_grad():

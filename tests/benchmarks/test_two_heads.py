@@ -7,8 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import two_heads
-from combinations import POLICIES
-from one_engine import (
+from engine_process import (
     ACCEPTED,
     DRAFTS,
     Answer,
@@ -19,6 +18,7 @@ from one_engine import (
     read_counters,
     run,
 )
+from spec_configs import POLICIES
 from typer.testing import CliRunner
 
 from vllm_specblock.config import parse_combine, parse_head, split_keys
@@ -193,7 +193,7 @@ def test_an_engine_in_a_process_of_its_own(tmp_path):
         "r = json.load(sys.stdin)\n"
         "assert r['speculative'] == {'x': 1} and r['tasks'][0]['prompts'] == ['a']\n"
         "print('loading')\n"
-        "print('one_engine:' + json.dumps({'ids': [[1, 2]], 'seconds': 0.5, 'counters': {}}))\n"
+        "print('engine_process:' + json.dumps({'ids': [[1, 2]], 'seconds': 0.5, 'counters': {}}))\n"
     ))  # fmt: skip
     (answer,) = run(request, echo)
     assert answer.ids == [[1, 2]] and answer.tau == 1.0

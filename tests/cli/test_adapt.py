@@ -1,4 +1,4 @@
-"""`specblock adapt simulate` on the example pair."""
+"""`specblock adapt`: `simulate` on the example pair; `run`, `list` and `use` on a smaller one."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+from support.adapting import Pair
 from typer.testing import CliRunner
 
+from vllm_specblock.adapt.link.folder_link import FolderLink
+from vllm_specblock.adapt.versions import VersionFolder
 from vllm_specblock.cli.main import app
 
 PAIR = Path(__file__).parents[2] / "examples" / "tiny_pair"
@@ -71,3 +74,77 @@ def test_wrong_options_are_one_sentence(prompts, tmp_path, given, message):
 def test_seconds_are_a_pair(prompts, tmp_path):
     result = simulate(prompts, tmp_path / "out", "--update-seconds", "0.1")
     assert result.exit_code == 2 and "two numbers of seconds" in result.stderr
+
+
+@pytest.fixture
+def pair(tmp_path) -> Pair:
+    return Pair.make(tmp_path)
+
+
+@pytest.fixture
+def recorded(pair, tmp_path) -> Path:
+    """A folder with 24 requests."""
+    folder = tmp_path / "requests"
+    versions = VersionFolder(folder / "versions", pair.drafter, pair.target)
+    link = FolderLink(folder, versions, slots=64)
+    for number in range(24):
+        link.offer(*pair.request(number))
+    link.close()
+    return folder
+
+
+def call(*given: str | int | Path):
+    return CliRunner().invoke(app, ["adapt", *(str(each) for each in given)])
+
+
+def train(pair: Pair, folder: Path, *more: str | int | Path):
+    where = ["--drafter", pair.drafter, "--target", pair.target, "--once", "--seconds", 0]
+    return call("run", folder, *where, "--policy", "always", "--actions", "all", *more)
+
+
+def test_run_learns_from_a_folder_and_writes_versions(pair, recorded):
+    result = train(pair, recorded)
+    assert result.exit_code == 0, result.output
+    assert "updates_full" in result.stdout and not list(recorded.glob("request-*"))
+    out = recorded / "versions"
+    name = VersionFolder(out).chosen()["version"]
+    assert VersionFolder(out, pair.drafter, pair.target).current() == (out / name, None)
+    told = call("list", out).stdout.splitlines()
+    assert told[1].split() == ["delivered"]
+    assert told[2].split()[:4] == ["*", name, "delivered", "full"] and len(told) == 3
+    # It goes on from there.
+    again = train(pair, recorded)
+    assert again.exit_code == 0 and VersionFolder(out).chosen()["version"] == name
+
+
+def test_use_is_a_persons_choice(pair, recorded, tmp_path):
+    out = tmp_path / "out"
+    assert train(pair, recorded, "--out", out).exit_code == 0
+    name = VersionFolder(out).chosen()["version"]
+    result = call("use", out, "delivered")
+    assert result.exit_code == 0 and "delivered is current" in result.stdout
+    assert VersionFolder(out).chosen().items() >= {"version": None, "by": "person"}.items()
+    assert call("list", out).stdout.splitlines()[1].split() == ["*", "delivered"]
+    assert call("use", out, name).exit_code == 0
+    assert VersionFolder(out).chosen()["version"] == name
+
+
+def test_wrong_folders_versions_and_policies_are_one_sentence(pair, recorded, tmp_path):
+    out = tmp_path / "out"
+    for result, message in (
+        (train(pair, tmp_path / "none"), "There is no folder"),
+        (train(pair, recorded, "--policy", "osd"), "no policy 'osd'"),
+        (train(pair, recorded, "--actions", "trunk"), "must be heads or all"),
+        (call("use", out, "delivered"), "There is no folder"),
+        (call("use", recorded, "version-00009"), "no version version-00009"),
+    ):
+        assert result.exit_code == 1
+        assert message in result.stderr and "Traceback" not in result.stderr
+    assert len(list(recorded.glob("request-*"))) == 24
+
+
+def test_one_trainer_for_a_folder(pair, recorded):
+    folder = VersionFolder(recorded / "versions", pair.drafter, pair.target)
+    folder.lock()
+    result = train(pair, recorded)
+    assert result.exit_code == 1 and "Another engine or trainer uses" in result.stderr

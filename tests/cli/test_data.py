@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from vllm_specblock.cli.main import app
-from vllm_specblock.train.text import shards
+from vllm_specblock.train.data import shards
 
 TARGET = Path(__file__).resolve().parents[2] / "examples/tiny_pair/target"
 NEW = 24
@@ -84,7 +84,7 @@ def test_answers_are_the_targets_own(source, tmp_path):
         asked = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
         ids = text.tokens.tolist()
         assert ids[: len(asked)] == asked
-        assert text.counted.tolist() == [False] * len(asked) + [True] * (len(ids) - len(asked))
+        assert text.loss_mask.tolist() == [False] * len(asked) + [True] * (len(ids) - len(asked))
         assert (ids[len(asked) :] == greedy(asked)) == (number % 2 == 0)
 
     # A run that was stopped after the first shard, and goes on.
@@ -129,9 +129,9 @@ def test_keeping_and_its_errors(source, tmp_path):
     assert result.exit_code == 0, result.output
     (text,) = shards.read(tmp_path / "out")
     tokenizer = AutoTokenizer.from_pretrained(TARGET)
-    assert tokenizer.decode(text.tokens[text.counted]) == "an answer of the data</s>"
+    assert tokenizer.decode(text.tokens[text.loss_mask]) == "an answer of the data</s>"
     assert "1 sequences of" in result.stdout and "4 lines were skipped." in result.stdout
-    kept = text.tokens[text.counted].tolist()
+    kept = text.tokens[text.loss_mask].tolist()
     share = sum(sorted(map(kept.count, set(kept)))[-3:]) / len(kept)
     assert f"3 of 2,048 tokens cover {100 * share:.1f} % of the counted tokens" in result.stdout
 

@@ -12,11 +12,11 @@ from typer.testing import CliRunner
 
 from vllm_specblock.cli.main import app
 from vllm_specblock.config import SpecBlockConfig
-from vllm_specblock.draft import checkpoint
-from vllm_specblock.train.judge.drafting import SpecBlockDraft, serving_shape
-from vllm_specblock.train.judge.evaluate import scripts_from
-from vllm_specblock.train.judge.replay import mean_tau
-from vllm_specblock.train.teacher.features import load_target, load_tokenizer
+from vllm_specblock.drafters.specblock import checkpoint
+from vllm_specblock.train.eval.drafting import SpecBlockDraft, serving_shape
+from vllm_specblock.train.eval.evaluate import sequences_from
+from vllm_specblock.train.eval.replay import mean_tau
+from vllm_specblock.train.target.features import load_target, load_tokenizer
 
 PAIR = Path(__file__).parents[2] / "examples" / "tiny_pair"
 DRAFTER, TARGET = PAIR / "drafter", PAIR / "target"
@@ -50,14 +50,14 @@ def test_table_and_file_say_what_replay_finds(prompts, tmp_path):
     drafter = checkpoint.load(DRAFTER)
     ids = [torch.tensor(tokenizer(prompt)["input_ids"]) for prompt in PROMPTS[:2]]
     for entry, temperature in zip(figures["results"], (0.0, 0.8)):
-        scripts = list(
-            scripts_from(target, ids, 40, temperature=temperature, seed=5, layer_ids=(2, 3, 4))
+        sequences = list(
+            sequences_from(target, ids, 40, temperature=temperature, seed=5, layer_ids=(2, 3, 4))
         )
         assert entry["temperature"] == temperature
         for nodes in (16, 30):
             shape = serving_shape(drafter, SpecBlockConfig(num_blocks=3, num_starts=4), nodes)
             tau, steps = mean_tau(
-                lambda s, shape=shape: SpecBlockDraft(drafter, s, shape), scripts, 12
+                lambda s, shape=shape: SpecBlockDraft(drafter, s, shape), sequences, 12
             )
             found = entry["trees"][f"tree of {nodes}"]
             assert (found["tau"], found["steps"]) == (tau, steps)

@@ -15,10 +15,10 @@ import torch
 from typer.testing import CliRunner
 
 from vllm_specblock.cli.main import app
-from vllm_specblock.train.teacher.feature_store import FeatureStore
-from vllm_specblock.train.teacher.features import OnlineTeacher, load_target
-from vllm_specblock.train.teacher.stored_teacher import StoredTeacher
-from vllm_specblock.train.text.windows import Windows, load_texts
+from vllm_specblock.train.data.packed_dataset import PackedDataset, load_texts
+from vllm_specblock.train.target.feature_store import FeatureStore
+from vllm_specblock.train.target.features import OnlineTeacher, load_target
+from vllm_specblock.train.target.stored_teacher import StoredTeacher
 
 TARGET = Path(__file__).parents[2] / "examples/tiny_pair/target"
 LENGTH, LAYERS = 48, (0, 3, 6)
@@ -80,12 +80,12 @@ class TestThroughVLLM:
         ids = torch.arange(5, 2048, 9)
         online = OnlineTeacher(load_target(TARGET, "fp32", torch.device("cpu")), LAYERS, ids)
         stored = StoredTeacher(folder, TARGET, ids, "cpu", torch.float32, LAYERS, LENGTH)
-        windows = Windows(load_texts(data, lambda: None, 2048), LENGTH, shortest=3)
+        windows = PackedDataset(load_texts(data, lambda: None, 2048), LENGTH, shortest=3)
         batch = windows.of(range(len(windows)))
         inside = batch.tokens >= 0
-        assert max(map(len, batch.pieces)) > 1 and not inside.all()
+        assert max(map(len, batch.segments)) > 1 and not inside.all()
         expected, found = online.teach(batch), stored.teach(batch)
-        for name in ("hidden", "last", "law"):
+        for name in ("hidden", "last", "target_probs"):
             here, there = getattr(found, name)[inside], getattr(expected, name)[inside]
             torch.testing.assert_close(here, there, atol=1e-4, rtol=0, msg=name)
         assert expected.last[inside].abs().max() > 1  # the tolerance means something

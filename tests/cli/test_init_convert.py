@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from vllm_specblock.cli.main import app
-from vllm_specblock.draft import checkpoint
+from vllm_specblock.drafters.specblock import checkpoint
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 

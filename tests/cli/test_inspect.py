@@ -12,7 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from vllm_specblock.cli.main import app
-from vllm_specblock.train.teacher.features import load_target, load_tokenizer
+from vllm_specblock.train.target.features import load_target, load_tokenizer
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TARGET = EXAMPLES / "tiny_pair" / "target"

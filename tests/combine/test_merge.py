@@ -19,7 +19,7 @@ from vllm_specblock.combine.combined import Combined
 from vllm_specblock.combine.merge import merge as merge_and_agree
 from vllm_specblock.combine.merge import path_hashes
 from vllm_specblock.tree import MAX_NODES, DraftTree
-from vllm_specblock.verify.walk import walk
+from vllm_specblock.verify.accept_path import accept_path
 
 HOWS = ["disjoint", "trie"]
 quick = settings(deadline=None, max_examples=80)
@@ -142,7 +142,7 @@ def test_both_ways_accept_the_same_text(pair, seed):
                 sampled[request, node] = drawn.setdefault(name, luck.randrange(3))
         depth = torch.nn.functional.pad(tree.depth.long(), (1, 0))
         live = tree.parent >= 0
-        return walk(tree.token, tree.parent, depth, tree.ancestors, live, sampled, 16)
+        return accept_path(tree.token, tree.parent, depth, tree.ancestors, live, sampled, 16)
 
     disjoint, trie = map(accepted, HOWS)
     assert torch.equal(disjoint.accepted, trie.accepted)

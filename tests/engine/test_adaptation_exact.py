@@ -19,8 +19,8 @@ from support.recorded_graph import stand_in
 from vllm.config.compilation import CUDAGraphMode
 from vllm.platforms import current_platform
 
-from vllm_specblock.draft import checkpoint
-from vllm_specblock.draft.refresh import HEADS, RefreshError, Staged
+from vllm_specblock.drafters.specblock import checkpoint
+from vllm_specblock.drafters.specblock.refresh import HEADS, RefreshError, Staged
 
 TABLES = ROOT / "examples/two_heads/tables"
 EAGLE3 = str(ROOT / "examples/two_heads/eagle3")
@@ -64,15 +64,15 @@ class Swaps:
     """Refreshes heads of an engine around every step that proposes.
 
     Args:
-        heads: which of the engine's.
+        drafters: which of the engine's.
     """
 
     def __init__(self, engine: Engine, versions, monkeypatch, heads=(0,), seed=0):
         self.engine, self.versions = engine, versions
-        self.heads = [engine.speculator.proposer.heads[head] for head in heads]
+        self.drafters = [engine.speculator.draft_policy.drafters[head] for head in heads]
         # Made ready once: hundreds of them are written in a test.
         self.staged = [
-            {name: Staged(head.drafter, versions[name]) for name in WHOLE} for head in self.heads
+            {name: Staged(head.model, versions[name]) for name in WHOLE} for head in self.drafters
         ]
         self.draw, self.count = random.Random(seed), Counter()
         self.accepted_before = self._accepted()
@@ -87,16 +87,16 @@ class Swaps:
         monkeypatch.setattr(engine.speculator, "propose", swapping)
 
     def _swap(self, name: str | None = None) -> None:
-        which = self.draw.randrange(len(self.heads))
+        which = self.draw.randrange(len(self.drafters))
         name = name or self.draw.choice(sorted(self.versions))
         self.count[name] += 1
         if name in WHOLE:
             self.staged[which][name].write()
         elif name == "NaN":
             with pytest.raises(RefreshError):
-                self.heads[which].refresh(self.versions[name])
+                self.drafters[which].refresh(self.versions[name])
         else:
-            self.heads[which].refresh(self.versions[name])
+            self.drafters[which].refresh(self.versions[name])
 
     def _accepted(self) -> int:
         counts = self.engine.speculator.counters.as_dict()
@@ -169,7 +169,7 @@ def test_combinations(versions, reference, monkeypatch, combination):
     if combination == "adaptive verification" and current_platform.is_cpu():
         # Drafts this poor are soon not worth their time.
         manager = combined.runner.adaptive_verification
-        monkeypatch.setattr(manager.rest, "decide", lambda *_: False)
+        monkeypatch.setattr(manager.drafting_switch, "decide", lambda *_: False)
     swaps = Swaps(combined, versions, monkeypatch, heads)
     for name in ("greedy", "temperature 1"):
         compare(combined, reference, name)
@@ -178,8 +178,8 @@ def test_combinations(versions, reference, monkeypatch, combination):
 
 def test_another_kind_of_head_refuses(versions):
     beside = make_engine({"num_speculative_tokens": 4, "second_head": {"model": EAGLE3}})
-    second = beside.speculator.proposer.heads[1]
-    with pytest.raises(ValueError, match=r"^Eagle3Head keeps the weights"):
+    second = beside.speculator.draft_policy.drafters[1]
+    with pytest.raises(ValueError, match=r"^Eagle3Drafter keeps the weights"):
         second.refresh(versions["trained"])
 
 
@@ -194,7 +194,7 @@ def test_a_graph_drafts_by_the_new_weights(versions, reference, monkeypatch):
     def drafts() -> list[list]:
         graphed.llm.reset_prefix_cache()
         speculator.forget_warm_up()
-        speculator.proposer.heads[0].refresh(versions["trained"])
+        speculator.draft_policy.drafters[0].refresh(versions["trained"])
         found = []
         with monkeypatch.context() as patch:
             propose = speculator.propose

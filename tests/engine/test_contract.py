@@ -76,7 +76,7 @@ def test_samplers():
     from vllm.v1.worker.gpu.sample.states import SamplingStates
     from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
-    from vllm_specblock.engine.sampler import TreeSampler
+    from vllm_specblock.engine.runner.sampler import TreeSampler
 
     assert arguments_of(TreeSampler._verify) == arguments_of(RejectionSampler._verify)
     # Handed on by position.
@@ -174,7 +174,7 @@ def test_attention_and_caches():
         "query_start_loc", "query_start_loc_cpu", "seq_lens", "seq_lens_cpu_upper_bound",
         "block_table_tensor", "slot_mapping", "num_actual_tokens",
     }  # fmt: skip
-    from vllm_specblock.engine.attention import TreeAttentionImpl
+    from vllm_specblock.engine.attention.backend import TreeAttentionImpl
 
     assert arguments_of(TreeAttentionImpl.forward) == [
         *arguments_of(AttentionImpl.forward)[:8], "output_scale", "output_block_scale",
@@ -222,7 +222,7 @@ def test_sizes_and_sleep():
 
 
 def test_vllms_attention_on_a_cpu():
-    """`engine/cpu_attention.py` calls its two kernels over a cache packed as its backend says."""
+    """`engine/cpu/attention.py` calls its two kernels over a cache packed as its backend says."""
     from vllm import _custom_ops, envs
     from vllm.v1.attention.backends import cpu_attn
 
@@ -262,7 +262,7 @@ def test_kernels_that_are_replaced_on_a_cpu_are_there():
 
 
 def test_extraction_of_hidden_states():
-    """`engine/extract.py`: the states that are kept, and what is added to them."""
+    """`engine/offline/extract.py`: the states that are kept, and what is added to them."""
     from vllm.config.kv_transfer import KVTransferConfig
     from vllm.config.speculative import SpeculativeConfig
     from vllm.v1.worker.gpu.spec_decode import extract_hidden_states
@@ -283,7 +283,8 @@ def test_extraction_of_hidden_states():
 
 
 def test_connector_of_hidden_states():
-    """`engine/extract.py`: what its connector takes over, and what it replaces off a GPU."""
+    """`engine/offline/extract.py`: what its connector takes over, and what it replaces off a
+    GPU."""
     from vllm.distributed.kv_transfer.kv_connector.v1 import (
         example_hidden_states_connector as example,
     )
@@ -309,7 +310,7 @@ def test_connector_of_hidden_states():
 
 
 def test_an_engine_in_this_process_can_be_stepped():
-    """`engine/extract.py` lets it go on until its connector was told of every request."""
+    """`engine/offline/extract.py` lets it go on until its connector was told of every request."""
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.engine.core_client import InprocClient, MPClient
@@ -323,7 +324,8 @@ def test_an_engine_in_this_process_can_be_stepped():
 
 
 def test_generation():
-    """`engine/generate.py`: token prompts in, token ids out, each request with its own seed."""
+    """`engine/offline/generate.py`: token prompts in, token ids out, each request with its own
+    seed."""
     from vllm import LLM, SamplingParams
     from vllm.outputs import CompletionOutput
 

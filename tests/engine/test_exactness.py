@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import pytest
 from support import compared
+from support.drafters import install
 from support.engines import Engine, make_engine, record_preemptions
-from support.heads import install
 from support.matrix import CASES, PROMPTS, Checker, crowded_engine, params, to_the_limit
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams

@@ -84,7 +84,9 @@ def test_other_versions_step_aside_with_one_warning(version, monkeypatch):
     said = []
     monkeypatch.setattr(plugin, "_vllm_version", lambda: version)
     monkeypatch.setattr(plugin.logger, "warning", said.append)
-    monkeypatch.setattr("vllm_specblock.engine.registration.register", lambda: pytest.fail("no"))
+    monkeypatch.setattr(
+        "vllm_specblock.engine.config.registration.register", lambda: pytest.fail("no")
+    )
     plugin.register()
     (sentence,) = said
     assert "steps aside" in sentence and "0.32.x" in sentence and version in sentence
@@ -94,7 +96,8 @@ def test_plain_processes_load_no_drafter_and_no_numba():
     """vLLM's own replacement of kernels on a CPU fails where Numba was imported before."""
     code = (
         "import sys; from vllm_specblock.plugin import register; register(); "
-        "print([name for name in ('numba', 'vllm_specblock.draft.model') if name in sys.modules])"
+        "names = 'numba', 'vllm_specblock.drafters.specblock.model'; "
+        "print([name for name in names if name in sys.modules])"
     )
     env = {k: v for k, v in os.environ.items() if k != "VLLM_USE_V2_MODEL_RUNNER"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)

@@ -16,7 +16,7 @@ from vllm_specblock.bench.process import EngineFailed, EngineProcess, end_all
 ROOT = Path(__file__).resolve().parents[2]
 TARGET = ROOT / "examples/tiny_pair/target"
 
-# Speaks as `vllm_specblock/engine/answering.py` does, and counts instead of thinking.
+# Speaks as `vllm_specblock/engine/offline/answering.py` does, and counts instead of thinking.
 CHILD = """
 import json, sys
 if json.loads(sys.stdin.readline())["model"] == "missing":

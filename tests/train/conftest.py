@@ -6,15 +6,15 @@ import pytest
 import torch
 from support.training import write_pair
 
-from vllm_specblock.draft.config import DrafterConfig, TargetInfo
-from vllm_specblock.draft.model import SpecBlockDrafter
+from vllm_specblock.drafters.specblock.config import DrafterConfig, TargetInfo
+from vllm_specblock.drafters.specblock.model import SpecBlockModel
 
 HIDDEN, VOCAB, DRAFT_VOCAB = 32, 20, 14
 
 
 @pytest.fixture
 def make_drafter():
-    def make(**changes) -> SpecBlockDrafter:
+    def make(**changes) -> SpecBlockModel:
         torch.manual_seed(3)
         config = DrafterConfig(
             **{
@@ -33,7 +33,7 @@ def make_drafter():
                 **changes,
             }
         )
-        drafter = SpecBlockDrafter(config)
+        drafter = SpecBlockModel(config)
         named = torch.randperm(VOCAB)[:DRAFT_VOCAB].sort().values  # target ids it can name
         drafter.t2d.zero_()[named] = True
         drafter.d2t.copy_(named - torch.arange(DRAFT_VOCAB))

@@ -6,9 +6,9 @@ import math
 
 import pytest
 import torch
-from support.lessons import lesson_of, packed
+from support.train_batches import lesson_of, packed
 
-from vllm_specblock.draft.cache import DenseCache
+from vllm_specblock.drafters.specblock.dense_cache import DenseCache
 from vllm_specblock.train import head_loss
 from vllm_specblock.train.objective import Unroll
 from vllm_specblock.train.specblock import Recipe, SpecBlockLearner, outcome
@@ -24,27 +24,27 @@ def scene(lucky):
 
     def make(**changes):
         drafter, tokens = lucky(2, COLUMNS, **changes)
-        counted = torch.ones_like(tokens, dtype=torch.bool)
-        counted[0, :2] = False  # a prompt
-        counted[1, 5] = False
-        return drafter, lesson_of(drafter, packed(tokens, counted, LENGTHS))
+        loss_mask = torch.ones_like(tokens, dtype=torch.bool)
+        loss_mask[0, :2] = False  # a prompt
+        loss_mask[1, 5] = False
+        return drafter, lesson_of(drafter, packed(tokens, loss_mask, LENGTHS))
 
     return make
 
 
-def documents(lesson):
+def documents(train_batch):
     """(window, first column, tokens [T], counted [T], hidden [T, 3·H]) of every document."""
     for window, lengths in enumerate(LENGTHS):
         first = 0
         for length in lengths:
             here = slice(first, first + length)
-            batch = lesson.batch
+            batch = train_batch.batch
             yield (
                 window,
                 first,
                 batch.tokens[window, here],
-                batch.counted[window, here].tolist(),
-                lesson.teaching.hidden[window, here],
+                batch.loss_mask[window, here].tolist(),
+                train_batch.target_outputs.hidden[window, here],
             )
             first += length
 
@@ -56,17 +56,19 @@ class Inference:
         self.drafter, self.embed, self.tokens, self.hidden = drafter, embed, tokens, hidden
         self.path_rope = drafter.config.block_rope == "path"
 
-    def blocks(self, cuts: list[int]):
+    def blocks(self, restart_positions: list[int]):
         """Yield per row its states of every block [K, H], block b+1 started at cuts[b]."""
         cache = DenseCache(self.drafter.config)
         for row in range(len(self.tokens) - 1):
             condition = self.drafter.condition(self.hidden[row][None])
             states = [self._forward(row, 0, condition, cache.append())]
             growth, offset = cache.grow(), 0
-            for block, cut in enumerate(cuts):
-                offset += cut
-                attend = growth.starts(torch.tensor([block]), torch.tensor([cut - 1]))
-                states.append(self._forward(row, offset, states[-1][cut - 1][None], attend))
+            for block, restart_position in enumerate(restart_positions):
+                offset += restart_position
+                attend = growth.starts(torch.tensor([block]), torch.tensor([restart_position - 1]))
+                states.append(
+                    self._forward(row, offset, states[-1][restart_position - 1][None], attend)
+                )
             yield row, states
 
     def _forward(self, row, offset, condition, attend):
@@ -91,18 +93,23 @@ def record(unroll):
 
 @pytest.mark.parametrize("kernel", ["sdpa", "flex"])
 @pytest.mark.parametrize("rope", ["base", "path"])
-@pytest.mark.parametrize("cuts", [[1], [2], [3], [4], [2, 4], [2, 1, 3]])
+@pytest.mark.parametrize("restart_positions", [[1], [2], [3], [4], [2, 4], [2, 1, 3]])
 @torch.no_grad()
-def test_states_are_those_of_inference(scene, cuts, rope, kernel):
-    drafter, lesson = scene(block_rope=rope)
-    unroll = Unroll(drafter, lesson, mask_restart=True, kernel=kernel)
+def test_states_are_those_of_inference(scene, restart_positions, rope, kernel):
+    drafter, train_batch = scene(block_rope=rope)
+    unroll = Unroll(drafter, train_batch, mask_restart=True, kernel=kernel)
     seen = record(unroll)
-    unroll.blocks(cuts)
+    unroll.blocks(restart_positions)
 
     expected = {
-        (window, first + row, block): (state, row + 1 + sum(cuts[:block]) < len(tokens))
-        for window, first, tokens, _, hidden in documents(lesson)
-        for row, states in Inference(drafter, lesson.embed, tokens, hidden).blocks(cuts)
+        (window, first + row, block): (
+            state,
+            row + 1 + sum(restart_positions[:block]) < len(tokens),
+        )
+        for window, first, tokens, _, hidden in documents(train_batch)
+        for row, states in Inference(drafter, train_batch.embed, tokens, hidden).blocks(
+            restart_positions
+        )
         for block, state in enumerate(states)
     }
     compared = 0
@@ -115,26 +122,28 @@ def test_states_are_those_of_inference(scene, cuts, rope, kernel):
                 if known:  # else its token is not in the text
                     torch.testing.assert_close(hidden[window, place], state, **CLOSE)
                     compared += 1
-    assert len(seen) == len(cuts) + 1
+    assert len(seen) == len(restart_positions) + 1
     assert compared > 20
 
 
 @pytest.mark.parametrize("restart", [False, True])
 @pytest.mark.parametrize("valid", [False, True])
-@pytest.mark.parametrize("cuts", [[1], [3], [1, 2], [2, 1]])
+@pytest.mark.parametrize("restart_positions", [[1], [3], [1, 2], [2, 1]])
 @torch.no_grad()
-def test_objective_is_the_loop_over_rows(scene, cuts, restart, valid):
+def test_objective_is_the_loop_over_rows(scene, restart_positions, restart, valid):
     """Eqs. 5-7 with labels, laws and cuts, from states that inference computed."""
-    drafter, lesson = scene()
+    drafter, train_batch = scene()
     named = drafter.t2d.nonzero()[:, 0].tolist()
-    counted = [[[] for _ in range(4)] for _ in range(len(cuts) + 1)]
-    paths = torch.zeros(2, len(cuts) + 1, 4)  # right before; right here too
-    for window, first, tokens, written, hidden in documents(lesson):
+    losses_of = [[[] for _ in range(4)] for _ in range(len(restart_positions) + 1)]
+    paths = torch.zeros(2, len(restart_positions) + 1, 4)  # right before; right here too
+    for window, first, tokens, written, hidden in documents(train_batch):
         label = [
             named.index(token) if token in named and mine else None
             for token, mine in zip(tokens.tolist(), written)
         ] + [None] * 20
-        for row, states in Inference(drafter, lesson.embed, tokens, hidden).blocks(cuts):
+        for row, states in Inference(drafter, train_batch.embed, tokens, hidden).blocks(
+            restart_positions
+        ):
             live = right = learned = written[row + 1]
             offset = 0
             for block, state in enumerate(states):
@@ -147,47 +156,55 @@ def test_objective_is_the_loop_over_rows(scene, cuts, restart, valid):
                         continue
                     logits = drafter.heads(state[k - 1])[0].double()
                     p = logits.softmax(-1).tolist()
-                    law = lesson.teaching.law[window, first + place - 1].tolist()
-                    loss = -sum(a * math.log(b) for a, b in zip(law, p))
-                    counted[block][k - 1].append(loss)
+                    target_probs = train_batch.target_outputs.target_probs[
+                        window, first + place - 1
+                    ].tolist()
+                    loss = -sum(a * math.log(b) for a, b in zip(target_probs, p))
+                    losses_of[block][k - 1].append(loss)
                     paths[0, block, k - 1] += right
                     right = right and p.index(max(p)) == label[place]
                     paths[1, block, k - 1] += right
                     learned = right if valid else learned
-                if block < len(cuts):
-                    cut = cuts[block]
-                    named_there = label[row + 1 + offset + cut] is not None
-                    after = live and named_there if restart or not valid else masks[cut - 1]
+                if block < len(restart_positions):
+                    restart_position = restart_positions[block]
+                    named_there = label[row + 1 + offset + restart_position] is not None
+                    after = (
+                        live and named_there
+                        if restart or not valid
+                        else masks[restart_position - 1]
+                    )
                     right = learned = after
-                    offset += cut
+                    offset += restart_position
                     if not learned:
                         break
-    assert len(counted[-1][0]) > 2  # the last block was reached
+    assert len(losses_of[-1][0]) > 2  # the last block was reached
 
-    blocks = Unroll(drafter, lesson, mask_restart=restart, valid_prefix=valid).blocks(cuts)
-    for block, positions in zip(blocks, counted):
-        assert block.counted.tolist() == [len(losses) for losses in positions]
-    rows = [losses for positions in counted for losses in positions]
+    blocks = Unroll(drafter, train_batch, mask_restart=restart, valid_prefix=valid).blocks(
+        restart_positions
+    )
+    for block, positions in zip(blocks, losses_of):
+        assert block.num_positions.tolist() == [len(losses) for losses in positions]
+    rows = [losses for positions in losses_of for losses in positions]
     most = max(len(losses) for losses in rows)
     for floor in (0.0, 0.25, 0.6, 1.0):  # 0: eq. 6 as it is printed
         expected = sum(sum(losses) / max(len(losses), floor * most, 1) for losses in rows)
-        result = outcome(blocks, len(cuts) + 1, loss_floor=floor)
+        result = outcome(blocks, len(restart_positions) + 1, loss_floor=floor)
         assert result.loss.item() == pytest.approx(expected, rel=1e-5)
     assert torch.equal(result.seen, paths[0]) and torch.equal(result.hits, paths[1])
 
 
 def test_a_later_block_teaches_the_first(scene):
     """The condition of block 2 carries its gradient into block 1's query of the cut."""
-    drafter, lesson = scene()
-    Unroll(drafter, lesson, mask_restart=True).blocks([1])[1].draft.sum().backward()
+    drafter, train_batch = scene()
+    Unroll(drafter, train_batch, mask_restart=True).blocks([1])[1].draft.sum().backward()
     assert drafter.input_layer.condition_proj.weight.grad.abs().sum() > 0
 
 
 def test_without_a_live_path_the_later_blocks_are_left_out(scene):
-    drafter, lesson = scene()
+    drafter, train_batch = scene()
     outside = (~drafter.t2d).nonzero()[0, 0]
-    lesson.batch.tokens.fill_(outside)
-    blocks = Unroll(drafter, lesson, rank="plain").blocks([2, 2])
+    train_batch.batch.tokens.fill_(outside)
+    blocks = Unroll(drafter, train_batch, rank="plain").blocks([2, 2])
     assert len(blocks) == 1
     assert outcome(blocks, 3, 0.25).loss == 0
 
@@ -198,9 +215,9 @@ def test_recomputing_changes_no_gradient(scene, monkeypatch):
     monkeypatch.setattr(head_loss, "ROWS", 7)
     gradients = []
     for recompute in (False, True):
-        drafter, lesson = scene()
+        drafter, train_batch = scene()
         recipe = Recipe(num_blocks=3, rank_from=0, recompute=recompute)
-        SpecBlockLearner(drafter, recipe)(lesson).loss.backward()
+        SpecBlockLearner(drafter, recipe)(train_batch).loss.backward()
         gradients.append({n: p.grad for n, p in drafter.named_parameters() if p.grad is not None})
     plain, again = gradients
     assert plain.keys() == again.keys() and len(plain) > 20

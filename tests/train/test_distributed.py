@@ -53,14 +53,14 @@ def command(folder, tmp_path):
 
 
 @pytest.fixture
-def student(tmp_path):
+def train_state(tmp_path):
     """What the run called `name` has saved of its drafter."""
 
-    def student(name: str):
+    def train_state(name: str):
         path = tmp_path / name / "training" / "state.pt"
         return torch.load(path, weights_only=True)["students"]["drafter"]
 
-    return student
+    return train_state
 
 
 def run(command: list[str]) -> None:
@@ -101,12 +101,12 @@ def kill_after_a_save(command: list[str], state: Path) -> None:
 
 
 @pytest.mark.parametrize("parallel", ["replicate", "shard"])
-def test_two_processes_end_where_one_does(command, student, tmp_path, parallel):
+def test_two_processes_end_where_one_does(command, train_state, tmp_path, parallel):
     run(command("one", steps=4))
     # Each counts other rows under the valid-prefix mask, and so does each of its micro-batches.
     run(command("two", 2, steps=4, parallel=parallel, micro_batch=1))
-    close(student("one"), student("two"))
-    one, two = (json.loads(student(name)["journal"]["entries"]) for name in ("one", "two"))
+    close(train_state("one"), train_state("two"))
+    one, two = (json.loads(train_state(name)["journal"]["entries"]) for name in ("one", "two"))
     assert [entry["step"] for entry in one] == [entry["step"] for entry in two] == [2, 2, 4, 4]
     for mine, other in zip(one[::2], two[::2]):
         assert mine["loss"][0] == pytest.approx(other["loss"][0], rel=1e-3)
@@ -115,24 +115,24 @@ def test_two_processes_end_where_one_does(command, student, tmp_path, parallel):
         assert (kept / "model.safetensors").exists() and (kept / "provenance.json").exists()
 
 
-def test_a_killed_run_ends_in_the_bits_of_an_unbroken_one(command, student, tmp_path):
+def test_a_killed_run_ends_in_the_bits_of_an_unbroken_one(command, train_state, tmp_path):
     run(command("whole"))
     kill_after_a_save(command("alone"), tmp_path / "alone" / "training" / "state.pt")
     run(command("alone"))
-    whole, alone = student("whole")["model"], student("alone")["model"]
+    whole, alone = train_state("whole")["model"], train_state("alone")["model"]
     assert all(torch.equal(whole[name], alone[name]) for name in whole)
 
 
-def test_a_killed_sharded_run_goes_on_in_one_process(command, student, folder, tmp_path):
+def test_a_killed_sharded_run_goes_on_in_one_process(command, train_state, folder, tmp_path):
     """From exactly what two ranks saved, shards put together. (Where it ends is another run's
     end but for rounding, which many updates make large: a choice that flips ends a path.)"""
     path = tmp_path / "sharded" / "training" / "state.pt"
     kill_after_a_save(command("sharded", 2, parallel="shard"), path)
-    saved = student("sharded")
+    saved = train_state("sharded")
     options = {**OPTIONS, "target": folder / "target", "data": folder / "d.safetensors"}
     trainer = build(parse(**options, out=tmp_path / "sharded"), torch.device("cpu"))
     trainer.restore()
-    state = trainer.students["drafter"].state()
+    state = trainer.train_states["drafter"].state()
     assert all(torch.equal(saved["model"][name], value) for name, value in state["model"].items())
     moments = saved["optimizer"]["state"]
     assert len(moments) > 20 and moments.keys() == state["optimizer"]["state"].keys()

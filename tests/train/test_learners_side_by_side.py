@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from vllm_specblock.draft import checkpoint
+from vllm_specblock.drafters.specblock import checkpoint
 from vllm_specblock.train.config import TrainError, parse
-from vllm_specblock.train.learner import Learner, Outcome
+from vllm_specblock.train.learner import Learner, LossOutput
 from vllm_specblock.train.loop import Trainer
-from vllm_specblock.train.run import make_teacher, new_drafter, prepare, recipe, scripts_of
+from vllm_specblock.train.run import make_teacher, new_drafter, prepare, recipe, sequences_of
 from vllm_specblock.train.specblock import SpecBlockLearner
 
 CPU = torch.device("cpu")
@@ -48,27 +48,29 @@ def make(folder, tmp_path_factory):
             hold_out=2,
             eval_every=3,
         )
-        ground = prepare(config, CPU, shortest=6)
+        run_context = prepare(config, CPU, shortest=6)
         learners: dict[str, Learner] = {}
         for name in names:
-            drafter = new_drafter(config, ground).float().train()
+            drafter = new_drafter(config, run_context).float().train()
             chosen = replace(recipe(config, CPU), **RECIPES[name])
             learners[name] = SpecBlockLearner(drafter, chosen)
         learners |= others or {}
-        teacher = make_teacher(config, ground, new_drafter(config, ground).t2d, CPU)
-        scripts = scripts_of(ground, teacher, CPU)
-        return Trainer(config, learners, teacher, ground.windows, scripts, CPU, ground.facts)
+        teacher = make_teacher(config, run_context, new_drafter(config, run_context).t2d, CPU)
+        sequences = sequences_of(run_context, teacher, CPU)
+        return Trainer(
+            config, learners, teacher, run_context.windows, sequences, CPU, run_context.facts
+        )
 
     return make
 
 
 def learned(trainer: Trainer, name: str) -> dict[str, torch.Tensor]:
-    return trainer.students[name].spread.learner.state_dict()
+    return trainer.train_states[name].dist_model.learner.state_dict()
 
 
 def entries(trainer: Trainer, name: str) -> list[dict]:
     """The log of a learner as it lies on disk, without times."""
-    log = f"{name}.jsonl" if len(trainer.students) > 1 else "log.jsonl"
+    log = f"{name}.jsonl" if len(trainer.train_states) > 1 else "log.jsonl"
     lines = (trainer.config.out / "training" / log).read_text().splitlines()
     return [{k: v for k, v in json.loads(line).items() if k != "seconds"} for line in lines]
 
@@ -135,7 +137,7 @@ def test_a_killed_run_goes_on_with_all_of_them(make, together, monkeypatch):
         mine, whole = learned(again, name), learned(together, name)
         assert all(torch.equal(mine[key], whole[key]) for key in whole), name
         assert entries(again, name) == entries(together, name)
-        assert again.students[name].best_tau == together.students[name].best_tau
+        assert again.train_states[name].best_tau == together.train_states[name].best_tau
 
 
 def test_other_learners_do_not_take_over_a_state(make):
@@ -151,12 +153,12 @@ class Broken(Learner):
         super().__init__()
         self.weight, self.since = nn.Parameter(torch.ones(3)), since
 
-    def forward(self, lesson):
-        loss = self.weight.sum() * (torch.nan if lesson.step >= self.since else 1.0)
+    def forward(self, train_batch):
+        loss = self.weight.sum() * (torch.nan if train_batch.step >= self.since else 1.0)
         grid = torch.ones(1, 1)
-        return Outcome(loss, grid, grid, grid, torch.tensor(0.0))
+        return LossOutput(loss, grid, grid, grid, torch.tensor(0.0))
 
-    def draft_along(self, script):
+    def draft_along(self, sequence):
         raise NotImplementedError
 
     def save(self, directory):
@@ -169,10 +171,12 @@ def test_a_gradient_that_is_no_number_costs_one_learner_one_update(make):
     for _ in range(3):
         trainer.update()
         alone.update()
-    broken, first = (trainer.students[name] for name in ("broken", "first"))
+    broken, first = (trainer.train_states[name] for name in ("broken", "first"))
     assert broken.lost == 2 and first.lost == 0
-    assert bool(broken.spread.learner.weight.isfinite().all())
-    mine, other = (t.students["first"].spread.learner.state_dict() for t in (trainer, alone))
+    assert bool(broken.dist_model.learner.weight.isfinite().all())
+    mine, other = (
+        t.train_states["first"].dist_model.learner.state_dict() for t in (trainer, alone)
+    )
     assert all(torch.equal(mine[name], other[name]) for name in mine)
 
 

@@ -4,18 +4,18 @@ import json
 
 import pytest
 import torch
-from support.lessons import packed
+from support.train_batches import packed
 from support.training import VOCAB, save_tokens, short_run
 from transformers import LlamaForCausalLM
 from typer.testing import CliRunner
 
 from vllm_specblock.cli.main import app
-from vllm_specblock.draft import checkpoint
+from vllm_specblock.drafters.specblock import checkpoint
 from vllm_specblock.train import loop, specblock
 from vllm_specblock.train.config import TrainError
+from vllm_specblock.train.data.packed_dataset import load_texts, token_counts
 from vllm_specblock.train.loop import Trainer, learning_rate
 from vllm_specblock.train.run import build, train
-from vllm_specblock.train.text.windows import load_texts, token_counts
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def trainer(config):
 
 
 def drafter_of(run):
-    return run.students["drafter"].spread.learner.drafter
+    return run.train_states["drafter"].dist_model.learner.drafter
 
 
 def history(out):
@@ -227,16 +227,22 @@ def test_the_teaching_is_what_the_target_says(options):
     run = trainer(options())
     tokens = torch.randint(VOCAB, (1, 24))
     batch = packed(tokens, torch.ones_like(tokens, dtype=torch.bool), [(13, 9)])
-    teaching = run.teacher.teach(batch)
+    target_outputs = run.teacher.teach(batch)
     target = LlamaForCausalLM.from_pretrained(options().target)
     for here in (slice(0, 13), slice(13, 22)):
         output = target(input_ids=tokens[:, here], output_hidden_states=True)
         states = torch.cat([output.hidden_states[layer][0] for layer in (2, 3, 4)], dim=-1)
         close = {"atol": 1e-4, "rtol": 1e-4}
-        torch.testing.assert_close(teaching.hidden[0, here], states, **close)
-        torch.testing.assert_close(teaching.last[0, here], output.hidden_states[-1][0], **close)
-        law = output.logits[0].softmax(-1)[:, drafter_of(run).t2d]
-        torch.testing.assert_close(teaching.law[0, here], law / law.sum(-1, keepdim=True), **close)
+        torch.testing.assert_close(target_outputs.hidden[0, here], states, **close)
+        torch.testing.assert_close(
+            target_outputs.last[0, here], output.hidden_states[-1][0], **close
+        )
+        target_probs = output.logits[0].softmax(-1)[:, drafter_of(run).t2d]
+        torch.testing.assert_close(
+            target_outputs.target_probs[0, here],
+            target_probs / target_probs.sum(-1, keepdim=True),
+            **close,
+        )
 
 
 def test_schedule(options):

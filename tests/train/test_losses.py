@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from vllm_specblock.train import head_loss
-from vllm_specblock.train.learner import OUTSIDE
+from vllm_specblock.train.learner import IGNORE_INDEX
 from vllm_specblock.train.losses import block_loss, ordinal_loss, plain_loss, rank_bucket
 
 
@@ -19,19 +19,19 @@ def block(make_drafter):
     with torch.no_grad():
         choice = drafter.heads(hidden)[0].argmax(-1)
     label = choice.where(torch.rand(rows, K) < 0.7, torch.randint(14, (rows, K)))
-    label = label.where(torch.rand(rows, K) < 0.9, OUTSIDE)
+    label = label.where(torch.rand(rows, K) < 0.9, IGNORE_INDEX)
     return {
         "drafter": drafter,
         "hidden": hidden,
         "label": label,
-        "law": torch.randn(30, 14).softmax(-1),
-        "law_row": torch.randint(30, (rows, K)),
+        "target_probs": torch.randn(30, 14).softmax(-1),
+        "target_row": torch.randint(30, (rows, K)),
         "start": torch.rand(rows) < 0.8,
         "rank": "plain",
     }
 
 
-def naive(drafter, hidden, label, law, law_row, start, rank):
+def naive(drafter, hidden, label, target_probs, target_row, start, rank):
     """Eqs. 5 and 6 and the rank loss as they are written, one position at a time."""
     rows, K = label.shape
     draft = [[] for _ in range(K)]
@@ -40,12 +40,12 @@ def naive(drafter, hidden, label, law, law_row, start, rank):
         m = bool(start[t])
         for k in range(K):
             y = label[t, k].item()
-            if not m or y == OUTSIDE:
+            if not m or y == IGNORE_INDEX:
                 break
             mask[t][k] = True
             logits, rank_logits = drafter.heads(hidden[t, k])
             p = logits.double().softmax(-1).tolist()
-            teacher = law[law_row[t, k]].tolist()
+            teacher = target_probs[target_row[t, k]].tolist()
             draft[k].append(-sum(a * math.log(b) for a, b in zip(teacher, p)))
             r = 1 + sum(other > p[y] for other in p)
             bucket = 0 if r == 1 else 1 if r <= 4 else 2 if r <= 10 else 3
@@ -60,7 +60,7 @@ def test_matches_the_loop(block, recompute, monkeypatch):
     draft, rank, mask, hit = naive(**block)
     loss = block_loss(**block, recompute=recompute)
     assert loss.draft.tolist() == pytest.approx([sum(losses) for losses in draft], rel=1e-5)
-    assert loss.counted.tolist() == [len(losses) for losses in draft]
+    assert loss.num_positions.tolist() == [len(losses) for losses in draft]
     assert loss.rank.item() == pytest.approx(sum(rank), rel=1e-5)
     assert loss.on_path.tolist() == mask
     assert loss.hit.tolist() == hit
@@ -69,17 +69,21 @@ def test_matches_the_loop(block, recompute, monkeypatch):
 
 def test_without_the_valid_prefix_a_wrong_choice_ends_no_path(block):
     masked, free = block_loss(**block), block_loss(**block, valid_prefix=False)
-    named = (block["label"] != OUTSIDE).cumprod(1).bool() & block["start"][:, None]
-    assert free.counted.tolist() == named.sum(0).tolist()
-    assert (free.counted > masked.counted)[1:].all()
+    named = (block["label"] != IGNORE_INDEX).cumprod(1).bool() & block["start"][:, None]
+    assert free.num_positions.tolist() == named.sum(0).tolist()
+    assert (free.num_positions > masked.num_positions)[1:].all()
     assert torch.equal(free.on_path, masked.on_path) and torch.equal(free.hit, masked.hit)
 
 
 def test_a_path_ends_before_a_token_outside_the_draft_vocabulary(block):
     drafter, hidden = block["drafter"], block["hidden"][:1]
     choice = drafter.heads(hidden)[0].argmax(-1)  # all right, but position 2 cannot be named
-    choice[0, 1] = OUTSIDE
-    rest = {"law": block["law"], "law_row": block["law_row"][:1], "rank": None}
+    choice[0, 1] = IGNORE_INDEX
+    rest = {
+        "target_probs": block["target_probs"],
+        "target_row": block["target_row"][:1],
+        "rank": None,
+    }
     loss = block_loss(drafter, hidden, choice, start=torch.tensor([True]), **rest)
     assert loss.on_path.tolist() == [[True, False, False, False]]
 
@@ -88,7 +92,11 @@ def test_a_wrong_choice_is_counted_and_ends_the_path(block):
     drafter, hidden = block["drafter"], block["hidden"][:1]
     label = drafter.heads(hidden)[0].argmax(-1)
     label[0, 1] = (label[0, 1] + 1) % 14
-    rest = {"law": block["law"], "law_row": block["law_row"][:1], "rank": None}
+    rest = {
+        "target_probs": block["target_probs"],
+        "target_row": block["target_row"][:1],
+        "rank": None,
+    }
     loss = block_loss(drafter, hidden, label, start=torch.tensor([True]), **rest)
     assert loss.on_path.tolist() == [[True, True, False, False]]
     assert loss.hit.tolist() == [[True, False, False, False]]

@@ -11,16 +11,16 @@ import torch
 from support.training import VOCAB, save_tokens, short_run
 from transformers import LlamaForCausalLM
 
-from vllm_specblock.draft import checkpoint
+from vllm_specblock.drafters.specblock import checkpoint
 from vllm_specblock.train import loop
 from vllm_specblock.train.config import TrainError, parse
-from vllm_specblock.train.learner import Lesson
-from vllm_specblock.train.loop import Student, Trainer
+from vllm_specblock.train.data import shards
+from vllm_specblock.train.data.shards import Text
+from vllm_specblock.train.learner import TrainBatch
+from vllm_specblock.train.loop import Trainer, TrainState
 from vllm_specblock.train.run import build, prepare, prompt_of, train
-from vllm_specblock.train.teacher import feature_store, target_rows
-from vllm_specblock.train.teacher.feature_store import Features, Origin
-from vllm_specblock.train.text import shards
-from vllm_specblock.train.text.shards import Text
+from vllm_specblock.train.target import feature_store, target_rows
+from vllm_specblock.train.target.feature_store import Features, Origin
 
 CPU = torch.device("cpu")
 LENGTH = 24
@@ -42,8 +42,8 @@ def uneven(tmp_path):
     texts = []
     for size in (24, 9, 15, 31, 7, 24, 12, 11, 20, 50, 24, 24):
         place = torch.arange(size)
-        counted = (place >= size % 4) & ((place < 10) | (place > 12))
-        texts.append(Text(pattern.repeat(5)[size % 12 :][:size], counted))
+        loss_mask = (place >= size % 4) & ((place < 10) | (place > 12))
+        texts.append(Text(pattern.repeat(5)[size % 12 :][:size], loss_mask))
     shards.write_shard(tmp_path / "uneven.safetensors", texts)
     return tmp_path / "uneven.safetensors"
 
@@ -67,15 +67,15 @@ def gradients(config, monkeypatch, learned: Trainer) -> dict[str, torch.Tensor]:
     found = {}
 
     def step(self, rate, clip):
-        named = self.spread.learner.named_parameters()
+        named = self.dist_model.learner.named_parameters()
         found.update((name, p.grad.clone()) for name, p in named if p.grad is not None)
         return True
 
     with monkeypatch.context() as patch:
-        patch.setattr(Student, "step", step)
+        patch.setattr(TrainState, "step", step)
         run = build(config, CPU)
-        weights = learned.students["drafter"].spread.learner.state_dict()
-        run.students["drafter"].spread.learner.load_state_dict(weights)
+        weights = learned.train_states["drafter"].dist_model.learner.state_dict()
+        run.train_states["drafter"].dist_model.learner.load_state_dict(weights)
         run.step = learned.step
         run.update()
     return found
@@ -98,8 +98,8 @@ class TestMicroBatches:
         run = build(options(data=spoken, steps=100, lr=1e-2, rank_from=0), CPU)
         while run.step < 25:
             run.update()
-        counted = run.students["drafter"].journal.grid[1]
-        assert (counted[:, :3] > 0).all() and counted[0, 1] < 0.9 * counted[0, 0]
+        loss_mask = run.train_states["drafter"].metrics_log.grid[1]
+        assert (loss_mask[:, :3] > 0).all() and loss_mask[0, 1] < 0.9 * loss_mask[0, 0]
         return run
 
     @pytest.mark.parametrize("floor", [0.0, 0.25, 1.0])
@@ -121,7 +121,7 @@ class TestMicroBatches:
         plain = {"num_blocks": 1, "valid_prefix": False, "log_every": 1, "steps": 1}
         one, four = (build(options(**plain, micro_batch=micro), CPU) for micro in (None, 1))
         one.update(), four.update()
-        sums = [run.students["drafter"].journal.grid for run in (one, four)]
+        sums = [run.train_states["drafter"].metrics_log.grid for run in (one, four)]
         assert torch.equal(sums[0][1:], sums[1][1:])
         torch.testing.assert_close(*sums, rtol=1e-4, atol=1e-4)
 
@@ -155,17 +155,17 @@ class TestHeldOut:
 
     def test_no_window_holds_them_and_scripts_do(self, options, changed):
         run = build(options(hold_out=3, data=changed), CPU)
-        pieces = [piece for window in run.windows.plan for piece in window]
-        assert {piece.sequence for piece in pieces} == set(range(37))
+        segments = [segment for window in run.windows.plan for segment in window]
+        assert {segment.sequence for segment in segments} == set(range(37))
         texts = list(shards.read_shard(changed))
-        assert len(run.scripts) == 3
-        for script, text in zip(run.scripts, texts[37:]):
-            assert torch.equal(script.tokens, text.tokens.long())
-            assert script.prompt == LENGTH // 4  # counted whole: a share of it is the prompt
+        assert len(run.sequences) == 3
+        for sequence, text in zip(run.sequences, texts[37:]):
+            assert torch.equal(sequence.tokens, text.tokens.long())
+            assert sequence.prompt == LENGTH // 4  # counted whole: a share of it is the prompt
 
     def test_prompts_are_what_the_target_did_not_write(self):
-        counted = torch.tensor([0, 0, 0, 1, 1, 0]).bool()
-        assert prompt_of(Text(torch.arange(6), counted)) == 3
+        loss_mask = torch.tensor([0, 0, 0, 1, 1, 0]).bool()
+        assert prompt_of(Text(torch.arange(6), loss_mask)) == 3
 
     def test_too_many_are_one_sentence(self, options):
         with pytest.raises(TrainError, match=r"hold_out is 40, but .* has only 40 sequences"):
@@ -175,7 +175,7 @@ class TestHeldOut:
         """By a judge who says 1.5, 2.5 and 2: the second drafter stays, also across a kill."""
         verdicts, judged = iter([1.5, 2.5, 2.0]), []
 
-        def mean_tau(make_draft, scripts, depth):
+        def mean_tau(make_draft, sequences, depth):
             drafter = make_draft.__self__.drafter
             judged.append({n: v.clone() for n, v in drafter.state_dict().items()})
             return next(verdicts), 1
@@ -236,7 +236,7 @@ def test_the_provenance_lies_beside_each_checkpoint(options, monkeypatch):
 
 def test_a_dry_run_writes_a_drafter_and_no_state(options):
     out = train(options(seed=3, hold_out=2), dry_run=True, progress=False)
-    fresh = build(options(seed=3), CPU).students["drafter"].spread.learner.drafter
+    fresh = build(options(seed=3), CPU).train_states["drafter"].dist_model.learner.drafter
     written = checkpoint.load(out, torch.float32).state_dict()
     for name, value in fresh.state_dict().items():
         assert torch.equal(written[name].float(), value.bfloat16().float()), name
@@ -268,7 +268,7 @@ def test_a_new_start_forgets_the_old_run_at_once(options, monkeypatch):
 
 def test_held_out_texts_that_are_too_short_are_one_sentence(options, folder, tmp_path):
     texts = [*shards.read_shard(folder / "d.safetensors")]
-    short = [Text(text.tokens[:9], text.counted[:9]) for text in texts[:2]]
+    short = [Text(text.tokens[:9], text.loss_mask[:9]) for text in texts[:2]]
     shards.write_shard(tmp_path / "short.safetensors", [*texts, *short])
     with pytest.raises(TrainError, match="None of the 2 held-out texts goes on for 10 tokens"):
         train(options(data=tmp_path / "short.safetensors", hold_out=2), progress=False)
@@ -309,7 +309,9 @@ class TestFeatures:
         shared = {"data": uneven, "hold_out": 2, "eval_every": 3}
         online = train(options(**shared, out=tmp_path / "online"), progress=False)
         stored = train(options(**shared, features=features), progress=False)
-        fresh = build(options(**shared), CPU).students["drafter"].spread.learner.state_dict()
+        fresh = (
+            build(options(**shared), CPU).train_states["drafter"].dist_model.learner.state_dict()
+        )
         mine, other = weights(online), weights(stored)
         for name, value in mine.items():
             torch.testing.assert_close(other[name], value, atol=2e-5, rtol=1e-3, msg=name)
@@ -327,8 +329,8 @@ def whole_epoch(config):
     """Trainer, and the outcome of all its windows at once."""
     run = build(config, CPU)
     batch = run.windows.of(range(len(run.windows)))
-    lesson = Lesson(batch, run.teacher.teach(batch), run.teacher.embed, step=9, seed=4)
-    return run, run.students["drafter"].spread.learner(lesson)
+    train_batch = TrainBatch(batch, run.teacher.teach(batch), run.teacher.embed, step=9, seed=4)
+    return run, run.train_states["drafter"].dist_model.learner(train_batch)
 
 
 def test_packing_changes_the_windows_and_nothing_else(options, uneven):
@@ -336,12 +338,12 @@ def test_packing_changes_the_windows_and_nothing_else(options, uneven):
         whole_epoch(options(data=uneven, pack=pack, mask_restart=True)) for pack in (True, False)
     )
     assert len(packed.windows) < len(apart.windows)
-    pieces = [sorted(p for w in run.windows.plan for p in w) for run in (packed, apart)]
-    assert pieces[0] == pieces[1]
-    for name in ("counted", "hits", "seen"):
+    segments = [sorted(p for w in run.windows.plan for p in w) for run in (packed, apart)]
+    assert segments[0] == segments[1]
+    for name in ("num_positions", "hits", "seen"):
         assert torch.equal(getattr(one, name), getattr(other, name)), name
     assert one.seen[1].sum() > 0  # block 2 was reached
-    torch.testing.assert_close(one.nats, other.nats, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(one.ce_loss, other.ce_loss, rtol=1e-4, atol=1e-3)
     torch.testing.assert_close(one.loss, other.loss, rtol=1e-4, atol=1e-4)
 
 
@@ -352,16 +354,20 @@ def test_prompt_tokens_give_no_gradient(options, uneven):
     def gradients_with(spoil: str | None) -> torch.Tensor:
         run = build(config, CPU)
         batch = run.windows.of(range(len(run.windows)))
-        teaching = run.teacher.teach(batch)
+        target_outputs = run.teacher.teach(batch)
         if spoil:
-            learned = batch.counted if spoil == "answers" else ~batch.counted
+            learned = batch.loss_mask if spoil == "answers" else ~batch.loss_mask
             # The law of a token stands one column before it; no token follows the last column.
             where = torch.cat([learned[:, 1:], torch.zeros_like(learned[:, :1])], dim=1)
-            noise = torch.rand_like(teaching.law)
-            law = torch.where(where[..., None], noise / noise.sum(-1, keepdim=True), teaching.law)
-            teaching = teaching._replace(law=law)
-        learner = run.students["drafter"].spread.learner
-        learner(Lesson(batch, teaching, run.teacher.embed, step=9, seed=4)).loss.backward()
+            noise = torch.rand_like(target_outputs.target_probs)
+            target_probs = torch.where(
+                where[..., None], noise / noise.sum(-1, keepdim=True), target_outputs.target_probs
+            )
+            target_outputs = target_outputs._replace(target_probs=target_probs)
+        learner = run.train_states["drafter"].dist_model.learner
+        learner(
+            TrainBatch(batch, target_outputs, run.teacher.embed, step=9, seed=4)
+        ).loss.backward()
         return torch.cat([p.grad.flatten() for p in learner.parameters() if p.grad is not None])
 
     clean = gradients_with(None)
@@ -378,19 +384,19 @@ def test_the_mask_decides_what_is_learned(options, uneven, tmp_path):
         for data in (uneven, tmp_path / "unmasked.safetensors")
     )
     # Position 1 of a row: its root is counted, and so is the token after it. Row 0's root is x_1.
-    first = sum(int((text.counted[2:] & text.counted[1:-1]).sum()) for text in pieces(uneven))
-    assert masked.counted[0, 0] == first
-    assert unmasked.counted[0, 0] == sum(len(text.tokens) - 2 for text in pieces(uneven))
-    assert masked.counted[0, 0] < unmasked.counted[0, 0]
+    first = sum(int((text.loss_mask[2:] & text.loss_mask[1:-1]).sum()) for text in segments(uneven))
+    assert masked.num_positions[0, 0] == first
+    assert unmasked.num_positions[0, 0] == sum(len(text.tokens) - 2 for text in segments(uneven))
+    assert masked.num_positions[0, 0] < unmasked.num_positions[0, 0]
 
 
-def pieces(path):
+def segments(path):
     """Texts cut to windows, those without a row left out."""
     for text in shards.read_shard(path):
         for start in range(0, len(text.tokens), LENGTH):
             here = slice(start, start + LENGTH)
             if len(text.tokens[here]) >= 6:
-                yield Text(text.tokens[here], text.counted[here])
+                yield Text(text.tokens[here], text.loss_mask[here])
 
 
 def test_a_tracker_that_is_not_installed_stops_the_run(options, monkeypatch):

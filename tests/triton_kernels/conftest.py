@@ -88,7 +88,8 @@ class Loops:
 
     device = torch.device("cpu")
 
-    def load(self, name: str) -> SimpleNamespace:
+    def load(self, name: str, *parts: str) -> SimpleNamespace:
+        """`parts` are of a kernel's, which a loop calls as they are."""
         found = vars(importlib.import_module(module_of(f"{name}_numba"))).items()
         end = "_numba"
         return SimpleNamespace(

@@ -71,7 +71,7 @@ def compiler(request, monkeypatch, tmp_path):
     if not isinstance(triton.language.max, triton.runtime.jit.JITFunction):
         pytest.skip(OWN_PROCESS)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    from vllm_specblock.triton_kernels.attention import attention_tiles, tree_attention
+    from vllm_specblock.triton_kernels.attention import attention_schedule, tree_attention
     from vllm_specblock.triton_kernels.kv_cache import commit
     from vllm_specblock.triton_kernels.layers import layer_shift
 
@@ -84,7 +84,7 @@ def compiler(request, monkeypatch, tmp_path):
         return stand_in
 
     swap.layer_shift, swap.tree_attention, swap.commit = layer_shift, tree_attention, commit
-    swap.attention_tiles = attention_tiles
+    swap.attention_tiles = attention_schedule
     return swap
 
 
@@ -105,7 +105,7 @@ def attend(compiler, dtype, head_size, queries, requests, cache_dtype=None, **ra
     """Launch tree attention on stand-ins -> those of its two kernels."""
     module, tokens, rows = compiler.tree_attention, requests * queries, torch.int32
     stand_ins = [
-        compiler(module, name) for name in ("_tree_attention_kernel", "_fold_splits_kernel")
+        compiler(module, name) for name in ("_tree_attention_kernel", "_merge_splits_kernel")
     ]
     query = torch.empty(tokens, 32, head_size, dtype=dtype)
     cache = torch.empty(8, 16, 8, 2 * head_size, dtype=cache_dtype or dtype).transpose(1, 2)
@@ -249,17 +249,18 @@ def test_rms_norm_compiles(compiler, dtype):
     ],
 )
 def test_read_heads_compile(compiler, dtype, vocab, scope, sharp):
-    from vllm_specblock.triton_kernels.layers import read_heads
+    from vllm_specblock.triton_kernels.layers import lm_and_rank_head
 
     stand_ins = [
-        compiler(read_heads, name) for name in ("_best_of_chunk_kernel", "_merge_and_rank_kernel")
+        compiler(lm_and_rank_head, name)
+        for name in ("_best_of_chunk_kernel", "_merge_and_rank_kernel")
     ]
     head = torch.nn.Sequential(
         torch.nn.Linear(64 + 15, 256, bias=False, dtype=dtype),
         torch.nn.SiLU(),
         torch.nn.Linear(256, 4, bias=False, dtype=dtype),
     )
-    read_heads.read_heads_triton(
+    lm_and_rank_head.lm_and_rank_head_triton(
         torch.empty(2, 4, 64, dtype=dtype),
         torch.empty(2, 4, vocab, dtype=dtype),
         torch.zeros(vocab, dtype=torch.int64),
@@ -285,16 +286,16 @@ def test_fp8_linear_compiles(compiler, dtype, rows):
 
 @pytest.mark.parametrize("num_nodes", [12, 60, 256])
 def test_learning_compiles(compiler, num_nodes):
-    from vllm_specblock.triton_kernels.feedback import learn_sharpness
-    from vllm_specblock.triton_kernels.verify.verdicts import Verdicts
+    from vllm_specblock.triton_kernels.feedback import calibrate_drafts
+    from vllm_specblock.triton_kernels.verify.verification_result import VerificationResult
 
-    stand_in = compiler(learn_sharpness, "_learn_kernel")
+    stand_in = compiler(calibrate_drafts, "_learn_kernel")
     slot, path = torch.zeros(3, dtype=torch.int32), torch.zeros(3, 9, dtype=torch.int64)
     score, heat = torch.zeros(5, num_nodes), torch.zeros(5)
-    verdicts = Verdicts(slot, path[:, 0], slot, path, score, score.to(torch.uint8), heat)
+    result = VerificationResult(slot, path[:, 0], slot, path, score, score.to(torch.uint8), heat)
     for own in (heat, heat[:0]):  # with requests told apart, and without
-        learn_sharpness.learn_sharpness_triton(
-            torch.zeros(2), torch.zeros(2), 0, verdicts, (-1.0, 1.0), 20.0, 500.0, own, own, 4.0,
+        calibrate_drafts.update_calibration_triton(
+            torch.zeros(2), torch.zeros(2), 0, result, (-1.0, 1.0), 20.0, 500.0, own, own, 4.0,
             10.0, 50.0,
         )  # fmt: skip
     assert len(stand_in.compiled) == 2 and fits(stand_in)
@@ -315,7 +316,7 @@ def test_growth_compiles(compiler):
     from vllm_specblock.triton_kernels.drafting import expand
 
     starting, selecting = (
-        compiler(expand, name) for name in ("_hang_and_start_kernel", "_hang_and_select_kernel")
+        compiler(expand, name) for name in ("_attach_and_start_kernel", "_attach_and_select_kernel")
     )
     growing = expand.Growing(
         expand.Limits(4, 3, 4, 4, 60, True), torch.zeros(4, dtype=torch.int64), 1
@@ -325,9 +326,9 @@ def test_growth_compiles(compiler):
         token = torch.zeros(1, rows, 4, 4, dtype=torch.int64)
         return token.float(), token, token[..., 0]
 
-    node, _, _, _, valid = growing.hang(1, None, None, *block(1))
-    node, _, _, _, valid = growing.hang(2, node, valid, *block(4))
-    growing.hang(3, node, valid, *block(4))
+    node, _, _, _, valid = growing.attach_block(1, None, None, *block(1))
+    node, _, _, _, valid = growing.attach_block(2, node, valid, *block(4))
+    growing.attach_block(3, node, valid, *block(4))
     assert len(starting.compiled) == 2 and len(selecting.compiled) == 1
     assert fits(starting) and fits(selecting)
 
@@ -347,39 +348,38 @@ def test_best_chain_compiles(compiler, num_nodes):
     assert len(made) == 7 and len(stand_in.compiled) == 2 and fits(stand_in)
 
 
-@pytest.mark.parametrize(("size", "starts", "words"), [(1, 10, 1), (4, 4, 1), (8, 40, 15)])
-def test_sight_compiles(compiler, size, starts, words):
-    from vllm_specblock.triton_kernels.drafting import block_sight, first_sight
+@pytest.mark.parametrize(("size", "starts", "mask_words"), [(1, 10, 1), (4, 4, 1), (8, 40, 15)])
+def test_sight_compiles(compiler, size, starts, mask_words):
+    from vllm_specblock.triton_kernels.drafting import first_block_metadata, later_block_metadata
 
-    first = compiler(first_sight, "_first_sight_kernel")
-    later = compiler(block_sight, "_later_sight_kernel")
+    first = compiler(first_block_metadata, "_first_block_metadata_kernel")
+    later = compiler(later_block_metadata, "_later_block_metadata_kernel")
     row = torch.zeros(2, starts, dtype=torch.int64)
     known, table = torch.zeros(5, 3, dtype=torch.int64), torch.zeros(2, 9, dtype=torch.int32)
-    first_sight.first_sight_triton(
-        known[:, 0], known[:, 1], table[0, :3], known[:2, 2], size, words
+    first_block_metadata.first_block_metadata_triton(
+        known[:, 0], known[:, 1], table[0, :3], known[:2, 2], size, mask_words
     )
     rows = 1 + 3 * starts
     for last, reach in ((known[:2, 0], None), (row[:, 0], torch.zeros(2, 5, dtype=torch.int64))):
-        block_sight.later_sight_triton(
-            row, row, row.bool(), known[:, 1], last,
-            torch.zeros(rows, size, words, dtype=torch.int64), table,
-            torch.zeros(2, rows, dtype=torch.int64), torch.zeros(2, rows, words, dtype=torch.int64),
-            reach, 3, 16, 4096,
+        later_block_metadata.later_block_metadata_triton(
+            row, row, row.bool(), known[:, 1], last, torch.zeros(rows, size, mask_words,
+            dtype=torch.int64), table, torch.zeros(2, rows, dtype=torch.int64), torch.zeros(2, rows,
+            mask_words, dtype=torch.int64), reach, 3, 16, 4096,
         )  # fmt: skip
     assert len(first.compiled) == 1 and len(later.compiled) == 2 and fits(first) and fits(later)
 
 
-@pytest.mark.parametrize("owner", [torch.int32, torch.int64], ids=["eager", "graph"])
-def test_committed_rows_compile(compiler, owner):
-    from vllm_specblock.triton_kernels.kv_cache import committed_rows
+@pytest.mark.parametrize("req_idx", [torch.int32, torch.int64], ids=["eager", "graph"])
+def test_committed_rows_compile(compiler, req_idx):
+    from vllm_specblock.triton_kernels.kv_cache import committed_tokens
 
-    stand_in = compiler(committed_rows, "_committed_rows_kernel")
-    known, path = torch.zeros(3, 3, dtype=owner), torch.zeros(3, 13, dtype=torch.int64)
+    stand_in = compiler(committed_tokens, "_committed_tokens_kernel")
+    known, path = torch.zeros(3, 3, dtype=req_idx), torch.zeros(3, 13, dtype=torch.int64)
     of_rows, text = torch.zeros(39, dtype=torch.int64), torch.zeros(5, 100, dtype=torch.int32)
     start, accepted = of_rows[:3], torch.zeros(3, dtype=torch.int32)
-    found = committed_rows.committed_rows_triton(
+    found = committed_tokens.committed_tokens_triton(
         of_rows, of_rows, torch.zeros(4, dtype=torch.int32), start, start, path, accepted, 180,
-        of_rows, of_rows, known[0] if owner == torch.int32 else known[:, 0], text, torch.zeros(5),
+        of_rows, of_rows, known[0] if req_idx == torch.int32 else known[:, 0], text, torch.zeros(5),
     )  # fmt: skip
     assert [len(x) for x in found] == [39, 39, 39, 39, 3, 3]
     assert len(stand_in.compiled) == 1 and fits(stand_in)
@@ -428,7 +428,7 @@ def test_rope_compiles(compiler, dtype, size):
 @pytest.mark.parametrize(("num_nodes", "heads"), [(1, 1), (60, 2), (256, 2)])
 def test_counting_compiles(compiler, num_nodes, heads):
     from vllm_specblock.triton_kernels.feedback import count_nodes
-    from vllm_specblock.triton_kernels.verify.verdicts import Verdicts
+    from vllm_specblock.triton_kernels.verify.verification_result import VerificationResult
 
     verified, drafted = (
         compiler(count_nodes, name) for name in ("_verified_kernel", "_drafted_kernel")
@@ -436,8 +436,8 @@ def test_counting_compiles(compiler, num_nodes, heads):
     path, flag = torch.zeros(3, 9, dtype=torch.int64), torch.zeros(3, dtype=torch.bool)
     origin, size = torch.zeros(3, num_nodes, dtype=torch.uint8), flag.int()
     total = torch.zeros(9, dtype=torch.int64)
-    verdicts = Verdicts(path[:, 1], path[:, 0], None, path, None, origin, None)
-    count_nodes.count_verified_triton(total, verdicts)
+    result = VerificationResult(path[:, 1], path[:, 0], None, path, None, origin, None)
+    count_nodes.count_verified_triton(total, result)
     second = flag if heads == 2 else None
     count_nodes.count_drafted_triton(total, [size] * heads, second, second, flag)
     assert all(len(stand_in.compiled) == 1 and fits(stand_in) for stand_in in (verified, drafted))
@@ -449,11 +449,14 @@ def test_counting_compiles(compiler, num_nodes, heads):
      (torch.float16, 10, 1, True)],
 )  # fmt: skip
 def test_best_tokens_compile(compiler, dtype, vocab, width, sharp):
-    from vllm_specblock.triton_kernels.layers import best_tokens, read_heads
+    from vllm_specblock.triton_kernels.layers import lm_and_rank_head, topk_tokens
 
-    found = compiler(read_heads, "_best_of_chunk_kernel"), compiler(best_tokens, "_merge_kernel")
+    found = (
+        compiler(lm_and_rank_head, "_best_of_chunk_kernel"),
+        compiler(topk_tokens, "_merge_kernel"),
+    )
     logits, offset = torch.empty(2, 8, vocab, dtype=dtype), torch.zeros(vocab, dtype=torch.int64)
-    best_tokens.best_tokens_triton(logits, offset, width, 0.5, torch.ones(2) if sharp else None)
+    topk_tokens.topk_tokens_triton(logits, offset, width, 0.5, torch.ones(2) if sharp else None)
     assert all(len(stand_in.compiled) == 1 and fits(stand_in) for stand_in in found)
 
 
@@ -464,17 +467,18 @@ def test_growing_levels_compiles(compiler, depth, top_k, width):
     from vllm_specblock.triton_kernels.drafting import grow_level
 
     growing, selecting = (
-        compiler(grow_level, name) for name in ("_hang_and_grow_kernel", "_hang_and_select_kernel")
+        compiler(grow_level, name)
+        for name in ("_attach_and_grow_kernel", "_attach_and_select_kernel")
     )
     position = torch.zeros(2, 3, dtype=torch.int64)
     limits = grow_level.LevelLimits(depth, top_k, width, 60)
     levels = grow_level.GrowingLevels(limits, position[:, 1])
     said = torch.zeros(2, 1, top_k, dtype=torch.int64)
-    grown = levels.hang(None, None, None, said.float(), said)
+    grown = levels.attach_level(None, None, None, said.float(), said)
     for level in range(2, depth + 1):
         said = torch.zeros(2, width, top_k, dtype=torch.int64)
         there = grown[4] if level % 2 else None
-        grown = levels.hang(grown[0], grown[4], there, said.float(), said)
+        grown = levels.attach_level(grown[0], grown[4], there, said.float(), said)
     assert len(growing.compiled) == depth - 1 and len(selecting.compiled) == 1
     assert fits(growing) and fits(selecting)
 
@@ -510,15 +514,15 @@ def test_fp8_linear_onto_a_sum_compiles(compiler):
 
 @pytest.mark.parametrize("num_nodes", [1, 60, 256])
 def test_seeing_trees_compiles(compiler, num_nodes):
-    from vllm_specblock.triton_kernels.verify import see_trees
+    from vllm_specblock.triton_kernels.verify import build_tree_mask
 
-    stand_in = compiler(see_trees, "_see_trees_kernel")
+    stand_in = compiler(build_tree_mask, "_build_tree_mask_kernel")
     row, start = torch.zeros(16, dtype=torch.int64), torch.zeros(4, dtype=torch.int32)
-    words = num_nodes // 64 + 1
-    see_trees.see_trees_triton(
+    mask_words = num_nodes // 64 + 1
+    build_tree_mask.build_tree_mask_triton(
         row, start, start[:3], row[:3], start, torch.zeros(5, num_nodes + 1, dtype=torch.int64),
-        torch.zeros(5, num_nodes + 1, words, dtype=torch.int64), row.int(),
-        torch.zeros(16, words, dtype=torch.int64), start[:3], row, row,
+        torch.zeros(5, num_nodes + 1, mask_words, dtype=torch.int64), row.int(),
+        torch.zeros(16, mask_words, dtype=torch.int64), start[:3], row, row,
     )  # fmt: skip
     assert len(stand_in.compiled) == 1 and fits(stand_in)
 
@@ -526,9 +530,9 @@ def test_seeing_trees_compiles(compiler, num_nodes):
 @pytest.mark.parametrize("num_nodes", [1, 60, 256])
 def test_walking_compiles(compiler, num_nodes):
     from vllm_specblock.triton_kernels.drafting import share_siblings
-    from vllm_specblock.triton_kernels.verify import walk
+    from vllm_specblock.triton_kernels.verify import accept_path
 
-    walked = compiler(walk, "_walk_kernel")
+    walked = compiler(accept_path, "_accept_path_kernel")
     shared = compiler(share_siblings, "_share_siblings_kernel")
     row, parent = torch.zeros(9, dtype=torch.int64), torch.zeros(5, num_nodes, dtype=torch.int32)
     depth = torch.zeros(5, num_nodes + 1, dtype=torch.int64)
@@ -538,8 +542,10 @@ def test_walking_compiles(compiler, num_nodes):
         row.int(), row, torch.zeros(4, dtype=torch.int32), torch.zeros(3, 3).long()[:, 0],
         parent, depth, ancestors, torch.zeros(5, 9).long(), torch.zeros(5, dtype=torch.int32),
     )  # fmt: skip
-    walk.walk_triton(*given)
-    walk.walk_triton(*given, walk.Imposed(share, share, torch.zeros(8), row, 0x9E3779B1, row))
+    accept_path.accept_path_triton(*given)
+    accept_path.accept_path_triton(
+        *given, accept_path.SyntheticDraws(share, share, torch.zeros(8), row, 0x9E3779B1, row)
+    )
     share_siblings.share_siblings_triton(given[3], parent[:3], share[:3], share, share)
     assert len(walked.compiled) == 2 and len(shared.compiled) == 1
     assert fits(walked) and fits(shared)
@@ -587,25 +593,25 @@ def test_gather_states_compiles(compiler, layers, dtype):
 
 
 def test_sharpness_compiles(compiler):
-    from vllm_specblock.triton_kernels.feedback import learn_sharpness
+    from vllm_specblock.triton_kernels.feedback import calibrate_drafts
 
-    stand_in = compiler(learn_sharpness, "_sharpness_kernel")
+    stand_in = compiler(calibrate_drafts, "_calibration_kernel")
     own, columns = torch.zeros(5), torch.zeros(3, 3, dtype=torch.int64)
     for slot in (None, columns[:, 1].int(), columns[:, 1]):
-        beta = learn_sharpness.sharpness_triton(torch.zeros(2), torch.zeros(3), own, slot)
+        beta = calibrate_drafts.calibration_triton(torch.zeros(2), torch.zeros(3), own, slot)
         assert beta.shape == (3,)
     assert len(stand_in.compiled) == 3 and fits(stand_in)
 
 
 @pytest.mark.parametrize("known", [torch.int32, torch.int64], ids=["eager", "graph"])
 def test_read_verdicts_compile(compiler, known):
-    from vllm_specblock.triton_kernels.verify import read_verdicts
+    from vllm_specblock.triton_kernels.verify import read_accepted
 
-    stand_in = compiler(read_verdicts, "_read_verdicts_kernel")
+    stand_in = compiler(read_accepted, "_read_accepted_kernel")
     table, path = torch.zeros(3, 3, dtype=known), torch.zeros(5, 13, dtype=torch.int64)
     live = table[1].bool() if known == torch.int32 else table[:, 1]
     start, accepted = torch.zeros(4, dtype=torch.int32), torch.zeros(5, dtype=torch.int32)
-    found = read_verdicts.read_verdicts_triton(
+    found = read_accepted.read_accepted_triton(
         table[0], live, start, path[:3, 0].contiguous(), path, accepted
     )
     assert [len(x) for x in found] == [3] * 4
@@ -615,22 +621,22 @@ def test_read_verdicts_compile(compiler, known):
 @pytest.mark.parametrize("num_nodes", [1, 60, 256])
 @pytest.mark.parametrize("known", [torch.int32, torch.int64], ids=["eager", "graph"])
 def test_reach_compiles(compiler, num_nodes, known):
-    from vllm_specblock.triton_kernels.feedback import learn_reach, offer_nodes
-    from vllm_specblock.triton_kernels.verify.verdicts import Verdicts
+    from vllm_specblock.triton_kernels.feedback import update_acceptance, write_survival
+    from vllm_specblock.triton_kernels.verify.verification_result import VerificationResult
 
     from vllm_specblock.tree import DraftTree
 
-    learn = compiler(learn_reach, "_learn_reach_kernel")
-    offer = compiler(offer_nodes, "_offer_nodes_kernel")
+    learn = compiler(update_acceptance, "_update_acceptance_kernel")
+    offer = compiler(write_survival, "_write_survival_kernel")
     counts, heat = torch.zeros(2, 32), torch.zeros(5)
     table, path = torch.zeros(3, 3, dtype=known), torch.zeros(3, 13, dtype=torch.int64)
     slot = table[0] if known == torch.int32 else table[:, 0]
     tree, steps = DraftTree.empty(3, num_nodes, "cpu"), torch.zeros(4, num_nodes)
     origin = tree.token.to(torch.uint8)
     score = torch.zeros(5, num_nodes)
-    verdicts = Verdicts(slot, slot, slot.int(), path, score, score.to(torch.uint8), heat)
-    learn_reach.learn_reach_triton(counts, counts, verdicts, 4, 0.995)
-    offer_nodes.offer_nodes_triton(
+    result = VerificationResult(slot, slot, slot.int(), path, score, score.to(torch.uint8), heat)
+    update_acceptance.update_acceptance_triton(counts, counts, result, 4, 0.995)
+    write_survival.write_survival_triton(
         slot, heat.bool(), heat[:3], counts, counts, counts[0], 4.0, 4, steps,
         origin=origin, **vars(tree),
     )  # fmt: skip
@@ -670,7 +676,7 @@ def test_combining_compiles(compiler, num_nodes, flag):
 @pytest.mark.parametrize("num_nodes", [1, 60, 256])
 def test_lazy_gate_compiles(compiler, num_nodes):
     from vllm_specblock.triton_kernels.feedback import lazy_gate
-    from vllm_specblock.triton_kernels.verify.verdicts import Verdicts
+    from vllm_specblock.triton_kernels.verify.verification_result import VerificationResult
 
     wanting, learning = (compiler(lazy_gate, f"_{name}_kernel") for name in ("most_want", "learn"))
     state = torch.zeros(2, 16)
@@ -681,8 +687,8 @@ def test_lazy_gate_compiles(compiler, num_nodes):
     lazy_gate.most_want_triton(
         gate, score, size, True, known[0, :1], True, known[:, 0], slots, both
     )
-    verdicts = Verdicts(known[:, 0], size, size, None, None, origin, None)
-    lazy_gate.learn_gate_triton(gate, slots, both, verdicts)
+    result = VerificationResult(known[:, 0], size, size, None, None, origin, None)
+    lazy_gate.learn_gate_triton(gate, slots, both, result)
     assert len(wanting.compiled) == len(learning.compiled) == 1
     assert fits(wanting) and fits(learning)
 
@@ -696,4 +702,28 @@ def test_reallocation_compiles(compiler, num_nodes):
     reallocate_drafts.reallocate_drafts_triton(
         torch.zeros(5, num_nodes), slot, torch.zeros(2, 3, dtype=torch.int32), 1, 1, starts, starts
     )
+    assert len(stand_in.compiled) == 1 and fits(stand_in)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("known", [torch.int32, torch.int64], ids=["eager", "graph"])
+@pytest.mark.parametrize("num_nodes", [1, 60, 256])
+def test_record_step_compiles(compiler, dtype, known, num_nodes):
+    from vllm_specblock.triton_kernels.feedback import record_step
+    from vllm_specblock.triton_kernels.feedback.slab_tensors import SlabTensors, StepToRecord
+    from vllm_specblock.triton_kernels.verify.verification_result import VerificationResult
+
+    stand_in = compiler(record_step, "_record_step_kernel")
+    slabs = SlabTensors.empty(2, 256, 4096, 5, dtype)
+    table, rows = torch.zeros(3, 3, dtype=known), torch.zeros(39, dtype=torch.int64)
+    slot = table[0] if known == torch.int32 else table[:, 0]
+    accepted, path = torch.zeros(3, dtype=torch.int32), torch.zeros(3, 13, dtype=torch.int64)
+    origin, states = torch.zeros(5, num_nodes, dtype=torch.uint8), torch.zeros(7, 4096, dtype=dtype)
+    record_step.record_step_triton(
+        slabs,
+        StepToRecord(
+            rows, rows, rows, rows, rows, rows[:3], (states,) * 3, states,
+            VerificationResult(slot, rows[:3], accepted, path, None, origin, None), origin.int(),
+        ),
+    )  # fmt: skip
     assert len(stand_in.compiled) == 1 and fits(stand_in)

@@ -9,22 +9,24 @@ import torch
 from support.trees import to_tree
 from vllm_specblock.triton_kernels import optional_numba
 from vllm_specblock.triton_kernels.kv_cache.commit import KVCacheSet
-from vllm_specblock.triton_kernels.layers.read_heads import read_heads
-from vllm_specblock.triton_kernels.layers.read_heads_reference import read_heads_reference
+from vllm_specblock.triton_kernels.layers.lm_and_rank_head import lm_and_rank_head
+from vllm_specblock.triton_kernels.layers.lm_and_rank_head_reference import (
+    lm_and_rank_head_reference,
+)
 from vllm_specblock.triton_kernels.ngram.occurrences import Texts
 
 from vllm_specblock.candidates import rank_key, select
 from vllm_specblock.combine.combined import Combined
+from vllm_specblock.commit.committed_tokens import committed_tokens
 from vllm_specblock.commit.move import move_path
-from vllm_specblock.commit.rows import committed_rows
 from vllm_specblock.config import NGramConfig
-from vllm_specblock.draft.expand import Shape, expansion
-from vllm_specblock.draft.ngram import NGramHead
-from vllm_specblock.engine.counters import HeadCounters
-from vllm_specblock.engine.slots import TreeSlots
-from vllm_specblock.verify.sight import BatchRows, Visibility
-from vllm_specblock.verify.verified import Verified
-from vllm_specblock.verify.walk import DrawnRows, walk_rows
+from vllm_specblock.drafters.ngram.drafter import NGramDrafter
+from vllm_specblock.drafters.specblock.growth import TreeShape, expansion
+from vllm_specblock.engine.metrics.counters import DrafterCounters
+from vllm_specblock.engine.runner.tree_states import TreeStates
+from vllm_specblock.feedback.verified_trees import VerifiedTrees
+from vllm_specblock.verify.accept_path import DrawnRows, accept_path_rows
+from vllm_specblock.verify.tree_mask import BatchRows, TreeMask
 
 pytestmark = pytest.mark.skipif(not optional_numba.AVAILABLE, reason="Numba is not installed")
 SLOTS, DEPTH = 7, 6
@@ -68,7 +70,7 @@ def test_a_step_of_verification(same, seed):
     chunk = torch.tensor([3, 0, 0, 1])
     first_row = torch.nn.functional.pad((run + 1).cumsum(0), (1, 0)).int()
     node = torch.cat([torch.arange(n + 1) for n in run.tolist()])
-    owner = slot.repeat_interleave(run + 1)
+    row_req_idx = slot.repeat_interleave(run + 1)
     query_start = torch.nn.functional.pad((run + 1 + chunk).cumsum(0), (1, 0)).int()
     row = torch.cat(
         [torch.arange(end - n - 1, end) for n, end in zip(run, query_start[1:].tolist())]
@@ -83,29 +85,31 @@ def test_a_step_of_verification(same, seed):
     origin = torch.randint(0, 4, (4, 70), generator=draw).to(torch.uint8)
 
     def call():
-        slots, sight = TreeSlots(SLOTS, 70, DEPTH, "cpu"), Visibility(400, 9, 70, "cpu")
+        slots, metadata = TreeStates(SLOTS, 70, DEPTH, "cpu"), TreeMask(400, 9, 70, "cpu")
         slots.accepted.fill_(5)
         slots.store(slot, Combined(tree, origin))
-        rows = BatchRows(position, query_start, seq_len, slot, first_row, row, owner, node.int())
-        sight.fill(rows, slots.depth, slots.ancestors)
+        rows = BatchRows(
+            position, query_start, seq_len, slot, first_row, row, row_req_idx, node.int()
+        )
+        metadata.fill(rows, slots.depth, slots.ancestors)
         drawn_rows = DrawnRows(token.int(), drawn, first_row, slot)
-        output, num_sampled = walk_rows(
+        output, num_sampled = accept_path_rows(
             drawn_rows, slots.parent, slots.depth, slots.ancestors, slots.path, slots.accepted
         )
-        counters = HeadCounters(2, 70, DEPTH, "cpu")
+        counters = DrafterCounters(2, 70, DEPTH, "cpu")
         accepted, path = slots.accepted[slot], slots.path[slot]
         counters.verified(
-            Verified(slot, run, accepted, path, slots.score, slots.origin, torch.zeros(SLOTS))
+            VerifiedTrees(slot, run, accepted, path, slots.score, slots.origin, torch.zeros(SLOTS))
         )
         live = torch.tensor([True, False, True, True])
         counters.drafted((tree.size, run.int()), live, origin[:, 0] > 1, live)
-        one = HeadCounters(1, 70, DEPTH, "cpu")
+        one = DrafterCounters(1, 70, DEPTH, "cpu")
         one.drafted((tree.size,), None, None, live)
         of_slots = slots.parent, slots.depth, slots.ancestors, slots.path, slots.score
-        seen = sight.prefix_len, sight.words, sight.window_start, sight.position
+        seen = metadata.prefix_len, metadata.mask_words, metadata.tree_start, metadata.position
         return (
             output, num_sampled, slots.accepted, slots.origin, counters.total, one.total,
-            *of_slots, *seen, sight.node_position,
+            *of_slots, *seen, metadata.node_position,
         )  # fmt: skip
 
     compiled = same(call)
@@ -161,7 +165,7 @@ def test_committed_rows(same):
     local = torch.cat([torch.arange(count) for count in counts.tolist()])
     text = torch.randint(0, 99, (SLOTS, 50), generator=draw, dtype=torch.int32)
     same(
-        lambda: committed_rows(
+        lambda: committed_tokens(
             torch.arange(3).repeat_interleave(counts), local,
             torch.tensor([0, 4, 9, 15], dtype=torch.int32), torch.tensor([0, 8, 18]),
             torch.tensor([1, 2, 6]), path, torch.tensor([2, 3, 0], dtype=torch.int32), 24,
@@ -201,7 +205,7 @@ def test_selection(same, seed, joins):
 @pytest.mark.parametrize("by_rank", [False, True])
 def test_expansion(same, blocks, starts, by_rank):
     """Few tokens and few probabilities, so that texts and scores are often equal."""
-    shape = Shape(3, blocks, starts, (2, 4, 0, 6), 40, by_rank)
+    shape = TreeShape(3, blocks, starts, (2, 4, 0, 6), 40, by_rank)
     draw = torch.Generator().manual_seed(blocks)
     said = []
     for block in range(blocks):
@@ -229,7 +233,7 @@ def test_expansion(same, blocks, starts, by_rank):
 )
 def test_ngram_head(same, options):
     draw = torch.Generator().manual_seed(5)
-    head = NGramHead(options, 24, 200)
+    head = NGramDrafter(options, 24, 200)
     table = torch.randint(4, (SLOTS, 200), generator=draw, dtype=torch.int32)
     position = torch.tensor([150, 0, 60, -1, 198])
     head.texts = Texts(table, torch.tensor([3, 1, 6, 0, 2]), position, torch.arange(5))
@@ -252,6 +256,9 @@ def test_read_heads(vocab, width, scope, beta):
     torch.nn.init.normal_(last.weight, generator=draw)
     with torch.no_grad():
         given = normed, logits, offset, torch.nn.Sequential(last), width, scope, beta
-        (logprob, token, bucket), wanted = read_heads(*given), read_heads_reference(*given)
+        (logprob, token, bucket), wanted = (
+            lm_and_rank_head(*given),
+            lm_and_rank_head_reference(*given),
+        )
     torch.testing.assert_close(logprob, wanted[0], atol=3e-5, rtol=0)
     assert torch.equal(token, wanted[1]) and torch.equal(bucket, wanted[2])

@@ -1,10 +1,10 @@
-"""The kernel of tree attention: one tile of queries over the entries that it sees."""
+"""Tree attention kernel: one tile of queries over its KV range."""
 
 from __future__ import annotations
 
 from ..optional_triton import jit, tl
-from .attention_fold import _count_splits, _finish, _fold, _in_other_form
-from .attention_step import _absorb
+from .attention_inner import _softmax_step
+from .attention_reduce import _count_splits, _finish, _in_other_form, _merge_splits
 
 
 @jit
@@ -28,8 +28,8 @@ def _tree_attention_kernel(
     seq_len,  # [R] int32
     prefix_len,  # [T] int32
     prefix_from,  # [T] int32 or None
-    halves,  # [T, 2W] int32: words, low half first
-    window_start,  # [R] int32
+    mask_words32,  # [T, 2W] int32: words, low half first
+    tree_start,  # [R] int32
     key_scale,  # [] fp32 or None
     value_scale,  # [] fp32 or None
     out,  # [T, nh, D]
@@ -52,7 +52,7 @@ def _tree_attention_kernel(
     cache_entry_stride,
     cache_dim_stride,
     table_stride,
-    halves_stride,
+    mask_words32_stride,
     out_token_stride,
     out_head_stride,
     out_dim_stride,
@@ -62,7 +62,7 @@ def _tree_attention_kernel(
     GROUP: tl.constexpr,  # query heads per kv head
     HEAD: tl.constexpr,  # D
     BLOCK_SIZE: tl.constexpr,
-    HALVES: tl.constexpr,  # 2W
+    MASK_WORDS32: tl.constexpr,  # 2W
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     MASKED_N: tl.constexpr,  # BLOCK_N where a mask is needed, which takes registers
@@ -124,8 +124,8 @@ def _tree_attention_kernel(
     oldest = nothing.to(tl.int32)
     if prefix_from is not None:
         oldest = tl.load(prefix_from + token, mask=row_in, other=0)
-    window = tl.load(window_start + request)
-    row_halves = halves + token * halves_stride
+    tree_begin = tl.load(tree_start + request)
+    row_mask_words32 = mask_words32 + token * mask_words32_stride
 
     # No row of the tile sees an entry before `low` or from `end` on; every row sees those from
     # `open` to `shut`, which therefore need no mask.
@@ -141,10 +141,10 @@ def _tree_attention_kernel(
     )
     span = low, reach
     union = ()
-    for h in tl.static_range(HALVES):
-        half = tl.reduce(tl.load(row_halves + h, mask=row_in, other=0), 0, _or)
-        reach = tl.where(half != 0, tl.maximum(reach, window + 32 * (h + 1)), reach)
-        low = tl.where(half != 0, tl.minimum(low, window), low)
+    for h in tl.static_range(MASK_WORDS32):
+        half = tl.reduce(tl.load(row_mask_words32 + h, mask=row_in, other=0), 0, _or)
+        reach = tl.where(half != 0, tl.maximum(reach, tree_begin + 32 * (h + 1)), reach)
+        low = tl.where(half != 0, tl.minimum(low, tree_begin), low)
         union = union + (half,)  # noqa: RUF005 (Triton knows no stars)
     end = tl.minimum(reach, bound)
     low = tl.maximum(low, 0) // BLOCK_N * BLOCK_N
@@ -167,11 +167,11 @@ def _tree_attention_kernel(
     table = block_table + request.to(tl.int64) * table_stride
     cache = kv_cache + kv_head.to(tl.int64) * cache_head_stride
     start = low + split * length
-    top, total, acc = _read(
+    m_i, l_i, acc = _read(
         q, start, end if WHOLE else tl.minimum(start + length, end), length, open, shut, cache,
-        table, prefix_from, oldest, prefix, row_halves, row_in, union, span, window, end, factor,
-        inner, cache_block_stride, cache_entry_stride, cache_dim_stride, HEAD, BLOCK_SIZE, HALVES,
-        BLOCK_M, BLOCK_N, MASKED_N, BLOCK_D, CAPPED, FOLDS=WHOLE and not SINGLE,
+        table, prefix_from, oldest, prefix, row_mask_words32, row_in, union, span, tree_begin, end,
+        factor, inner, cache_block_stride, cache_entry_stride, cache_dim_stride, HEAD, BLOCK_SIZE,
+        MASK_WORDS32, BLOCK_M, BLOCK_N, MASKED_N, BLOCK_D, CAPPED, MERGES=WHOLE and not SINGLE,
     )  # fmt: skip
 
     if not WHOLE:  # noqa: SIM102 (known to the compiler, which the other is not)
@@ -180,11 +180,11 @@ def _tree_attention_kernel(
             tl.store(
                 partial + place * BLOCK_M * BLOCK_D + lane[:, None] * BLOCK_D + dim[None, :], acc
             )
-            tl.store(stats + place * 2 * BLOCK_M + lane, top)
-            tl.store(stats + place * 2 * BLOCK_M + BLOCK_M + lane, total)
+            tl.store(stats + place * 2 * BLOCK_M + lane, m_i)
+            tl.store(stats + place * 2 * BLOCK_M + BLOCK_M + lane, l_i)
             return
     _finish(
-        top, total, acc, token, head, row_in, value_scale, out, lse, out_token_stride,
+        m_i, l_i, acc, token, head, row_in, value_scale, out, lse, out_token_stride,
         out_head_stride, out_dim_stride, lse_token_stride, lse_head_stride, HEAD, BLOCK_D,
     )  # fmt: skip
 
@@ -202,11 +202,11 @@ def _read(
     prefix_from,
     oldest,  # [BLOCK_M] int32
     prefix,  # [BLOCK_M] int32
-    row_halves,  # [BLOCK_M] pointers to the rows' halves
+    row_mask_words32,  # [BLOCK_M] pointers to the rows' halves
     row_in,  # [BLOCK_M]
     union,  # per half, what any row sees
     span,  # the entries of any row's prefix
-    window,
+    tree_begin,
     end,
     factor,
     inner,
@@ -215,71 +215,73 @@ def _read(
     cache_dim_stride,
     HEAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    HALVES: tl.constexpr,
+    MASK_WORDS32: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     MASKED_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     CAPPED: tl.constexpr,
-    FOLDS: tl.constexpr,
+    MERGES: tl.constexpr,
 ):
     """The entries start … stop-1: with a mask before `open`, without one up to `shut`, with one
     from there on.
 
-    FOLDS: these are several splits of `length` entries, the last one maybe less. Each is summed up
+    MERGES: these are several splits of `length` entries, the last one maybe less. Each is summed up
     by itself and folded in its turn. One loop over all of them keeps the next entries on their
     way across a border; a loop for each would wait for memory anew.
     """
-    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.full([BLOCK_M], 0.0, tl.float32)
+    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l_i = tl.full([BLOCK_M], 0.0, tl.float32)
     acc = tl.full([BLOCK_M, BLOCK_D], 0.0, tl.float32)
-    folded = (top, total, acc)
+    merged = (m_i, l_i, acc)
     if prefix_from is not None:
-        halves = _load_halves(row_halves, row_in, HALVES)
+        mask_words32 = _load_mask_words32(row_mask_words32, row_in, MASK_WORDS32)
         for at in tl.range(start, tl.minimum(stop, open), MASKED_N, num_stages=2):
-            top, total, acc, folded = _cross(at, start, length, top, total, acc, folded, FOLDS)
-            top, total, acc = _absorb(
-                q, top, total, acc, at, cache, table, oldest, prefix, halves, union, span, window,
-                end, factor, inner, cache_block_stride, cache_entry_stride, cache_dim_stride, HEAD,
-                BLOCK_SIZE, HALVES, MASKED_N, BLOCK_D, CAPPED, MASKED=True,
+            m_i, l_i, acc, merged = _cross(at, start, length, m_i, l_i, acc, merged, MERGES)
+            m_i, l_i, acc = _softmax_step(
+                q, m_i, l_i, acc, at, cache, table, oldest, prefix, mask_words32, union, span,
+                tree_begin, end, factor, inner, cache_block_stride, cache_entry_stride,
+                cache_dim_stride, HEAD, BLOCK_SIZE, MASK_WORDS32, MASKED_N, BLOCK_D, CAPPED,
+                MASKED=True,
             )  # fmt: skip
     for at in range(tl.maximum(start, open), tl.minimum(stop, shut), BLOCK_N):
-        top, total, acc, folded = _cross(at, start, length, top, total, acc, folded, FOLDS)
-        top, total, acc = _absorb(
-            q, top, total, acc, at, cache, table, oldest, prefix, None, None, None, window, end,
+        m_i, l_i, acc, merged = _cross(at, start, length, m_i, l_i, acc, merged, MERGES)
+        m_i, l_i, acc = _softmax_step(
+            q, m_i, l_i, acc, at, cache, table, oldest, prefix, None, None, None, tree_begin, end,
             factor, inner, cache_block_stride, cache_entry_stride, cache_dim_stride, HEAD,
-            BLOCK_SIZE, HALVES, BLOCK_N, BLOCK_D, CAPPED, MASKED=False,
+            BLOCK_SIZE, MASK_WORDS32, BLOCK_N, BLOCK_D, CAPPED, MASKED=False,
         )  # fmt: skip
     # Anew: held through the loop before, they would take registers that it needs.
-    halves = _load_halves(row_halves, row_in, HALVES)
+    mask_words32 = _load_mask_words32(row_mask_words32, row_in, MASK_WORDS32)
     for at in tl.range(tl.maximum(start, shut), stop, MASKED_N, num_stages=2):
-        top, total, acc, folded = _cross(at, start, length, top, total, acc, folded, FOLDS)
-        top, total, acc = _absorb(
-            q, top, total, acc, at, cache, table, oldest, prefix, halves, union, span, window, end,
-            factor, inner, cache_block_stride, cache_entry_stride, cache_dim_stride, HEAD,
-            BLOCK_SIZE, HALVES, MASKED_N, BLOCK_D, CAPPED, MASKED=True,
+        m_i, l_i, acc, merged = _cross(at, start, length, m_i, l_i, acc, merged, MERGES)
+        m_i, l_i, acc = _softmax_step(
+            q, m_i, l_i, acc, at, cache, table, oldest, prefix, mask_words32, union, span,
+            tree_begin, end, factor, inner, cache_block_stride, cache_entry_stride,
+            cache_dim_stride, HEAD, BLOCK_SIZE, MASK_WORDS32, MASKED_N, BLOCK_D, CAPPED,
+            MASKED=True,
         )  # fmt: skip
-    if FOLDS:
-        top, total, acc = _fold(folded[0], folded[1], folded[2], top, total, acc)
-    return top, total, acc
+    if MERGES:
+        m_i, l_i, acc = _merge_splits(merged[0], merged[1], merged[2], m_i, l_i, acc)
+    return m_i, l_i, acc
 
 
 @jit
-def _cross(at, start, length, top, total, acc, folded, FOLDS: tl.constexpr):
+def _cross(at, start, length, m_i, l_i, acc, merged, MERGES: tl.constexpr):
     """Where the entries from `at` on are another split's, fold what there is and begin anew."""
-    if FOLDS:  # noqa: SIM102 (known to the compiler, which the other is not)
+    if MERGES:  # noqa: SIM102 (known to the compiler, which the other is not)
         if (at > start) & ((at - start) % length == 0):
-            folded = _fold(folded[0], folded[1], folded[2], top, total, acc)
-            top = tl.full(top.shape, float("-inf"), tl.float32)
-            total = tl.full(total.shape, 0.0, tl.float32)
+            merged = _merge_splits(merged[0], merged[1], merged[2], m_i, l_i, acc)
+            m_i = tl.full(m_i.shape, float("-inf"), tl.float32)
+            l_i = tl.full(l_i.shape, 0.0, tl.float32)
             acc = tl.full(acc.shape, 0.0, tl.float32)
-    return top, total, acc, folded
+    return m_i, l_i, acc, merged
 
 
 @jit
-def _load_halves(row_halves, row_in, HALVES: tl.constexpr):
-    halves = ()
-    for h in tl.static_range(HALVES):
-        half = tl.load(row_halves + h, mask=row_in, other=0)
-        halves = halves + (half,)  # noqa: RUF005 (as above)
-    return halves
+def _load_mask_words32(row_mask_words32, row_in, MASK_WORDS32: tl.constexpr):
+    mask_words32 = ()
+    for h in tl.static_range(MASK_WORDS32):
+        half = tl.load(row_mask_words32 + h, mask=row_in, other=0)
+        mask_words32 = mask_words32 + (half,)  # noqa: RUF005 (as above)
+    return mask_words32

@@ -1,4 +1,4 @@
-"""Attention on a CPU over a packed cache, with the same rule of who sees what as `tree_attention`.
+"""Tree attention on a CPU over a packed KV cache.
 
 Rows are taken in jobs: neighbours of one request that share what is read of its cache. A job reads
 entries from a multiple of TILE to a multiple of 32, and its rows' differences are a mask over the
@@ -19,19 +19,26 @@ import torch
 from numba import njit
 
 from .cpu_attention_loop import (
+    CACHE,
     CHUNK,
     COUNT,
     FIRST,
     FROM,
     MASK,
     MASK_FROM,
-    PITCH,
+    OUT,
+    QUERY,
     REQUEST,
     TILE,
     TO,
     attention_loop,
+    scratch_size,
 )
 from .cpu_packing import GROUP, Packing
+from .cpu_threads import team_size
+
+_LEAST_WORK = 2048
+"""Rows × entries of one KV head that are worth a thread: some 5 µs."""
 
 
 class Rows(NamedTuple):
@@ -40,33 +47,80 @@ class Rows(NamedTuple):
     query_start: np.ndarray  # [R+1] int64
     seq_len: np.ndarray  # [R] int32
     prefix_len: np.ndarray  # [≥T] int32
-    words: np.ndarray  # [≥T, W] int64
-    window_start: np.ndarray  # [≥R] int32
+    mask_words: np.ndarray  # [≥T, W] int64
+    tree_start: np.ndarray  # [≥R] int32
 
 
-class PackedPlan(NamedTuple):
+class PackedSchedule(NamedTuple):
     """What is the same in every layer of a step.
 
     Attributes:
         jobs: [J, 7] int64, one line a job.
         mask: [·] fp32, 0 or −inf.
+        bounds: [threads + 1] int64, which jobs × KV heads each thread takes.
         num_rows: rows from here on belong to no request.
+        calls: of the loop, by all that differs between layers but addresses.
     """
 
     jobs: np.ndarray
     mask: np.ndarray
+    bounds: np.ndarray
     num_rows: int
+    calls: dict[tuple, LayerCall]
+
+
+class LayerCall:
+    """The loop over a plan's jobs in layers of one layout; what `attention_loop` wants is kept.
+
+    Making an array of these numbers in every layer takes as long as a short context's attention.
+
+    Args (strides in elements):
+        query_stride, out_stride: of [T, heads, D].
+        block_stride: of the cache.
+        group: query heads per KV head.
+        block_table: [R, max blocks] int32, the same in all layers.
+    """
+
+    def __init__(
+        self,
+        plan: PackedSchedule,
+        query_stride: tuple[int, ...],
+        out_stride: tuple[int, ...],
+        block_stride: int,
+        packing: Packing,
+        scale: float,
+        soft_cap: float,
+        group: int,
+        block_table: torch.Tensor,
+    ):
+        self.threads = len(plan.bounds) - 1
+        scratch, config = _scratch(group, packing.head_dim, packing.amx, self.threads)
+        self.arguments = np.array([
+            0, *query_stride[:2], 0, *out_stride[:2], 0, block_stride, packing.head_stride,
+            block_table.data_ptr(), block_table.stride(0), plan.mask.ctypes.data,
+            plan.jobs.ctypes.data, plan.bounds.ctypes.data, self.threads, packing.kv_heads, group,
+            packing.head_dim, packing.block_size, 0, 0, scratch.ctypes.data, scratch.shape[1],
+            config.ctypes.data,
+        ])  # fmt: skip
+        self.arguments[19:21].view(np.float64)[:] = scale, soft_cap
+        self.address = self.arguments.ctypes.data
+        self.loop = attention_loop(packing.element, packing.amx)
+
+    def __call__(self, query: int, out: int, cache: int) -> None:
+        """Attend a layer whose tensors lie at these addresses."""
+        self.arguments[QUERY], self.arguments[OUT], self.arguments[CACHE] = query, out, cache
+        self.loop(self.address, self.threads)
 
 
 def rows_of(
     query_start: list[int],
     seq_len: torch.Tensor,
     prefix_len: torch.Tensor,
-    words: torch.Tensor,
-    window_start: torch.Tensor,
+    mask_words: torch.Tensor,
+    tree_start: torch.Tensor,
 ) -> Rows:
     """The same memory for numba: nothing is copied but `query_start`."""
-    tensors = seq_len[: len(query_start) - 1], prefix_len, words, window_start
+    tensors = seq_len[: len(query_start) - 1], prefix_len, mask_words, tree_start
     return Rows(
         np.array(query_start, dtype=np.int64),
         *(x.numpy() for x in tensors),  # a host tensor each
@@ -76,13 +130,15 @@ def rows_of(
 def plan_packed(
     rows: Rows,
     group: int,
+    kv_heads: int,
     left_out: np.ndarray | None = None,
     prefix_from: torch.Tensor | None = None,
-) -> PackedPlan:
+) -> PackedSchedule:
     """Cut the rows into jobs.
 
     Args:
         group: query heads per KV head.
+        kv_heads: of a layer.
         left_out: [R] bool, requests whose rows are attended by other means.
         prefix_from: [≥T] int32, the first entry of the prefix that a row sees.
     """
@@ -91,7 +147,8 @@ def plan_packed(
     windowed = prefix_from is not None
     oldest = rows.prefix_len if prefix_from is None else prefix_from.numpy()  # a host tensor
     jobs, mask = _cut(*rows, max(CHUNK // group, 1), left_out, oldest, windowed)
-    return PackedPlan(jobs, mask, rows.query_start[-1])
+    bounds = _share(jobs, kv_heads, team_size())
+    return PackedSchedule(jobs, mask, bounds, rows.query_start[-1], {})
 
 
 def attend_packed(
@@ -99,7 +156,7 @@ def attend_packed(
     kv_cache: torch.Tensor,
     packing: Packing,
     block_table: torch.Tensor,
-    plan: PackedPlan,
+    plan: PackedSchedule,
     scale: float,
     out: torch.Tensor,
     soft_cap: float = 0.0,
@@ -109,37 +166,45 @@ def attend_packed(
     Rows past the plan's last become zeros; those of requests that were left out stay as they are.
     """
     if len(plan.jobs):
-        group = query.shape[1] // packing.kv_heads
-        attention_loop(packing.element, packing.amx)(
-            query.data_ptr(), *query.stride()[:2], out.data_ptr(), *out.stride()[:2],
-            kv_cache.data_ptr(), kv_cache.stride(0), packing.head_stride,
-            block_table.data_ptr(), block_table.stride(0), plan.mask, plan.jobs,
-            packing.kv_heads, group, packing.head_dim, packing.block_size, scale, soft_cap,
-            *_scratch(group, packing.head_dim, packing.amx),
-        )  # fmt: skip
+        layout = query.stride(), out.stride(), kv_cache.stride(0), packing, scale, soft_cap
+        call = plan.calls.get(layout)
+        if call is None:
+            call = plan.calls[layout] = LayerCall(
+                plan, *layout, query.shape[1] // packing.kv_heads, block_table
+            )
+        call(query.data_ptr(), out.data_ptr(), kv_cache.data_ptr())
     if plan.num_rows < len(out):
         out[plan.num_rows :].zero_()
     return out
 
 
 @lru_cache
-def _scratch(group: int, head_dim: int, amx: bool) -> tuple[np.ndarray, ...]:
-    """Queries, outputs, scores, the softmax's maxima and sums of a job, and the tiles' shapes."""
+def _scratch(group: int, head_dim: int, amx: bool, threads: int) -> tuple[np.ndarray, np.ndarray]:
+    """Each thread's memory, and the tiles' shapes."""
     if amx:
         torch.cpu._init_amx()  # asks the kernel for the tile registers, once per process
-    rows = -(-max(CHUNK, group) // 16) * 16
     config = np.zeros(64, dtype=np.uint8)
     config[0] = 1  # palette
     config[16:32].view(np.uint16)[:] = 64  # bytes in a row of each of 8 tiles
     config[48:56] = 16  # rows of each
-    return (
-        np.zeros((rows, head_dim), dtype=np.float32), np.zeros((rows, head_dim), dtype=np.float32),
-        np.zeros((rows, PITCH), dtype=np.float32), np.zeros((rows, 2), dtype=np.float32), config,
-    )  # fmt: skip
+    return np.zeros((threads, scratch_size(group, head_dim)), dtype=np.float32), config
+
+
+def _share(jobs: np.ndarray, kv_heads: int, threads: int) -> np.ndarray:
+    """→ [threads + 1] int64: runs of jobs × KV heads that take equally long, more or less.
+
+    Fewer where there is so little to do that a team would wait longer than it works.
+    """
+    work = jobs[:, COUNT] * (jobs[:, TO] - jobs[:, FROM])
+    done = np.concatenate(([0], np.repeat(work, kv_heads).cumsum()))
+    threads = max(min(threads, len(done) - 1, done[-1] // _LEAST_WORK), 1)
+    bounds = np.searchsorted(done, np.arange(threads + 1) * (done[-1] / threads))
+    bounds[-1] = len(done) - 1
+    return bounds
 
 
 @njit(nogil=True)
-def find_causal(query_start, seq_len, prefix_len, words, window_start):
+def find_causal(query_start, seq_len, prefix_len, mask_words, tree_start):
     """[R] bool: every row of the request sees all entries up to its own, and no other.
 
     Prompts, plain decode steps, a root alone, and drafts that form a chain.
@@ -149,11 +214,11 @@ def find_causal(query_start, seq_len, prefix_len, words, window_start):
         first, last = query_start[request], query_start[request + 1]
         for row in range(first, last):
             wanted = seq_len[request] - (last - row) + 1
-            seen, base = prefix_len[row], window_start[request]
+            seen, base = prefix_len[row], tree_start[request]
             if seen > wanted:
                 causal[request] = False
-            for word in range(words.shape[1]):
-                bits, here = words[row, word], base + word * 64
+            for word in range(mask_words.shape[1]):
+                bits, here = mask_words[row, word], base + word * 64
                 if bits == 0:
                     continue
                 for bit in range(64):
@@ -169,9 +234,9 @@ def find_causal(query_start, seq_len, prefix_len, words, window_start):
 
 @njit(nogil=True)
 def _cut(
-    query_start, seq_len, prefix_len, words, window_start, most, left_out, oldest, windowed
+    query_start, seq_len, prefix_len, mask_words, tree_start, most, left_out, oldest, windowed
 ):  # fmt: skip
-    """→ jobs, mask, as in `PackedPlan`; at most `most` rows each."""
+    """→ jobs, mask, as in `PackedSchedule`; at most `most` rows each."""
     count = 0
     for request in range(len(seq_len)):
         if not left_out[request]:
@@ -188,12 +253,12 @@ def _cut(
             for row in range(first, last):
                 start, clear = min(start, oldest[row]), min(clear, prefix_len[row])
                 seen = np.int64(prefix_len[row])
-                for word in range(words.shape[1]):
-                    bits = words[row, word]
+                for word in range(mask_words.shape[1]):
+                    bits = mask_words[row, word]
                     if bits != 0:
                         for bit in range(64):
                             if (bits >> bit) & 1:
-                                seen = max(seen, window_start[request] + word * 64 + bit + 1)
+                                seen = max(seen, tree_start[request] + word * 64 + bit + 1)
                 to = max(to, min(seen, seq_len[request]))
             start = min(start, to) // TILE * TILE if windowed else np.int64(0)
             clear = start if windowed else min(clear, to) // GROUP * GROUP
@@ -211,9 +276,12 @@ def _cut(
             row, base = jobs[job, FIRST] + line, jobs[job, MASK] + line * width
             begin = oldest[row] if windowed else np.int64(0)
             for entry in range(start, jobs[job, TO]):
-                bit = entry - window_start[request]
+                bit = entry - tree_start[request]
                 seen = begin <= entry < prefix_len[row]
-                if 0 <= bit < 64 * words.shape[1] and (words[row, bit // 64] >> (bit % 64)) & 1:
+                if (
+                    0 <= bit < 64 * mask_words.shape[1]
+                    and (mask_words[row, bit // 64] >> (bit % 64)) & 1
+                ):
                     seen = True
                 seen = seen and entry < seq_len[request]
                 mask[base + entry - start] = 0.0 if seen else -np.inf

@@ -1,4 +1,4 @@
-"""One layer's attention on a CPU, over a packed cache: the loop.
+"""Inner loop of tree attention on a CPU, over a packed KV cache.
 
 `cpu_attention.py` says which rows and what they see; `cpu_vectors.py` holds the instructions.
 Importing this module needs numba.
@@ -13,6 +13,7 @@ import numpy as np
 from numba import njit, types
 
 from .cpu_memory import view_of
+from .cpu_threads import doubles, integers, on_threads
 from .cpu_vectors import (
     BF16,
     COLUMNS,
@@ -35,21 +36,33 @@ LOG2E = np.float32(1.4426950408889634)
 # The columns of `jobs`: first row, rows, request, entries from … to, the mask's first entry and its
 # place.
 FIRST, COUNT, REQUEST, FROM, MASK_FROM, TO, MASK = range(7)
+QUERY, OUT, CACHE = 0, 3, 6  # the places of addresses among the loop's arguments
+
+
+@njit
+def rows_at_once(group: int) -> int:
+    """Query rows × heads of one KV head in a job, at most."""
+    return -(-max(CHUNK, group) // 16) * 16
+
+
+def scratch_size(group: int, head_dim: int) -> int:
+    """fp32 numbers that a thread needs: queries, outputs, scores, the softmax's maxima and sums."""
+    return rows_at_once(group) * (2 * head_dim + PITCH + 2)
 
 
 @lru_cache
 def attention_loop(element: int, amx: bool):
-    """→ f(query, …, out, …, cache, …): what `cpu_attention.attend` calls for every layer.
+    """→ f(arguments, threads): what `cpu_attention.LayerCall` calls for every layer.
 
     element: of query, cache and output. amx: the cache is packed for AMX tiles (bf16 only),
-    otherwise keys by dimension and values by entry.
+    otherwise keys by dimension and values by entry. The arguments are those of `share` below.
     """
     size = 4 if element == FP32 else 2
     tile_rows = TILE_ROWS if amx else ROWS
     held = BF16 if amx else FP32  # queries and weights as the multiplications want them
     held_size = 2 if amx else 4
     take, give = scale_row(element, held), scale_row(FP32, element)
-    integers = view_of(types.int32)
+    block_ids, floats = view_of(types.int32), view_of(types.float32)
     weigh, products = row_exp2(held), multiply(element)
 
     @njit(nogil=True, error_model="numpy")
@@ -91,90 +104,96 @@ def attention_loop(element: int, amx: bool):
         out, out_row, out_head,
         cache, block_stride, kv_head_stride,  # in elements
         table, table_row,  # [R, blocks] int32
-        mask, jobs,  # [·] fp32, [J, 7] int64
-        kv_heads, group, head_dim, block_size, scale, soft_cap,
-        q_buffer, o_buffer, s_buffer, stats, config,
+        masks, line, kv_head,  # [·] fp32, a line of `jobs`
+        group, head_dim, block_size, scale, soft_cap, scratch,
     ):  # fmt: skip
-        q, o, s = q_buffer.ctypes.data, o_buffer.ctypes.data, s_buffer.ctypes.data
-        masks = mask.ctypes.data
+        """The rows of one job, and the query heads of one KV head."""
+        most = rows_at_once(group)
+        q, o = scratch, scratch + most * head_dim * 4
+        s = o + most * head_dim * 4
+        outputs, products = floats(o, most * head_dim), floats(s, most * PITCH)
+        tops = floats(s + most * PITCH * 4, most)
+        totals = floats(s + most * (PITCH + 1) * 4, most)
         factor = np.float32(scale) * LOG2E
         cap = np.float32(soft_cap / scale)  # of the products before `scale`
+        first, count = line[FIRST], line[COUNT]
+        start, end, mask_from = line[FROM], line[TO], line[MASK_FROM]
+        rows, blocks = count * group, block_ids(table + line[REQUEST] * table_row * 4, end)
+        head_at = kv_head * kv_head_stride
+        for row in range(rows):
+            at = (first + row // group) * query_row + (kv_head * group + row % group) * query_head
+            take(query + at * size, q + row * head_dim * held_size, head_dim, np.float32(1.0))
+            tops[row], totals[row] = -np.inf, 0.0
+        if start == end:
+            outputs[: rows * head_dim] = 0.0
+        for tile in range(start, end, TILE):
+            ahead = min(tile + TILE, end)
+            at = tile
+            while at < ahead:
+                within = at % block_size
+                tokens = min(block_size - within, ahead - at)
+                place = blocks[at // block_size] * block_stride + head_at
+                # `within` is a multiple of 32.
+                place += within * head_dim if amx else within
+                scores(
+                    q, cache + place * size, s + (at - tile) * 4, rows, tokens, head_dim, block_size
+                )
+                at += tokens
+            if cap > 0:
+                for row in range(rows):
+                    for entry in range(row * PITCH, row * PITCH + ahead - tile):
+                        products[entry] = cap * math.tanh(products[entry] / cap)
+            clear = min(max(mask_from, tile), ahead)
+            seen = masks + (line[MASK] + clear - mask_from) * 4
+            for row in range(rows):
+                at = s + row * PITCH * 4
+                mask = seen + row // group * (end - mask_from) * 4
+                top = max(tops[row], row_max(at, ahead - tile, mask, clear - tile))
+                shift = top * factor if top > -np.inf else np.float32(0.0)
+                total = weigh(at, at, ahead - tile, factor, shift)
+                if tile > start:
+                    past = np.float32(2.0) ** (tops[row] * factor - shift)
+                    total += totals[row] * past
+                    for dim in range(row * head_dim, (row + 1) * head_dim):
+                        outputs[dim] *= past
+                tops[row], totals[row] = top, total
+            at = tile
+            while at < ahead:
+                within = at % block_size
+                tokens = min(block_size - within, ahead - at)
+                place = blocks[at // block_size] * block_stride + head_at
+                place += block_size * head_dim
+                place += within * TILE_ROWS if amx else within * head_dim
+                values(
+                    s + (at - tile) * held_size, cache + place * size, o, rows, tokens, head_dim,
+                    block_size, at > start,
+                )  # fmt: skip
+                at += tokens
+        for row in range(rows):
+            at = (first + row // group) * out_row + (kv_head * group + row % group) * out_head
+            total = totals[row]
+            give(
+                o + row * head_dim * 4, out + at * size, head_dim,
+                np.float32(1.0) / total if total > 0 else np.float32(0.0),
+            )  # fmt: skip
+
+    @njit(nogil=True, error_model="numpy")
+    def share(arguments, thread, threads):
+        """What one thread of a team does: a run of jobs × KV heads, by `bounds`."""
+        a, d = integers(arguments, 24), doubles(arguments, 24)
+        jobs, bounds, parts, kv_heads = a[12], a[13], a[14], a[15]
+        scratch = a[21] + thread * a[22] * 4
         if amx:
-            amx_begin(config.ctypes.data)
-        for job in range(jobs.shape[0]):
-            first, count, request = jobs[job, FIRST], jobs[job, COUNT], jobs[job, REQUEST]
-            start, end, mask_from = jobs[job, FROM], jobs[job, TO], jobs[job, MASK_FROM]
-            rows, blocks = count * group, integers(table + request * table_row * 4, end)
-            for kv_head in range(kv_heads):
-                head_at = kv_head * kv_head_stride
-                for line in range(count):
-                    for member in range(group):
-                        at = (first + line) * query_row + (kv_head * group + member) * query_head
-                        row = line * group + member
-                        take(
-                            query + at * size, q + row * head_dim * held_size, head_dim,
-                            np.float32(1.0),
-                        )  # fmt: skip
-                        stats[row, 0], stats[row, 1] = -np.inf, 0.0
-                if start == end:
-                    o_buffer[:rows] = 0.0
-                for tile in range(start, end, TILE):
-                    ahead = min(tile + TILE, end)
-                    at = tile
-                    while at < ahead:
-                        within = at % block_size
-                        tokens = min(block_size - within, ahead - at)
-                        place = blocks[at // block_size] * block_stride + head_at
-                        # `within` is a multiple of 32.
-                        place += within * head_dim if amx else within
-                        scores(
-                            q, cache + place * size, s + (at - tile) * 4, rows, tokens, head_dim,
-                            block_size,
-                        )  # fmt: skip
-                        at += tokens
-                    if cap > 0:
-                        for row in range(rows):
-                            for entry in range(ahead - tile):
-                                capped = math.tanh(s_buffer[row, entry] / cap)
-                                s_buffer[row, entry] = cap * capped
-                    clear = min(max(mask_from, tile), ahead)
-                    seen = masks + (jobs[job, MASK] + clear - mask_from) * 4
-                    for line in range(count):
-                        for row in range(line * group, (line + 1) * group):
-                            at = s + row * PITCH * 4
-                            top = row_max(at, ahead - tile, seen, clear - tile)
-                            top = max(stats[row, 0], top)
-                            shift = top * factor if top > -np.inf else np.float32(0.0)
-                            total = weigh(at, at, ahead - tile, factor, shift)
-                            if tile > start:
-                                past = np.float32(2.0) ** (stats[row, 0] * factor - shift)
-                                total += stats[row, 1] * past
-                                for dim in range(head_dim):
-                                    o_buffer[row, dim] *= past
-                            stats[row, 0], stats[row, 1] = top, total
-                        seen += (end - mask_from) * 4
-                    at = tile
-                    while at < ahead:
-                        within = at % block_size
-                        tokens = min(block_size - within, ahead - at)
-                        place = blocks[at // block_size] * block_stride + head_at
-                        place += block_size * head_dim
-                        place += within * TILE_ROWS if amx else within * head_dim
-                        values(
-                            s + (at - tile) * held_size, cache + place * size, o, rows, tokens,
-                            head_dim, block_size, at > start,
-                        )  # fmt: skip
-                        at += tokens
-                for line in range(count):
-                    for member in range(group):
-                        at = (first + line) * out_row + (kv_head * group + member) * out_head
-                        row = line * group + member
-                        total = stats[row, 1]
-                        give(
-                            o + row * head_dim * 4, out + at * size, head_dim,
-                            np.float32(1.0) / total if total > 0 else np.float32(0.0),
-                        )  # fmt: skip
+            amx_begin(a[23])
+        for part in range(thread, parts, threads):
+            bound = integers(bounds + part * 8, 2)
+            for unit in range(bound[0], bound[1]):
+                attend(
+                    a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11],
+                    integers(jobs + unit // kv_heads * 7 * 8, 7), unit % kv_heads, a[16], a[17],
+                    a[18], d[19], d[20], scratch,
+                )  # fmt: skip
         if amx:
             amx_end()
 
-    return attend
+    return on_threads(share)

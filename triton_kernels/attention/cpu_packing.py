@@ -1,4 +1,4 @@
-"""Where the numbers of a cache entry lie in a block that is packed for a CPU's vector units.
+"""Packed KV cache layout for CPU vector units.
 
 vLLM's attention kernel on a CPU wants, per block and KV head, first the keys and then the values
 of its N entries of D numbers each:
@@ -67,7 +67,7 @@ def packing_of(kv_cache: torch.Tensor, amx: bool) -> Packing | None:
 def store_packed(
     kv_cache: torch.Tensor,
     packing: Packing,
-    entry: torch.Tensor,
+    kv_index: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
 ) -> None:
@@ -76,7 +76,7 @@ def store_packed(
     store, _ = _loops(kv_cache.element_size(), packing.amx)
     store(
         kv_cache.data_ptr(), kv_cache.stride(0), packing.head_stride,
-        entry.contiguous().data_ptr(), len(entry),
+        kv_index.contiguous().data_ptr(), len(kv_index),
         key.data_ptr(), key.stride(0), key.stride(1), value.data_ptr(), value.stride(0),
         value.stride(1), packing.kv_heads, packing.block_size, packing.head_dim,
     )  # fmt: skip
@@ -114,17 +114,17 @@ def _loops(size: int, amx: bool):
     longs = view_of(types.int64)
 
     @njit(nogil=True)
-    def key_place(entry, dim, block_size, head_dim):
+    def key_place(kv_index, dim, block_size, head_dim):
         if amx:
-            return entry // 16 * 16 * head_dim + dim // 2 * 32 + entry % 16 * 2 + dim % 2
-        return dim * block_size + entry
+            return kv_index // 16 * 16 * head_dim + dim // 2 * 32 + kv_index % 16 * 2 + dim % 2
+        return dim * block_size + kv_index
 
     @njit(nogil=True)
-    def value_place(entry, dim, block_size, head_dim):
+    def value_place(kv_index, dim, block_size, head_dim):
         if amx:
-            inside = dim // 16 * 16 * block_size + entry // 2 * 32 + dim % 16 * 2 + entry % 2
+            inside = dim // 16 * 16 * block_size + kv_index // 2 * 32 + dim % 16 * 2 + kv_index % 2
         else:
-            inside = entry * head_dim + dim
+            inside = kv_index * head_dim + dim
         return block_size * head_dim + inside
 
     @njit(nogil=True, error_model="numpy")
@@ -132,11 +132,11 @@ def _loops(size: int, amx: bool):
         cache, block_stride, head_stride, entries, count, keys, key_row, key_head, values,
         value_row, value_head, kv_heads, block_size, head_dim,
     ):  # fmt: skip
-        entry = longs(entries, count)
+        kv_index = longs(entries, count)
         for row in range(count):
-            if entry[row] < 0:
+            if kv_index[row] < 0:
                 continue
-            block, place = entry[row] // block_size, entry[row] % block_size
+            block, place = kv_index[row] // block_size, kv_index[row] % block_size
             for head in range(kv_heads):
                 at = cache + (block * block_stride + head * head_stride) * size
                 page = elements(at, head_stride)

@@ -1,4 +1,4 @@
-"""Vector and AMX instructions for numba: what the CPU's attention is made of.
+"""CPU vector and AMX intrinsics for numba.
 
 numba has no vector type, and LLVM does not find a register tile in a loop nest by itself. So each
 function below is a short piece of LLVM IR on addresses, with 16 lanes of fp32 (one AVX-512

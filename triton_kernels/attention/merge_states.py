@@ -1,4 +1,4 @@
-"""Attention over two disjoint sets of entries, joined from the results over each of them."""
+"""Merge of two attention states over disjoint KV sets."""
 
 from __future__ import annotations
 

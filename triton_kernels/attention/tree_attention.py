@@ -1,7 +1,7 @@
 """Attention over a paged KV cache under one visibility rule (SpecBlock paper, section 3.2).
 
 Query t sees the entries prefix_from[t] … prefix_len[t]-1 of its request (from 0 on if there is no
-prefix_from), and of the 64·W entries from window_start on those whose bit is set in words[t]. That
+prefix_from), and of the 64·W entries from tree_start on those whose bit is set in words[t]. That
 covers, in one call and in any mixture: prefill chunks and plain decode (a prefix, no bits), tree
 nodes (the committed prefix, then one bit per ancestor), and the drafter's blocks (the rows before,
 then the own path's positions).
@@ -9,7 +9,7 @@ then the own path's positions).
 "Entry" means one key/value pair in the cache. A target has one per token slot; the drafter has K,
 and its caller passes a cache view whose block_size is K times the engine's.
 
-`attention_tiles.py` says how the work is cut, and why the result does not depend on the batch;
+`attention_schedule.py` says how the work is cut, and why the result does not depend on the batch;
 `tree_attention_reference.py` is the same in torch.
 """
 
@@ -20,9 +20,9 @@ from collections.abc import Iterable
 import torch
 
 from ..optional_triton import cdiv, next_power_of_2
-from . import attention_tiles as cut
-from .attention_fold import FOLD_ROWS, _fold_splits_kernel
+from . import attention_schedule as cut
 from .attention_kernel import _tree_attention_kernel
+from .attention_reduce import REDUCE_ROWS, _merge_splits_kernel
 
 
 def tree_attention(
@@ -34,8 +34,8 @@ def tree_attention(
     seq_len: torch.Tensor,
     max_seq_len: int,
     prefix_len: torch.Tensor,
-    words: torch.Tensor,
-    window_start: torch.Tensor,
+    mask_words: torch.Tensor,
+    tree_start: torch.Tensor,
     scale: float,
     out: torch.Tensor,
     *,
@@ -64,8 +64,9 @@ def tree_attention(
         seq_len: [R] int32, upper bound of the entries that each request may see, itself bounded by
             max_seq_len.
         prefix_len, prefix_from: [≥T] int32.
-        words: [≥T, W] int64: bit j of word w is entry window_start + 64·w + j; bit 63 is the sign.
-        window_start: [≥R] int32.
+        mask_words: [≥T, W] int64: bit j of word w is entry tree_start + 64·w + j; bit 63 is the
+            sign.
+        tree_start: [≥R] int32.
         scale: multiplies the scores; positive.
         out: [T, nh, D] to write into. A query that sees nothing gives zeros; so do tokens past
             query_start[R].
@@ -91,7 +92,7 @@ def tree_attention(
     )
     block_d = max(next_power_of_2(head_size), 16)
     # The kernel works on 32-bit halves of the words: 64-bit masks cost twice the registers.
-    halves = words.view(torch.int32)
+    mask_words32 = mask_words.view(torch.int32)
     lse_stride = (0, 0) if lse is None else lse.stride()
     for launch in launches:
         last = launch is launches[-1]
@@ -114,23 +115,21 @@ def tree_attention(
         slots = launch.tiles if launch.whole else launch.slots
         whole_from = launch.whole_from or None
         _tree_attention_kernel[(slots, launch.requests + last, num_kv_heads)](
-            query, kv_cache, block_table, query_start, seq_len, prefix_len, prefix_from, halves,
-            window_start, key_scale, value_scale, out, lse, partial, stats,
-            num_tokens, num_requests, max_seq_len, launch.above, launch.up_to, whole_from, scale,
-            soft_cap,
-            *query.stride(), *kv_cache.stride(), block_table.stride(0), halves.stride(0),
-            *out.stride(), *lse_stride,
-            BLOCK_SIZE=block_size, HALVES=halves.shape[1], BLOCK_N=launch.tile.entries,
-            MASKED_N=launch.tile.masked_entries,
-            CAPPED=soft_cap > 0, WHOLE=launch.whole, SINGLE=launch.single, **common,
-            num_warps=launch.tile.num_warps, num_stages=launch.tile.num_stages,
+            query, kv_cache, block_table, query_start, seq_len, prefix_len, prefix_from,
+            mask_words32, tree_start, key_scale, value_scale, out, lse, partial, stats, num_tokens,
+            num_requests, max_seq_len, launch.above, launch.up_to, whole_from, scale, soft_cap,
+            *query.stride(), *kv_cache.stride(), block_table.stride(0), mask_words32.stride(0),
+            *out.stride(), *lse_stride, BLOCK_SIZE=block_size, MASK_WORDS32=mask_words32.shape[1],
+            BLOCK_N=launch.tile.entries, MASKED_N=launch.tile.masked_entries, CAPPED=soft_cap > 0,
+            WHOLE=launch.whole, SINGLE=launch.single, **common, num_warps=launch.tile.num_warps,
+            num_stages=launch.tile.num_stages,
         )  # fmt: skip
         if not launch.whole:
-            rows = cdiv(launch.tiles * block_m, FOLD_ROWS)
-            _fold_splits_kernel[(rows, launch.requests, num_kv_heads)](
+            rows = cdiv(launch.tiles * block_m, REDUCE_ROWS)
+            _merge_splits_kernel[(rows, launch.requests, num_kv_heads)](
                 query_start, seq_len, value_scale, out, lse, partial, stats,
                 max_seq_len, launch.above, launch.up_to, whole_from, launch.slots,
-                *out.stride(), *lse_stride, FOLD_ROWS=FOLD_ROWS, **common,
+                *out.stride(), *lse_stride, REDUCE_ROWS=REDUCE_ROWS, **common,
                 num_warps=4, num_stages=1,
             )  # fmt: skip
     return out

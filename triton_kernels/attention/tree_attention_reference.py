@@ -1,4 +1,4 @@
-"""The torch reference of `tree_attention`, which is also what runs in production on a CPU.
+"""Torch reference of `tree_attention`, which is also what runs in production on a CPU.
 
 In two parts: what is the same in every layer of a step, and one layer.
 """
@@ -70,8 +70,8 @@ def plan_reference(
     query_start_host: Sequence[int],
     seq_len_host: Sequence[int],
     prefix_len: torch.Tensor,
-    words: torch.Tensor,
-    window_start: torch.Tensor,
+    mask_words: torch.Tensor,
+    tree_start: torch.Tensor,
     dtype: torch.dtype = torch.float32,
     prefix_from: torch.Tensor | None = None,
 ) -> AttentionPlan:
@@ -97,7 +97,7 @@ def plan_reference(
         if total == len(members) * width and min(lens) == width:
             rows = slice(first, first + total)
             group_prefix = prefix[rows].view(len(members), width, 2)
-            group_words = words[rows].view(len(members), width, words.shape[1])
+            group_mask_words = mask_words[rows].view(len(members), width, mask_words.shape[1])
         else:
             slot = torch.arange(width)
             last = torch.tensor(lens)[:, None] - 1
@@ -105,11 +105,11 @@ def plan_reference(
             # Built from host integers: the shape depends on no tensor's content.
             used = torch.tensor([g * width + i for g, n in enumerate(lens) for i in range(n)])
             used_tokens = tokens.flatten()[used]
-            group_prefix, group_words = prefix[tokens], words[tokens]
+            group_prefix, group_mask_words = prefix[tokens], mask_words[tokens]
 
         everyone = len(members) == len(query_len)
         which = slice(len(members)) if everyone else torch.tensor(members)
-        seen = _visibility(group_prefix, group_words, window_start[which], seqs)
+        seen = _mask_of(group_prefix, group_mask_words, tree_start[which], seqs)
         # What nobody sees is not read, it may be unwritten memory or a stranger's: a masked entry
         # still takes part with weight 0, and 0 · NaN is NaN. Entry 0 stands in for it.
         own = torch.where(seen.any(1), torch.arange(seen.shape[2]), 0)
@@ -123,19 +123,19 @@ def plan_reference(
     return AttentionPlan(groups, start[-1])
 
 
-def _visibility(
-    prefix: torch.Tensor, words: torch.Tensor, window_start: torch.Tensor, seqs: list[int]
+def _mask_of(
+    prefix: torch.Tensor, mask_words: torch.Tensor, tree_start: torch.Tensor, seqs: list[int]
 ) -> torch.Tensor:
     """The rule of this module, unpacked.
 
-    prefix [G, Q, 2] int32 (from, to), words [G, Q, W] int64, window_start [G] int32, seqs: the
+    prefix [G, Q, 2] int32 (from, to), words [G, Q, W] int64, tree_start [G] int32, seqs: the
     entries of each request -> [G, Q, L] bool, L = max(seqs).
     """
     entry = torch.arange(max(seqs))
     bound = torch.tensor(seqs)[:, None, None]
     oldest, prefix = prefix[..., None].clamp(max=bound[..., None]).unbind(2)  # [G, Q, 1]
-    bits = ((words[..., None] >> torch.arange(64)) & 1).flatten(2).bool()
-    column = window_start.long()[:, None, None] + torch.arange(bits.shape[-1])
+    bits = ((mask_words[..., None] >> torch.arange(64)) & 1).flatten(2).bool()
+    column = tree_start.long()[:, None, None] + torch.arange(bits.shape[-1])
     # A column may be in the prefix already: scattering must not take it away.
     bits = (bits & (column < bound)) | ((column >= oldest) & (column < prefix))
     # Columns past the end all land in one spare column that is cut off again.

@@ -2,8 +2,8 @@
 
 A launch hangs a block's tokens under the nodes that it started from, and then either chooses
 where the next block starts or, after the last one, makes the tree (`select_tree.py`). The torch
-reference is `vllm_specblock.draft.expand.Expansion`, bit for bit but for starts that are not
-valid: those are some node, as there, but not always the same one.
+reference is `vllm_specblock.drafters.specblock.growth.Expansion`, bit for bit but for starts that
+are not valid: those are some node, as there, but not always the same one.
 """
 
 from __future__ import annotations
@@ -62,16 +62,16 @@ class Growing:
         branching: [4] int64, children per rank bucket; 0: nothing starts there.
     """
 
-    def __init__(self, limits: Limits, branching: torch.Tensor, num_requests: int):
+    def __init__(self, limits: Limits, branching: torch.Tensor, num_requests: int) -> None:
         self.limits, self.branching, self.num_requests = limits, branching, num_requests
-        here = {"device": branching.device}
+        device = branching.device
         shape = (num_requests, limits.candidates)
-        self.fields = torch.empty(6, *shape, dtype=torch.int64, **here)
-        self.score = torch.empty(shape, dtype=torch.float32, **here)
+        self.fields = torch.empty(6, *shape, dtype=torch.int64, device=device)
+        self.score = torch.empty(shape, dtype=torch.float32, device=device)
         started = (num_requests, max(1, limits.num_blocks - 2), limits.num_starts)
-        self.started = torch.empty(started, dtype=torch.int64, **here)
+        self.started = torch.empty(started, dtype=torch.int64, device=device)
 
-    def hang(
+    def attach_block(
         self,
         block: int,
         start_node: torch.Tensor | None,
@@ -99,15 +99,16 @@ class Growing:
         grown = (self.num_requests, limits.num_starts)
         if last:
             tree = TreeTensors.empty(self.num_requests, limits.budget, self.fields[5])
-            result = tree.all()
+            result = [*tree.all()]
         else:
             result = [torch.empty(grown, dtype=torch.int64, device=device) for _ in range(4)]
             result.append(torch.empty(grown, dtype=torch.bool, device=device))
         if block == 1:
             start_node = start_valid = self.branching  # not read
+        assert start_node is not None and start_valid is not None
         count = limits.count(block)
         rows = 1 if block == 1 else limits.num_starts
-        kernel = _hang_and_select_kernel if last else _hang_and_start_kernel
+        kernel = _attach_and_select_kernel if last else _attach_and_start_kernel
         more = (
             select_constants(count, limits.budget, limits.num_blocks * limits.block_size)
             if last
@@ -136,7 +137,7 @@ class Growing:
 
 
 @jit
-def _hang(
+def _attach_block(
     top_logprob, top_token, bucket, branching, start_node, start_valid,
     token, path_hash, key, parent, may_start, score, started,  # one request's
     request,  # int64
@@ -210,7 +211,7 @@ def _hang(
 
 
 @jit(do_not_specialize=["size"])
-def _hang_and_start_kernel(
+def _attach_and_start_kernel(
     top_logprob, top_token, bucket,  # [R, ROWS, K, B] twice, [R, ROWS, K]
     branching,  # [4]
     start_node, start_valid,  # [R, S]
@@ -233,7 +234,7 @@ def _hang_and_start_kernel(
     may_start, scratch = token + 4 * size, token + 5 * size
     score += request * C
     started += request * (max(BLOCKS - 2, 1) * S)
-    _hang(top_logprob, top_token, bucket, branching, start_node, start_valid,
+    _attach_block(top_logprob, top_token, bucket, branching, start_node, start_valid,
           token, path_hash, key, parent, may_start, score, started, request,
           BLOCK, BLOCKS, ROWS, K, B, S, CELLS, DEPTH, DEPTH_ONE, ROOT, FIRST, CLOSED, FACTOR,
           BUCKET, SHIFT,
@@ -272,7 +273,7 @@ def _hang_and_start_kernel(
 
 
 @jit(do_not_specialize=["size"])
-def _hang_and_select_kernel(
+def _attach_and_select_kernel(
     top_logprob, top_token, bucket,  # [R, ROWS, K, B] twice, [R, ROWS, K]
     branching,  # [4]
     start_node, start_valid,  # [R, S]
@@ -294,7 +295,7 @@ def _hang_and_select_kernel(
     token = fields + request * C
     path_hash, key, parent = token + size, token + 2 * size, token + 3 * size
     score += request * C
-    _hang(top_logprob, top_token, bucket, branching, start_node, start_valid,
+    _attach_block(top_logprob, top_token, bucket, branching, start_node, start_valid,
           token, path_hash, key, parent, token, score, started, request,
           BLOCK, BLOCKS, ROWS, K, B, S, CELLS, DEPTH, DEPTH_ONE, ROOT, FIRST, CLOSED, FACTOR,
           BUCKET, SHIFT,

@@ -1,7 +1,7 @@
 """Rank-guided expansion for CPUs, one call per block of the drafter.
 
-See `expand.py`; the torch reference is `vllm_specblock.draft.expand.Expansion`, bit for bit but
-for starts that are not valid.
+See `expand.py`; the torch reference is `vllm_specblock.drafters.specblock.growth.Expansion`, bit
+for bit but for starts that are not valid.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _LOW = (1 << 32) - 1
 
 
 class CompiledGrowing(Growing):
-    """Growing in host memory. Differs in what `hang` launches."""
+    """Growing in host memory. Differs in what `attach_block` launches."""
 
-    def hang(
+    def attach_block(
         self,
         block: int,
         start_node: torch.Tensor | None,
@@ -47,7 +47,7 @@ class CompiledGrowing(Growing):
             start_valid = torch.ones(requests, 1, dtype=torch.bool)
         fields = (*self.fields[:5].numpy(), self.score.numpy(), self.started.numpy())
         given = (start_node, start_valid, top_logprob.float(), top_token, bucket)
-        _hang(
+        _attach_block(
             *fields, self.branching.numpy(), *(x.detach().contiguous().numpy() for x in given),
             block, limits.count(block - 1) if block > 1 else 1, block < limits.num_blocks,
             limits.starts_by_rank,
@@ -66,7 +66,7 @@ class CompiledGrowing(Growing):
 
 
 @njit
-def _hang(
+def _attach_block(
     token,  # [R, C] int64, as the four that follow
     path_hash,
     key,

@@ -2,7 +2,7 @@
 
 A launch hangs a level's tokens under the nodes whose rows said them, and then either chooses what
 grows next or, after the last level, makes the tree (`select_tree.py`). The torch reference is
-`vllm_specblock.draft.eagle3.growth.Levels`, bit for bit: of equal scores the earlier candidate
+`vllm_specblock.drafters.eagle3.growth.Levels`, bit for bit: of equal scores the earlier candidate
 comes first.
 """
 
@@ -44,13 +44,13 @@ class GrowingLevels:
         position: [R] int64, RoPE position of the rows of level 1.
     """
 
-    def __init__(self, limits: LevelLimits, position: torch.Tensor):
+    def __init__(self, limits: LevelLimits, position: torch.Tensor) -> None:
         self.limits, self.position, self.level = limits, position, 0
-        shape, here = (len(position), limits.candidates), {"device": position.device}
-        self.fields = torch.empty(4, *shape, dtype=torch.int64, **here)
-        self.score = torch.empty(shape, dtype=torch.float32, **here)
+        shape, device = (len(position), limits.candidates), position.device
+        self.fields = torch.empty(4, *shape, dtype=torch.int64, device=device)
+        self.score = torch.empty(shape, dtype=torch.float32, device=device)
 
-    def hang(
+    def attach_level(
         self,
         node: torch.Tensor | None,
         valid: torch.Tensor | None,
@@ -77,9 +77,10 @@ class GrowingLevels:
         done = 0 if root else 1 + (self.level - 2) * limits.width  # rows before this level's
         if root:
             node = valid = self.fields  # not read
+        assert node is not None and valid is not None
         if last:
             tree = TreeTensors.empty(requests, limits.budget, self.fields[3])
-            result, kernel = tree.all(), _hang_and_select_kernel
+            result, kernel = [*tree.all()], _attach_and_select_kernel
             warps = warps_for(limits.candidates)
             more = select_constants(limits.candidates, limits.budget, limits.depth)
         else:
@@ -91,7 +92,7 @@ class GrowingLevels:
             result = [empty(*grown) for _ in range(4)]
             result.append(empty(*grown, dtype=torch.bool))
             result += [empty(requests * limits.width) for _ in range(2)]
-            kernel, warps = _hang_and_grow_kernel, 1 if rows * limits.top_k <= 128 else 4
+            kernel, warps = _attach_and_grow_kernel, 1 if rows * limits.top_k <= 128 else 4
             # A top-k of 1 does not compile with Triton 3.6.
             more = {"WIDTH": limits.width, "GROWN": max(2, next_power_of_2(limits.width)),
                     "CLOSED": CLOSED, "INDEX": INDEX_BITS}  # fmt: skip
@@ -108,7 +109,7 @@ class GrowingLevels:
 
 
 @jit
-def _hang(
+def _attach_level(
     logprob, token, node, valid, there,  # one request's rows
     fields, score,  # one request's candidates
     size, level, first_cell,
@@ -144,7 +145,7 @@ def _hang(
 
 
 @jit(do_not_specialize=["position", "size", "level", "done"])
-def _hang_and_grow_kernel(
+def _attach_and_grow_kernel(
     logprob, token,  # [R, ROWS, TOP_K]
     node, valid, there,  # [R, ROWS]
     fields,  # [4, R, C]
@@ -165,7 +166,7 @@ def _hang_and_grow_kernel(
     first_cell = 1 + done * TOP_K
     if there is not None:
         there += request * ROWS
-    key = _hang(
+    key = _attach_level(
         logprob + request * (ROWS * TOP_K), token, node + request * ROWS, valid + request * ROWS,
         there, fields + request * C, score + request * C, size, level, first_cell,
         ROOT, ROWS, TOP_K, CELLS, DEPTH_ONE,
@@ -189,7 +190,7 @@ def _hang_and_grow_kernel(
 
 
 @jit(do_not_specialize=["position", "size", "level", "done"])
-def _hang_and_select_kernel(
+def _attach_and_select_kernel(
     logprob, token,  # [R, ROWS, TOP_K]
     node, valid, there,  # [R, ROWS]
     fields,  # [4, R, C]
@@ -211,7 +212,7 @@ def _hang_and_select_kernel(
     score += request * C
     if there is not None:
         there += request * ROWS
-    _hang(
+    _attach_level(
         logprob + request * (ROWS * TOP_K), token + request * (ROWS * TOP_K),
         node + request * ROWS, valid + request * ROWS, there, fields, score, size, level,
         1 + done * TOP_K, ROOT, ROWS, TOP_K, CELLS, DEPTH_ONE,

@@ -1,6 +1,7 @@
 """Siblings side by side in 0 … 1, each as wide as its probability, in one launch.
 
-The torch reference is `vllm_specblock.verify.imposed.ImposedAcceptance.note`: for benchmarks.
+The torch reference is `vllm_specblock.verify.synthetic_acceptance.SyntheticAcceptance.note`: for
+benchmarks.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ _OTHERS = 32  # nodes that all others are compared with at a time
 
 
 def share_siblings_triton(
-    slot: torch.Tensor,
+    req_idx: torch.Tensor,
     parent: torch.Tensor,
     logprob: torch.Tensor,
     low: torch.Tensor,
@@ -22,7 +23,7 @@ def share_siblings_triton(
     """Write `low` and `high` for the slots of R trees.
 
     Args:
-        slot: [R] integers; may be a column of a table.
+        req_idx: [R] integers; may be a column of a table.
         parent, logprob: as `DraftTree` has them.
         low, high: [S, N] fp32, contiguous.
     """
@@ -30,15 +31,15 @@ def share_siblings_triton(
     if num_requests and num_nodes:
         nodes = next_power_of_2(num_nodes)
         _share_siblings_kernel[(num_requests,)](
-            slot, slot.stride(0), parent, *parent.stride(), logprob, *logprob.stride(), low, high,
-            NUM_NODES=num_nodes, NODES=nodes, OTHERS=min(nodes, _OTHERS), num_warps=4,
+            req_idx, req_idx.stride(0), parent, *parent.stride(), logprob, *logprob.stride(), low,
+            high, NUM_NODES=num_nodes, NODES=nodes, OTHERS=min(nodes, _OTHERS), num_warps=4,
         )  # fmt: skip
 
 
 @jit
 def _share_siblings_kernel(
-    slot,  # [R]
-    slot_stride,
+    req_idx,  # [R]
+    req_idx_stride,
     parent,  # [R, NUM_NODES] int32
     parent_stride,
     parent_step,
@@ -63,7 +64,7 @@ def _share_siblings_kernel(
         others_up, others = _share(parent, parent_step, logprob, logprob_step, other, NUM_NODES)
         sibling = (others_up[None, :] == up[:, None]) & (other[None, :] < node[:, None])
         before += tl.sum(tl.where(sibling, others[None, :], 0.0), 1)
-    entry = tl.load(slot + request * slot_stride).to(tl.int64) * NUM_NODES + node
+    entry = tl.load(req_idx + request * req_idx_stride).to(tl.int64) * NUM_NODES + node
     tl.store(low + entry, before, mask=node < NUM_NODES)
     tl.store(high + entry, before + share, mask=node < NUM_NODES)
 

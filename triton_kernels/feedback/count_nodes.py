@@ -1,8 +1,8 @@
 """Counts over the trees of a step, added to running totals: one launch for what was verified, one
 for what was drafted.
 
-The torch references are in `engine/counters.py`. Programs add to the totals as they come: integers
-have the same sum in any order.
+The torch references are in `engine/metrics/counters.py`. Programs add to the totals as they come:
+integers have the same sum in any order.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ from collections.abc import Sequence
 import torch
 
 from ..optional_triton import cdiv, jit, next_power_of_2, tl
-from ..verify.verdicts import Verdicts
+from ..verify.verification_result import VerificationResult
 
 _TILE = 2048  # nodes of several requests that a program looks at
 _REQUESTS = 256  # of a program that looks at no nodes
 
 
-def count_verified_triton(total: torch.Tensor, verdicts: Verdicts) -> None:
+def count_verified_triton(total: torch.Tensor, result: VerificationResult) -> None:
     """Launch the kernel.
 
     Args:
         total: [3, 3] int64, by origin: verified, accepted, first of a tree; added to.
     """
-    slot, run, path, origin = verdicts.slot, verdicts.num_run, verdicts.path, verdicts.origin
-    count, nodes, places = len(slot), origin.shape[1], path.shape[1]
+    req_idx, run, path, origin = result.req_idx, result.num_run, result.path, result.origin
+    count, nodes, places = len(req_idx), origin.shape[1], path.shape[1]
     block = max(1, _TILE // next_power_of_2(nodes))
     if count:
         _verified_kernel[(cdiv(count, block),)](
-            total, origin, origin.stride(0), slot, slot.stride(0), run, run.stride(0),
+            total, origin, origin.stride(0), req_idx, req_idx.stride(0), run, run.stride(0),
             path, path.stride(0), count, nodes, places, NODES=next_power_of_2(nodes),
             PLACES=next_power_of_2(places), BLOCK=block,
         )  # fmt: skip
@@ -42,11 +42,11 @@ def count_drafted_triton(
     agreed: torch.Tensor | None,
     live: torch.Tensor,
 ) -> None:
-    """Launch the kernel; arguments as in `HeadCounters.drafted`.
+    """Launch the kernel; arguments as in `DrafterCounters.drafted`.
 
     Args:
-        total: [2 · heads + 4] int64: nodes per head, second, agreed, trees per head, both, live;
-            added to.
+        total: [2 · heads + 4] int64: nodes per drafter, second, agreed, trees per drafter, both,
+            live; added to.
     """
     count, first, other = len(live), sizes[0], sizes[-1]
     strides = [0 if x is None else x.stride(0) for x in (second, agreed)]
@@ -63,8 +63,8 @@ def _verified_kernel(
     total,  # [3, 3] int64
     origin,  # [S, num_nodes] uint8
     origin_stride,
-    slot,  # [R] integers
-    slot_stride,
+    req_idx,  # [R] integers
+    req_idx_stride,
     num_run,  # [R] integers
     run_stride,
     path,  # [R, path_len] int64
@@ -80,7 +80,7 @@ def _verified_kernel(
     there = request < num_requests
     run = tl.load(num_run + request * run_stride, mask=there, other=0)
     run = tl.minimum(run, num_nodes)[:, None]
-    at = tl.load(slot + request * slot_stride, mask=there, other=0).to(tl.int64)
+    at = tl.load(req_idx + request * req_idx_stride, mask=there, other=0).to(tl.int64)
     tree = origin + (at * origin_stride)[:, None]
 
     node = tl.arange(0, NODES)[None, :]
@@ -102,7 +102,7 @@ def _verified_kernel(
 def _drafted_kernel(
     total,  # [2 * HEADS + 4] int64
     first, first_stride, other, other_stride,  # [R] int32, tree sizes; the same one if HEADS is 1
-    second, second_stride, agreed, agreed_stride,  # [R] bool; None: there is no second head
+    second, second_stride, agreed, agreed_stride,  # [R] bool; None: there is no second drafter
     live, live_stride,  # [R] bool
     num_requests,  # R
     HEADS: tl.constexpr,

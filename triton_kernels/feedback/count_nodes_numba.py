@@ -7,25 +7,25 @@ from collections.abc import Sequence
 import torch
 
 from ..optional_numba import njit
-from ..verify.verdicts import Verdicts
+from ..verify.verification_result import VerificationResult
 
 
-def count_verified_numba(total: torch.Tensor, verdicts: Verdicts) -> None:
+def count_verified_numba(total: torch.Tensor, result: VerificationResult) -> None:
     """Arguments as `count_verified_triton` has them."""
-    given = (verdicts.slot, verdicts.num_run, verdicts.path)
-    _verified(total.numpy(), verdicts.origin.numpy(), *(x.contiguous().numpy() for x in given))
+    given = (result.req_idx, result.num_run, result.path)
+    _verified(total.numpy(), result.origin.numpy(), *(x.contiguous().numpy() for x in given))
 
 
 @njit
 def _verified(
     total,  # [3, 3] int64
     origin,  # [S, N] uint8
-    slot,  # [R] integers
+    req_idx,  # [R] integers
     num_run,  # [R] integers
     path,  # [R, D+1] int64
 ):
-    for request in range(len(slot)):
-        run, at = min(num_run[request], origin.shape[1]), slot[request]
+    for request in range(len(req_idx)):
+        run, at = min(num_run[request], origin.shape[1]), req_idx[request]
         for node in range(run):
             kind = origin[at, node]
             if kind:
@@ -45,9 +45,10 @@ def count_drafted_numba(
     live: torch.Tensor,
 ) -> None:
     """Arguments as `count_drafted_triton` has them."""
-    two = second is not None and agreed is not None
-    given = (sizes[0], sizes[-1], second if two else live, agreed if two else live, live)
-    _drafted(total.numpy(), *(x.contiguous().numpy() for x in given), len(sizes), two)
+    two = None if second is None or agreed is None else (second, agreed)
+    given = (sizes[0], sizes[-1], *(two or (live, live)), live)
+    counted = (x.contiguous().numpy() for x in given)
+    _drafted(total.numpy(), *counted, len(sizes), two is not None)
 
 
 @njit
@@ -59,7 +60,7 @@ def _drafted(
     agreed,  # [R] bool
     live,  # [R] bool
     heads,
-    two,  # a second head can be asked
+    two,  # a second drafter can be asked
 ):
     for request in range(len(live)):
         if not live[request]:

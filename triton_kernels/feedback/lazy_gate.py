@@ -1,4 +1,4 @@
-"""Lazy routing: what a step wants of the second head, and what verdicts teach; one launch each.
+"""Lazy routing: what a step wants of the second drafter, and what verdicts teach; one launch each.
 
 The torch references are `LazyGate.wants` over `route.confidence`, and `LazyGate.learn`, of
 `vllm_specblock/combine/`. Each is one program: requests are few, and their trees small.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from ..optional_triton import jit, next_power_of_2, tl
-from ..verify.verdicts import Verdicts
+from ..verify.verification_result import VerificationResult
 
 _TILE = 2048  # nodes of several requests that the program looks at together
 _REQUESTS = 64  # verdicts likewise
@@ -46,44 +46,44 @@ def most_want_triton(
     mean: bool,
     step: torch.Tensor,
     asked: bool,
-    slot: torch.Tensor,
+    req_idx: torch.Tensor,
     sure: torch.Tensor,
     both: torch.Tensor,
 ) -> torch.Tensor:
-    """Whether most of R requests want the second head; [1] bool.
+    """Whether most of R requests want the second drafter; [1] bool.
 
     Args:
-        logprob: [R, N] fp32 and size: [R] int32, of the first head's trees; contiguous.
+        logprob: [R, N] fp32 and size: [R] int32, of the first drafter's trees; contiguous.
         mean: the confidence is the nodes' mean probability, or else their sum.
         step: [1] int64, one more from now on, and the key of all requests.
-        asked: the second head drafts in this step.
-        slot: [R] int64, each request's slot.
+        asked: the second drafter drafts in this step.
+        req_idx: [R] int64, each request's slot.
         sure, both: [S] fp32 and bool, by slot: the confidence and `asked` are kept there.
     """
     nodes = next_power_of_2(logprob.shape[1])
     want = torch.empty(1, dtype=torch.bool, device=logprob.device)
     _most_want_kernel[(1,)](
-        gate.threshold, logprob.contiguous(), size, step, slot, slot.stride(0), sure, both, want,
-        len(slot), logprob.shape[1], int(asked), gate.offset, MEAN=mean,
-        BUCKETS=gate.steps.shape[1], SPREAD=gate.spread, SHIFT=64 - gate.explore_bits,
-        NODES=nodes, BLOCK=max(1, _TILE // nodes), num_warps=4,
+        gate.threshold, logprob.contiguous(), size, step, req_idx, req_idx.stride(0), sure, both,
+        want, len(req_idx), logprob.shape[1], int(asked), gate.offset, MEAN=mean,
+        BUCKETS=gate.steps.shape[1], SPREAD=gate.spread, SHIFT=64 - gate.explore_bits, NODES=nodes,
+        BLOCK=max(1, _TILE // nodes), num_warps=4,
     )  # fmt: skip
     return want
 
 
 def learn_gate_triton(
-    gate: GateState, sure: torch.Tensor, both: torch.Tensor, verdicts: Verdicts
+    gate: GateState, sure: torch.Tensor, both: torch.Tensor, result: VerificationResult
 ) -> None:
     """Take note of a step, and move the threshold.
 
     Args:
         sure, both: as `most_want_triton` left them.
     """
-    slot, run, accepted = verdicts.slot, verdicts.num_run, verdicts.accepted
+    req_idx, run, accepted = result.req_idx, result.num_run, result.accepted
     _learn_kernel[(1,)](
-        gate.steps, gate.accepted, gate.threshold, sure, both, slot, slot.stride(0),
-        run, run.stride(0), accepted, accepted.stride(0), verdicts.origin,
-        verdicts.origin.stride(0), len(slot), gate.offset, gate.cost, gate.decay,
+        gate.steps, gate.accepted, gate.threshold, sure, both, req_idx, req_idx.stride(0),
+        run, run.stride(0), accepted, accepted.stride(0), result.origin,
+        result.origin.stride(0), len(req_idx), gate.offset, gate.cost, gate.decay,
         BUCKETS=gate.steps.shape[1], BLOCK=_REQUESTS, num_warps=4,
     )  # fmt: skip
 
@@ -101,8 +101,8 @@ def _most_want_kernel(
     logprob,  # [R, num_nodes] fp32
     size,  # [R] int32
     step,  # [1] int64
-    slot,  # [R] int64
-    slot_stride,
+    req_idx,  # [R] int64
+    req_idx_stride,
     sure,  # [S] fp32
     both,  # [S] bool
     want,  # [1] bool
@@ -136,7 +136,7 @@ def _most_want_kernel(
         unsure = _bucket(tl.where(total > 0, total, 1.0), offset, BUCKETS) < limit
         wants = (unsure ^ explores) | (total == 0)
         wanted += tl.sum((wants & there).to(tl.int32), 0)
-        at = tl.load(slot + request * slot_stride, mask=there, other=0).to(tl.int64)
+        at = tl.load(req_idx + request * req_idx_stride, mask=there, other=0).to(tl.int64)
         tl.store(sure + at, total, mask=there)
         tl.store(both + at, tl.full([BLOCK], 0, tl.int32) + asked != 0, mask=there)
     tl.store(want, 2 * wanted >= num_requests)
@@ -149,7 +149,7 @@ def _learn_kernel(
     threshold,  # [] int64
     sure,  # [S] fp32
     both,  # [S] bool
-    slot, slot_stride,  # [R]
+    req_idx, req_idx_stride,  # [R]
     num_run, run_stride,  # [R]
     accepted, accepted_stride,  # [R]
     origin, origin_stride,  # [S, N] uint8
@@ -164,11 +164,11 @@ def _learn_kernel(
     for first in range(0, num_requests, BLOCK):
         request = first + tl.arange(0, BLOCK)
         there = request < num_requests
-        at = tl.load(slot + request * slot_stride, mask=there, other=0).to(tl.int64)
+        at = tl.load(req_idx + request * req_idx_stride, mask=there, other=0).to(tl.int64)
         there = there & (tl.load(num_run + request * run_stride, mask=there, other=0) > 0)
         there = there & (tl.load(origin + at * origin_stride, mask=there, other=0) > 0)
         confidence = tl.load(sure + at, mask=there, other=0.0)
-        # Where the first head has nothing there is no choice, and nothing to learn.
+        # Where the first drafter has nothing there is no choice, and nothing to learn.
         there = there & (confidence > 0)
         mine = _bucket(tl.where(there, confidence, 1.0), offset, BUCKETS)
         hit = (mine[:, None] == bucket[None, :]) & there[:, None]

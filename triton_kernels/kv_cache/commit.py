@@ -29,7 +29,7 @@ class KVCacheSet:
     packing: how they are packed, on a CPU; None: they are not.
     """
 
-    def __init__(self, caches: Sequence[torch.Tensor], packing: Packing | None = None):
+    def __init__(self, caches: Sequence[torch.Tensor], packing: Packing | None = None) -> None:
         if not caches:
             raise ValueError("a KVCacheSet needs the cache of at least one layer")
         first = caches[0]
@@ -87,13 +87,14 @@ def move_kv(
     block_size = cache.shape[2]
     source_at = source // block_size, source % block_size
     target_at = target // block_size, target % block_size
-    if kv_caches.rows[0] is None:
+    flat = [rows for rows in kv_caches.rows if rows is not None]
+    if not flat:
         for cache in kv_caches.caches:
             cache[target_at[0], :, target_at[1]] = cache[source_at[0], :, source_at[1]]
         return
     source_rows = row_index(cache, *source_at, heads_dim=-1).flatten()
     target_rows = row_index(cache, *target_at, heads_dim=-1).flatten()
-    for rows in kv_caches.rows:
+    for rows in flat:
         rows.index_copy_(0, target_rows, rows.index_select(0, source_rows))
 
 

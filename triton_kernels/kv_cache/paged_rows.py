@@ -34,8 +34,8 @@ def row_index(
     size num_kv_heads inserted at `heads_dim` (negative counts from the end of the result).
     """
     of_block, of_head, of_entry = (s // kv_cache.shape[-1] for s in kv_cache.stride()[:3])
-    entry = (block * of_block + offset * of_entry).unsqueeze(heads_dim)
-    head = torch.arange(kv_cache.shape[1], device=entry.device) * of_head
-    spread = [1] * entry.dim()
+    kv_index = (block * of_block + offset * of_entry).unsqueeze(heads_dim)
+    head = torch.arange(kv_cache.shape[1], device=kv_index.device) * of_head
+    spread = [1] * kv_index.dim()
     spread[heads_dim] = -1
-    return entry + head.view(spread)
+    return kv_index + head.view(spread)

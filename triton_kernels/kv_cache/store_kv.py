@@ -11,7 +11,7 @@ LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 def store_kv_triton(
     kv_cache: torch.Tensor,
-    entry: torch.Tensor,
+    kv_index: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     key_scale: torch.Tensor | None = None,
@@ -23,9 +23,9 @@ def store_kv_triton(
     """
     _, heads, block_size, width = kv_cache.shape
     head_places, dim_places = next_power_of_2(heads), next_power_of_2(width // 2)
-    if len(entry):
-        _store_kv_kernel[(len(entry),)](
-            kv_cache, *kv_cache.stride(), entry, entry.stride(0), key, *key.stride(), value,
+    if len(kv_index):
+        _store_kv_kernel[(len(kv_index),)](
+            kv_cache, *kv_cache.stride(), kv_index, kv_index.stride(0), key, *key.stride(), value,
             *value.stride(), key_scale, value_scale, HEADS=heads, SIZE=width // 2,
             BLOCK_SIZE=block_size, LARGEST=LARGEST, HEAD_PLACES=head_places, DIM_PLACES=dim_places,
             num_warps=4 if head_places * dim_places <= 2048 else 8,
@@ -35,7 +35,7 @@ def store_kv_triton(
 @jit(do_not_specialize=["entry_stride"])
 def _store_kv_kernel(
     kv_cache, block_stride, head_stride, place_stride, dim_stride,  # [blocks, heads, places, 2D]
-    entry, entry_stride,  # [T] int64
+    kv_index, kv_index_stride,  # [T] int64
     key, key_row, key_head, key_dim,  # [T, heads, D]
     value, value_row, value_head, value_dim,  # [T, heads, D]
     key_scale, value_scale,  # [] fp32, of a float8 cache; None otherwise
@@ -47,7 +47,7 @@ def _store_kv_kernel(
     DIM_PLACES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    at = tl.load(entry + row * entry_stride).to(tl.int64)
+    at = tl.load(kv_index + row * kv_index_stride).to(tl.int64)
     if at >= 0:
         head = tl.arange(0, HEAD_PLACES).to(tl.int64)[:, None]
         dim = tl.arange(0, DIM_PLACES)[None, :]

@@ -1,6 +1,6 @@
 """Rows of several layers' hidden states side by side, as one launch for eight layers.
 
-The torch reference is `CommittedRows.features`: a launch for each layer, and one to join them.
+The torch reference is `CommittedTokens.features`: a launch for each layer, and one to join them.
 """
 
 from __future__ import annotations

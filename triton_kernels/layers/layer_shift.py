@@ -23,10 +23,11 @@ from torch import nn
 from ..optional_triton import cdiv, jit, next_power_of_2, tl
 from .layers_numba import beside_previous_numba, runs_loop
 from .no_gradient import runs_kernel
+from .norms import Norm
 
 
 def layer_shift(
-    hidden: torch.Tensor, weight: torch.Tensor | nn.Module, norm: nn.RMSNorm
+    hidden: torch.Tensor, weight: torch.Tensor | nn.Module, norm: Norm
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Mix each block position with the one before it, and norm the result.
 

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
-from torch import nn
 
 from ..optional_triton import jit, next_power_of_2, tl
 from .layers_numba import add_norm_numba, norm_pair_numba, runs_loop
 from .no_gradient import runs_kernel
 
 
+class Norm(Protocol):
+    """An RMS norm over H that was given its epsilon; torch's own may lack one."""
+
+    eps: float
+
+    @property
+    def weight(self) -> torch.Tensor: ...
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+
+
 def add_norm(
     left: torch.Tensor,
     right: torch.Tensor,
-    norm: nn.RMSNorm,
+    norm: Norm,
     keep: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A sum and its norm: (left[keep] + right, norm of it).
@@ -39,7 +51,7 @@ def add_norm(
 def add_norm_reference(
     left: torch.Tensor,
     right: torch.Tensor,
-    norm: nn.RMSNorm,
+    norm: Norm,
     keep: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Arguments as `add_norm` has them; differentiable."""
@@ -48,7 +60,7 @@ def add_norm_reference(
 
 
 def norm_pair(
-    left: torch.Tensor, right: torch.Tensor, left_norm: nn.RMSNorm, right_norm: nn.RMSNorm
+    left: torch.Tensor, right: torch.Tensor, left_norm: Norm, right_norm: Norm
 ) -> torch.Tensor:
     """Two tensors [..., H], each normed, side by side [..., 2H].
 
@@ -64,7 +76,7 @@ def norm_pair(
 
 
 def norm_pair_reference(
-    left: torch.Tensor, right: torch.Tensor, left_norm: nn.RMSNorm, right_norm: nn.RMSNorm
+    left: torch.Tensor, right: torch.Tensor, left_norm: Norm, right_norm: Norm
 ) -> torch.Tensor:
     """Arguments as `norm_pair` has them; differentiable."""
     return torch.cat([left_norm(left), right_norm(right)], dim=-1)

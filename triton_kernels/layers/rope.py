@@ -69,6 +69,7 @@ def rotate_pair_reference(
     """Arguments as `rotate_pair` has them; differentiable."""
     if norms is not None:
         query, key = norms[0](query), norms[1](key)
+    assert rope.table is not None  # else a kernel or a loop would rotate
     # The cast only matters under autocast.
     cos, sin = (x.to(key.dtype).view(*key.shape[:-2], 1, key.shape[-1]) for x in rope.table)
     key = _rotate(key, cos, sin)

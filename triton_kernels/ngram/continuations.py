@@ -1,7 +1,8 @@
-"""What followed earlier occurrences of a text's end, as a tree: the n-gram head's second launch.
+"""What followed earlier occurrences of a text's end, as a tree: the n-gram drafter's second launch.
 
-The torch reference is `NGramHead._tree` in `vllm_specblock/draft/ngram.py`. Logarithms and powers
-may differ in their last digits, so a score may by one of the reference's steps.
+The torch reference is `NGramDrafter._tree` in `vllm_specblock/drafters/ngram/drafter.py`.
+Logarithms and powers may differ in their last digits, so a score may by one of the reference's
+steps.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Following:
         min_match, max_match, branches: as `NGramConfig` has them.
         depth: D, tokens to follow each.
         budget: N.
-        vote, power: VOTE and POWER of `draft/ngram.py`.
+        vote, power: VOTE and POWER of `drafters/ngram/drafter.py`.
         votes, nats: the parts of a vote and of a nat that votes and scores are multiples of.
     """
 
@@ -56,7 +57,7 @@ class Following:
 
 
 def follow_triton(texts: Texts, how: Following) -> TreeTensors:
-    """The trees of R texts, in two launches; see `NGramHead`."""
+    """The trees of R texts, in two launches; see `NGramDrafter`."""
     count, candidates, device = len(texts.row), how.candidates, texts.table.device
     fields = torch.empty(4, count, candidates, dtype=torch.int64, device=device)
     score = torch.empty(count, candidates, device=device)

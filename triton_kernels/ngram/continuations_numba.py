@@ -1,8 +1,8 @@
-"""The n-gram head's search for CPUs: occurrences, and what followed them, in one call.
+"""The n-gram drafter's search for CPUs: occurrences, and what followed them, in one call.
 
-See `occurrences.py` and `continuations.py`; the torch reference is `NGramHead` in
-`vllm_specblock/draft/ngram.py`. Logarithms and powers may differ in their last digits, so a score
-may by one of the reference's steps.
+See `occurrences.py` and `continuations.py`; the torch reference is `NGramDrafter` in
+`vllm_specblock/drafters/ngram/drafter.py`. Logarithms and powers may differ in their last digits,
+so a score may by one of the reference's steps.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .occurrences import Texts
 
 
 def follow_numba(texts: Texts, how: Following) -> TreeTensors:
-    """The trees of R texts; see `NGramHead`."""
+    """The trees of R texts; see `NGramDrafter`."""
     shape = len(texts.row), how.candidates
     token, parent = (torch.zeros(shape, dtype=torch.int64) for _ in range(2))
     score, key = torch.empty(shape), torch.zeros(shape, dtype=torch.int64)

@@ -1,9 +1,9 @@
-"""Where a text's end occurred before, for many texts in one launch: the n-gram head's search.
+"""Where a text's end occurred before, for many texts in one launch: the n-gram drafter's search.
 
-The torch reference is `vllm_specblock.draft.ngram.match_lengths` and what `NGramHead` makes of it.
-A program looks at one stretch of one text and leaves the stretch's best places; of what lies
-behind a text's end it writes nothing. So a launch is sized for the longest text there can be, and
-what it costs follows the texts that are there.
+The torch reference is `vllm_specblock.drafters.ngram.drafter.match_lengths` and what `NGramDrafter`
+makes of it. A program looks at one stretch of one text and leaves the stretch's best places; of
+what lies behind a text's end it writes nothing. So a launch is sized for the longest text there can
+be, and what it costs follows the texts that are there.
 """
 
 from __future__ import annotations

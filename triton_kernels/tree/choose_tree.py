@@ -1,7 +1,7 @@
-"""The tree of the surer head, request by request, in one launch.
+"""The tree of the surer drafter, request by request, in one launch.
 
 The torch references are `route` and `agreement` in `vllm_specblock/combine/route.py`. Sums of
-probabilities are taken in another order: heads that are equally sure up to rounding may be told
+probabilities are taken in another order: drafters that are equally sure up to rounding may be told
 apart, but equal trees never are.
 """
 
@@ -23,8 +23,8 @@ def choose_tree_triton(
         mean: the surer tree is the one whose nodes are, or else the one with the larger sum.
 
     Returns:
-        the trees, by name; origin [R, N] uint8; [R] bool, the second head's was chosen; [R] bool,
-        both heads drafted something and name the same first token.
+        the trees, by name; origin [R, N] uint8; [R] bool, the second drafter's was chosen; [R]
+        bool, both drafters drafted something and name the same first token.
     """
     fields = ("token", "parent", "depth", "logprob", "size", "ancestors")
     made = {name: torch.empty_like(first[name]) for name in fields}
@@ -54,8 +54,8 @@ def _sure(logprob, size, MEAN: tl.constexpr, NUM_NODES: tl.constexpr, NODES: tl.
 
 @jit
 def _choose_kernel(
-    token, parent, depth, logprob, size, ancestors,  # the first head's, contiguous
-    token2, parent2, depth2, logprob2, size2, ancestors2,  # the second head's
+    token, parent, depth, logprob, size, ancestors,  # the first drafter's, contiguous
+    token2, parent2, depth2, logprob2, size2, ancestors2,  # the second drafter's
     new_token, new_parent, new_depth, new_logprob, new_size, new_ancestors,
     origin,  # [R, NUM_NODES] uint8
     chosen, agreed,  # [R] bool

@@ -35,15 +35,22 @@ class Copies(NamedTuple):
         origin: torch.Tensor,
     ) -> Copies:
         """Of trees as `DraftTree` has them, and origin [R, N] uint8, as `Combined` has it."""
-        given = (token, parent, depth, logprob, origin, ancestors)
-        given = [x if x.stride(-1) == 1 else x.contiguous() for x in given]
+        nodes = (token, parent, depth, logprob, origin, ancestors)
+        given = [x if x.stride(-1) == 1 else x.contiguous() for x in nodes]
         new = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (*given, size)]
         strides = [x.stride(0) for x in given]
         count, words = token.shape[1], ancestors.shape[2]
         constants = {"NUM_NODES": count, "NODES": next_power_of_2(count + 1), "W": words}
-        arguments = (*given, *strides, given[-1].stride(1), size, size.stride(0), *new)
-        *nodes, new_origin, new_ancestors, new_size = new
-        return cls(arguments, constants, (*nodes, new_size, new_ancestors, new_origin))
+        arguments: tuple[torch.Tensor | int, ...] = (
+            *given,
+            *strides,
+            given[-1].stride(1),
+            size,
+            size.stride(0),
+            *new,
+        )
+        *plain, new_origin, new_ancestors, new_size = new
+        return cls(arguments, constants, (*plain, new_size, new_ancestors, new_origin))
 
 
 @jit

@@ -31,7 +31,7 @@ def merge_trees_triton(
         max_depth: no path is longer.
 
     Returns:
-        the trees; origin [R, N] uint8; [R] bool, both heads drafted something and name the same
+        the trees; origin [R, N] uint8; [R] bool, both drafters drafted something and name the same
         first token.
     """
     num_requests, ours = first["token"].shape
@@ -113,7 +113,8 @@ def _merge_kernel(
         JOINS, COUNT, PLACES, BUDGET, NODES, W, WORDS, STEPS, CLOSED, INDEX, FACTOR,
     )  # fmt: skip
 
-    # Several candidates may be one node: all of a head write the same, one head after the other.
+    # Several candidates may be one node: all of a drafter write the same, one drafter after the
+    # other.
     slot = tl.arange(0, NODES)
     origin += request * BUDGET - 1  # node 1 is entry 0
     blank = (slot > 0) & (slot <= BUDGET)

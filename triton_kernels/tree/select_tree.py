@@ -4,9 +4,9 @@ One program per request does in one launch what takes torch some sixty. Everythi
 needs of another thread goes through memory of its own request, with a barrier between.
 
 The torch reference, bit for bit, is `vllm_specblock.candidates.select` and, for growth,
-`vllm_specblock.draft.expand.Expansion`. One thing differs that nobody will see: texts are told
-apart by 64 - log2(candidates) bits of their mixed hash instead of all 64, since a sort carries
-one int64.
+`vllm_specblock.drafters.specblock.growth.Expansion`. One thing differs that nobody will see: texts
+are told apart by 64 - log2(candidates) bits of their mixed hash instead of all 64, since a sort
+carries one int64.
 """
 
 from __future__ import annotations
@@ -44,15 +44,14 @@ class TreeTensors:
     def empty(cls, num_requests: int, budget: int, node: torch.Tensor) -> TreeTensors:
         """Nothing is written yet; budget: N; node: [R, C] int64, becomes the attribute."""
         words = -(-(budget + 1) // 64)
-        here = {"device": node.device}
-        nodes = (num_requests, budget)
+        nodes, device = (num_requests, budget), node.device
         return cls(
-            torch.empty(nodes, dtype=torch.int64, **here),
-            torch.empty(nodes, dtype=torch.int32, **here),
-            torch.empty(nodes, dtype=torch.int32, **here),
-            torch.empty(nodes, dtype=torch.float32, **here),
-            torch.empty(num_requests, dtype=torch.int32, **here),
-            torch.empty(num_requests, budget + 1, words, dtype=torch.int64, **here),
+            torch.empty(nodes, dtype=torch.int64, device=device),
+            torch.empty(nodes, dtype=torch.int32, device=device),
+            torch.empty(nodes, dtype=torch.int32, device=device),
+            torch.empty(nodes, dtype=torch.float32, device=device),
+            torch.empty(num_requests, dtype=torch.int32, device=device),
+            torch.empty(num_requests, budget + 1, words, dtype=torch.int64, device=device),
             node,
         )
 
@@ -105,7 +104,7 @@ def select_triton(
     fields = [token, parent, score, key]
     fields = [x if x.stride(1) == 1 else x.contiguous() for x in fields]
     joins = path_hash is not None
-    path_hash = path_hash.contiguous() if joins else fields[3]
+    path_hash = fields[3] if path_hash is None else path_hash.contiguous()
     num_requests, count = key.shape
     tree = TreeTensors.empty(num_requests, budget, torch.empty_like(key).contiguous())
     if num_requests:

@@ -1,6 +1,6 @@
 """What a step leaves for the next of the trees that it proposed: into their slots, in one launch.
 
-The torch reference is `engine/slots.py:TreeSlots.store`, as six scattered writes.
+The torch reference is `engine/runner/tree_states.py:TreeStates.store`, as six scattered writes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from ..optional_triton import jit, next_power_of_2, tl
 
 
 def store_tree_triton(
-    slots: torch.Tensor,
+    req_idx: torch.Tensor,
     parent: torch.Tensor,
     depth: torch.Tensor,
     ancestors: torch.Tensor,
@@ -27,19 +27,19 @@ def store_tree_triton(
     """Launch the kernel, one program per request.
 
     Args:
-        slots: [R] integers; may be a column of a table.
+        req_idx: [R] integers; may be a column of a table.
         parent, depth, ancestors, logprob: of R trees, as `DraftTree` has them.
         origin: [R, N] uint8, as `Combined` has it.
-        kept_parent, kept_depth, kept_ancestors, kept_score, kept_origin, accepted: as `TreeSlots`
+        kept_parent, kept_depth, kept_ancestors, kept_score, kept_origin, accepted: as `TreeStates`
             has them, contiguous; column 0 of kept_depth stays as it is.
     """
-    given = (parent, depth, logprob, origin, ancestors)
-    given = [x if x.stride(-1) == 1 else x.contiguous() for x in given]
+    nodes_of = (parent, depth, logprob, origin, ancestors)
+    given = [x if x.stride(-1) == 1 else x.contiguous() for x in nodes_of]
     num_requests, num_nodes = parent.shape
     words, nodes = ancestors.shape[2], next_power_of_2(num_nodes + 1)
     if num_requests:
         _store_tree_kernel[(num_requests,)](
-            slots, slots.stride(0), *given, *(x.stride(0) for x in given), given[-1].stride(1),
+            req_idx, req_idx.stride(0), *given, *(x.stride(0) for x in given), given[-1].stride(1),
             kept_parent, kept_depth, kept_score, kept_origin, kept_ancestors, accepted,
             NUM_NODES=num_nodes, NODES=nodes, W=words, num_warps=1 if nodes <= 64 else 4,
         )  # fmt: skip
@@ -47,8 +47,8 @@ def store_tree_triton(
 
 @jit
 def _store_tree_kernel(
-    slots,  # [R]
-    slots_stride,
+    req_idx,  # [R]
+    req_idx_stride,
     parent,  # [R, NUM_NODES] int32, as the three after it: entries of a row are consecutive
     depth,  # int32
     logprob,  # fp32
@@ -66,14 +66,14 @@ def _store_tree_kernel(
 ):  # fmt: skip
     """One request. NODES covers the root and all nodes."""
     request = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + request * slots_stride).to(tl.int64)
+    req_idx = tl.load(req_idx + request * req_idx_stride).to(tl.int64)
     node = tl.arange(0, NODES)
     inside = node < NUM_NODES
-    to = slot * NUM_NODES + node
+    to = req_idx * NUM_NODES + node
     above = tl.load(parent + request * parent_stride + node, mask=inside)
     tl.store(kept_parent + to, above, inside)
     deep = tl.load(depth + request * depth_stride + node, mask=inside, other=0).to(tl.int64)
-    tl.store(kept_depth + to + slot + 1, deep, inside)  # every slot has a root before its nodes
+    tl.store(kept_depth + to + req_idx + 1, deep, inside)  # every slot has a root before its nodes
     score = tl.load(logprob + request * logprob_stride + node, mask=inside)
     tl.store(kept_score + to, score, inside)
     by = tl.load(origin + request * origin_stride + node, mask=inside)
@@ -81,6 +81,6 @@ def _store_tree_kernel(
     row = node <= NUM_NODES
     for word in tl.static_range(W):
         at = ancestors + request * ancestors_stride + node * node_stride + word
-        to = kept_ancestors + (slot * (NUM_NODES + 1) + node) * W + word
+        to = kept_ancestors + (req_idx * (NUM_NODES + 1) + node) * W + word
         tl.store(to, tl.load(at, mask=row), row)
-    tl.store(accepted + slot, 0)
+    tl.store(accepted + req_idx, 0)

@@ -7,15 +7,15 @@ import torch
 from ..optional_numba import njit
 
 
-def store_tree_numba(slots: torch.Tensor, *tensors: torch.Tensor) -> None:
+def store_tree_numba(req_idx: torch.Tensor, *tensors: torch.Tensor) -> None:
     """Arguments as `store_tree_triton` has them."""
-    given = (slots, *tensors[:5])
+    given = (req_idx, *tensors[:5])
     _store(*(x.contiguous().numpy() for x in given), *(x.numpy() for x in tensors[5:]))
 
 
 @njit
 def _store(
-    slots,  # [R] integers
+    req_idx,  # [R] integers
     parent,  # [R, N] int32
     depth,  # [R, N] int32
     ancestors,  # [R, N+1, W] int64
@@ -28,8 +28,8 @@ def _store(
     kept_origin,  # [S, N] uint8
     accepted,  # [S] int32
 ):
-    for request in range(len(slots)):
-        at = slots[request]
+    for request in range(len(req_idx)):
+        at = req_idx[request]
         kept_parent[at] = parent[request]
         kept_depth[at, 1:] = depth[request]
         kept_ancestors[at] = ancestors[request]

@@ -26,7 +26,7 @@ _DIGITS = 6
 
 def reallocate_drafts_reference(
     confidence: torch.Tensor,
-    slot: torch.Tensor,
+    req_idx: torch.Tensor,
     counts: torch.Tensor,
     budget: int,
     num_bonus: int,
@@ -35,12 +35,14 @@ def reallocate_drafts_reference(
 ) -> None:
     """Arguments as `reallocate_drafts_triton` has them."""
     drafts, others = counts
-    survival = confidence[slot].double().cumprod(1).float()
-    known = torch.arange(survival.shape[1], device=slot.device) < drafts[:, None]
+    survival = confidence[req_idx].double().cumprod(1).float()
+    known = torch.arange(survival.shape[1], device=req_idx.device) < drafts[:, None]
     order = survival.masked_fill(~known, -1.0).flatten().argsort(descending=True, stable=True)
-    rank = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=slot.device))
+    rank = torch.empty_like(order).scatter_(
+        0, order, torch.arange(len(order), device=req_idx.device)
+    )
     admitted = (known & (rank.view_as(known) < budget)).sum(1)
-    count = len(slot)
+    count = len(req_idx)
     logit_start[0] = row_start[0] = 0
     logit_start[1 : count + 1] = (admitted + num_bonus).cumsum(0)
     row_start[1 : count + 1] = (admitted + others).cumsum(0)
@@ -49,7 +51,7 @@ def reallocate_drafts_reference(
 
 def reallocate_drafts_triton(
     confidence: torch.Tensor,
-    slot: torch.Tensor,
+    req_idx: torch.Tensor,
     counts: torch.Tensor,
     budget: int,
     num_bonus: int,
@@ -61,17 +63,17 @@ def reallocate_drafts_triton(
     Args:
         confidence: [S, N] fp32 by request slot, how likely a draft is accepted if the one before
             was; at most 1, entries of a row are consecutive.
-        slot: [R] integers.
+        req_idx: [R] integers.
         counts: [2, R] int32, contiguous: every request's drafts (at most N), and its other tokens.
         budget: so many drafts are admitted, of which there are as many or more.
         num_bonus: logits of a request beside those of its drafts.
         logit_start: [≥ R + 1] int32, where a request's logits begin, and the last one's end.
         row_start: [≥ R + 1] int32, likewise its rows; from R + 1 on the end of the last one's.
     """
-    count, num_nodes = len(slot), confidence.shape[1]
-    key = torch.empty(count, num_nodes, dtype=torch.int32, device=slot.device)
+    count, num_nodes = len(req_idx), confidence.shape[1]
+    key = torch.empty(count, num_nodes, dtype=torch.int32, device=req_idx.device)
     _reallocate_drafts_kernel[(1,)](
-        confidence, confidence.stride(0), slot, slot.stride(0), counts, key, logit_start,
+        confidence, confidence.stride(0), req_idx, req_idx.stride(0), counts, key, logit_start,
         row_start, len(row_start), count, budget, num_bonus, NUM_NODES=num_nodes,
         NODES=next_power_of_2(num_nodes), PROBES=num_nodes.bit_length(), TILE=_TILE,
         REQUESTS=_REQUESTS, DIGIT_BITS=_DIGIT_BITS, DIGITS=_DIGITS, num_warps=8,
@@ -98,8 +100,8 @@ def _above(key, row, there, threshold, NUM_NODES: tl.constexpr, PROBES: tl.const
 def _reallocate_drafts_kernel(
     confidence,  # [S, NUM_NODES] fp32
     confidence_stride,
-    slot,  # [R]
-    slot_stride,
+    req_idx,  # [R]
+    req_idx_stride,
     counts,  # [2, R] int32
     key,  # [R, NUM_NODES] int32, memory of this launch alone
     logit_start,  # [≥ R + 1] int32
@@ -117,7 +119,7 @@ def _reallocate_drafts_kernel(
     for first in range(0, num_requests, TILE // NODES):
         request = first + some
         there = request < num_requests
-        at = tl.load(slot + request * slot_stride, mask=there, other=0).to(tl.int64)[:, None]
+        at = tl.load(req_idx + request * req_idx_stride, mask=there, other=0).to(tl.int64)[:, None]
         inside = there[:, None] & (node < NUM_NODES)
         survival = tl.load(confidence + at * confidence_stride + node, mask=inside, other=1.0)
         survival = tl.cumprod(survival.to(tl.float64), 1).to(tl.float32)

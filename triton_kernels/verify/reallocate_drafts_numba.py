@@ -12,7 +12,7 @@ _F = np.float32
 
 def reallocate_drafts_numba(
     confidence: torch.Tensor,
-    slot: torch.Tensor,
+    req_idx: torch.Tensor,
     counts: torch.Tensor,
     budget: int,
     num_bonus: int,
@@ -21,7 +21,7 @@ def reallocate_drafts_numba(
 ) -> None:
     """Arguments as `reallocate_drafts_triton` has them."""
     _reallocate(
-        confidence.numpy(), slot.numpy(), counts.numpy(), budget, num_bonus, logit_start.numpy(),
+        confidence.numpy(), req_idx.numpy(), counts.numpy(), budget, num_bonus, logit_start.numpy(),
         row_start.numpy(),
     )  # fmt: skip
 
@@ -29,12 +29,12 @@ def reallocate_drafts_numba(
 @njit
 def _reallocate(
     confidence,  # [S, N] fp32
-    slot,  # [R] integers
+    req_idx,  # [R] integers
     counts,  # [2, R] int32
     budget, num_bonus,
     logit_start, row_start,  # [≥ R + 1] int32, written
 ):  # fmt: skip
-    num_requests, num_drafts = len(slot), 0
+    num_requests, num_drafts = len(req_idx), 0
     for request in range(num_requests):
         num_drafts += counts[0, request]
     survival = np.empty(num_drafts, _F)
@@ -42,7 +42,7 @@ def _reallocate(
     for request in range(num_requests):
         product = 1.0
         for draft in range(counts[0, request]):
-            product *= confidence[slot[request], draft]
+            product *= confidence[req_idx[request], draft]
             # The bounds are for what is no probability: the budget is handed out whatever it is.
             survival[index] = min(max(product, 0.0), 1.0) if product == product else 0.0
             index += 1

@@ -81,7 +81,7 @@ class Record:
 class Queue:
     """The newest records that fit into some bytes; those that leave go on to `leaving`."""
 
-    def __init__(self, room: int, leaving: Reservoir):
+    def __init__(self, room: int, leaving: Reservoir) -> None:
         self.room, self.leaving = room, leaving
         self.records: list[Record] = []
 
@@ -98,7 +98,7 @@ class Reservoir:
     is a uniform sample without replacement at any time.
     """
 
-    def __init__(self, room: int, draw: random.Random):
+    def __init__(self, room: int, draw: random.Random) -> None:
         self.room, self.draw = room, draw
         self._kept: list[tuple[float, Record]] = []
 
@@ -134,7 +134,7 @@ class Book:
         ValueError: `memory` is not positive.
     """
 
-    def __init__(self, memory: float = 512, requests: Requests = "all", seed: int = 0):
+    def __init__(self, memory: float = 512, requests: Requests = "all", seed: int = 0) -> None:
         if not memory > 0:
             raise ValueError(f"memory is {memory} MiB, but must be above 0.")
         room, draw = int(memory * (1 << 20)) // 4, random.Random(seed)

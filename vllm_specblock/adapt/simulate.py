@@ -12,22 +12,19 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from vllm_specblock.adapt.actions import held, put, trains
-from vllm_specblock.adapt.book import Book
-from vllm_specblock.adapt.evidence import FallDetector
-from vllm_specblock.adapt.judge import Judge
-from vllm_specblock.adapt.lessons import RecordTeacher, batches, record_of
-from vllm_specblock.adapt.policy import EVERY, Action, FinishedRequest, Policy
-from vllm_specblock.adapt.pool import Pool, Version
+from vllm_specblock.adapt.adaptation import Adaptation, AdaptationConfig
+from vllm_specblock.adapt.book import Record
+from vllm_specblock.adapt.learning.train_batches import RecordTeacher, record_of
+from vllm_specblock.adapt.policy.actions import put, trains
+from vllm_specblock.adapt.policy.interface import Action, FinishedRequest, Policy
 from vllm_specblock.adapt.streams import Stream
-from vllm_specblock.adapt.update import UpdateConfig, Updater
-from vllm_specblock.draft.expand import Shape
-from vllm_specblock.draft.model import SpecBlockDrafter
-from vllm_specblock.draft.sharpness import Sharpness
-from vllm_specblock.train.judge.drafting import SpecBlockDraft, serving_shape
-from vllm_specblock.train.judge.replay import Replay, replay
-from vllm_specblock.train.judge.steps import Step, steps_along
-from vllm_specblock.train.learner import Script
+from vllm_specblock.drafters.specblock.growth import TreeShape
+from vllm_specblock.drafters.specblock.model import SpecBlockModel
+from vllm_specblock.feedback.calibration import DraftCalibration
+from vllm_specblock.train.eval.drafting import SpecBlockDraft, serving_shape
+from vllm_specblock.train.eval.replay import Replay, replay
+from vllm_specblock.train.eval.steps import Step, steps_along
+from vllm_specblock.train.learner import EvalSequence
 
 
 @dataclass(frozen=True)
@@ -61,26 +58,16 @@ class CostModel:
 
 
 @dataclass(frozen=True)
-class SimulationConfig:
+class SimulationConfig(AdaptationConfig):
     """What all policies share.
 
     Attributes:
         cost: see `CostModel`.
-        update: how updates learn.
-        memory: of the book, MiB.
-        batch: records of a batch, half of them new.
-        rehearsal: the other half is from the reservoir; False: there is no other half.
         nodes: budget of the trees; 0: serving's own.
-        seed: of the book's samples and the batches' choices.
     """
 
     cost: CostModel = field(default_factory=CostModel)
-    update: UpdateConfig = field(default_factory=UpdateConfig)
-    memory: float = 512
-    batch: int = 8
-    rehearsal: bool = True
     nodes: int = 0
-    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -127,39 +114,38 @@ class Simulated:
 
 
 class Simulation:
-    """One policy over one stream.
+    """One policy over one stream: what a trainer does, and serving by replay.
 
     Args:
         drafter: θ_0, float32; it is copied.
-        teacher: the target's embedding and head rows, for the lessons.
+        teacher: the target's embedding and head rows, for the batches.
         policy: see `Policy`.
         config: see there.
     """
 
     def __init__(
         self,
-        drafter: SpecBlockDrafter,
+        drafter: SpecBlockModel,
         teacher: RecordTeacher,
         policy: Policy,
         config: SimulationConfig | None = None,
-    ):
-        self.policy, self.teacher, self.config = policy, teacher, config or SimulationConfig()
+    ) -> None:
+        self.policy, self.config = policy, config or SimulationConfig()
+        self.adaptation = Adaptation(
+            drafter, teacher, policy, self.config, self._note, self._seconds_lost
+        )
+        self.pool, self.updater = self.adaptation.pool, self.adaptation.updater
         self.serving = copy.deepcopy(drafter).requires_grad_(False)
-        self.updater = Updater(copy.deepcopy(drafter), self.config.update)
+        self.served = self.pool.origin
         self.shape = _shape(drafter, self.config.nodes)
-        self.sharpness = Sharpness(drafter.lm_head.weight.device, num_slots=1)
-        self.book = Book(self.config.memory, seed=self.config.seed)
-        origin = Version(0, held(self.serving, Action.FULL))
-        self.pool, self.served, self.training = Pool(origin), origin, origin
-        self.judge = Judge(drafter, teacher)
-        self.falls = FallDetector()
-        self.updates: Counter[str] = Counter()
-        self.swaps = self.refused = self.count = 0
+        self.calibration = DraftCalibration(drafter.lm_head.weight.device, num_slots=1)
+        self.noted: Counter[str] = Counter()
+        self.swaps = self.count = 0
         self.stall = 0.0  # seconds of training and swaps that the next request waits for
 
-    def serve(self, phase: str, script: Script) -> Served | None:
+    def serve(self, phase: str, sequence: EvalSequence) -> Served | None:
         """Serve one text, then let the policy act on it; None where it is too short for a step."""
-        steps = list(steps_along(self._draft(script), script, self.shape.max_depth))
+        steps = list(steps_along(self._draft(sequence), sequence, self.shape.max_depth))
         if not steps:
             return None
         tokens = sum(1 + step.accepted_length for step in steps)
@@ -167,101 +153,49 @@ class Simulation:
         seconds = stall + self.config.cost.step * len(steps)
         served = Served(phase, len(steps), tokens, seconds, stall, self.pool.current.number)
         request = FinishedRequest(misses_of(steps), len(steps), tokens, seconds)
-        if self.policy.records:
-            self._record(script, request)
-        # Not begun anew with every version: they come sooner than it learns mean and spread.
-        if self.falls.add(request.tau):
-            self._fell()
-        self._act(request)
+        record = self._record(sequence, request) if self.policy.records else None
+        self.adaptation.finish(record, request)
         return served
 
-    def tau(self, scripts: Sequence[Script]) -> float:
+    def tau(self, sequences: Sequence[EvalSequence]) -> float:
         """τ of the serving drafter over some texts; nothing is learned of them."""
         depth = self.shape.max_depth
-        before = copy.deepcopy(self.sharpness)
-        found = Replay.join(replay(self._draft(script), script, depth) for script in scripts)
-        self.sharpness = before
+        before = copy.deepcopy(self.calibration)
+        found = Replay.join(
+            replay(self._draft(sequence), sequence, depth) for sequence in sequences
+        )
+        self.calibration = before
         return found.tau
 
-    def _draft(self, script: Script) -> SpecBlockDraft:
-        return SpecBlockDraft(self.serving, script, self.shape, self.sharpness)
+    def _draft(self, sequence: EvalSequence) -> SpecBlockDraft:
+        return SpecBlockDraft(self.serving, sequence, self.shape, self.calibration)
 
-    def _record(self, script: Script, request: FinishedRequest) -> None:
+    def _record(self, sequence: EvalSequence, request: FinishedRequest) -> Record:
         self.count += 1
-        record = record_of(
-            f"request {self.count}", script, request.misses, request.steps, request.tokens
-        )
-        # Judged before anything is trained on it.
-        if self.book.add(record) and self.policy.gated:
-            back = self.pool.judge(self.judge.depths(self.pool.kept, record))
-            if back is not None:
-                self._follow(back)
+        name = f"request {self.count}"
+        return record_of(name, sequence, request.misses, request.steps, request.tokens)
 
-    def _fell(self) -> None:
-        self.falls.reset()
-        self.policy.alarm()
-        if self.policy.gated and (back := self.pool.roll_back()):
-            self._follow(back)
+    def _note(self, name: str, by: int) -> None:
+        """What the adaptation counts; an earlier version that comes back is a swap."""
+        self.noted[name] += by
+        if name == "rollbacks":
+            self.stall += self._swap()
 
-    def _act(self, request: FinishedRequest) -> None:
-        decision = self.policy.decide(request)
-        if decision.good:
-            self.pool.call_good()
-        if decision.roll_back and (back := self.pool.roll_back()):
-            self._follow(back)
-        if decision.update:
-            self._update(decision.push)
-
-    def _update(self, action: Action) -> None:
-        config, before = self.config, self.training
-        found = batches(self.book, EVERY, config.batch, config.rehearsal)
-        if not found:
-            return
-        steps = self.updater.steps
-        lessons = [
-            self.teacher.lesson(records, steps + number, config.seed * 1_000_003 + steps + number)
-            for number, records in enumerate(found)
-        ]
-        report = self.updater.update(action, lessons)
-        self.updates[action] += 1
-        lost = config.cost.update[action]
-        if report.losses:
-            number = sum(self.updates.values())
-            tensors = held(self.updater.drafter, action, before.tensors)
-            self.training = Version(number, tensors, action, before.number)
-        if self._is_better():
-            self.pool.offer(self.training)
-            lost += self._swap(self.training)
-        elif report.losses:
-            self.refused += 1
-        gain = 0.0
-        if self.policy.gated and report.losses:
-            gain = self.judge.gain(self.training, before, self.book)
-        self.policy.reward(action, 0.0 if gain != gain else gain, lost)
+    def _seconds_lost(self, action: Action) -> float:
+        lost = self.config.cost.update[action]
+        if self.pool.current is not self.served:
+            lost += self._swap()
         self.stall += lost
+        return lost
 
-    def _is_better(self) -> bool:
-        if self.training is self.pool.current:
-            return False
-        if not self.policy.gated:
-            return True
-        return self.judge.difference(self.training, self.pool.current, self.book) > 0
-
-    def _follow(self, version: Version) -> None:
-        """An earlier version serves again, and training goes on from it."""
-        self.stall += self._swap(version)
-        put(self.updater.drafter, version.tensors)
-        self.updater.forget()
-        self.training = version
-
-    def _swap(self, version: Version) -> float:
+    def _swap(self) -> float:
         """Seconds of the copy: of all weights, unless the trunk is the one that served."""
-        before, self.served = self.served, version
-        put(self.serving, version.tensors)
+        before, self.served = self.served, self.pool.current
+        put(self.serving, self.served.tensors)
         self.swaps += 1
         same_trunk = all(
             tensor is before.tensors[name] or trains(Action.HEADS, name)
-            for name, tensor in version.tensors.items()
+            for name, tensor in self.served.tensors.items()
         )
         return self.config.cost.swap[Action.HEADS if same_trunk else Action.FULL]
 
@@ -269,9 +203,9 @@ class Simulation:
 def simulate(
     simulation: Simulation,
     stream: Stream,
-    texts: Sequence[Sequence[Script]],
-    held_out: Sequence[Sequence[Script]] = (),
-    progress: Callable[[], None] = lambda: None,
+    texts: Sequence[Sequence[EvalSequence]],
+    held_out: Sequence[Sequence[EvalSequence]] = (),
+    progress: Callable[[], object] = lambda: None,
 ) -> Simulated:
     """Serve a stream.
 
@@ -287,12 +221,16 @@ def simulate(
         progress()
     return Simulated(
         [each for each in served if each is not None],
-        dict(sorted(simulation.updates.items())),
+        {
+            str(action): simulation.noted[f"updates_{action}"]
+            for action in sorted(Action)
+            if simulation.noted[f"updates_{action}"]
+        },
         simulation.swaps,
-        simulation.refused,
+        simulation.noted["versions_refused_not_better"],
         simulation.pool.returns,
-        dict(sorted(simulation.book.counts.items())),
-        [simulation.tau(scripts) for scripts in held_out],
+        dict(sorted(simulation.adaptation.book.counts.items())),
+        [simulation.tau(sequences) for sequences in held_out],
     )
 
 
@@ -302,5 +240,5 @@ def misses_of(steps: Sequence[Step]) -> float:
     return float(sum(step.accepted[-1] in step.parent for step in steps))
 
 
-def _shape(drafter: SpecBlockDrafter, nodes: int) -> Shape:
+def _shape(drafter: SpecBlockModel, nodes: int) -> TreeShape:
     return serving_shape(drafter, nodes=nodes) if nodes else serving_shape(drafter)

@@ -105,7 +105,8 @@ def page(target: Path, found: Sequence[Difference]) -> tuple[str, list[dict[str,
         )
     )
     head = ["method", "answers that differ", "two logits within one bfloat16 step", "farthest"]
-    rows, lines, facts = [head], [], []
+    rows, lines = [head], []
+    facts: list[dict[str, object]] = []
     for method in dict.fromkeys(each.method for each in found):
         steps = []
         for each in found:
@@ -114,8 +115,9 @@ def page(target: Path, found: Sequence[Difference]) -> tuple[str, list[dict[str,
                 steps.append(parting.steps if parting else math.inf)
                 said = str(parting) if parting else "one answer ends where the other goes on"
                 lines.append(f"- {method}, {each.set}/{each.question}: {said}")
-                fact = {"method": method, "set": each.set, "question": each.question}
-                facts.append(fact | {"steps": parting and round(parting.steps, 3), "says": said})
+                named = {"method": method, "set": each.set, "question": each.question}
+                steps_apart = parting and round(parting.steps, 3)
+                facts.append({**named, "steps": steps_apart, "says": said})
         near = sum(step <= 1 for step in steps)
         rows.append([method, str(len(steps)), str(near), f"{max(steps):.2f} steps"])
     return markdown_table(rows) + "\n\n" + "\n".join(lines), facts

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from vllm_specblock.bench.summary import MEAN, Figures
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 WIDTH = 0.84
 """Of a group of bars, where the next one begins at 1."""
@@ -37,7 +40,7 @@ def draw(figures: Sequence[Figures], base: str, folder: Path) -> list[Path]:
     return paths
 
 
-def bars(axes: Any, figures: Sequence[Figures], what: str) -> None:
+def bars(axes: Axes, figures: Sequence[Figures], what: str) -> None:
     """A group of bars per set, a colour per method, into `axes`."""
     sets = [*dict.fromkeys(each.set for each in figures if each.set != MEAN), MEAN]
     methods = [*dict.fromkeys(each.method for each in figures)]
@@ -55,7 +58,8 @@ def bars(axes: Any, figures: Sequence[Figures], what: str) -> None:
         for x, (_, each) in zip(where, found):
             spread = getattr(each, f"{what}_spread")
             if spread is not None:
-                axes.vlines(x, *spread, colors="black", linewidth=1)
+                low, high = spread
+                axes.vlines(x, low, high, colors="black", linewidth=1)
     axes.axhline(1, color="grey", linewidth=0.8)
     axes.set_xticks(range(len(sets)), sets)
     # Below, where no bar is.

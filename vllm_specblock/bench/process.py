@@ -21,7 +21,7 @@ from typing import Any
 from vllm_specblock.bench.config import BenchError
 
 # -P: in a clone of the repository, vLLM would take triton_kernels/ for a package of that name.
-COMMAND = (sys.executable, "-P", "-m", "vllm_specblock.engine.answering")
+COMMAND = (sys.executable, "-P", "-m", "vllm_specblock.engine.offline.answering")
 GRACE = 10.0
 """Seconds that an engine is given to end by itself."""
 
@@ -41,7 +41,7 @@ class EngineProcess:
         arguments: of vLLM's `LLM`.
         env: added to this process's environment; None takes a variable away.
         log: takes all that it prints.
-        command: of the process, see `vllm_specblock/engine/answering.py` for what it does.
+        command: of the process, see `vllm_specblock/engine/offline/answering.py` for what it does.
         wait: until it can answer. Else `wait()` has to be called, when others were started too.
 
     Attributes:
@@ -60,7 +60,7 @@ class EngineProcess:
         command: Sequence[str] = COMMAND,
         *,
         wait: bool = True,
-    ):
+    ) -> None:
         self.name, self.log = name, log
         environment = {**os.environ, **env}
         with log.open("w") as errors:
@@ -117,10 +117,13 @@ class EngineProcess:
 
     def _send(self, what: Mapping[str, Any]) -> None:
         with contextlib.suppress(BrokenPipeError):  # `_receive` says why
-            self.process.stdin.write(json.dumps(what) + "\n")
-            self.process.stdin.flush()
+            pipe = self.process.stdin
+            assert pipe is not None
+            pipe.write(json.dumps(what) + "\n")
+            pipe.flush()
 
     def _receive(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
         line = self.process.stdout.readline()
         answer = json.loads(line) if line.endswith("\n") else {"error": self._end()}
         if "error" in answer:
@@ -148,7 +151,8 @@ class EngineProcess:
 
 def end_all(engines: Iterable[EngineProcess]) -> None:
     """End them all, and whatever they started; those that were ended before are left alone."""
-    engines = [engine for engine in engines if not engine.guard.stdin.closed]
+    pipes = [(engine, engine.guard.stdin) for engine in engines]
+    engines = [engine for engine, pipe in pipes if pipe is not None and not pipe.closed]
     for engine in engines:
         engine._signal(signal.SIGTERM)
         engine._signal(signal.SIGCONT)
@@ -161,5 +165,6 @@ def end_all(engines: Iterable[EngineProcess]) -> None:
         with contextlib.suppress(BrokenPipeError):
             engine.guard.communicate(b"let go\n")
         for pipe in (engine.process.stdin, engine.process.stdout):
+            assert pipe is not None
             with contextlib.suppress(BrokenPipeError):
                 pipe.close()

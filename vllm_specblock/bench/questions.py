@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from vllm_specblock.bench.config import BenchConfig, BenchError
-from vllm_specblock.train.text.chat import BrokenLine
-from vllm_specblock.train.text.chat_tokens import ChatTokens
+from vllm_specblock.train.data.chat import BrokenLine
+from vllm_specblock.train.data.chat_tokens import ChatTokens
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Reader:
         BenchError: there is no chat template.
     """
 
-    def __init__(self, tokens: ChatTokens, raw: bool):
+    def __init__(self, tokens: ChatTokens, raw: bool) -> None:
         if not raw and not tokens.chat:
             raise BenchError(
                 "The target has no chat template: with --raw, questions are text to go on with."

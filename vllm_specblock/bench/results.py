@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from vllm_specblock.bench.near_ties import differences
 from vllm_specblock.bench.run import Bench
 from vllm_specblock.bench.summary import Figures, quickest, summarise
 from vllm_specblock.bench.table import page
-from vllm_specblock.train.text.shards import replace
+from vllm_specblock.train.data.shards import replace
 
 RESULTS, TABLE = "results.json", "table.md"
 
@@ -46,7 +47,7 @@ def write_results(bench: Bench) -> tuple[str, list[Path]]:
         out / TABLE: text,
     }
     for path, content in contents.items():
-        replace(path, lambda aside, content=content: aside.write_text(content, encoding="utf-8"))
+        replace(path, partial(Path.write_text, data=content, encoding="utf-8"))
     return text, [*contents, *plots.draw(figures, base, out)]
 
 

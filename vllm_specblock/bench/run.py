@@ -19,10 +19,10 @@ from vllm_specblock.bench.process import COMMAND, EngineFailed, EngineProcess, e
 from vllm_specblock.bench.questions import Reader, Sets, fingerprint, read_sets, seed_of
 from vllm_specblock.bench.schedule import Unit, groups, rotated, units
 from vllm_specblock.bench.store import Answer, Store
-from vllm_specblock.draft.target_info import describe_target
-from vllm_specblock.engine.answering import ACCEPTED, DRAFTING, DRAFTS
-from vllm_specblock.train.teacher.features import load_tokenizer
-from vllm_specblock.train.text.chat_tokens import ChatTokens
+from vllm_specblock.drafters.common.target_info import describe_target
+from vllm_specblock.engine.offline.answering import ACCEPTED, DRAFTING, DRAFTS
+from vllm_specblock.train.data.chat_tokens import ChatTokens
+from vllm_specblock.train.target.features import load_tokenizer
 
 WARM_UP_TOKENS = 32
 """Of the first question, at every temperature, before an engine's first turn counts."""
@@ -157,14 +157,14 @@ def _measure_group(
                     engines[method.name] = _start(bench, method, todo[0])
                 except EngineFailed as error:
                     failed(method.name, error)
-        bar = tqdm(todo, "answers", unit="turn")
-        for number, unit in enumerate(bar):
+        turns = tqdm(todo, "answers", unit="turn")
+        for number, unit in enumerate(turns):
             alive = [name for name in compared if name in engines]
             # Whoever has answered it is left out; plain vLLM answers again beside the others.
             asked = {*bench.store.missing(unit, alive, plain)} | plain
             if asked <= plain and {*compared} - plain:
                 continue
-            bar.set_postfix_str(f"{unit.set}, T = {unit.temperature:g}", refresh=False)
+            turns.set_postfix_str(f"{unit.set}, T = {unit.temperature:g}", refresh=False)
             answers: dict[str, Answer] = {}
             for name in rotated([name for name in engines if name in asked], number):
                 try:
@@ -206,7 +206,7 @@ def _job(
     temperature: float,
     max_tokens: int,
 ) -> dict[str, Any]:
-    """What an engine is asked; see `engine/answering.py`."""
+    """What an engine is asked; see `engine/offline/answering.py`."""
     return {
         "prompts": prompts,
         "seeds": seeds,

@@ -16,8 +16,8 @@ from typing import Any
 
 from vllm_specblock.bench.config import BenchError
 from vllm_specblock.bench.schedule import Unit
+from vllm_specblock.train.data.shards import replace
 from vllm_specblock.train.provenance import provenance, revision
-from vllm_specblock.train.text.shards import replace
 
 RUN, UNITS = "run.json", "units.jsonl"
 _GROWING = ("methods", "sets")
@@ -79,8 +79,9 @@ class Store:
             versions of what it stands on.
     """
 
-    def __init__(self, folder: Path, settings: Mapping[str, Any], fresh: bool = False):
-        self.folder, self.records = folder, []
+    def __init__(self, folder: Path, settings: Mapping[str, Any], fresh: bool = False) -> None:
+        self.folder = folder
+        self.records: list[Record] = []
         settings = json.loads(json.dumps(settings))  # as it will be read again
         self._known: dict[tuple[str, str], Answer] = {}
         self._together: dict[str, list[set[str]]] = {}
@@ -129,10 +130,7 @@ class Store:
             os.truncate(path, len(kept))
         for line in kept.splitlines():
             raw = json.loads(line)
-            answers = {
-                name: Answer(**{k: tuple(v) if isinstance(v, list) else v for k, v in each.items()})
-                for name, each in raw.pop("answers").items()
-            }
+            answers = {name: _answer(each) for name, each in raw.pop("answers").items()}
             self._take(Record(**raw, answers=answers))
 
     def _take(self, record: Record) -> None:
@@ -182,3 +180,11 @@ def _circumstances(head: dict[str, Any]) -> dict[str, Any]:
     """All that has to be equal for results to be compared."""
     settings = {k: v for k, v in head["settings"].items() if k not in _GROWING}
     return {**settings, "revision": head["revision"], "versions": head["provenance"]["versions"]}
+
+
+def _answer(given: dict[str, Any]) -> Answer:
+    """As it was before JSON made lists of its tuples."""
+    fields: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in given.items()
+    }
+    return Answer(**fields)

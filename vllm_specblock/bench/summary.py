@@ -113,13 +113,13 @@ def _figures(records: Sequence[Record], method: str, base: str, plain: str | Non
     cpu = [ratio for _, ratio in _ratios(records, method, base, _cpu)]
     wall, tokens = sum(each.wall for each in answers), sum(each.tokens for each in answers)
     nanoseconds, steps = (sum(x) for x in zip(*((a.draft_ns, a.draft_steps) for a in answers)))
-    compared = [r for r in records if plain is not None and plain in r.answers]
+    compared = [
+        (record.answers[method].digests, record.answers[plain].digests)
+        for record in records
+        if plain is not None and plain in record.answers
+    ]
     different = sum(
-        ours != theirs
-        for record in compared
-        for ours, theirs in zip(
-            record.answers[method].digests, record.answers[plain].digests, strict=True
-        )
+        one != other for ours, theirs in compared for one, other in zip(ours, theirs, strict=True)
     )
     return Figures(
         method=method,
@@ -159,7 +159,7 @@ def _mean(cells: Sequence[Figures], records: Sequence[Record], base: str) -> Fig
         values = [getattr(cell, name) for cell in cells]
         return None if None in values else fmean(values)
 
-    different = [cell.different for cell in cells]
+    different = [cell.different for cell in cells if cell.different is not None]
     return Figures(
         method=method,
         set=MEAN,
@@ -168,14 +168,14 @@ def _mean(cells: Sequence[Figures], records: Sequence[Record], base: str) -> Fig
         speedup=mean("speedup"),
         speedup_spread=None if method == base else _range(_by_round(records, of_round)),
         speedup_cpu=mean("speedup_cpu"),
-        throughput=mean("throughput"),
-        tau=mean("tau"),
+        throughput=fmean(cell.throughput for cell in cells),
+        tau=fmean(cell.tau for cell in cells),
         tau_spread=None,
         draft_ms=mean("draft_ms"),
         draft_share=mean("draft_share"),
         tokens=sum(cell.tokens for cell in cells),
         outputs=sum(cell.outputs for cell in cells),
-        different=None if None in different else sum(different),
+        different=sum(different) if len(different) == len(cells) else None,
     )
 
 

@@ -1,21 +1,36 @@
-"""`specblock adapt`: adaptation while serving. `simulate` tries policies without an engine."""
+"""`specblock adapt`: adaptation while serving. `simulate` tries policies without an engine, `run`
+is a trainer on another machine, `list` and `use` are for the versions that trainers write."""
 
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from vllm_specblock.cli.adapt_versions import list_versions, run, use
+
+if TYPE_CHECKING:
+    from vllm_specblock.adapt.simulate import Simulated
+    from vllm_specblock.cli.report.adaptation import Figures
+    from vllm_specblock.train.learner import EvalSequence
+
 adapt = typer.Typer(
-    help="Adaptation while serving: try policies on streams of requests.", no_args_is_help=True
+    help="Adaptation while serving: train from a folder, look at versions, try policies.",
+    no_args_is_help=True,
 )
 
 
 @adapt.callback()
 def group() -> None:
-    """Adaptation while serving: try policies on streams of requests."""
+    """Adaptation while serving: train from a folder, look at versions, try policies."""
+
+
+adapt.command()(run)
+adapt.command("list")(list_versions)
+adapt.command()(use)
 
 
 @adapt.command()
@@ -81,21 +96,21 @@ def simulate(
     import torch
     from tqdm import tqdm
 
-    from vllm_specblock.adapt.lessons import RecordTeacher
-    from vllm_specblock.adapt.policies import make_policy
+    from vllm_specblock.adapt.learning.train_batches import RecordTeacher
+    from vllm_specblock.adapt.learning.update import UpdateConfig
+    from vllm_specblock.adapt.policy.registry import make_policy
     from vllm_specblock.adapt.simulate import CostModel, Simulation, SimulationConfig
     from vllm_specblock.adapt.simulate import simulate as serve
     from vllm_specblock.adapt.streams import make_stream, texts_needed
-    from vllm_specblock.adapt.update import UpdateConfig
-    from vllm_specblock.cli.adapt_report import draw, figures, markdown
-    from vllm_specblock.draft import checkpoint
-    from vllm_specblock.train.judge.evaluate import scripts_from
-    from vllm_specblock.train.judge.loaded import pair_specblock
+    from vllm_specblock.cli.report.adaptation import draw, figures, markdown
+    from vllm_specblock.drafters.specblock import checkpoint
+    from vllm_specblock.train.data.prompts import read_prompts
+    from vllm_specblock.train.data.shards import replace
+    from vllm_specblock.train.eval.evaluate import sequences_from
+    from vllm_specblock.train.eval.loaded import pair_specblock
     from vllm_specblock.train.provenance import provenance
-    from vllm_specblock.train.teacher import target_rows
-    from vllm_specblock.train.teacher.features import load_target, load_tokenizer
-    from vllm_specblock.train.text.prompts import read_prompts
-    from vllm_specblock.train.text.shards import replace
+    from vllm_specblock.train.target import target_rows
+    from vllm_specblock.train.target.features import load_target, load_tokenizer
 
     costs = CostModel.of(step_seconds, _pair(update_seconds), _pair(swap_seconds))
     names = list(dict.fromkeys(policy or ["frozen", "always", "paper", "gain"]))
@@ -105,7 +120,8 @@ def simulate(
     pairing = pair_specblock(drafter, target)
     model = load_target(pairing.target, "fp32", torch.device("cpu"))
     tokenizer = load_tokenizer(pairing.target)
-    texts, last = [], []
+    texts: list[list[EvalSequence]] = []
+    last: list[list[EvalSequence]] = []
     for path, needed in zip((home, away), texts_needed(list(streams.values()))):
         wanted = needed + held_out
         if not wanted:
@@ -122,8 +138,8 @@ def simulate(
         )
         check_prompts(path, len(found), wanted)
         found = [prompt[:prompt_tokens] for prompt in found]
-        scripts = scripts_from(model, found, new_tokens, layer_ids=pairing.layer_ids)
-        kept = list(tqdm(scripts, f"texts of {path.stem}", total=wanted, unit="text"))
+        sequences = sequences_from(model, found, new_tokens, layer_ids=pairing.layer_ids)
+        kept = list(tqdm(sequences, f"texts of {path.stem}", total=wanted, unit="text"))
         texts.append(kept[:needed])
         last.append(kept[needed:])
     weights = checkpoint.load(drafter, torch.float32, "cpu")
@@ -142,7 +158,7 @@ def simulate(
         seed=seed,
     )
     out.mkdir(parents=True, exist_ok=True)
-    whole = {
+    whole: dict[str, Any] = {
         "drafter": str(drafter),
         "target": str(pairing.target),
         "prompts": [str(home), str(away)],
@@ -158,7 +174,8 @@ def simulate(
         **provenance(),
     }  # fmt: skip
     for stream_name, places in streams.items():
-        frozen, results = None, {}
+        frozen: Simulated | None = None
+        results: dict[str, Figures] = {}
         whole["results"][stream_name] = results
         for name in names:
             simulation = Simulation(weights, teacher, make_policy(name, seed), config)
@@ -169,7 +186,7 @@ def simulate(
             content = json.dumps(whole, indent=1) + "\n"
             replace(
                 out / "simulation.json",
-                lambda aside, content=content: aside.write_text(content, encoding="utf-8"),
+                partial(Path.write_text, data=content, encoding="utf-8"),
             )
         if not draw(results, f"{stream_name} stream", out / f"tau_{stream_name}.png"):
             typer.echo("matplotlib is not installed: there are no plots.", err=True)

@@ -30,7 +30,7 @@ def convert(
     layer_ids: LayerIds = None,
 ) -> None:
     """Rewrite a drafter directory in the other layout; the weights keep their bits."""
-    from vllm_specblock.draft import checkpoint
+    from vllm_specblock.drafters.specblock import checkpoint
 
     checkpoint.convert(source, out, to.value, target, target_name, layer_ids)
     typer.echo(f"Wrote {source} in the layout '{to.value}' to {out}")

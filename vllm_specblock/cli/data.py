@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from vllm_specblock.cli.options import json_object
+
+if TYPE_CHECKING:
+    from vllm_specblock.engine.offline.generate import VllmAnswerer
 
 
 def data(
@@ -54,7 +57,7 @@ def data(
         int, typer.Option(help="Most frequent tokens whose coverage is printed at the end.")
     ] = 32000,
     template_options: Annotated[
-        dict | None,
+        dict[str, Any] | None,
         typer.Option(
             parser=json_object,
             metavar="JSON",
@@ -67,7 +70,7 @@ def data(
         float | None, typer.Option(help="Share of the GPU that vLLM takes. Default: vLLM's.")
     ] = None,
     engine: Annotated[
-        dict | None,
+        dict[str, Any] | None,
         typer.Option(
             parser=json_object,
             metavar="JSON",
@@ -81,8 +84,8 @@ def data(
     """
     # Here and not above: torch and transformers take seconds, `--help` should not.
     from vllm_specblock.train.config import parse
-    from vllm_specblock.train.text.make_data import coverage, make_data
-    from vllm_specblock.train.text.options import DataOptions
+    from vllm_specblock.train.data.make_data import coverage, make_data
+    from vllm_specblock.train.data.options import DataOptions
 
     options = parse(
         DataOptions,
@@ -105,8 +108,8 @@ def data(
         engine=_engine(tensor_parallel_size, gpu_memory_utilization, engine),
     )
 
-    def load():
-        from vllm_specblock.engine.generate import VllmAnswerer
+    def load() -> VllmAnswerer:
+        from vllm_specblock.engine.offline.generate import VllmAnswerer
 
         return VllmAnswerer(
             options.target,

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from vllm_specblock.cli.options import Precision, four_widths
+
+if TYPE_CHECKING:
+    import torch
 
 
 def evaluate(
@@ -62,8 +65,14 @@ def evaluate(
     uniform: Annotated[
         bool, typer.Option("--uniform", help="Also trees of one width, without the rank head.")
     ] = False,
-    learn_sharpness: Annotated[
-        bool, typer.Option(help="Set scores right by what is accepted, as serving does.")
+    calibrate_drafts: Annotated[
+        bool,
+        typer.Option(
+            "--calibrate-drafts/--no-calibrate-drafts",
+            # The old name of the same.
+            "--learn-sharpness/--no-learn-sharpness",
+            help="Set scores right by what is accepted, as serving does.",
+        ),
     ] = True,
     seed: Annotated[int, typer.Option(help="Of the sampled texts.")] = 0,
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
@@ -83,16 +92,16 @@ def evaluate(
     # Here and not above: torch and transformers take seconds, `--help` should not.
     from tqdm import tqdm
 
-    from vllm_specblock.cli.eval_tables import print_tables
+    from vllm_specblock.cli.report.eval_tables import print_tables
     from vllm_specblock.config import DEFAULT_NODES, parse_head
-    from vllm_specblock.draft import checkpoint
-    from vllm_specblock.train.judge import evaluate as figures_of
-    from vllm_specblock.train.judge.loaded import pair_specblock
-    from vllm_specblock.train.parallel import usable_device
+    from vllm_specblock.drafters.specblock import checkpoint
+    from vllm_specblock.train.data.prompts import read_prompts
+    from vllm_specblock.train.data.shards import replace
+    from vllm_specblock.train.distributed_model import usable_device
+    from vllm_specblock.train.eval import evaluate as figures_of
+    from vllm_specblock.train.eval.loaded import pair_specblock
     from vllm_specblock.train.provenance import provenance
-    from vllm_specblock.train.teacher.features import load_target, load_tokenizer
-    from vllm_specblock.train.text.prompts import read_prompts
-    from vllm_specblock.train.text.shards import replace
+    from vllm_specblock.train.target.features import load_target, load_tokenizer
 
     where = usable_device(device)
     pairing = pair_specblock(drafter, target)
@@ -111,21 +120,28 @@ def evaluate(
     model = load_target(target, precision.value, where)
     weights = checkpoint.load(drafter, model.dtype, where)
     given = {"num_blocks": blocks, "num_starts": starts, "branching": branching}
-    given["learn_sharpness"] = None if learn_sharpness else False
+    given["calibrate_drafts"] = None if calibrate_drafts else False
     given = {key: value for key, value in given.items() if value is not None}
     options = parse_head(given, "specblock")
     budgets = list(dict.fromkeys(nodes or [DEFAULT_NODES]))
     shapes = figures_of.shapes_of(weights, options, budgets, uniform)
 
     results = []
-    for heat in dict.fromkeys(temperature or [0.0, 1.0]):
-        scripts = figures_of.scripts_from(
-            model, found, new_tokens, temperature=heat, seed=seed, layer_ids=layer_ids
+    for sampling_temperature in dict.fromkeys(temperature or [0.0, 1.0]):
+        sequences = figures_of.sequences_from(
+            model,
+            found,
+            new_tokens,
+            temperature=sampling_temperature,
+            seed=seed,
+            layer_ids=layer_ids,
         )
-        bar = tqdm(scripts, f"temperature {heat:g}", total=len(found), unit="text")
-        learns = heat if options.learn_sharpness else None
+        bar = tqdm(
+            sequences, f"temperature {sampling_temperature:g}", total=len(found), unit="text"
+        )
+        learns = sampling_temperature if options.calibrate_drafts else None
         figures = figures_of.evaluate(weights, bar, shapes, options.num_blocks, learns)
-        results.append({"temperature": heat, **figures.as_json()})
+        results.append({"temperature": sampling_temperature, **figures.as_json()})
     whole = {
         "drafter": str(drafter),
         "target": str(target),
@@ -148,7 +164,7 @@ def evaluate(
         typer.echo(f"All figures are in {json_file}.")
 
 
-def _device_name(device) -> str:
+def _device_name(device: torch.device) -> str:
     import torch
 
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

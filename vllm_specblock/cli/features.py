@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from vllm_specblock.cli.options import LayerIds
+
+if TYPE_CHECKING:
+    from vllm_specblock.engine.offline.extract import FeatureExtractor
 
 
 class Dtype(StrEnum):
@@ -55,19 +58,21 @@ def features(
     # Here and not above: torch and vLLM take seconds, `--help` should not.
     from tqdm import tqdm
 
-    from vllm_specblock.draft.target_info import describe_target, read_target
-    from vllm_specblock.train.teacher import feature_store, target_rows
-    from vllm_specblock.train.teacher.features import load_tokenizer
-    from vllm_specblock.train.text.windows import load_texts
+    from vllm_specblock.drafters.common.target_info import describe_target, read_target
+    from vllm_specblock.train.data.packed_dataset import load_texts
+    from vllm_specblock.train.target import feature_store, target_rows
+    from vllm_specblock.train.target.features import load_tokenizer
 
     raw = read_target(target)
     _check_length(length, raw)
     texts = load_texts(data, lambda: load_tokenizer(target), raw["vocab_size"])
     sequences = [text.tokens for text in texts]
+    layers = describe_target(target, layer_ids=layer_ids).layer_ids
+    assert layers is not None  # it is described
     origin = feature_store.Origin(
         target=target_rows.fingerprint(target),
         data=feature_store.fingerprint(sequences),
-        layer_ids=describe_target(target, layer_ids=layer_ids).layer_ids,
+        layer_ids=layers,
         dtype=_dtype_of(raw) if dtype is Dtype.auto else dtype.value,
         length=length,
         shard_tokens=shard_tokens,
@@ -92,7 +97,7 @@ def features(
     typer.echo(f"The features are in {out}.")
 
 
-def _extractor() -> type:
+def _extractor() -> type[FeatureExtractor]:
     """The class that runs vLLM, imported only now."""
     from vllm_specblock.train.config import TrainError
 
@@ -100,7 +105,7 @@ def _extractor() -> type:
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     try:
-        from vllm_specblock.engine.extract import FeatureExtractor
+        from vllm_specblock.engine.offline.extract import FeatureExtractor
     except ModuleNotFoundError as error:
         if error.name != "vllm":
             raise

@@ -78,16 +78,16 @@ def figures(
     from vllm_specblock.bench.figures import case as detail
     from vllm_specblock.bench.figures.measure import DrafterFigures, measure
     from vllm_specblock.bench.figures.style import pyplot
-    from vllm_specblock.cli.pictures import prompt_tensor, steps_of_prompt
+    from vllm_specblock.cli.report.prompt_steps import prompt_tensor, steps_of_prompt
     from vllm_specblock.config import DEFAULT_NODES
     from vllm_specblock.train.config import TrainError
-    from vllm_specblock.train.judge.evaluate import scripts_for
-    from vllm_specblock.train.judge.loaded import load_drafter, pair
-    from vllm_specblock.train.parallel import usable_device
+    from vllm_specblock.train.data.prompts import read_prompts
+    from vllm_specblock.train.distributed_model import usable_device
+    from vllm_specblock.train.eval.evaluate import sequences_for
+    from vllm_specblock.train.eval.loaded import load_drafter, pair
     from vllm_specblock.train.provenance import provenance
-    from vllm_specblock.train.teacher.answers import continue_prompts
-    from vllm_specblock.train.teacher.features import load_target, load_tokenizer
-    from vllm_specblock.train.text.prompts import read_prompts
+    from vllm_specblock.train.target.answers import continue_prompts
+    from vllm_specblock.train.target.features import load_target, load_tokenizer
 
     pyplot()  # so that it is not found missing after all the work
     where = usable_device(device)
@@ -97,6 +97,7 @@ def figures(
     for name, folder in folders.items():
         pairs[name] = pair(folder, target)
         target = pairs[name].target
+    assert target is not None  # the first drafter names it
     tokenizer = load_tokenizer(target)
     chat = bool(tokenizer.chat_template) if chat is None else chat
     found = {
@@ -126,8 +127,8 @@ def figures(
         texts = continue_prompts(model, group, new_tokens, batch=16)
         lengths = [len(each) for each in group]
         for name, each in loaded.items():
-            scripts = scripts_for(model, each.pairing.layer_ids, texts, lengths)
-            bar = tqdm(scripts, f"{set_name}, {name}", total=len(texts), unit="text")
+            sequences = sequences_for(model, each.pairing.layer_ids, texts, lengths)
+            bar = tqdm(sequences, f"{set_name}, {name}", total=len(texts), unit="text")
             measured[name][set_name] = measure(each, bar, depth)
     drafters = {name: DrafterFigures(of_sets) for name, of_sets in measured.items()}
     # Each step commits a token at least.

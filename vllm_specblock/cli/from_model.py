@@ -11,17 +11,20 @@ from typing import Annotated, Any, Literal
 
 import typer
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 from vllm_specblock.cli.options import json_object, three_layers
 
+Command = Callable[..., None]
 
-def options_of(model: type[BaseModel]) -> Callable:
+
+def options_of(model: type[BaseModel]) -> Callable[[Command], Command]:
     """Decorate a command so that it takes `model`'s fields as options.
 
     The command's last parameter must be `**given`: it gets those that the user wrote, by name.
     """
 
-    def decorate(command: Callable) -> Callable:
+    def decorate(command: Command) -> Command:
         own = list(inspect.signature(command, eval_str=True).parameters.values())[:-1]
         fields = [_option(name, field) for name, field in model.model_fields.items()]
 
@@ -34,30 +37,31 @@ def options_of(model: type[BaseModel]) -> Callable:
             command(**{k: v for k, v in arguments.items() if k in names}, **given)
 
         parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in (*own, *fields)]
-        run.__signature__ = inspect.Signature(parameters)
-        run.__annotations__ = {p.name: p.annotation for p in parameters}
-        run.__name__, run.__doc__ = command.__name__, command.__doc__
+        described: Any = run
+        described.__signature__ = inspect.Signature(parameters)
+        described.__annotations__ = {p.name: p.annotation for p in parameters}
+        described.__name__, described.__doc__ = command.__name__, command.__doc__
         return run
 
     return decorate
 
 
-def _option(name: str, field) -> inspect.Parameter:
+def _option(name: str, field: FieldInfo) -> inspect.Parameter:
     kind, how = _kind(field.annotation)
     default = field.default if not field.is_required() and field.default is not None else None
-    shown = str(default) if default is not None else False
+    shown: str | bool = str(default) if default is not None else False
     if isinstance(default, tuple | dict):
         shown = ", ".join(map(str, default)) or False
     if isinstance(default, bool):
         shown = f"{'' if default else 'no-'}{name.replace('_', '-')}"
     option = typer.Option(help=field.description, show_default=shown, **how)
-    annotation = Annotated[kind | None, option]
+    annotation = Annotated[kind | None, option]  # type: ignore[valid-type]  # made as it runs
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
     )
 
 
-def _kind(annotation: Any) -> tuple[type, dict[str, Any]]:
+def _kind(annotation: Any) -> tuple[Any, dict[str, Any]]:
     """The type that typer parses a field's values as, and what else it must be told."""
     parts = [annotation]
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
@@ -69,7 +73,7 @@ def _kind(annotation: Any) -> tuple[type, dict[str, Any]]:
         return parts[0], {}
     inside = typing.get_args(parts[0])
     if typing.get_origin(parts[0]) is tuple and inside[-1] is Ellipsis:
-        return list[_bare(inside[0])], {}  # repeatable
+        return types.GenericAlias(list, _bare(inside[0])), {}  # repeatable
     if typing.get_origin(parts[0]) is tuple:
         return str, {"parser": three_layers, "metavar": "LOW,MID,HIGH"}
     if typing.get_origin(parts[0]) is dict and inside[1] is Path:
@@ -80,6 +84,6 @@ def _kind(annotation: Any) -> tuple[type, dict[str, Any]]:
     return parts[0], {}
 
 
-def _bare(annotation: Any) -> type:
+def _bare(annotation: Any) -> Any:
     """Without what pydantic is told besides."""
     return typing.get_args(annotation)[0] if hasattr(annotation, "__metadata__") else annotation

@@ -32,7 +32,7 @@ def init(
     It drafts from the first --draft-vocab-size token ids. `specblock train` without --init makes
     its own, which drafts from the most frequent ones of its data.
     """
-    from vllm_specblock.draft import checkpoint
+    from vllm_specblock.drafters.specblock import checkpoint
 
     drafter = checkpoint.init(
         target,

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from vllm_specblock.cli.options import Precision
+
+if TYPE_CHECKING:
+    from vllm_specblock.train.eval.steps import Step
 
 
 def inspect(
@@ -78,9 +81,9 @@ def inspect(
 def _show_files(directory: Path) -> None:
     import torch
 
-    from vllm_specblock.draft import checkpoint
-    from vllm_specblock.draft.baselines import files as baselines
-    from vllm_specblock.draft.eagle3 import checkpoint as eagle3
+    from vllm_specblock.drafters.baselines import checkpoint as baselines
+    from vllm_specblock.drafters.eagle3 import checkpoint as eagle3
+    from vllm_specblock.drafters.specblock import checkpoint
 
     files = eagle3 if eagle3.is_eagle3(directory) else checkpoint
     if baselines.kind_of(directory) is not None:
@@ -119,12 +122,12 @@ def _show_tree(
     from vllm_specblock.bench.figures import terminal_tree as terminal
     from vllm_specblock.bench.figures import tree_picture as pictures
     from vllm_specblock.bench.figures.style import pyplot
-    from vllm_specblock.cli.pictures import prompt_tensor, steps_of_prompt
+    from vllm_specblock.cli.report.prompt_steps import prompt_tensor, steps_of_prompt
     from vllm_specblock.config import DEFAULT_NODES
     from vllm_specblock.train.config import TrainError
-    from vllm_specblock.train.judge.loaded import load_drafter, pair
-    from vllm_specblock.train.parallel import usable_device
-    from vllm_specblock.train.teacher.features import load_target, load_tokenizer
+    from vllm_specblock.train.distributed_model import usable_device
+    from vllm_specblock.train.eval.loaded import load_drafter, pair
+    from vllm_specblock.train.target.features import load_target, load_tokenizer
 
     if svg is not None:
         pyplot()  # so that it is not found missing after all the work
@@ -162,7 +165,7 @@ def _show_tree(
         typer.echo(f"The tree is in {svg}.")
 
 
-def _answer(steps: list) -> list[int]:
+def _answer(steps: list[Step]) -> list[int]:
     """Roots and accepted tokens of steps one after the other; a bonus is the next one's root."""
     return [step.token[node] for step in steps for node in step.accepted]
 

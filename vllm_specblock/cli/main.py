@@ -5,6 +5,8 @@ Commands import what they need when they run, so that `specblock --help` is quic
 
 from __future__ import annotations
 
+from typing import Any
+
 import typer
 from typer.core import TyperGroup
 
@@ -23,13 +25,13 @@ from vllm_specblock.cli.train import train
 class OneSentenceErrors(TyperGroup):
     """Shows the errors that are written for users as their one sentence, without a traceback."""
 
-    def invoke(self, ctx):
+    def invoke(self, ctx: Any) -> Any:  # a Context of click, or of the copy in newer typers
         try:
             return super().invoke(ctx)
         except ValueError as error:
             from vllm_specblock.bench.config import BenchError
             from vllm_specblock.config import OptionError
-            from vllm_specblock.draft.config import CheckpointError
+            from vllm_specblock.drafters.specblock.config import CheckpointError
             from vllm_specblock.train.config import TrainError
 
             if not isinstance(error, BenchError | CheckpointError | OptionError | TrainError):

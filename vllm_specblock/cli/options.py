@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -49,15 +49,18 @@ def json_object(text: str) -> dict[str, Any]:
     return value
 
 
-LayerIds = Annotated[
-    str | None,
-    typer.Option(
-        parser=three_layers,
-        metavar="LOW,MID,HIGH",
-        help="Target layers whose states the drafter reads; i is the state after i layers. "
-        "Default: 2, N//2, N-3 of N.",
-    ),
-]
+if TYPE_CHECKING:
+    LayerIds = tuple[int, int, int] | None
+else:  # typer would take a tuple for three arguments
+    LayerIds = Annotated[
+        str | None,
+        typer.Option(
+            parser=three_layers,
+            metavar="LOW,MID,HIGH",
+            help="Target layers whose states the drafter reads; i is the state after i layers. "
+            "Default: 2, N//2, N-3 of N.",
+        ),
+    ]
 
 TargetName = Annotated[
     str | None,

@@ -1,1 +1,1 @@
-"""The trees of two heads become the one that is verified: by choosing, or by joining."""
+"""The trees of two drafters become the one that is verified: by choosing, or by joining."""

@@ -1,4 +1,4 @@
-"""Combined: the trees that are verified, and which head each of their nodes is from."""
+"""Combined: the trees that are verified, and which drafter each of their nodes is from."""
 
 from __future__ import annotations
 
@@ -16,21 +16,23 @@ class Combined:
 
     Attributes:
         tree: the trees.
-        origin: [R, N] uint8, bit 0: head 1 drafted the node, bit 1: head 2; 0: slot not in use.
+        origin: [R, N] uint8, bit 0: drafter 1 drafted the node, bit 1: drafter 2; 0: slot not in
+            use.
     """
 
     tree: DraftTree
     origin: torch.Tensor
 
     @classmethod
-    def of(cls, tree: DraftTree, head: int) -> Combined:
-        """All nodes are from one head; `head` is 1 or 2."""
+    def of(cls, tree: DraftTree, drafter: int) -> Combined:
+        """All nodes are from one drafter; `drafter` is 1 or 2."""
         used = (tree.parent >= 0).view(torch.uint8)
-        return cls(tree, used if head == 1 else used * head)
+        return cls(tree, used if drafter == 1 else used * drafter)
 
     def empty_where(self, condition: torch.Tensor) -> Combined:
         """No node in use for the requests where `condition` [R] bool holds."""
-        none = DraftTree.empty(*self.tree.token.shape, self.tree.token.device)
+        requests, nodes = self.tree.token.shape
+        none = DraftTree.empty(requests, nodes, self.tree.token.device)
         return Combined(
             self.tree.where(condition, none), torch.where(condition[:, None], 0, self.origin)
         )

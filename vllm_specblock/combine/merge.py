@@ -10,8 +10,10 @@ from vllm_specblock.candidates import NEVER, extend_hash, select_nodes, tree_of
 from vllm_specblock.combine.combined import Combined
 from vllm_specblock.combine.route import agreement
 from vllm_specblock.tree import DraftTree, check_budget
+from vllm_specblock.triton_kernels.optional_numba import takes
 from vllm_specblock.triton_kernels.tree.candidate_keys import ROOT_HASH
 from vllm_specblock.triton_kernels.tree.merge_trees import merge_trees_triton
+from vllm_specblock.triton_kernels.tree.merge_trees_numba import merge_trees_numba
 
 
 def union(first: DraftTree, second: DraftTree) -> tuple[torch.Tensor, torch.Tensor]:
@@ -70,7 +72,7 @@ def merge(
 ) -> tuple[Combined, torch.Tensor]:
     """The best nodes of both trees as one tree, in the order of every `DraftTree`.
 
-    "disjoint" is the paper's: the subtrees share the root only. "trie" joins what both heads
+    "disjoint" is the paper's: the subtrees share the root only. "trie" joins what both drafters
     say, equal texts being one node: the better score stands, and the children of both hang from
     it. That accepts what "disjoint" accepts, for fewer nodes.
 
@@ -80,15 +82,14 @@ def merge(
         max_depth: no path is longer, if known: fewer steps to find ancestors and equal texts.
 
     Returns:
-        the trees, and [R] bool: `agreement` of the two heads.
+        the trees, and [R] bool: `agreement` of the two drafters.
     """
     check_budget(num_nodes)
     if max_depth is None:
         max_depth = max(first.token.shape[1], second.token.shape[1])
-    if first.token.is_cuda:
-        made, origin, agreed = merge_trees_triton(
-            vars(first), vars(second), how == "trie", num_nodes, max_depth
-        )
+    if first.token.is_cuda or takes(first.token):
+        op = merge_trees_triton if first.token.is_cuda else merge_trees_numba
+        made, origin, agreed = op(vars(first), vars(second), how == "trie", num_nodes, max_depth)
         return Combined(tree_of(made), origin), agreed
     token, parent = union(first, second)
     score = torch.cat([first.logprob, second.logprob], 1)

@@ -1,4 +1,4 @@
-"""Routing: the tree of the surer head is verified (dual-draft routing paper, §4 and §5)."""
+"""Routing: the tree of the surer drafter is verified (dual-draft routing paper, §4 and §5)."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ How = Literal["mean", "sum"]
 
 
 def confidence(tree: DraftTree, how: How) -> torch.Tensor:
-    """How sure a head is of its tree.
+    """How sure a drafter is of its tree.
 
     "mean" is the paper's μ, the mean of exp(logprob) over the nodes. "sum" is their sum, the
-    number of tokens that the head expects to be accepted.
+    number of tokens that the drafter expects to be accepted.
 
     Returns:
         [R] fp32; 0 for an empty tree.
@@ -29,14 +29,14 @@ def confidence(tree: DraftTree, how: How) -> torch.Tensor:
 def route(
     first: DraftTree, second: DraftTree, how: How
 ) -> tuple[Combined, torch.Tensor, torch.Tensor]:
-    """The surer head's tree, request by request; head 1 where both are equally sure.
+    """The surer drafter's tree, request by request; drafter 1 where both are equally sure.
 
     Args:
         first, second: R trees of N node slots each.
         how: see `confidence`.
 
     Returns:
-        the trees, [R] bool: head 2 was chosen, and `agreement`.
+        the trees, [R] bool: drafter 2 was chosen, and `agreement`.
     """
     if first.token.is_cuda:
         tree, origin, chosen, agreed = choose_tree_triton(vars(first), vars(second), how == "mean")
@@ -44,13 +44,13 @@ def route(
     surer = confidence(second, how) > confidence(first, how)
     # Sizes, too: what is very unsure rounds to 0, but is more than nothing.
     chosen = (second.size > 0) & (surer | (first.size == 0))
-    ones, twos = Combined.of(first, head=1), Combined.of(second, head=2)
+    ones, twos = Combined.of(first, drafter=1), Combined.of(second, drafter=2)
     origin = torch.where(chosen[:, None], twos.origin, ones.origin)
     return Combined(first.where(chosen, second), origin), chosen, agreement(first, second)
 
 
 def agreement(first: DraftTree, second: DraftTree) -> torch.Tensor:
-    """[R] bool: both heads drafted something, and their best first tokens are the same.
+    """[R] bool: both drafters drafted something, and their best first tokens are the same.
 
     Node 1, the best node of a tree, is a child of the root.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from vllm_specblock.commit.rows import committed_sources
+from vllm_specblock.commit.committed_tokens import committed_sources
 from vllm_specblock.triton_kernels.kv_cache.commit import KVCacheSet, move_kv, move_path_triton
 from vllm_specblock.triton_kernels.kv_cache.commit_numba import move_path_numba
 from vllm_specblock.triton_kernels.optional_numba import takes

@@ -16,7 +16,7 @@ FP8 = torch.float8_e4m3fn
 
 def store_kv(
     kv_cache: torch.Tensor,
-    entry: torch.Tensor,
+    kv_index: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     key_scale: torch.Tensor | None = None,
@@ -28,7 +28,7 @@ def store_kv(
     Args:
         kv_cache: [blocks, kv heads, block size, 2D], a view whose entries are consecutive in
             memory from block to block (key first, then value).
-        entry: [T] int64, block · block size + offset; negative for padding. In torch, padding
+        kv_index: [T] int64, block · block size + offset; negative for padding. In torch, padding
             goes to entry 0, which lies in vLLM's null block: nobody reads it, and no branch
             depends on the data. The kernel stores it nowhere.
         key, value: [T, kv heads, D].
@@ -41,19 +41,20 @@ def store_kv(
             not mind.
     """
     if kv_cache.is_cuda:
-        store_kv_triton(kv_cache, entry, key, value, key_scale, value_scale)
+        store_kv_triton(kv_cache, kv_index, key, value, key_scale, value_scale)
         return
     if packing is not None:
         from vllm_specblock.triton_kernels.attention.cpu_packing import store_packed
 
-        return store_packed(kv_cache, packing, entry, key, value)
+        return store_packed(kv_cache, packing, kv_index, key, value)
     _, heads, _, width = kv_cache.shape
     if kv_cache.dtype == FP8:
+        assert key_scale is not None and value_scale is not None
         # As bytes, since torch does not index fp8.
         kv_cache = kv_cache.view(torch.uint8)
         key, value = _to_fp8(key, key_scale), _to_fp8(value, value_scale)
     flat = kv_cache.transpose(1, 2).view(-1, heads, width)
-    flat[entry.clamp(min=0)] = torch.cat([key, value], dim=-1)
+    flat[kv_index.clamp(min=0)] = torch.cat([key, value], dim=-1)
 
 
 def _to_fp8(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

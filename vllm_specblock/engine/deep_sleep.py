@@ -1,13 +1,13 @@
 """Sleep that gives weights away, which draft trees would not wake from.
 
 vLLM's `sleep(level=2)` discards what was allocated while the model was loaded, and keeps its named
-buffers. Trees that wait to be verified, what heads have learned and the heads' folded weights are
-none, and no reload brings them back.
+buffers. Trees that wait to be verified, what drafters have learned and the drafters' folded weights
+are none, and no reload brings them back.
 """
 
 from __future__ import annotations
 
-from vllm_specblock.engine.ours import is_ours
+from vllm_specblock.engine.config.ours import is_ours
 from vllm_specblock.engine.patches import patch
 
 

@@ -1,4 +1,4 @@
-"""What of vLLM is replaced: each callable once, and the original kept.
+"""Patches of vLLM: each callable once, and the original kept.
 
 vLLM 0.32 has registries for draft architectures, model configs and attention backends. What it has
 no registry for is patched; every call that is not about SpecBlock goes to the original.

@@ -1,6 +1,6 @@
-"""Who sees whom while training: all rows of a batch of windows in one pass per block.
+"""Training attention mask: all rows of a batch of windows in one pass per block.
 
-The two classes here are the `attend` callables of `SpecBlockDrafter.forward`. What a position
+The two classes here are the `attend` callables of `SpecBlockModel.forward`. What a position
 sees is what it sees at inference (paper, Appendix A.2), so that nothing is learned that serving
 cannot give: every entry of its document's earlier rows' block 1, the path to its own block, and
 its own block up to itself. A block >= 2 never sees another row's block >= 2.
@@ -15,16 +15,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from bisect import bisect_right
+from collections.abc import Callable
 from functools import cache, cached_property
 from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
-from vllm_specblock.train.text.batch import Batch
+from vllm_specblock.train.data.batch import Batch
 
 Kernel = Literal["sdpa", "flex"]
 
@@ -37,10 +38,10 @@ class TrainingAttention(ABC):
     """`attend` of one block; keeps each layer's keys and values, with their gradients, for the
     blocks that follow."""
 
-    def __init__(self, kernel: Kernel):
+    def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
         self.kept: dict[int, tuple[Tensor, Tensor]] = {}
-        self._mask = None
+        self._mask: BlockMask | None = None
 
     @abstractmethod
     def sees(self, window: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -52,7 +53,7 @@ class TrainingAttention(ABC):
         mixed = flex()(q, k, v, block_mask=self._block_mask(q, k), enable_gqa=True)
         return mixed.transpose(1, 2)
 
-    def _block_mask(self, q: Tensor, k: Tensor):
+    def _block_mask(self, q: Tensor, k: Tensor) -> BlockMask:
         if self._mask is None:
             # q [B, nh, n, D], k [B, nkv, m, D]
             windows, queries, keys = q.shape[0], q.shape[2], k.shape[2]
@@ -75,7 +76,7 @@ class FirstBlock(TrainingAttention):
         block_size: K.
     """
 
-    def __init__(self, batch: Batch, block_size: int, kernel: Kernel = "sdpa"):
+    def __init__(self, batch: Batch, block_size: int, kernel: Kernel = "sdpa") -> None:
         super().__init__(kernel)
         self.windows, self.block_size = len(batch), block_size
         column = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
@@ -92,8 +93,8 @@ class FirstBlock(TrainingAttention):
         rows, lengths = self.begin.shape[1] - 1, []
         for begins, inside in zip(self.batch.begins().tolist(), (self.batch.tokens >= 0).tolist()):
             end = min(sum(inside), rows)
-            cuts = [*sorted(set(begins[:end])), end, *([rows] if end < rows else [])]
-            lengths += [(b - a) * self.block_size for a, b in pairwise(cuts)]
+            restart_positions = [*sorted(set(begins[:end])), end, *([rows] if end < rows else [])]
+            lengths += [(b - a) * self.block_size for a, b in pairwise(restart_positions)]
         return lengths
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -108,21 +109,25 @@ class FirstBlock(TrainingAttention):
 
 
 class NextBlock(TrainingAttention):
-    """A block >= 2 at chosen rows, each started from position `cut` of the block before.
+    """A block >= 2 at chosen rows, each started from position `restart_position` of the block
+    before.
 
     Args:
-        before: the block whose position `cut` each start continues.
+        before: the block whose position `restart_position` each start continues.
         source: [B, R] int64, which of that block's rows each of the R starts continues.
-        cut: 1..K; positions 1..cut of that block lie on the path.
+        restart_position: 1..K; positions 1..cut of that block lie on the path.
     """
 
-    def __init__(self, before: FirstBlock | NextBlock, source: Tensor, cut: int):
+    def __init__(
+        self, before: FirstBlock | NextBlock, source: Tensor, restart_position: int
+    ) -> None:
         super().__init__(before.kernel)
-        self.before, self.source, self.cut = before, source, cut
-        self.block_size = before.block_size
+        self.before, self.source, self.restart_position = before, source, restart_position
+        self.block_size: int = before.block_size
+        self._grouped: list[_Group] | None = None
         if isinstance(before, FirstBlock):
             self.first, self.row = before, source
-            self.reach = cut
+            self.reach = restart_position
         else:
             self.first = before.first
             self.row = before.row.gather(1, source)  # [B, R], row of block 1
@@ -141,7 +146,7 @@ class NextBlock(TrainingAttention):
         """Entries on the path between block 1 and this block."""
         if isinstance(self.before, FirstBlock):
             return 0
-        return self.before.own - self.block_size + self.cut
+        return self.before.own - self.block_size + self.restart_position
 
     def sees(self, window: Tensor, query: Tensor, key: Tensor) -> Tensor:
         start, position = query // self.block_size, query % self.block_size
@@ -175,9 +180,9 @@ class NextBlock(TrainingAttention):
     def _by_groups(self, query: Tensor, prefix: tuple[Tensor, Tensor], own: list[Tensor]) -> Tensor:
         """query [B, R·K, nh, D]; prefix [B, S·K, nkv, D] and own [B, R, own, nkv, D], of keys and
         values each -> [B·R·K, nh, D]."""
-        if self._mask is None:
-            self._mask = self._groups(query.dtype)
-        groups: list[_Group] = self._mask
+        if self._grouped is None:
+            self._grouped = self._groups(query.dtype)
+        groups = self._grouped
         documents = [x.flatten(0, 1).split(self.first.lengths) for x in prefix]
         queries = query.flatten(0, 1).split([group.starts * self.block_size for group in groups])
         paths = [x.flatten(0, 1).split([group.starts for group in groups]) for x in own]
@@ -249,7 +254,7 @@ def sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) 
 
 
 @cache
-def flex():
+def flex() -> Callable[..., Tensor]:
     """Flex attention, compiled where it has a kernel with a backward pass."""
     if torch.cuda.is_available():
         return torch.compile(flex_attention, dynamic=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, overload
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -197,7 +197,14 @@ _FREE = {
 numbers are computed."""
 
 
-def parse(model: type[RunConfig] = TrainConfig, **options: Any) -> Any:
+_Model = TypeVar("_Model", bound=BaseModel)
+
+
+@overload
+def parse(**options: Any) -> TrainConfig: ...
+@overload
+def parse(model: type[_Model], /, **options: Any) -> _Model: ...
+def parse(model: type[BaseModel] = TrainConfig, /, **options: Any) -> BaseModel:
     """A `model` from keyword options, or a `TrainError` naming the first wrong one."""
     try:
         return model(**options)

@@ -54,8 +54,9 @@ class BatchCounts:
         rounds: micro-batches of each rank.
     """
 
-    def __init__(self, rounds: int):
-        self.rounds, self.totals, self._whole = rounds, [], False
+    def __init__(self, rounds: int) -> None:
+        self.rounds, self._whole = rounds, False
+        self.totals: list[Tensor] = []
         self._next = 0
 
     def start(self) -> None:

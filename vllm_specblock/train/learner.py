@@ -16,23 +16,23 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from vllm_specblock.train.data.batch import Batch
 from vllm_specblock.train.distributed import BatchCounts, mean_over_ranks
-from vllm_specblock.train.teacher.features import Teaching
-from vllm_specblock.train.text.batch import Batch
+from vllm_specblock.train.target.features import TargetOutputs
 from vllm_specblock.tree import DraftTree
 
-OUTSIDE = -1
+IGNORE_INDEX = -1
 """Label of a position whose token is not to be learned: the drafter cannot name it, or it lies
 in the prompt, in another document or past the text's end."""
 
 
 @dataclass(frozen=True)
-class Lesson:
+class TrainBatch:
     """What every drafter is told for one batch.
 
     Attributes:
         batch: the text, on the device.
-        teaching: the target's features of it.
+        target_outputs: the target's features of it.
         embed: target ids [...] int64 -> the target's own embeddings [..., Ht].
         step: updates done before this one.
         seed: of this batch's random choices; equal on every rank, and for every learner.
@@ -40,7 +40,7 @@ class Lesson:
     """
 
     batch: Batch
-    teaching: Teaching
+    target_outputs: TargetOutputs
     embed: Callable[[Tensor], Tensor]
     step: int
     seed: int
@@ -51,34 +51,34 @@ class Lesson:
         return torch.Generator().manual_seed(self.seed)
 
     def mean(self, total: Tensor, count: Tensor, floor: float = 0.0) -> Tensor:
-        """This lesson's share of means over all rows of the batch, whichever rank and micro-batch
+        """This batch's share of means over all rows of the batch, whichever rank and micro-batch
         they are in; arguments and result as `mean_over_ranks` has them."""
         if self.counts is None:
             return mean_over_ranks(total, count, floor)
         return self.counts.mean(total, count, floor)
 
 
-class Outcome(NamedTuple):
+class LossOutput(NamedTuple):
     """What one batch gave.
 
     loss: [] fp32, to be minimised; averaged over ranks it is the loss of the global batch.
-    nats, hits, seen: [M, K] fp32, no gradient, of this rank; M and K are the learner's own. Per
+    ce_loss, hits, seen: [M, K] fp32, no gradient, of this rank; M and K are the learner's own. Per
         block and position: summed cross-entropy; how many paths were right up to the position
         before, and how many of them at the position too (hits / seen is α).
     rank_loss: [] fp32, no gradient; 0 for drafters without a rank head.
-    counted: [M, K] positions that `nats` sums over, if others than those in `seen`.
+    num_positions: [M, K] positions that `ce_loss` sums over, if others than those in `seen`.
     """
 
     loss: Tensor
-    nats: Tensor
+    ce_loss: Tensor
     hits: Tensor
     seen: Tensor
     rank_loss: Tensor
-    counted: Tensor | None = None
+    num_positions: Tensor | None = None
 
 
 @dataclass(frozen=True)
-class Script:
+class EvalSequence:
     """A text to draft along, and what the target's forward over it gave.
 
     Attributes:
@@ -97,7 +97,7 @@ class Script:
 
 
 Draft = Callable[[int], DraftTree]
-"""draft(root) -> the tree (R = 1) that serving would propose when tokens[0 .. root] of the script
+"""draft(root) -> the tree (R = 1) that serving would propose when tokens[0 .. root] of the sequence
 are committed and the target has run on tokens[0 .. root − 1]: rows of `hidden` and `last` from
 `root` on are not known yet. Called with ascending roots."""
 
@@ -106,11 +106,11 @@ class Learner(nn.Module, ABC):
     """A drafter that learns.
 
     Its parameters are what is optimised. Frozen pieces of the target are not among them: they
-    come with each `Lesson`.
+    come with each `TrainBatch`.
     """
 
     @abstractmethod
-    def forward(self, lesson: Lesson) -> Outcome:
+    def forward(self, train_batch: TrainBatch) -> LossOutput:
         """The loss of one batch."""
 
     def rate_of(self, name: str) -> float:
@@ -118,7 +118,7 @@ class Learner(nn.Module, ABC):
         return 1.0
 
     @abstractmethod
-    def draft_along(self, script: Script) -> Draft:
+    def draft_along(self, sequence: EvalSequence) -> Draft:
         """Draft along one text, as serving would, with fresh caches."""
 
     @abstractmethod

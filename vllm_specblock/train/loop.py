@@ -21,14 +21,14 @@ from tqdm import tqdm
 
 from vllm_specblock.train import provenance
 from vllm_specblock.train.config import RunConfig, TrainError
+from vllm_specblock.train.data.packed_dataset import PackedDataset
+from vllm_specblock.train.data.shards import replace
 from vllm_specblock.train.distributed import BatchCounts, world
-from vllm_specblock.train.journal import Tracker, describe
-from vllm_specblock.train.judge.replay import mean_tau
-from vllm_specblock.train.learner import Learner, Lesson, Script
-from vllm_specblock.train.student import Student
-from vllm_specblock.train.teacher.features import Teacher
-from vllm_specblock.train.text.shards import replace
-from vllm_specblock.train.text.windows import Windows
+from vllm_specblock.train.eval.replay import mean_tau
+from vllm_specblock.train.learner import EvalSequence, Learner, TrainBatch
+from vllm_specblock.train.metrics_log import Tracker, describe
+from vllm_specblock.train.target.features import Teacher
+from vllm_specblock.train.train_state import TrainState
 
 STATE_DIR = "training"
 BEST_DIR = "best"
@@ -48,7 +48,7 @@ class Trainer:
             several to a folder each.
         teacher: the frozen target.
         windows: training text.
-        scripts: the held-out texts, to draft along; only the first rank needs them.
+        sequences: the held-out texts, to draft along; only the first rank needs them.
         device: this rank's.
         facts: what is written beside each checkpoint.
     """
@@ -58,13 +58,13 @@ class Trainer:
         config: RunConfig,
         learners: Mapping[str, Learner],
         teacher: Teacher,
-        windows: Windows,
-        scripts: list[Script],
+        windows: PackedDataset,
+        sequences: list[EvalSequence],
         device: torch.device,
         facts: dict[str, Any],
-    ):
+    ) -> None:
         self.config, self.teacher, self.windows = config, teacher, windows
-        self.scripts, self.device, self.facts = scripts, device, facts
+        self.sequences, self.device, self.facts = sequences, device, facts
         self.rank, self.ranks = world()
         self.micro = config.micro_batch or max(1, config.batch // self.ranks)
         if config.batch % (self.micro * self.ranks):
@@ -72,8 +72,10 @@ class Trainer:
                 f"A batch of {config.batch} windows cannot be shared by {self.ranks} devices that "
                 f"take {self.micro} at once: make batch a multiple of {self.micro * self.ranks}."
             )
-        self.students = {name: Student(learner, config) for name, learner in learners.items()}
-        if scripts and not any(s.prompt + JUDGED_DEPTH + 1 < len(s.tokens) for s in scripts):
+        self.train_states = {
+            name: TrainState(learner, config) for name, learner in learners.items()
+        }
+        if sequences and not any(s.prompt + JUDGED_DEPTH + 1 < len(s.tokens) for s in sequences):
             raise TrainError(
                 f"None of the {config.hold_out} held-out texts goes on for {JUDGED_DEPTH + 2} "
                 "tokens after its prompt: hold out more, or none."
@@ -130,27 +132,27 @@ class Trainer:
             self._learn_in_parts(rounds)
         else:
             with self._arithmetic():
-                lesson = self._lesson(0)
-                for student in self.students.values():
-                    student.learn(lesson, None, more_to_come=False)
+                train_batch = self._lesson(0)
+                for train_state in self.train_states.values():
+                    train_state.learn(train_batch, None, more_to_come=False)
         rate = learning_rate(config, self.step, self.steps)
-        for name, student in self.students.items():
-            student.step(rate, config.clip)
-            if student.lost == _LOST_IN_A_ROW:
+        for name, train_state in self.train_states.items():
+            train_state.step(rate, config.clip)
+            if train_state.lost == _LOST_IN_A_ROW:
                 raise TrainError(
-                    f"The gradient of {name} has not been finite for {student.lost} updates, to "
-                    f"number {self.step}: start anew (--no-resume) with a learning rate below "
+                    f"The gradient of {name} has not been finite for {train_state.lost} updates, "
+                    f"to number {self.step}: start anew (--no-resume) with a learning rate below "
                     f"{config.lr}."
                 )
         self.step += 1
 
-    def _lesson(self, turn: int) -> Lesson:
+    def _lesson(self, turn: int) -> TrainBatch:
         """Micro-batch number `turn` of this rank's share of the update to come."""
         config = self.config
         batch = self.windows.batch(self.step, config.batch, config.seed)
         first = (turn * self.ranks + self.rank) * self.micro
         mine = batch[slice(first, first + self.micro)].to(self.device)
-        return Lesson(
+        return TrainBatch(
             mine,
             self.teacher.teach(mine),
             self.teacher.embed,
@@ -163,26 +165,29 @@ class Trainer:
 
         Features are kept in between, p* is not: it would take far more memory than time.
         """
-        counts = {name: BatchCounts(rounds) for name in self.students}
-        lessons = []
+        counts = {name: BatchCounts(rounds) for name in self.train_states}
+        train_batches = []
         with self._arithmetic():
             for turn in range(rounds):
-                lesson = self._lesson(turn)
-                for name, student in self.students.items():
-                    student.count(lesson, counts[name])
-                bare = lesson.teaching._replace(law=torch.empty(0))
-                lessons.append(dataclasses.replace(lesson, teaching=bare))
+                train_batch = self._lesson(turn)
+                for name, train_state in self.train_states.items():
+                    train_state.count(train_batch, counts[name])
+                bare = train_batch.target_outputs._replace(target_probs=torch.empty(0))
+                train_batches.append(dataclasses.replace(train_batch, target_outputs=bare))
         for count in counts.values():
             count.finish()
         # Another context: autocast would take the weights that it cast without a gradient.
         with self._arithmetic():
-            for turn, lesson in enumerate(lessons):
-                law = self.teacher.law(lesson.teaching.last)
-                whole = dataclasses.replace(lesson, teaching=lesson.teaching._replace(law=law))
-                for name, student in self.students.items():
-                    student.learn(whole, counts[name], more_to_come=turn < rounds - 1)
+            for turn, train_batch in enumerate(train_batches):
+                target_probs = self.teacher.target_probs(train_batch.target_outputs.last)
+                whole = dataclasses.replace(
+                    train_batch,
+                    target_outputs=train_batch.target_outputs._replace(target_probs=target_probs),
+                )
+                for name, train_state in self.train_states.items():
+                    train_state.learn(whole, counts[name], more_to_come=turn < rounds - 1)
 
-    def _arithmetic(self):
+    def _arithmetic(self) -> torch.autocast:
         bf16 = self.config.precision == "bf16"
         return torch.autocast(self.device.type, torch.bfloat16, enabled=bf16)
 
@@ -193,19 +198,22 @@ class Trainer:
             "learning_rate": learning_rate(self.config, self.step - 1, self.steps),
             "seconds": round(self._elapsed(), 3),
         }
-        return {name: student.journal.entry(**about) for name, student in self.students.items()}
+        return {
+            name: train_state.metrics_log.entry(**about)
+            for name, train_state in self.train_states.items()
+        }
 
     def judge(self) -> dict[str, dict[str, Any]]:
         """Replay every learner; keep those that are better than ever in OUT/best."""
         found = {}
-        for name, student in self.students.items():
-            learner = student.spread.whole()
+        for name, train_state in self.train_states.items():
+            learner = train_state.dist_model.whole()
             if self.rank == 0:
-                tau, _ = mean_tau(learner.draft_along, self.scripts, JUDGED_DEPTH)
+                tau, _ = mean_tau(learner.draft_along, self.sequences, JUDGED_DEPTH)
                 found[name] = {"step": self.step, "tau": round(tau, 4)}
-                student.journal.entries.append(found[name])
-                if tau > student.best_tau:
-                    student.best_tau = tau
+                train_state.metrics_log.entries.append(found[name])
+                if tau > train_state.best_tau:
+                    train_state.best_tau = tau
                     self._keep(learner, self.folder(name) / BEST_DIR)
         if self.ranks > 1:
             dist.barrier()
@@ -213,33 +221,35 @@ class Trainer:
 
     def folder(self, name: str) -> Path:
         """Where the learner `name` is written."""
-        return self.config.out if len(self.students) == 1 else self.config.out / name
+        return self.config.out if len(self.train_states) == 1 else self.config.out / name
 
     def save(self) -> None:
         """Write the drafters, then the state that goes with them. Every file is written aside
         and renamed: whatever kills the run, the last whole state stays."""
         folder = self.config.out / STATE_DIR
         self.keep()
-        students = {name: student.state() for name, student in self.students.items()}
+        train_states = {
+            name: train_state.state() for name, train_state in self.train_states.items()
+        }
         if self.rank != 0:
             return
         folder.mkdir(parents=True, exist_ok=True)
-        for name, student in self.students.items():
-            log = f"{name}.jsonl" if len(self.students) > 1 else "log.jsonl"
-            student.journal.write(folder / log)
+        for name, train_state in self.train_states.items():
+            log = f"{name}.jsonl" if len(self.train_states) > 1 else "log.jsonl"
+            train_state.metrics_log.write(folder / log)
         state = {
             "options": json.dumps(self.config.must_match()),
             "data": self.windows.fingerprint,
             "step": self.step,
             "seconds": self._elapsed(),
-            "students": students,
+            "students": train_states,
         }
         replace(folder / "state.pt", lambda aside: torch.save(state, aside))
 
     def keep(self) -> None:
         """Write the drafters as they are."""
-        for name, student in self.students.items():
-            learner = student.spread.whole()
+        for name, train_state in self.train_states.items():
+            learner = train_state.dist_model.whole()
             if self.rank == 0:
                 self._keep(learner, self.folder(name))
 
@@ -278,13 +288,13 @@ class Trainer:
                 f"{path} was trained on other data than {self.config.data}; give the same data, "
                 "another --out, or --no-resume to start anew."
             )
-        if state["students"].keys() != self.students.keys():
+        if state["students"].keys() != self.train_states.keys():
             raise TrainError(
-                f"{path} holds {', '.join(state['students'])}, not {', '.join(self.students)}; "
+                f"{path} holds {', '.join(state['students'])}, not {', '.join(self.train_states)}; "
                 "give another --out, or --no-resume to start anew."
             )
-        for name, student in self.students.items():
-            student.load_state(state["students"][name], self.device)
+        for name, train_state in self.train_states.items():
+            train_state.load_state(state["students"][name], self.device)
         self.step, self.seconds = state["step"], state["seconds"]
         self._began = time.monotonic()
 
@@ -303,7 +313,7 @@ class Trainer:
         """Take away what an earlier run left that this one could be taken for."""
         if self.rank == 0:
             (self.config.out / STATE_DIR / "state.pt").unlink(missing_ok=True)
-            for name in self.students:
+            for name in self.train_states:
                 shutil.rmtree(self.folder(name) / BEST_DIR, ignore_errors=True)
 
     def _elapsed(self) -> float:

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
-from vllm_specblock.draft.model import SpecBlockDrafter
+from vllm_specblock.drafters.specblock.model import SpecBlockModel
 from vllm_specblock.train.head_loss import head_loss
-from vllm_specblock.train.learner import OUTSIDE
+from vllm_specblock.train.learner import IGNORE_INDEX
 
 RANK_BUCKETS = (1, 4, 10)
 """Highest rank of buckets 0, 1 and 2; bucket 3 is the rest (section 3.2)."""
@@ -34,24 +34,24 @@ class BlockLoss:
 
     draft: [K] fp32, cross-entropy summed over each position's counted rows, nats.
     rank: [] fp32, rank loss summed over all counted positions; 0 where it is switched off.
-    counted: [K] int64, rows of each position that the losses were summed over.
+    num_positions: [K] int64, rows of each position that the losses were summed over.
     on_path: [T, K] bool, the mask m of eq. 5: everything before was right.
     hit: [T, K] bool, on the path and the drafter's first choice is the label.
     """
 
     draft: Tensor
     rank: Tensor
-    counted: Tensor
+    num_positions: Tensor
     on_path: Tensor
     hit: Tensor
 
 
 def block_loss(
-    drafter: SpecBlockDrafter,
+    drafter: SpecBlockModel,
     hidden: Tensor,
     label: Tensor,
-    law: Tensor,
-    law_row: Tensor,
+    target_probs: Tensor,
+    target_row: Tensor,
     start: Tensor,
     rank: RankLoss | None,
     valid_prefix: bool = True,
@@ -62,10 +62,10 @@ def block_loss(
     Args:
         drafter: gives the heads.
         hidden: [T, K, H], the block's last-layer states before the final norm.
-        label: [T, K] int64 draft ids of the tokens y*, or `OUTSIDE`. A path ends before an
+        label: [T, K] int64 draft ids of the tokens y*, or `IGNORE_INDEX`. A path ends before an
             outside label: the position itself is not counted either.
-        law: [P, Vd] fp32, p* over the draft vocabulary after each of P text positions.
-        law_row: [T, K] int64, which row of `law` is p* at each position.
+        target_probs: [P, Vd] fp32, p* over the draft vocabulary after each of P text positions.
+        target_row: [T, K] int64, which row of `target_probs` is p* at each position.
         start: [T] bool, m at position 1.
         rank: form of the rank loss, None for none. Its gradient stays in the rank head.
         valid_prefix: without it (ablation of Table 2) rows go on being counted after a wrong
@@ -78,19 +78,26 @@ def block_loss(
     rows = start.nonzero()[:, 0]
     right = start.clone()  # rows without a wrong choice so far
     on_path, hit = torch.zeros_like(label).bool(), torch.zeros_like(label).bool()
-    draft, counted = [], []
+    draft, num_positions = [], []
     rank_sum = hidden.new_zeros((), dtype=torch.float32)
     for k in range(label.shape[1]):
-        rows = rows[label[rows, k] != OUTSIDE]
-        arguments = drafter, hidden[rows, k], label[rows, k], law, law_row[rows, k], rank
+        rows = rows[label[rows, k] != IGNORE_INDEX]
+        arguments = (
+            drafter,
+            hidden[rows, k],
+            label[rows, k],
+            target_probs,
+            target_row[rows, k],
+            rank,
+        )
         if recompute:
             loss, rank_loss, correct = checkpoint(_position, *arguments, use_reentrant=False)
-        elif by_rows:
+        elif head is not None:
             loss, rank_loss, correct = _position_by_rows(*arguments, head)
         else:
             loss, rank_loss, correct = _position(*arguments)
         draft.append(loss)
-        counted.append(len(rows))
+        num_positions.append(len(rows))
         rank_sum = rank_sum + rank_loss
         on_path[rows, k] = right[rows]
         hit[rows, k] = right[rows] & correct
@@ -98,27 +105,27 @@ def block_loss(
         if valid_prefix:
             rows = rows[correct]
     return BlockLoss(
-        torch.stack(draft), rank_sum, torch.tensor(counted, device=label.device), on_path, hit
+        torch.stack(draft), rank_sum, torch.tensor(num_positions, device=label.device), on_path, hit
     )
 
 
 def _position(
-    drafter: SpecBlockDrafter,
+    drafter: SpecBlockModel,
     hidden: Tensor,
     label: Tensor,
-    law: Tensor,
-    law_row: Tensor,
+    target_probs: Tensor,
+    target_row: Tensor,
     rank: RankLoss | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One position at n rows: summed cross-entropy [], summed rank loss [], first choice is the
-    label [n]. hidden [n, H], label and law_row [n]."""
+    label [n]. hidden [n, H], label and target_row [n]."""
     if rank:
         logits, rank_logits = drafter.heads(hidden)
     else:  # spares the top-k of the rank features
         logits = drafter.lm_head(drafter.norm(hidden))
     logits = logits.float()
     # -sum p* log p, with sum p* = 1.
-    loss = (logits.logsumexp(-1) - (law[law_row] * logits).sum(-1)).sum()
+    loss = (logits.logsumexp(-1) - (target_probs[target_row] * logits).sum(-1)).sum()
     rank_loss = torch.zeros_like(loss)
     if rank:
         bucket = rank_bucket(logits.detach(), label)
@@ -128,11 +135,11 @@ def _position(
 
 
 def _position_by_rows(
-    drafter: SpecBlockDrafter,
+    drafter: SpecBlockModel,
     hidden: Tensor,
     label: Tensor,
-    law: Tensor,
-    law_row: Tensor,
+    target_probs: Tensor,
+    target_row: Tensor,
     rank: RankLoss | None,
     head: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -149,7 +156,7 @@ def _position_by_rows(
             features.append(drafter.rank_features(logits))
 
     normed = drafter.norm(hidden)
-    loss, _ = head_loss(normed, head, law, law_row, look)
+    loss, _ = head_loss(normed, head, target_probs, target_row, look)
     rank_loss = torch.zeros_like(loss)
     if buckets:
         rank_logits = drafter.rank(normed, torch.cat(features))

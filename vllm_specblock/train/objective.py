@@ -12,10 +12,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from vllm_specblock.draft.model import SpecBlockDrafter
+from vllm_specblock.drafters.specblock.model import Attend, SpecBlockModel
 from vllm_specblock.train.attention import FirstBlock, Kernel, NextBlock
-from vllm_specblock.train.labels import draft_labels
-from vllm_specblock.train.learner import OUTSIDE, Lesson
+from vllm_specblock.train.data.labels import draft_labels
+from vllm_specblock.train.learner import IGNORE_INDEX, TrainBatch
 from vllm_specblock.train.losses import BlockLoss, RankLoss, block_loss
 
 
@@ -24,7 +24,7 @@ class Unroll:
 
     Args:
         drafter: the model being trained.
-        lesson: the batch, with the target's features, law and embeddings.
+        train_batch: the batch, with the target's features, distribution and embeddings.
         valid_prefix: see `block_loss`.
         mask_restart: block 2's mask does not follow from block 1's.
         rank: form of the rank loss, None for none.
@@ -35,60 +35,67 @@ class Unroll:
 
     def __init__(
         self,
-        drafter: SpecBlockDrafter,
-        lesson: Lesson,
+        drafter: SpecBlockModel,
+        train_batch: TrainBatch,
         *,
         valid_prefix: bool = True,
         mask_restart: bool = False,
         rank: RankLoss | None = None,
         kernel: Kernel = "sdpa",
         recompute: bool = False,
-        forward: Callable | None = None,
-    ):
+        forward: Callable[..., Tensor] | None = None,
+    ) -> None:
         self.drafter, self.config = drafter, drafter.config
-        self.batch, self.teaching, self.embed = lesson.batch, lesson.teaching, lesson.embed
+        self.batch, self.target_outputs, self.embed = (
+            train_batch.batch,
+            train_batch.target_outputs,
+            train_batch.embed,
+        )
         self.valid_prefix, self.mask_restart, self.rank = valid_prefix, mask_restart, rank
         self.kernel, self.recompute = kernel, recompute
         self.forward = forward or drafter.forward
-        self.label = draft_labels(drafter.t2d, lesson.batch)
+        self.label = draft_labels(drafter.t2d, train_batch.batch)
 
-    def blocks(self, cuts: list[int]) -> list[BlockLoss]:
-        """Run block 1 and one more block after each of `cuts` (each 1..K).
+    def blocks(self, restart_positions: list[int]) -> list[BlockLoss]:
+        """Run block 1 and one more block after each of `restart_positions` (each 1..K).
 
         A block that no row's path reaches is left out, and so are those after it.
         """
         batch, length = self.batch.tokens.shape
         row = torch.arange(length - 1, device=self.label.device).expand(batch, -1)  # [B, S]
         attend: FirstBlock | NextBlock = FirstBlock(self.batch, self.config.block_size, self.kernel)
-        condition = self.drafter.condition(self.teaching.hidden[:, :-1].flatten(0, 1))
+        condition = self.drafter.condition(self.target_outputs.hidden[:, :-1].flatten(0, 1))
         # The target drew a row's root itself: serving drafts from no other row.
-        live = self.batch.at(self.batch.counted, row, row + 1, False)
+        live = self.batch.at(self.batch.loss_mask, row, row + 1, False)
         offset, blocks = 0, []
-        for cut in [*cuts, None]:
+        for restart_position in [*restart_positions, None]:
             hidden = self._block(row, offset, condition, attend)
             blocks.append(self._loss(hidden, row, offset, live))
-            if cut is None:
+            if restart_position is None:
                 break
-            source, live = compact(self._reached(blocks[-1], row, offset, live, cut))
+            source, live = compact(self._reached(blocks[-1], row, offset, live, restart_position))
             if not source.shape[1]:
                 break
-            states = hidden[:, cut - 1].view(*row.shape, -1)
+            states = hidden[:, restart_position - 1].view(*row.shape, -1)
             condition = states.gather(1, source[..., None].expand(-1, -1, states.shape[-1]))
             condition = condition.flatten(0, 1)
-            attend = NextBlock(attend, source, cut)
-            row, offset = row.gather(1, source), offset + cut
+            attend = NextBlock(attend, source, restart_position)
+            row, offset = row.gather(1, source), offset + restart_position
         return blocks
 
     def _reached(
-        self, block: BlockLoss, row: Tensor, offset: int, live: Tensor, cut: int
+        self, block: BlockLoss, row: Tensor, offset: int, live: Tensor, restart_position: int
     ) -> Tensor:
-        """Rows whose path may go on from position `cut`, [B, R] bool."""
+        """Rows whose path may go on from position `restart_position`, [B, R] bool."""
         if self.valid_prefix and not self.mask_restart:
-            return block.on_path[:, cut - 1].view_as(row)
-        named = self.batch.at(self.label, row, row + 1 + offset + cut, OUTSIDE) != OUTSIDE
+            return block.on_path[:, restart_position - 1].view_as(row)
+        named = (
+            self.batch.at(self.label, row, row + 1 + offset + restart_position, IGNORE_INDEX)
+            != IGNORE_INDEX
+        )
         return live & named
 
-    def _block(self, row: Tensor, offset: int, condition: Tensor, attend) -> Tensor:
+    def _block(self, row: Tensor, offset: int, condition: Tensor, attend: Attend) -> Tensor:
         """row [B, R] -> hidden [B·R, K, H]."""
         token = self.batch.at(self.batch.tokens, row, row + 1 + offset, 0).clamp(min=0)
         base = self.batch.position.gather(1, row) + 1
@@ -101,15 +108,15 @@ class Unroll:
         block = self.config.block_size
         step = torch.arange(1, block + 1, device=row.device)
         place = (row[..., None] + 1 + offset + step).flatten(1)  # [B, R·K]
-        label = self.batch.at(self.label, row.repeat_interleave(block, 1), place, OUTSIDE)
+        label = self.batch.at(self.label, row.repeat_interleave(block, 1), place, IGNORE_INDEX)
         window = torch.arange(windows, device=row.device)[:, None]
-        law_row = window * length + (place - 1).clamp(max=length - 1)
+        target_row = window * length + (place - 1).clamp(max=length - 1)
         return block_loss(
             self.drafter,
             hidden,
             label.view(-1, block),
-            self.teaching.law.flatten(0, 1),
-            law_row.view(-1, block),
+            self.target_outputs.target_probs.flatten(0, 1),
+            target_row.view(-1, block),
             live.flatten(),
             self.rank,
             self.valid_prefix,

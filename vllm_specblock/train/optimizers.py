@@ -61,7 +61,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         rate_of: Callable[[str], float],
         lr: float,
         weight_decay: float,
-    ):
+    ) -> None:
         inner = [named for named in weights if _is_hidden(*named)]
         rest = [named for named in weights if not _is_hidden(*named)]
         self._parts: list[torch.optim.Optimizer] = []
@@ -82,7 +82,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         self.param_groups = [group for part in self._parts for group in part.param_groups]
         self._share_state()
 
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # takes no closure
         """One update of every weight that has a gradient."""
         for part in self._parts:
             part.step()

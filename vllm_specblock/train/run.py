@@ -11,28 +11,23 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from vllm_specblock.draft import checkpoint
-from vllm_specblock.draft.config import CheckpointError, TargetInfo
-from vllm_specblock.draft.model import SpecBlockDrafter
-from vllm_specblock.draft.target_info import check_target, describe_target
+from vllm_specblock.drafters.common.target_info import check_target, describe_target
+from vllm_specblock.drafters.specblock import checkpoint
+from vllm_specblock.drafters.specblock.config import CheckpointError, TargetInfo
+from vllm_specblock.drafters.specblock.model import SpecBlockModel
 from vllm_specblock.train import provenance
 from vllm_specblock.train.config import RunConfig, TrainConfig, TrainError
+from vllm_specblock.train.data.batch import Batch, Segment
+from vllm_specblock.train.data.packed_dataset import PackedDataset, load_texts, token_counts
+from vllm_specblock.train.data.shards import Text
 from vllm_specblock.train.distributed import world
-from vllm_specblock.train.learner import Script
+from vllm_specblock.train.distributed_model import ranks
+from vllm_specblock.train.learner import EvalSequence
 from vllm_specblock.train.loop import STATE_DIR, Trainer
-from vllm_specblock.train.parallel import ranks
 from vllm_specblock.train.specblock import Recipe, SpecBlockLearner
-from vllm_specblock.train.teacher import feature_store, target_rows
-from vllm_specblock.train.teacher.features import (
-    OnlineTeacher,
-    Teacher,
-    load_target,
-    load_tokenizer,
-)
-from vllm_specblock.train.teacher.stored_teacher import StoredTeacher
-from vllm_specblock.train.text.batch import Batch, Piece
-from vllm_specblock.train.text.shards import Text
-from vllm_specblock.train.text.windows import Windows, load_texts, token_counts
+from vllm_specblock.train.target import feature_store, target_rows
+from vllm_specblock.train.target.features import OnlineTeacher, Teacher, load_target, load_tokenizer
+from vllm_specblock.train.target.stored_teacher import StoredTeacher
 
 PROMPT_SHARE = 4
 """Of a held-out text without a prompt, one in so many tokens is taken as one."""
@@ -87,21 +82,23 @@ def _train_on(
 
 def build(config: TrainConfig, device: torch.device) -> Trainer:
     """Everything that `train` needs for one drafter, before the first update."""
-    ground = prepare(config, device, shortest=config.block_size + 2)
-    drafter = new_drafter(config, ground)
-    teacher = make_teacher(config, ground, drafter.t2d, device)
+    run_context = prepare(config, device, shortest=config.block_size + 2)
+    drafter = new_drafter(config, run_context)
+    teacher = make_teacher(config, run_context, drafter.t2d, device)
     if config.init is None and config.lm_head == "target":
         start_from_head(drafter, config.target)
     drafter = drafter.to(device, torch.float32).train()
     learner = SpecBlockLearner(drafter, recipe(config, device))
-    _describe(config, ground, learner)
-    scripts = scripts_of(ground, teacher, device)
+    _describe(config, run_context, learner)
+    sequences = sequences_of(run_context, teacher, device)
     learners = {"drafter": learner}
-    return Trainer(config, learners, teacher, ground.windows, scripts, device, ground.facts)
+    return Trainer(
+        config, learners, teacher, run_context.windows, sequences, device, run_context.facts
+    )
 
 
 @dataclass(frozen=True)
-class Ground:
+class RunContext:
     """What a run stands on.
 
     Attributes:
@@ -115,13 +112,13 @@ class Ground:
 
     target: TargetInfo
     texts: list[Text]
-    windows: Windows
+    windows: PackedDataset
     held_out: list[Text]
     counts: Tensor
     facts: dict[str, Any]
 
 
-def prepare(config: RunConfig, device: torch.device, shortest: int) -> Ground:
+def prepare(config: RunConfig, device: torch.device, shortest: int) -> RunContext:
     """Read and check everything but weights.
 
     Args:
@@ -140,9 +137,10 @@ def prepare(config: RunConfig, device: torch.device, shortest: int) -> Ground:
             f"hold_out is {config.hold_out}, but {config.data} has only {len(texts)} sequences."
         )
     split = len(texts) - config.hold_out
-    windows = Windows(texts[:split], config.length, shortest, config.pack)
+    windows = PackedDataset(texts[:split], config.length, shortest, config.pack)
     held_out = [
-        Text(text.tokens[: config.length], text.counted[: config.length]) for text in texts[split:]
+        Text(text.tokens[: config.length], text.loss_mask[: config.length])
+        for text in texts[split:]
     ]
     facts = provenance.provenance() | {
         "options": config.model_dump(mode="json"),
@@ -151,50 +149,57 @@ def prepare(config: RunConfig, device: torch.device, shortest: int) -> Ground:
         "ranks": world()[1],
     }
     counts = token_counts(texts[:split], target.vocab_size)
-    return Ground(target, texts, windows, held_out, counts, facts)
+    return RunContext(target, texts, windows, held_out, counts, facts)
 
 
-def make_teacher(config: RunConfig, ground: Ground, t2d: Tensor, device: torch.device) -> Teacher:
+def make_teacher(
+    config: RunConfig, run_context: RunContext, t2d: Tensor, device: torch.device
+) -> Teacher:
     """The frozen target, or its features on disk. t2d [V] bool: the draft vocabulary."""
     draft_ids = t2d.nonzero()[:, 0].to(device)
     if config.features is not None:
-        texts = (text.tokens for text in ground.texts)
+        texts = (text.tokens for text in run_context.texts)
         return StoredTeacher(
             config.features,
             config.target,
             draft_ids,
             device,
             torch.bfloat16 if config.precision == "bf16" else torch.float32,
-            layer_ids=ground.target.layer_ids,
+            layer_ids=run_context.target.layer_ids,
             length=config.length,
             data=feature_store.fingerprint(texts),
         )
     target = load_target(config.target, config.precision, device)
-    return OnlineTeacher(target, ground.target.layer_ids, draft_ids)
+    assert run_context.target.layer_ids is not None  # it is described
+    return OnlineTeacher(target, run_context.target.layer_ids, draft_ids)
 
 
-def scripts_of(ground: Ground, teacher: Teacher, device: torch.device) -> list[Script]:
-    """The held-out texts as scripts to draft along, on the first rank; none on the others."""
+def sequences_of(
+    run_context: RunContext, teacher: Teacher, device: torch.device
+) -> list[EvalSequence]:
+    """The held-out texts as sequences to draft along, on the first rank; none on the others."""
     if world()[0] != 0:
         return []
-    first = len(ground.windows.texts)
-    scripts = []
-    for number, text in enumerate(ground.held_out, first):
-        if not text.counted.any():
+    first = len(run_context.windows.texts)
+    sequences = []
+    for number, text in enumerate(run_context.held_out, first):
+        if not text.loss_mask.any():
             continue  # its prompt fills the window
-        batch = Batch.of(text.tokens.long()[None], text.counted[None])
-        piece = Piece(number, 0, len(text.tokens))
-        batch = dataclasses.replace(batch, pieces=((piece,),)).to(device)
-        teaching = teacher.teach(batch)
-        hidden, last = teaching.hidden[0], teaching.last[0]
-        scripts.append(Script(batch.tokens[0], prompt_of(text), hidden, last, teacher.embed))
-    return scripts
+        batch = Batch.of(text.tokens.long()[None], text.loss_mask[None])
+        segment = Segment(number, 0, len(text.tokens))
+        batch = dataclasses.replace(batch, segments=((segment,),)).to(device)
+        target_outputs = teacher.teach(batch)
+        hidden, last = target_outputs.hidden[0], target_outputs.last[0]
+        sequences.append(
+            EvalSequence(batch.tokens[0], prompt_of(text), hidden, last, teacher.embed)
+        )
+    return sequences
 
 
 def prompt_of(text: Text) -> int:
     """Tokens of a text's prompt: those before the target's first, or a share of a text that is
     counted whole."""
-    first = int(text.counted.byte().argmax())
+    first = int(text.loss_mask.byte().argmax())
     return first if first else max(1, len(text.tokens) // PROMPT_SHARE)
 
 
@@ -211,7 +216,7 @@ def recipe(config: TrainConfig, device: torch.device) -> Recipe:
     return Recipe(**chosen)
 
 
-def new_drafter(config: TrainConfig, ground: Ground) -> SpecBlockDrafter:
+def new_drafter(config: TrainConfig, run_context: RunContext) -> SpecBlockModel:
     """The drafter to start from: `config.init`, or fresh weights."""
     try:
         if config.init is None:
@@ -219,15 +224,15 @@ def new_drafter(config: TrainConfig, ground: Ground) -> SpecBlockDrafter:
                 config.target,
                 block_size=config.block_size,
                 num_layers=config.num_layers,
-                draft_vocab_size=min(config.draft_vocab_size, ground.target.vocab_size),
-                layer_ids=ground.target.layer_ids,
-                token_counts=ground.counts,
+                draft_vocab_size=min(config.draft_vocab_size, run_context.target.vocab_size),
+                layer_ids=run_context.target.layer_ids,
+                token_counts=run_context.counts,
                 target_name=config.target_name,
                 seed=config.seed,
                 **{name: getattr(config, name) for name in _CHOICES},
             )
         drafter = checkpoint.load(config.init)
-        check_target(config.init, drafter.config.target, config.target, ground.target)
+        check_target(config.init, drafter.config.target, config.target, run_context.target)
     except CheckpointError as error:
         raise TrainError(str(error)) from error
     return drafter
@@ -241,7 +246,7 @@ def folded_head(target: Path, t2d: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def start_from_head(drafter: SpecBlockDrafter, target: Path) -> None:
+def start_from_head(drafter: SpecBlockModel, target: Path) -> None:
     """Start from the target's LM head, not from noise.
 
     The drafter's last state then learns to be the target's, a task with far more signal than
@@ -252,10 +257,10 @@ def start_from_head(drafter: SpecBlockDrafter, target: Path) -> None:
         drafter.lm_head.weight.copy_(head)
 
 
-def _describe(config: TrainConfig, ground: Ground, learner: SpecBlockLearner) -> None:
+def _describe(config: TrainConfig, run_context: RunContext, learner: SpecBlockLearner) -> None:
     if world()[0] != 0:
         return
-    windows, counts = ground.windows, ground.counts
+    windows, counts = run_context.windows, run_context.counts
     parameters = sum(weight.numel() for weight in learner.parameters())
     named = int(counts[learner.drafter.t2d.cpu()].sum())
     tqdm.write(

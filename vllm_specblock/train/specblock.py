@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from vllm_specblock.draft import checkpoint as drafter_files
-from vllm_specblock.draft.expand import Shape
-from vllm_specblock.draft.model import SpecBlockDrafter
+from vllm_specblock.drafters.specblock import checkpoint as drafter_files
+from vllm_specblock.drafters.specblock.growth import TreeShape
+from vllm_specblock.drafters.specblock.model import SpecBlockModel
 from vllm_specblock.train.attention import Kernel
 from vllm_specblock.train.distributed import mean_over_ranks
-from vllm_specblock.train.judge.drafting import SpecBlockDraft, serving_shape
-from vllm_specblock.train.learner import Draft, Learner, Lesson, Outcome, Script
+from vllm_specblock.train.eval.drafting import SpecBlockDraft, serving_shape
+from vllm_specblock.train.learner import Draft, EvalSequence, Learner, LossOutput, TrainBatch
 from vllm_specblock.train.losses import BlockLoss, RankLoss
 from vllm_specblock.train.objective import Unroll
 
@@ -64,7 +64,9 @@ class SpecBlockLearner(Learner):
         shape: of the trees it is judged by (default: what serving drafts by default).
     """
 
-    def __init__(self, drafter: SpecBlockDrafter, recipe: Recipe, shape: Shape | None = None):
+    def __init__(
+        self, drafter: SpecBlockModel, recipe: Recipe, shape: TreeShape | None = None
+    ) -> None:
         super().__init__()
         self.drafter, self.recipe = drafter, recipe
         self.shape = shape or serving_shape(drafter)
@@ -74,41 +76,41 @@ class SpecBlockLearner(Learner):
         # A list: as an attribute the compiled function would be a module of ours.
         self._forward = [torch.compile(drafter.forward) if recipe.compiled else drafter.forward]
 
-    def forward(self, lesson: Lesson) -> Outcome:
+    def forward(self, train_batch: TrainBatch) -> LossOutput:
         recipe = self.recipe
         blocks = Unroll(
             self.drafter,
-            lesson,
+            train_batch,
             valid_prefix=recipe.valid_prefix,
             mask_restart=recipe.mask_restart,
-            rank=recipe.rank_loss if lesson.step >= recipe.rank_from else None,
+            rank=recipe.rank_loss if train_batch.step >= recipe.rank_from else None,
             kernel=recipe.kernel,
             recompute=recipe.recompute,
             forward=self._forward[0],
-        ).blocks(self.cuts(lesson))
-        return outcome(blocks, recipe.num_blocks, recipe.loss_floor, lesson.mean)
+        ).blocks(self.restart_positions(train_batch))
+        return outcome(blocks, recipe.num_blocks, recipe.loss_floor, train_batch.mean)
 
-    def cuts(self, lesson: Lesson) -> list[int]:
+    def restart_positions(self, train_batch: TrainBatch) -> list[int]:
         """Where later blocks start in this batch: one position 1..K per boundary."""
         block, boundaries = self.drafter.config.block_size, self.recipe.num_blocks - 1
-        return torch.randint(1, block + 1, (boundaries,), generator=lesson.draws()).tolist()
+        return torch.randint(1, block + 1, (boundaries,), generator=train_batch.draws()).tolist()
 
     def rate_of(self, name: str) -> float:
         return self.recipe.shift_lr if name.startswith("drafter.shift_proj.") else 1.0
 
-    def draft_along(self, script: Script) -> Draft:
-        return SpecBlockDraft(self.drafter, script, self.shape)
+    def draft_along(self, sequence: EvalSequence) -> Draft:
+        return SpecBlockDraft(self.drafter, sequence, self.shape)
 
     def save(self, directory: Path) -> None:
         # Not deepcopy of the module: that would take the checkpointed forwards along.
-        drafter = SpecBlockDrafter(self.drafter.config)
+        drafter = SpecBlockModel(self.drafter.config)
         drafter.load_state_dict(self.drafter.state_dict())
         drafter_files.save(drafter.to(torch.bfloat16), directory)
 
 
 def outcome(
     blocks: list[BlockLoss], num_blocks: int, loss_floor: float, mean: Mean = mean_over_ranks
-) -> Outcome:
+) -> LossOutput:
     """Eq. 7 from the sums of up to `num_blocks` blocks: those that were not reached count 0.
 
     mean: sums, rows and a floor of the divisors -> means over the whole batch.
@@ -118,14 +120,14 @@ def outcome(
     def grid(rows: list[Tensor]) -> Tensor:
         return torch.cat([torch.stack(rows).float(), rows[0].new_zeros(absent, *rows[0].shape)])
 
-    counted = grid([block.counted for block in blocks])
-    nats = grid([block.draft for block in blocks])
-    draft = mean(nats, counted, loss_floor)
-    rank = mean(grid([block.rank for block in blocks]), counted.sum(1), 0.0)
-    return Outcome(
+    num_positions = grid([block.num_positions for block in blocks])
+    ce_loss = grid([block.draft for block in blocks])
+    draft = mean(ce_loss, num_positions, loss_floor)
+    rank = mean(grid([block.rank for block in blocks]), num_positions.sum(1), 0.0)
+    return LossOutput(
         loss=draft.sum() + rank.sum(),
-        nats=nats.detach(),
-        counted=counted,
+        ce_loss=ce_loss.detach(),
+        num_positions=num_positions,
         hits=grid([block.hit.sum(0) for block in blocks]),
         seen=grid([block.on_path.sum(0) for block in blocks]),
         rank_loss=rank.detach().sum() / len(blocks),

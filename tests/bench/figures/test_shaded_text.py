@@ -10,7 +10,7 @@ from vllm_specblock.bench.figures.shaded_text import (
     place,
     plot_shaded_text,
 )
-from vllm_specblock.train.judge.steps import Step
+from vllm_specblock.train.eval.steps import Step
 
 PREFILL, ACCEPTED, BONUS = Origin
 

@@ -12,7 +12,7 @@ from support.trees import nodes
 from vllm_specblock.bench.figures import tree_picture as pictures
 from vllm_specblock.bench.figures.style import ACCEPTED
 from vllm_specblock.bench.figures.terminal_tree import terminal_tree
-from vllm_specblock.train.judge.steps import Step
+from vllm_specblock.train.eval.steps import Step
 
 # 1: a, 2: b, 3: a under 1, 4: newline under 3, 5: b under 2
 STEP = Step(

@@ -74,15 +74,15 @@ class Batch:
     query_start: torch.Tensor
     seq_len: torch.Tensor
     prefix_len: torch.Tensor
-    words: torch.Tensor
-    window_start: torch.Tensor
+    mask_words: torch.Tensor
+    tree_start: torch.Tensor
     visible: list[tuple[int, set[int]]]  # per query: its request, the entries that it sees
 
     def arguments(self):
         lens = set((self.query_start[1:] - self.query_start[:-1]).tolist())
         return (
             self.query, self.kv_cache, self.block_table, self.query_start, lens, self.seq_len,
-            int(self.seq_len.max()), self.prefix_len, self.words, self.window_start,
+            int(self.seq_len.max()), self.prefix_len, self.mask_words, self.tree_start,
             self.query.shape[-1] ** -0.5,
         )  # fmt: skip
 
@@ -147,7 +147,7 @@ def make_batch(
     # Every layout above is its own inverse permutation.
     kv_cache = kv_cache.permute(order_in_memory)
     block_table = torch.zeros(len(requests), max(*blocks, 1) + 2, dtype=torch.int32)
-    prefix, words, visible, start = [], [], [], [0]
+    prefix, mask_words, visible, start = [], [], [], [0]
     taken = 0
     for r, request in enumerate(requests):
         num_queries, num_entries = lens[r]
@@ -162,7 +162,7 @@ def make_batch(
         for prefix_len, bits in request.rows(shapes):
             packed = sum(1 << j for j in bits)
             prefix.append(prefix_len)
-            words.append([signed(packed >> 64 * w & (1 << 64) - 1) for w in range(num_words)])
+            mask_words.append([signed(packed >> 64 * w & (1 << 64) - 1) for w in range(num_words)])
             visible.append((r, set(range(prefix_len)) | {window + j for j in bits}))
         start.append(start[-1] + num_queries)
     total = start[-1] + tail
@@ -176,7 +176,7 @@ def make_batch(
         torch.tensor(start, dtype=rows, device=device),
         torch.tensor([entries for _, entries in lens], dtype=rows, device=device),
         torch.tensor(prefix + [0] * tail, dtype=rows, device=device),
-        torch.tensor(words + [[0] * num_words] * tail, dtype=torch.int64, device=device),
+        torch.tensor(mask_words + [[0] * num_words] * tail, dtype=torch.int64, device=device),
         torch.tensor([getattr(r, "context", 0) for r in requests], dtype=rows, device=device),
         visible,
     )
@@ -199,8 +199,9 @@ def reference(batch: Batch, max_seq_len: int = 1 << 30, **rare) -> torch.Tensor:
     """The torch reference; `rare` as in `tree_attention`."""
     plan = plan_reference(
         batch.block_table.cpu(), batch.kv_cache.shape[2], batch.query_start.tolist(),
-        batch.seq_len.clamp(max=max_seq_len).tolist(), batch.prefix_len.cpu(), batch.words.cpu(),
-        batch.window_start.cpu(), batch.query.dtype, rare.pop("prefix_from", None),
+        batch.seq_len.clamp(max=max_seq_len).tolist(), batch.prefix_len.cpu(),
+        batch.mask_words.cpu(), batch.tree_start.cpu(), batch.query.dtype, rare.pop("prefix_from",
+        None),
     )  # fmt: skip
     query = batch.query.cpu()
     out = torch.full_like(query, torch.nan)
@@ -212,8 +213,8 @@ MIXED = [Chunk(5, 19), Tree(37, 12), Chunk(20, 1), Tree(3, 9), Chunk(0, 4)]
 
 def load(kernels):
     """The module of the kernel, on a CPU with its parts bound to the interpreter."""
-    module = kernels.load("tree_attention", "attention_fold")
-    part = kernels.load("attention_kernel", "attention_fold", "attention_step")
+    module = kernels.load("tree_attention", "attention_reduce")
+    part = kernels.load("attention_kernel", "attention_reduce", "attention_inner")
     module._tree_attention_kernel = part._tree_attention_kernel
     return module
 

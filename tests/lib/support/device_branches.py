@@ -32,15 +32,18 @@ def copy_for_a_gpu(folder: Path) -> Path:
 
 def main(out: Path) -> None:
     import torch
-    from support.rows import rows_of
+    from support.committed import rows_of
 
     import vllm_specblock
     from vllm_specblock.combine.merge import merge
     from vllm_specblock.combine.route import route
     from vllm_specblock.config import NGramConfig, SpecBlockConfig
-    from vllm_specblock.draft.ngram import NGramHead
+    from vllm_specblock.drafters.ngram.drafter import NGramDrafter
 
-    blocks, levels = _tests("draft/test_specblock_head.py"), _tests("draft/eagle3/test_head.py")
+    blocks, levels = (
+        _tests("drafters/specblock/test_drafter.py"),
+        _tests("drafters/eagle3/test_drafter.py"),
+    )
     options = SpecBlockConfig(num_blocks=2, num_starts=2, branching=[3, 4, 4, 2])
     by_path = options.model_copy(update={"num_blocks": 3})
     with torch.no_grad():
@@ -51,7 +54,7 @@ def main(out: Path) -> None:
                 by_path, NODES,
             )[0],
             levels.make_head(levels.make_drafter(), NODES, depth=3, top_k=3),
-            NGramHead(NGramConfig(), NODES, MAX_LEN),
+            NGramDrafter(NGramConfig(), NODES, MAX_LEN),
         ]  # fmt: skip
         draw = torch.Generator().manual_seed(2)
         states = torch.randn(3, 2, MAX_LEN, blocks.H, generator=draw)

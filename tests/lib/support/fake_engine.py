@@ -1,4 +1,5 @@
-"""Stands in for `vllm_specblock.engine.answering`: its pipe and its manners, without an engine.
+"""Stands in for `vllm_specblock.engine.offline.answering`: its pipe and its manners, without an
+engine.
 
 What it does is said by keys of `speculative_config`, which the real one would refuse:
 

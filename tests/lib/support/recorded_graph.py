@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 from vllm.v1.worker.gpu import cudagraph_utils
 from vllm_specblock.triton_kernels.attention import cpu_packing
-from vllm_specblock.triton_kernels.attention.packed import PackedQueries
+from vllm_specblock.triton_kernels.attention.tree_attention_batch import TreeAttentionBatch
 
 _FROM_HOST = {torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy}
 
@@ -107,20 +107,20 @@ def _again(func, args, kwargs, result) -> None:
 @contextlib.contextmanager
 def recording(graph: RecordedGraph, *args, **kwargs):
     """Stands in for `torch.cuda.graph(graph, pool, stream=…)`."""
-    recorder, original = Recorder(graph), PackedQueries.attend
+    recorder, original = Recorder(graph), TreeAttentionBatch.attend
 
     def attend(queries, *args, **kwargs):
         return recorder.attend(original, queries, *args, **kwargs)
 
     loops = {name: getattr(cpu_packing, name) for name in ("store_packed", "move_packed")}
-    PackedQueries.attend = attend
+    TreeAttentionBatch.attend = attend
     for name, loop in loops.items():
         setattr(cpu_packing, name, partial(recorder.whole, loop))
     try:
         with _Factories(), recorder:
             yield
     finally:
-        PackedQueries.attend = original
+        TreeAttentionBatch.attend = original
         for name, loop in loops.items():
             setattr(cpu_packing, name, loop)
 

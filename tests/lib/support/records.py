@@ -5,16 +5,16 @@ from __future__ import annotations
 import torch
 
 from vllm_specblock.adapt.book import Record
-from vllm_specblock.adapt.lessons import RecordTeacher
-from vllm_specblock.draft.config import DrafterConfig, TargetInfo
-from vllm_specblock.draft.model import SpecBlockDrafter
+from vllm_specblock.adapt.learning.train_batches import RecordTeacher
+from vllm_specblock.drafters.specblock.config import DrafterConfig, TargetInfo
+from vllm_specblock.drafters.specblock.model import SpecBlockModel
 
 HIDDEN, VOCAB, DRAFT_VOCAB = 32, 20, 14
 NAMED = torch.tensor([0, 1, 2, 4, 5, 6, 8, 9, 10, 12, 13, 15, 17, 19])
 """Target ids of the draft vocabulary."""
 
 
-def small_drafter(seed: int = 3, vocab: int = VOCAB) -> SpecBlockDrafter:
+def small_drafter(seed: int = 3, vocab: int = VOCAB) -> SpecBlockModel:
     """K = 4, two layers; with another vocabulary every token can be named."""
     torch.manual_seed(seed)
     config = DrafterConfig(
@@ -31,7 +31,7 @@ def small_drafter(seed: int = 3, vocab: int = VOCAB) -> SpecBlockDrafter:
         rank_topk=10,
         target=TargetInfo(hidden_size=HIDDEN, vocab_size=vocab, layer_ids=(2, 3, 4)),
     )
-    drafter = SpecBlockDrafter(config)
+    drafter = SpecBlockModel(config)
     if vocab == VOCAB:
         drafter.t2d.zero_()[NAMED] = True
         drafter.d2t.copy_(NAMED - torch.arange(DRAFT_VOCAB))

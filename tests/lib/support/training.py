@@ -8,8 +8,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from vllm_specblock.train.config import TrainConfig, parse
-from vllm_specblock.train.text import shards
-from vllm_specblock.train.text.shards import Text
+from vllm_specblock.train.data import shards
+from vllm_specblock.train.data.shards import Text
 
 VOCAB = 40
 

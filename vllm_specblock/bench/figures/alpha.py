@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from vllm_specblock.bench.figures.measure import DrafterFigures
 from vllm_specblock.bench.figures.style import forward_colour, pyplot, save
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 DRAFTERS = ("#222222", "#c1121f", "#2a6f4e", "#7b4fb0")
 """Lines of drafter 1, 2, …: none of the colours of drafter forwards."""
@@ -48,9 +52,11 @@ def plot_block_alpha(drafters: dict[str, DrafterFigures], path: Path) -> None:
         1, len(drafters), sharey=True, squeeze=False, figsize=(4.2 * len(drafters), 3.6)
     )
     for axes, (name, found) in zip(every[0], drafters.items()):
+        assert found.alpha_mj is not None
         for m, block in enumerate(found.alpha_mj, start=1):
             colour = forward_colour(m)
             for figures in found.sets.values():
+                assert figures.chain is not None
                 _line(axes, figures.chain.alpha_mj[m - 1], color=colour, linewidth=0.6, alpha=0.4)
             _line(axes, block, color=colour, linewidth=2.2, marker="o", label=f"block {m}")
         axes.set_title(name, fontsize=10)
@@ -63,12 +69,12 @@ def plot_block_alpha(drafters: dict[str, DrafterFigures], path: Path) -> None:
     save(figure, path)
 
 
-def _line(axes, values: list[float | None], **how) -> None:
+def _line(axes: Axes, values: list[float | None], **how: Any) -> None:
     there = [(k, value) for k, value in enumerate(values, start=1) if value is not None]
     axes.plot([k for k, _ in there], [value for _, value in there], **how)
 
 
-def _shares(axes, shares: list[dict[int, float]]) -> None:
+def _shares(axes: Axes, shares: list[dict[int, float]]) -> None:
     """A stack of drafter forwards at every position."""
     for k, of_forward in enumerate(shares, start=1):
         below = 0.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_specblock.bench.figures.shaded_text import (
     Committed,
@@ -19,7 +19,10 @@ from vllm_specblock.bench.figures.tree_picture import (
     forward_legend,
     picture_of,
 )
-from vllm_specblock.train.judge.steps import Step
+from vllm_specblock.train.eval.steps import Step
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 PROMPT = "Write a Python function to compute the Fibonacci sequence."
 """The paper's own (appendix E)."""
@@ -41,7 +44,7 @@ class Case:
         """The first `count` committed tokens."""
         return committed_tokens(self.steps)[:count]
 
-    def as_json(self, tokenizer: Any, count: int) -> dict[str, Any]:
+    def as_json(self, tokenizer: PreTrainedTokenizerBase, count: int) -> dict[str, Any]:
         first = self.steps[0]
         return {
             "tokens": [
@@ -59,7 +62,7 @@ class Case:
         }
 
 
-def plot_trees(cases: dict[str, Case], tokenizer: Any, path: Path) -> None:
+def plot_trees(cases: dict[str, Case], tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
     """Figure 7: the first step's trees side by side, coloured by drafter forward."""
     pictures = {name: picture_of(case.steps[0], tokenizer) for name, case in cases.items()}
     sizes = [extent(picture) for picture in pictures.values()]
@@ -83,14 +86,16 @@ def plot_trees(cases: dict[str, Case], tokenizer: Any, path: Path) -> None:
     save(figure, path)
 
 
-def plot_text(cases: dict[str, Case], tokenizer: Any, count: int, path: Path) -> None:
+def plot_text(
+    cases: dict[str, Case], tokenizer: PreTrainedTokenizerBase, count: int, path: Path
+) -> None:
     """Figure 6: the first `count` committed tokens of each drafter, shaded by their origin."""
     answers = {name: _words(case.shown(count), tokenizer) for name, case in cases.items()}
     more = [name for name, case in cases.items() if len(committed_tokens(case.steps)) > count]
     plot_shaded_text(answers, path, more)
 
 
-def _words(tokens: list[Committed], tokenizer: Any) -> list[tuple[str, Origin]]:
+def _words(tokens: list[Committed], tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, Origin]]:
     """Each token's text. Where several tokens make one letter, the last of them shows it."""
     words, before, ids = [], "", []
     for token, origin in tokens:

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 
 from vllm_specblock.bench.figures.style import mean
-from vllm_specblock.draft.model import SpecBlockDrafter
-from vllm_specblock.train.judge.chain import ChainFigures, chain_along
-from vllm_specblock.train.judge.loaded import LoadedDrafter
-from vllm_specblock.train.judge.main_path import MainPathFigures
-from vllm_specblock.train.judge.replay import Replay, check_steps
-from vllm_specblock.train.judge.steps import steps_along
-from vllm_specblock.train.learner import Script
+from vllm_specblock.drafters.specblock.growth import TreeShape
+from vllm_specblock.drafters.specblock.model import SpecBlockModel
+from vllm_specblock.train.eval.chain import ChainFigures, chain_along
+from vllm_specblock.train.eval.loaded import LoadedDrafter
+from vllm_specblock.train.eval.main_path import MainPathFigures
+from vllm_specblock.train.eval.replay import Replay, check_steps
+from vllm_specblock.train.eval.steps import steps_along
+from vllm_specblock.train.learner import EvalSequence
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class DrafterFigures:
         """Per position of the main path: the share of each drafter forward, all sets together."""
         shares = []
         for each in zip(*(figures.main_path.forward for figures in self.sets.values())):
-            counts = sum(map(Counter, each), Counter())
+            counts: Counter[int] = sum(map(Counter, each), Counter())
             total = sum(counts.values())
             shares.append({forward: counts[forward] / total for forward in sorted(counts)})
         return shares
@@ -86,11 +87,11 @@ class DrafterFigures:
         }
 
 
-def measure(drafter: LoadedDrafter, scripts: Iterable[Script], depth: int) -> SetFigures:
+def measure(drafter: LoadedDrafter, sequences: Iterable[EvalSequence], depth: int) -> SetFigures:
     """One drafter along the greedy texts of one set.
 
     Args:
-        scripts: with the states of the drafter's layers; each is read once.
+        sequences: with the states of the drafter's layers; each is read once.
         depth: of the deepest tree of all drafters that are compared: all of them take steps at
             the same places of a text's end.
 
@@ -98,12 +99,13 @@ def measure(drafter: LoadedDrafter, scripts: Iterable[Script], depth: int) -> Se
         TrainError: no text is long enough for a step.
     """
     steps, chains = [], []
-    for script in scripts:
-        found = list(steps_along(drafter.along(script), script, depth))
+    for sequence in sequences:
+        found = list(steps_along(drafter.along(sequence), sequence, depth))
         steps += found
-        if found and isinstance(drafter.model, SpecBlockDrafter):
-            chain = chain_along(drafter.model, script, drafter.shape.num_blocks)
-            roots = torch.tensor([step.root for step in found]) - script.prompt
+        shape = drafter.shape
+        if found and isinstance(drafter.model, SpecBlockModel) and isinstance(shape, TreeShape):
+            chain = chain_along(drafter.model, sequence, shape.num_blocks)
+            roots = torch.tensor([step.root for step in found]) - sequence.prompt
             chains.append(chain.of_roots(roots.to(chain.seen.device)))
     whole = Replay([step.accepted_length for step in steps], [step.nodes for step in steps])
     check_steps(whole, depth)

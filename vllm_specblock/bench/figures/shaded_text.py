@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from vllm_specblock.bench.figures.style import BONUS, PREFILL, TAKEN, pyplot, save
-from vllm_specblock.train.judge.steps import Step
+from vllm_specblock.train.eval.steps import Step
 
 COLUMNS = 64
 """Letters of a line."""

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_specblock.config import OptionError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from transformers import PreTrainedTokenizerBase
 
 FORWARDS = (
     "#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#17a2b8", "#c9a227", "#9c755f", "#e377c2",
@@ -25,7 +29,7 @@ def forward_colour(forward: int) -> str:
     return FORWARDS[(forward - 1) % len(FORWARDS)]
 
 
-def shown(tokenizer: Any, token: int, most: int = 14) -> str:
+def shown(tokenizer: PreTrainedTokenizerBase, token: int, most: int = 14) -> str:
     """One token for a label of at most so many letters: blanks and line ends are to be seen."""
     text = tokenizer.decode([token])
     for hidden, seen in ((" ", "·"), ("\n", "⏎"), ("\t", "⇥"), ("\r", "␍")):
@@ -52,7 +56,7 @@ def pyplot() -> Any:
     return pyplot
 
 
-def save(figure: Any, path: Path) -> None:
+def save(figure: Figure, path: Path) -> None:
     """Write a figure and close it; the suffix of `path` says in which format.
 
     Text in an SVG stays text: whatever it is written in, a reader's fonts have more letters than

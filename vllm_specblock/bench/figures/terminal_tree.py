@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rich.text import Text
 from rich.tree import Tree
 
 from vllm_specblock.bench.figures.style import forward_colour
-from vllm_specblock.train.judge.steps import Step
+from vllm_specblock.train.eval.steps import Step
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
-def terminal_tree(step: Step, tokenizer: Any, name: str) -> Tree:
+def terminal_tree(step: Step, tokenizer: PreTrainedTokenizerBase, name: str) -> Tree:
     """Every node of a step's tree, best siblings first; accepted ones are marked ✓.
 
     Args:

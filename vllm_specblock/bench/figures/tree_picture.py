@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from vllm_specblock.bench.figures.style import ACCEPTED, BONUS, forward_colour, pyplot, save, shown
-from vllm_specblock.train.judge.steps import Step
+from vllm_specblock.train.eval.steps import Step
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from transformers import PreTrainedTokenizerBase
 
 ROOT_COLOUR = "#d9d9d9"
 
@@ -39,7 +43,7 @@ class Legend:
     colour: dict[int, str]
 
 
-def picture_of(step: Step, tokenizer: Any) -> TreePicture:
+def picture_of(step: Step, tokenizer: PreTrainedTokenizerBase) -> TreePicture:
     """A step's tree; a node's kind is its drafter forward, its label has its probability."""
     text = [shown(tokenizer, token) for token in step.token]
     text[1:] = [f"{word} {step.probability(n):.2f}" for n, word in enumerate(text[1:], start=1)]
@@ -89,7 +93,7 @@ def extent(picture: TreePicture) -> tuple[float, float]:
     return 2 + 1.25 * deepest, 1 + 0.26 * leaves
 
 
-def draw_tree(axes: Any, picture: TreePicture, legend: Legend) -> None:
+def draw_tree(axes: Axes, picture: TreePicture, legend: Legend) -> None:
     """Draw into matplotlib `axes`, root on the left; in an SVG, node n has the id "node-n"."""
     from matplotlib.patches import Patch
 

@@ -17,37 +17,41 @@ def flatten_sampled(flat, sampled, _0, num_sampled, first_row, num_warps=1):
 
 
 def gather_drafts(
-    draft, position, input_ids, positions, rows, slot, node, prefill_len, num_rows, BLOCK_SIZE
+    draft, position, input_ids, positions, rows, req_idx, node, prefill_len, num_rows, BLOCK_SIZE
 ):
-    _gather_drafts(*_arrays(draft, position, input_ids, positions, rows, slot, node, prefill_len))
+    _gather_drafts(
+        *_arrays(draft, position, input_ids, positions, rows, req_idx, node, prefill_len)
+    )
 
 
 @njit
-def _gather_drafts(draft, position, input_ids, positions, rows, slot, node, prefill_len):
+def _gather_drafts(draft, position, input_ids, positions, rows, req_idx, node, prefill_len):
     for i in range(len(rows)):
         at = positions[rows[i]]
         position[i] = at
-        placeholder = node[i] > 0 and at - node[i] < prefill_len[slot[i]]
+        placeholder = node[i] > 0 and at - node[i] < prefill_len[req_idx[i]]
         draft[i] = -1 if placeholder else input_ids[rows[i]]
 
 
 def prefill_inputs(
-    input_ids, lookahead, _0, num_lookahead, slot, query_start, all_token_ids, _1, prefill_len,
+    input_ids, lookahead, _0, num_lookahead, req_idx, query_start, all_token_ids, _1, prefill_len,
     num_computed, BLOCK_SIZE, LOOKAHEAD_BLOCK,
 ):  # fmt: skip
     _prefill_inputs(
-        *_arrays(input_ids, lookahead, slot, query_start, all_token_ids, prefill_len, num_computed),
+        *_arrays(
+            input_ids, lookahead, req_idx, query_start, all_token_ids, prefill_len, num_computed
+        ),
         num_lookahead,
     )
 
 
 @njit
 def _prefill_inputs(
-    input_ids, lookahead, slot, query_start, all_token_ids, prefill_len, num_computed,
+    input_ids, lookahead, req_idx, query_start, all_token_ids, prefill_len, num_computed,
     num_lookahead,
 ):  # fmt: skip
-    for request in range(len(slot)):
-        at = slot[request]
+    for request in range(len(req_idx)):
+        at = req_idx[request]
         done, length = num_computed[at], prefill_len[at]
         if done >= length:
             continue
@@ -61,20 +65,20 @@ def _prefill_inputs(
 
 
 def positions_and_lengths(
-    positions, seq_lens, slot, query_start, num_computed, max_num_reqs, BLOCK_SIZE
+    positions, seq_lens, req_idx, query_start, num_computed, max_num_reqs, BLOCK_SIZE
 ):
     _positions_and_lengths(
-        *_arrays(positions, seq_lens, slot, query_start, num_computed), max_num_reqs
+        *_arrays(positions, seq_lens, req_idx, query_start, num_computed), max_num_reqs
     )
 
 
 @njit
-def _positions_and_lengths(positions, seq_lens, slot, query_start, num_computed, max_num_reqs):
+def _positions_and_lengths(positions, seq_lens, req_idx, query_start, num_computed, max_num_reqs):
     for request in range(max_num_reqs):
-        if request >= len(slot):
+        if request >= len(req_idx):
             seq_lens[request] = 0
             continue
-        first, start = num_computed[slot[request]], query_start[request]
+        first, start = num_computed[req_idx[request]], query_start[request]
         count = query_start[request + 1] - start
         seq_lens[request] = first + count
         for i in range(count):
@@ -82,12 +86,12 @@ def _positions_and_lengths(positions, seq_lens, slot, query_start, num_computed,
 
 
 def combine_drafts(
-    input_ids, slot, last_sampled, query_start, seq_lens, prefill_len, drafts, _0, first_row,
+    input_ids, req_idx, last_sampled, query_start, seq_lens, prefill_len, drafts, _0, first_row,
     rows, BLOCK_SIZE, NUM_NEW_SAMPLED_TOKENS=1,
 ):  # fmt: skip
     _combine_drafts(
         *_arrays(
-            input_ids, slot, last_sampled, query_start, seq_lens, prefill_len, drafts, first_row,
+            input_ids, req_idx, last_sampled, query_start, seq_lens, prefill_len, drafts, first_row,
             rows,
         ),
         NUM_NEW_SAMPLED_TOKENS,
@@ -96,11 +100,11 @@ def combine_drafts(
 
 @njit
 def _combine_drafts(
-    input_ids, slot, last_sampled, query_start, seq_lens, prefill_len, drafts, first_row, rows,
+    input_ids, req_idx, last_sampled, query_start, seq_lens, prefill_len, drafts, first_row, rows,
     num_new,
 ):  # fmt: skip
-    for request in range(len(slot)):
-        at, first = slot[request], first_row[request]
+    for request in range(len(req_idx)):
+        at, first = req_idx[request], first_row[request]
         count, end = first_row[request + 1] - first, query_start[request + 1]
         num_drafts = count - num_new
         for i in range(count):
@@ -114,16 +118,16 @@ def _combine_drafts(
             input_ids[end - num_drafts + i] = drafts[at, i]
 
 
-def sampled_and_rejected(num_sampled, num_rejected, seq_lens, first_row, slot, prefill_len):
+def sampled_and_rejected(num_sampled, num_rejected, seq_lens, first_row, req_idx, prefill_len):
     _sampled_and_rejected(
-        *_arrays(num_sampled, num_rejected, seq_lens, first_row, slot, prefill_len)
+        *_arrays(num_sampled, num_rejected, seq_lens, first_row, req_idx, prefill_len)
     )
 
 
 @njit
-def _sampled_and_rejected(num_sampled, num_rejected, seq_lens, first_row, slot, prefill_len):
+def _sampled_and_rejected(num_sampled, num_rejected, seq_lens, first_row, req_idx, prefill_len):
     for request in range(len(num_sampled)):
-        if seq_lens[request] < prefill_len[slot[request]]:
+        if seq_lens[request] < prefill_len[req_idx[request]]:
             num_sampled[request] = num_rejected[request] = 0
         else:
             rows = first_row[request + 1] - first_row[request]
@@ -131,14 +135,14 @@ def _sampled_and_rejected(num_sampled, num_rejected, seq_lens, first_row, slot, 
 
 
 def post_update(
-    slot, num_computed, last_sampled, output_counts, _0, sampled, _1, num_sampled, num_rejected,
+    req_idx, num_computed, last_sampled, output_counts, _0, sampled, _1, num_sampled, num_rejected,
     query_start, all_token_ids, _2, total_len, num_warps=1,
 ):  # fmt: skip
     none = torch.empty(0, dtype=torch.int32)
     counts = none[:, None] if output_counts is None else output_counts
     _post_update(
         *_arrays(
-            slot, num_computed, last_sampled, counts, sampled, num_sampled, num_rejected,
+            req_idx, num_computed, last_sampled, counts, sampled, num_sampled, num_rejected,
             none if query_start is None else query_start, all_token_ids, total_len,
         )
     )  # fmt: skip
@@ -146,7 +150,7 @@ def post_update(
 
 @njit
 def _post_update(
-    slot,
+    req_idx,
     num_computed,
     last_sampled,
     output_counts,  # empty: nobody counts
@@ -157,8 +161,8 @@ def _post_update(
     all_token_ids,
     total_len,
 ):
-    for request in range(len(slot)):
-        at, count = slot[request], num_sampled[request]
+    for request in range(len(req_idx)):
+        at, count = req_idx[request], num_sampled[request]
         if at < 0:
             continue
         if count > 0:
@@ -176,16 +180,16 @@ def _post_update(
         num_computed[at] -= num_rejected[request]
 
 
-def expand_slots(slot, expanded, node, first_row, BLOCK_SIZE):
-    _expand_slots(*_arrays(slot, expanded, node, first_row))
+def expand_slots(req_idx, expanded, node, first_row, BLOCK_SIZE):
+    _expand_slots(*_arrays(req_idx, expanded, node, first_row))
 
 
 @njit
-def _expand_slots(slot, expanded, node, first_row):
-    for request in range(len(slot)):
+def _expand_slots(req_idx, expanded, node, first_row):
+    for request in range(len(req_idx)):
         first = first_row[request]
         for i in range(first_row[request + 1] - first):
-            expanded[first + i] = slot[request]
+            expanded[first + i] = req_idx[request]
             node[first + i] = i
 
 
@@ -201,7 +205,7 @@ def apply_write(output, _0, rows, starts, contents, ends, groups, BLOCK_SIZE, MU
 
 def slot_mapping(
     slots: torch.Tensor,
-    slot: torch.Tensor,
+    req_idx: torch.Tensor,
     query_start: torch.Tensor,
     positions: torch.Tensor,
     table: torch.Tensor,
@@ -211,19 +215,19 @@ def slot_mapping(
 
     Args:
         slots: [T] int64, written: −1 for rows of nobody and behind the last.
-        slot: [R] integers; negative: nobody's.
+        req_idx: [R] integers; negative: nobody's.
         query_start: [≥ R+1] int32.
         positions: [≥ rows] int64.
         table: [S, max blocks] int32.
     """
-    _slot_mapping(*_arrays(slots, slot, query_start, positions, table), block_size)
+    _slot_mapping(*_arrays(slots, req_idx, query_start, positions, table), block_size)
 
 
 @njit
-def _slot_mapping(slots, slot, query_start, positions, table, block_size):
-    slots[query_start[len(slot)] :] = -1
-    for request in range(len(slot)):
-        at = slot[request]
+def _slot_mapping(slots, req_idx, query_start, positions, table, block_size):
+    slots[query_start[len(req_idx)] :] = -1
+    for request in range(len(req_idx)):
+        at = req_idx[request]
         for row in range(query_start[request], query_start[request + 1]):
             block, inside = positions[row] // block_size, positions[row] % block_size
             slots[row] = table[at, block] * block_size + inside if at >= 0 else -1

@@ -4,11 +4,15 @@ The noise of a token takes two logarithms and a hash of its own, and of the whol
 handful of tokens can win. So the compiled loop takes the hash of every token, bounds its noise
 from above by the hash's leading bits, and works out those alone whose bound reaches the best
 score so far: the same tokens as with all noise, at the price of the hash.
+
+Of a tree only the rows that its walk comes by are drawn, where `drawn_along` says so.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -28,8 +32,32 @@ _SLACK = 1e-3
 """What rounding may take from a bound, in nats, and a thousandth of it per unit of the score."""
 
 
+_trees: tuple[np.ndarray, ...] | None = None
+"""What `drawn_along` has set: token, first row, slot, parent."""
+
+
+@contextmanager
+def drawn_along(
+    token: torch.Tensor, first_row: torch.Tensor, req_idx: torch.Tensor, parent: torch.Tensor
+) -> Iterator[None]:
+    """Within, tokens are drawn for those rows alone that a walk comes by; −1 for the others.
+
+    A row's draw depends on no other row, so the walk is the same as over all of them.
+
+    Args:
+        token, first_row, req_idx: as in `verify.walk.DrawnRows`.
+        parent: [S, N] int32.
+    """
+    global _trees
+    _trees = tuple(x.contiguous().numpy() for x in (token, first_row, req_idx, parent))
+    try:
+        yield
+    finally:
+        _trees = None
+
+
 def gumbel_sample(
-    local_argmax, _0, local_max, _1, logits_cache, _2, _3, _4, _5, _6, logits, _7, slot, seeds,
+    local_argmax, _0, local_max, _1, logits_cache, _2, _3, _4, _5, _6, logits, _7, req_idx, seeds,
     position, temperature, vocab_size, BLOCK_SIZE, IS_DRAFTING, APPLY_TEMPERATURE, USE_FP64,
     PER_TOKEN_COL,
 ):  # fmt: skip
@@ -42,11 +70,15 @@ def gumbel_sample(
     flat = logits.as_strided(((rows - 1) * stride + vocab_size,), (1,)) if rows else logits[:, 0]
     flat = (flat.view(torch.int16) if flat.dtype == torch.bfloat16 else flat).numpy()
     local_max.fill_(float("-inf"))
-    draw_rows(
-        flat, stride, vocab_size, slot.long().numpy(), temperature.numpy(), seeds.numpy(),
+    drawing = (
+        flat, stride, vocab_size, req_idx.long().numpy(), temperature.numpy(), seeds.numpy(),
         position.long().numpy(), DRAFT_SALT if IS_DRAFTING else 0, APPLY_TEMPERATURE,
         local_argmax.numpy(), local_max.numpy(),
     )  # fmt: skip
+    if _trees is None:
+        draw_rows(*drawing)
+    else:
+        draw_along(*_trees, *drawing)
 
 
 @njit
@@ -133,11 +165,45 @@ def _below(best):
 
 
 @njit
+def _draw_row(
+    row, flat, stride, vocab_size, req_idx, temperature, seed, position, salt, apply_temperature,
+    token, score, scores, bound,
+):  # fmt: skip
+    """Arguments as in `draw_rows`, and room for a chunk's scores and their bounds."""
+    at = req_idx[row]
+    row_temperature = temperature[at] if at >= 0 else _F(0)
+    state = state_of(seed[at], position[row] + salt) if at >= 0 else _U(0)
+    best, chosen = _F(-np.inf), 0
+    for start in range(0, vocab_size, _CHUNK):
+        count = min(_CHUNK, vocab_size - start)
+        _load(flat, row * stride + start, count, scores)
+        if row_temperature == 0:
+            if _any_above(scores, count, best):
+                for i in range(count):
+                    if scores[i] > best:
+                        best, chosen = scores[i], start + i
+            continue
+        if apply_temperature:
+            for i in range(count):
+                scores[i] = scores[i] / row_temperature
+        _bound(scores, count, state, start, bound)
+        floor = _below(best)
+        if _any_above(bound, count, floor):
+            for i in range(count):
+                if bound[i] > floor:
+                    now = _F(scores[i] + noise_of(_hash(state, _U(start + i))))
+                    if now > best:
+                        best, chosen = now, start + i
+                        floor = _below(best)
+    token[row, 0], score[row, 0] = chosen, best
+
+
+@njit
 def draw_rows(
     flat,  # fp32, or int16 for bfloat16: rows of the vocabulary
     stride,
     vocab_size,
-    slot,  # [rows] int64; negative: nobody's
+    req_idx,  # [rows] int64; negative: nobody's
     temperature,  # [slots] fp32, 0: the largest
     seed,  # [slots] int64
     position,  # [rows] int64
@@ -148,30 +214,37 @@ def draw_rows(
 ):
     """The token of every row, the first of equals, and its score."""
     scores, bound = np.empty(_CHUNK, np.float32), np.empty(_CHUNK, np.float32)
-    for row in range(len(slot)):
-        at = slot[row]
-        heat = temperature[at] if at >= 0 else _F(0)
-        state = state_of(seed[at], position[row] + salt) if at >= 0 else _U(0)
-        best, chosen = _F(-np.inf), 0
-        for start in range(0, vocab_size, _CHUNK):
-            count = min(_CHUNK, vocab_size - start)
-            _load(flat, row * stride + start, count, scores)
-            if heat == 0:
-                if _any_above(scores, count, best):
-                    for i in range(count):
-                        if scores[i] > best:
-                            best, chosen = scores[i], start + i
-                continue
-            if apply_temperature:
-                for i in range(count):
-                    scores[i] = scores[i] / heat
-            _bound(scores, count, state, start, bound)
-            floor = _below(best)
-            if _any_above(bound, count, floor):
-                for i in range(count):
-                    if bound[i] > floor:
-                        now = _F(scores[i] + noise_of(_hash(state, _U(start + i))))
-                        if now > best:
-                            best, chosen = now, start + i
-                            floor = _below(best)
-        token[row, 0], score[row, 0] = chosen, best
+    for row in range(len(req_idx)):
+        _draw_row(
+            row, flat, stride, vocab_size, req_idx, temperature, seed, position, salt,
+            apply_temperature, token, score, scores, bound,
+        )  # fmt: skip
+
+
+@njit
+def draw_along(
+    draft,  # [rows] integers, a node's token; negative: not to be accepted
+    first_row,  # [R+1] int32
+    owner,  # [R] integers, where a request's tree waits
+    parent,  # [S, N] int32
+    flat, stride, vocab_size, req_idx, temperature, seed, position, salt, apply_temperature,
+    token, score,
+):  # fmt: skip
+    """`draw_rows` of the roots, and of nodes whose token is what a drawn parent drew."""
+    scores, bound = np.empty(_CHUNK, np.float32), np.empty(_CHUNK, np.float32)
+    token[:, 0] = -1
+    for request in range(len(owner)):
+        first, last = first_row[request], min(first_row[request + 1], len(req_idx))
+        for row in range(first, last):
+            node = row - first
+            if node > 0:
+                if node > parent.shape[1]:
+                    break
+                above = parent[owner[request], node - 1]
+                # −1, not drawn, is no draft's token.
+                if draft[row] < 0 or above < 0 or token[first + above, 0] != draft[row]:
+                    continue
+            _draw_row(
+                row, flat, stride, vocab_size, req_idx, temperature, seed, position, salt,
+                apply_temperature, token, score, scores, bound,
+            )  # fmt: skip

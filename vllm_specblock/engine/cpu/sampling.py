@@ -7,23 +7,23 @@ import itertools
 import torch
 
 
-def temperature(logits, _0, slot, temperature, vocab_size, BLOCK_SIZE):
-    heat = temperature[slot]
-    logits /= torch.where(heat == 0, 1.0, heat)[:, None]
+def temperature(logits, _0, req_idx, temperature, vocab_size, BLOCK_SIZE):
+    row_temperature = temperature[req_idx]
+    logits /= torch.where(row_temperature == 0, 1.0, row_temperature)[:, None]
 
 
-def min_p(logits, _0, slot, min_p, vocab_size, BLOCK_SIZE):
+def min_p(logits, _0, req_idx, min_p, vocab_size, BLOCK_SIZE):
     # log(0) = −inf keeps everything, as a request without min_p wants.
-    floor = logits.max(dim=1).values + min_p[slot].log()
+    floor = logits.max(dim=1).values + min_p[req_idx].log()
     logits.masked_fill_(logits < floor[:, None], float("-inf"))
 
 
 def penalties(
-    logits, _0, slot, token, node, repetition, frequency, presence, prompt_mask, _1,
+    logits, _0, req_idx, token, node, repetition, frequency, presence, prompt_mask, _1,
     output_counts, _2, vocab_size, BLOCK_SIZE,
 ):  # fmt: skip
     bits = torch.arange(32, dtype=torch.int32)
-    for row, (at, place) in enumerate(zip(slot.tolist(), node.tolist())):
+    for row, (at, place) in enumerate(zip(req_idx.tolist(), node.tolist())):
         scale, per_use, once = (float(p[at]) for p in (repetition, frequency, presence))
         if scale == 1 and per_use == 0 and once == 0:
             continue
@@ -41,11 +41,11 @@ def penalties(
 
 
 def logit_bias(
-    logits, _0, vocab_size, slot, num_allowed, allowed, _1, num_biased, biased, _2, bias, _3,
+    logits, _0, vocab_size, req_idx, num_allowed, allowed, _1, num_biased, biased, _2, bias, _3,
     position, min_len, num_stops, restore, stops, _4, BLOCK_SIZE, LOGITS_BLOCK_SIZE,
     CHECK_ALL_MASKED_ROWS,
 ):  # fmt: skip
-    for row, (at, place) in enumerate(zip(slot.tolist(), position.tolist())):
+    for row, (at, place) in enumerate(zip(req_idx.tolist(), position.tolist())):
         scores = logits[row, :vocab_size]
         if count := int(num_allowed[at]):
             kept = allowed[at, :count].long()
@@ -61,10 +61,10 @@ def logit_bias(
 
 
 def bad_words(
-    logits, _0, slot, words, _1, offsets, _2, num_words, all_token_ids, _3, prompt_len,
+    logits, _0, req_idx, words, _1, offsets, _2, num_words, all_token_ids, _3, prompt_len,
     total_len, token, node,
 ):  # fmt: skip
-    for row, (at, place) in enumerate(zip(slot.tolist(), node.tolist())):
+    for row, (at, place) in enumerate(zip(req_idx.tolist(), node.tolist())):
         count = int(num_words[at])
         if not count:
             continue

@@ -1,0 +1,201 @@
+"""Who takes part in the controlled comparison: SpecBlock, its ablations, and the baselines.
+
+All start from the target's LM head where their widths allow it, name the same draft vocabulary,
+and come as close to SpecBlock's parameter count as their sizes allow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from baselines.eagle3 import Eagle3
+from baselines.falcon import Falcon
+from baselines.medusa import Medusa
+from baselines.parallelspec import ParallelSpec
+from baselines.sps import SmallModel
+from torch import Tensor
+
+from vllm_specblock.drafters.specblock.untrained import init
+from vllm_specblock.train.config import TrainError
+from vllm_specblock.train.learner import Learner
+from vllm_specblock.train.specblock import Recipe, SpecBlockLearner
+
+ABLATIONS: dict[str, dict[str, Any]] = {
+    "specblock": {},
+    "− prefix broadcast": {"prefix_broadcast": False},
+    "− layer-wise shift": {"layer_shift": False},
+    "− valid-prefix mask": {"valid_prefix": False},
+    "mask restarted": {"mask_restart": True},
+    "ordinal rank loss": {"rank_loss": "ordinal"},
+    "rank_topk full": {"rank_topk": "full"},
+    "RoPE along the path": {"block_rope": "path"},
+}
+"""What each variant of SpecBlock changes: of Table 2, then of the choices left open. That of
+rank-guided branching is no other drafter, but another tree of the first."""
+
+STUDIES: dict[str, dict[str, Any]] = {
+    "loss floor 0": {"loss_floor": 0.0},
+    "loss floor 0.25": {"loss_floor": 0.25},
+    "loss floor 1": {"loss_floor": 1.0},
+    "shift at a tenth": {"shift_lr": 0.1},
+    "shift at a hundredth": {"shift_lr": 0.01},
+    "LM head from scratch": {"lm_head": "scratch"},
+}
+"""Variants of SpecBlock that take part only where they are named: what the paper says otherwise
+than we do (eq. 6 divides by the rows that are left, a floor of 0), and how the shift learns."""
+
+BASELINES = ("EAGLE-3", "Medusa", "ParallelSpec", "Falcon", "SpS")
+EVERYONE = (*ABLATIONS, *BASELINES)
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """What every drafter is made for.
+
+    Attributes:
+        target: folder of the target; config: its transformers config.
+        d2t [Vd] int64, t2d [V] bool: draft vocabulary.
+        counts: [V] int64, which it was chosen by.
+        head: [Vd, Ht] fp32, the target's LM head; folded: with its final norm in it.
+        layer_ids: target layers that are read.
+        recipe: how SpecBlock learns.
+        budget: N, nodes of everybody's trees.
+        seed: of the weights.
+        sizes: changes to SpecBlock's own layers: keys of `draft.untrained.init`.
+    """
+
+    target: Any
+    config: Any
+    d2t: Tensor
+    t2d: Tensor
+    counts: Tensor
+    head: Tensor
+    folded: Tensor
+    layer_ids: tuple[int, int, int]
+    recipe: Recipe
+    budget: int
+    seed: int
+    sizes: dict[str, Any] = field(default_factory=dict)
+
+
+def make(name: str, run_context: RunContext) -> Learner:
+    """The drafter called `name`, untrained.
+
+    Raises:
+        TrainError: nobody is called so.
+    """
+    variants = ABLATIONS | STUDIES
+    if name in variants:
+        return _specblock(run_context, **variants[name])
+    if name not in BASELINES:
+        known = ", ".join((*EVERYONE, *STUDIES))
+        raise TrainError(f"No drafter is called {name!r}; there are {known}.")
+    wanted = parameters(_specblock(run_context))
+    of_target = (run_context.config, run_context.d2t, run_context.t2d, run_context.seed)
+    if name == "EAGLE-3":
+        return _matched(
+            wanted,
+            lambda width: Eagle3.for_target(
+                *of_target,
+                run_context.folded,
+                layer_ids=run_context.layer_ids,
+                intermediate_size=width,
+            ),
+        )
+    if name == "Medusa":
+        # Its heads have no width of their own: their depth is what can be chosen.
+        return _matched(
+            wanted,
+            lambda depth: Medusa.for_target(
+                *of_target, run_context.head, num_layers=depth, budget=run_context.budget
+            ),
+            step=1,
+        )
+    if name == "ParallelSpec":
+        return _matched(
+            wanted,
+            lambda width: ParallelSpec.for_target(
+                *of_target,
+                run_context.folded,
+                budget=run_context.budget,
+                layer_ids=run_context.layer_ids,
+                intermediate_size=width,
+            ),
+        )
+    if name == "Falcon":
+        return _matched(
+            wanted,
+            lambda width: Falcon.for_target(
+                *of_target,
+                run_context.folded,
+                budget=run_context.budget,
+                layer_ids=run_context.layer_ids,
+                intermediate_size=width,
+            ),
+        )
+    return _small_model(run_context, wanted)
+
+
+def _small_model(run_context: RunContext, wanted: int) -> SmallModel:
+    """Two thirds as wide as the target and half as deep, with whole heads of 32 or more.
+
+    Narrower where the embedding, which is the whole vocabulary's, leaves too little for the layers:
+    their MLPs are to be as wide as the model at least.
+    """
+    head_dim = max(32, run_context.config.hidden_size // run_context.config.num_attention_heads)
+    widest = max(1, round(2 / 3 * run_context.config.hidden_size / head_dim))
+    for heads in range(widest, 0, -1):
+        found = _matched(wanted, partial(_llama, run_context, heads, head_dim))
+        if found.config.intermediate_size >= heads * head_dim:
+            break
+    return found
+
+
+def _llama(run_context: RunContext, heads: int, head_dim: int, width: int) -> SmallModel:
+    return SmallModel.for_target(
+        run_context.config,
+        run_context.d2t,
+        run_context.t2d,
+        run_context.seed,
+        hidden_size=heads * head_dim,
+        intermediate_size=width,
+        num_hidden_layers=max(2, run_context.config.num_hidden_layers // 2),
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+    )
+
+
+def parameters(learner: Learner) -> int:
+    """Numbers that are trained."""
+    return sum(weight.numel() for weight in learner.parameters())
+
+
+def _matched(wanted: int, make: Callable[[int], Learner], step: int = 16) -> Learner:
+    """`make(size)` of the size, a multiple of `step`, whose parameters are nearest to `wanted`."""
+    one, two = (parameters(make(times * step)) for times in (1, 2))
+    best = max(1, round(1 + (wanted - one) / (two - one)))  # parameters grow linearly
+    return make(best * step)
+
+
+def _specblock(
+    run_context: RunContext, lm_head: str = "target", **changes: Any
+) -> SpecBlockLearner:
+    of_recipe = {k: v for k, v in changes.items() if k in Recipe.__dataclass_fields__}
+    choices = {k: v for k, v in changes.items() if k not in of_recipe}
+    drafter = init(
+        run_context.target,
+        draft_vocab_size=len(run_context.d2t),
+        layer_ids=run_context.layer_ids,
+        token_counts=run_context.counts,
+        seed=run_context.seed,
+        **run_context.sizes,
+        **choices,
+    )
+    if lm_head == "target":
+        with torch.no_grad():
+            drafter.lm_head.weight.copy_(run_context.folded)
+    return SpecBlockLearner(drafter, replace(run_context.recipe, **of_recipe))

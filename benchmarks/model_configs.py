@@ -1,0 +1,109 @@
+"""Targets and drafters of real sizes and no training: configs for vLLM's dummy loader, weights."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from synthetic_training import SHAPES
+from transformers import PretrainedConfig, Qwen3Config
+
+from vllm_specblock.drafters.specblock import checkpoint
+from vllm_specblock.drafters.specblock.config import default_layer_ids
+from vllm_specblock.drafters.specblock.model import SpecBlockModel
+
+
+@dataclass(frozen=True)
+class Model:
+    """A target's config, and Vd of its drafters."""
+
+    target: PretrainedConfig
+    draft_vocab: int
+
+
+MODELS = {
+    "llama-8b": Model(SHAPES["8b"].target, SHAPES["8b"].draft_vocab),  # Llama-3.1-8B
+    "qwen3-8b": Model(
+        Qwen3Config(
+            hidden_size=4096,
+            intermediate_size=12288,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            head_dim=128,
+            num_hidden_layers=36,
+            vocab_size=151936,
+            max_position_embeddings=40960,
+        ),
+        draft_vocab=32000,
+    ),
+    "qwen3-32b": Model(
+        Qwen3Config(
+            hidden_size=5120,
+            intermediate_size=25600,
+            num_attention_heads=64,
+            num_key_value_heads=8,
+            head_dim=128,
+            num_hidden_layers=64,
+            vocab_size=151936,
+            max_position_embeddings=40960,
+        ),
+        draft_vocab=32000,
+    ),
+    "tiny": Model(SHAPES["tiny"].target, SHAPES["tiny"].draft_vocab),
+}
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+
+
+def write_target(folder: Path, model: Model, length: int) -> Path:
+    """A folder with the target's config and nothing else, for prompts and answers of `length`."""
+    model.target.save_pretrained(folder)
+    path = folder / "config.json"
+    raw = json.loads(path.read_text())
+    raw |= {
+        "architectures": [ARCHITECTURES[model.target.model_type]],
+        "max_position_embeddings": max(length, model.target.max_position_embeddings),
+    }
+    path.write_text(json.dumps(raw))
+    return folder
+
+
+def make_drafter(target: Path, model: Model) -> SpecBlockModel:
+    """An untrained SpecBlock drafter for the target in a folder."""
+    return checkpoint.init(target, draft_vocab_size=model.draft_vocab, target_name="random")
+
+
+def write_drafter(folder: Path, target: Path, model: Model) -> Path:
+    """That drafter in bf16 on disk. The engine reads a drafter's weights also where the target's
+    are dummies: 1.5 GB at the size of an 8B target."""
+    checkpoint.save(make_drafter(target, model).to(torch.bfloat16), folder)
+    return folder
+
+
+def write_eagle3(folder: Path, model: Model) -> Path:
+    """The config of an EAGLE-3 drafter: one decoder layer like the target's, for the dummy loader.
+
+    Its layer is Llama's whatever the target is, as those of published EAGLE-3 drafters are.
+    """
+    target, folder = model.target, Path(folder)
+    layers = list(default_layer_ids(target.num_hidden_layers))
+    kept = (
+        "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
+        "head_dim", "vocab_size", "rms_norm_eps", "max_position_embeddings",
+    )  # fmt: skip
+    raw = {name: getattr(target, name) for name in kept} | {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "draft_vocab_size": model.draft_vocab,
+        "tie_word_embeddings": False,
+        "eagle_aux_hidden_state_layer_ids": layers,
+        "eagle_config": {
+            "use_aux_hidden_state": True,
+            "eagle_aux_hidden_state_layer_ids": layers,
+        },
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(raw))
+    return folder

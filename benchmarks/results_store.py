@@ -1,0 +1,79 @@
+"""Results of a benchmark in a file that grows with each of them: a killed run goes on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from vllm_specblock.bench.methods import weights
+from vllm_specblock.bench.table import markdown_table
+from vllm_specblock.train import provenance
+
+__all__ = ["MEASURED", "ROOT", "ResultsStore", "from_root", "markdown_table", "weights"]
+
+ROOT = Path(__file__).resolve().parent.parent
+MEASURED = ROOT / "runs/results"
+"""Where benchmarks leave their figures unless told. Git does not know the folder: what RESULTS.md
+quotes is copied to benchmarks/results/, or a call would go on with another machine's figures."""
+
+
+def from_root(path: Path) -> str:
+    """`path` as seen from the repository's root, where it lies below: without anyone's folders."""
+    path = path.resolve()
+    return path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else str(path)
+
+
+class ResultsStore:
+    """Results by name, and the settings they were measured with.
+
+    Args:
+        path: a JSON file; made, or gone on with.
+        settings: what all results have in common; JSON's types only.
+
+    Raises:
+        SystemExit: the file has results of other settings, of another revision of the code, or
+            with other versions of what it stands on.
+    """
+
+    def __init__(self, path: Path, settings: dict[str, Any]):
+        self.path, self.settings = path, settings
+        # Of the code that is about to be measured: the tree may change while it runs.
+        self.provenance = provenance.provenance()
+        self.results: dict[str, Any] = {}
+        if path.exists():
+            known = json.loads(path.read_text(encoding="utf-8"))
+            now = _circumstances(settings, self.provenance)
+            then = _circumstances(known["settings"], known["provenance"])
+            other = {key for key in now.keys() | then.keys() if now.get(key) != then.get(key)}
+            if other:
+                raise SystemExit(
+                    f"{path} has results with other {', '.join(sorted(other))}: give another "
+                    "--out, or delete it."
+                )
+            self.results = known["results"]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.results
+
+    def add(self, name: str, result: Any) -> None:
+        """Keep a result; the file is whole at any time."""
+        self.results[name] = result
+        text = json.dumps(
+            {
+                "settings": self.settings,
+                "provenance": self.provenance,
+                "results": self.results,
+            },
+            indent=1,
+            ensure_ascii=False,
+        )
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        aside = self.path.with_suffix(".partial")
+        aside.write_text(text + "\n", encoding="utf-8")
+        aside.replace(self.path)
+
+
+def _circumstances(settings: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
+    """All that has to be equal for results to be compared; `facts` as `provenance` has them."""
+    return {**settings, "revision": facts["git"]["plugin"], "versions": facts["versions"]}

@@ -1,0 +1,130 @@
+"""The judged depth against a plain count, and that it is paired and computed once."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from support.records import random_record, small_drafter, small_teacher
+
+from vllm_specblock.adapt.book import Book
+from vllm_specblock.adapt.learning.judge import Judge, depth_along
+from vllm_specblock.adapt.learning.pool import Version
+from vllm_specblock.adapt.policy.actions import held
+from vllm_specblock.adapt.policy.interface import Action
+from vllm_specblock.drafters.specblock.dense_cache import DenseCache
+from vllm_specblock.train.losses import RANK_BUCKETS
+
+
+@torch.no_grad()
+def counted_depth(drafter, sequence) -> float:
+    """Row by row, from a fresh cache each."""
+    K, depths = drafter.config.block_size, []
+    for root in range(sequence.prompt, len(sequence.tokens) - 1):
+        cache = DenseCache(drafter.config)
+        rows = torch.arange(root)
+        hidden = drafter(
+            drafter.condition(sequence.hidden[rows]),
+            sequence.embed(sequence.tokens[rows + 1]),
+            rows + 1,
+            cache.append(),
+        )[-1:]
+        states = [hidden]
+        if root + K < len(sequence.tokens):
+            start = torch.tensor([root + K])
+            states.append(
+                drafter(
+                    hidden[:, -1],
+                    sequence.embed(sequence.tokens[start]),
+                    torch.tensor([root]),
+                    cache.grow().starts(torch.tensor([0]), torch.tensor([K - 1])),
+                )
+            )
+        depth = 0
+        for k, state in enumerate(torch.cat(states, 1)[0]):
+            place = root + 1 + k
+            if place >= len(sequence.tokens):
+                break
+            ranked = drafter.target_ids(drafter.heads(state)[0].argsort(descending=True)).tolist()
+            token = int(sequence.tokens[place])
+            rank = ranked.index(token) + 1 if token in ranked else math.inf
+            depth += rank <= RANK_BUCKETS[1]
+            if rank > 1:
+                break
+        depths.append(depth)
+    return sum(depths) / len(depths)
+
+
+def test_depth_is_the_plain_count():
+    drafter, teacher = small_drafter(), small_teacher()
+    found = []
+    for seed in range(6):
+        sequence = teacher.sequence(random_record("r", rows=24, prompt=5, seed=seed))
+        found.append(depth_along(drafter, sequence))
+        assert found[-1] == pytest.approx(counted_depth(drafter, sequence))
+    assert len(set(found)) > 3 and max(found) > 0.2
+
+
+def versions() -> tuple[Version, Version]:
+    return tuple(
+        Version(number, held(small_drafter(seed), Action.FULL))
+        for number, seed in enumerate((3, 4))
+    )
+
+
+def book_of(names: range, room: float = 512) -> Book:
+    book = Book(room)
+    for number in names:
+        book.add(random_record(f"request {number}", seed=number))
+    return book
+
+
+def test_versions_are_compared_on_judged_records_alone():
+    book, (one, other) = book_of(range(40)), versions()
+    judge = Judge(small_drafter(), small_teacher(), most=1000)
+    expected = [
+        judge.depth(one, record) - judge.depth(other, record) for record in book.recent.records
+    ]
+    assert len(expected) > 3 and any(expected)
+    found = judge.difference(one, other, book)
+    assert found == pytest.approx(sum(expected) / len(expected))
+    assert judge.difference(other, one, book) == pytest.approx(-found)
+    before = [1 + judge.depth(other, record) for record in book.recent.records]
+    gain = judge.gain(one, other, book)
+    assert gain == pytest.approx(found / (sum(before) / len(before)))
+
+
+def test_old_and_recent_weigh_the_same():
+    record = random_record("any")
+    book, (one, other) = book_of(range(80), 4 * (4 * record.size + 8) / 2**20), versions()
+    judge = Judge(small_drafter(), small_teacher())
+    means = [
+        sum(judge.depth(one, each) - judge.depth(other, each) for each in part) / len(part)
+        for part in (book.recent.records, book.old.records)
+    ]
+    assert means[0] != means[1]
+    assert judge.difference(one, other, book) == pytest.approx(sum(means) / 2)
+
+
+def test_a_pair_is_computed_once(monkeypatch):
+    calls = []
+    real = depth_along
+    monkeypatch.setattr(
+        "vllm_specblock.adapt.learning.judge.depth_along",
+        lambda *given: calls.append(1) or real(*given),
+    )
+    book, (one, other) = book_of(range(40)), versions()
+    judge = Judge(small_drafter(), small_teacher())
+    first = judge.difference(one, other, book)
+    assert calls
+    count = len(calls)
+    assert judge.difference(one, other, book) == first
+    assert len(calls) == count
+
+
+def test_without_judged_records_nothing_is_said():
+    one, other = versions()
+    judge = Judge(small_drafter(), small_teacher())
+    assert math.isnan(judge.difference(one, other, Book()))
+    assert math.isnan(judge.depth(one, random_record("r", rows=5, prompt=4)))

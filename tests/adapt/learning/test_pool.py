@@ -1,0 +1,117 @@
+"""Which version serves, by evidence on fresh texts."""
+
+from __future__ import annotations
+
+import random
+
+from vllm_specblock.adapt.learning.pool import Pool, Version
+
+
+def serve(pool: Pool, depth, count: int, seed: int = 0):
+    """(number of the text, version) of each return; `depth` by number, with a shared spread."""
+    draw, found = random.Random(seed), []
+    for number in range(1, count + 1):
+        text = draw.gauss(0, 1)  # paired: what is common to all versions does not matter
+        told = {v.number: depth[v.number] + text + draw.gauss(0, 0.2) for v in pool.kept}
+        back = pool.judge(told)
+        if back is not None:
+            found.append((number, back.number))
+    return found
+
+
+def version(number: int) -> Version:
+    return Version(number, {})
+
+
+def test_a_better_version_becomes_the_last_good_one_and_stays():
+    pool = Pool(version(0))
+    pool.offer(version(1))
+    assert (pool.good.number, pool.current.number) == (0, 1)
+    assert not serve(pool, {0: 2.0, 1: 2.3}, 200)
+    assert pool.good.number == 1
+    assert [each.number for each in pool.kept] == [1, 0]
+
+
+def test_a_worse_version_is_left_for_the_one_before():
+    pool = Pool(version(0))
+    pool.offer(version(1))
+    ((when, back),) = serve(pool, {0: 2.0, 1: 1.5}, 200)
+    assert back == 0 == pool.current.number == pool.good.number
+    assert 8 < when < 60
+    assert pool.returns == [0]
+
+
+def test_evidence_outlives_offers():
+    """Offers come every few texts; were it forgotten, no worse line of versions would be left."""
+    pool, found, depth = Pool(version(0)), [], {0: 2.0}
+    for number in range(1, 30):
+        depth[number] = 1.5
+        pool.offer(version(number))
+        found += serve(pool, depth, 4, seed=number)
+        if found:
+            break
+    assert found and number < 12
+
+
+def test_a_domain_that_comes_back_finds_its_version():
+    pool = Pool(version(0))
+    pool.offer(version(1))
+    assert not serve(pool, {0: 2.0, 1: 3.0}, 100)
+    ((_, back),) = serve(pool, {0: 3.8, 1: 3.0}, 100)
+    assert back == 0
+    # What was good elsewhere is kept.
+    assert pool.earlier is not None and pool.earlier.number == 1
+    ((_, back),) = serve(pool, {0: 2.0, 1: 3.0}, 100)
+    assert back == 1
+
+
+def test_the_longest_good_version_is_kept_as_the_earlier_one():
+    pool, depth = Pool(version(0)), {number: 2.0 + number for number in range(4)}
+    for number, texts in ((1, 100), (2, 30), (3, 30)):
+        pool.offer(version(number))
+        serve(pool, depth, texts)
+    assert pool.good.number == 3 and pool.earlier is not None
+    assert pool.earlier.number == 1
+
+
+def test_roll_back_is_to_the_last_good_version():
+    pool = Pool(version(0))
+    assert pool.roll_back() is None
+    pool.offer(version(1))
+    pool.call_good()
+    pool.offer(version(2))
+    back = pool.roll_back()
+    assert back is not None and back.number == 1 == pool.current.number
+
+
+def test_at_most_four_versions_are_kept():
+    pool = Pool(version(0))
+    for number in range(1, 40):
+        pool.offer(version(number))
+        if number % 3 == 0:
+            pool.call_good()
+        assert len(pool.kept) <= 4
+        assert pool.origin in pool.kept and pool.current is pool.kept[0]
+
+
+def test_what_was_gone_back_to_can_be_left_again():
+    """The evidence for the return is used up by it."""
+    pool = Pool(version(0))
+    pool.offer(version(1))
+    assert serve(pool, {0: 2.0, 1: 1.5}, 60)
+    pool.offer(version(2))
+    assert not serve(pool, {0: 2.0, 1: 1.5, 2: 2.2}, 60)
+    assert pool.current.number == 2
+
+
+def test_two_domains_that_take_turns_keep_a_version_each():
+    pool = Pool(version(0))
+    pool.offer(version(1))
+    serve(pool, {0: 1.0, 1: 3.0}, 150)
+    pool.offer(version(2))
+    serve(pool, {0: 1.0, 1: 1.5, 2: 3.0}, 40)
+    for turn in range(4):
+        one, other = (1, 2) if turn % 2 == 0 else (2, 1)
+        ((_, back),) = serve(pool, {0: 1.0, one: 3.0, other: 1.5}, 60, seed=turn)
+        assert back == one
+        assert {1, 2} <= {each.number for each in pool.kept}

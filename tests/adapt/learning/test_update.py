@@ -1,0 +1,127 @@
+"""Updates: what they change, that they learn, and that what is not finite changes nothing."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from support.records import random_record, small_drafter, small_teacher
+
+from vllm_specblock.adapt.learning.anchor import anchor
+from vllm_specblock.adapt.learning.update import UpdateConfig, Updater
+from vllm_specblock.adapt.policy.actions import held, parameters, put
+from vllm_specblock.adapt.policy.interface import Action
+
+HEADS = {"lm_head.weight", "rank_head.0.weight", "rank_head.2.weight"}
+
+
+@pytest.fixture
+def train_batch():
+    records = [random_record(f"{n}", rows=20, seed=n) for n in range(4)]
+    return small_teacher().train_batch(records, step=0, seed=1)
+
+
+def state_of(updater: Updater):
+    return copy.deepcopy((updater.drafter.state_dict(), updater.optimizer.state_dict()["state"]))
+
+
+def changed(before, after) -> set[str]:
+    return {name for name in before if not torch.equal(before[name], after[name])}
+
+
+@pytest.mark.parametrize("action", [Action.HEADS, Action.FULL])
+def test_updates_lower_the_loss_on_their_own_rows(action, train_batch):
+    updater = Updater(small_drafter(), UpdateConfig(lr=1e-3))
+    report = updater.update(action, [train_batch] * 20)
+    assert report.losses[-1] < report.losses[0] - 0.1
+    assert (len(report.losses), report.refused, updater.steps) == (20, 0, 20)
+    assert report.seconds > 0
+
+
+def test_each_action_changes_its_own_parameters(train_batch):
+    updater = Updater(small_drafter())
+    before = state_of(updater)[0]
+    updater.update(Action.HEADS, [train_batch])
+    middle = state_of(updater)[0]
+    assert changed(before, middle) == HEADS == set(parameters(updater.drafter, Action.HEADS))
+    updater.update(Action.FULL, [train_batch])
+    assert changed(middle, state_of(updater)[0]) == set(parameters(updater.drafter, Action.FULL))
+
+
+def test_no_decay_and_three_times_the_rate_for_heads(train_batch):
+    """Adam's first step is the rate, whatever the gradient, and no weight shrinks by itself."""
+    for action, rate in ((Action.FULL, 1e-3), (Action.HEADS, 3e-3)):
+        updater = Updater(small_drafter(), UpdateConfig(lr=1e-3))
+        before = updater.drafter.lm_head.weight.detach().clone()
+        updater.update(action, [train_batch])
+        moved = (updater.drafter.lm_head.weight.detach() - before).abs()
+        assert float(moved.max()) == pytest.approx(rate, rel=1e-2)
+
+
+def test_a_batch_that_is_not_finite_changes_nothing(train_batch):
+    updater = Updater(small_drafter())
+    updater.update(Action.FULL, [train_batch])
+    before = state_of(updater)
+    hidden = train_batch.target_outputs.hidden.clone()
+    hidden[1, 8, 3] = float("nan")
+    poisoned = replace(
+        train_batch, target_outputs=train_batch.target_outputs._replace(hidden=hidden)
+    )
+    for action in (Action.HEADS, Action.FULL):
+        report = updater.update(action, [poisoned])
+        assert (report.losses, report.refused) == ((), 1)
+    after = state_of(updater)
+    assert not changed(before[0], after[0])
+    assert str(before[1]) == str(after[1])  # moments and counts
+    assert (updater.refused, updater.steps) == (2, 1)
+    assert updater.update(Action.FULL, [poisoned, train_batch]).losses
+
+
+def test_a_loss_that_is_not_finite_changes_nothing_though_its_gradient_is(train_batch):
+    updater = Updater(small_drafter())
+    updater.learner.register_forward_hook(
+        lambda module, given, found: found._replace(loss=found.loss + float("inf"))
+    )
+    before = state_of(updater)
+    assert updater.update(Action.FULL, [train_batch]).refused == 1
+    assert not changed(before[0], state_of(updater)[0])
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing(train_batch):
+    updater = Updater(small_drafter())
+    updater.drafter.input_layer.fuse.weight.register_hook(lambda grad: grad * float("inf"))
+    before = state_of(updater)
+    assert updater.update(Action.FULL, [train_batch]).refused == 1
+    assert not changed(before[0], state_of(updater)[0])
+
+
+def test_the_anchor_is_zero_at_the_origin_and_holds_back(train_batch):
+    drafter = small_drafter()
+    at_origin = anchor(drafter, copy.deepcopy(drafter), train_batch)
+    assert float(at_origin.detach()) == pytest.approx(0, abs=1e-6)
+    away = {}
+    for weight in (0.0, 10.0):
+        updater = Updater(small_drafter(), UpdateConfig(lr=1e-3, anchor=weight))
+        updater.update(Action.FULL, [train_batch] * 15)
+        away[weight] = float(anchor(updater.drafter, drafter, train_batch).detach())
+    assert 0 < away[10.0] < away[0.0] / 2
+
+
+def test_a_version_of_heads_shares_the_trunk_and_comes_back(train_batch):
+    updater = Updater(small_drafter())
+    first = held(updater.drafter, Action.FULL)
+    updater.update(Action.HEADS, [train_batch])
+    second = held(updater.drafter, Action.HEADS, first)
+    assert {name for name in first if first[name] is not second[name]} == HEADS
+    other = small_drafter(seed=9)
+    put(other, second)
+    assert not changed(dict(other.named_parameters()), dict(updater.drafter.named_parameters()))
+    put(updater.drafter, first)
+    assert not changed(dict(updater.drafter.named_parameters()), first)
+
+
+def test_to_skip_is_no_update():
+    with pytest.raises(ValueError, match="no update"):
+        Updater(small_drafter()).update(Action.SKIP, [])

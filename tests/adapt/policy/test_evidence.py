@@ -1,0 +1,82 @@
+"""Rates and delays of the evidence, simulated with a spread between requests of 0.3 tokens."""
+
+from __future__ import annotations
+
+import random
+from statistics import median
+
+import pytest
+
+from vllm_specblock.adapt.policy.evidence import GOOD, BettingEvidence, FallDetector
+
+SPREAD = 0.3
+
+
+def first(detector, draw, mean: float, count: int) -> int | None:
+    """Number of the request that decides, None within `count`."""
+    return next((i for i in range(1, count + 1) if detector.add(draw.gauss(mean, SPREAD))), None)
+
+
+def test_wealth_by_hand():
+    evidence = BettingEvidence(threshold=3.0)
+    assert not evidence.add(0.25) and evidence.wealth == 0.75
+    assert not evidence.add(-9.0) and evidence.wealth == 1.5  # from 1, and clipped
+    assert not evidence.add(float("nan")) and evidence.wealth == 1.5
+    assert not evidence.add(-0.5) and evidence.wealth == 2.25
+    assert evidence.add(-0.5)
+    evidence.reset()
+    assert evidence.wealth == 1.0
+
+
+def test_a_version_that_is_better_is_seldom_left():
+    draw = random.Random(0)
+    left = sum(first(BettingEvidence(), draw, 0.05, 1000) is not None for _ in range(300))
+    assert left <= 3
+
+
+def test_equal_versions_are_left_as_seldom_as_the_threshold_says():
+    """Once in `threshold` requests on average at most; with 20 in place of 1,000 it can be seen."""
+    draw = random.Random(1)
+    evidence, found, count = BettingEvidence(GOOD), 0, 60_000
+    for _ in range(count):
+        if evidence.add(draw.gauss(0, SPREAD)):
+            found += 1
+            evidence.reset()
+    assert 20 < found < count / GOOD
+
+
+@pytest.mark.parametrize("loss, delay", [(0.1, 116), (0.2, 49), (0.5, 22), (1.0, 18)])
+def test_a_loss_after_good_requests_is_found(loss, delay):
+    draw, delays = random.Random(2), []
+    for _ in range(150):
+        evidence = BettingEvidence()
+        if first(evidence, draw, 0.05, 300) is None:
+            delays.append(first(evidence, draw, -loss, 2000))
+    assert median(delays) == pytest.approx(delay, rel=0.2)
+
+
+def test_a_fall_of_tau_trips_and_noise_does_not():
+    draw, delays, false = random.Random(3), [], 0
+    for _ in range(100):
+        detector = FallDetector()
+        if first(detector, draw, 3.0, 300) is not None:
+            false += 1
+            continue
+        delays.append(first(detector, draw, 2.0, 300))
+    assert false <= 5
+    assert None not in delays
+    assert median(delays) <= 6
+
+
+def test_a_rise_of_tau_does_not_trip():
+    draw, detector = random.Random(4), FallDetector()
+    assert first(detector, draw, 2.0, 200) is None
+    assert first(detector, draw, 3.0, 200) is None
+    detector.reset()
+    assert detector.excess == 0 and not detector.add(-100.0)
+
+
+def test_equal_requests_do_not_make_it_jumpy():
+    detector = FallDetector()
+    assert not any(detector.add(tau) for tau in [3.0] * 40 + [2.95])
+    assert any(detector.add(2.5) for _ in range(2))

@@ -1,0 +1,230 @@
+"""Versions as folders: they load like any drafter, and what is not whole is told of, and left."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import stat
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from support.adapting import VOCAB, Pair
+from support.records import small_drafter
+
+from vllm_specblock.adapt.files import lock_folder
+from vllm_specblock.adapt.versions import KEPT, VersionFolder
+from vllm_specblock.drafters.specblock import checkpoint
+from vllm_specblock.train.config import TrainError
+
+FACTS = {"parent": None, "action": "heads", "rows": 12, "gain": 0.5}
+
+
+@pytest.fixture
+def pair(tmp_path) -> Pair:
+    return Pair.make(tmp_path)
+
+
+@pytest.fixture
+def folder(pair, tmp_path) -> VersionFolder:
+    made = VersionFolder(tmp_path / "out", pair.drafter, pair.target)
+    made.lock()
+    return made
+
+
+def other_drafter(seed: int = 8):
+    return small_drafter(seed, vocab=VOCAB)
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_a_version_is_a_drafter_with_its_provenance(folder):
+    drafter = other_drafter()
+    name = folder.write(drafter, FACTS)
+    assert name == "version-00001" and folder.current() == (None, None)
+    folder.use(name)
+    path, sentence = folder.current()
+    assert path == folder.out / name and sentence is None
+    loaded = checkpoint.load(path)
+    for key, value in drafter.state_dict().items():
+        assert torch.equal(loaded.state_dict()[key], value)
+    told = json.loads((path / "provenance.json").read_text())
+    assert told["adaptation"].items() >= FACTS.items() and "torch" in told["versions"]
+    assert folder.write(drafter, {**FACTS, "parent": name}) == "version-00002"
+    assert [each["parent"] for each in folder.listed().values()] == [None, name]
+
+
+def test_only_the_owner_can_look(folder):
+    name = folder.write(other_drafter(), FACTS)
+    folder.use(name)
+    for path in (folder.out, *folder.out.rglob("*")):
+        assert mode(path) == (0o700 if path.is_dir() else 0o600), path
+
+
+def test_nothing_is_made_for_a_look(pair, tmp_path):
+    folder = VersionFolder(tmp_path / "none", pair.drafter, pair.target)
+    assert folder.current() == (None, None) and folder.listed() == {} and folder.chosen() == {}
+    assert not (tmp_path / "none").exists()
+
+
+def test_the_drafter_as_delivered_can_be_chosen(folder):
+    folder.use(folder.write(other_drafter(), FACTS))
+    folder.use(None, who="person")
+    assert folder.current() == (None, None) and folder.chosen()["by"] == "person"
+
+
+def half(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+
+
+def flipped(folder: Path) -> None:
+    content = bytearray((folder / "model.safetensors").read_bytes())
+    content[-5] ^= 1
+    (folder / "model.safetensors").write_bytes(content)
+
+
+def without(name: str):
+    return lambda folder: (folder / name).unlink()
+
+
+def garbage(name: str):
+    return lambda folder: (folder / name).write_text('{"adaptation": 3')
+
+
+@pytest.mark.parametrize(
+    "harm, message",
+    [
+        (half, "not those that were written"),
+        (flipped, "not those that were written"),
+        (without("model.safetensors"), "not those that were written"),
+        (without("config.json"), "cannot be read"),
+        (garbage("config.json"), "cannot be read"),
+        (without("provenance.json"), "not whole"),
+        (garbage("provenance.json"), "not whole"),
+        (shutil.rmtree, "no version version-00002"),
+    ],
+)
+def test_what_is_not_whole_is_not_used(folder, harm, message):
+    folder.write(other_drafter(), FACTS)
+    name = folder.write(other_drafter(9), FACTS)
+    folder.use(name)
+    harm(folder.out / name)
+    path, sentence = folder.current()
+    assert path is None and message in sentence and "as delivered" in sentence
+    assert sentence.count(". ") == 0 and "\n" not in sentence
+    with pytest.raises(TrainError, match=message):
+        folder.use(name)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"version": 3}', '{"version": "../drafter"}'])
+def test_a_current_file_that_says_nothing_is_told_of(folder, content):
+    (folder.out / "current.json").write_text(content)
+    path, sentence = folder.current()
+    assert path is None and "as delivered" in sentence
+
+
+@pytest.mark.parametrize("what", ["drafter", "target"])
+def test_a_version_of_others_is_not_used(pair, folder, what, tmp_path):
+    folder.use(folder.write(other_drafter(), FACTS))
+    other = Pair.make(tmp_path / "other", seed=4)
+    if what == "target":
+        config = other.target / "config.json"
+        config.write_text(config.read_text().replace("8", "9"))
+    given = {"drafter": pair.drafter, "target": pair.target, what: getattr(other, what)}
+    found = VersionFolder(folder.out, **given)
+    path, sentence = found.current()
+    assert path is None and f"made for another {what}" in sentence
+
+
+def test_weights_that_are_not_finite_are_not_used(folder):
+    drafter = other_drafter()
+    drafter.norm.weight.data[2] = float("nan")
+    name = folder.write(drafter, FACTS)
+    with pytest.raises(TrainError, match="not finite"):
+        folder.use(name)
+    assert folder.current() == (None, None)
+
+
+def test_a_folder_has_one_writer(pair, folder):
+    second = VersionFolder(folder.out, pair.drafter, pair.target)
+    with pytest.raises(TrainError, match="Another engine or trainer uses the folder"):
+        second.lock()
+    folder.unlock()
+    second.lock()
+
+
+def test_the_lock_goes_with_a_process_that_is_killed(tmp_path):
+    ready, told = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            lock_folder(tmp_path)
+            os.write(told, b"x")
+            time.sleep(60)
+        finally:
+            os._exit(1)
+    os.read(ready, 1)
+    with pytest.raises(TrainError, match="Another"):
+        lock_folder(tmp_path)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    os.close(lock_folder(tmp_path))
+
+
+def test_whoever_writes_is_killed_at_any_moment(pair, tmp_path):
+    """A child that writes version after version; what it leaves is whole, or is told of."""
+    out, draw = tmp_path / "out", random.Random(3)
+    for _ in range(4):
+        ready, told = os.pipe()
+        child = os.fork()
+        if not child:
+            try:
+                folder = VersionFolder(out, pair.drafter, pair.target)
+                folder.lock()
+                os.write(told, b"x")
+                while True:
+                    folder.use(folder.write(other_drafter(), FACTS))
+                    folder.prune(2)
+            finally:
+                os._exit(1)
+        os.read(ready, 1)
+        time.sleep(0.4 * draw.random())
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        folder = VersionFolder(out, pair.drafter, pair.target)
+        assert folder.current()[1] is None
+        folder.lock()
+        assert not list(out.glob(".version-*"))
+        assert len(folder.listed()) <= 4
+        for name in folder.listed():
+            folder.check(name)
+        folder.unlock()
+    assert folder.current()[0] is not None
+    left = {path.name for path in out.iterdir()} - set(folder.listed())
+    assert left == {"current.json", ".lock"}
+
+
+def test_old_versions_go_but_never_the_current_one(folder):
+    drafter = other_drafter()
+    names = [folder.write(drafter, FACTS) for _ in range(KEPT + 3)]
+    folder.use(names[0])
+    folder.prune()
+    assert list(folder.listed()) == [names[0], *names[3:]]
+    assert not list(folder.out.glob(".version-*"))
+
+
+def test_wrong_folders(pair, tmp_path):
+    with pytest.raises(TrainError, match="cannot be read"):
+        VersionFolder(tmp_path / "out", tmp_path / "none", pair.target)
+    with pytest.raises(TrainError, match="cannot be read"):
+        VersionFolder(tmp_path / "out", pair.drafter, tmp_path / "none")
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(TrainError, match="give one of your own"):
+        VersionFolder(tmp_path / "file" / "out", pair.drafter, pair.target).lock()

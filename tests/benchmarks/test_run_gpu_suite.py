@@ -1,0 +1,79 @@
+"""The runner of the GPU list: whatever a step does, the next one runs, and all is on record."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+
+import pytest
+import run_gpu_suite
+from run_gpu_suite import PARTS, RESULT, ROOT, Step
+
+ENDS = "import json, sys; print('said'); json.dump({'us': 5}, open(sys.argv[1], 'w'))"
+OVERRUNS = """
+import json, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+json.dump({"child": child.pid}, open(sys.argv[1], "w"))
+time.sleep(600)
+"""
+
+
+def alive(process: int) -> bool:
+    """Whether it runs; one that ended and was not waited for does not."""
+    try:
+        with open(f"/proc/{process}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_steps_that_end_fail_and_overrun(tmp_path):
+    steps = [
+        Step("overruns", ("-c", OVERRUNS, RESULT), 1, 2),
+        Step("fails", ("-c", "raise SystemExit(3)"), 1, 20),
+        Step("ends", ("-c", ENDS, RESULT), 1, 20),
+    ]
+    log, figures = tmp_path / "part.log", tmp_path / "part.json"
+    summary = run_gpu_suite.run(steps, log, figures, 60)
+    assert [each["exit"] for each in summary] == ["overran", 3, 0]
+    assert 2 <= summary[0]["seconds"] < 10
+    found = json.loads(figures.read_text())
+    assert found["summary"] == summary and found["results"]["ends"] == {"us": 5}
+    assert "\nsaid\n" in log.read_text() and "fails: 3" in log.read_text()
+    child = found["results"]["overruns"]["child"]
+    for _ in range(50):  # killed, which takes a moment to be seen
+        if not alive(child):
+            break
+        time.sleep(0.1)
+    assert not alive(child) and alive(os.getpid())
+
+
+def test_what_does_not_fit_is_left_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_gpu_suite, "LEAST", 1.5)
+    steps = [
+        Step("long", ("-c", "import time; time.sleep(9)"), 9, 99),
+        Step("next", ("-c", ""), 1, 9),
+    ]
+    summary = run_gpu_suite.run(steps, tmp_path / "log", tmp_path / "json", 2)
+    assert [each["exit"] for each in summary] == ["overran", "left out"]
+    assert sum(each["seconds"] for each in summary) < 5
+
+
+def test_a_part_is_two_files_and_a_table(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(PARTS, 2, [Step("a", ("-c", ""), 1, 9), Step("b", ("-c", ""), 1, 9)])
+    run_gpu_suite.main(tmp_path / "out", part=2, only="a")
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["part2.json", "part2.log"]
+    said = capsys.readouterr().out.splitlines()
+    assert said[-1].split()[0] == "0" and said[-1].split()[2:] == ["1", "a"]
+
+
+@pytest.mark.parametrize("part", [1, 2, 3])
+def test_the_list_fits_and_names_what_is_there(part):
+    assert sum(step.estimate for step in PARTS[part]) <= 9 * 60
+    names = [step.name for step in PARTS[part]]
+    assert len(names) == len(set(names))
+    for step in PARTS[part]:
+        assert step.estimate < step.limit
+        files = [word for word in step.command if word.endswith(".py") or word.startswith("tests/")]
+        assert all((ROOT / file).exists() for file in files), step.name

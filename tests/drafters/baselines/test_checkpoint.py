@@ -1,0 +1,122 @@
+"""Folders of the baselines: what is in them, and the sentence for what should be and is not."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from baselines.falcon import Falcon
+from baselines.medusa import Medusa
+from baselines.parallelspec import ParallelSpec
+from baselines.sps import SmallModel
+from safetensors.torch import load_file, save_file
+from support.baseline_batches import DRAFT_VOCAB, TARGET_CONFIG, VOCAB, vocabulary
+from typer.testing import CliRunner
+
+from vllm_specblock.cli.main import app
+from vllm_specblock.drafters.baselines import checkpoint
+from vllm_specblock.drafters.specblock.config import CheckpointError
+
+SMALL = {
+    "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 24,
+}  # fmt: skip
+MAKE = {
+    "medusa": (Medusa, {}),
+    "parallelspec": (ParallelSpec, {"layer_ids": (1, 3, 5)}),
+    "falcon": (Falcon, {}),
+    "sps": (SmallModel, SMALL),
+}
+
+
+def saved(kind: str, folder):
+    make, sizes = MAKE[kind]
+    d2t, t2d, _ = vocabulary()
+    learner = make.for_target(TARGET_CONFIG, d2t, t2d, 0, **sizes)
+    learner.save(folder)
+    return learner
+
+
+def edit(folder, **changes) -> None:
+    path = folder / "config.json"
+    raw = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in raw.items() if value is not None}))
+
+
+@pytest.mark.parametrize("kind", MAKE)
+def test_what_is_saved_is_found_and_loaded(kind, tmp_path):
+    learner = saved(kind, tmp_path)
+    assert checkpoint.kind_of(tmp_path) == kind
+    config = checkpoint.read_config(tmp_path)
+    assert config == learner.config
+    checkpoint.check_tensors(tmp_path, config)
+    drafter = checkpoint.load(tmp_path, torch.bfloat16)
+    found = dict(drafter.named_parameters())
+    assert found.keys() == dict(learner.named_parameters()).keys()
+    for name, weight in learner.named_parameters():
+        assert torch.equal(found[name], weight.bfloat16()), name
+    assert torch.equal(drafter.d2t, learner.d2t)
+    shown = CliRunner().invoke(app, ["inspect", str(tmp_path)])
+    assert shown.exit_code == 0, shown.output
+    assert f"draft vocabulary: {DRAFT_VOCAB} of {VOCAB} target tokens" in shown.output
+
+
+def test_layers_of_the_target(tmp_path):
+    layers = {}
+    for kind in MAKE:
+        saved(kind, tmp_path / kind)
+        layers[kind] = checkpoint.read_config(tmp_path / kind).target_layers(7)
+    assert layers == {"medusa": (7,), "parallelspec": (1, 3, 5), "falcon": (2, 3, 4), "sps": ()}
+
+
+def test_a_small_model_without_a_mapping_names_every_token(tmp_path):
+    learner = saved("sps", tmp_path)
+    (tmp_path / "vocab_mapping.pt").unlink()
+    drafter = checkpoint.load(tmp_path)
+    assert len(drafter.d2t) == VOCAB and not drafter.d2t.any()
+    drafter.fold()
+    weight = learner.model.embed_tokens.weight.bfloat16().float()
+    assert torch.equal(drafter.lm_head.weight, weight)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "sentence"),
+    [
+        ("medusa", {"specblock_head": "medusa2"}, "must be one of medusa, parallelspec, falcon"),
+        ("medusa", {"num_heads": None}, "lacks the key 'num_heads'"),
+        ("medusa", {"num_layers": 2}, "lacks blocks.0.layers.1.weight"),
+        ("parallelspec", {"intermediate_size": 80}, "but its config.json asks for"),
+        ("falcon", {"block_size": 3}, "has 'block_size' = 3, but it must be 1, 2, 4, 8 or 16"),
+        ("falcon", {"hidden_size": 30}, "lm_head.weight has shape"),
+        ("sps", {"tie_word_embeddings": False}, "has 'tie_word_embeddings' = False"),
+        ("sps", {"num_hidden_layers": 3}, "lacks model.layers.2."),
+        ("sps", {"num_key_value_heads": 3}, "must be a multiple of num_key_value_heads"),
+    ],
+)
+def test_a_config_that_does_not_fit(kind, changes, sentence, tmp_path):
+    saved(kind, tmp_path)
+    edit(tmp_path, **changes)
+    with pytest.raises(CheckpointError) as error:
+        checkpoint.check_tensors(tmp_path, checkpoint.read_config(tmp_path))
+    assert sentence in str(error.value) and str(error.value).endswith(".")
+
+
+def test_a_vocabulary_that_is_none(tmp_path):
+    saved("medusa", tmp_path)
+    config = checkpoint.read_config(tmp_path)
+    mapping = torch.load(tmp_path / "vocab_mapping.pt")
+    torch.save(mapping | {"d2t": mapping["d2t"] + 1}, tmp_path / "vocab_mapping.pt")
+    with pytest.raises(CheckpointError, match="contradicts itself"):
+        checkpoint.check_tensors(tmp_path, config)
+    (tmp_path / "vocab_mapping.pt").unlink()
+    with pytest.raises(CheckpointError, match="says nowhere which they are"):
+        checkpoint.check_tensors(tmp_path, config)
+
+
+def test_a_tensor_too_many(tmp_path):
+    saved("falcon", tmp_path)
+    path = tmp_path / "model.safetensors"
+    save_file(load_file(path) | {"more": torch.zeros(1)}, path)
+    with pytest.raises(CheckpointError, match="holds more"):
+        checkpoint.check_tensors(tmp_path, checkpoint.read_config(tmp_path))

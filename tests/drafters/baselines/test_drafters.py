@@ -1,0 +1,198 @@
+"""The heads over paged caches draft what their learners draft along one text."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from baselines.falcon import Falcon
+from baselines.medusa import Medusa
+from baselines.parallelspec import ParallelSpec
+from baselines.sps import SmallModel
+from support.baseline_batches import HIDDEN, TARGET_CONFIG, VOCAB, embed, vocabulary
+from support.committed import rows_of
+from support.host_reads import NoHostReads
+from support.trees import texts
+
+from vllm_specblock.config import HEADS
+from vllm_specblock.drafters.baselines import checkpoint
+from vllm_specblock.drafters.baselines.falcon import FalconDrafter
+from vllm_specblock.drafters.baselines.medusa import MedusaDrafter
+from vllm_specblock.drafters.baselines.parallelspec import ParallelSpecDrafter
+from vllm_specblock.drafters.baselines.sps import SpSDrafter
+from vllm_specblock.drafters.common import chunked_advance
+from vllm_specblock.drafters.common.post_load import process_after_loading
+from vllm_specblock.train.learner import EvalSequence
+
+PAGE, MAX_LEN, NODES, LAST = 16, 64, 20, 3
+SMALL = {
+    "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 24,
+}  # fmt: skip
+CASES = {
+    "medusa": (Medusa, MedusaDrafter, {"num_heads": 3, "num_layers": 2, "budget": NODES}),
+    "parallelspec": (ParallelSpec, ParallelSpecDrafter, {"positions": 4, "budget": NODES}),
+    "falcon, 2": (Falcon, FalconDrafter, {"block": 2, "lstm_layers": 2, "budget": NODES}),
+    "falcon, 4": (Falcon, FalconDrafter, {"block": 4, "forwards": 2, "budget": NODES}),
+    "sps": (SmallModel, SpSDrafter, {"depth": 4, **SMALL}),
+}
+READS = {"medusa": (LAST,), "sps": ()}
+"""Which of the states a kind reads where it is not the first three."""
+
+
+@pytest.fixture(params=CASES)
+def pair(request, tmp_path):
+    """A learner, and the head that serves what it saved; the learner reads it back, too."""
+    make, kind, sizes = CASES[request.param]
+    d2t, t2d, _ = vocabulary()
+    learner = make.for_target(TARGET_CONFIG, d2t, t2d, 0, **sizes).eval()
+    with torch.no_grad():
+        for weight in learner.parameters():
+            if weight.dim() == 2:
+                weight.normal_(std=0.3)
+    learner.save(tmp_path)
+    assert checkpoint.kind_of(tmp_path) == kind.kind
+    drafter = checkpoint.load(tmp_path).eval()
+    learner.load_state_dict(drafter.state_dict(), strict=False)
+    process_after_loading(drafter, None)
+    return learner, serve(kind, drafter, calibrate_drafts=False)
+
+
+def serve(kind, drafter, nodes: int = NODES, lookahead: int | None = None, **options):
+    """A head on noisy caches: nothing of the noise may be seen."""
+    if kind is SpSDrafter:
+        options["depth"] = 4
+    head = kind(
+        drafter, embed, HEADS[kind.kind](**options), nodes, MAX_LEN, lookahead,
+        READS.get(kind.kind, (0, 1, 2)),
+    )  # fmt: skip
+    caches = [
+        torch.randn(
+            12, PAGE * layer.entries_per_token, layer.num_kv_heads, 2 * layer.head_dim
+        ).transpose(1, 2)
+        for layer in head.cache_layers()
+    ]
+    head.bind(caches)
+    head.caches = caches
+    return head
+
+
+def made_up(requests: int):
+    """States [L, R, n, Ht], of three layers and of what the LM head reads; texts [R, n + 1]."""
+    draw = torch.Generator().manual_seed(2)
+    states = torch.randn(4, requests, MAX_LEN, HIDDEN, generator=draw)
+    text = torch.randint(0, VOCAB, (requests, MAX_LEN + 1), generator=draw)
+    return states, text
+
+
+def script_of(states, text, request: int) -> EvalSequence:
+    hidden = states[:3, request].transpose(0, 1).flatten(1)
+    return EvalSequence(text[request, :MAX_LEN], 1, hidden, states[LAST, request], embed)
+
+
+def assert_same(tree, request: int, expected) -> None:
+    found, wanted = texts(tree, request), texts(expected, 0)
+    common = found.keys() & wanted.keys()
+    assert len(found) == len(wanted)
+    assert len(common) >= len(wanted) - 1, "more than a tie at the budget's cut differs"
+    for path in common:
+        assert found[path] == pytest.approx(wanted[path], abs=1e-3)
+
+
+@torch.no_grad()
+def test_served_as_learned(pair):
+    """Two requests, prompts in two chunks, then decode steps with rejected nodes as padding."""
+    learner, head = pair
+    states, text = made_up(2)
+    drafts = [learner.draft_along(script_of(states, text, request)) for request in range(2)]
+    tables = torch.tensor([[3, 7, 1, 5], [4, 2, 8, 11]])
+    for requests, padding in (
+        ([(0, 19), (0, 6)], 0),
+        ([(19, 20), (6, 9)], 0),
+        ([(20, 23), (9, 10)], 4),
+        ([(23, 24), (10, 33)], 8),
+    ):
+        head.advance(rows_of(requests, tables, states, text, PAGE, padding))
+        tree = head.draft()
+        assert tree.token.shape == (2, NODES)
+        for request, (_, end) in enumerate(requests):
+            assert_same(tree, request, drafts[request](end))
+    some = head.draft(torch.tensor([1]))
+    assert texts(some, 0) == pytest.approx(texts(tree, 1), abs=1e-5)
+
+
+@torch.no_grad()
+def test_nothing_is_read_on_the_host(pair):
+    _, head = pair
+    states, text = made_up(2)
+    rows = rows_of([(0, 19), (0, 6)], torch.tensor([[3, 7, 1, 5], [4, 2, 8, 11]]), states, text, 16)
+    wanted = torch.tensor([1])
+    with NoHostReads():
+        head.advance(rows)
+        head.draft()
+        head.draft(wanted)
+
+
+@torch.no_grad()
+def test_a_prefix_that_another_request_left_is_enough(pair):
+    """The second request finds the first one's first block in the cache."""
+    learner, head = pair
+    states, text = made_up(2)
+    states[:, 1, :PAGE], text[1, : PAGE + 1] = states[:, 0, :PAGE], text[0, : PAGE + 1]
+    table = torch.tensor([[3, 7, 1, 5]])
+    head.advance(rows_of([(0, 20)], table, states, text, PAGE))
+    own = torch.tensor([[3, 2, 8, 11]])
+    head.advance(rows_of([(PAGE, 21)], own, states[:, 1:], text[1:], PAGE))
+    assert_same(head.draft(), 0, learner.draft_along(script_of(states, text, 1))(21))
+
+
+@torch.no_grad()
+def test_a_long_prompt_comes_in_parts(pair, monkeypatch):
+    learner, head = pair
+    monkeypatch.setattr(chunked_advance, "MAX_ROWS", 7)
+    states, text = made_up(2)
+    tables = torch.tensor([[3, 7, 1, 5], [4, 2, 8, 11]])
+    head.advance(rows_of([(0, 5), (0, 24)], tables, states, text, PAGE))
+    tree = head.draft()
+    for request, end in enumerate((5, 24)):
+        drafts = learner.draft_along(script_of(states, text, request))
+        assert_same(tree, request, drafts(end))
+
+
+@torch.no_grad()
+def test_at_the_length_limit_nobody_elses_block_is_written(pair):
+    _, head = pair
+    states, text = made_up(1)
+    before = [cache.clone() for cache in head.caches]
+    head.advance(rows_of([(0, MAX_LEN - 1)], torch.tensor([[3, 7, 1, 5]]), states, text, PAGE))
+    tree = head.draft()
+    assert int(tree.size) > 0 and not tree.logprob[0, 0].isnan()
+    for cache, old in zip(head.caches, before):
+        changed = (cache != old).any(-1).any(1).any(-1).nonzero().flatten().tolist()
+        assert set(changed) <= {0, 3, 7, 1, 5}
+
+
+@torch.no_grad()
+def test_few_slots_bound_what_is_drafted(pair):
+    """As the smaller share of two heads: fewer nodes, and hardly a slot to draft into."""
+    _, head = pair
+    few = serve(type(head), head.model, nodes=3, lookahead=2)
+    states, text = made_up(1)
+    few.advance(rows_of([(0, 9)], torch.tensor([[3, 7, 1, 5]]), states, text, PAGE))
+    tree = few.draft()
+    assert tree.token.shape == (1, 3) and 0 < int(tree.size) <= 3
+    assert few.max_depth <= 3 and int(tree.depth[0, : int(tree.size)].max()) <= few.max_depth
+
+
+@torch.no_grad()
+def test_sharper_scores_for_a_greedy_request(pair):
+    """The first request is greedy and the second samples: β is another
+    (`feedback/calibration.py`)."""
+    _, head = pair
+    sharp = serve(type(head), head.model)
+    states, text = made_up(1)
+    states, text = (x.expand(*shape) for x, shape in ((states, (4, 2, -1, -1)), (text, (2, -1))))
+    tables = torch.tensor([[3, 7, 1, 5], [4, 2, 8, 11]])
+    sharp.advance(rows_of([(0, 9), (0, 9)], tables, states, text, PAGE))
+    tree = sharp.draft()
+    assert tree.token[0, 0] == tree.token[1, 0]
+    assert tree.logprob[0, 0] > tree.logprob[1, 0]

@@ -1,0 +1,162 @@
+"""Best-first trees against every path there is."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.trees import texts
+
+from vllm_specblock.drafters.baselines.product_trees import ProductTrees
+from vllm_specblock.drafters.baselines.static_tree import TreePlan, default_hits, static_tree
+
+
+def all_paths(score: list[list[float]]) -> dict[tuple[int, ...], float]:
+    """Sum of scores of every path of ranks."""
+    out = {}
+    for depth in range(1, len(score) + 1):
+        for ranks in itertools.product(range(len(score[0])), repeat=depth):
+            out[ranks] = sum(score[k][rank] for k, rank in enumerate(ranks))
+    return out
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 30), st.integers(0, 10**6))
+def test_product_trees_are_the_best_of_all_paths(depth, width, budget, seed):
+    draw = torch.Generator().manual_seed(seed)
+    logprob = torch.randn(2, depth, width, generator=draw).mul(2).log_softmax(-1)
+    logprob = logprob.sort(descending=True).values - 0.01
+    token = torch.rand(2, depth, 50, generator=draw).argsort(-1)[..., :width]
+    tree = ProductTrees(depth, width, budget, "cpu").grow(logprob, token)
+    for request in range(2):
+        paths = all_paths(logprob[request].double().tolist())
+        best = sorted(paths.values(), reverse=True)[:budget]
+        assert int(tree.size[request]) == len(best) and tree.token.shape == (2, budget)
+        assert tree.logprob[request, : len(best)].tolist() == pytest.approx(best, rel=1e-5)
+        named = {
+            tuple(token[request, k, rank].item() for k, rank in enumerate(ranks)): total
+            for ranks, total in paths.items()
+        }
+        found = texts(tree, request)
+        assert len(found) == len(best)
+        for path, total in found.items():
+            assert total == pytest.approx(named[path], rel=1e-5)
+        assert (tree.parent[request, len(best) :] == -1).all()
+        assert tree.logprob[request, len(best) :].isneginf().all()
+
+
+def test_what_is_no_choice_is_left_out():
+    logprob = torch.tensor([[[-0.1, -2.0, -math.inf], [-math.inf] * 3]])
+    tree = ProductTrees(2, 3, 8, "cpu").grow(logprob, torch.tensor([[[4, 5, 6], [7, 8, 9]]]))
+    assert texts(tree, 0) == {(4,): pytest.approx(-0.1), (5,): -2.0}
+
+
+def test_a_tie_goes_to_the_lower_depth():
+    logprob, token = torch.tensor([[[0.0, -9.0]] * 2]), torch.tensor([[[4, 5]] * 2])
+    tree = ProductTrees(2, 2, 2, "cpu").grow(logprob, token)
+    assert tree.token.tolist() == [[4, 4]] and tree.parent.tolist() == [[0, 1]]
+
+
+def paths_of(parents: list[int], ranks: list[int]) -> list[tuple[int, ...]]:
+    known = [()]
+    for parent, rank in zip(parents, ranks):
+        known.append((*known[parent], rank))
+    return known[1:]
+
+
+@pytest.mark.parametrize("budget", [1, 7, 20, 200])
+def test_static_tree_expects_the_longest_accepted_path(budget):
+    # Not in the order of the ranks, as rates from few samples come out; one rank never hits.
+    hit = torch.tensor([[0.5, 0.1, 0.2], [0.4, 0.0, 0.3], [0.1, 0.3, 0.05]])
+    parents, ranks = static_tree(hit, budget)
+    found = paths_of(parents, ranks)
+    chances = all_paths(hit.double().log().tolist())
+    reachable = sorted((c for c in chances.values() if c > -math.inf), reverse=True)
+    assert len(set(found)) == len(found)
+    assert [chances[path] for path in found] == pytest.approx(reachable[:budget])
+
+
+def test_default_hits_shape_a_tree():
+    hit = default_hits(6, 10)
+    assert (hit.sum(1) < 1).all() and (hit > 0).all()
+    assert (hit[:, 0].diff() < 0).all() and (hit.diff(dim=1) < 0).all()
+    found = paths_of(*static_tree(hit, 60))
+    assert len(found) == 60 and {len(path) for path in found} == {1, 2, 3, 4, 5, 6}
+
+
+@pytest.mark.parametrize("block", [1, 2, 3])
+def test_a_plan_walks_the_tree_block_by_block(block):
+    parents, ranks = static_tree(default_hits(6, 4), 25)
+    paths = paths_of(parents, ranks)
+    plan = TreePlan(parents, ranks, block)
+    covered, drafted, starts_before = [], [], [()]
+    for number, step in enumerate(plan.steps):
+        starts = []
+        for source, path in zip(step.source.tolist(), step.path.tolist()):
+            before = starts_before[source]
+            here = paths[path[-1]] if number else ()
+            assert here[: len(before)] == before
+            assert [paths[node] for node in path] == [
+                here[: len(before) + n + 1] for n in range(block if number else 0)
+            ]
+            starts.append(here)
+        assert step.width == 1 + int(step.rank.max())
+        positions = step.read[step.place]
+        added = zip(*(each.tolist() for each in (step.node, step.start, positions, step.rank)))
+        for node, start, position, rank in added:
+            assert paths[node][: number * block] == starts[start]
+            assert position // block == start
+            assert len(paths[node]) == number * block + position % block + 1
+            assert paths[node][-1] == rank
+            covered.append(node)
+        if number:
+            assert step.before == len(drafted)
+            drafted += starts
+            for start, ancestry in zip(starts, step.ancestry):
+                assert [drafted[each] for each in ancestry] == [
+                    start[: n * block] for n in range(1, number + 1)
+                ]
+        starts_before = starts
+    assert plan.starts == len(drafted)
+    assert sorted(covered) == list(range(25))
+
+
+def test_a_plan_orders_what_the_forwards_gave():
+    parents, ranks = static_tree(default_hits(4, 4), 20)
+    paths = paths_of(parents, ranks)
+    plan = TreePlan(parents, ranks, 2)
+    token, logprob = torch.arange(20) + 100, -torch.rand(20)
+    logprob[3] = 0.0  # as good as its parent
+    tree = plan.tree(token[None], logprob[None], 22)
+    own = dict(zip(paths, logprob.tolist()))
+    node = {path: 100 + index for index, path in enumerate(paths)}
+    wanted = {
+        tuple(node[path[: n + 1]] for n in range(len(path))): sum(
+            own[path[: n + 1]] for n in range(len(path))
+        )
+        for path in paths
+    }
+    found = texts(tree, 0)
+    assert found.keys() == wanted.keys()
+    assert [found[path] for path in wanted] == pytest.approx(list(wanted.values()))
+    assert (tree.logprob[0, :20].diff() <= 0).all() and int(tree.size) == 20
+    assert (tree.parent[0] <= torch.arange(22)).all()
+
+
+def test_a_plan_has_no_more_starts_than_there_is_room_for():
+    hits = default_hits(6, 4)
+    most = TreePlan.fitting(hits, 25, 2, 100, "cpu")
+    less = TreePlan.fitting(hits, 25, 2, most.starts - 1, "cpu")
+    assert most.count == 25 and less.starts < most.starts
+    assert 0 < less.count < 25
+
+
+def test_what_hangs_from_nothing_is_left_out():
+    plan = TreePlan([0, 1, 0, 3], [0, 0, 1, 0], 1)
+    logprob = torch.tensor([[-1.0, -1.0, -math.inf, -1.0]])
+    tree = plan.tree(torch.arange(4)[None], logprob, 4)
+    assert texts(tree, 0) == {(0,): -1.0, (0, 1): -2.0}

@@ -1,0 +1,91 @@
+"""Heads that rested and caught up draft what they would have drafted had they followed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from support.committed import rows_of
+from support.lone_drafters import MAX_LEN, PAGE, head_of
+from support.trees import texts
+
+from vllm_specblock.drafters.common.backlog import Backlog
+
+EVERYONE = np.ones(3, dtype=bool)
+
+
+class Course:
+    """Three requests, step by step: a prompt each, then a few tokens in every step."""
+
+    def __init__(self, width, padding=0):
+        draw = torch.Generator().manual_seed(2)
+        self.text = torch.randint(0, 2048, (3, MAX_LEN), generator=draw)
+        self.tables = (torch.randperm(39, generator=draw) + 1).view(3, -1)
+        self.states = torch.randn(3, 3, MAX_LEN, width, generator=draw)
+        self.done, self.padding = [0, 0, 0], padding
+
+    def step(self, tokens=(2, 1, 3)):
+        rows = [(a, a + n) for a, n in zip(self.done, tokens)]
+        self.done = [end for _, end in rows]
+        return rows_of(rows, self.tables, self.states, self.text, PAGE, self.padding)
+
+
+@pytest.mark.parametrize("padding", [0, 2])
+@pytest.mark.parametrize("kind", ["specblock", "eagle3"])
+@torch.no_grad()
+def test_drafts_are_the_same(kind, padding):
+    found = []
+    for rests in (False, True):
+        head, width = head_of(kind)
+        course, backlog = Course(width, padding), Backlog()
+        head.advance(course.step((9, 20, 5)))
+        for _ in range(4):
+            rows = course.step()
+            if rests:
+                assert backlog.keep(rows, EVERYONE).all()
+            else:
+                head.advance(rows)
+        rows = backlog.catch_up(course.step())
+        assert rests == (len(rows.token) > 6 + 3 * padding)
+        head.advance(rows)
+        tree = head.draft()
+        found.append([texts(tree, request) for request in range(3)])
+        assert (tree.size == 24).all(), "empty trees are equal, too"
+        assert not backlog.pieces and backlog.bytes == 0
+    for followed, caught_up in zip(*found):
+        assert caught_up == pytest.approx(followed, abs=1e-4)  # other shapes, other rounding
+
+
+def test_only_those_that_rested_catch_up():
+    course, backlog = Course(8), Backlog()
+    kept = backlog.keep(course.step(), np.array([True, False, True]))
+    assert kept.tolist() == [True, False, True]
+    rows = backlog.catch_up(course.step())
+    assert rows.row_start_host == [0, 4, 5, 11]
+    assert rows.row_start.tolist() == rows.row_start_host
+    assert rows.position.tolist() == [0, 1, 2, 3, 1, 0, 1, 2, 3, 4, 5]
+    assert rows.last.tolist() == [3, 4, 10]
+    for r, row in ((0, 1), (1, 4), (2, 10)):
+        place = int(rows.position[row])
+        assert rows.token[row] == course.text[r, place + 1]
+        assert torch.equal(rows.states[2][rows.source[row]], course.states[2, r, place])
+        assert rows.kv_slot[row] == course.tables[r, place // PAGE] * PAGE + place % PAGE
+
+
+def test_a_request_that_is_gone_leaves_nothing_behind():
+    course, backlog = Course(8), Backlog()
+    backlog.keep(course.step(), EVERYONE)
+    for slot in range(3):
+        backlog.forget(slot)
+    assert backlog.bytes == 0
+    rows = course.step()
+    assert backlog.catch_up(rows) is rows
+
+
+def test_what_finds_no_room_loses_its_request_all_it_had():
+    course = Course(8)
+    row = 64 + 3 * 8 * 4  # bytes: three layers of eight float32
+    backlog = Backlog(most_bytes=8 * row)
+    assert backlog.keep(course.step(), EVERYONE).all()  # 6 rows
+    assert backlog.keep(course.step(), EVERYONE).tolist() == [True, False, False]
+    assert backlog.bytes == 4 * row and set(backlog.pieces) == {0}

@@ -1,0 +1,68 @@
+"""Rows in parts: cut where it does no harm, and a head that cannot tell."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.committed import rows_of
+from support.lone_drafters import MAX_LEN, PAGE, head_of
+from support.trees import texts
+
+from vllm_specblock.drafters.common import chunked_advance
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=12), st.integers(1, 16))
+def test_only_what_is_too_long_is_cut(lengths, most):
+    start = [0]
+    for length in lengths:
+        start.append(start[-1] + length)
+    found = chunked_advance.chunk_bounds(start, most)
+    assert found[0] == 0 and found[-1] == start[-1]
+    assert all(0 < b - a <= most for a, b in pairwise(found))
+    for a, b in pairwise(start):
+        if b - a <= most:
+            assert not any(a < cut < b for cut in found)
+
+
+# A prompt of several parts between requests that decode, with rejected nodes as padding.
+@pytest.mark.parametrize(
+    ("lengths", "padding"), [([9, 70, 5], 0), ([3, 2, 4], 4), ([60], 0), ([20, 20, 20], 0)]
+)
+@pytest.mark.parametrize("kind", ["specblock", "eagle3"])
+@torch.no_grad()
+def test_a_head_drafts_the_same(monkeypatch, kind, lengths, padding):
+    draw = torch.Generator().manual_seed(2)
+    count = len(lengths)
+    text = torch.randint(0, 2048, (count, MAX_LEN), generator=draw)
+    tables = (torch.randperm(39, generator=draw)[: 13 * count] + 1).view(count, -1)
+    found, sizes = [], []
+    for most in (10_000, 16):
+        monkeypatch.setattr(chunked_advance, "MAX_ROWS", most)
+        head, width = head_of(kind)
+        states = torch.randn(3, count, MAX_LEN, width, generator=draw.manual_seed(3))
+        chunk_of = chunked_advance.chunk_of
+        monkeypatch.setattr(
+            chunked_advance,
+            "chunk_of",
+            lambda *args, f=chunk_of: sizes.append(args[2] - args[1]) or f(*args),
+        )
+        done = [0] * count
+        trees = []
+        for step in range(2):  # the second step reads what the first has left in the cache
+            rows = [(a, a + (n if step == 0 else 2)) for a, n in zip(done, lengths)]
+            head.advance(rows_of(rows, tables, states, text, PAGE, padding))
+            tree = head.draft()
+            assert (tree.size == 24).all(), "empty trees are equal, too"
+            trees += [texts(tree, request) for request in range(count)]
+            done = [end for _, end in rows]
+        found.append(trees)
+    whole, cut = found
+    assert max(sizes, default=99) <= 16 and len(sizes) >= 2
+    for mine, wanted in zip(cut, whole):
+        assert len(mine.keys() & wanted.keys()) >= len(wanted) - 2, "more than ties differ"
+        for path in mine.keys() & wanted.keys():
+            assert mine[path] == pytest.approx(wanted[path], abs=1e-3)

@@ -1,0 +1,168 @@
+"""A drafter made ready to serve drafts what it drafted, or nearly so in 8 bits."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+
+import pytest
+import torch
+from support.engines import DRAFTER, ROOT
+from torch import nn
+
+from vllm_specblock.drafters.common.layers import Attention
+from vllm_specblock.drafters.common.linear import Fp8Linear
+from vllm_specblock.drafters.common.post_load import process_after_loading
+from vllm_specblock.drafters.eagle3 import checkpoint as eagle3_checkpoint
+from vllm_specblock.drafters.eagle3.config import Eagle3Shape
+from vllm_specblock.drafters.eagle3.model import Eagle3Model
+from vllm_specblock.drafters.specblock import checkpoint
+
+ROWS, K = 7, 4
+
+
+@pytest.fixture(scope="module")
+def drafter():
+    return checkpoint.load(DRAFTER, torch.float32, "cpu").eval()
+
+
+def own_row(index, query, key, value):
+    """Attention within the row, of which position 0 sees itself only."""
+    groups = query.shape[2] // key.shape[2]
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+    out = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+    return out.transpose(1, 2)
+
+
+@torch.no_grad()
+def run(drafter, width=8, keep=None):
+    """keep: a row whose outputs are wanted; it sees its own keys and values only."""
+    torch.manual_seed(0)
+    config = drafter.config
+    features = torch.randn(ROWS, 3 * config.target_hidden_size)
+    embedding = torch.randn(ROWS, config.hidden_size)
+
+    def attend(index, query, key, value):
+        kept = slice(None) if len(query) == len(key) else keep
+        return own_row(index, query, key[kept], value[kept])
+
+    hidden = drafter(drafter.condition(features), embedding, torch.arange(ROWS), attend, keep)
+    return hidden, *drafter.candidates(hidden, width)
+
+
+def test_folding_changes_nothing_but_the_work(drafter):
+    folded = process_after_loading(copy.deepcopy(drafter), None)
+    size = drafter.config.hidden_size
+    assert folded.input_layer.fuse.weight.shape == (size, 2 * size)
+    assert drafter.input_layer.fuse.weight.shape == (size, 3 * size), "the original was changed"
+    for mine, theirs in zip(run(folded), run(drafter)):
+        torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
+    keep = torch.tensor([5, 0])
+    torch.testing.assert_close(run(folded, keep=keep)[0], run(drafter, keep=keep)[0])
+    folded.input_layer.position_queries.weight.data.zero_()  # nobody reads them any more
+    torch.testing.assert_close(run(folded)[0], run(drafter)[0], atol=1e-4, rtol=1e-4)
+
+
+def test_a_folded_layer_is_held_once(drafter):
+    folded = copy.deepcopy(drafter)
+    linear = (module for module in folded.modules() if isinstance(module, nn.Linear))
+    originals = [weakref.ref(module) for module in linear]
+    del linear
+    sizes = []
+    fold = Attention.fold
+
+    def watched(attention):
+        fold(attention)
+        sizes.append(sum(ref().weight.numel() for ref in originals if ref()))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Attention, "fold", watched)
+        process_after_loading(folded, None)
+    assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == len(sizes) > 1
+    count = {name: sum(p.numel() for p in model.parameters()) for name, model in
+             (("before", drafter), ("after", folded))}  # fmt: skip
+    assert count["after"] == count["before"] - drafter.config.hidden_size**2, "the queries' part"
+
+
+@pytest.mark.parametrize("prefix_broadcast", [True, False])
+def test_folding_without_prefix_broadcast(drafter, prefix_broadcast):
+    plain = copy.deepcopy(drafter)
+    plain.input_layer.prefix_broadcast = prefix_broadcast
+    folded = process_after_loading(copy.deepcopy(plain), None)
+    torch.testing.assert_close(run(folded)[0], run(plain)[0], atol=1e-4, rtol=1e-4)
+
+
+def test_eight_bits_are_half_the_bytes_and_nearly_the_same_draft(drafter):
+    full, short = process_after_loading(copy.deepcopy(drafter), None), copy.deepcopy(drafter)
+    short = process_after_loading(short, "fp8")
+    kinds = {name: type(module) for name, module in short.named_modules()}
+    for name, module in full.named_modules():
+        if isinstance(module, nn.Linear):
+            kept = name.startswith(("shift_proj", "rank_head"))
+            assert kinds[name] is (nn.Linear if kept else Fp8Linear), name
+    assert len(short.layers[0].self_attn.qkv.sizes) == 3
+    of = short.layers[0].mlp.down_proj
+    assert of.weight.itemsize == 1 and of.scale.numel() == of.weight.shape[0]
+    (hidden, logprob, token, _), (wanted, wanted_logprob, wanted_token, _) = run(short), run(full)
+    error = (hidden - wanted).norm() / wanted.norm()
+    assert 1e-4 < error < 0.1
+    assert (token[..., 0] == wanted_token[..., 0]).float().mean() > 0.75
+    assert (logprob[..., 0] - wanted_logprob[..., 0]).abs().mean() < 0.2
+
+
+@torch.no_grad()
+def test_an_eagle3_drafter_too():
+    full = eagle3_checkpoint.load(ROOT / "examples/two_heads/eagle3", dtype=torch.float32).eval()
+    short = process_after_loading(copy.deepcopy(full), "fp8")
+    assert isinstance(short.fc, Fp8Linear) and isinstance(short.lm_head, Fp8Linear)
+    torch.manual_seed(0)
+    features = torch.randn(5, full.fc.in_features)
+    embedding = torch.randn(5, full.config.hidden_size)
+
+    def alone(query, key, value):
+        return value.repeat_interleave(query.shape[-2] // value.shape[-2], -2)
+
+    found = []
+    for drafter in (full, short):
+        state = drafter.run(embedding, drafter.fuse(features), torch.arange(5), alone)
+        found.append(drafter.best(state, 4)[0])
+    assert 1e-4 < (found[0] - found[1]).abs().mean() < 0.3
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{}, {"qk_norm": True, "qkv_bias": True, "output_bias": True}, {"norm_before_residual": True}],
+    ids=["plain", "all of attention", "normed residual"],
+)
+@pytest.mark.parametrize("keep", [None, [3, 1]], ids=["all", "kept"])
+@torch.no_grad()
+def test_folding_an_eagle3_drafter(change, keep):
+    torch.manual_seed(0)
+    shape = Eagle3Shape(
+        hidden_size=32, target_hidden_size=32, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, intermediate_size=48, vocab_size=20, draft_vocab_size=14, **change,
+    )  # fmt: skip
+    plain = Eagle3Model(shape).eval()
+    for parameter in plain.parameters():
+        parameter.normal_(std=0.3)
+    folded = process_after_loading(copy.deepcopy(plain), None)
+    embedding, feature = torch.randn(2, 5, 32)
+    keep = None if keep is None else torch.tensor(keep)
+
+    def attend(query, key, value):
+        kept = slice(None) if keep is None else keep
+        score = (query.unflatten(1, (2, 2)) * key[kept, :, None]).sum(-1, keepdim=True)
+        return (score.sigmoid() * value[kept, :, None]).flatten(1, 2)
+
+    found = [
+        each.run(embedding, feature, torch.arange(5) * 7, attend, keep) for each in (folded, plain)
+    ]
+    torch.testing.assert_close(*found)
+
+
+def test_another_word_for_it_is_refused_in_one_sentence():
+    from vllm_specblock.config import OptionError, parse_head
+
+    with pytest.raises(OptionError, match="quantization"):
+        parse_head({"quantization": "int3"}, "specblock")

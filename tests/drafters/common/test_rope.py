@@ -1,0 +1,50 @@
+"""Angles from kept tables are those of the definition, to the last bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from vllm_specblock.drafters.common.rope import Rotary, inverse_frequencies
+from vllm_specblock.drafters.specblock.config import DrafterConfig, TargetInfo
+
+CONFIG = DrafterConfig(
+    hidden_size=128,
+    target_hidden_size=128,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    head_dim=64,
+    intermediate_size=32,
+    num_hidden_layers=1,
+    vocab_size=64,
+    draft_vocab_size=32,
+    block_size=4,
+    rope_theta=5e5,
+    target=TargetInfo(hidden_size=128, vocab_size=64),
+)
+
+
+def by_definition(base, dtype):
+    """cos and signed sin of every position, [T, K, 1, D]."""
+    position = base[:, None] + torch.arange(CONFIG.block_size)
+    angle = position[..., None, None].float() * inverse_frequencies(CONFIG)
+    cos, sin = angle.cos(), angle.sin()
+    return torch.cat([cos, cos], -1).to(dtype), torch.cat([-sin, sin], -1).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_tables_change_no_bit(dtype):
+    base = torch.cat([torch.arange(40), torch.randint(1 << 20, (500,))])
+    cos, sin = Rotary(CONFIG)(base, dtype).table
+    wanted = by_definition(base, dtype)
+    assert cos.dtype == sin.dtype == dtype
+    assert torch.equal(cos, wanted[0]) and torch.equal(sin, wanted[1])
+
+
+def test_tables_survive_a_meta_device_and_another_dtype():
+    with torch.device("meta"):
+        rotary = Rotary(CONFIG)
+    rotary = rotary.to_empty(device="cpu").to(torch.bfloat16)
+    base = torch.tensor([7, 100_000])
+    for got, wanted in zip(rotary.table(base, torch.float32), by_definition(base, torch.float32)):
+        assert torch.equal(got, wanted)

@@ -1,0 +1,367 @@
+"""EAGLE-3 checkpoints: every layout that vLLM loads, and one sentence for what we do not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from support.validation import refusal
+
+from vllm_specblock.drafters.eagle3 import checkpoint
+from vllm_specblock.drafters.eagle3.config import Eagle3Shape
+from vllm_specblock.drafters.eagle3.config_json import from_json
+from vllm_specblock.drafters.eagle3.model import Eagle3Model
+from vllm_specblock.drafters.specblock.config import CheckpointError
+
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+SIZES = {
+    "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "num_hidden_layers": 1, "vocab_size": 64, "rms_norm_eps": 1e-5,
+    "hidden_act": "silu", "max_position_embeddings": 2048,
+}  # fmt: skip
+OFFICIAL = SIZES | {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "model_type": "llama",
+    "draft_vocab_size": 40,
+}
+
+
+def speculators(model_type: str = "llama", **top) -> dict:
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "draft_vocab_size": 40,
+        "target_hidden_size": None,
+        "transformer_layer_config": SIZES
+        | {"model_type": model_type, "architectures": ["LlamaForCausalLM"], "head_dim": 8},
+        **top,
+    }
+
+
+def drafter_of(raw: dict, own_embedding: bool = False) -> Eagle3Model:
+    torch.manual_seed(0)
+    drafter = Eagle3Model(from_json(raw, "config.json"), own_embedding)
+    with torch.no_grad():
+        for weight in drafter.parameters():
+            weight.normal_()
+        count = drafter.config.draft_vocab_size
+        named = torch.randperm(drafter.config.vocab_size)[:count].sort().values
+        drafter.d2t.copy_(named - torch.arange(count))
+    return drafter
+
+
+def write(directory: Path, raw: dict, tensors: dict[str, torch.Tensor], binary=False) -> Path:
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(raw))
+    if binary:
+        torch.save(tensors, directory / "pytorch_model.bin")
+    else:
+        save_file({k: v.contiguous() for k, v in tensors.items()}, directory / "model.safetensors")
+    return directory
+
+
+def assert_loads(directory: Path, drafter: Eagle3Model) -> None:
+    assert checkpoint.is_eagle3(directory)
+    config = checkpoint.read_config(directory)
+    checkpoint.check_tensors(directory, config)
+    loaded = checkpoint.load(directory)
+    assert loaded.config == drafter.config == config
+    wanted, found = drafter.state_dict(), loaded.state_dict()
+    assert wanted.keys() == found.keys()
+    for name in wanted:
+        assert torch.equal(wanted[name], found[name]), name
+
+
+def refused(directory: Path) -> str:
+    return refusal(checkpoint, directory)
+
+
+# --- layouts -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("binary", [False, True], ids=["safetensors", "bin"])
+def test_official_layout(tmp_path, binary):
+    drafter = drafter_of(OFFICIAL)
+    tensors = drafter.state_dict() | {"t2d": torch.zeros(64, dtype=torch.bool)}
+    assert_loads(write(tmp_path / "it", OFFICIAL, tensors, binary), drafter)
+
+
+@pytest.mark.parametrize("architecture", ["Eagle3LlamaForCausalLM", "LlamaForCausalLM"])
+def test_other_names_of_a_llama_head(tmp_path, architecture):
+    raw = OFFICIAL | {"architectures": [architecture]}
+    assert_loads(write(tmp_path / "it", raw, drafter_of(raw).state_dict()), drafter_of(raw))
+
+
+def test_speculators_layout(tmp_path):
+    """`layers.0`, an embedding of its own, and norms before the residual unless said otherwise."""
+    raw = speculators(eagle_aux_hidden_state_layer_ids=[1, 2, 5])
+    drafter = drafter_of(raw, own_embedding=True)
+    assert drafter.config.norm_before_residual and drafter.config.layer_ids == (1, 2, 5)
+    tensors = {n.replace("midlayer", "layers.0"): t for n, t in drafter.state_dict().items()}
+    assert_loads(write(tmp_path / "it", raw, tensors), drafter)
+
+
+def test_every_variant_of_a_qwen3_head(tmp_path):
+    raw = speculators(
+        "qwen3",
+        norm_before_residual=False,
+        norm_before_fc=True,
+        fc_norm=True,
+        norm_output=True,
+        target_hidden_size=24,
+    )
+    raw["transformer_layer_config"] |= {"attention_bias": True, "logit_scale": 2.0}
+    config = from_json(raw, "config.json")
+    assert config.qk_norm and config.qkv_bias and not config.output_bias
+    assert config.norm_before_fc and config.fc_norm and config.norm_output
+    assert (config.norm_before_residual, config.logit_scale) == (False, 2.0)
+    drafter = drafter_of(raw, own_embedding=True)
+    assert drafter.fc.weight.shape == (32, 3 * 24)
+    assert_loads(write(tmp_path / "it", raw, drafter.state_dict()), drafter)
+
+
+def test_projections_may_be_fused_and_names_prefixed(tmp_path):
+    raw = OFFICIAL | {"attention_bias": True}
+    drafter = drafter_of(raw)
+    tensors = {f"model.{name}": tensor for name, tensor in drafter.state_dict().items()}
+    for what in ("weight", "bias"):
+        parts = [tensors.pop(f"model.midlayer.self_attn.{x}_proj.{what}") for x in "qkv"]
+        tensors[f"model.layers.0.self_attn.qkv_proj.{what}"] = torch.cat(parts)
+    parts = [tensors.pop(f"model.midlayer.mlp.{x}_proj.weight") for x in ("gate", "up")]
+    tensors["model.midlayer.mlp.gate_up_proj.weight"] = torch.cat(parts)
+    tensors["lm_head.weight"] = tensors.pop("model.lm_head.weight")
+    assert_loads(write(tmp_path / "it", raw, tensors), drafter)
+
+
+def test_full_draft_vocabulary_needs_no_mapping(tmp_path):
+    raw = {k: v for k, v in OFFICIAL.items() if k != "draft_vocab_size"}
+    drafter = drafter_of(raw)
+    drafter.d2t.zero_()
+    tensors = drafter.state_dict()
+    del tensors["d2t"]
+    assert_loads(write(tmp_path / "it", raw, tensors), drafter)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_are_cast(tmp_path, dtype):
+    tensors = {
+        name: tensor.to(dtype) if tensor.is_floating_point() else tensor.int()
+        for name, tensor in drafter_of(OFFICIAL).state_dict().items()
+    }
+    directory = write(tmp_path / "it", OFFICIAL, tensors, binary=True)
+    loaded = checkpoint.load(directory, torch.float32)
+    assert torch.equal(loaded.fc.weight, tensors["fc.weight"].float())
+    assert loaded.d2t.dtype == torch.int64
+    assert checkpoint.load(directory, dtype).fc.weight.dtype == dtype
+
+
+def test_sharded_files_are_read_together(tmp_path):
+    drafter = drafter_of(OFFICIAL)
+    directory = write(tmp_path / "it", OFFICIAL, {})
+    names = sorted(tensors := drafter.state_dict())
+    (directory / "model.safetensors").unlink()
+    for part, chosen in enumerate((names[:5], names[5:])):
+        shard = {name: tensors[name].contiguous() for name in chosen}
+        save_file(shard, directory / f"model-{part}.safetensors")
+    assert_loads(directory, drafter)
+
+
+# --- config --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "ids"),
+    [
+        ({}, None),
+        ({"eagle_aux_hidden_state_layer_ids": [2, 3, 4]}, (2, 3, 4)),
+        # Other engines write it there, and count otherwise: vLLM's runner takes its default.
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 5, 9]}}, None),
+        ({"eagle_config": {"layer_ids": [1, 5, 9]}}, (1, 5, 9)),
+        (
+            {
+                "eagle_aux_hidden_state_layer_ids": [2, 3],
+                "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 5, 9]},
+            },
+            (2, 3),
+        ),
+    ],
+)
+def test_where_layer_ids_stand(changes, ids):
+    config = from_json(OFFICIAL | changes, "config.json")
+    assert config.layer_ids == ids and config.num_features == len(ids or range(3))
+
+
+def test_rope_and_norm_before_fc():
+    llama3 = {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }  # fmt: skip
+    raw = OFFICIAL | {
+        "rope_theta": 5e5,
+        "rope_scaling": llama3,
+        "norm_before_fc": False,
+        "eagle_config": {"norm_before_fc": True, "use_aux_hidden_state": True},
+    }
+    config = from_json(raw, "config.json")
+    assert (config.rope_theta, config.rope_scaling) == (5e5, llama3)
+    assert config.norm_before_fc and not config.norm_before_residual
+    assert from_json(OFFICIAL, "config.json").rope_theta == 10000.0
+
+
+PUBLISHED = {
+    "EAGLE3-LLaMA3.1-Instruct-8B": {
+        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_act": "silu",
+        "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "num_hidden_layers": 1, "rms_norm_eps": 1e-5,
+        "vocab_size": 128256, "draft_vocab_size": 32000, "max_position_embeddings": 2048,
+        "tie_word_embeddings": False, "torch_dtype": "float16",
+    },
+    "Qwen3-8B_eagle3": {
+        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_act": "silu",
+        "attention_bias": False, "hidden_size": 4096, "intermediate_size": 12288,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+        "num_hidden_layers": 1, "rms_norm_eps": 1e-6, "rope_scaling": None,
+        "rope_theta": 1000000, "sliding_window": None, "use_sliding_window": False,
+        "vocab_size": 151936, "draft_vocab_size": 32000, "torch_dtype": "bfloat16",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_sizes_of_published_heads(name):
+    """Heads of 8B targets, by what their config.json holds; tensors without memory."""
+    raw = PUBLISHED[name]
+    config = from_json(raw, "config.json")
+    with torch.device("meta"):
+        shapes = {n: tuple(t.shape) for n, t in Eagle3Model(config).state_dict().items()}
+    assert shapes["fc.weight"] == (4096, 3 * 4096)
+    assert shapes["midlayer.self_attn.q_proj.weight"] == (4096, 8192)
+    assert shapes["midlayer.self_attn.k_proj.weight"] == (1024, 8192)
+    assert shapes["midlayer.mlp.down_proj.weight"] == (4096, raw["intermediate_size"])
+    assert shapes["lm_head.weight"] == (32000, 4096) and shapes["d2t"] == (32000,)
+    assert sorted(shapes) == sorted(
+        [
+            "d2t", "fc.weight", "lm_head.weight", "norm.weight", "midlayer.hidden_norm.weight",
+            "midlayer.input_layernorm.weight", "midlayer.post_attention_layernorm.weight",
+            *(f"midlayer.mlp.{x}_proj.weight" for x in ("down", "gate", "up")),
+            *(f"midlayer.self_attn.{x}_proj.weight" for x in "kqvo"),
+        ]
+    )  # fmt: skip
+
+
+def test_head_dim_that_is_left_out_is_that_of_the_architecture():
+    assert from_json(OFFICIAL, "config.json").head_dim == 8
+    qwen = OFFICIAL | {"architectures": ["Eagle3Qwen3ForCausalLM"]}
+    assert from_json(qwen, "config.json").head_dim == 128
+
+
+@pytest.mark.parametrize("directory", ["llama", "qwen"])
+def test_specblock_drafters_are_none(directory):
+    assert not checkpoint.is_eagle3(FIXTURES / directory)
+
+
+def test_plain_models_are_none(tmp_path):
+    raw = {k: v for k, v in OFFICIAL.items() if k != "draft_vocab_size"}
+    write(tmp_path, raw | {"architectures": ["LlamaForCausalLM"]}, {})
+    assert not checkpoint.is_eagle3(tmp_path)
+
+
+# --- refusals ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_hidden_layers": 2}, "has 2 decoder layers, but only heads of one layer"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantised weights"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state = false"),
+        ({"parallel_drafting": True}, "parallel drafting"),
+        ({"architectures": ["PeagleLlamaForCausalLM"]}, "drafts in parallel (P-EAGLE)"),
+        ({"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, "must be one of LlamaForCausalLMEagl"),
+        ({"layer_types": ["sliding_attention"]}, "sliding-window attention"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+        ({"mlp_bias": True}, "mlp_bias"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "must be one of default, linear"),
+        ({"hidden_size": None}, "lacks the key 'hidden_size'"),
+        ({"num_attention_heads": 0}, "'num_attention_heads' = 0"),
+        ({"num_key_value_heads": 3}, "must be a multiple of num_key_value_heads, 3"),
+        ({"draft_vocab_size": 65}, "must not exceed vocab_size, 64"),
+        ({"eagle_aux_hidden_state_layer_ids": [3, 2, 4]}, "in ascending order"),
+        ({"eagle_aux_hidden_state_layer_ids": "2,3"}, "'layer_ids' = '2,3'"),
+        ({"num_aux_hidden_states": 4}, "fuses 4 hidden states of the target, but names 3"),
+    ],
+)
+def test_configs_that_are_refused(tmp_path, changes, said):
+    directory = write(tmp_path, OFFICIAL | changes, {})
+    assert checkpoint.is_eagle3(directory)
+    assert said in refused(directory)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"speculators_model_type": "peagle"}, "drafts in parallel (P-EAGLE)"),
+        ({"transformer_layer_config": None}, "transformer_layer_config = None"),
+        ({"transformer_layer_config": {"model_type": "gemma"}}, "of architecture ['gemma']"),
+        ({"quantization_config": {"format": "int8"}}, "quantised weights"),
+    ],
+)
+def test_speculators_configs_that_are_refused(tmp_path, changes, said):
+    directory = write(tmp_path, speculators() | changes, {})
+    assert checkpoint.is_eagle3(directory)
+    assert said in refused(directory)
+
+
+def edited(tmp_path: Path, edit) -> str:
+    tensors = drafter_of(OFFICIAL).state_dict()
+    edit(tensors)
+    return refused(write(tmp_path / "it", OFFICIAL, tensors))
+
+
+def test_tensors_that_do_not_fit(tmp_path):
+    assert "lacks lm_head.weight" in edited(tmp_path, lambda t: t.pop("lm_head.weight"))
+    assert "lacks d2t" in edited(tmp_path, lambda t: t.pop("d2t"))
+    message = edited(tmp_path, lambda t: t.update({"layers.1.norm.weight": torch.zeros(1)}))
+    assert "holds layers.1.norm.weight" in message
+    message = edited(tmp_path, lambda t: t.update({"fc.weight": torch.zeros(32, 64)}))
+    assert "fc.weight has shape [32, 64], but its config.json asks for [32, 96]" in message
+
+
+@pytest.mark.parametrize("d2t", [torch.arange(40), torch.full((40,), -1), torch.zeros(40)])
+def test_mappings_that_are_none(tmp_path, d2t):
+    """Ids in place of offsets, ids below 0, a float."""
+    message = edited(tmp_path, lambda t: t.update({"d2t": d2t}))
+    assert "d2t holds offsets, not ids" in message
+
+
+def test_a_target_of_another_width_needs_an_embedding_of_its_own(tmp_path):
+    raw = OFFICIAL | {"target_hidden_size": 24}
+    message = refused(write(tmp_path, raw, drafter_of(raw).state_dict()))
+    assert "lacks embed_tokens.weight" in message
+
+
+def test_missing_and_broken_files(tmp_path):
+    directory = write(tmp_path / "it", OFFICIAL, drafter_of(OFFICIAL).state_dict())
+    weights = directory / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:500])
+    assert "not a whole safetensors file" in refused(directory)
+    weights.unlink()
+    assert "neither a .safetensors file nor a pytorch_model.bin" in refused(directory)
+    (directory / "pytorch_model.bin").write_text("hello")
+    assert "is not a plain dict of tensors" in refused(directory)
+    torch.save([torch.zeros(1)], directory / "pytorch_model.bin")
+    assert "is not a plain dict of tensors" in refused(directory)
+    with pytest.raises(CheckpointError, match="There is no directory"):
+        checkpoint.is_eagle3(tmp_path / "org" / "head")
+
+
+def test_a_config_refused_by_itself():
+    with pytest.raises(ValueError, match="in ascending order"):
+        Eagle3Shape(
+            hidden_size=8, target_hidden_size=8, num_attention_heads=1, num_key_value_heads=1,
+            head_dim=8, intermediate_size=8, vocab_size=8, draft_vocab_size=8, layer_ids=(-1, 2, 3),
+        )  # fmt: skip

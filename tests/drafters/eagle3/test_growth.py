@@ -1,0 +1,135 @@
+"""EAGLE-2's growth against the same in plain Python, over random log-probabilities."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.trees import texts
+
+from vllm_specblock.config import Eagle3Config
+from vllm_specblock.drafters.eagle3.growth import DynamicTreeConfig, Levels
+
+
+def levels_of(growth: DynamicTreeConfig, requests: int = 1) -> Levels:
+    return Levels(growth, torch.arange(10, 10 + requests))
+
+
+def plain_growth(
+    scores: list[torch.Tensor], growth: DynamicTreeConfig, request: int
+) -> dict[tuple, float]:
+    """Path of choices -> score. scores[d][r, row, k] are those of the rows of level d + 1."""
+    level = {(k,): float(x) for k, x in enumerate(scores[0][request, 0])}
+    found = dict(level)
+    for each in scores[1:]:
+        best = sorted(level.items(), key=lambda node: -node[1])[: growth.width]
+        level = {
+            (*path, k): score + float(x)
+            for row, (path, score) in enumerate(best)
+            for k, x in enumerate(each[request, row])
+        }
+        found |= level
+    return dict(sorted(found.items(), key=lambda node: -node[1])[: growth.budget])
+
+
+@given(
+    depth=st.integers(1, 5),
+    top_k=st.integers(1, 4),
+    budget=st.integers(1, 30),
+    lookahead=st.none() | st.integers(0, 12),
+    seed=st.integers(0, 1000),
+)
+@settings(deadline=None, max_examples=80)
+def test_levels_are_those_of_plain_python(depth, top_k, budget, lookahead, seed):
+    growth = DynamicTreeConfig(depth, top_k, budget, lookahead)
+    draw = torch.Generator().manual_seed(seed)
+    rows = [1] + [growth.width] * (depth - 1)
+    scores = [
+        -torch.rand(2, count, top_k, generator=draw).sort(descending=False, dim=-1).values
+        for count in rows
+    ]
+    token = torch.arange(top_k).expand(2, -1)
+    levels = levels_of(growth, 2)
+    levels.first(scores[0][:, 0], token)
+    for each in scores[1:]:
+        levels.next(levels.starts(), None, each, token[:, None].expand_as(each))
+    tree = levels.finish()
+    for request in range(2):
+        wanted = plain_growth(scores, growth, request)
+        found = texts(tree, request)
+        assert found.keys() == wanted.keys()
+        assert found == pytest.approx(wanted, abs=1e-5)
+        size = int(tree.size[request])
+        assert (tree.parent[request, :size] <= torch.arange(size)).all()
+
+
+def test_rows_are_numbered_on_from_level_to_level():
+    """Each row's parent row, by which states and visibility are looked up."""
+    growth = DynamicTreeConfig(4, 3, 40)
+    levels, generator = levels_of(growth), torch.Generator().manual_seed(0)
+    token = torch.arange(3)[None]
+    levels.first(-torch.rand(1, 3, generator=generator), token)
+    for level in range(2, 5):
+        rows = levels.starts()
+        first = {2: 0, 3: 1, 4: 4}[level]
+        assert levels.first_row == first
+        assert (first <= rows.row).all() and (rows.row < first + (1 if level == 2 else 3)).all()
+        assert rows.behind.tolist() == (rows.row - first).flatten().tolist()
+        assert rows.rope.tolist() == [10 + level - 1] * 3
+        scores = -torch.rand(1, 3, 3, generator=generator)
+        levels.next(rows, None, scores, token[:, None].expand(1, 3, 3))
+
+
+def test_rows_of_all_requests_are_numbered_on():
+    """States of one forward lie side by side."""
+    levels, token = levels_of(DynamicTreeConfig(3, 2, 20), 2), torch.arange(2)
+    levels.first(torch.tensor([[-0.1, -0.2], [-0.1, -0.2]]), token.expand(2, -1))
+    rows = levels.starts()
+    assert rows.behind.tolist() == [0, 0, 1, 1] and rows.rope.tolist() == [11, 11, 12, 12]
+    scores = torch.tensor([[[-1.0, -2.0], [-3.0, -4.0]], [[-3.0, -4.0], [-1.0, -2.0]]])
+    levels.next(rows, None, scores, token.expand(2, 2, -1))
+    assert levels.starts().behind.tolist() == [0, 0, 3, 3]
+
+
+def test_of_equal_scores_the_earlier_candidates_grow():
+    levels = levels_of(DynamicTreeConfig(2, 20, 40, lookahead=3))
+    levels.first(torch.full((1, 20), -1.0), torch.arange(20)[None])
+    assert levels.starts().node.tolist() == [[1, 2, 3]]
+
+
+def test_what_does_not_grow_has_no_children():
+    growth = DynamicTreeConfig(3, 2, 20)
+    levels, token = levels_of(growth), torch.arange(2)[None]
+    levels.first(torch.tensor([[-0.1, -0.2]]), token)
+    rows = levels.starts()
+    barred = torch.tensor([[True, False]])
+    both = token[:, None].expand(1, 2, 2)
+    levels.next(rows, barred, both * 0.0, both)
+    levels.next(levels.starts(), None, both * 0.0, both)
+    tree = levels.finish()
+    assert all(path[0] == 0 for path in texts(tree, 0) if len(path) > 1)
+    assert int(tree.size[0]) == 2 + 2 + 4
+
+
+@pytest.mark.parametrize(
+    ("depth", "top_k", "lookahead", "width"),
+    [(8, 10, 60, 8), (8, 10, 100, 10), (8, 10, 3, 1), (1, 10, 4, 4), (3, 10, None, 10)],
+)
+def test_width_is_what_the_spare_slots_hold(depth, top_k, lookahead, width):
+    assert DynamicTreeConfig(depth, top_k, 60, lookahead).width == width
+
+
+def test_a_certain_token_scores_no_more_than_its_parent():
+    growth = DynamicTreeConfig(2, 1, 4)
+    levels, token = levels_of(growth), torch.zeros(1, 1, dtype=torch.int64)
+    levels.first(torch.tensor([[1e-7]]), token)
+    levels.next(levels.starts(), None, torch.tensor([[[1e-7]]]), token[:, None])
+    tree = levels.finish()
+    assert tree.logprob[0, :2].tolist() == [0.0, 0.0] and tree.parent[0, :2].tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(("nodes", "depth"), [(60, 8), (32, 8), (24, 6), (12, 3), (8, 2), (1, 1)])
+def test_small_trees_are_shallow_unless_somebody_says_otherwise(nodes, depth):
+    assert DynamicTreeConfig.of(Eagle3Config(), nodes, nodes, 100).depth == depth
+    assert DynamicTreeConfig.of(Eagle3Config(depth=5), nodes, nodes, 100).depth == min(5, nodes)

@@ -1,0 +1,208 @@
+"""The n-gram head drafts what a slow reading of the text drafts, and sees nothing else."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.committed import rows_of, zero_rows
+from support.trees import texts
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from vllm_specblock.config import NGramConfig
+from vllm_specblock.drafters.ngram.drafter import POWER, VOTE, NGramDrafter
+from vllm_specblock.tree import DraftTree
+
+LONGEST, SLOTS = 48, 6
+ROUNDING = 1 / 64
+"""Nats that whole votes and rounded scores may make on a path of a few tokens."""
+
+
+def plain_draft(text: list[int], options: NGramConfig, depth: int) -> dict[tuple, float]:
+    """Every drafted path and its score in nats, by reading the text over and over."""
+
+    def match(place: int) -> int:
+        count = 0
+        while count < options.max_match and count <= place:
+            if text[place - count] != text[-1 - count]:
+                break
+            count += 1
+        return count
+
+    found = [(match(place), place) for place in range(len(text) - 1)]
+    found = sorted((pair for pair in found if pair[0] >= options.min_match), reverse=True)
+    said = []
+    for rank, (matched, place) in enumerate(found[: options.branches], 1):
+        # Copied one by one, the copy may reach into itself: a period goes on for ever.
+        grown = list(text)
+        for i in range(depth):
+            grown.append(grown[place + 1 + i])
+        said.append((rank, matched, tuple(grown[len(text) :])))
+
+    scores = {(): 0.0}
+    for length in range(1, depth + 1):
+        for path in {path[:length] for _, _, path in said}:
+
+            def votes(prefix: tuple, length: int = length) -> float:
+                return sum(
+                    VOTE * (matched + length - 1) ** POWER / rank**0.25
+                    for rank, matched, other in said
+                    if other[: len(prefix)] == prefix
+                )
+
+            trust = votes(path) / (votes(path) + 1)
+            share = votes(path) / votes(path[:-1])
+            scores[path] = scores[path[:-1]] + math.log(share * trust)
+    del scores[()]
+    return scores
+
+
+def advanced(batch: list[list[int]], options: NGramConfig, nodes: int, stale=None) -> NGramDrafter:
+    """A head that took in one step of several requests; their texts lie in scattered slots.
+
+    Args:
+        stale: [SLOTS, LONGEST] int64, what the slots held before.
+    """
+    head = NGramDrafter(options, nodes, LONGEST)
+    tables = torch.arange(len(batch) * 8).view(len(batch), 8)
+    padded = torch.zeros(len(batch), LONGEST, dtype=torch.int64)
+    for row, text in enumerate(batch):
+        padded[row, : len(text)] = torch.tensor(text)
+    # Requests bring one row, or their whole prompt; four rows of rejected nodes come after.
+    steps = [(0 if row % 2 else len(text) - 2, len(text) - 1) for row, text in enumerate(batch)]
+    rows = rows_of(steps, tables, torch.zeros(3, len(batch), LONGEST, 1), padded, 8, padding=4)
+    req_idx = torch.tensor([4, 0, 5, 2][: len(batch)])
+    held = torch.zeros(SLOTS, LONGEST, dtype=torch.int64) if stale is None else stale.clone()
+    for row, text in enumerate(batch):
+        held[req_idx[row], : len(text)] = torch.tensor(text)
+    head.advance(replace(rows, text=held.int(), req_idx=req_idx))
+    return head
+
+
+def check_invariants(tree: DraftTree) -> None:
+    for request, size in enumerate(tree.size.tolist()):
+        score, parent = tree.logprob[request].tolist(), tree.parent[request].tolist()
+        assert score == sorted(score, reverse=True)
+        assert all((value * 1024).is_integer() for value in score[:size]), "sums are not exact"
+        for node in range(size):
+            above = 0.0 if parent[node] == 0 else score[parent[node] - 1]
+            assert 0 <= parent[node] <= node and score[node] <= above
+        assert parent[size:] == [-1] * (len(parent) - size)
+        assert len(texts(tree, request)) == size, "two nodes of one text"
+
+
+def assert_same(one: DraftTree, other: DraftTree) -> None:
+    for name in one.__dataclass_fields__:
+        assert torch.equal(getattr(one, name), getattr(other, name)), name
+
+
+@st.composite
+def situations(draw):
+    vocab = draw(st.integers(1, 4))
+    text = st.lists(st.integers(0, vocab - 1), min_size=2, max_size=36)
+    least = draw(st.integers(1, 3))
+    options = NGramConfig(
+        min_match=least,
+        max_match=draw(st.integers(least, 6)),
+        depth=draw(st.integers(1, 9)),
+        branches=draw(st.integers(1, 7)),
+    )
+    seed = draw(st.integers(0, 9))
+    stale = torch.randint(vocab, (SLOTS, LONGEST), generator=torch.Generator().manual_seed(seed))
+    return draw(st.lists(text, min_size=1, max_size=4)), options, stale
+
+
+@settings(max_examples=150, deadline=None)
+@given(situations())
+def test_drafts_what_a_slow_reading_drafts(situation):
+    """Also: other requests' lengths, places and leftovers in a slot make no difference."""
+    batch, options, stale = situation
+    nodes = options.branches * options.depth
+    tree = advanced(batch, options, nodes, stale).draft()
+    check_invariants(tree)
+    for request, text in enumerate(batch):
+        expected = plain_draft(text, options, min(options.depth, nodes))
+        assert texts(tree, request) == pytest.approx(expected, abs=ROUNDING)
+
+
+@settings(max_examples=40, deadline=None)
+@given(situations(), st.integers(1, 12))
+def test_a_smaller_budget_is_a_cut(situation, nodes):
+    batch, options, stale = situation
+    whole = advanced(batch, options, 64, stale).draft()
+    assert_same(advanced(batch, options, nodes, stale).draft(), whole.prefix(nodes))
+
+
+def test_some_requests_draft_as_in_the_whole_batch():
+    draw = torch.Generator().manual_seed(0)
+    batch = [torch.randint(3, (n,), generator=draw).tolist() for n in (30, 5, 40, 17)]
+    head = advanced(batch, NGramConfig(), 40)
+    whole, wanted = head.draft(), torch.tensor([3, 0])
+    some = head.draft(wanted)
+    for name in some.__dataclass_fields__:
+        assert torch.equal(getattr(some, name), getattr(whole, name)[wanted]), name
+
+
+def test_what_repeats_goes_on_beyond_the_text():
+    options = NGramConfig(depth=12)
+    tree = advanced([[7, 8, 9] * 5], options, 60).draft()
+    (path,) = [path for path in texts(tree, 0) if len(path) == 12]
+    assert path == (7, 8, 9) * 4
+    assert tree.size.tolist() == [12], "all occurrences say the same"
+    assert tree.logprob[0, 3].exp() > 0.6, "and that is likely"
+
+
+def test_the_longer_match_is_surer_and_of_equals_the_later():
+    #       longer match → 5          latest match → 6   earlier one → 4
+    text = [1, 2, 3, 5, 0, 9, 2, 3, 4, 0, 8, 2, 3, 6, 0, 1, 2, 3]
+    tree = advanced([text], NGramConfig(depth=1), 8).draft()
+    assert tree.token[0, :3].tolist() == [5, 6, 4]
+    followed = advanced([text], NGramConfig(depth=1, branches=2), 8).draft()
+    assert followed.token[0, : followed.size[0]].tolist() == [5, 6]
+
+
+@pytest.mark.parametrize("text", [[5], [5, 6], [5, 6, 7, 8], [6, 5, 7, 5]])
+def test_no_match_leaves_the_tree_empty(text):
+    head = advanced([[1, 2] * 9, [5, 6]], NGramConfig(min_match=2), 20)
+    known = head.texts
+    known.table[known.row[1], : len(text)] = torch.tensor(text).int()
+    known.position[known.last[1]] = len(text) - 2
+    tree = head.draft()
+    assert tree.size[1] == 0 and tree.size[0] > 0
+    assert (tree.parent[1] == -1).all() and (tree.logprob[1] == -math.inf).all()
+
+
+@pytest.mark.parametrize("position", [-2, -1, LONGEST + 30])
+def test_rows_that_stand_for_nothing_are_safe(position):
+    """Dummy batches bring positions that belong to no text."""
+    rows = replace(zero_rows(8, 1, max_len=LONGEST), position=torch.full((12,), position))
+    head = NGramDrafter(NGramConfig(), 20, LONGEST)
+    head.advance(rows)
+    check_invariants(head.draft())
+
+
+def test_a_text_shorter_than_the_branches():
+    tree = advanced([[4, 4, 4]], NGramConfig(min_match=1, branches=32, depth=3), 20).draft()
+    assert texts(tree, 0).keys() == {(4,), (4, 4), (4, 4, 4)}
+
+
+def test_the_deepest_widest_tree_stays_a_tree():
+    """Sums over the most votes and the longest paths are still exact."""
+    draw = torch.Generator().manual_seed(1)
+    batch = [torch.randint(2, (LONGEST,), generator=draw).tolist() for _ in range(4)]
+    options = NGramConfig(min_match=1, max_match=32, depth=64, branches=32)
+    check_invariants(advanced(batch, options, 256).draft())
+
+
+def test_drafting_reads_nothing_on_the_host():
+    """A fake tensor has no value: any `.item()` or data-dependent shape raises."""
+    with FakeTensorMode(), torch.no_grad():
+        head = NGramDrafter(NGramConfig(), 60, LONGEST)
+        head.advance(zero_rows(8, 1, max_len=LONGEST))
+        tree = head.draft()
+        some = head.draft(torch.zeros(1, dtype=torch.int64))
+    assert tree.token.shape == (2, 60) and some.token.shape == (1, 60)

@@ -1,0 +1,70 @@
+"""Drafters without a part of the paper's (Table 2): what is left out, and that they are saved."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from vllm_specblock.drafters.specblock import checkpoint
+from vllm_specblock.drafters.specblock.config import CheckpointError, DrafterConfig, TargetInfo
+from vllm_specblock.drafters.specblock.dense_cache import DenseCache
+from vllm_specblock.drafters.specblock.model import SpecBlockModel
+
+
+def make(**changes) -> SpecBlockModel:
+    torch.manual_seed(0)
+    config = DrafterConfig(
+        hidden_size=32,
+        target_hidden_size=32,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        block_size=4,
+        vocab_size=20,
+        draft_vocab_size=14,
+        target=TargetInfo(hidden_size=32, vocab_size=20),
+        **changes,
+    )
+    return SpecBlockModel(config).requires_grad_(False)
+
+
+def test_without_broadcast_the_prefix_enters_at_position_1_alone():
+    layer = make(prefix_broadcast=False).input_layer
+    whole = make().input_layer
+    whole.load_state_dict(layer.state_dict())
+    norm = torch.nn.RMSNorm(32)
+    one, two = (layer(torch.randn(3, 32), torch.randn(3, 32), norm)[0] for _ in range(2))
+    assert not torch.allclose(one[:, 0], two[:, 0])
+    assert torch.equal(one[:, 1:], two[:, 1:])
+    condition, token = torch.randn(3, 32), torch.randn(3, 32)
+    found, wanted = (each(condition, token, norm) for each in (layer, whole))
+    torch.testing.assert_close(found[0][:, 0], wanted[0][:, 0])
+    torch.testing.assert_close(found[1], norm(found[0]))
+
+
+def test_without_shift_the_layers_follow_each_other():
+    drafter = make(layer_shift=False)
+    shifted = make()
+    assert not [name for name in drafter.state_dict() if name.startswith("shift_proj")]
+    weights = shifted.state_dict() | drafter.state_dict()
+    # [I, 0] is no shift at all.
+    weights["shift_proj.0.weight"] = torch.eye(32, 64)
+    shifted.load_state_dict(weights)
+    rows = torch.randn(3, 32), torch.randn(3, 32), torch.arange(1, 4)
+    found, wanted = (d(*rows, DenseCache(d.config).append()) for d in (drafter, shifted))
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("change", [{"prefix_broadcast": False}, {"layer_shift": False}])
+def test_they_are_saved_in_our_layout_alone(tmp_path, change):
+    drafter = make(**change)
+    drafter.d2t.zero_()
+    drafter.t2d.copy_(torch.arange(20) < 14)
+    checkpoint.save(drafter, tmp_path / "ours")
+    again = checkpoint.load(tmp_path / "ours")
+    assert again.config == drafter.config
+    assert again.state_dict().keys() == drafter.state_dict().keys()
+    with pytest.raises(CheckpointError, match=f"whose {next(iter(change))} is False"):
+        checkpoint.save(drafter, tmp_path / "published", "published")

@@ -1,0 +1,586 @@
+"""Drafter directories: both layouts, what survives a conversion, and every refusal."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.validation import refusal
+
+from vllm_specblock.drafters.specblock import checkpoint
+from vllm_specblock.drafters.specblock.checkpoint import CheckpointError
+from vllm_specblock.drafters.specblock.config import default_layer_ids
+
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+
+
+@pytest.fixture(params=["llama", "qwen"])
+def published(request, tmp_path) -> Path:
+    """A writable copy of a fixture drafter, in the published layout."""
+    return Path(shutil.copytree(FIXTURES / request.param, tmp_path / "published"))
+
+
+@pytest.fixture
+def llama(tmp_path) -> Path:
+    return Path(shutil.copytree(FIXTURES / "llama", tmp_path / "llama"))
+
+
+@pytest.fixture
+def ours(llama, tmp_path) -> Path:
+    checkpoint.convert(llama, tmp_path / "ours", "ours")
+    return tmp_path / "ours"
+
+
+def write_target(directory: Path, **changes) -> Path:
+    sizes = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 64,
+        "vocab_size": 160,
+        "intermediate_size": 96,
+        "num_hidden_layers": 9,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+    }
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(sizes | changes))
+    return directory
+
+
+@pytest.fixture
+def target(tmp_path) -> Path:
+    return write_target(tmp_path / "target")
+
+
+def edit_config(directory: Path, **changes) -> None:
+    path = directory / "config.json"
+    raw = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({k: v for k, v in raw.items() if v is not ...}))
+
+
+def edit_tensors(directory: Path, edit) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, directory / "model.safetensors")
+
+
+def assert_same_tensors(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        assert a[name].dtype == b[name].dtype, name
+        assert torch.equal(a[name], b[name]), name
+
+
+def refused(directory: Path) -> str:
+    return refusal(checkpoint, directory)
+
+
+# --- reading -------------------------------------------------------------------------------
+
+
+def test_published_config(published):
+    config = checkpoint.read_config(published)
+    raw = json.loads((published / "config.json").read_text())
+    assert config.block_size == raw["diffspec_draft_token_num"] == 4
+    assert config.rope_theta == raw["rope_theta"]
+    assert config.rms_norm_eps == raw["rms_norm_eps"]
+    assert config.draft_vocab_size == raw["draft_vocab_size"]
+    assert (config.rank_topk, config.qk_norm, config.block_rope) == (20, False, "base")
+    assert config.target.layer_ids is None
+    assert config.target.hidden_size == config.target_hidden_size == raw["hidden_size"]
+
+
+def test_defaults_of_keys_that_a_published_config_may_lack(llama):
+    absent = (
+        "num_key_value_heads",
+        "rms_norm_eps",
+        "draft_vocab_size",
+        "rope_theta",
+        "rope_scaling",
+        "diffspec_draft_token_num",
+        "rank_classes",
+    )
+    edit_config(llama, vocab_size=128256, **dict.fromkeys(absent, ...))
+    config = checkpoint.read_config(llama)
+    assert config.num_key_value_heads == 4
+    assert config.rms_norm_eps == 1e-5
+    assert config.draft_vocab_size == 32000
+    assert config.rope_theta == 10000
+    assert (config.block_size, config.rank_classes) == (4, 4)
+
+
+def test_published_head_dim_is_ignored(llama):
+    edit_config(llama, head_dim=128)
+    assert checkpoint.read_config(llama).head_dim == 16
+    checkpoint.load(llama)
+
+
+def test_rope_theta_where_transformers_5_puts_it(llama):
+    edit_config(
+        llama,
+        rope_theta=...,
+        rope_scaling=...,
+        rope_parameters={"rope_theta": 1e6, "rope_type": "default"},
+    )
+    config = checkpoint.read_config(llama)
+    assert config.rope_theta == 1e6 and config.rope_scaling is None
+
+
+def test_layer_ids_of_eagle_config(llama):
+    edit_config(llama, eagle_config={"eagle_aux_hidden_state_layer_ids": [2, 16, 29]})
+    assert checkpoint.read_config(llama).target.layer_ids == (2, 16, 29)
+
+
+def test_load_gives_the_stored_weights(published):
+    stored = load_file(published / "model.safetensors")
+    assert_same_tensors(dict(checkpoint.load(published).state_dict()), stored)
+
+
+def test_bfloat16_weights_load_into_float32(llama):
+    def to_bf16(tensors):
+        for name, tensor in tensors.items():
+            if tensor.is_floating_point():
+                tensors[name] = tensor.bfloat16()
+
+    edit_tensors(llama, to_bf16)
+    drafter = checkpoint.load(llama)
+    stored = load_file(llama / "model.safetensors")["lm_head.weight"]
+    assert stored.dtype == torch.bfloat16
+    assert torch.equal(drafter.lm_head.weight, stored.float())
+    assert checkpoint.load(llama, torch.bfloat16).lm_head.weight.dtype == torch.bfloat16
+
+
+def test_vocab_mapping_pt_wins(llama):
+    t2d = torch.zeros(160, dtype=torch.bool)
+    t2d[32:128] = True
+    torch.save({"d2t": torch.full((96,), 32), "t2d": t2d}, llama / "vocab_mapping.pt")
+    drafter = checkpoint.load(llama)
+    assert torch.equal(drafter.t2d, t2d)
+    assert torch.equal(drafter.target_ids(torch.arange(96)), torch.arange(32, 128))
+
+
+def test_our_layout_keeps_its_mapping_beside_a_stray_vocab_mapping_pt(ours):
+    t2d = torch.zeros(160, dtype=torch.bool)
+    t2d[32:128] = True
+    torch.save({"d2t": torch.full((96,), 32), "t2d": t2d}, ours / "vocab_mapping.pt")
+    assert not torch.equal(checkpoint.load(ours).t2d, t2d)
+
+
+def test_mapping_inside_the_safetensors_file_is_enough(llama):
+    before = checkpoint.load(llama).d2t
+    (llama / "vocab_mapping.pt").unlink()
+    assert torch.equal(checkpoint.load(llama).d2t, before)
+
+
+def test_full_draft_vocabulary_needs_no_mapping(llama):
+    def widen(tensors):
+        tensors["lm_head.weight"] = torch.randn(160, 64)
+        del tensors["d2t"], tensors["t2d"]
+
+    edit_tensors(llama, widen)
+    edit_config(llama, draft_vocab_size=160)
+    (llama / "vocab_mapping.pt").unlink()
+    drafter = checkpoint.load(llama)
+    assert torch.equal(drafter.target_ids(torch.arange(160)), torch.arange(160))
+
+
+# --- converting and saving -----------------------------------------------------------------
+
+
+def test_convert_there_and_back_loses_nothing(published, tmp_path):
+    checkpoint.convert(published, tmp_path / "ours", "ours")
+    checkpoint.convert(tmp_path / "ours", tmp_path / "back", "published")
+    config = checkpoint.read_config(published)
+    for directory in (tmp_path / "ours", tmp_path / "back"):
+        assert checkpoint.read_config(directory) == config
+        stored = load_file(directory / "model.safetensors")
+        assert_same_tensors(stored, load_file(published / "model.safetensors"))
+    mapping = torch.load(tmp_path / "back" / "vocab_mapping.pt", weights_only=True)
+    assert_same_tensors(mapping, torch.load(published / "vocab_mapping.pt", weights_only=True))
+    assert {p.name for p in (tmp_path / "ours").iterdir()} == {"config.json", "model.safetensors"}
+
+
+def test_convert_keeps_each_tensors_dtype(llama, tmp_path):
+    def mix(tensors):
+        tensors["lm_head.weight"] = tensors["lm_head.weight"].bfloat16()
+
+    edit_tensors(llama, mix)
+    checkpoint.convert(llama, tmp_path / "ours", "ours")
+    stored = load_file(tmp_path / "ours" / "model.safetensors")
+    assert_same_tensors(stored, load_file(llama / "model.safetensors"))
+    assert json.loads((tmp_path / "ours" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+def test_convert_carries_the_winning_mapping(llama, tmp_path):
+    t2d = torch.zeros(160, dtype=torch.bool)
+    t2d[64:] = True
+    torch.save({"d2t": torch.full((96,), 64), "t2d": t2d}, llama / "vocab_mapping.pt")
+    checkpoint.convert(llama, tmp_path / "ours", "ours")
+    assert torch.equal(checkpoint.load(tmp_path / "ours").t2d, t2d)
+
+
+def test_published_config_names_what_the_authors_code_reads(llama, target, tmp_path):
+    checkpoint.convert(llama, tmp_path / "ours", "ours", target=target)
+    checkpoint.convert(tmp_path / "ours", tmp_path / "back", "published")
+    raw = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert raw["architectures"] == ["LlamaForCausalLMSpecBlock"]
+    assert raw["diffspec_draft_token_num"] == 4
+    assert raw["rank_classes"] == 4
+    assert raw["target_hidden_size"] == 64
+    assert raw["eagle_config"] == {"eagle_aux_hidden_state_layer_ids": [2, 4, 6]}
+
+
+def test_convert_with_target_fills_in_what_is_not_published(llama, target, tmp_path):
+    checkpoint.convert(llama, tmp_path / "ours", "ours", target=target, target_name="org/target")
+    config = checkpoint.read_config(tmp_path / "ours")
+    assert config.target.layer_ids == (2, 4, 6)
+    assert config.target.name == "org/target"
+    raw = json.loads((tmp_path / "ours" / "config.json").read_text())
+    verifier = raw["speculators_config"]["verifier"]
+    assert verifier == {"name_or_path": "org/target", "architectures": ["LlamaForCausalLM"]}
+
+
+def test_layer_ids_of_the_checkpoint_win_over_the_targets_default(llama, target, tmp_path):
+    edit_config(llama, eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 4, 8]})
+    checkpoint.convert(llama, tmp_path / "ours", "ours", target=target)
+    assert checkpoint.read_config(tmp_path / "ours").target.layer_ids == (1, 4, 8)
+
+
+def test_a_drafter_without_a_known_target_does_not_claim_one(ours):
+    assert "speculators_config" not in json.loads((ours / "config.json").read_text())
+
+
+def test_save_and_load_ours(target, tmp_path):
+    target = write_target(target, model_type="qwen3", head_dim=32)
+    drafter = checkpoint.init(target, block_size=3, num_layers=3, draft_vocab_size=100)
+    checkpoint.save(drafter, tmp_path / "out")
+    loaded = checkpoint.load(tmp_path / "out")
+    assert loaded.config == drafter.config
+    assert_same_tensors(dict(loaded.state_dict()), dict(drafter.state_dict()))
+
+
+def test_saved_weights_are_readable_like_any_new_file(ours, tmp_path):
+    (tmp_path / "any").touch()
+    for name in ("config.json", "model.safetensors"):
+        assert (ours / name).stat().st_mode == (tmp_path / "any").stat().st_mode
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"qk_norm": True}, "qk_norm"),
+        ({"rank_topk": "full"}, "rank_topk"),
+        ({"block_rope": "path"}, "block_rope"),
+        ({"head_dim": 32}, "head_dim"),
+    ],
+)
+def test_published_layout_refuses_what_it_cannot_hold(target, tmp_path, changes, what):
+    drafter = checkpoint.init(target)
+    drafter.config = drafter.config.model_copy(update=changes)
+    with pytest.raises(CheckpointError, match=f"cannot hold a drafter whose {what} is"):
+        checkpoint.save(drafter, tmp_path / "out", layout="published")
+    assert not (tmp_path / "out").exists()
+
+
+def test_convert_refuses_to_write_over_its_source(ours):
+    with pytest.raises(CheckpointError, match="cannot be converted into itself"):
+        checkpoint.convert(ours, ours.parent / "." / ours.name, "published")
+
+
+def test_convert_refuses_another_target(llama, target, tmp_path):
+    target = write_target(target, vocab_size=200)
+    with pytest.raises(CheckpointError, match=r"vocab_size is 160, but that of .* is 200"):
+        checkpoint.convert(llama, tmp_path / "ours", "ours", target=target)
+
+
+def test_convert_refuses_target_facts_without_a_target(llama, tmp_path):
+    with pytest.raises(CheckpointError, match="without --target"):
+        checkpoint.convert(llama, tmp_path / "ours", "ours", layer_ids=(2, 4, 6))
+
+
+# --- refusals ------------------------------------------------------------------------------
+
+
+def test_missing_tensors(llama):
+    edit_tensors(llama, lambda t: t.pop("layers.1.mlp.up_proj.weight"))
+    assert "lacks layers.1.mlp.up_proj.weight" in refused(llama)
+
+
+def test_many_missing_tensors_are_counted(llama):
+    edit_config(llama, num_hidden_layers=4)
+    assert "and 15 more" in refused(llama)
+
+
+def test_extra_tensors(llama):
+    edit_tensors(llama, lambda t: t.update({"layers.2.bogus": torch.zeros(1)}))
+    assert "holds layers.2.bogus" in refused(llama)
+
+
+def test_wrong_shape(llama):
+    edit_config(llama, intermediate_size=128)
+    assert "has shape [96, 64], but its config.json asks for [128, 64]" in refused(llama)
+
+
+def test_k_of_the_config_and_of_the_weights_differ(llama):
+    edit_config(llama, diffspec_draft_token_num=5)
+    message = refused(llama)
+    assert "queries for 4 draft positions" in message and "is 5" in message
+
+
+@pytest.mark.parametrize(
+    ("architectures", "model_type"), [(["LlamaForCausalLMEagle3"], "llama"), (None, "llama")]
+)
+def test_unknown_architecture(llama, architectures, model_type):
+    edit_config(llama, architectures=architectures, model_type=model_type)
+    message = refused(llama)
+    assert "LlamaForCausalLMSpecBlock" in message and "SpecBlockDrafter" in message
+
+
+def test_missing_files(llama, tmp_path):
+    assert "There is no directory" in refused(tmp_path / "org" / "drafter")
+    (llama / "model.safetensors").unlink()
+    assert "model.safetensors" in refused(llama)
+    (llama / "config.json").unlink()
+    assert "There is no config.json" in refused(llama)
+
+
+@pytest.mark.parametrize("text", ["{", "[1, 2]", "\xff\xfe"])
+def test_unreadable_json(llama, text):
+    (llama / "config.json").write_bytes(text.encode("latin-1"))
+    assert "JSON" in refused(llama)
+
+
+def test_broken_safetensors_file(llama):
+    whole = (llama / "model.safetensors").read_bytes()
+    (llama / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    assert "not a whole safetensors file" in refused(llama)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "said"),
+    [
+        (
+            {"rope_type": "yarn", "factor": 4.0},
+            "must be one of default, linear, llama3",
+        ),
+        ({"type": "linear"}, "factor = None"),
+        ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}, "high_freq_factor = None"),
+    ],
+)
+def test_unsupported_rope_scaling(llama, scaling, said):
+    edit_config(llama, rope_scaling=scaling)
+    assert said in refused(llama)
+
+
+class Arbitrary:
+    """Something that unpickling with weights_only=True must not build."""
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"d2t": Arbitrary(), "t2d": Arbitrary()},
+        {"d2t": torch.zeros(96, dtype=torch.int64)},
+        {"d2t": [0] * 96, "t2d": [True] * 160},
+        torch.zeros(96),
+    ],
+    ids=["pickled object", "no t2d", "lists", "no dict"],
+)
+def test_vocab_mapping_that_is_not_plain_tensors(llama, content):
+    torch.save(content, llama / "vocab_mapping.pt")
+    assert "is not a plain dict of the tensors d2t and t2d" in refused(llama)
+
+
+def test_vocab_mapping_that_is_no_torch_file(llama):
+    (llama / "vocab_mapping.pt").write_text("hello")
+    assert "is not a plain dict of the tensors d2t and t2d" in refused(llama)
+
+
+def test_mapping_of_another_size(llama):
+    mapping = torch.load(llama / "vocab_mapping.pt", weights_only=True)
+    torch.save(mapping | {"d2t": mapping["d2t"][:-1]}, llama / "vocab_mapping.pt")
+    assert "d2t has shape [95]" in refused(llama)
+
+
+def test_mapping_with_ids_in_place_of_offsets(llama):
+    mapping = torch.load(llama / "vocab_mapping.pt", weights_only=True)
+    ids = mapping["d2t"] + torch.arange(96)
+    torch.save(mapping | {"d2t": ids}, llama / "vocab_mapping.pt")
+    assert "d2t holds offsets, not ids" in refused(llama)
+
+
+def test_mapping_of_another_dtype(llama):
+    mapping = torch.load(llama / "vocab_mapping.pt", weights_only=True)
+    torch.save(mapping | {"t2d": mapping["t2d"].int()}, llama / "vocab_mapping.pt")
+    assert "they must be torch.int64 and torch.bool" in refused(llama)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"hidden_size": ...}, "lacks the key 'hidden_size'"),
+        ({"num_attention_heads": 5}, "must be a whole multiple of the second"),
+        ({"num_key_value_heads": 3}, "must be a multiple of num_key_value_heads, 3"),
+        ({"draft_vocab_size": 161}, "must not exceed vocab_size, 160"),
+        ({"diffspec_draft_token_num": 0}, "'block_size' = 0, but it must be greater than"),
+        (
+            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 2, 5]}},
+            "three different layers in ascending order",
+        ),
+    ],
+)
+def test_published_config_out_of_range(llama, changes, said):
+    edit_config(llama, **changes)
+    assert said in refused(llama)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"block_size": ...}, "lacks the key 'block_size'"),
+        ({"block_sise": 4}, "has the key 'block_sise', which is not one of"),
+        ({"rank_topk": "some"}, "'rank_topk"),
+        ({"block_rope": "depth"}, "it must be 'base' or 'path'"),
+        ({"vocab_size": 161}, "vocab_size is 161, but the target's is 160"),
+    ],
+)
+def test_our_config_out_of_range(ours, changes, said):
+    edit_config(ours, **changes)
+    assert said in refused(ours)
+
+
+# --- untrained drafters --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("layers", "ids"), [(7, (2, 3, 4)), (32, (2, 16, 29)), (36, (2, 18, 33))])
+def test_default_layer_ids(layers, ids):
+    assert default_layer_ids(layers) == ids
+
+
+@pytest.mark.parametrize("layers", range(1, 7))
+def test_shallow_targets_have_no_default_layer_ids(target, layers):
+    write_target(target, num_hidden_layers=layers)
+    with pytest.raises(CheckpointError, match="--layer-ids"):
+        checkpoint.init(target)
+
+
+@pytest.mark.parametrize("ids", [(2, 2, 5), (5, 4, 3), (2, 5, 9), (-1, 3, 5)])
+def test_init_refuses_layer_ids_that_are_not_the_targets(target, ids):
+    with pytest.raises(CheckpointError, match="from 0 to 8"):
+        checkpoint.init(target, layer_ids=ids)
+
+
+def test_init_follows_the_target(target):
+    llama3 = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    write_target(target, rope_parameters={"rope_theta": 5e5, **llama3}, head_dim=32)
+    edit_config(target, rope_theta=...)
+    config = checkpoint.init(target, layer_ids=(1, 2, 8)).config
+    assert (config.rope_theta, config.rope_scaling) == (5e5, llama3)
+    assert (config.head_dim, config.num_key_value_heads, config.intermediate_size) == (32, 2, 96)
+    assert config.target.layer_ids == (1, 2, 8)
+    assert config.target.name == str(target)
+    assert config.draft_vocab_size == 160
+    assert not config.qk_norm
+
+
+def test_init_can_make_narrower_mlps_than_the_targets(target, tmp_path):
+    drafter = checkpoint.init(target, intermediate_size=24)
+    assert drafter.layers[0].mlp.gate_proj.weight.shape == (24, drafter.config.hidden_size)
+    checkpoint.save(drafter, tmp_path / "narrow")
+    assert checkpoint.load(tmp_path / "narrow").config.intermediate_size == 24
+
+
+def test_init_gives_qwen3_targets_a_qk_norm(target):
+    write_target(target, model_type="qwen3")
+    drafter = checkpoint.init(target)
+    assert drafter.state_dict()["layers.1.self_attn.q_norm.weight"].shape == (16,)
+    assert drafter.state_dict()["layers.1.self_attn.k_norm.weight"].shape == (16,)
+    assert not checkpoint.init(target, qk_norm=False).config.qk_norm
+
+
+def test_init_starts_without_a_shift(target):
+    drafter = checkpoint.init(target, num_layers=3)
+    wanted = torch.cat([torch.eye(64), torch.zeros(64, 64)], dim=1)
+    for shift in drafter.shift_proj:
+        assert torch.equal(shift.weight, wanted)
+    assert (drafter.norm.weight == 1).all()
+
+
+def test_init_is_seeded_and_leaves_the_global_generator_alone(target):
+    torch.manual_seed(0)
+    expected = torch.rand(1)
+    torch.manual_seed(0)
+    first, again, other = (checkpoint.init(target, seed=seed) for seed in (1, 1, 2))
+    assert torch.equal(torch.rand(1), expected)
+    assert_same_tensors(dict(first.state_dict()), dict(again.state_dict()))
+    assert not torch.equal(first.lm_head.weight, other.lm_head.weight)
+
+
+def test_untrained_draft_logits_are_of_unit_size(target):
+    drafter = checkpoint.init(target)
+    torch.manual_seed(0)
+    logits, _ = drafter.heads(torch.randn(50, 64) * 7)
+    assert 0.7 < logits.std() < 1.4
+
+
+def test_init_maps_the_first_ids(target):
+    drafter = checkpoint.init(target, draft_vocab_size=32)
+    assert torch.equal(drafter.target_ids(torch.arange(32)), torch.arange(32))
+    assert torch.equal(drafter.t2d, torch.arange(160) < 32)
+
+
+def test_init_maps_the_most_frequent_ids(target, tmp_path):
+    counts = torch.zeros(160, dtype=torch.int64)
+    frequent = torch.tensor([150, 3, 77, 76, 9, 11, 20, 21, 22, 100])
+    counts[frequent] = torch.arange(10, 0, -1)
+    drafter = checkpoint.init(target, draft_vocab_size=12, token_counts=counts)
+    wanted = torch.cat([frequent, torch.tensor([0, 1])]).sort().values  # ties: lower ids
+    assert torch.equal(drafter.target_ids(torch.arange(12)), wanted)
+    checkpoint.save(drafter, tmp_path / "out")
+    assert torch.equal(checkpoint.load(tmp_path / "out").d2t, drafter.d2t)
+
+
+def test_init_refuses_counts_of_another_vocabulary(target):
+    with pytest.raises(CheckpointError, match=r"token_counts has shape \[159\]"):
+        checkpoint.init(target, token_counts=torch.zeros(159))
+
+
+@pytest.mark.parametrize(
+    "changes", [{"model_type": "gemma3"}, {"model_type": "llama", "hidden_act": "gelu"}]
+)
+def test_init_refuses_other_architectures(target, changes):
+    write_target(target, **changes)
+    with pytest.raises(CheckpointError, match="llama and qwen3 with 'silu'"):
+        checkpoint.init(target)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"block_size": 0}, "'block_size' = 0"),
+        ({"num_layers": 0}, "'num_hidden_layers' = 0"),
+        ({"draft_vocab_size": 0}, "'draft_vocab_size' = 0"),
+        ({"draft_vocab_size": 161}, "must not exceed vocab_size, 160"),
+    ],
+)
+def test_init_refuses_impossible_sizes(target, options, said):
+    with pytest.raises(CheckpointError, match=said):
+        checkpoint.init(target, **options)
+
+
+def test_init_refuses_a_target_config_without_sizes(target):
+    edit_config(target, vocab_size=None)
+    with pytest.raises(CheckpointError, match="vocab_size = None"):
+        checkpoint.init(target)

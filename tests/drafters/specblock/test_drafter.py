@@ -1,0 +1,201 @@
+"""The head over paged caches drafts what the plain description in `dense_cache.py` drafts."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+from support.committed import rows_of, zero_rows
+from support.trees import texts
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+
+from vllm_specblock.config import SpecBlockConfig
+from vllm_specblock.drafters.specblock.config import DrafterConfig, TargetInfo
+from vllm_specblock.drafters.specblock.dense_cache import DenseCache
+from vllm_specblock.drafters.specblock.drafter import SpecBlockDrafter
+from vllm_specblock.drafters.specblock.growth import Expansion
+from vllm_specblock.drafters.specblock.model import SpecBlockModel
+
+H, V, K, PAGE, MAX_LEN = 32, 64, 4, 8, 64
+
+
+def make_drafter(**changes) -> SpecBlockModel:
+    torch.manual_seed(0)
+    config = DrafterConfig(
+        hidden_size=H, target_hidden_size=H, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, intermediate_size=48, num_hidden_layers=2, block_size=K, vocab_size=V,
+        draft_vocab_size=V, target=TargetInfo(hidden_size=H, vocab_size=V, layer_ids=(1, 2, 3)),
+        **changes,
+    )  # fmt: skip
+    drafter = SpecBlockModel(config).eval()
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter.normal_(std=0.25)
+        drafter.t2d.fill_(True)
+        drafter.d2t.zero_()
+    return drafter
+
+
+def make_head(
+    drafter, options: SpecBlockConfig, nodes: int
+) -> tuple[SpecBlockDrafter, torch.Tensor]:
+    embedding = torch.randn(V, H, generator=torch.Generator().manual_seed(1))
+    head = SpecBlockDrafter(drafter, lambda ids: embedding[ids], options, nodes, MAX_LEN)
+    # Noise in the cache: nothing of it may be seen.
+    caches = [
+        torch.randn(20, PAGE * K, 2, 16).transpose(1, 2) for _ in range(2)
+    ]  # [blocks, heads, entries, 2D], entries consecutive in memory
+    head.bind(caches)
+    return head, embedding
+
+
+def dense_tree(drafter, embedding, features, text, end: int, head: SpecBlockDrafter, beta):
+    """The same tree from the dense description, for one request whose root is text[end]."""
+    cache, shape = DenseCache(drafter.config), head.shape
+    row = torch.arange(end)
+    newest = torch.tensor([end - 1])
+    hidden = drafter(
+        drafter.condition(features[row]),
+        embedding[text[row + 1]],
+        row + 1,
+        cache.append(newest),
+        newest,
+    )
+    expansion = Expansion(shape, torch.tensor(shape.branching), 1)
+    expansion.first_block(*drafter.candidates(hidden, shape.width, beta))
+    growth, drafted = cache.grow(), hidden
+    depth = torch.zeros(1, dtype=torch.int64)
+    for block in range(2, shape.num_blocks + 1):
+        starts = expansion.starts(block)
+        position, row = starts.position[0], starts.row[0]
+        base = torch.full_like(position, end)
+        if drafter.config.block_rope == "path":
+            base = base + depth[row] + position + 1
+        depth = torch.cat([depth, depth[row] + position + 1])
+        attend = growth.starts(row, position)
+        later = drafter(drafted[row, position], embedding[starts.token[0]], base, attend)
+        expansion.next_block(starts, block, *drafter.candidates(later[None], shape.width, beta))
+        drafted = torch.cat([drafted, later])
+    return expansion.finish()
+
+
+@pytest.mark.parametrize(
+    ("options", "drafter_changes"),
+    [
+        ({"num_blocks": 1}, {}),
+        ({}, {}),
+        ({"calibrate_drafts": False}, {}),
+        ({"num_starts": 3, "branching": [2, 4, 10, 0]}, {}),
+        ({}, {"block_rope": "path"}),
+        ({}, {"qk_norm": True}),
+        # Each block starts from the end of the one before: three rows on one path.
+        ({"num_blocks": 3, "num_starts": 1}, {}),
+        # Starts of the third block lie in rows of both blocks before it.
+        ({"num_blocks": 3}, {}),
+        ({"num_blocks": 4, "num_starts": 5}, {"block_rope": "path"}),
+    ],
+)
+@torch.no_grad()
+def test_paged_equals_dense(options, drafter_changes):
+    """Two requests, prompt in two chunks, then two decode steps with rejected nodes as padding."""
+    drafter = make_drafter(**drafter_changes)
+    head, embedding = make_head(drafter, SpecBlockConfig(**options), nodes=40)
+    draw = torch.Generator().manual_seed(2)
+    states = torch.randn(3, 2, MAX_LEN, H, generator=draw)
+    features = states.permute(1, 2, 0, 3).flatten(2)  # [R, n, 3H], low, mid, high
+    text = torch.randint(0, V, (2, MAX_LEN + 1), generator=draw)
+    tables = torch.tensor([[3, 7, 1, 12, 5, 6, 9, 10], [4, 2, 8, 11, 13, 14, 15, 16]])
+    for requests, padding in (
+        ([(0, 11), (0, 6)], 0),
+        ([(11, 20), (6, 9)], 0),
+        ([(20, 23), (9, 10)], 4),
+        ([(23, 24), (10, 14)], 8),
+    ):
+        head.advance(rows_of(requests, tables, states, text, PAGE, padding))
+        tree = head.draft()
+        for request, (_, end) in enumerate(requests):
+            beta = None if head.beta is None else head.beta[request : request + 1]
+            expected = dense_tree(
+                drafter, embedding, features[request], text[request], end, head, beta
+            )
+            found, wanted = texts(tree, request), texts(expected, 0)
+            common = found.keys() & wanted.keys()
+            assert len(common) >= len(wanted) - 2, "more than a tie at the budget's cut differs"
+            for path in common:
+                assert found[path] == pytest.approx(wanted[path], abs=1e-3)
+
+
+@torch.no_grad()
+def test_some_requests_draft_what_all_would():
+    drafter = make_drafter()
+    head, _ = make_head(drafter, SpecBlockConfig(num_blocks=3), nodes=40)
+    states, text = torch.randn(3, 3, MAX_LEN, H), torch.randint(0, V, (3, MAX_LEN + 1))
+    tables = torch.arange(1, 19).view(3, 6)
+    head.advance(rows_of([(0, 11), (0, 6), (0, 17)], tables, states, text, PAGE))
+    whole, some = head.draft(), head.draft(torch.tensor([2, 0]))
+    for place, request in enumerate((2, 0)):
+        assert texts(some, place) == pytest.approx(texts(whole, request), abs=1e-5)
+
+
+@torch.no_grad()
+def test_at_the_length_limit_later_blocks_are_left_out():
+    """Their rows would have no slot; block 1 goes on alone."""
+    drafter = make_drafter()
+    head, _ = make_head(drafter, SpecBlockConfig(), nodes=40)
+    states, text = torch.randn(3, 1, MAX_LEN, H), torch.randint(0, V, (1, MAX_LEN + 1))
+    tables = torch.arange(1, 9)[None]
+    before = [cache.clone() for cache in head.attention_builder.caches]
+    head.advance(rows_of([(0, MAX_LEN)], tables, states, text, PAGE))
+    tree = head.draft()
+    assert max(len(path) for path in texts(tree, 0)) == K
+    for cache, old in zip(head.attention_builder.caches, before):
+        changed = (cache != old).any(-1).any(1).any(-1).nonzero().flatten().tolist()
+        assert set(changed) <= {0, *tables[0].tolist()}, "a stranger's block was written"
+
+
+@torch.no_grad()
+def test_a_head_does_not_keep_what_the_target_left():
+    """Of a long prompt that is hundreds of megabytes, until a step that is not a graph's."""
+    head, _ = make_head(make_drafter(), SpecBlockConfig(), nodes=40)
+    states, text = torch.randn(3, 1, MAX_LEN, H), torch.randint(0, V, (1, MAX_LEN + 1))
+    rows = rows_of([(0, 20)], torch.arange(1, 9)[None], states, text, PAGE)
+    left = [weakref.ref(state) for state in rows.states]
+    head.advance(rows)
+    head.draft()
+    del rows, states
+    assert all(state() is None for state in left)
+
+
+def test_proposal_reads_nothing_on_the_host():
+    """A fake tensor has no value: any `.item()` or data-dependent shape raises."""
+    with FakeTensorMode(), torch.no_grad():
+        drafter = make_drafter()
+        embedding = torch.zeros(V, H)
+        head = SpecBlockDrafter(
+            drafter, lambda ids: embedding[ids], SpecBlockConfig(num_blocks=3), 60, MAX_LEN
+        )
+        head.attention_builder = _sight_made_outside(head)
+        head.width = torch.zeros(4, dtype=torch.int64)
+        head.advance(zero_rows(PAGE, H))
+        tree = head.draft()
+        some = head.draft(torch.zeros(1, dtype=torch.int64))
+    assert tree.token.shape == (2, 60) and some.token.shape == (1, 60)
+
+
+def _sight_made_outside(head):
+    """Its bit patterns are computed once, on the host, before any step."""
+    from vllm_specblock.drafters.specblock.paged_attention import DraftAttentionBuilder
+
+    with unset_fake_temporarily():
+        attention_builder = DraftAttentionBuilder(
+            [], K, head.shape.num_starts, head.shape.num_blocks, MAX_LEN, "cpu"
+        )
+    attention_builder.caches = [torch.zeros(20, PAGE * K, 2, 16).transpose(1, 2) for _ in range(2)]
+    for name in ("k", "rows", "own"):
+        setattr(
+            attention_builder,
+            name,
+            torch.zeros(getattr(attention_builder, name).shape, dtype=torch.int64),
+        )
+    return attention_builder

@@ -1,0 +1,292 @@
+"""Expansion on the device against plain Python, and its invariants."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.drafted_blocks import coarse_block, random_block
+from support.naive_expand import NaiveExpansion
+from support.trees import texts
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from vllm_specblock.drafters.specblock.growth import Expansion, TreeShape
+from vllm_specblock.tree import DraftTree
+
+BRANCHINGS = [(2, 4, 10, 0), (2, 4, 6, 4), (1, 1, 1, 1), (3, 0, 0, 0)]
+
+
+def expand_both(shape: TreeShape, vocab: int, seed: int, num_requests: int = 2, make=random_block):
+    draw = torch.Generator().manual_seed(seed)
+    expansion = Expansion(shape, torch.tensor(shape.branching), num_requests)
+    naive = [NaiveExpansion(shape) for _ in range(num_requests)]
+    block = make(draw, shape, vocab, num_requests)
+    expansion.first_block(*block)
+    for request, plain in enumerate(naive):
+        plain.attach((), 0.0, *(part[request].tolist() for part in block))
+    ends = [plain.chain_end for plain in naive]
+    for m in range(2, shape.num_blocks + 1):
+        starts = expansion.starts(m)
+        # A caller reads hidden states at all of them, valid or not.
+        rows_so_far = 1 + (m - 2) * shape.num_starts
+        assert ((starts.row >= 0) & (starts.row < rows_so_far)).all()
+        assert ((starts.position >= 0) & (starts.position < shape.block_size)).all()
+        block = make(draw, shape, vocab, num_requests, shape.num_starts)
+        expansion.next_block(starts, m, *block)
+        for request, plain in enumerate(naive):
+            chosen = plain.starts(ends[request])
+            for s in range(shape.num_starts):
+                if s >= len(chosen):
+                    assert not starts.valid[request, s]
+                    plain.skip()
+                    continue
+                text, score, row, position, _ = plain.nodes[chosen[s]]
+                assert starts.valid[request, s]
+                assert starts.token[request, s] == text[-1]
+                assert starts.row[request, s] == row and starts.position[request, s] == position
+                plain.attach(text, score, *(part[request, s].tolist() for part in block))
+                if s == 0:
+                    ends[request] = plain.chain_end
+    return expansion.finish(), [plain.finish() for plain in naive]
+
+
+def check_order(tree, request: int) -> None:
+    """Descending scores, parents first and not below their children, unused slots last."""
+    size = int(tree.size[request])
+    scores = tree.logprob[request, :size]
+    assert (scores[1:] <= scores[:-1]).all()
+    for node, up in enumerate(tree.parent[request, :size].tolist(), 1):
+        assert 0 <= up < node
+    assert (tree.parent[request, size:] == -1).all()
+    assert (tree.token[request, size:] == 0).all()
+    assert torch.isneginf(tree.logprob[request, size:]).all()
+
+
+@pytest.mark.parametrize("branching", BRANCHINGS)
+@pytest.mark.parametrize("blocks", [1, 2, 3])
+@pytest.mark.parametrize("vocab", [12, 60])
+def test_equal_to_plain_python(branching, blocks, vocab):
+    for seed in range(6):
+        shape = TreeShape(4, blocks, 5, branching, [7, 24, 60, 200][seed % 4])
+        tree, expected = expand_both(shape, vocab, seed)
+        for request, plain in enumerate(expected):
+            found = texts(tree, request)
+            assert len(found) == int(tree.size[request]), "equal texts were joined"
+            assert found.keys() == plain.keys()
+            for text, score in plain.items():
+                assert found[text] == pytest.approx(score, abs=1e-4)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.integers(1, 5),
+    st.integers(1, 4),
+    st.integers(1, 9),
+    st.sampled_from(BRANCHINGS),
+    st.integers(1, 120),
+    st.integers(0, 10**6),
+)
+def test_ties_and_order_exactly(block_size, blocks, starts, branching, budget, seed):
+    """Node by node: higher score, then lower depth, then the earlier candidate."""
+    shape = TreeShape(block_size, blocks, starts, branching, budget)
+    tree, expected = expand_both(shape, 11, seed, make=coarse_block)
+    for request, plain in enumerate(expected):
+        assert list(texts(tree, request).items()) == list(plain.items())
+        check_order(tree, request)
+    again = DraftTree.from_nodes(tree.token, tree.parent, tree.logprob, tree.size)
+    assert torch.equal(tree.ancestors, again.ancestors)
+    assert torch.equal(tree.depth, again.depth)
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 3])
+def test_order(blocks):
+    tree, _ = expand_both(TreeShape(4, blocks, 6, (2, 4, 6, 4), 40), 30, seed=9, num_requests=5)
+    for request in range(5):
+        check_order(tree, request)
+
+
+def test_a_smaller_budget_is_a_cut():
+    small, large = (
+        expand_both(TreeShape(4, 2, 8, (2, 4, 10, 0), budget), 40, seed=4)[0] for budget in (24, 60)
+    )
+    for name in DraftTree.__dataclass_fields__:
+        assert torch.equal(getattr(large.prefix(24), name), getattr(small, name)), name
+
+
+@pytest.mark.parametrize("scores", [0.0, 1e-6], ids=["certain", "rounded above certain"])
+def test_certain_tokens_keep_parents_first(scores):
+    """Log-probabilities of 0: without care, parent and child would tie."""
+    shape = TreeShape(4, 2, 3, (1, 1, 1, 1), 16)
+    expansion = Expansion(shape, torch.tensor(shape.branching), 1)
+    top = torch.full((1, 4, 1), scores)
+    bucket = torch.zeros(1, 4, dtype=torch.int64)
+    expansion.first_block(top, torch.tensor([[[5], [6], [7], [8]]]), bucket)
+    starts = expansion.starts(2)
+    follow = torch.tensor([1, 2, 3, 4]).view(1, 1, 4, 1).expand(1, 3, 4, 1)
+    expansion.next_block(
+        starts, 2, top[:, None].expand(1, 3, 4, 1), follow, bucket[:, None].expand(1, 3, 4)
+    )
+    tree = expansion.finish()
+    assert (tree.parent[0] < torch.arange(1, 17)).all()
+    assert (tree.logprob[0] == 0).all()
+    assert max(len(text) for text in texts(tree, 0)) == 8
+
+
+def test_leading_zeros_are_text():
+    """Tokens 0 and 0 0 are different paths, for the hash too."""
+    shape = TreeShape(3, 1, 1, (2, 2, 2, 2), 6)
+    expansion = Expansion(shape, torch.tensor(shape.branching), 1)
+    top = torch.tensor([-0.1, -1.0]).expand(1, 3, 2)
+    expansion.first_block(
+        top, torch.tensor([[[0, 1], [0, 1], [0, 1]]]), torch.zeros(1, 3, dtype=torch.int64)
+    )
+    assert set(texts(expansion.finish(), 0)) == {
+        *[(0,), (0, 0), (0, 0, 0)],
+        *[(1,), (0, 1), (0, 0, 1)],
+    }
+
+
+def test_starts_that_have_no_room_are_left_out():
+    shape = TreeShape(4, 2, 4, (2, 4, 6, 4), 60)
+    draw = torch.Generator().manual_seed(0)
+    expansion = Expansion(shape, torch.tensor(shape.branching), 1)
+    expansion.first_block(*random_block(draw, shape, 50, 1))
+    starts = expansion.starts(2)
+    starts.valid[:] = False
+    expansion.next_block(starts, 2, *random_block(draw, shape, 50, 1, 4))
+    assert max(len(text) for text in texts(expansion.finish(), 0)) <= 4
+
+
+def test_a_text_that_filled_a_shape_may_still_start():
+    """Block 1 gives up at its second position; block 2 finds the same text, surer and open."""
+    shape = TreeShape(3, 3, 8, (1, 0, 0, 0), 60)
+    expansion = Expansion(shape, torch.tensor(shape.branching), 1)
+    chain = torch.tensor([[[1], [2], [3]]])
+    expansion.first_block(torch.full((1, 3, 1), -1.0), chain, torch.tensor([[0, 3, 0]]))
+    starts = expansion.starts(2)
+    assert starts.token[0, :2].tolist() == [3, 1] and starts.valid.sum() == 2
+    # Below text 1: 2 once more, at −0.5 instead of −1.
+    top = torch.full((1, 8, 3, 1), -0.5)
+    token = torch.tensor([[4], [5], [6]]).expand(1, 8, 3, 1).clone()
+    token[0, 1, 0] = 2
+    expansion.next_block(starts, 2, top, token, torch.zeros(1, 8, 3, dtype=torch.int64))
+    starts = expansion.starts(3)
+    again = (starts.token[0] == 2) & starts.valid[0]
+    assert again.sum() == 1
+    assert starts.row[0, again] == 2 and starts.position[0, again] == 0
+
+
+def test_paths_too_long_for_a_key():
+    with pytest.raises(ValueError, match="draft paths of 256 tokens, but at most 255"):
+        TreeShape(32, 8, 8, (2, 4, 6, 4), 60)
+
+
+def whole_step(shape: TreeShape, num_requests: int) -> DraftTree:
+    expansion = Expansion(shape, torch.zeros(4, dtype=torch.int64), num_requests)
+
+    def block(*rows):
+        full = (*rows, shape.block_size, shape.width)
+        return (
+            torch.zeros(full),
+            torch.zeros(full, dtype=torch.int64),
+            torch.zeros(full[:-1], dtype=torch.int64),
+        )
+
+    expansion.first_block(*block(num_requests))
+    for m in range(2, shape.num_blocks + 1):
+        expansion.next_block(expansion.starts(m), m, *block(num_requests, shape.num_starts))
+    return expansion.finish()
+
+
+def test_nothing_is_read_on_the_host():
+    """A fake tensor has no value: any `.item()`, `if tensor` or data-dependent shape raises."""
+    with FakeTensorMode():
+        tree = whole_step(TreeShape(4, 3, 8, (2, 4, 10, 0), 60), 3)
+        with pytest.raises(DataDependentOutputException):
+            tree.size[0].item()
+    assert tree.token.shape == (3, 60)
+
+
+def test_operations_per_step():
+    """Each is a launch on a GPU, where the tree is to cost less than the drafter."""
+
+    class Count(TorchDispatchMode):
+        total = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.total += not function.is_view
+            return function(*args, **(kwargs or {}))
+
+    with Count() as count:
+        whole_step(TreeShape(4, 2, 8, (2, 4, 10, 0), 60), 1)
+    assert count.total < 160
+
+
+def test_a_node_is_of_the_forward_whose_candidate_was_kept():
+    """Block 1: 5 (or 6), then 7 (or 8). Block 2 starts after 5, 7 and after 5."""
+    expansion = Expansion(TreeShape(2, 2, 2, (2, 2, 2, 2), 20), torch.tensor([2, 2, 2, 2]), 1)
+    bucket = torch.zeros(1, 2, dtype=torch.int64)
+    expansion.first_block(
+        torch.tensor([[[0.6, 0.4], [0.5, 0.3]]]).log(), torch.tensor([[[5, 6], [7, 8]]]), bucket
+    )
+    starts = expansion.starts(2)
+    assert starts.token.tolist() == [[7, 5]]
+    expansion.next_block(
+        starts,
+        2,
+        torch.tensor([[[[0.9, 0.1], [0.8, 0.2]], [[0.7, 0.2], [0.6, 0.4]]]]).log(),
+        # After 5, block 2 says 7 more surely than block 1 did, and 8 less surely.
+        torch.tensor([[[[1, 2], [3, 4]], [[7, 8], [9, 10]]]]),
+        bucket[:, None].expand(1, 2, 2),
+    )
+    selection = expansion.select()
+    found = dict(zip(texts(selection.tree, 0), expansion.blocks(selection)[0].tolist()))
+    assert found == {
+        (5,): 1, (6,): 1, (5, 7): 2, (5, 8): 1,
+        (5, 7, 1): 2, (5, 7, 2): 2, (5, 7, 1, 3): 2, (5, 7, 1, 4): 2, (5, 7, 9): 2, (5, 7, 10): 2,
+    }  # fmt: skip
+    assert expansion.blocks(selection)[0, int(selection.tree.size[0]) :].tolist() == [0] * 10
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_forwards_of_a_cut_tree_are_those_of_the_whole(blocks):
+    """Over many seeds and budgets: a text's forward does not depend on what else is kept."""
+    for seed in range(4):
+        kept = []
+        for budget in (200, 20):
+            shape, draw = TreeShape(4, blocks, 5, (2, 4, 6, 4), budget), torch.Generator()
+            expansion = Expansion(shape, torch.tensor(shape.branching), 2)
+            expansion.first_block(*random_block(draw.manual_seed(seed), shape, 12, 2))
+            for m in range(2, blocks + 1):
+                starts = expansion.starts(m)
+                expansion.next_block(starts, m, *random_block(draw, shape, 12, 2, 5))
+            selection = expansion.select()
+            forward = expansion.blocks(selection)
+            kept.append([dict(zip(texts(selection.tree, r), forward[r].tolist())) for r in (0, 1)])
+        for whole, cut in zip(*kept):
+            assert cut.items() <= whole.items()
+            assert {1} <= set(whole.values()) <= set(range(1, blocks + 1))
+            assert all(forward == 1 for text, forward in whole.items() if len(text) == 1)
+
+
+def test_starts_by_rank_bucket_then_by_score():
+    """Block 2 starts where the rank head is surest, whatever the scores say; unwanted never do."""
+    block = (
+        torch.tensor([[[-0.1, -3.0], [-0.2, -0.5], [-4.0, -5.0]]]),  # [1, K, B]
+        torch.arange(6).view(1, 3, 2),
+        torch.tensor([[1, 2, 0]]),
+    )
+    chosen = {}
+    for by_rank in (False, True):
+        expansion = Expansion(
+            TreeShape(3, 2, 5, (2, 2, 1, 0), 20, by_rank), torch.tensor([2, 2, 1, 0]), 1
+        )
+        expansion.first_block(*block)
+        starts = expansion.starts(2)
+        chosen[by_rank] = starts.token[0][starts.valid[0]].tolist()
+    # The chain's end (token 4) is always first. By score: 0 (-0.1), 2 (-0.3), 1 (-3), 5 (-5.3);
+    # token 3 is a second child of bucket 2, which has one.
+    assert chosen[False] == [4, 0, 2, 1, 5]
+    assert chosen[True] == [4, 5, 0, 1, 2]

@@ -1,0 +1,367 @@
+"""The drafter against numbers that the SpecBlock authors' own modules gave (tests/fixtures)."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from vllm_specblock.triton_kernels.layers.layer_shift import layer_shift
+
+from vllm_specblock.drafters.common.rope import Rotary, inverse_frequencies
+from vllm_specblock.drafters.specblock import checkpoint
+from vllm_specblock.drafters.specblock.config import DrafterConfig, TargetInfo
+from vllm_specblock.drafters.specblock.dense_cache import DenseCache
+from vllm_specblock.drafters.specblock.model import SpecBlockModel
+
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+TOLERANCE = 1e-4
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+
+class Variant:
+    """A fixture drafter with the inputs and outputs that belong to it."""
+
+    def __init__(self, name: str):
+        self.drafter = checkpoint.load(FIXTURES / name).requires_grad_(False)
+        self.config = self.drafter.config
+        self.table = load_file(FIXTURES / name / "target_embed.safetensors")[
+            "model.embed_tokens.weight"
+        ]
+        self.train = load_file(FIXTURES / f"{name}_train.safetensors")
+        infer = load_file(FIXTURES / f"{name}_infer.safetensors")
+        self.case = {k.removeprefix("case0."): v for k, v in infer.items() if "case0." in k}
+        meta = json.loads((FIXTURES / f"{name}_meta.json").read_text())["cases"]["case0"]
+        assert meta["bookkeeping"] == "aligned"
+        self.catch_ups = meta["catchup"]
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.table[tokens.long()]
+
+    def append(self, cache, features, tokens, keep=None):
+        """Rows of block 1 as the drafter was trained on them: row i has RoPE base i + 1."""
+        base = torch.arange(cache.rows, cache.rows + len(tokens)) + 1
+        condition = self.drafter.condition(features)
+        return self.drafter(condition, self.embed(tokens), base, cache.append(keep), keep)
+
+    def prompt(self, keep=None):
+        """The rows of case0's prompt and first token, and the cache that they leave."""
+        cache = DenseCache(self.config)
+        tokens = torch.cat([self.case["prompt_ids"][1:], self.case["first_token"]])
+        hidden = self.append(cache, self.case["features"], tokens, keep)
+        return cache, hidden
+
+    def train_rows(self, rows: int):
+        cache = DenseCache(self.config)
+        hidden = self.append(
+            cache, self.train["target_features"][:rows], self.train["row_tokens"][:rows]
+        )
+        return cache, hidden
+
+    def with_rank_topk(self, topk) -> SpecBlockModel:
+        drafter = copy.copy(self.drafter)
+        drafter.config = self.config.model_copy(update={"rank_topk": topk})
+        return drafter
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen"])
+def variant(request):
+    return Variant(request.param)
+
+
+def assert_near(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    torch.testing.assert_close(found, wanted, atol=TOLERANCE, rtol=0)
+
+
+def flat(cached: torch.Tensor) -> torch.Tensor:
+    """[rows, K, nkv, D] as the fixtures have it, [nkv, rows·K, D]."""
+    return cached.flatten(0, 1).transpose(0, 1)
+
+
+def test_fused_input(variant):
+    condition = variant.drafter.condition(variant.train["target_features"])
+    norm = variant.drafter.layers[0].input_layernorm
+    embedding = variant.embed(variant.train["row_tokens"])
+    fused, normed = variant.drafter.input_layer(condition, embedding, norm)
+    assert_near(fused, variant.train["block1.fused_input"])
+    assert_near(normed, norm(fused))
+
+
+def test_block1_of_a_whole_sequence(variant):
+    train = variant.train
+    first_layer = []
+    handle = variant.drafter.layers[0].register_forward_hook(
+        lambda module, args, output: first_layer.append(output)
+    )
+    cache, hidden = variant.train_rows(len(train["row_tokens"]))
+    handle.remove()
+    logits, rank_logits = variant.drafter.heads(hidden)
+    assert_near(first_layer[0], train["block1.layer0_out"])
+    assert_near(hidden, train["block1.prenorm_hidden"])
+    assert_near(logits, train["block1.logits"])
+    assert_near(rank_logits, train["block1.rank_logits"])
+    for layer in range(variant.config.num_hidden_layers):
+        assert_near(flat(cache.key[layer]), train[f"block1.layer{layer}.k"])
+        assert_near(flat(cache.value[layer]), train[f"block1.layer{layer}.v"])
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3, 4])
+def test_block2_of_the_first_training_row(variant, cut):
+    # Only row 0: at later rows training also looked at block 2 of the rows before, which
+    # inference does not have.
+    train = variant.train
+    cache, hidden = variant.train_rows(1)
+    attend = cache.grow().starts(torch.tensor([0]), torch.tensor([cut - 1]))
+    token = train[f"block2.M{cut}.row_tokens"][:1]
+    hidden = variant.drafter(hidden[:, cut - 1], variant.embed(token), torch.tensor([1]), attend)
+    logits, rank_logits = variant.drafter.heads(hidden)
+    assert_near(logits, train[f"block2.M{cut}.logits"][:1])
+    assert_near(rank_logits, train[f"block2.M{cut}.rank_logits"][:1])
+
+
+def test_block3_of_the_first_training_row(variant):
+    train, base = variant.train, torch.tensor([1])
+    cache, hidden = variant.train_rows(1)
+    growth = cache.grow()
+    second = growth.starts(torch.tensor([0]), torch.tensor([1]))
+    token = train["block2.M2.row_tokens"][:1]
+    hidden = variant.drafter(hidden[:, 1], variant.embed(token), base, second)
+    third = growth.starts(torch.tensor([1]), torch.tensor([2]))
+    token = train["block3.M2_3.row_tokens"][:1]
+    hidden = variant.drafter(hidden[:, 2], variant.embed(token), base, third)
+    logits, rank_logits = variant.drafter.heads(hidden)
+    assert_near(logits, train["block3.M2_3.logits"][:1])
+    assert_near(rank_logits, train["block3.M2_3.rank_logits"][:1])
+
+
+@pytest.mark.parametrize("only_last", [False, True], ids=["all rows", "last row kept"])
+def test_drafting_row_and_cache_of_a_prompt(variant, only_last):
+    case = variant.case
+    keep = torch.tensor([len(case["prompt_ids"]) - 1]) if only_last else None
+    cache, hidden = variant.prompt(keep)
+    assert len(hidden) == (1 if only_last else len(case["prompt_ids"]))
+    logits, _ = variant.drafter.heads(hidden[-1])
+    assert_near(hidden[-1], case["block1.prenorm_hidden"])
+    assert_near(logits, case["block1.logits"])
+    for layer in range(variant.config.num_hidden_layers):
+        assert_near(flat(cache.key[layer]), case[f"cache.layer{layer}.k"])
+        assert_near(flat(cache.value[layer]), case[f"cache.layer{layer}.v"])
+
+
+@pytest.mark.parametrize("topk", [10, 20])
+def test_rank_logits(variant, topk):
+    drafter = variant.with_rank_topk(topk)
+    hidden = torch.stack([variant.case["block1.prenorm_hidden"]])
+    assert_near(drafter.heads(hidden)[1][0], variant.case[f"block1.rank_logits_top{topk}"])
+    assert_near(
+        drafter.heads(variant.case["block2.prenorm_hidden"])[1],
+        variant.case[f"block2.rank_logits_top{topk}"],
+    )
+
+
+def test_every_block2_start(variant):
+    case = variant.case
+    cache, hidden = variant.prompt()
+    slots = case["block2.start_slots"].long()
+    base = torch.full_like(slots, cache.rows)  # block 1's, whatever the slot
+    tokens = variant.embed(case["block2.start_tokens"])
+    attend = cache.grow().starts(torch.zeros_like(slots), slots)
+    hidden = variant.drafter(hidden[-1, slots], tokens, base, attend)
+    logits, rank_logits = variant.drafter.heads(hidden)
+    assert_near(hidden, case["block2.prenorm_hidden"])
+    assert_near(logits, case["block2.logits"])
+    assert_near(rank_logits, case["block2.rank_logits_top20"])
+
+
+def test_catch_up_after_a_verified_step(variant):
+    case = variant.case
+    after_prompt, _ = variant.prompt()
+    for name, meta in variant.catch_ups.items():
+        cache = copy.deepcopy(after_prompt)
+        tokens = torch.cat([case[f"catchup_{name}.accepted"], case[f"catchup_{name}.bonus"]])
+        keep = torch.tensor([len(tokens) - 1])
+        hidden = variant.append(cache, case[f"catchup_{name}.features"], tokens, keep)
+        assert cache.rows == meta["cache_rows_after"]
+        assert_near(hidden[0], case[f"catchup_{name}.prenorm_hidden"])
+        assert_near(variant.drafter.heads(hidden)[0][0], case[f"catchup_{name}.logits"])
+    assert {"a0"} < set(variant.catch_ups)
+
+
+def test_keep_gives_the_kept_rows_of_the_whole_forward(variant):
+    _, whole = variant.prompt()
+    keep = torch.tensor([3, 0, 5])
+    _, kept = variant.prompt(keep)
+    assert_near(kept, whole[keep])
+
+
+@pytest.mark.parametrize("topk", [20, "full"])
+@pytest.mark.parametrize("width", [1, 4, 32])
+def test_candidates_are_what_the_heads_say(variant, topk, width):
+    drafter = variant.with_rank_topk(topk)
+    hidden = variant.case["block2.prenorm_hidden"]
+    logits, rank_logits = drafter.heads(hidden)
+    logprob, token, bucket = drafter.candidates(hidden, width)
+    best, ids = logits.log_softmax(-1).topk(width)
+    assert_near(logprob, best)
+    assert torch.equal(token, drafter.target_ids(ids))
+    assert torch.equal(bucket, rank_logits.argmax(-1))
+
+
+def test_target_ids_add_the_offset(variant):
+    mapped = variant.drafter.t2d.nonzero()[:, 0]
+    assert not torch.equal(mapped, torch.arange(len(mapped)))
+    assert torch.equal(variant.drafter.target_ids(torch.arange(len(mapped))), mapped)
+
+
+def test_rank_features_over_the_full_vocabulary(variant):
+    drafter = variant.with_rank_topk("full")
+    hidden = variant.case["block1.prenorm_hidden"]
+    fed = []
+    handle = drafter.rank_head.register_forward_pre_hook(lambda m, args: fed.append(args[0]))
+    logits, _ = drafter.heads(hidden)
+    handle.remove()
+    p = logits.softmax(-1)
+    top = logits.topk(10)
+    features = torch.cat(
+        [
+            p.gather(-1, top.indices).log(),
+            top.values[:, [0]] - top.values[:, [1, 2, 4]],
+            p.amax(-1, keepdim=True),
+            torch.distributions.Categorical(p).entropy()[:, None],
+        ],
+        dim=-1,
+    )
+    assert_near(fed[0], torch.cat([drafter.norm(hidden), features], dim=-1))
+
+
+def tiny_config(**changes) -> DrafterConfig:
+    sizes = {
+        "hidden_size": 32,
+        "target_hidden_size": 24,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 40,
+        "num_hidden_layers": 3,
+        "block_size": 5,
+        "vocab_size": 50,
+        "draft_vocab_size": 50,
+        "target": TargetInfo(hidden_size=24, vocab_size=50),
+    }
+    return DrafterConfig(**(sizes | changes))
+
+
+def test_qk_norm_makes_attention_blind_to_the_scale_of_queries_and_keys():
+    torch.manual_seed(0)
+    drafter = SpecBlockModel(tiny_config(qk_norm=True))
+    plain = SpecBlockModel(tiny_config())
+    plain.load_state_dict(
+        {k: v for k, v in drafter.state_dict().items() if "k_norm" not in k and "q_norm" not in k}
+    )
+    condition, embedding, base = torch.randn(3, 32), torch.randn(3, 32), torch.arange(1, 4)
+
+    def outputs(model):
+        return model(condition, embedding, base, DenseCache(model.config).append())
+
+    before = [outputs(drafter), outputs(plain)]
+    with torch.no_grad():
+        for model in (drafter, plain):
+            model.layers[1].self_attn.q_proj.weight *= 3
+            model.layers[1].self_attn.k_proj.weight *= 3
+    assert_near(outputs(drafter), before[0])
+    assert (outputs(plain) - before[1]).abs().max() > 10 * TOLERANCE
+
+
+def test_rank_loss_does_not_reach_trunk_or_lm_head():
+    torch.manual_seed(0)
+    drafter = SpecBlockModel(tiny_config())
+    hidden = drafter(
+        drafter.condition(torch.randn(3, 72)),
+        torch.randn(3, 32),
+        torch.arange(1, 4),
+        DenseCache(drafter.config).append(),
+    )
+    _, rank_logits = drafter.heads(hidden)
+    rank_logits.square().sum().backward()
+    touched = {name for name, p in drafter.named_parameters() if p.grad is not None}
+    assert touched == {"rank_head.0.weight", "rank_head.2.weight"}
+
+
+def test_every_other_parameter_learns_from_the_draft_loss():
+    torch.manual_seed(0)
+    drafter = SpecBlockModel(tiny_config(qk_norm=True))
+    hidden = drafter(
+        drafter.condition(torch.randn(3, 72)),
+        torch.randn(3, 32),
+        torch.arange(1, 4),
+        DenseCache(drafter.config).append(),
+    )
+    drafter.heads(hidden)[0].square().sum().backward()
+    still = {n for n, p in drafter.named_parameters() if p.grad is None or not p.grad.any()}
+    assert still == {"rank_head.0.weight", "rank_head.2.weight"}
+
+
+def test_autocast_trains_float32_weights_in_bfloat16(monkeypatch):
+    def shift_in_one_dtype(hidden, weight, norm):
+        assert hidden.dtype == weight.dtype == torch.bfloat16  # the kernel wants it so
+        return layer_shift(hidden, weight, norm)
+
+    monkeypatch.setattr("vllm_specblock.drafters.specblock.model.layer_shift", shift_in_one_dtype)
+    torch.manual_seed(0)
+    drafter = SpecBlockModel(tiny_config())
+    with torch.autocast("cpu", torch.bfloat16):
+        hidden = drafter(
+            drafter.condition(torch.randn(3, 72)),
+            torch.randn(3, 32),
+            torch.arange(1, 4),
+            DenseCache(drafter.config, torch.bfloat16).append(),
+        )
+        drafter.heads(hidden)[0].float().logsumexp(-1).sum().backward()
+    assert drafter.layers[0].self_attn.k_proj.weight.grad.any()
+
+
+def test_rope_frequencies_survive_a_cast_of_the_drafter():
+    drafter = SpecBlockModel(tiny_config(rope_theta=1e6)).to(torch.bfloat16)
+    wanted = torch.tensor([1e6 ** (-i / 16) for i in range(0, 16, 2)])
+    assert drafter.lm_head.weight.dtype == torch.bfloat16
+    torch.testing.assert_close(drafter.rotary.turn, torch.cat([-wanted, wanted]))
+
+
+def test_far_positions_keep_their_angle():
+    rotary = Rotary(tiny_config())
+    cos, sin = rotary.table(torch.tensor([100_000]), torch.float32)
+    angle = torch.arange(100_000, 100_005).double()
+    torch.testing.assert_close(cos[0, :, 0, 0].double(), angle.cos(), atol=1e-6, rtol=0)
+    torch.testing.assert_close(sin[0, :, 0, 8].double(), angle.sin(), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "linear", "factor": 4.0},
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 512,
+        },
+    ],
+    ids=lambda scaling: scaling["rope_type"],
+)
+def test_rope_scaling_is_that_of_transformers(scaling):
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    theta = 500_000.0
+    target = LlamaConfig(
+        hidden_size=256, num_attention_heads=4, rope_parameters={**scaling, "rope_theta": theta}
+    )
+    wanted, attention_factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](target, "cpu")
+    assert attention_factor == 1.0
+    config = tiny_config(head_dim=64, rope_theta=theta, rope_scaling=scaling)
+    torch.testing.assert_close(inverse_frequencies(config), wanted)

@@ -1,0 +1,191 @@
+"""Drafts handed out in one launch, and vLLM's own way of doing it."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import numpy as np
+import pytest
+import torch
+from support.engines import make_engine
+from support.matrix import Checker, params
+from vllm.platforms import current_platform
+from vllm.v1.worker.gpu.async_utils import StepTimingSample
+from vllm.v1.worker.gpu.spec_decode import adaptive_verification
+from vllm_specblock.triton_kernels.verify import reallocate_drafts
+
+from vllm_specblock.engine.adaptive import budget
+from vllm_specblock.engine.adaptive.budget import DeviceBudgetManager
+from vllm_specblock.engine.cpu.host_budget import HostBudgetManager
+
+pytestmark = pytest.mark.skipif(
+    not current_platform.is_cpu(), reason="on a GPU vLLM's survivals are rounded otherwise"
+)
+NUM_NODES, MOST = 24, 40
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch):
+    """Launches a private copy of the kernel, decorated while the interpreter is on; vLLM's own way
+    of it is not compiled."""
+    monkeypatch.setattr(
+        adaptive_verification,
+        "_assign_draft_token_budget_compiled",
+        adaptive_verification._assign_draft_token_budget,
+    )
+    name = f"{reallocate_drafts.__package__}.interpreted"
+    spec = importlib.util.spec_from_file_location(name, reallocate_drafts.__file__)
+    copy = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        spec.loader.exec_module(copy)
+    monkeypatch.setattr(budget, "reallocate_drafts_triton", copy.reallocate_drafts_triton)
+
+
+@pytest.fixture
+def sent(monkeypatch):
+    """What is copied to the device from now on."""
+    found, send = [], budget.async_tensor_h2d
+    monkeypatch.setattr(
+        budget, "async_tensor_h2d", lambda *args, **to: found.append(args) or send(*args, **to)
+    )
+    return found
+
+
+@pytest.fixture(scope="module")
+def engine():
+    speculative = {"num_speculative_tokens": NUM_NODES, "enable_adaptive_verification": True}
+    return make_engine(speculative, max_num_seqs=MOST)
+
+
+def managers_of(engine, kind: type) -> list:
+    """(vLLM's, ours) with the same requests and confidences, each with rows of its own."""
+    states = engine.runner.req_states
+    made = [
+        each(states, torch.full((MOST + 1,), -7, dtype=torch.int32), 1, max_total_logits=10**6)
+        for each in (budget.AdaptiveVerificationManager, kind)
+    ]
+    made[1]._confidence_probs = made[0]._confidence_probs
+    return made
+
+
+@pytest.fixture
+def managers(engine):
+    return managers_of(engine, DeviceBudgetManager)
+
+
+def a_batch(draw: np.random.Generator, steady: bool):
+    """(requests, drafts, others, slots): some decode, others are still at the prompt."""
+    count = 9 if steady else int(draw.integers(1, MOST + 1))
+    drafts = np.full(count, NUM_NODES) if steady else draw.integers(0, NUM_NODES + 1, count)
+    others = np.where(drafts > 0, 1, draw.integers(1, 30, count))
+    names = [f"request {at}" for at in draw.permutation(count)]
+    drafts, others = (dict(zip(names, x.tolist(), strict=True)) for x in (drafts, others))
+    return names, drafts, others, torch.from_numpy(draw.permutation(MOST)[:count])
+
+
+@pytest.mark.parametrize("kind", [DeviceBudgetManager, HostBudgetManager])
+def test_every_batch_as_vllm_does(engine, kind, sent):
+    managers = managers_of(engine, kind)
+    draw, changes, before = np.random.default_rng(0), 0, None
+    for step in range(36):
+        names, drafts, others, slots = a_batch(draw, steady=step % 4 < 2)
+        # Hardly any two survivals are equal.
+        confidence = draw.random((MOST, NUM_NODES), dtype=np.float32) ** 0.1
+        total = sum(drafts.values())
+        spent = [0, total, *draw.integers(0, total + 1, 4).tolist()][step % 6]
+        found = []
+        for manager in managers:
+            manager._confidence_probs.copy_(torch.from_numpy(confidence))
+            manager._batch_budget = drafts, others, spent
+            *starts, number = manager.reallocate_drafts(names, slots)
+            found.append([x.clone() for x in starts])
+            assert number == spent and manager._batch_budget is None
+            assert starts[1] is manager.query_start_loc, "what graphs have captured"
+            assert starts[0].data_ptr() == manager._cu_num_logits.data_ptr()
+        for theirs, mine in zip(*found, strict=True):
+            assert mine.dtype == theirs.dtype and torch.equal(mine, theirs), step
+        counts = [(drafts[name], others[name]) for name in names]
+        changes, before = changes + (counts != before), counts
+    assert len(sent) == changes < 36, "a steady batch's counts were sent again, or others were not"
+
+
+def test_compiled_before_there_are_requests(managers, monkeypatch):
+    _, ours = managers
+    launches = []
+    monkeypatch.setattr(ours, "set_cost_curves", lambda *_: None)
+    monkeypatch.setattr(budget, "reallocate_drafts_triton", lambda *args: launches.append(args))
+    ours.set_initial_cost_curves([])
+    ours._batch_budget = {"one": 3, "two": 4}, {"one": 1, "two": 1}, 5
+    ours.reallocate_drafts(["one", "two"], torch.tensor([4, 2]))
+    warm, real = launches
+    for first, then in zip(warm, real, strict=True):
+        assert type(first) is type(then)
+        if isinstance(first, torch.Tensor):
+            assert (first.dtype, first.stride(-1)) == (then.dtype, then.stride(-1))
+
+
+def profiled(manager, per_token: float, per_request: float):
+    """Samples of the steps that the manager wants to see, on a device with such costs, in ms."""
+    each, found = manager.num_speculative_steps + 1, []
+    for batch in manager.batches_to_profile([each, 2 * each, 64]):
+        tokens = batch["num_tokens"]
+        requests = tokens // each if batch.get("uniform_decode") else min(tokens, MOST)
+        time = 3 + per_token * tokens + per_request * requests
+        found.append(StepTimingSample(time, 1.0, tokens, requests, True))
+    return found
+
+
+@pytest.mark.parametrize(("per_token", "per_request"), [(0.01, 0.2), (0.05, 0.0)])
+def test_trees_share_their_context(managers, per_token, per_request):
+    """vLLM's own manager would price a tree's nodes as so many contexts."""
+    theirs, ours = managers
+    samples = profiled(ours, per_token, per_request)
+    each = NUM_NODES + 1
+    assert {s.num_reqs for s in samples if s.num_target_tokens == 2 * each} == {2, MOST}
+    ours.set_initial_cost_curves(samples)
+    assert ours._per_request == pytest.approx(per_request)
+    names = [f"request {at}" for at in range(3)]
+    states = ours.req_states
+    states.req_id_to_index.update({name: at for at, name in enumerate(names)})
+    try:
+        ours.get_num_tokens(dict.fromkeys(names, each), dict.fromkeys(names, [0] * NUM_NODES))
+    finally:
+        for name in names:
+            states.req_id_to_index.pop(name)
+    _, verifying = ours.cost_tables
+    tokens = 2 * each
+    assert verifying[tokens] == pytest.approx(3 + per_token * tokens + per_request * 3)
+    theirs.set_initial_cost_curves([s for s in samples if s.num_reqs != 2 and s.num_reqs != 1])
+    wrong = theirs.cost_tables[1][tokens] - verifying[tokens]
+    assert wrong == pytest.approx(per_request * (MOST - 3))
+
+
+def test_in_an_engine_no_token_changes(engine, reference, monkeypatch):
+    """Exploration takes all drafts, none, half and a quarter in turn."""
+    manager, shares = engine.runner.adaptive_verification, []
+    manager.steps, manager.explores = 0, True
+    monkeypatch.setattr(manager.drafting_switch, "decide", lambda *_: False)
+    reallocate = manager.reallocate_drafts
+
+    def survivals(logit_start, slots):
+        """Of what is admitted, sorted: trees of different requests often have the same."""
+        survival = manager._confidence_probs[slots].cumprod(1)
+        count = logit_start.diff() - 1
+        return survival[torch.arange(NUM_NODES) < count[:, None]].sort().values
+
+    def noting(names, slots):
+        assert slots.dtype == torch.int64, "what is compiled for before there are requests"
+        drafts, _, spent = kept = manager._batch_budget
+        theirs, *_ = budget.AdaptiveVerificationManager.reallocate_drafts(manager, names, slots)
+        theirs = survivals(theirs, slots)
+        manager._batch_budget = kept
+        mine = reallocate(names, slots)
+        assert torch.equal(survivals(mine[0], slots), theirs)
+        shares.append(spent / max(1, sum(drafts.values())))
+        return mine
+
+    monkeypatch.setattr(manager, "reallocate_drafts", noting)
+    requests = params(temperature=1.0)
+    Checker()(engine, requests, reference("handed out", requests))
+    assert len(shares) > 20 and {0, 1} < set(shares)

@@ -1,0 +1,386 @@
+"""Budgets that follow from costs: the tokens stay vLLM's own, and the trees fit what they cost."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.engines import make_engine
+from support.matrix import CASES, PROMPTS, Checker, crowded_engine, params, to_the_limit
+from vllm.platforms import current_platform
+
+from vllm_specblock.engine.cpu import host_budget
+from vllm_specblock.engine.runner.step_batch import StepBatch
+from vllm_specblock.feedback.acceptance_estimator import kinds
+from vllm_specblock.feedback.throughput import Throughput
+
+ADAPTIVE = {"enable_adaptive_verification": True}
+on_the_host = pytest.mark.skipif(
+    not current_platform.is_cpu(), reason="on a GPU vLLM measures costs, and makes no experiments"
+)
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return make_engine({"num_speculative_tokens": 24, **ADAPTIVE})
+
+
+@pytest.fixture
+def verified(engine, monkeypatch):
+    """(drafts scheduled, drafts verified) of every decode step from now on."""
+    manager, found = engine.runner.adaptive_verification, []
+    choose = manager.get_num_tokens
+
+    def noting(*args):
+        tokens = choose(*args)
+        drafts, _, budget = manager._batch_budget
+        found.append((sum(drafts.values()), budget))
+        return tokens
+
+    monkeypatch.setattr(manager, "get_num_tokens", noting)
+    return found
+
+
+class FixedCosts:
+    """A machine whose steps take what `of_tokens` says."""
+
+    def __init__(self, of_tokens):
+        self.of_tokens = of_tokens
+
+    def observe(self, *_):
+        pass
+
+    def seconds(self, tokens, requests):
+        return self.of_tokens(tokens.astype(float))
+
+
+class Untimed:
+    """Nobody looks at the clock."""
+
+    def observe(self, *_):
+        pass
+
+    def gain(self, requests, sampling):
+        return None
+
+    def wants_plain(self, requests, sampling):
+        return False
+
+    def forget_drafting(self, requests, sampling):
+        pass
+
+
+def charge(engine, monkeypatch, of_tokens, drafting=0.0):
+    """Steps take what `of_tokens` says, and drafting so long; no budget is an experiment."""
+    manager = engine.runner.adaptive_verification
+    monkeypatch.setattr(manager, "throughput", Untimed())
+    monkeypatch.setattr(manager, "verify_costs", FixedCosts(of_tokens))
+    monkeypatch.setattr(manager, "draft_costs", FixedCosts(lambda count: 0 * count + drafting))
+    monkeypatch.setattr(host_budget, "_FIRST_STEPS", 0)
+    monkeypatch.setattr(host_budget, "_EXPLORE_EVERY", 10**9)
+
+
+def explore_again(engine):
+    """As where costs were not measured at start-up: the next steps verify all, none, and parts."""
+    manager = engine.runner.adaptive_verification
+    manager.steps, manager.explores = 0, True
+
+
+def never_rest(engine, monkeypatch):
+    manager = engine.runner.adaptive_verification
+    monkeypatch.setattr(manager.drafting_switch, "decide", lambda *_: False)
+    monkeypatch.setattr(manager, "throughput", Untimed(), raising=False)
+
+
+@pytest.mark.skipif(current_platform.is_cpu(), reason="the next test has more budgets")
+@pytest.mark.parametrize("name", CASES)
+def test_budgets_by_what_steps_take_change_no_token(engine, reference, monkeypatch, name):
+    never_rest(engine, monkeypatch)
+    requests = params(**CASES[name])
+    Checker()(engine, requests, reference(name, requests))
+
+
+@on_the_host
+@pytest.mark.parametrize("name", CASES)
+def test_budgets_that_come_and_go_change_no_token(engine, reference, verified, monkeypatch, name):
+    """Exploration alone takes all, none, half and a quarter in turn."""
+    never_rest(engine, monkeypatch)
+    explore_again(engine)
+    check = Checker()
+    requests = params(**CASES[name])
+    check(engine, requests, reference(name, requests))
+    assert len({budget for _, budget in verified}) > 5
+    assert any(budget == 0 for drafted, budget in verified if drafted)
+
+
+@on_the_host
+def test_rows_padded_as_on_a_gpu(engine, reference, verified, monkeypatch):
+    """Where nothing is verified, the paths of the step before still stand there."""
+    never_rest(engine, monkeypatch)
+    monkeypatch.setattr(engine.speculator, "pad_rows", True)
+    explore_again(engine)
+    requests = params(temperature=1.0)
+    Checker()(engine, requests, reference("padded, adaptive", requests))
+    assert any(budget == 0 for drafted, budget in verified if drafted)
+
+
+@on_the_host
+def test_experiments_leave_room_for_the_logits(engine, monkeypatch, verified):
+    """vLLM samples in one piece what the device has shared out."""
+    never_rest(engine, monkeypatch)
+    explore_again(engine)
+    manager = engine.runner.adaptive_verification
+    monkeypatch.setattr(manager, "_max_total_logits", 20)
+    engine.generate(PROMPTS[:4], params(4, temperature=0.0, max_tokens=30))
+    rows = [budget + drafted // 24 for drafted, budget in verified]  # a root each
+    assert max(rows) == 20
+
+
+@on_the_host
+def test_free_tokens_are_all_verified(engine, monkeypatch, verified):
+    charge(engine, monkeypatch, lambda tokens: np.full_like(tokens, 1.0) + 1e-9 * tokens)
+    engine.generate(PROMPTS[:2], params(2, temperature=0.0))
+    assert all(budget >= 0.9 * drafted for drafted, budget in verified)
+
+
+@on_the_host
+def test_dear_tokens_are_not_verified_at_all(engine, monkeypatch, verified):
+    charge(engine, monkeypatch, lambda tokens: tokens)
+    never_rest(engine, monkeypatch)
+    engine.generate(PROMPTS[:2], params(2, temperature=0.0))
+    assert all(budget == 0 for drafted, budget in verified if drafted)
+
+
+@on_the_host
+def test_between_the_two_the_surer_request_gets_more(engine, monkeypatch):
+    charge(engine, monkeypatch, lambda tokens: 10 + tokens)
+    manager = engine.runner.adaptive_verification
+    shares, divide = [], manager.reallocate_drafts
+
+    def noting(req_ids, idx_mapping):
+        result = divide(req_ids, idx_mapping)
+        survival = manager._confidence_probs[idx_mapping].cumprod(1)
+        shares.append((survival, result[0].diff() - 1))
+        return result
+
+    monkeypatch.setattr(manager, "reallocate_drafts", noting)
+    engine.generate(PROMPTS[:4], params(4, temperature=0.0))
+    cut = 0
+    for survival, count in shares:
+        kept = [row[:n] for row, n in zip(survival, count.tolist())]
+        lost = [row[n:] for row, n in zip(survival, count.tolist())]
+        worst = min((row.min().item() for row in kept if len(row)), default=1.0)
+        best = max((row.max().item() for row in lost if len(row)), default=0.0)
+        assert worst >= best
+        cut += 0 < sum(map(len, kept)) < survival.numel()
+    assert cut > 5
+
+
+@on_the_host
+def test_nodes_that_were_cut_are_not_judged(engine, monkeypatch, verified):
+    charge(engine, monkeypatch, lambda tokens: 10 + tokens)
+    never_rest(engine, monkeypatch)
+    acceptance, judged = engine.speculator.adaptive.acceptance, []
+    learn = acceptance.learn_from
+
+    def noting(of):
+        judged.append(int(of.judged.sum()))
+        learn(of)
+
+    monkeypatch.setattr(acceptance, "learn_from", noting)
+    engine.generate(PROMPTS[:4], params(4, temperature=0.0, max_tokens=30))
+    assert judged[-len(verified) :] == [budget for _, budget in verified]
+    assert any(0 < budget < drafted for drafted, budget in verified)
+
+
+@on_the_host
+def test_expected_tokens_are_about_what_is_accepted(engine, reference, monkeypatch):
+    """With everything verified, the sum of survivals is the number of accepted nodes."""
+    charge(engine, monkeypatch, lambda tokens: np.full_like(tokens, 1.0))
+    slots, speculator = engine.speculator.tree_states, engine.speculator
+    expected = accepted = 0.0
+    acceptance = speculator.adaptive.acceptance
+    learn = acceptance.learn_from
+
+    def noting(of):
+        nonlocal expected, accepted
+        seen = of.judged & of.logprob.isfinite()
+        survival = acceptance.survival(kinds(of.temperature), of.logprob) * seen
+        expected += survival.sum().item()
+        accepted += (of.reached & seen).sum().item()
+        learn(of)
+
+    monkeypatch.setattr(acceptance, "learn_from", noting)
+    for _ in range(3):
+        engine.generate(PROMPTS, params(temperature=1.0))
+    assert slots.score.isfinite().any()
+    assert accepted > 200
+    assert expected == pytest.approx(accepted, rel=0.2)
+
+
+def test_crowded(reference):
+    crowded = crowded_engine({"num_speculative_tokens": 16, **ADAPTIVE})
+    for temperature in (0.0, 1.0):
+        requests = to_the_limit(temperature)
+        Checker()(crowded, requests, reference(f"to the limit, {temperature}", requests))
+
+
+def test_vllms_own_schedule_by_batch_size(reference, monkeypatch):
+    """Whole trees for up to two requests, their best three nodes for up to five, then none."""
+    scheduled = make_engine({
+        "num_speculative_tokens": 10,
+        "num_speculative_tokens_per_batch_size": [[1, 2, 10], [3, 5, 3], [6, 8, 0]],
+    })  # fmt: skip
+    counts, propose = set(), scheduled.speculator.propose
+    drafted = note_proposals(scheduled, monkeypatch)
+
+    def noting(batch, *args, num_speculative_tokens, **kwargs):
+        before = len(drafted)
+        tokens = propose(batch, *args, num_speculative_tokens=num_speculative_tokens, **kwargs)
+        counts.add((num_speculative_tokens, len(drafted) - before))
+        return tokens
+
+    scheduled.speculator.propose = noting
+    for temperature in (0.0, 1.0):
+        requests = params(temperature=temperature)
+        Checker()(scheduled, requests, reference(f"scheduled, {temperature}", requests))
+    assert counts == {(10, 1), (3, 1), (0, 0)}
+    assert max(size for _, sizes in drafted[-20:] for size in sizes) == 10
+
+
+def note_proposals(engine, monkeypatch):
+    """(first request slot, nodes drafted for it) of every step that drafted, from now on."""
+    found, store = [], engine.speculator.tree_states.store
+
+    def noting(slots, combined):
+        found.append((slots.tolist(), combined.tree.size.tolist()))
+        store(slots, combined)
+
+    monkeypatch.setattr(engine.speculator.tree_states, "store", noting)
+    return found
+
+
+@on_the_host
+def test_where_plain_decoding_is_quicker_nothing_is_drafted(engine, monkeypatch, verified):
+    charge(engine, monkeypatch, lambda tokens: 1 + 1e-6 * tokens, drafting=100.0)
+    engine.generate(PROMPTS[:2], params(2, temperature=0.0))  # learns that it does not pay
+    proposals = note_proposals(engine, monkeypatch)
+    verified.clear()
+    engine.generate(PROMPTS[:2], params(2, temperature=0.0, max_tokens=40))
+    # New requests may be worth it: it takes a decode step to see that they are not.
+    assert len(proposals) == 1 and all(budget == 0 for _, budget in verified[1:])
+    assert len(verified) > 30
+
+
+@on_the_host
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("room", [True, False])
+def test_who_was_there_when_heads_rested_catches_up_or_gets_no_tree(
+    engine, reference, monkeypatch, temperature, room
+):
+    """Ten requests, eight at a time: the heads rest for five steps, in the midst of the first.
+
+    Nothing is lost either way; without room for what they missed nothing more is drafted.
+    """
+    if not room:
+        monkeypatch.setattr(engine.speculator.adaptive.backlog, "most_bytes", 0)
+    charge(engine, monkeypatch, lambda tokens: 1 + 1e-9 * tokens)
+    drafting_switch, turn = engine.runner.adaptive_verification.drafting_switch, iter(range(10**6))
+    monkeypatch.setattr(drafting_switch, "decide", lambda *_: 4 <= next(turn) < 9)
+    adaptive, slots, verdicts = engine.speculator.adaptive, engine.speculator.tree_states, []
+    pause, commit = adaptive.pause, StepBatch.committed
+
+    def noting_sleep(batch, rows):
+        verdicts.append(int(slots.accepted[batch.idx_mapping].sum()))
+        pause(batch, rows)
+
+    def checking_rows(rows, *args):
+        assert not rows.accepted[rows.drafts == 0].any(), "accepted of a tree that was not run"
+        return commit(rows, *args)
+
+    monkeypatch.setattr(adaptive, "pause", noting_sleep)
+    monkeypatch.setattr(StepBatch, "committed", checking_rows)
+    proposals = note_proposals(engine, monkeypatch)
+    requests = params(temperature=temperature)
+    Checker()(engine, requests, reference(f"rested, {temperature}", requests))
+    assert verdicts[0] > 0, "the first step at rest had nothing to commit"
+    assert adaptive.paused.tolist() == adaptive.drafting_state.paused.tolist()
+    sizes = [size for slots, of in proposals[6:] for size in of]
+    assert max(sizes) == 24
+    assert (0 in sizes) != room, "those that were there and those that came, after the rest"
+    assert not adaptive.backlog.pieces and adaptive.backlog.bytes == 0
+
+
+@on_the_host
+def test_what_was_timed_decides_and_changes_no_token(engine, reference, monkeypatch, verified):
+    """Costs say that drafting pays; the clock says that it does not, and a plain step is timed."""
+    charge(engine, monkeypatch, lambda tokens: 1 + 1e-6 * tokens)
+    manager, seen = engine.runner.adaptive_verification, []
+    meter = Throughput()
+    monkeypatch.setattr(manager, "throughput", meter)
+    observe = meter.observe
+
+    def slow(requests, drafting, tokens, seconds, sampling):
+        seen.append((drafting, tokens))
+        assert not sampling
+        observe(requests, drafting, tokens, 100.0 if drafting else 1.0, sampling)
+
+    monkeypatch.setattr(meter, "observe", slow)
+    requests = params(temperature=0.0)
+    Checker()(engine, requests, reference("timed", requests))
+    plain, drafted = ([n for d, n in seen if d == way] for way in (False, True))
+    assert len(drafted) >= 8 and len(plain) > 10
+    assert max(drafted) > max(plain), "accepted drafts count"
+    assert meter.gain(8) < 0.1
+
+
+@on_the_host
+def test_at_rest_confidences_of_earlier_steps_are_not_believed(engine, monkeypatch, verified):
+    """On a GPU they are two steps old."""
+    charge(engine, monkeypatch, lambda tokens: 1 + 1e-9 * tokens)
+    manager = engine.runner.adaptive_verification
+
+    def late(*_):
+        manager._stale_confidences[manager._stale_idx].np[:] = 0.9
+
+    monkeypatch.setattr(manager, "record_confidences", late)
+    monkeypatch.setattr(manager.drafting_switch, "decide", lambda *_: True)
+    engine.generate(PROMPTS[:2], params(2, temperature=0.0, max_tokens=20))
+    assert len(verified) > 15 and all(budget == 0 for _, budget in verified[1:])
+
+
+@on_the_host
+def test_rest_ends_when_drafting_pays_again(engine, monkeypatch, verified):
+    charge(engine, monkeypatch, lambda tokens: 1 + 1e-6 * tokens, drafting=100.0)
+    engine.generate(PROMPTS[:2], params(2, temperature=0.0))
+    assert engine.speculator.adaptive.drafting_state.all_paused
+    charge(engine, monkeypatch, lambda tokens: 1 + 1e-6 * tokens)
+    verified.clear()
+    engine.generate(PROMPTS[:2], params(2, temperature=0.0))
+    assert sum(budget > 0 for _, budget in verified) > 5
+
+
+@on_the_host
+def test_warm_up_teaches_nothing(engine, monkeypatch):
+    """vLLM warms up with requests that look real, and then captures; compiled, with all kernels."""
+    speculator = engine.speculator
+    kernels = speculator.vllm_config.kernel_config
+    assert not kernels.enable_jit_warmup, "eager engines compile nothing ahead"
+    monkeypatch.setattr(kernels, "enable_jit_warmup", True)
+    engine.generate(PROMPTS[:1], params(1, max_tokens=10))
+    acceptance = speculator.adaptive.acceptance
+    assert acceptance.judged.sum() > 0 and speculator.counters.total.sum() > 0
+    speculator.capture()
+    assert (
+        acceptance.judged.sum() == acceptance.reached.sum() == speculator.counters.total.sum() == 0
+    )
+
+
+def test_engines_that_did_not_ask_keep_vllms_way(plain):
+    assert plain.runner.adaptive_verification is None
+    fixed = make_engine({"num_speculative_tokens": 4})
+    assert fixed.runner.adaptive_verification is None and fixed.speculator.adaptive is None
+
+
+def test_what_is_not_true_or_false_is_one_sentence():
+    with pytest.raises(ValueError, match="'enable_adaptive_verification' is 'yes', but must be"):
+        make_engine({"enable_adaptive_verification": "yes"})

@@ -1,0 +1,224 @@
+"""The target's attention layer: what it passes on to the kernel, and the way by FlashAttention."""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support.attention import Chunk, Tree, check, make_batch
+
+pytest.importorskip("vllm")
+
+from vllm_specblock.triton_kernels.attention.tree_attention_batch import TreeAttentionBatch
+
+from vllm_specblock.engine.attention import backend, flash_causal, flash_prefix
+from vllm_specblock.engine.attention.backend import TreeAttentionImpl, TreeAttentionMetadata
+
+HEADS, KV_HEADS, SIZE, TOKENS = 4, 2, 16, 40
+
+
+def prompt_queries() -> TreeAttentionBatch:
+    """One prompt of 40 tokens in blocks of 16."""
+    bound = torch.tensor([TOKENS], dtype=torch.int32)
+    start = torch.tensor([0, TOKENS], dtype=torch.int32)
+    return TreeAttentionBatch(
+        torch.tensor([[3, 1, 2]], dtype=torch.int32), 16, start, [0, TOKENS], bound, [TOKENS],
+        torch.arange(1, TOKENS + 1, dtype=torch.int32), torch.zeros(TOKENS, 1, dtype=torch.int64),
+        bound,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("soft_cap", [None, 2.0])
+@pytest.mark.parametrize("cache_dtype", ["auto", "fp8"])
+def test_layer_attends_as_its_options_say(window, soft_cap, cache_dtype):
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(TOKENS, HEADS, SIZE, generator=generator) * 3
+    key, value = torch.randn(2, TOKENS, KV_HEADS, SIZE, generator=generator)
+    value[5] = 1e5  # beyond the range of fp8
+    layer = SimpleNamespace(_k_scale=torch.tensor(0.5), _v_scale=torch.tensor(4.0))
+    kept = {"auto": torch.float32, "fp8": torch.uint8}[cache_dtype]
+    cache = torch.zeros(4, 16, KV_HEADS, 2 * SIZE, dtype=kept).transpose(1, 2)
+    impl = TreeAttentionImpl(
+        HEADS, SIZE, 0.25, KV_HEADS, sliding_window=window, kv_cache_dtype=cache_dtype,
+        logits_soft_cap=soft_cap,
+    )  # fmt: skip
+    slot = torch.cat([torch.arange(48, 64), torch.arange(16, 40)])
+    out = torch.empty_like(query)
+    metadata = TreeAttentionMetadata(TOKENS, slot, prompt_queries())
+    impl.forward(layer, query, key, value, cache, metadata, out)
+
+    if cache_dtype == "fp8":
+        key, value = (
+            (x / s).clamp(-448, 448).to(torch.float8_e4m3fn).float() * s
+            for x, s in ((key, 0.5), (value, 4.0))
+        )
+    scores = torch.einsum("qhd,khd->hqk", query, key.repeat_interleave(2, 1)) * 0.25
+    if soft_cap:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    age = torch.arange(TOKENS)[:, None] - torch.arange(TOKENS)
+    scores[:, (age < 0) | (age >= (window or TOKENS))] = -torch.inf
+    wanted = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value.repeat_interleave(2, 1))
+    torch.testing.assert_close(out, wanted, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("cache_dtype", ["fp8_e5m2", "int8_per_token_head", "nvfp4"])
+def test_other_quantised_caches_are_refused(cache_dtype):
+    with pytest.raises(NotImplementedError, match=cache_dtype):
+        TreeAttentionImpl(HEADS, SIZE, 0.25, KV_HEADS, kv_cache_dtype=cache_dtype)
+
+
+def stand_in_flash(
+    query, key, value, *, cu_seqlens_q, seqused_k, max_seqlen_q, max_seqlen_k, softmax_scale,
+    causal, softcap, block_table, return_softmax_lse=False, window_size=(-1, -1), out=None,
+):  # fmt: skip
+    """What FlashAttention's interface promises, for a paged cache."""
+    assert return_softmax_lse != causal and key.stride(-1) == value.stride(-1) == 1
+    out = torch.full_like(query, torch.nan) if out is None else out
+    lse = torch.full((query.shape[1], len(query)), torch.inf, device=query.device)
+    group = query.shape[1] // key.shape[2]
+    for r, length in enumerate(seqused_k.tolist()):
+        rows = slice(int(cu_seqlens_q[r]), int(cu_seqlens_q[r + 1]))
+        assert rows.stop - rows.start <= max_seqlen_q and length <= max_seqlen_k
+        if length == 0:
+            continue
+        k, v = (
+            x[block_table[r].long()].flatten(0, 1)[:length].repeat_interleave(group, 1)
+            for x in (key, value)
+        )
+        scores = torch.einsum("qhd,khd->hqk", query[rows], k) * softmax_scale
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        if causal:
+            age = torch.arange(length - len(query[rows]), length)[:, None] - torch.arange(length)
+            scores[
+                :, (age < 0) | (age > window_size[0] if window_size[0] >= 0 else False)
+            ] = -torch.inf
+        lse[:, rows] = scores.logsumexp(-1)
+        out[rows] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
+    return out, lse
+
+
+@pytest.mark.parametrize("soft_cap", [0.0, 3.0])
+def test_prefix_by_flash_attention_and_tree_by_ours(soft_cap):
+    batch = make_batch([Tree(37, 12), Tree(0, 5), Tree(20, 0), Tree(64, 9)], group=2)
+    queries = TreeAttentionBatch(
+        batch.block_table, 16, batch.query_start, batch.query_start.tolist(), batch.seq_len,
+        batch.seq_len.tolist(), batch.prefix_len, batch.mask_words, batch.tree_start,
+    )  # fmt: skip
+    out = torch.empty_like(batch.query)
+    flash_prefix.attend_prefix_and_tree(
+        stand_in_flash, queries, batch.query, batch.kv_cache, 32**-0.5, out, soft_cap
+    )
+    check(out, batch, soft_cap=soft_cap)
+
+
+def test_flash_attention_is_chosen_where_it_is_legal_and_was_faster(monkeypatch):
+    batch = make_batch([Tree(37, 12), Chunk(20, 1)])
+    queries = TreeAttentionBatch(
+        batch.block_table, 16, batch.query_start, batch.query_start.tolist(), batch.seq_len,
+        batch.seq_len.tolist(), batch.prefix_len, batch.mask_words, batch.tree_start,
+    )  # fmt: skip
+    assert not flash_prefix.choose(queries, 128, True, None)  # nothing was measured
+    monkeypatch.setattr(flash_prefix, "FASTER", (flash_prefix.Shapes(128, 13, 50, 2),))
+    assert flash_prefix.choose(queries, 128, True, None)
+    assert not flash_prefix.choose(queries, 128, False, None)
+    assert not flash_prefix.choose(queries, 128, True, 64)
+    assert not flash_prefix.choose(queries, 64, True, None)
+    for beyond in ((128, 14, 50, 2), (128, 13, 51, 2), (128, 13, 50, 3)):
+        monkeypatch.setattr(flash_prefix, "FASTER", (flash_prefix.Shapes(*beyond),))
+        assert not flash_prefix.choose(queries, 128, True, None)
+
+
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("soft_cap", [0.0, 3.0])
+def test_requests_without_trees_by_flash_attention(window, soft_cap):
+    """The rows before theirs stay as they are."""
+    batch = make_batch([Chunk(9, 3), Chunk(37, 12), Chunk(0, 5), Chunk(20, 1)], group=2)
+    metadata = SimpleNamespace(
+        num_reqs=4, query_start_loc=batch.query_start, query_start_loc_cpu=batch.query_start,
+        seq_lens=batch.seq_len, seq_lens_cpu_upper_bound=batch.seq_len + 2,
+        block_table_tensor=batch.block_table,
+    )  # fmt: skip
+    out = torch.full_like(batch.query, 7.0)
+    rest = flash_causal.after_trees(metadata, 1)
+    assert (rest.first_row, rest.max_query_len, rest.max_seq_len) == (3, 12, 51)
+    flash_causal.attend_causal(
+        stand_in_flash, rest, batch.query, batch.kv_cache, 32**-0.5, out, window, soft_cap
+    )
+    assert (out[:3] == 7).all()
+    out[:3] = batch.oracle(window=window, soft_cap=soft_cap)[0][:3]
+    check(out, batch, window=window, soft_cap=soft_cap)
+    assert flash_causal.after_trees(metadata, 4) is None
+
+
+def test_flash_attention_takes_what_it_knows(monkeypatch):
+    def spec(dtype=torch.bfloat16, head_size=64):
+        return SimpleNamespace(dtype=dtype, head_size=head_size)
+
+    def of_version(version):
+        return lambda head_size: partial(stand_in_flash, fa_version=version)
+
+    cuda = torch.device("cuda")
+    monkeypatch.setattr(flash_causal, "flash_attention", of_version(3))
+    assert flash_causal.takes(spec(), cuda) and not flash_causal.takes(spec(), torch.device("cpu"))
+    assert not flash_causal.takes(spec(torch.uint8), cuda), "a cache of 8 bits"
+    assert not flash_causal.takes(spec(head_size=20), cuda)
+    monkeypatch.setattr(flash_causal, "flash_attention", of_version(None))
+    assert not flash_causal.takes(spec(), cuda), "a GPU that it has no kernel for"
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_an_engine_whose_prompts_go_to_flash_attention(monkeypatch, adaptive):
+    """Prompts in chunks beside trees: the last requests of a batch go that way, trees do not."""
+    from support.engines import make_engine
+    from support.matrix import PROMPTS, Checker, params
+
+    calls = []
+
+    def counting(query, *args, cu_seqlens_q, causal, **kwargs):
+        calls.append(cu_seqlens_q.diff().tolist())
+        assert causal
+        return stand_in_flash(query, *args, cu_seqlens_q=cu_seqlens_q, causal=causal, **kwargs)
+
+    monkeypatch.setattr(backend, "packed_cache", lambda *_: None)  # which no GPU has
+    monkeypatch.setattr(flash_causal, "takes", lambda spec, device: True)
+    monkeypatch.setattr(flash_prefix, "flash_attention", lambda head_size: counting)
+    plain = make_engine(None)
+    ours = make_engine(
+        {"num_speculative_tokens": 8, "enable_adaptive_verification": adaptive},
+        max_num_batched_tokens=48,
+    )
+    requests = params(4, temperature=1.0, max_tokens=20)
+    Checker()(ours, requests, plain.generate(PROMPTS[:4], requests), PROMPTS[:4])
+    layers = len(ours.speculator.target_layers)
+    assert calls and len(calls) % layers == 0
+    assert any(max(lengths) > 9 for lengths in calls), "chunks of prompts"
+    # Where budgets adapt, requests are now and then scheduled without drafts.
+    assert adaptive or len(calls) < 40 * layers, "steps of trees alone do not"
+
+
+def test_an_engine_that_takes_flash_attention_where_it_may(monkeypatch):
+    """Prompts in chunks beside trees, prefix hits, plain steps: legal batches go that way only."""
+    from support.engines import make_engine
+    from support.matrix import PROMPTS, Checker, params
+
+    calls = []
+
+    def counting(query, *args, cu_seqlens_q, seqused_k, **kwargs):
+        calls.append((len(query), len(seqused_k)))
+        return stand_in_flash(
+            query, *args, cu_seqlens_q=cu_seqlens_q, seqused_k=seqused_k, **kwargs
+        )
+
+    monkeypatch.setattr(backend, "packed_cache", lambda *_: None)  # which no GPU has
+    plain, ours = make_engine(None), make_engine({"num_speculative_tokens": 8})
+    head_size = ours.speculator.target_caches.caches[0].shape[-1] // 2
+    monkeypatch.setattr(flash_prefix, "FASTER", (flash_prefix.Shapes(head_size, 1, 1, 1),))
+    monkeypatch.setattr(flash_prefix, "flash_attention", lambda head_size: counting)
+    requests = params(4, temperature=1.0, max_tokens=30)
+    Checker()(ours, requests, plain.generate(PROMPTS[:4], requests), PROMPTS[:4])
+    assert {rows for rows, _ in calls} >= {4 * 9}
+    assert len(calls) < 31 * len(ours.speculator.target_layers)

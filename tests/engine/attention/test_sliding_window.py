@@ -1,0 +1,73 @@
+"""Targets with sliding-window layers: the example's weights, made to look back 48 tokens only."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+from support.engines import DRAFTER, TARGET, make_engine
+from support.matrix import PROMPTS, Checker, params
+
+WINDOW = 48
+LAYERS = json.loads((TARGET / "config.json").read_text())["num_hidden_layers"]
+TARGETS = {
+    "all layers": {
+        "model_type": "mistral",
+        "architectures": ["MistralForCausalLM"],
+        "sliding_window": WINDOW,
+    },
+    "every other layer": {
+        "sliding_window": WINDOW,
+        "layer_types": [["sliding_attention", "full_attention"][i % 2] for i in range(LAYERS)],
+    },
+}
+
+
+@pytest.fixture(scope="module", params=TARGETS)
+def target(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("target") / "target"
+    shutil.copytree(TARGET, folder)
+    config = json.loads((folder / "config.json").read_text()) | TARGETS[request.param]
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def plain(target):
+    return make_engine(None, model=str(target))
+
+
+@pytest.mark.parametrize(
+    "heads", [{"model": str(DRAFTER), "second_head": {"head": "ngram"}}, {"head": "ngram"}]
+)
+def test_tokens_are_vllms_own(target, plain, heads):
+    ours = make_engine({"num_speculative_tokens": 12, "model": None, **heads}, model=str(target))
+    accepted = []
+    store = ours.speculator.tree_states.store
+
+    def noting(slots, combined):
+        accepted.extend(ours.speculator.tree_states.accepted[slots].tolist())
+        store(slots, combined)
+
+    ours.speculator.tree_states.store = noting
+    for temperature in (0.0, 1.0):
+        requests = params(4, temperature=temperature, max_tokens=100)
+        expected = plain.generate(PROMPTS[:4], requests)
+        check = Checker()
+        check(ours, requests, expected, PROMPTS[:4])
+        assert check.tokens == 400
+    assert sum(accepted) > 100, "hardly a tree was right: this tested little"
+
+
+def test_the_window_matters(target, plain):
+    """Or the test above would be one of targets without."""
+    wide = make_engine(None)
+    requests = params(2, max_tokens=100)
+    one, other = (engine.generate(PROMPTS[:2], requests) for engine in (plain, wide))
+    assert [o.tokens for (o,) in one] != [o.tokens for (o,) in other]
+
+
+def test_a_cache_by_kinds_of_layers_is_one_sentence(target):
+    with pytest.raises(ValueError, match="disable_hybrid_kv_cache_manager is False, but"):
+        make_engine({}, model=str(target), disable_hybrid_kv_cache_manager=False)

@@ -1,0 +1,132 @@
+"""The baselines' heads in vLLM: the tokens are its own, and what learners saved is drafted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from baselines.falcon import Falcon
+from baselines.medusa import Medusa
+from baselines.parallelspec import ParallelSpec
+from baselines.sps import SmallModel
+from support.engines import DRAFTER, TARGET, assert_identical, make_engine
+from support.matrix import PROMPTS, params
+from transformers import AutoConfig, LlamaConfig
+from vllm.engine.arg_utils import EngineArgs
+
+from vllm_specblock.config import OptionError
+from vllm_specblock.drafters.specblock.untrained import most_frequent
+from vllm_specblock.engine.config import vllm_args
+from vllm_specblock.train.data.batch import Batch
+from vllm_specblock.train.learner import TrainBatch
+from vllm_specblock.train.target.features import OnlineTeacher, load_target
+
+ASKED, NEW_TOKENS, DRAFT_VOCAB = PROMPTS[:4], 40, 600
+LAYERS = (2, 3, 4)
+MAKE = {
+    "medusa": (Medusa, {"num_heads": 4}),
+    "parallelspec": (ParallelSpec, {"positions": 4, "layer_ids": LAYERS, "num_hidden_layers": 1}),
+    "falcon": (Falcon, {"layer_ids": LAYERS, "num_hidden_layers": 1}),
+    "sps": (SmallModel, {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1,
+                         "num_hidden_layers": 2, "intermediate_size": 128}),
+}  # fmt: skip
+SECOND = {
+    "falcon": {"second_head": {"model": str(DRAFTER)}, "head_policy": "merge"},
+    "sps": {"second_head": {"model": str(DRAFTER)}, "head_policy": "route"},
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory, reference):
+    """Every kind, after a moment of learning what vLLM goes on with after the test's prompts."""
+    torch.manual_seed(0)
+    answers = reference("baselines", params(len(ASKED), max_tokens=NEW_TOKENS), ASKED)
+    texts = [torch.tensor([*ask[-24:], *one.tokens]) for ask, (one,) in zip(ASKED, answers)]
+    batch = Batch.of(torch.nn.utils.rnn.pad_sequence(texts, batch_first=True, padding_value=-1))
+    target = load_target(TARGET, "fp32", torch.device("cpu"))
+    counts = batch.tokens[batch.tokens >= 0].bincount(minlength=target.config.vocab_size)
+    d2t, t2d = most_frequent(counts, DRAFT_VOCAB)
+    named = t2d.nonzero()[:, 0]
+    head = target.get_output_embeddings().weight[named]
+    teacher = OnlineTeacher(target, LAYERS, named)
+    train_batch = TrainBatch(batch, teacher.teach(batch), teacher.embed, 0, 0)
+    found = {}
+    for kind, (make, sizes) in MAKE.items():
+        learner = make.for_target(target.config, d2t, t2d, 0, head, **sizes)
+        optimizer = torch.optim.Adam(learner.parameters(), 3e-3)
+        for _ in range(25):
+            optimizer.zero_grad()
+            learner(train_batch).loss.backward()
+            optimizer.step()
+        found[kind] = tmp_path_factory.mktemp(kind)
+        learner.save(found[kind])
+    return found
+
+
+@pytest.mark.parametrize("kind", MAKE)
+def test_tokens_are_vllms_own_and_drafts_are_accepted(kind, folders, reference, monkeypatch):
+    engine = make_engine(
+        {"model": str(folders[kind]), "num_speculative_tokens": 12, **SECOND.get(kind, {})}
+    )
+    for pad in (False, True):  # as on a GPU
+        monkeypatch.setattr(engine.speculator, "pad_rows", pad)
+        for name, how in (("baselines", {}), ("baselines, hot", {"temperature": 1.0})):
+            requests = params(len(ASKED), max_tokens=NEW_TOKENS, **how)
+            found = engine.generate(ASKED, requests)
+            assert_identical(found, reference(name, requests, ASKED))
+    count = engine.speculator.counters.as_dict()
+    # Where it is routed, the trained head is surer and drafts most steps.
+    steps = count["chosen_trees_1"] if "route" in str(SECOND.get(kind)) else 160
+    assert count["accepted_nodes_1"] > steps / 4, count
+
+
+def configure(folder, **given):
+    """vLLM's own way from arguments to a config; loads no weight."""
+    speculative = {"method": "specblock", "model": str(folder), "num_speculative_tokens": 12}
+    return EngineArgs(
+        model=str(TARGET), dtype="float32", enforce_eager=True, max_model_len=512,
+        speculative_config=speculative | given,
+    ).create_engine_config()  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", MAKE)
+def test_a_drafter_of_another_target(kind, tmp_path):
+    """One sentence, before any weight is loaded."""
+    make, sizes = MAKE[kind]
+    other = LlamaConfig(
+        hidden_size=64, vocab_size=100, num_hidden_layers=9, num_attention_heads=2,
+        num_key_value_heads=2, intermediate_size=64,
+    )  # fmt: skip
+    t2d = torch.ones(100, dtype=torch.bool)
+    make.for_target(other, torch.zeros(100).long(), t2d, 0, **sizes).save(tmp_path)
+    with pytest.raises(ValueError, match=r"was made for a target of [a-z]+ size") as error:
+        configure(tmp_path)
+    assert str(error.value).endswith("use a drafter of this target.")
+
+
+def test_options_of_a_kind(tmp_path):
+    make, sizes = MAKE["sps"]
+    t2d = torch.ones(2048, dtype=torch.bool)
+    config = LlamaConfig(vocab_size=2048)
+    make.for_target(config, torch.zeros(2048).long(), t2d, 0, **sizes).save(tmp_path)
+    plan = vllm_args.read_back(configure(tmp_path, depth=3).additional_config)
+    assert plan.drafters[0].kind == "sps" and plan.drafters[0].options.depth == 3
+    with pytest.raises(OptionError, match="of a head of kind 'sps'"):
+        configure(tmp_path, top_k=3)
+    with pytest.raises(OptionError, match="holds a drafter of kind 'sps'"):
+        configure(tmp_path, head="medusa")
+
+
+@pytest.mark.parametrize(
+    ("kind", "inner", "read"),
+    [("medusa", [], (7,)), ("falcon", [2, 3, 4], (2, 3, 4)), ("sps", [], ())],
+)
+def test_states_that_vllm_is_asked_for(kind, inner, read, tmp_path):
+    """What the LM head reads comes without asking: it is no inner layer's."""
+    make, sizes = MAKE[kind]
+    target = AutoConfig.from_pretrained(TARGET)
+    t2d = torch.ones(target.vocab_size, dtype=torch.bool)
+    make.for_target(target, torch.zeros(target.vocab_size).long(), t2d, 0, **sizes).save(tmp_path)
+    config = configure(tmp_path)
+    draft = config.speculative_config.draft_model_config.hf_config
+    assert draft.eagle_aux_hidden_state_layer_ids == inner
+    assert vllm_args.read_back(config.additional_config).layers == read

@@ -1,0 +1,83 @@
+"""What trees want of vLLM's scheduler and graphs where nobody says otherwise."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from support.engines import TARGET
+from vllm.config import CompilationConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.usage.usage_lib import UsageContext
+
+from vllm_specblock.engine.config.batch_sizes import capture_trees, make_room
+
+LLM, SERVER = UsageContext.LLM_CLASS, UsageContext.OPENAI_API_SERVER
+DEVICES = {
+    "H200": ({LLM: 16384, SERVER: 8192}, {LLM: 1024, SERVER: 1024}),
+    "small": ({LLM: 8192, SERVER: 2048}, {LLM: 256, SERVER: 256}),
+}
+
+
+def arguments(**changes) -> EngineArgs:
+    return EngineArgs(model=str(TARGET), speculative_config={"method": "specblock"}, **changes)
+
+
+def room(monkeypatch, device: str, nodes: int, **changes) -> int | None:
+    monkeypatch.setattr(EngineArgs, "get_batch_defaults", lambda self, size: DEVICES[device])
+    args = arguments(**changes)
+    make_room(args, nodes, SimpleNamespace(world_size=1))
+    return args.max_num_batched_tokens
+
+
+def test_as_many_requests_run_as_without_trees(monkeypatch):
+    assert room(monkeypatch, "H200", 60) == 16384
+    assert room(monkeypatch, "small", 60) == 256 * 61
+    assert room(monkeypatch, "small", 60, max_num_seqs=64) == 8192
+    assert room(monkeypatch, "small", 255) == 256 * 256
+
+
+@pytest.mark.parametrize(
+    ("changes", "stays"),
+    [
+        ({"max_num_batched_tokens": 4096}, 4096),
+        ({"enable_chunked_prefill": False}, None),
+        ({"max_num_seqs": 16}, None),  # the default holds them
+    ],
+)
+def test_what_somebody_says_or_what_suffices_stays(monkeypatch, changes, stays):
+    assert room(monkeypatch, "small", 60, **changes) == stays
+
+
+def sizes(nodes: int, **changes) -> list[int] | None:
+    args = arguments(**changes)
+    capture_trees(args, nodes)
+    return args.cudagraph_capture_sizes
+
+
+def test_steps_of_whole_trees_are_captured():
+    found = sizes(60)
+    assert found == sorted(found) and {61, 3 * 61, 8 * 61, 12 * 61, 32 * 61} <= set(found)
+    assert {1, 2, 4, 8, 248, 256, 512} <= set(found) and max(found) == 32 * 61
+    assert max(sizes(60, max_num_seqs=16)) == 16 * 61
+    assert max(sizes(4)) == 512  # vLLM's own grid goes on beyond these
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"enforce_eager": True},
+        {"max_cudagraph_capture_size": 64},
+        {"compilation_config": CompilationConfig(cudagraph_capture_sizes=[1, 2])},
+        {"compilation_config": CompilationConfig(max_cudagraph_capture_size=32)},
+    ],
+)
+def test_sizes_that_somebody_set_stay(changes):
+    assert sizes(60, **changes) is None
+
+
+def test_a_schedule_has_graphs_of_its_own():
+    args = arguments()
+    args.speculative_config["num_speculative_tokens_per_batch_size"] = [[1, 8, 60], [9, 64, 10]]
+    capture_trees(args, 60)
+    assert args.cudagraph_capture_sizes is None

@@ -1,0 +1,434 @@
+"""Whoever asks for something that cannot be reads one sentence before any weight is loaded."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.engines import DRAFTER, ROOT, TARGET
+from vllm import envs
+from vllm.config import KVTransferConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
+
+from vllm_specblock.config import OptionError
+from vllm_specblock.engine.config import validate, vllm_args
+from vllm_specblock.engine.config.ours import is_ours
+
+
+def configure(speculative: dict | None = None, target=TARGET, **changes):
+    """vLLM's own way from arguments to a config; loads no weight."""
+    given = {"method": "specblock", "model": str(DRAFTER), "num_speculative_tokens": 24}
+    return EngineArgs(
+        model=str(target),
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=512,
+        speculative_config=given | (speculative or {}),
+        **changes,
+    ).create_engine_config()
+
+
+def refused(*parts: str, **kwargs) -> None:
+    with pytest.raises(ValueError) as error:
+        configure(**kwargs)
+    sentence = str(error.value)
+    assert "\n" not in sentence and sentence.endswith("."), sentence
+    for part in parts:
+        assert part in sentence, sentence
+
+
+def test_accepted():
+    config = configure({"num_blocks": 3, "branching": [1, 2, 3, 4]})
+    assert config.speculative_config.num_speculative_tokens == 24
+    assert config.num_lookahead_tokens >= 24, "later blocks borrow these slots"
+    plan = vllm_args.read_back(config.additional_config)
+    (head,) = plan.drafters
+    assert head.kind == "specblock" and head.folder == str(DRAFTER)
+    assert head.options.num_blocks == 3 and head.options.branching == [1, 2, 3, 4]
+    assert plan.combine is None
+    draft = config.speculative_config.draft_model_config
+    assert draft.hf_config.eagle_aux_hidden_state_layer_ids == [2, 3, 4]
+
+
+def test_weights_in_eight_bits_want_a_gpu_that_has_them(monkeypatch):
+    config = configure({"quantization": "fp8", "calibrate_drafts": False})
+    (head,) = vllm_args.read_back(config.additional_config).drafters
+    assert head.options.quantization == "fp8" and head.options.calibrate_drafts is False
+    plan = vllm_args.read_back(config.additional_config)
+    for capability, fine in ((80, False), (89, True), (90, True)):
+        gpu = SimpleNamespace(
+            is_cuda=lambda: True,
+            has_device_capability=lambda wanted, mine=capability: mine >= wanted,
+        )
+        monkeypatch.setattr("vllm.platforms.current_platform", gpu)
+        if fine:
+            validate.check_weights(plan)
+            continue
+        with pytest.raises(OptionError, match=r"'fp8', but this GPU has no float8.*drop the key"):
+            validate.check_weights(plan)
+
+
+def test_default_numbers_of_nodes_and_blocks():
+    given = {"method": "specblock", "model": str(DRAFTER)}
+    args = EngineArgs(model=str(TARGET), max_model_len=512, speculative_config=given)
+    nodes = args.create_engine_config().speculative_config.num_speculative_tokens
+    assert nodes == (12 if current_platform.is_cpu() else 60)
+    for nodes, wanted, blocks in ((15, {}, 1), (16, {}, 2), (12, {"num_blocks": 2}, 2)):
+        config = configure({"num_speculative_tokens": nodes, **wanted})
+        (head,) = vllm_args.read_back(config.additional_config).drafters
+        assert head.options.num_blocks == blocks
+
+
+def test_keys_with_dashes():
+    given = {"num-blocks": 1, "second-head": {"head": "ngram", "max-match": 5}}
+    plan = vllm_args.read_back(configure(given).additional_config)
+    assert plan.drafters[0].options.num_blocks == 1 and plan.drafters[1].options.max_match == 5
+
+
+def test_other_methods_are_left_alone():
+    given = {"method": "ngram", "num_speculative_tokens": 3}
+    config = EngineArgs(model=str(TARGET), max_model_len=512, speculative_config=given)
+    built = config.create_engine_config()
+    assert built.speculative_config.method == "ngram" and "specblock" not in built.additional_config
+
+
+@pytest.mark.parametrize(
+    ("speculative", "parts"),
+    [
+        ({"num_block": 2}, ["'num_block'", "not known"]),
+        ({"num_blocks": 0}, ["'num_blocks' is 0"]),
+        ({"num_speculative_tokens": 257}, ["is 257", "1 to 256"]),
+        ({"model": None}, ["'model' is missing"]),
+        ({"model": "no/such"}, ["'model' is 'no/such'", "neither a folder"]),
+        ({"rejection_sample_method": "block"}, ["'rejection_sample_method' is 'block'"]),
+        (
+            {"rejection_sample_method": "synthetic", "second_head": {"head": "ngram"}},
+            ["'synthetic'", "single SpecBlock drafter"],
+        ),
+        ({"draft_sample_method": "probabilistic"}, ["'draft_sample_method'", "not known"]),
+        (
+            {"num_speculative_tokens": 60, "num_blocks": 8, "num_starts": 32},
+            ["num_blocks", "num_starts"],
+        ),
+    ],
+)
+def test_wrong_options(speculative, parts):
+    refused(*parts, speculative=speculative)
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"max_num_batched_tokens": 20}, ["max_num_batched_tokens is 20", "25 tokens"]),
+        ({"attention_backend": "TRITON_ATTN"}, ["attention_backend is TRITON_ATTN"]),
+        ({"kv_cache_dtype": "fp8"}, ["kv_cache_dtype is 'fp8'"]),
+        ({"kv_cache_dtype": "bfloat16"}, ["kv_cache_dtype is 'bfloat16'", "'auto' only"]),
+        ({"enable_lora": True}, ["LoRA", "enable_lora"]),
+        ({"kv_offloading_size": 1.0}, ["KV connectors", "drop kv_transfer_config"]),
+        (
+            {
+                "kv_transfer_config": KVTransferConfig(
+                    kv_connector="ExampleConnector", kv_role="kv_both"
+                )
+            },
+            ["KV connectors", "drop kv_transfer_config"],
+        ),
+    ],
+)
+def test_wrong_surroundings(changes, parts):
+    refused(*parts, **changes)
+
+
+@pytest.mark.parametrize("key", ["enable_dbo", "ubatch_size"])
+def test_batches_in_parts(key):
+    """vLLM itself refuses them on a CPU, in other words."""
+    parallel = EngineArgs(model=str(TARGET), max_model_len=512).create_engine_config()
+    parallel = replace(parallel.parallel_config, **{key: 2 if key == "ubatch_size" else True})
+    with pytest.raises(OptionError, match=r"micro-batches.*drop enable_dbo and ubatch_size\.$"):
+        validate.check_runner(EngineArgs(model=str(TARGET)), parallel)
+
+
+def test_the_other_runner(monkeypatch):
+    envs.disable_envs_cache()  # an engine of an earlier test switches it on
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    said = "VLLM_USE_V2_MODEL_RUNNER=" + ("1" if current_platform.is_cpu() else "0 switches it off")
+    refused("Model Runner V2", said)
+
+
+TARGET_KIND = {
+    "model": "some/target",
+    "hf_text_config": SimpleNamespace(model_type="llama", num_hidden_layers=7),
+    "is_encoder_decoder": False,
+    "use_mla": False,
+    "is_hybrid": False,
+    "is_attention_free": False,
+    "uses_mrope": False,
+    "supports_multimodal_inputs": False,
+    "attention_chunk_size": None,
+    "uses_alibi": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ({"is_encoder_decoder": True}, "encoder-decoder"),
+        ({"use_mla": True}, "MLA"),
+        ({"is_hybrid": True}, "Mamba"),
+        ({"is_attention_free": True}, "Mamba"),
+        ({"uses_mrope": True}, "M-RoPE"),
+        ({"supports_multimodal_inputs": True}, "inputs beside text"),
+        ({"attention_chunk_size": 8192}, "chunked attention"),
+        ({"uses_alibi": True}, "ALiBi"),
+        ({"hf_text_config": SimpleNamespace(model_type="gpt_oss")}, "attention sinks"),
+    ],
+)
+def test_targets_that_cannot_be_verified_as_trees(kind, says):
+    validate.check_target(SimpleNamespace(**TARGET_KIND))
+    with pytest.raises(OptionError, match=f"'some/target' has .*{says}.*cannot verify"):
+        validate.check_target(SimpleNamespace(**TARGET_KIND | kind))
+
+
+@pytest.fixture
+def copied(tmp_path):
+    """A drafter whose config.json and tensors a test may spoil."""
+    shutil.copytree(DRAFTER, tmp_path / "drafter")
+    return tmp_path / "drafter"
+
+
+def edit(folder, **changes) -> None:
+    path = folder / "config.json"
+    raw = json.loads(path.read_text())
+    for key, value in changes.items():
+        inner, _, name = key.rpartition("__")
+        (raw[inner] if inner else raw)[name] = value
+    path.write_text(json.dumps(raw))
+
+
+def test_drafter_of_another_vocabulary(tmp_path):
+    other = tmp_path / "target"
+    shutil.copytree(TARGET, other)
+    edit(other, vocab_size=2049)
+    refused("vocabulary size 2048", "has 2049", target=other)
+
+
+def test_drafter_of_another_width(tmp_path):
+    other = tmp_path / "target"
+    shutil.copytree(TARGET, other)
+    edit(other, hidden_size=384, head_dim=64)
+    refused("hidden size 192", "has 384", target=other)
+
+
+def test_drafter_that_reads_layers_that_are_not_there(copied):
+    edit(copied, target__layer_ids=[2, 3, 7])
+    refused("[2, 3, 7]", "0 to 6", speculative={"model": str(copied)})
+
+
+def test_block_size_that_the_weights_do_not_have(copied):
+    edit(copied, block_size=5)
+    refused("block_size", "4", "5", speculative={"model": str(copied)})
+
+
+def test_missing_and_extra_tensors(copied):
+    tensors = load_file(copied / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if name != "norm.weight"}
+    save_file(kept, copied / "model.safetensors")
+    refused("norm.weight", speculative={"model": str(copied)})
+    save_file({**tensors, "stray.weight": torch.zeros(1)}, copied / "model.safetensors")
+    refused("stray.weight", speculative={"model": str(copied)})
+
+
+def test_mapping_that_is_not_plain_tensors(copied):
+    from vllm_specblock.drafters.specblock.checkpoint import convert
+
+    published = copied.with_name("published")
+    convert(copied, published, "published")
+    torch.save({"d2t": object, "t2d": print}, published / "vocab_mapping.pt")
+    refused("vocab_mapping.pt", speculative={"model": str(published)})
+
+
+NGRAM = {"head": "ngram"}
+TABLES, EAGLE3 = ROOT / "examples/two_heads/tables", ROOT / "examples/two_heads/eagle3"
+
+
+def test_two_heads():
+    given = {"second_head": NGRAM, "head_policy": "merge", "budget": "split"}
+    plan = vllm_args.read_back(configure(given).additional_config)
+    assert [head.kind for head in plan.drafters] == ["specblock", "ngram"]
+    assert plan.combine.head_policy == "merge" and plan.combine.budget == "split"
+    assert plan.layers == (2, 3, 4)
+
+
+def test_a_head_without_weights():
+    config = configure({"head": "ngram", "model": None})
+    plan = vllm_args.read_back(config.additional_config)
+    assert plan.drafters[0].folder is None and plan.layers == ()
+    draft = config.speculative_config.draft_model_config
+    assert (draft.get_hidden_size(), draft.get_vocab_size()) == (192, 2048)
+    assert is_ours(config.speculative_config)
+
+
+@pytest.mark.parametrize(
+    ("speculative", "parts"),
+    [
+        ({"second_head": "ngram"}, ["'second_head' is 'ngram'", "dictionary"]),
+        ({"second_head": {}}, ["'second_head.model' is missing"]),
+        ({"second_head": {"model": "no/such"}}, ["'second_head.model' is 'no/such'"]),
+        ({"second_head": {"head": "hydra"}}, ["'second_head.head' is 'hydra'", "eagle3"]),
+        ({"second_head": NGRAM | {"model": "x"}}, ["'ngram'", "no weights"]),
+        ({"second_head": NGRAM | {"depth": 0}}, ["'second_head.depth' is 0"]),
+        ({"second_head": NGRAM | {"num_blocks": 2}}, ["'second_head.num_blocks'", "not known"]),
+        ({"head": "eagle3"}, ["'head' is 'eagle3'", "kind 'specblock'"]),
+        ({"head_policy": "merge"}, ["'head_policy'", "'second_head'"]),
+        ({"second_head": NGRAM, "head_policy": "vote"}, ["'head_policy' is 'vote'"]),
+        ({"second_head": NGRAM, "merge": "trie"}, ["'merge'", "head_policy is 'route'"]),
+        ({"second_head": NGRAM, "second_head_cost": 0.1}, ["'second_head_cost'", "'lazy'"]),
+        (
+            {"second_head": NGRAM, "head_policy": "merge", "route": "lazy"},
+            ["'route'", "head_policy is 'merge'"],
+        ),
+        (
+            {
+                "second_head": NGRAM,
+                "head_policy": "merge",
+                "budget": "split",
+                "num_speculative_tokens": 1,
+            },
+            ["cannot be split", "num_speculative_tokens"],
+        ),
+        ({"head": "ngram", "model": None, "second_head": NGRAM}, ["Both heads", "n-gram"]),
+        ({"second_head": {"model": str(DRAFTER)}}, ["Both heads", "drafter", "another"]),
+        ({"second_head": NGRAM | {"revision": "main"}}, ["'second_head.revision' is 'main'"]),
+    ],
+)
+def test_wrong_combinations(speculative, parts):
+    refused(*parts, speculative=speculative)
+
+
+def test_lazy_routing_over_several_devices():
+    refused(
+        "'route' is 'lazy'",
+        "tensor_parallel_size is 2",
+        speculative={"second_head": NGRAM, "route": "lazy"},
+        tensor_parallel_size=2,
+        distributed_executor_backend="mp",
+    )
+
+
+@pytest.mark.skipif(not current_platform.is_cpu(), reason="on a GPU nothing is adapted unasked")
+@pytest.mark.parametrize(
+    ("given", "changes", "adapts"),
+    [
+        ({}, {}, True),
+        ({"enable_adaptive_verification": False}, {}, False),
+        ({"num_speculative_tokens_per_batch_size": [[1, 8, 24]]}, {}, False),
+        ({}, {"tensor_parallel_size": 2}, False),
+    ],
+)
+def test_budgets_follow_from_costs_on_a_cpu_unless_somebody_says_otherwise(given, changes, adapts):
+    config = configure(given, **changes)
+    assert vllm_args.read_back(config.additional_config).adaptive == adapts
+
+
+@pytest.mark.skipif(not current_platform.is_cpu(), reason="each process of a GPU's agrees")
+def test_adaptive_verification_over_several_processes_of_a_cpu():
+    refused(
+        "'enable_adaptive_verification' is true",
+        "tensor_parallel_size is 2",
+        speculative={"enable_adaptive_verification": True},
+        tensor_parallel_size=2,
+        distributed_executor_backend="mp",
+    )
+
+
+def test_two_configs_of_the_same_arguments():
+    args = EngineArgs(
+        model=str(TARGET),
+        max_model_len=512,
+        speculative_config={"method": "specblock", "model": str(DRAFTER)},
+    )
+    for _ in range(2):
+        config = args.create_engine_config()
+        assert is_ours(config.speculative_config)
+
+
+def test_second_head_of_another_target(copied):
+    edit(copied, vocab_size=2049, target__vocab_size=2049)
+    refused(
+        "second_head",
+        "vocabulary size 2049",
+        "has 2048",
+        speculative={"second_head": {"model": str(copied)}},
+    )
+
+
+ADAPT = {"adapt": {"policy": "watch", "requests": "marked"}}
+
+
+def test_adaptation_is_off_and_can_be_on():
+    assert vllm_args.read_back(configure().additional_config).adapting is None
+    plan = vllm_args.read_back(configure({"adapt": False}).additional_config)
+    assert plan.adapting is None
+    plan = vllm_args.read_back(configure(ADAPT).additional_config)
+    assert plan.adapting == plan.drafters[0] and plan.adapting.adapt.requests == "marked"
+    second = {"model": str(TABLES), "adapt": {"policy": "watch"}}
+    plan = vllm_args.read_back(configure({"second_head": second}).additional_config)
+    assert plan.adapting == plan.drafters[1]
+    plan = vllm_args.read_back(configure({"adapt": True}).additional_config)
+    assert plan.adapting.adapt.policy == "bandit"
+
+
+@pytest.mark.parametrize(
+    ("speculative", "parts"),
+    [
+        ({"adapt": {"policies": "watch"}}, ["'adapt.policies' is not known", "memory"]),
+        ({"adapt": "watch"}, ["'adapt' is 'watch'", "dictionary"]),
+        ({"model": str(EAGLE3), "adapt": True}, ["kind 'eagle3'", "only SpecBlock"]),
+        ({"head": "ngram", "model": None, "adapt": True}, ["kind 'ngram'", "only SpecBlock"]),
+        ({"second_head": NGRAM | {"adapt": True}}, ["'second_head.adapt'", "kind 'ngram'"]),
+        (
+            ADAPT | {"second_head": {"model": str(TABLES), "adapt": {"policy": "watch"}}},
+            ["both heads", "one can adapt"],
+        ),
+        (
+            ADAPT
+            | {
+                "rejection_sample_method": "synthetic",
+                "synthetic_acceptance_rates": [0.5] * 24,
+            },
+            ["acceptance is imposed", "nothing to learn"],
+        ),
+        ({"adapt": {"trainer": "cuda:1"}}, ["'adapt.trainer' is 'cuda:1'", "'cpu' is the only"]),
+        ({"adapt": {"trainer": "some/folder"}}, ["'adapt.trainer'"]),
+        ({"num_block": 1}, ["adapt"]),
+    ],
+)
+def test_adaptation_that_cannot_be(speculative, parts):
+    refused(*parts, speculative=speculative)
+
+
+def test_adaptation_elsewhere(monkeypatch):
+    """On a GPU, among ranks, and of a target whose files are not here."""
+    plan = vllm_args.read_back(configure(ADAPT).additional_config)
+    learns = vllm_args.read_back(configure({"adapt": True}).additional_config)
+    off = vllm_args.read_back(configure().additional_config)
+    one, two = (SimpleNamespace(tensor_parallel_size=size) for size in (1, 2))
+    here, there = SimpleNamespace(model=str(TARGET)), SimpleNamespace(model="some/target")
+    cpu, gpu = (SimpleNamespace(is_cpu=lambda is_cpu=is_cpu: is_cpu) for is_cpu in (True, False))
+    monkeypatch.setattr("vllm.platforms.current_platform", cpu)
+    validate.check_adapt({}, plan, one, there)
+    validate.check_adapt({}, learns, one, here)
+    with pytest.raises(OptionError, match=r"tensor_parallel_size is 2.*drop one of them\.$"):
+        validate.check_adapt({}, plan, two, here)
+    with pytest.raises(OptionError, match=r"'some/target' is no folder here.*drop the key\.$"):
+        validate.check_adapt({}, learns, one, there)
+    monkeypatch.setattr("vllm.platforms.current_platform", gpu)
+    with pytest.raises(OptionError, match=r"recorded on a CPU only yet: drop it\.$"):
+        validate.check_adapt({}, plan, one, here)
+    validate.check_adapt({}, off, two, there)

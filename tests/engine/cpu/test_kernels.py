@@ -1,0 +1,342 @@
+"""The torch functions that replace kernels on a CPU, against the kernels in the interpreter."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm.platforms import current_platform
+from vllm.triton_utils.dispatcher import _registry
+from vllm.v1.sample.ops import topk_topp_sampler
+from vllm.v1.worker.gpu import input_batch
+from vllm.v1.worker.gpu.sample import bad_words, gumbel, logit_bias, logprob, min_p, penalties
+
+from vllm_specblock.engine.cpu.gumbel import drawn_along
+from vllm_specblock.engine.cpu.kernels import KERNELS
+from vllm_specblock.verify.accept_path import DrawnRows, accept_path_rows
+
+pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="what runs on a CPU only")
+
+VOCAB = 96
+
+
+@pytest.fixture
+def both(monkeypatch):
+    """Runs a call with our function, and again with vLLM's kernel in its place."""
+
+    def run(module, kernel: str, call):
+        ours = call()
+        name = f"{module.__name__}.{kernel}"
+        assert name in KERNELS
+        monkeypatch.setattr(module, kernel, _registry[name][0])
+        theirs = call()
+        monkeypatch.undo()
+        return ours, theirs
+
+    return run
+
+
+def logits(rows: int = 5) -> torch.Tensor:
+    return 3 * torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(rows))
+
+
+SLOT = torch.tensor([2, 2, 0, 1, 1])
+NODE = torch.tensor([0, 1, 0, 0, 1], dtype=torch.int32)
+
+
+def test_gumbel_noise_is_the_kernels(both):
+    """Token for token; with negative, large and repeated seeds."""
+    seeds = torch.tensor([7, -(1 << 62) + 5, (1 << 40) + 3])
+    heat = torch.tensor([1.0, 0.7, 1.3])
+
+    def call():
+        tokens = [
+            gumbel.gumbel_sample(
+                logits(), SLOT, heat, seeds, torch.arange(start, start + 5),
+                apply_temperature=apply, is_drafting=False, use_fp64=False,
+            )
+            for start in (0, 1000, 1 << 20)
+            for apply in (False, True)
+        ]  # fmt: skip
+        return torch.stack(tokens)
+
+    ours, theirs = both(gumbel, "_gumbel_sample_kernel", call)
+    assert torch.equal(ours, theirs)
+    assert len(ours.unique()) > 10
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", [0.0, 1.0, 30.0, 1e5])
+def test_only_tokens_that_can_win_get_their_noise(both, dtype, scale):
+    """Over a vocabulary of several blocks, flat and steep, nearly all of it masked or none."""
+    torch.manual_seed(int(scale))
+    scores = scale * torch.randn(9, 5003)
+    scores[3].masked_fill_(torch.rand(5003) < 0.99, float("-inf"))
+    scores[4].fill_(float("-inf"))
+    scores = scores.to(dtype)
+    req_idx = torch.tensor([0, 1, 2, 1, 1, 2, 2, 1, 0])
+
+    def call():
+        return gumbel.gumbel_sample(
+            scores[:, :5001], req_idx, torch.tensor([0.0, 0.6, 1.0]), torch.tensor([1, -(1 << 61),
+            3]), torch.arange(9) * 1001, apply_temperature=True, is_drafting=False, use_fp64=False,
+        )  # fmt: skip
+
+    assert torch.equal(*both(gumbel, "_gumbel_sample_kernel", call))
+
+
+def test_greedy_rows_take_the_first_of_equals(both):
+    def call():
+        scores = logits()
+        scores[:, 40:44] = 50.0
+        return gumbel.gumbel_sample(
+            scores, SLOT, torch.tensor([0.0, 0.0, 1.0]), torch.tensor([1, 2, 3]), torch.arange(5),
+            apply_temperature=False, is_drafting=False, use_fp64=False,
+        )  # fmt: skip
+
+    ours, theirs = both(gumbel, "_gumbel_sample_kernel", call)
+    assert torch.equal(ours, theirs) and ours[2] == 40
+
+
+def along_a_tree(turn: int, heat: float) -> tuple[int, int]:
+    """Checks three random trees over four tokens, some drafts forbidden, some not run.
+
+    Returns:
+        How many nodes' tokens were drawn, and how many drafts accepted.
+    """
+    random, nodes = torch.Generator().manual_seed(turn), 9
+    parent = torch.cat(
+        [torch.randint(node, (5, 1), generator=random) for node in range(1, nodes + 1)], dim=1
+    ).int()
+    depth = torch.zeros(5, nodes + 1, dtype=torch.int64)
+    for node in range(nodes):
+        depth[:, node + 1] = 1 + depth.gather(1, parent[:, node : node + 1].long())[:, 0]
+    count = torch.randint(1, nodes + 2, (3,), generator=random)
+    first_row = torch.nn.functional.pad(count.cumsum(0), (1, 0)).int()
+    rows, req_idx = int(first_row[-1]), torch.randperm(5, generator=random)[:3]
+    token = torch.randint(-1, 4, (rows,), generator=random)
+    scores = torch.randn(rows, 4, generator=random)
+
+    def sample():
+        return gumbel.gumbel_sample(
+            scores, req_idx.repeat_interleave(count), torch.full((5,), heat), torch.arange(5),
+            torch.arange(rows) + turn, apply_temperature=True, is_drafting=False, use_fp64=False,
+        )  # fmt: skip
+
+    def walked(drawn):
+        path, accepted = torch.zeros(5, nodes + 1, dtype=torch.int64), torch.zeros(5).int()
+        trees = parent, depth, torch.zeros(5, nodes + 1, 1, dtype=torch.int64), path, accepted
+        return (
+            *accept_path_rows(DrawnRows(token, drawn, first_row, req_idx), *trees),
+            path,
+            accepted,
+        )
+
+    whole = sample()
+    with drawn_along(token, first_row, req_idx, parent):
+        part = sample()
+    assert all(map(torch.equal, walked(whole), walked(part)))
+    drawn = part >= 0
+    assert drawn[first_row[:-1].long()].all() and torch.equal(part[drawn], whole[drawn])
+    return int(drawn.sum()) - 3, int(walked(part)[3].sum())
+
+
+@pytest.mark.parametrize("heat", [0.0, 0.8])
+def test_drawing_along_a_tree_draws_what_its_walk_reads(heat):
+    drawn, accepted = map(sum, zip(*(along_a_tree(turn, heat) for turn in range(100))))
+    # Twins of the path's nodes are drawn, too, and their children; of 1,300 drafts.
+    assert 100 < accepted <= drawn < 2 * accepted
+
+
+def changed(call):
+    """Makes a call that works in place return what it worked on."""
+
+    def run():
+        scores = logits()
+        call(scores)
+        return scores
+
+    return run
+
+
+def test_temperature(both):
+    heat = torch.tensor([0.0, 0.5, 1.7])
+    call = changed(lambda scores: gumbel.apply_temperature(scores, SLOT, heat))
+    torch.testing.assert_close(*both(gumbel, "_temperature_kernel", call))
+
+
+def test_min_p(both):
+    share = torch.tensor([0.0, 0.1, 0.4])
+    call = changed(lambda scores: min_p.apply_min_p(scores, SLOT, share))
+    torch.testing.assert_close(*both(min_p, "_min_p_kernel", call))
+
+
+@pytest.mark.parametrize("scale", [0.3, 3.0, 20.0])
+def test_top_k_and_top_p_keep_what_a_sort_keeps(scale):
+    """With ties at the k-th, rows that are masked already, and rows that want neither."""
+    draw = torch.Generator().manual_seed(4)
+    scores = scale * torch.randn(6, 3001, generator=draw)
+    scores[1] = scores[1].round()
+    scores[2, 5:] = float("-inf")
+    k = torch.tensor([3001, 700, 9, 1, 40, 3001], dtype=torch.int32)
+    p = torch.tensor([0.9, 0.97, 0.7, 0.4, 1.0, 1.0])
+    for top_k, top_p in ((k, None), (None, p), (k, p)):
+        order = scores.sort(dim=1, stable=True)
+        kept = order.values.double()
+        if top_k is not None:
+            kept[kept < kept.gather(1, 3001 - top_k.long()[:, None])] = float("-inf")
+        if top_p is not None:
+            out = kept.softmax(1).cumsum(1) <= 1 - top_p.double()[:, None]
+            out[:, -1] = False
+            kept[out] = float("-inf")
+        wanted = torch.empty_like(scores).scatter_(1, order.indices, kept.float())
+        ours = topk_topp_sampler.apply_top_k_top_p(scores.clone(), top_k, top_p)
+        assert torch.equal(ours, wanted)
+
+
+def test_penalties(both):
+    counts = torch.randint(0, 3, (3, VOCAB), dtype=torch.int32)
+    mask = torch.randint(-(1 << 31), 1 << 31, (3, VOCAB // 32), dtype=torch.int64).int()
+    tokens = torch.tensor([3, 9, 5, 7, 9])
+    call = changed(
+        lambda scores: penalties.apply_penalties(
+            scores, SLOT, tokens, NODE, torch.tensor([1.0, 1.3, 0.8]),
+            torch.tensor([0.0, 0.5, 0.0]), torch.tensor([0.7, 0.0, 0.0]), mask, counts,
+        )
+    )  # fmt: skip
+    torch.testing.assert_close(*both(penalties, "_penalties_kernel", call))
+
+
+def test_bad_words(both):
+    history = torch.tensor([[1, 2, 3, 4, 0, 0], [1, 2, 9, 4, 5, 0], [1, 5, 6, 7, 0, 0]]).int()
+    words = torch.zeros(3, 16, dtype=torch.int32)
+    words[0, :3], words[1, :5], words[2, :2] = (
+        torch.tensor(part).int() for part in ([11, 3, 12], [5, 13, 9, 5, 14], [7, 20])
+    )
+    offsets = torch.zeros(3, 5, dtype=torch.int32)
+    offsets[0, 1:3], offsets[1, 1:3], offsets[2, 1] = (
+        torch.tensor(part).int() for part in ([1, 3], [2, 5], 2)
+    )
+    call = changed(
+        lambda scores: bad_words.apply_bad_words(
+            scores, SLOT, words, offsets, torch.tensor([2, 2, 1]).int(), history,
+            torch.tensor([1, 1, 1]).int(), torch.tensor([4, 5, 4]).int(),
+            torch.tensor([7, 9, 4, 5, 13]), NODE, 2,
+        )
+    )  # fmt: skip
+    ours, theirs = both(bad_words, "_bad_words_kernel", call)
+    assert torch.equal(ours, theirs) and torch.isneginf(ours).any()
+
+
+def test_logit_bias(both):
+    def ids(*rows):
+        out = torch.zeros(3, 4, dtype=torch.int32)
+        for row, values in enumerate(rows):
+            out[row, : len(values)] = torch.tensor(values, dtype=torch.int32)
+        return out
+
+    def call(check):
+        return changed(
+            lambda scores: logit_bias.apply_logit_bias(
+                scores, SLOT, torch.tensor([3, 9, 4, 30, 31]),
+                torch.tensor([0, 2, 0]).int(), ids([], [4, 8], []),
+                torch.tensor([2, 0, 1]).int(), ids([1, 2], [], [90]),
+                torch.tensor([[0.5, -3.0, 0, 0], [0.0] * 4, [7.0, 0, 0, 0]]),
+                torch.tensor([10, 99, 4]).int(), torch.tensor([1, 2, 1]).int(),
+                torch.tensor([True, True, False]), ids([5], [4, 8], [6]), check,
+            )
+        )  # fmt: skip
+
+    for check in (False, True):
+        torch.testing.assert_close(*both(logit_bias, "_bias_kernel", call(check)))
+
+
+def test_logprobs_and_ranks(both):
+    tokens = torch.randint(0, VOCAB, (5, 3))
+    call = lambda: logprob.compute_token_logprobs(logits(), tokens)  # noqa: E731
+    torch.testing.assert_close(*both(logprob, "_topk_log_softmax_kernel", call))
+    scores = lambda: logprob.compute_topk_scores(logits(), 2, tokens[:, 0].clone())  # noqa: E731
+    ours, theirs = both(logprob, "_ranks_kernel", scores)
+    assert torch.equal(ours.selected_token_ranks, theirs.selected_token_ranks)
+
+
+def batch() -> SimpleNamespace:
+    """Three requests: a prompt's chunk, a decode with two drafts, a decode without."""
+    return SimpleNamespace(
+        req_idx=torch.tensor([2, 0, 1]),
+        query_start=torch.tensor([0, 4, 7, 8], dtype=torch.int32),
+        computed=torch.tensor([9, 6, 3], dtype=torch.int32),
+        prefill=torch.tensor([8, 6, 12], dtype=torch.int32),
+        first_row=torch.tensor([0, 1, 4, 5], dtype=torch.int32),
+        history=torch.arange(3 * 20, dtype=torch.int32).view(3, 20),
+    )
+
+
+def test_positions_and_drafts(both):
+    def positions():
+        b = batch()
+        at, lengths = torch.zeros(8, dtype=torch.int64), torch.full((5,), 77, dtype=torch.int32)
+        input_batch.prepare_pos_seq_lens(b.req_idx, b.query_start, b.computed, at, lengths)
+        return torch.cat([at, lengths])
+
+    assert torch.equal(*both(input_batch, "_prepare_pos_seq_lens_kernel", positions))
+
+    def prompts():
+        b = batch()
+        ids, ahead = torch.zeros(8, dtype=torch.int32), torch.zeros(2, 3, dtype=torch.int32)
+        input_batch.prepare_prefill_inputs(
+            ids, ahead, b.req_idx, b.query_start, b.history, b.prefill, b.computed
+        )
+        return torch.cat([ids, ahead.flatten()])
+
+    assert torch.equal(*both(input_batch, "_prepare_prefill_inputs_kernel", prompts))
+
+    def drafts():
+        b = batch()
+        ids = torch.zeros(8, dtype=torch.int32)
+        lengths = torch.tensor([7, 12, 7], dtype=torch.int32)
+        rows = input_batch.combine_sampled_and_draft_tokens(
+            ids, b.req_idx, torch.tensor([[50], [51], [52]]), b.query_start, lengths, b.prefill,
+            torch.tensor([[60, 61], [62, 63], [64, 65]]), b.first_row, 5,
+        )  # fmt: skip
+        return torch.cat([ids, rows])
+
+    assert torch.equal(*both(input_batch, "_combine_sampled_and_draft_tokens_kernel", drafts))
+
+
+def test_bookkeeping_after_a_step(both):
+    def verdict():
+        b = batch()
+        lengths = torch.tensor([7, 12, 7], dtype=torch.int32)
+        return torch.stack(
+            input_batch.get_num_sampled_and_rejected(
+                torch.tensor([1, 2, 1], dtype=torch.int32),
+                lengths,
+                b.first_row,
+                b.req_idx,
+                b.prefill,
+            )
+        )
+
+    assert torch.equal(*both(input_batch, "_get_num_sampled_and_rejected_kernel", verdict))
+
+    def update():
+        b = batch()
+        last, total = torch.zeros(3, 1, dtype=torch.int64), torch.tensor([9, 7, 5]).int()
+        counts = torch.zeros(3, VOCAB, dtype=torch.int32)
+        input_batch.post_update(
+            b.req_idx, b.computed, last, counts, torch.tensor([[1, 2, 3], [4, 5, 6], [7, 8, 9]]),
+            torch.tensor([0, 3, 1]).int(), torch.tensor([0, 0, 0]).int(), b.query_start,
+            b.history, total,
+        )  # fmt: skip
+        parts = (b.computed, last, counts, b.history, total)
+        return torch.cat([part.flatten().long() for part in parts])
+
+    assert torch.equal(*both(input_batch, "_post_update_kernel", update))
+
+    def expand():
+        b = batch()
+        return torch.stack(input_batch.expand_idx_mapping(b.req_idx, 5, b.first_row, 3))
+
+    assert torch.equal(*both(input_batch, "_expand_idx_mapping_kernel", expand))

@@ -1,0 +1,459 @@
+"""Counts against a slow oracle, and their way from the model's process to whoever asks."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import pickle
+import subprocess
+import sys
+from collections import Counter
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from prometheus_client import REGISTRY
+from support.engines import TARGET, Engine, make_engine, prompts
+from support.trees import nodes, path_to
+from support.verification import to_be_counted
+from torch._subclasses.fake_tensor import FakeTensorMode
+from vllm import SamplingParams
+from vllm.v1.metrics.prometheus import unregister_vllm_metrics
+from vllm.v1.metrics.reader import get_metrics_snapshot
+
+from vllm_specblock.engine.metrics import exporter
+from vllm_specblock.engine.metrics.counters import DrafterCounters
+from vllm_specblock.engine.metrics.draft_clock import DRAFTING_NS, DRAFTING_STEPS, DraftClock
+
+quick = settings(deadline=None, max_examples=100)
+SLOTS, DEPTH = 12, 6
+
+
+# ---- what is counted ----
+
+
+@st.composite
+def steps(draw):
+    """One step as plain lists: per request a tree, its origins, what was run, what was accepted."""
+    step = []
+    for _ in range(draw(st.integers(1, 4))):
+        tree = draw(nodes(max_nodes=SLOTS))
+        scheduled = draw(st.integers(0, SLOTS))
+        ends = [
+            node
+            for node in range(min(scheduled, len(tree)) + 1)
+            if len(path_to(tree, node)) <= DEPTH + 1
+        ]
+        size = [draw(st.integers(0, 5)), draw(st.integers(0, 5))]
+        second = draw(st.booleans())
+        step.append(
+            SimpleNamespace(
+                origin=[draw(st.integers(1, 3)) for _ in tree],
+                scheduled=scheduled,
+                path=path_to(tree, draw(st.sampled_from(ends))),
+                size=[size[0], size[1] * second],
+                second=second,
+                agreed=bool(size[0] and size[1] and second and draw(st.booleans())),
+                live=draw(st.booleans()),
+            )
+        )
+    return step
+
+
+def oracle(all_steps, num_heads: int) -> dict[str, int]:
+    """One node after the other."""
+    out = Counter()
+    for request in (each for step in all_steps for each in step):
+        run = request.origin[: request.scheduled]
+        accepted = [request.origin[node - 1] for node in request.path[1:]] if run else []
+        for head in range(1, num_heads + 1):
+            mine = [1, 3] if head == 1 else [2, 3]
+            out[f"verified_nodes_{head}"] += sum(kind in mine for kind in run)
+            out[f"accepted_nodes_{head}"] += sum(kind in mine for kind in accepted)
+            out[f"chosen_trees_{head}"] += run[:1] != [] and run[0] in mine
+            size = request.size[head - 1] if request.live else 0
+            out[f"drafted_nodes_{head}"] += size
+            out[f"drafted_trees_{head}"] += size > 0
+        out["tree_nodes"] += len(run)
+        if num_heads == 2:
+            out["shared_nodes"] += run.count(3)
+            out["shared_accepted_nodes"] += accepted.count(3)
+            out["both_drafted"] += request.live and min(request.size) > 0
+            out["agreed"] += request.live and request.agreed
+            out["second_skipped"] += request.live and not request.second
+    return dict(out)
+
+
+def count(counters: DrafterCounters, step) -> None:
+    """One step into `counters`; what must not be looked at holds something that would count."""
+    shape = len(step), SLOTS
+    origin = torch.zeros(shape, dtype=torch.uint8)
+    path = torch.zeros(len(step), DEPTH + 1, dtype=torch.int64)
+    for index, request in enumerate(step):
+        origin[index, : len(request.origin)] = torch.tensor(request.origin, dtype=torch.uint8)
+        path[index, : len(request.path)] = torch.tensor(request.path)
+        if not request.scheduled:
+            path[index, 1:] = 1  # a verdict of an earlier tree
+    sizes = torch.tensor([request.size for request in step], dtype=torch.int32).T
+    flags = torch.tensor([(request.second, request.agreed, request.live) for request in step])
+    scheduled = torch.tensor([request.scheduled for request in step])
+    # Slots are not in the batch's order, and one is nobody's.
+    req_idx = torch.arange(len(step)).flip(0)
+    origin = torch.cat([origin.flip(0), origin[:1]])
+    counters.verified(to_be_counted(origin, req_idx, scheduled, path))
+    counters.drafted(tuple(sizes[: counters.num_drafters]), *flags.T)
+
+
+def only_first(step):
+    """The same step of an engine with one head."""
+    return [
+        SimpleNamespace(
+            **{
+                **vars(request),
+                "origin": [1] * len(request.origin),
+                "size": request.size[:1],
+                "second": False,
+                "agreed": False,
+            }
+        )
+        for request in step
+    ]
+
+
+@quick
+@given(st.lists(steps(), min_size=1, max_size=3))
+def test_counts_are_the_oracles(all_steps):
+    two = DrafterCounters(2, SLOTS, DEPTH, "cpu")
+    one = DrafterCounters(1, SLOTS, DEPTH, "cpu")
+    for step in all_steps:
+        count(two, step)
+        count(one, only_first(step))
+    assert two.as_dict() == oracle(all_steps, 2)
+    assert one.as_dict() == oracle([only_first(step) for step in all_steps], 1)
+
+
+def test_counting_reads_nothing_on_the_host():
+    with FakeTensorMode():
+        counters = DrafterCounters(2, SLOTS, DEPTH, "cpu")
+        flag = torch.ones(3, dtype=torch.bool)
+        size = torch.ones(3, dtype=torch.int32)
+        verified = to_be_counted(
+            torch.ones(4, SLOTS, dtype=torch.uint8),
+            torch.zeros(3, dtype=torch.int32),
+            torch.ones(3, dtype=torch.int64),
+            torch.zeros(3, DEPTH + 1, dtype=torch.int64),
+        )
+        counters.verified(verified)
+        counters.drafted((size, size), flag, flag, flag)
+
+
+# ---- how it is shown ----
+
+
+def vllm_config(config, engine: int = 0):
+    """What `make_sink` reads of vLLM's config."""
+    return SimpleNamespace(
+        speculative_config=config,
+        model_config=SimpleNamespace(served_model_name="target"),
+        parallel_config=SimpleNamespace(data_parallel_index=engine),
+    )
+
+
+def shown() -> dict[tuple[str, ...], int]:
+    """Our part of `LLM.get_metrics()`: (name, engine[, head]) → value."""
+    return {
+        (metric.name.removeprefix("vllm:specblock_"), *sorted_labels(metric.labels)): metric.value
+        for metric in get_metrics_snapshot()
+        if metric.name.startswith("vllm:specblock_")
+    }
+
+
+def sorted_labels(labels: dict[str, str]) -> list[str]:
+    assert labels["model_name"] == "target"
+    return [labels[name] for name in ("engine", "head") if name in labels]
+
+
+class Config:
+    """Stands for vLLM's SpeculativeConfig: a plain object."""
+
+
+@pytest.fixture
+def config():
+    made = Config()
+    exporter.announce(made)
+    return made
+
+
+COUNTS = {("drafted_nodes", 1): 7, ("drafted_nodes", 2): 5, ("agreed", 0): 2}
+
+
+def test_metrics_of_two_engines(config):
+    assert shown() == {}
+    for engine in range(2):
+        sink = exporter.make_sink(vllm_config(config, engine), rank=0)
+        sink(COUNTS)
+        sink({key: value + engine for key, value in COUNTS.items()})
+    # As vLLM does when an engine starts: ours are to outlive it.
+    unregister_vllm_metrics()
+    assert shown() == {
+        ("drafted_nodes", "0", "1"): 7,
+        ("drafted_nodes", "0", "2"): 5,
+        ("agreed", "0"): 2,
+        ("drafted_nodes", "1", "1"): 8,
+        ("drafted_nodes", "1", "2"): 6,
+        ("agreed", "1"): 3,
+    }
+
+
+def test_counters_reach_the_reader_with_every_name(config):
+    sink = exporter.make_sink(vllm_config(config), rank=0)
+    counters = DrafterCounters(2, SLOTS, DEPTH, "cpu", sink)
+    clock = DraftClock(torch.device("cpu"))
+    counters.publish(clock.counts)
+    assert set(shown().values()) == {0}
+    one = torch.ones(1, dtype=torch.bool)
+    verified = to_be_counted(
+        torch.tensor([[1, 2, 3] + [0] * (SLOTS - 3)], dtype=torch.uint8),
+        torch.tensor([0]),
+        torch.tensor([3]),
+        torch.tensor([[0, 1, 3] + [0] * (DEPTH - 2)]),
+    )
+    counters.verified(verified)
+    counters.drafted((torch.tensor([4], dtype=torch.int32),) * 2, one, one, one)
+    clock.begin()
+    clock.end()
+    counters.publish(clock.counts)
+    named = {"_".join([name, *labels[1:]]): value for (name, *labels), value in shown().items()}
+    assert {name for name, *_ in shown()} == exporter.HELP.keys() - exporter.LEARNING.keys()
+    assert named.pop(DRAFTING_STEPS) == 1 and named.pop(DRAFTING_NS) > 0
+    assert named == counters.as_dict()
+    assert named["accepted_nodes_1"] == 2 and named["shared_accepted_nodes"] == 1
+
+
+def test_a_filtered_scrape_finds_them(config):
+    """`/metrics?name[]=...` asks a registry for names, which a collector has to declare."""
+    exporter.make_sink(vllm_config(config), rank=0)(COUNTS)
+    name = "vllm:specblock_agreed_total"
+    (metric,) = REGISTRY.restricted_registry([name]).collect()
+    assert [sample.name for sample in metric.samples] == [name]
+
+
+def test_the_newest_engine_of_a_process_is_shown(config):
+    exporter.make_sink(vllm_config(config), rank=0)(COUNTS)
+    other = Config()
+    exporter.announce(other)
+    assert shown() == {}
+    exporter.make_sink(vllm_config(other), rank=0)({("agreed", 0): 1})
+    assert shown() == {("agreed", "0"): 1}
+    # The end of the first takes nothing of the second.
+    del config
+    gc.collect()
+    assert shown() == {("agreed", "0"): 1}
+
+
+def test_files_go_with_the_config():
+    config = Config()
+    exporter.announce(config)
+    folder = Path(config.specblock_metrics).parent
+    exporter.make_sink(vllm_config(config), rank=0)(COUNTS)
+    assert [path.suffix for path in folder.iterdir()] == [".db"]
+    child = os.fork()
+    if not child:
+        del config
+        os._exit(gc.collect() < 0)
+    os.waitpid(child, 0)
+    assert folder.is_dir(), "a fork's copy took the files along"
+    del config
+    gc.collect()
+    assert not folder.exists() and shown() == {}
+
+
+def run_python(code: str, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_files_go_with_the_process():
+    stem = run_python(
+        "from vllm_specblock.engine.metrics import exporter as metrics\n"
+        "class Config: pass\n"
+        "config = Config()\n"
+        "metrics.announce(config)\n"
+        "print(config.specblock_metrics)"
+    ).strip()
+    assert not Path(stem).parent.exists()
+
+
+BESIDE = """
+import json, os
+from types import SimpleNamespace as Some
+from prometheus_client import Counter, generate_latest
+from vllm.v1.metrics.prometheus import get_prometheus_registry
+from vllm_specblock.engine.metrics import exporter as metrics
+config = type("Config", (), {})()
+metrics.announce(config)
+for engine in range(2):
+    metrics.make_sink(Some(
+        speculative_config=config, model_config=Some(served_model_name="target"),
+        parallel_config=Some(data_parallel_index=engine),
+    ), 0)({("agreed", 0): 3, ("drafted_nodes", 2): 4})
+theirs = Counter("vllm:theirs", metrics.HELP["agreed"], ["model_name", "engine"])
+for engine in range(2):
+    theirs.labels("target", str(engine)).inc(3)
+print(generate_latest(get_prometheus_registry()).decode())
+"""
+
+
+@pytest.mark.parametrize("several_servers", [False, True])
+def test_they_read_like_vllms_own(tmp_path, several_servers):
+    """The page of `/metrics`, with one API server and with several."""
+    environment = {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path)} if several_servers else {}
+    page = run_python(BESIDE, **environment).splitlines()
+    theirs = [line for line in page if "vllm:theirs" in line and "_created" not in line]
+    ours = [line for line in page if "specblock_agreed" in line]
+    assert len(ours) == 4  # help, type, two engines
+    assert sorted(ours) == sorted(line.replace("theirs", "specblock_agreed") for line in theirs)
+    assert 'vllm:specblock_drafted_nodes_total{engine="1",head="2",model_name="target"} 4.0' in page
+    assert not list(tmp_path.glob("counter_specblock*")), "left behind"
+
+
+def test_who_writes_no_file(config):
+    assert exporter.make_sink(vllm_config(config), rank=1) is None
+    assert exporter.make_sink(vllm_config(Config()), rank=0) is None
+    config.specblock_metrics = "/nowhere/counter_specblock-x"
+    assert exporter.make_sink(vllm_config(config), rank=0) is None
+
+
+def test_the_path_travels_and_leaves_the_compile_cache_its_name():
+    """As vLLM makes, hashes and pickles its config; a SpecBlock one is not needed for that."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    made = EngineArgs(
+        model=str(TARGET),
+        dtype="float32",
+        speculative_config={"method": "ngram", "num_speculative_tokens": 3},
+    ).create_engine_config()
+    before = made.compute_hash()
+    exporter.announce(made.speculative_config)
+    assert made.compute_hash() == before
+    there = pickle.loads(pickle.dumps(made))
+    exporter.make_sink(there, rank=0)({("agreed", 0): 1})
+    (sample,) = [metric for metric in get_metrics_snapshot() if "specblock" in metric.name]
+    assert sample.labels == {"model_name": str(TARGET), "engine": "0"}
+
+
+def test_nothing_for_whom_did_not_ask(tmp_path):
+    """A stat logger plugin would switch statistics on for every model; ours needs none."""
+    assert not [
+        point
+        for point in entry_points(group="vllm.stat_logger_plugins")
+        if point.value.startswith("vllm_specblock")
+    ]
+    code = (
+        "from prometheus_client import REGISTRY\n"
+        "before = len(REGISTRY._collector_to_names)\n"
+        "import vllm_specblock.engine.metrics.exporter\n"
+        "print(len(REGISTRY._collector_to_names) - before)"
+    )
+    assert run_python(code, TMPDIR=str(tmp_path)).split()[-1] == "0"
+    assert not list(tmp_path.glob("specblock*"))
+
+
+# ---- the log ----
+
+
+@pytest.fixture
+def log():
+    """Lines of our logger; vLLM keeps its loggers from the root's handlers."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    level = exporter.logger.level
+    exporter.logger.addHandler(handler)
+    exporter.logger.setLevel(logging.INFO)
+    yield lines
+    exporter.logger.removeHandler(handler)
+    exporter.logger.setLevel(level)
+
+
+def test_a_line_per_interval_tells_what_was_added(tmp_path, log):
+    labels = {"model_name": "target", "engine": "1"}
+    full = {(name, head): 10 for name in exporter.HELP for head in (0, 1, 2)}
+    sink = exporter.Sink(str(tmp_path / "counter_x-1.db"), labels, interval=0.0)
+    sink(full)
+    sink(full)  # nothing happened: no line
+    sink({key: value + 3 for key, value in full.items()})
+    assert log == [
+        "Engine 001: SpecBlock metrics: "
+        f"Head 1: {n} nodes drafted in {n} trees, {n} verified, {n} accepted, chosen {n} times; "
+        f"Head 2: {n} nodes drafted in {n} trees, {n} verified, {n} accepted, chosen {n} times; "
+        f"Both drafted: {n}, agreed: {n}, second head skipped: {n}, shared nodes: {n} of {n}"
+        for n in (10, 3)
+    ]
+    patient = exporter.Sink(str(tmp_path / "counter_y-1.db"), labels, interval=60.0)
+    patient(full)
+    assert len(log) == 2
+
+
+def counted(engine: Engine) -> dict[tuple[str, str | None], int]:
+    """Every counter by its name, without "vllm:", and its head."""
+    values = [m for m in engine.llm.get_metrics() if hasattr(m, "value")]
+    return {(m.name.removeprefix("vllm:"), m.labels.get("head")): m.value for m in values}
+
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=1.0, seed=3, max_tokens=40, ignore_eos=True)
+
+
+def test_a_real_run_agrees_with_vllms_own_counters():
+    engine = make_engine({"num_speculative_tokens": 24})
+    engine.generate(prompts(4), GREEDY)
+    got = counted(engine)
+    for ours, theirs in (
+        ("chosen_trees", "drafts"),
+        ("verified_nodes", "draft_tokens"),  # while every tree fills its slots
+        ("accepted_nodes", "accepted_tokens"),
+    ):
+        assert got[f"specblock_{ours}", "1"] == got[f"spec_decode_num_{theirs}", None] > 0
+
+
+@pytest.mark.parametrize("how", ["eager", "lazy"])
+def test_shares_of_a_real_router(how):
+    engine = make_engine(
+        {"num_speculative_tokens": 24, "second_head": {"head": "ngram"}, "route": how}
+    )
+    for params in (GREEDY, SAMPLED):
+        engine.generate(prompts(4), params)
+    got = counted(engine)
+    first, second = (got["specblock_chosen_trees", head] for head in "12")
+    assert first > 0 and second > 0
+    assert first + second == got["spec_decode_num_drafts", None]
+    accepted = sum(got["specblock_accepted_nodes", head] for head in "12")
+    assert accepted == got["spec_decode_num_accepted_tokens", None]
+    skipped = got["specblock_second_skipped", None]
+    assert skipped > 0 if how == "lazy" else skipped == 0
+
+
+def test_what_both_heads_say_is_counted_for_both():
+    engine = make_engine(
+        {"num_speculative_tokens": 24, "second_head": {"head": "ngram"}, "head_policy": "merge"}
+    )
+    engine.generate(prompts(4), GREEDY)
+    got = counted(engine)
+    both = sum(got["specblock_verified_nodes", head] for head in "12")
+    shared = got["specblock_shared_nodes", None]
+    assert both - shared == got["specblock_tree_nodes", None] and shared > 0
+    accepted = sum(got["specblock_accepted_nodes", head] for head in "12")
+    shared = got["specblock_shared_accepted_nodes", None]
+    assert accepted - shared == got["spec_decode_num_accepted_tokens", None]

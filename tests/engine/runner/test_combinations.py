@@ -1,0 +1,142 @@
+"""Whatever heads draft, and however their trees are combined: the tokens are vLLM's own.
+
+Every combination runs the whole matrix of sampling parameters, 20,000 tokens each, and a crowded
+engine with preemption, chunked prefill and prefix hits.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from support.engines import DRAFTER, ROOT, Engine, make_engine, record_preemptions
+from support.matrix import CASES, PROMPTS, Checker, crowded_engine, params, to_the_limit
+from support.trees import texts
+
+SECOND = str(ROOT / "examples/two_heads/tables")
+EAGLE3 = str(ROOT / "examples/two_heads/eagle3")
+NGRAM = {"head": "ngram"}
+ONLY_NGRAM = {"head": "ngram", "model": None}
+
+COMBINATIONS = {
+    "EAGLE-3": {"model": EAGLE3},
+    "n-gram": ONLY_NGRAM,
+    "two SpecBlocks, route": {"second_head": {"model": SECOND}},
+    "two SpecBlocks, lazy": {"second_head": {"model": SECOND}, "route": "lazy"},
+    "SpecBlock and EAGLE-3, trie": {"second_head": {"model": EAGLE3}, "head_policy": "merge"},
+    "SpecBlock and EAGLE-3, disjoint, split": {
+        "second_head": {"model": EAGLE3},
+        "head_policy": "merge",
+        "merge": "disjoint",
+        "budget": "split",
+    },
+    "SpecBlock and n-gram, lazy": {"second_head": NGRAM, "route": "lazy", "confidence": "sum"},
+    "n-gram and SpecBlock, trie": {
+        **ONLY_NGRAM,
+        "second_head": {"model": str(DRAFTER)},
+        "head_policy": "merge",
+    },
+    "EAGLE-3 and n-gram, route": {"model": EAGLE3, "second_head": NGRAM, "confidence": "sum"},
+}
+
+
+@pytest.fixture(scope="module", params=COMBINATIONS)
+def engine(request) -> Engine:
+    # Small trees: sampling at every node is what takes the time on a CPU.
+    return make_engine({"num_speculative_tokens": 10, **COMBINATIONS[request.param]})
+
+
+def test_matrix(engine, reference):
+    check, asked = Checker(), PROMPTS[:8]  # as many as run at once
+    for name, common in CASES.items():
+        requests = params(len(asked), max_tokens=172, **common)
+        check(engine, requests, reference(f"{name}, 172", requests, asked), asked)
+    assert check.tokens >= 20_000
+
+
+def test_prefix_cache_hits(engine, reference):
+    check = Checker()
+    crossed = [PROMPTS[9], PROMPTS[7], PROMPTS[9][:160], PROMPTS[9] + PROMPTS[2]]
+    requests = params(len(crossed))
+    for _ in range(2):
+        check(engine, requests, reference("crossed", requests, crossed), crossed)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_rows_padded_as_on_a_gpu(engine, reference, monkeypatch, temperature):
+    monkeypatch.setattr(engine.speculator, "pad_rows", True)
+    monkeypatch.setattr(engine.speculator.draft_policy, "looks", False, raising=False)
+    requests = params(temperature=temperature)
+    Checker()(engine, requests, reference(f"padded, {temperature}", requests))
+
+
+@pytest.mark.parametrize(
+    "name", ["two SpecBlocks, lazy", "SpecBlock and EAGLE-3, trie", "EAGLE-3 and n-gram, route"]
+)
+def test_crowded(name, reference):
+    """Chunked prefill, preemption and the length limit at once."""
+    crowded = crowded_engine({"num_speculative_tokens": 16, **COMBINATIONS[name]})
+    preempted = record_preemptions(crowded)
+    for temperature in (0.0, 1.0):
+        requests = to_the_limit(temperature)
+        Checker()(crowded, requests, reference(f"to the limit, {temperature}", requests))
+    assert preempted, "the cache was large enough for everybody: this tested no preemption"
+
+
+def record(head) -> dict[tuple, dict]:
+    """What `head` drafts from now on: text so far → its tree, as texts with scores."""
+    drafted: dict[tuple, dict] = {}
+    advance, draft = head.advance, head.draft
+
+    def noting_rows(rows):
+        head.seen_rows = rows
+        advance(rows)
+
+    def noting_trees(requests=None):
+        tree = draft(requests)
+        rows = head.seen_rows
+        asked = range(len(rows.last)) if requests is None else requests.tolist()
+        for place, request in enumerate(asked):
+            length = int(rows.position[rows.last[request]]) + 2
+            so_far = tuple(rows.text[rows.req_idx[request], :length].tolist())
+            drafted[so_far] = texts(tree, place)
+        return tree
+
+    head.advance, head.draft = noting_rows, noting_trees
+    return drafted
+
+
+@pytest.mark.parametrize("second", [{"model": SECOND}, {"model": EAGLE3}])
+def test_second_head_drafts_what_it_would_alone(second):
+    """It advances on tokens that the other head drafted, through chunks and prefix hits."""
+    common = {"max_num_batched_tokens": 64, "enable_prefix_caching": True}
+    # What it learns depends on which of its trees were verified.
+    second = {**second, "calibrate_drafts": False}
+    both = make_engine({"num_speculative_tokens": 16, "second_head": second}, **common)
+    alone = make_engine({"num_speculative_tokens": 16, **second}, **common)
+    requests = params(max_tokens=60)
+    found = record(both.speculator.draft_policy.drafters[1])
+    wanted = record(alone.speculator.draft_policy.drafters[0])
+    for engine in (both, alone):
+        for _ in range(2):  # the second time from cached prefixes
+            engine.generate(PROMPTS, requests)
+    # Rows of unfinished chunks draft from tokens that are not there yet: no text is the same.
+    shared = [text for text in found.keys() & wanted.keys() if len(text) > 20]
+    assert len(shared) > 100
+    for text in shared:
+        same = found[text].keys() & wanted[text].keys()
+        assert len(same) >= len(wanted[text]) - 2, "more than ties at the budget's cut differ"
+        for path in same:
+            assert found[text][path] == pytest.approx(wanted[text][path], abs=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "fused"),
+    [("SpecBlock and EAGLE-3, disjoint, split", False), ("SpecBlock and EAGLE-3, trie", True)],
+)
+def test_twins_draw_the_same_whatever_sampler_there_is(name, fused):
+    """FlashInfer's draws for every row apart: each of two equal texts would try its luck."""
+    state = make_engine({"num_speculative_tokens": 4, **COMBINATIONS[name]}).runner.model_state
+    sampler = SimpleNamespace(logits_processors=[], use_flashinfer=True)
+    state.custom_sampler(sampler)
+    assert sampler.use_flashinfer == fused

@@ -1,0 +1,168 @@
+"""Between two target steps nothing waits for the device: no line of ours reads a value of it."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from support import host_reads
+from support.engines import ROOT, Engine, make_engine
+from support.host_reads import HostRead, NoHostReads
+from support.matrix import PROMPTS, params
+
+from vllm_specblock.drafters.specblock import drafter
+from vllm_specblock.engine.cpu.host_budget import HostBudgetManager
+
+SECOND = {"model": str(ROOT / "examples/two_heads/eagle3")}
+HEADS = {
+    "SpecBlock": {},
+    "EAGLE-3": SECOND,
+    "n-gram": {"head": "ngram", "model": None},
+    "lazy": {"second_head": SECOND, "route": "lazy"},
+    # As on a GPU, where nobody may decide on the host whether a drafter is left out.
+    "trie": {"second_head": {"head": "ngram"}, "head_policy": "merge", "skip_drafter": False},
+    "adaptive": {"enable_adaptive_verification": True},
+    "recorded": {"adapt": {"policy": "watch"}},
+}
+
+
+@contextlib.contextmanager
+def watched(engine: Engine, monkeypatch):
+    """Every call into ours during a step, watched; yields how often each was called."""
+    calls = {"propose": 0, "_verify": 0, "prepare_attn": 0, "add_request": 0}
+
+    def watch(owner, name: str) -> None:
+        original = getattr(owner, name)
+
+        def watching(*args, **kwargs):
+            calls[name] += 1
+            with NoHostReads():
+                return original(*args, **kwargs)
+
+        patch.setattr(owner, name, watching)
+
+    with monkeypatch.context() as patch:
+        # As on a device with memory of its own.
+        patch.setattr(engine.speculator, "pad_rows", True)
+        patch.setattr(engine.speculator.draft_policy, "looks", False, raising=False)
+        watch(engine.speculator, "propose")
+        watch(engine.runner.rejection_sampler, "_verify")
+        watch(engine.runner.model_state, "prepare_attn")
+        watch(engine.runner.model_state, "add_request")
+        yield calls
+
+
+def generate(engine: Engine) -> None:
+    requests = params(5, max_tokens=8)
+    requests[1].temperature, requests[2].logprobs = 1.0, 2
+    requests[3].presence_penalty = 0.3  # verifies a chain
+    engine.generate(PROMPTS[:5], requests)
+
+
+@pytest.fixture(scope="module", params=HEADS)
+def engine(request) -> Engine:
+    engine = make_engine({"num_speculative_tokens": 10, **HEADS[request.param]})
+    manager = engine.runner.adaptive_verification
+    if manager is not None:  # heads at rest draft nothing that could be watched
+        manager.drafting_switch.decide = lambda *_: False
+        if isinstance(manager, HostBudgetManager):
+            manager.throughput.wants_plain = lambda *_: False
+    return engine
+
+
+def test_a_step_reads_no_device_value(engine, monkeypatch):
+    with watched(engine, monkeypatch) as calls:
+        generate(engine)
+    assert min(calls.values()) >= 3, calls
+
+
+READS = {
+    "item": lambda x: x.flatten()[0].item(),
+    "tolist": lambda x: x.tolist(),
+    "numpy": lambda x: x.numpy(),
+    "cpu": lambda x: x.cpu(),
+    "int": lambda x: int(x.sum()),
+    "bool": lambda x: bool((x > 0).any()),
+    "if": lambda x: 1 if x.sum() > 0 else 0,
+    "slice": lambda x: [0, 1, 2][x.sum() * 0 :],
+    "nonzero": lambda x: x.nonzero(),
+    "where": lambda x: torch.where(x > 0),
+    "mask": lambda x: x[x > 0],
+    "masked write": lambda x: x.clone().__setitem__(x > 0, x[:1] * 0),
+    "masked_select": lambda x: x.masked_select(x > 0),
+    "unique": lambda x: x.unique(),
+    "repeat": lambda x: x.flatten().repeat_interleave(x.flatten().clamp(0, 2)),
+    "equal": lambda x: torch.equal(x, x + 1),
+    "number at places": lambda x: x.clone().__setitem__(x.flatten().clamp(0, 0), 7),
+    "number at a place": lambda x: x.clone().__setitem__(0, 7),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_a_read_is_found(name, tmp_path, monkeypatch):
+    """A line of the package that reads is refused, unless it says that it reads the host."""
+    monkeypatch.setattr(host_reads, "ROOT", tmp_path)
+    monkeypatch.setattr(host_reads, "PACKAGES", (f"{tmp_path}/",))
+    source = tmp_path / "line.py"
+    source.write_text("def plain(read, x):\n    return read(x)\n\n")
+    names: dict = {}
+    exec(compile(source.read_text(), str(source), "exec"), names)
+    with NoHostReads(), pytest.raises(HostRead):
+        names["plain"](READS[name], torch.tensor([1, 2, 3]))
+    source.write_text(source.read_text().replace("read(x)", "read(x)  # a host tensor"))
+    host_reads.linecache.clearcache()
+    with NoHostReads():
+        names["plain"](READS[name], torch.tensor([1, 2, 3]))
+
+
+def test_what_a_step_does_otherwise_is_not_refused():
+    x, at = torch.arange(6).view(2, 3), torch.tensor([1, 0])
+    with NoHostReads():
+        y = torch.where(x > 2, x, -x)[at].masked_fill(x == 1, 7)
+        y[:, 1] = 3
+        y[at] = y[at[:1]]
+        y.index_fill_(0, at, 4)
+        assert len(y) == 2 and y.shape == (2, 3)
+
+
+def test_a_read_put_into_a_step_fails(monkeypatch):
+    """The whole way: a head of ours that looks at a value fails the run."""
+    engine = make_engine({"num_speculative_tokens": 10})
+    head = engine.speculator.draft_policy.drafters[0]
+    original = drafter.SpecBlockDrafter.draft
+    # Compiled as if it stood in the package's file: which file a line is of is what counts.
+    source = (
+        "def draft(self, requests=None):\n    self.hidden.max().item()\n    return original(self)\n"
+    )
+    names = {"original": original}
+    exec(compile(source, drafter.__file__, "exec"), names)
+    monkeypatch.setattr(head, "draft", names["draft"].__get__(head))
+    with watched(engine, monkeypatch), pytest.raises(HostRead):
+        generate(engine)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA alone knows when it waits")
+def test_no_step_waits_for_the_gpu(engine, monkeypatch):
+    """CUDA itself raises at every call that would wait."""
+    calls = 0
+
+    def watch(owner, name: str) -> None:
+        original = getattr(owner, name)
+
+        def watching(*args, **kwargs):
+            nonlocal calls
+            calls += 1
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                return original(*args, **kwargs)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+        monkeypatch.setattr(owner, name, watching)
+
+    watch(engine.speculator, "propose")
+    watch(engine.runner.rejection_sampler, "_verify")
+    watch(engine.runner.model_state, "prepare_attn")
+    generate(engine)
+    assert calls > 10

@@ -1,0 +1,416 @@
+"""Recording requests while they are served: what is kept is what was said, and nobody's drafts or
+tokens change by it."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from support import compared
+from support.engines import ROOT, Engine, make_engine, record_preemptions
+from support.matrix import CASES, PROMPTS, Checker, crowded_engine, params, to_the_limit
+from support.recorded_graph import stand_in
+from vllm import SamplingParams
+from vllm.config.compilation import CUDAGraphMode
+
+from vllm_specblock.adapt.book import Record
+from vllm_specblock.adapt.learning.train_batches import PROMPT_ROWS
+from vllm_specblock.adapt.policy.interface import FinishedRequest
+from vllm_specblock.adapt.slabs import SLABS
+from vllm_specblock.engine.runner import recording
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="recorded on a CPU only yet")
+WATCH = {"adapt": {"policy": "watch"}}
+TABLES = {"model": str(ROOT / "examples/two_heads/tables")}
+NAMES = ["greedy", "temperature 1", "sampled log-probabilities", "presence penalty, sampled"]
+check = Checker()
+compared.counters.append(check)
+
+
+@dataclass
+class Kept:
+    """A sink that keeps everything."""
+
+    offers: list[tuple[Record, FinishedRequest | None]] = field(default_factory=list)
+    room: bool = True
+
+    def offer(self, record, finished) -> bool:
+        if self.room:
+            self.offers.append((record, finished))
+        return self.room
+
+    @property
+    def records(self) -> list[Record]:
+        return [record for record, _ in self.offers]
+
+
+def kept(engine: Engine, monkeypatch) -> Kept:
+    sink = Kept()
+    monkeypatch.setattr(engine.speculator.recorder, "sink", sink)
+    return sink
+
+
+def flush(engine: Engine) -> None:
+    """vLLM says that a request is done when it takes its next step."""
+    recorder = engine.speculator.recorder
+    for request in list(recorder._slots):
+        recorder.end(request)
+    assert recorder.slabs.free == SLABS
+
+
+@contextlib.contextmanager
+def from_the_beginning(engine: Engine, monkeypatch):
+    """As if nothing had been served; yields what is drafted from here on."""
+    engine.llm.reset_prefix_cache()
+    engine.speculator.forget_warm_up()
+    drafts: list[list[list[int]]] = []
+    propose = engine.speculator.propose
+
+    def noting(batch, *args, **kwargs):
+        tokens = propose(batch, *args, **kwargs)
+        slots = engine.speculator.tree_states
+        trees = (tokens, slots.parent[batch.idx_mapping], slots.score[batch.idx_mapping])
+        drafts.append([each.tolist() for each in trees])
+        return tokens
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.speculator, "propose", noting)
+        yield drafts
+
+
+def same_drafts(watching: Engine, off: Engine, monkeypatch, requests, texts, expected) -> Kept:
+    """Both engines draft alike and say what is expected; gives what was recorded."""
+    with monkeypatch.context() as patch:
+        sink, found = kept(watching, patch), []
+        for engine in (off, watching):
+            with from_the_beginning(engine, patch) as drafts:
+                check(engine, requests, expected, texts)
+            found.append(drafts)
+        assert found[0] == found[1] and len(found[0]) > 10
+        flush(watching)
+    return sink
+
+
+@pytest.fixture(scope="module")
+def off() -> Engine:
+    return make_engine({"num_speculative_tokens": 24})
+
+
+@pytest.fixture(scope="module")
+def watching() -> Engine:
+    return make_engine({"num_speculative_tokens": 24, **WATCH})
+
+
+def rebuilt(record: Record, text: list[int], prompt: int) -> int:
+    """Hold a record against its request's tokens; gives its first position."""
+    tokens = record.tokens.tolist()
+    for begin in range(len(text) - 1):
+        if text[begin + 1 : begin + 1 + len(tokens)] == tokens[: len(text) - begin - 1]:
+            labels = [begin + 1 + place >= prompt for place in range(len(tokens))]
+            if labels == record.labels.tolist():
+                return begin
+    raise AssertionError("a record is of no text")
+
+
+# ---- the same drafts, the same tokens ----
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_watching_changes_nothing(watching, off, reference, monkeypatch, name):
+    requests, texts = params(8, max_tokens=90, **CASES[name]), PROMPTS[:8]
+    expected = reference(f"{name}, 90", requests, texts)
+    sink = same_drafts(watching, off, monkeypatch, requests, texts, expected)
+    assert len(sink.offers) == 8
+    by_number = sorted(sink.offers, key=lambda offer: int(offer[0].request.split("-")[0]))
+    for (record, finished), text, answer in zip(by_number, texts, expected):
+        whole = [*text, *answer[0].tokens]
+        begin = rebuilt(record, whole, len(text))
+        assert max(0, len(text) - PROMPT_ROWS) <= begin < len(text)  # later behind a cached prefix
+        # The last step may have accepted more than was asked for.
+        assert len(record.tokens) >= len(whole) - 1 - begin
+        assert finished.steps > 0 and finished.seconds > 0
+        assert finished.steps <= finished.tokens and finished.misses <= finished.steps
+        assert (record.misses, record.steps) == (finished.misses, finished.steps)
+    assert sum(finished.misses for _, finished in by_number) > 0
+
+
+def test_crowded(monkeypatch, reference):
+    """Chunked prompts, preemption and the length limit at once; resumed requests are others."""
+    engines = [crowded_engine({"num_speculative_tokens": 10, **more}) for more in (WATCH, {})]
+    preempted = record_preemptions(engines[0])
+    requests = to_the_limit(0.0)[:8]
+    expected = reference("crowded 0.0", requests, PROMPTS[:8])
+    sink = same_drafts(*engines, monkeypatch, requests, PROMPTS[:8], expected)
+    assert preempted, "the cache was large enough for everybody: this tested no preemption"
+    assert len(sink.offers) > 8
+    texts = [[*text, *answer[0].tokens] for text, answer in zip(PROMPTS, expected)]
+    for record in sink.records:
+        tokens = record.tokens.tolist()[:-5]  # see above
+        spelled = ",".join(map(str, tokens))
+        assert any(spelled in ",".join(map(str, text)) for text in texts)
+
+
+def test_long_answers_go_on_in_another_slab(watching, off, reference, monkeypatch):
+    requests, texts = params(2, max_tokens=380), PROMPTS[:2]
+    expected = reference("two long ones", requests, texts)
+    sink = same_drafts(watching, off, monkeypatch, requests, texts, expected)
+    assert len(sink.offers) == 4 and [one is None for _, one in sink.offers].count(True) == 2
+    for number, (text, answer) in enumerate(zip(texts, expected)):
+        parts = [r for r in sink.records if r.request.startswith(f"{sink_first(sink) + number}-")]
+        tokens = torch.cat([part.tokens for part in parts]).tolist()
+        whole = [*text, *answer[0].tokens]
+        begin = max(0, len(text) - PROMPT_ROWS)
+        assert tokens[: len(whole) - begin - 1] == whole[begin + 1 :]
+
+
+def sink_first(sink: Kept) -> int:
+    return min(int(record.request.split("-")[0]) for record in sink.records)
+
+
+def test_more_requests_than_slabs(watching, monkeypatch):
+    sink, recorder = kept(watching, monkeypatch), watching.speculator.recorder
+    monkeypatch.setattr(recorder.slabs, "_free", recorder.slabs._free[:3])
+    before = recorder.counts()
+    watching.generate(PROMPTS[:8], params(8, max_tokens=6))
+    for request in list(recorder._slots):
+        recorder.end(request)
+    counts = {name: n - before[name, 0] for (name, _), n in recorder.counts().items()}
+    assert len(sink.offers) == 3 == counts[recording.RECORDED]
+    assert counts[recording.UNRECORDED] == 5
+    assert counts[recording.RECORDED_TOKENS] == sum(int(r.labels.sum()) for r in sink.records)
+    sink.room = False
+    watching.generate(PROMPTS[:1], params(1, max_tokens=6))
+    for request in list(recorder._slots):
+        recorder.end(request)
+    assert recorder.counts()[recording.UNRECORDED, 0] == before[recording.UNRECORDED, 0] + 6
+
+
+COMBINATIONS = {
+    "second head adapts": {"second_head": TABLES | WATCH, "head_policy": "merge"},
+    "first of two": {"second_head": TABLES, **WATCH},
+    "beside looking up": {
+        "second_head": {"head": "ngram"},
+        "head_policy": "merge",
+        "skip_drafter": False,  # left out by the time that steps take
+        **WATCH,
+    },
+}
+
+
+@pytest.mark.parametrize("name", COMBINATIONS)
+def test_combinations(monkeypatch, reference, name):
+    given = {"num_speculative_tokens": 10, **COMBINATIONS[name]}
+    plain = {key: each for key, each in given.items() if key != "adapt"}
+    if name == "second head adapts":
+        plain["second_head"] = TABLES
+    engines = make_engine(given), make_engine(plain)
+    requests, texts = params(8, max_tokens=90), PROMPTS[:8]
+    expected = reference("greedy, 90", requests, texts)
+    sink = same_drafts(*engines, monkeypatch, requests, texts, expected)
+    assert len(sink.offers) == 8
+
+
+def test_resting_heads_end_recordings(monkeypatch, reference):
+    engine = make_engine(
+        {"num_speculative_tokens": 10, "enable_adaptive_verification": True, **WATCH}
+    )
+    sink, manager = kept(engine, monkeypatch), engine.runner.adaptive_verification
+    asked = [0]
+
+    def decide(*_):
+        asked[0] += 1
+        return asked[0] % 12 > 8
+
+    monkeypatch.setattr(manager.drafting_switch, "decide", decide)
+    requests, texts = params(8, max_tokens=90), PROMPTS[:8]
+    check(engine, requests, reference("greedy, 90", requests, texts), texts)
+    flush(engine)
+    assert sink.offers and asked[0] > 12
+    answers = [out[0].tokens for out in reference("greedy, 90", requests, texts)]
+    for record in sink.records:  # no gap in any
+        spelled = ",".join(map(str, record.tokens.tolist()[:-5]))
+        assert any(spelled in ",".join(map(str, [*t, *a])) for t, a in zip(texts, answers))
+    assert any(len(record.tokens) < 60 for record in sink.records)
+
+
+# ---- what is in a record ----
+
+
+def test_last_is_what_the_head_reads(watching, monkeypatch):
+    """The law of a row names the greedy target's own token, and states are those of a prefill."""
+    sink = kept(watching, monkeypatch)
+    watching.llm.reset_prefix_cache()
+    (answer,) = watching.generate(PROMPTS[5:6], params(1, max_tokens=100))
+    flush(watching)
+    (record,) = sink.records
+    labels = record.labels
+    logits = watching.runner.model.compute_logits(record.last[labels])
+    assert labels.sum() >= 99 and torch.equal(logits.argmax(-1), record.tokens[labels])
+    # Read as a prompt, the same text leaves the same rows, in other sums.
+    sink.offers.clear()
+    watching.llm.reset_prefix_cache()
+    text = [*PROMPTS[5], *answer[0].tokens]
+    watching.generate([text], params(1, max_tokens=3))
+    flush(watching)
+    (again,) = sink.records
+    begin = len(PROMPTS[5]) - PROMPT_ROWS
+    skip = len(text) - PROMPT_ROWS - begin
+    both = len(record.tokens) - skip
+    assert both >= PROMPT_ROWS - 2
+    for name in ("states", "last"):
+        mine, other = getattr(record, name)[skip:], getattr(again, name)[:both]
+        torch.testing.assert_close(mine, other, rtol=1e-3, atol=2e-3)
+
+
+def test_cached_prefixes_are_not_recorded(watching, monkeypatch):
+    sink = kept(watching, monkeypatch)
+    watching.llm.reset_prefix_cache()
+    for _ in range(2):
+        watching.generate(PROMPTS[7:8], params(1, max_tokens=20))
+        flush(watching)
+    first, second = sink.records
+    assert len(first.tokens) > len(second.tokens) > int(second.labels.sum()) > 0
+    cut = len(first.tokens) - len(second.tokens)
+    assert torch.equal(first.tokens[cut:], second.tokens)
+    torch.testing.assert_close(first.states[cut:], second.states, rtol=1e-3, atol=2e-3)
+
+
+def test_nothing_after_a_stop(watching, monkeypatch):
+    (free,) = watching.generate(PROMPTS[5:6], params(1, max_tokens=60))
+    flush(watching)
+    stop = free[0].tokens[30]
+    until = free[0].tokens.index(stop) + 1
+    sink = kept(watching, monkeypatch)
+    request = SamplingParams(temperature=0.0, max_tokens=60, stop_token_ids=[stop], ignore_eos=True)
+    (answer,) = watching.generate(PROMPTS[5:6], request)
+    flush(watching)
+    assert len(answer[0].tokens) == until
+    (record,) = sink.records
+    assert record.tokens[record.labels].tolist() == free[0].tokens[:until]
+
+
+# ---- who is recorded ----
+
+
+def everything(engine: Engine, sink: Kept) -> list[torch.Tensor]:
+    """All tokens that are anywhere: in slabs, and in what was handed on."""
+    return [engine.speculator.recorder.slabs.tensors.token, *(r.tokens for r in sink.records)]
+
+
+def occurs(text: list[int], where: list[torch.Tensor]) -> bool:
+    """Whether three tokens of a text stand side by side somewhere."""
+    trigrams = {tuple(text[at : at + 3]) for at in range(len(text) - 2)}
+    for tokens in where:
+        rows = tokens.reshape(-1, tokens.shape[-1]) if tokens.dim() > 1 else tokens[None]
+        for row in rows.tolist():
+            if any(tuple(row[at : at + 3]) in trigrams for at in range(len(row) - 2)):
+                return True
+    return False
+
+
+@pytest.mark.parametrize("said", [0, "0", False, "no", 2])
+def test_who_opted_out_is_in_no_buffer(watching, monkeypatch, said):
+    sink, recorder = kept(watching, monkeypatch), watching.speculator.recorder
+    slabs = recorder.slabs.tensors
+    watching.llm.reset_prefix_cache()
+    for tensor in (slabs.token, slabs.states, slabs.last):
+        tensor.zero_()
+    private, others = [2000 - at for at in range(90)], PROMPTS[:4]
+    requests = params(5, max_tokens=40)
+    requests[2].extra_args = {recording.SAYS: said}
+    before = recorder.counts()[recording.OPTED_OUT, 0]
+    texts = [*others[:2], private, *others[2:]]
+    answers = watching.generate(texts, requests)
+    flush(watching)
+    assert recorder.counts()[recording.OPTED_OUT, 0] == before + 1 and len(sink.offers) == 4
+    where = everything(watching, sink)
+    assert not occurs(private, where)
+    assert all(occurs([*t, *a[0].tokens], where) for t, a in zip(others[:2], answers))
+    # Its answer may say what others say; alone, it leaves no trace.
+    untouched = [tensor.clone() for tensor in vars(slabs).values()]
+    watching.generate([private], [requests[2]])
+    flush(watching)
+    assert all(map(torch.equal, untouched, vars(slabs).values())) and len(sink.offers) == 4
+
+
+def test_marked_requests_only(monkeypatch, reference):
+    engine = make_engine(
+        {"num_speculative_tokens": 10, "adapt": {"policy": "watch", "requests": "marked"}}
+    )
+    sink, requests = kept(engine, monkeypatch), params(5, max_tokens=20)
+    for request, said in zip(requests, (None, 1, 0, "1", True)):
+        request.extra_args = None if said is None else {recording.SAYS: said}
+    engine.generate(PROMPTS[:5], requests)
+    flush(engine)
+    numbers = sorted(int(record.request.split("-")[0]) for record in sink.records)
+    assert numbers == [1, 3, 4]
+    assert engine.speculator.recorder.counts()[recording.OPTED_OUT, 0] == 2
+
+
+# ---- off, and in graphs ----
+
+
+def test_off_there_is_nothing(off, monkeypatch):
+    """No object, and not one operation more than where `record_step` does nothing."""
+    assert off.speculator.recorder is None
+    for name in ("record", "turn", "rest", "begin", "end"):
+        monkeypatch.setattr(recording.Recorder, name, None)
+    monkeypatch.setattr(recording, "record_step", None)
+    off.generate(PROMPTS[:3], params(3, max_tokens=10))
+
+
+SIZES = (1, 3)
+
+
+def captured(engine: Engine, monkeypatch):
+    """The engine's graphs as vLLM captures them, played back on the CPU."""
+    monkeypatch.setattr(engine.speculator, "pad_rows", True)
+    stand_in(monkeypatch)
+    config = engine.speculator.vllm_config.compilation_config
+    sizes = [25 * size for size in SIZES]
+    monkeypatch.setattr(config, "cudagraph_capture_sizes", sizes)
+    monkeypatch.setattr(config, "max_cudagraph_capture_size", max(sizes))
+    engine.speculator.init_cudagraph_manager(CUDAGraphMode.FULL_DECODE_ONLY)
+    engine.speculator.capture()
+    return engine.speculator.graphs.graphs
+
+
+def test_a_graph_records(watching, off, reference, monkeypatch):
+    """Replays record what eager steps record; and recording is all that it adds to a graph."""
+    requests = params(3, max_tokens=40)
+    expected = reference("three for a graph", requests, PROMPTS[:3])
+    manager = watching.speculator.graphs
+    sink = kept(watching, monkeypatch)
+    watching.llm.reset_prefix_cache()
+    check(watching, requests, expected, PROMPTS[:3])
+    flush(watching)
+    eager, sink.offers = sink.offers, []
+    with monkeypatch.context() as patch:
+        graphs = captured(watching, patch)
+        watching.llm.reset_prefix_cache()
+        check(watching, requests, expected, PROMPTS[:3])
+        flush(watching)
+        assert sum(graph.replays for graph in graphs.values()) > 10
+        whole = [len(graph.calls) for graph in graphs.values()]
+    assert len(eager) == len(sink.offers) == 3
+    for (one, done), (other, over) in zip(eager, sink.offers):
+        assert torch.equal(one.tokens, other.tokens) and torch.equal(one.labels, other.labels)
+        assert (done.steps, done.tokens) == (over.steps, over.tokens)
+        torch.testing.assert_close(one.states, other.states, rtol=1e-3, atol=2e-3)
+        torch.testing.assert_close(one.last, other.last, rtol=1e-3, atol=2e-3)
+    plain = []
+    for engine in (watching, off):
+        with monkeypatch.context() as patch:
+            patch.setattr(recording, "record_step", lambda *_: None)
+            plain.append([len(graph.calls) for graph in captured(engine, patch).values()])
+    assert plain[0] == plain[1] and all(a > b for a, b in zip(whole, plain[0]))
+    for engine in (watching, off):
+        engine.speculator.graphs = manager if engine is watching else engine.speculator.graphs
+        engine.speculator.graphs.graphs.clear()
+
+
+def test_enough_tokens():
+    """The session fails at its end if fewer tokens were compared, of which none differed."""
+    compared.require(5_000)

@@ -1,0 +1,75 @@
+"""In an engine: heads learn from verdicts, each from its own nodes, and the tokens stay vLLM's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.engines import ROOT, make_engine
+from support.matrix import PROMPTS, params
+from vllm import SamplingParams
+
+from vllm_specblock.feedback.calibration import GREEDY
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return make_engine(None)
+
+
+def serve(engine, plain, temperature: float) -> None:
+    """A few answers, each of which has to be vLLM's own."""
+    sampling = params(4, temperature=temperature, max_tokens=48)
+    assert engine.generate(PROMPTS[:4], sampling) == plain.generate(PROMPTS[:4], sampling)
+
+
+def test_a_trained_drafter_is_found_to_be_too_flat_for_a_greedy_target(plain):
+    engine = make_engine({"num_speculative_tokens": 24})
+    (head,) = engine.speculator.draft_policy.drafters
+    assert head.calibration.trees.tolist() == [0, 0], "learned before anyone asked"
+    serve(engine, plain, 0.0)
+    greedy, sampling = head.calibration.trees.tolist()
+    assert greedy > 20 and sampling == 0
+    assert head.calibration.log[0].exp() > 1.3
+    serve(engine, plain, 1.0)
+    assert head.calibration.trees[1] > 20
+
+
+def test_requests_are_told_apart_and_slots_begin_anew():
+    engine = make_engine({"num_speculative_tokens": 24})
+    (head,) = engine.speculator.draft_policy.drafters
+    engine.generate(PROMPTS[:2], params(2, temperature=0, max_tokens=32))
+    assert len(head.calibration.own.unique()) == 3  # nobody's, and two that differ
+    head.calibration.own.fill_(0.5)
+    # Without a verdict on any tree, what is left of it is nothing.
+    engine.generate(PROMPTS[:1], params(1, temperature=0, max_tokens=1))
+    assert sorted(head.calibration.own.tolist())[:2] == [0.0, 0.5]
+
+
+def test_two_heads_learn_each_for_itself(plain):
+    engine = make_engine(
+        {
+            "num_speculative_tokens": 24,
+            "calibrate_drafts": False,
+            "second_head": {"head": "specblock", "model": str(ROOT / "examples/two_heads/tables")},
+            "head_policy": "merge",
+        }
+    )
+    serve(engine, plain, 0.0)
+    first, second = engine.speculator.draft_policy.drafters
+    assert first.calibration is None and first.beta is None
+    assert second.calibration.trees[0] > 20 and second.calibration.of(torch.zeros(1)) != GREEDY
+
+
+def test_temperatures_reach_the_head(plain, monkeypatch):
+    engine = make_engine({"num_speculative_tokens": 12})
+    (head,) = engine.speculator.draft_policy.drafters
+    seen, advance = [], head.advance
+
+    def noting(rows):
+        seen.extend(rows.temperature.tolist())
+        advance(rows)
+
+    monkeypatch.setattr(head, "advance", noting)
+    mixed = [SamplingParams(temperature=heat, max_tokens=8, seed=1) for heat in (0.0, 0.6, 1.3)]
+    engine.generate(PROMPTS[:3], mixed)
+    assert {round(heat, 3) for heat in seen} == {0.0, 0.6, 1.3}

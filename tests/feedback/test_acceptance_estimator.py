@@ -1,0 +1,196 @@
+"""What is learned about scores, and that any prefix of a tree stays its likeliest part."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_specblock.combine.combined import Combined
+from vllm_specblock.feedback import acceptance_estimator
+from vllm_specblock.feedback.acceptance_estimator import (
+    BINS_PER_NAT,
+    NUM_BINS,
+    PRIOR,
+    AcceptanceEstimator,
+)
+from vllm_specblock.feedback.verified_trees import VerifiedTrees, on_path
+from vllm_specblock.tree import DraftTree
+
+NEVER = float("-inf")
+
+
+def scores(*rows):
+    return torch.tensor(rows, dtype=torch.float32).log()
+
+
+def kinds(count, kind=0):
+    return torch.full((count,), kind, dtype=torch.int64)
+
+
+def test_before_anything_is_seen_scores_are_believed():
+    logprob = scores([0.9, 0.5, 0.1, 0.0])
+    survival = AcceptanceEstimator("cpu").survival(kinds(1), logprob)
+    torch.testing.assert_close(survival, torch.tensor([[0.9, 0.5, 0.1, 0.0]]), rtol=0.03, atol=0.02)
+
+
+def teach(table, logprob, rate, count=400, kind=0):
+    """`count` trees whose node i was reached with the frequency rate[i]."""
+    reached = torch.arange(count)[:, None] < torch.tensor(rate) * count
+    trees = logprob.expand(count, -1)
+    table.learn(kinds(count, kind), trees, reached, torch.ones_like(reached))
+
+
+def test_nodes_are_worth_what_such_nodes_were():
+    table = AcceptanceEstimator("cpu", decay=1.0)
+    logprob = torch.tensor([[-0.125, -1.125, -2.125]])  # the middles of bins
+    teach(table, logprob, [0.5, 0.3, 0.02])
+    found = table.survival(kinds(1), logprob)
+    torch.testing.assert_close(found, torch.tensor([[0.5, 0.3, 0.02]]), atol=0.01, rtol=0.0)
+    # Requests that sample are another matter.
+    other = table.survival(kinds(1, 1), logprob)
+    torch.testing.assert_close(other, logprob.exp(), atol=0.01, rtol=0.0)
+
+
+def test_a_chain_that_scores_less_than_its_siblings_loses_no_tokens():
+    """The second node is hardly ever reached, the third, deeper one, often."""
+    table = AcceptanceEstimator("cpu", decay=1.0)
+    logprob = torch.tensor([[-0.125, -1.125, -1.875]])
+    teach(table, logprob, [0.9, 0.1, 0.7])
+    found = table.survival(kinds(1), logprob)
+    assert found.sum().item() == pytest.approx(0.9 + 0.1 + 0.7, abs=0.03)
+    assert found[0, 1].item() == pytest.approx(found[0, 2].item(), abs=0.02)
+
+
+def naive_falling(counts, sums):
+    """Pool adjacent violators, from left to right."""
+    pools = []
+    for n, s in zip(counts, sums):
+        pools.append([n, s, 1])
+        while len(pools) > 1 and pools[-2][1] / pools[-2][0] < pools[-1][1] / pools[-1][0]:
+            n2, s2, w2 = pools.pop()
+            pools[-1] = [pools[-1][0] + n2, pools[-1][1] + s2, pools[-1][2] + w2]
+    return [s / n for n, s, width in pools for _ in range(width)]
+
+
+@given(st.data())
+def test_rates_are_the_nearest_that_fall(data):
+    table = AcceptanceEstimator("cpu")
+    numbers = st.lists(st.floats(0, 50), min_size=NUM_BINS, max_size=NUM_BINS)
+    for kind in range(2):
+        table.judged[kind] = torch.tensor(data.draw(numbers))
+        table.reached[kind] = table.judged[kind] * torch.tensor(data.draw(numbers)) / 50
+    believed = (-(torch.arange(NUM_BINS) + 0.5) / BINS_PER_NAT).exp()
+    for kind, found in enumerate(table.rates()):
+        sums = table.reached[kind] + PRIOR * believed
+        wanted = naive_falling((table.judged[kind] + PRIOR).tolist(), sums.tolist())
+        torch.testing.assert_close(found, torch.tensor(wanted), rtol=1e-3, atol=1e-4)
+
+
+def test_nodes_that_were_cut_or_are_none_say_nothing():
+    table = AcceptanceEstimator("cpu")
+    logprob = torch.tensor([[-0.1, -0.2, NEVER]])
+    judged = torch.tensor([[True, False, False]])
+    table.learn(torch.zeros(1, dtype=torch.int64), logprob, torch.ones(1, 3).bool(), judged)
+    assert table.reached.sum() == table.judged.sum() == 1
+
+
+def test_old_steps_fade_but_only_when_something_new_is_seen():
+    table = AcceptanceEstimator("cpu", decay=0.5)
+    kind, logprob = torch.zeros(1, dtype=torch.int64), torch.tensor([[-0.1]])
+    seen = torch.ones(1, 1, dtype=torch.bool)
+    for _ in range(2):
+        table.learn(kind, logprob, seen, seen)
+    assert table.reached.sum() == 1.5
+    table.learn(kind, logprob, seen, ~seen)
+    assert table.reached.sum() == 1.5
+
+
+@given(st.data())
+def test_survival_never_rises_and_steps_multiply_to_it(data):
+    table = AcceptanceEstimator("cpu")
+    shares = st.lists(st.floats(0, 1), min_size=NUM_BINS, max_size=NUM_BINS)
+    table.judged[:] = 50 * torch.tensor(data.draw(shares))
+    table.reached[:] = table.judged * torch.tensor(data.draw(shares))
+    row = data.draw(st.lists(st.floats(-12, 0), min_size=1, max_size=40))
+    row = sorted(row, reverse=True) + [NEVER] * data.draw(st.integers(0, 3))
+    logprob, kind = torch.tensor([row]), torch.tensor([data.draw(st.integers(0, 1))])
+    survival = table.survival(kind, logprob)
+    assert (survival.diff(dim=1) <= 0).all()
+    assert (survival[logprob == NEVER] == 0).all()
+    assert ((survival >= 0) & (survival <= 1.001)).all()
+    torch.testing.assert_close(table.steps(kind, logprob).cumprod(1), survival)
+
+
+def test_bins_are_quarter_nats():
+    table = AcceptanceEstimator("cpu")
+    kind = torch.zeros(1, dtype=torch.int64)
+    logprob = torch.tensor([[-0.01, -0.24, -0.26, -7.9, -100.0]])
+    seen = torch.ones_like(logprob, dtype=torch.bool)
+    table.learn(kind, logprob, seen, seen)
+    assert table.reached[0, :2].tolist() == [2, 1] and table.reached[0, -1] == 2
+    assert NUM_BINS / BINS_PER_NAT == 8
+
+
+def test_nodes_on_the_path_up_to_what_was_accepted():
+    path = torch.tensor([[0, 1, 3, 4], [0, 2, 4, 0], [0, 5, 1, 2]])
+    found = on_path(path, torch.tensor([3, 1, 0]), 5)
+    assert [[1 + i for i, on in enumerate(row) if on] for row in found.tolist()] == [
+        [1, 3, 4],
+        [2],
+        [],
+    ]
+
+
+def chains(*rows):
+    """Chains of one head, and nothing left out."""
+    score = scores(*rows)
+    size = torch.full((len(rows),), score.shape[1], dtype=torch.int32)
+    return Combined.of(DraftTree.chain(torch.ones(score.shape).long(), score, size), drafter=1)
+
+
+def test_who_sleeps_is_offered_nothing():
+    table, paused = AcceptanceEstimator("cpu"), torch.tensor([False, False, True, False])
+    teach(table, scores([0.9, 0.5, 0.1]), [0.7, 0.6, 0.2], kind=1)
+    combined, temperatures = chains([0.9, 0.5, 0.1], [0.8, 0.4, 0.2]), torch.tensor([0.0, 0.7])
+    steps = torch.full((3, 3), -1.0)
+    offered = table.write_survival(combined, temperatures, torch.tensor([2, 1]), paused, steps)
+    assert offered.tree.size.tolist() == [0, 3] and offered.origin.tolist() == [[0] * 3, [1] * 3]
+    assert (steps[0] == 0).all() and (steps[2] == -1).all()
+    torch.testing.assert_close(steps[1:2], table.steps(kinds(1, 1), scores([0.8, 0.4, 0.2])))
+
+
+def test_the_table_takes_the_kernels_where_it_lies_on_a_gpu(monkeypatch):
+    """Every tensor goes to its place: `tests/triton_kernels` says what the kernels do with them."""
+    calls = []
+
+    def noting(*args, **named):
+        calls.append((args, named))
+        return tuple(named.values())
+
+    for name in ("update_acceptance_triton", "write_survival_triton"):
+        monkeypatch.setattr(acceptance_estimator, name, noting)
+
+    class OnGpu:
+        is_cuda = True
+
+    table, verified, combined = (
+        AcceptanceEstimator("cpu"),
+        VerifiedTrees(*range(7)),
+        chains([0.9, 0.5]),
+    )
+    table.judged = OnGpu()
+    table.learn_from(verified)
+    assert calls.pop() == ((table.judged, table.reached, verified, BINS_PER_NAT, 0.995), {})
+    temperatures, req_idx, paused, steps = (torch.zeros(1) for _ in range(4))
+    table.write_survival(combined, temperatures, req_idx, paused, steps)
+    ((args, named),) = calls
+    wanted = (
+        req_idx, paused, temperatures, table.judged, table.reached, table.believed, PRIOR,
+        BINS_PER_NAT, steps
+    )  # fmt: skip
+    assert all(a is b for a, b in zip(args, wanted, strict=True))
+    assert named.keys() == {*vars(combined.tree), "origin"}
+    for name, mine in named.items():
+        assert mine is (combined.origin if name == "origin" else getattr(combined.tree, name))

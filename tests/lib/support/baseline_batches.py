@@ -1,0 +1,192 @@
+"""Small lessons for baselines; a lesson's loss and decoder layers in plain arithmetic."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig
+
+from vllm_specblock.train.data.batch import Batch, Segment
+from vllm_specblock.train.learner import EvalSequence, TrainBatch
+from vllm_specblock.train.target.features import TargetOutputs
+
+HIDDEN, VOCAB, DRAFT_VOCAB = 32, 20, 14
+
+TARGET_CONFIG = LlamaConfig(
+    hidden_size=HIDDEN,
+    vocab_size=VOCAB,
+    num_hidden_layers=7,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    intermediate_size=48,
+)
+
+
+def vocabulary() -> tuple[Tensor, Tensor, list[int]]:
+    """d2t, t2d, and the target ids that the drafter can name."""
+    named = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(1))[:DRAFT_VOCAB]
+    named = named.sort().values
+    t2d = torch.zeros(VOCAB, dtype=torch.bool)
+    t2d[named] = True
+    return named - torch.arange(DRAFT_VOCAB), t2d, named.tolist()
+
+
+def packed_lesson() -> TrainBatch:
+    """Three windows of 18 columns: two documents, three, and two that fill it. Random tokens, of
+    which most count, and random features and laws."""
+    torch.manual_seed(0)
+    lengths = [[9, 7], [3, 1, 6], [15, 3]]
+    shape = len(lengths), 18
+    tokens, document = torch.full(shape, -1), torch.zeros(shape, dtype=torch.int64)
+    position = torch.zeros(shape, dtype=torch.int64)
+    segments = []
+    for window, sizes in enumerate(lengths):
+        starts = [sum(sizes[:n]) for n in range(len(sizes))]
+        for number, (start, size) in enumerate(zip(starts, sizes)):
+            here = slice(start, start + size)
+            tokens[window, here] = torch.randint(VOCAB, (size,))
+            document[window, here] = number
+            position[window, here] = torch.arange(size)
+        end, count = sum(sizes), len(sizes)
+        document[window, end:] = torch.arange(count, count + shape[1] - end)
+        segments.append(tuple(Segment(n, 0, size) for n, size in enumerate(sizes)))
+    loss_mask = (tokens >= 0) & (torch.rand(shape) < 0.85)
+    return lesson_of(Batch(tokens, document, position, loss_mask, tuple(segments)))
+
+
+def lesson_of(batch: Batch) -> TrainBatch:
+    """Random features and laws for a batch."""
+    shape = batch.tokens.shape
+    target_outputs = TargetOutputs(
+        torch.randn(*shape, 3 * HIDDEN),
+        torch.randn(*shape, HIDDEN),
+        torch.randn(*shape, DRAFT_VOCAB).mul(2).softmax(-1),
+    )
+    return TrainBatch(batch, target_outputs, embed, 0, 0)
+
+
+def cycle_lesson() -> TrainBatch:
+    """A text that goes round five tokens, and a target that knows it: features and law follow
+    from the token."""
+    named = vocabulary()[2]
+    ring = [named[n] for n in (3, 0, 8, 5, 11)]
+    starts = torch.arange(4)[:, None]
+    batch = Batch.of(torch.tensor(ring)[(torch.arange(24) + starts) % 5])
+    draw = torch.Generator().manual_seed(7)
+    table = torch.randn(VOCAB, 4 * HIDDEN, generator=draw)[batch.tokens]
+    target_probs = torch.full((*batch.tokens.shape, DRAFT_VOCAB), 0.01)
+    follows = dict(zip(ring, [*ring[1:], ring[0]]))
+    for window, row in enumerate(batch.tokens.tolist()):
+        for column, token in enumerate(row):
+            target_probs[window, column, named.index(follows[token])] = 0.87
+    return TrainBatch(
+        batch, TargetOutputs(*table.split([3 * HIDDEN, HIDDEN], -1), target_probs), embed, 0, 0
+    )
+
+
+def embed(tokens: Tensor) -> Tensor:
+    """The target's embeddings [..., HIDDEN] of target ids [...]."""
+    return torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(2))[tokens]
+
+
+def train(learner: torch.nn.Module, updates: int = 30, rate: float = 1e-2) -> tuple[float, float]:
+    """α₁ on `cycle_lesson` before and after."""
+    train_batch, optimizer = cycle_lesson(), torch.optim.Adam(learner.parameters(), rate)
+    accuracy = []
+    for _ in range(updates + 1):
+        outcome = learner(train_batch)
+        accuracy.append(float(outcome.hits[0, 0] / outcome.seen[0, 0]))
+        optimizer.zero_grad()
+        outcome.loss.backward()
+        optimizer.step()
+    return accuracy[0], accuracy[-1]
+
+
+def script_to(train_batch: TrainBatch, root: int) -> EvalSequence:
+    """The first window's text up to `root`; what the target has not run on is not a number."""
+    target_outputs = train_batch.target_outputs
+    hidden, last = (x[0, : root + 1].clone() for x in (target_outputs.hidden, target_outputs.last))
+    hidden[root], last[root] = math.nan, math.nan
+    return EvalSequence(train_batch.batch.tokens[0, : root + 1], 1, hidden, last, embed)
+
+
+Rows = Callable[[int, int, int], Sequence[Tensor]]
+"""rows(window, first column of the row's document, column) -> log-probabilities [Vd] of each
+position of that row."""
+
+
+def naive_outcome(
+    rows: Rows, train_batch: TrainBatch, weights: Sequence[float]
+) -> tuple[float, list[float], list[float], list[float]]:
+    """(loss, nats, hits, seen), one document, row and position at a time."""
+    named = vocabulary()[2]
+    batch, count = train_batch.batch, len(weights)
+    losses: list[list[float]] = [[] for _ in weights]
+    ce_loss, hits, seen = ([0.0] * count for _ in range(3))
+    for window, begin, end, column in rows_of(batch):
+        tokens, loss_mask = batch.tokens[window].tolist(), batch.loss_mask[window].tolist()
+        right = True
+        for k, logprob in enumerate(rows(window, begin, column)):
+            place = column + 2 + k
+            if place >= end or not loss_mask[place] or tokens[place] not in named:
+                right = False
+                continue
+            target_probs = train_batch.target_outputs.target_probs[window, place - 1].tolist()
+            loss = -sum(p * q for p, q in zip(target_probs, logprob.tolist()))
+            losses[k].append(loss)
+            if right:
+                seen[k] += 1
+                ce_loss[k] += loss
+                right = named[int(logprob.argmax())] == tokens[place]
+                hits[k] += right
+    means = [sum(each) / len(each) if each else 0.0 for each in losses]
+    return sum(w * m for w, m in zip(weights, means)) / sum(weights), ce_loss, hits, seen
+
+
+def rows_of(batch: Batch) -> list[tuple[int, int, int, int]]:
+    """(window, begin and end of the document, column) of the rows whose root counts."""
+    out = []
+    for window, segments in enumerate(batch.segments):
+        begin = 0
+        for segment in segments:
+            end = begin + segment.length
+            roots = range(begin + 1, end)
+            out += [(window, begin, end, n - 1) for n in roots if batch.loss_mask[window, n]]
+            begin = end
+    return out
+
+
+def plain_trunk(trunk: torch.nn.Module, inputs: Tensor, position: Tensor, mask: Tensor) -> Tensor:
+    """Decoder layers over one sequence with an explicit mask, head by head.
+
+    inputs [T, H], position [T] int64, mask [T, T] bool -> [T, H].
+    """
+    hidden = inputs
+    for layer in trunk.layers:
+        attention, normed = layer.self_attn, layer.input_layernorm(hidden)
+        query, key, value = (
+            project(normed).view(len(normed), -1, attention.head_dim).transpose(0, 1)
+            for project in (attention.q_proj, attention.k_proj, attention.v_proj)
+        )
+        query, key = turned(query, position), turned(key, position)
+        share = len(query) // len(key)
+        mixed = []
+        for head, asked in enumerate(query):
+            score = asked @ key[head // share].T / math.sqrt(attention.head_dim)
+            weight = score.masked_fill(~mask, -math.inf).softmax(-1)
+            mixed.append(weight @ value[head // share])
+        hidden = hidden + attention.o_proj(torch.cat(mixed, -1))
+        hidden = layer.mlp(layer.post_attention_layernorm(hidden), hidden)
+    return hidden
+
+
+def turned(states: Tensor, position: Tensor) -> Tensor:
+    """Half-split RoPE of states [heads, T, D], theta 10000."""
+    half = states.shape[-1] // 2
+    angle = position[:, None] * 10000.0 ** (-torch.arange(half) / half)
+    a, b = states[..., :half], states[..., half:]
+    return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], dim=-1)

@@ -1,0 +1,85 @@
+"""CommittedTokens of made-up steps, for heads that are tested without an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from vllm_specblock.drafters.interface import CommittedTokens
+
+
+def rows_of(
+    requests: Sequence[tuple[int, int]],
+    tables: torch.Tensor,
+    states: torch.Tensor,
+    text: torch.Tensor,
+    page: int,
+    padding: int = 0,
+) -> CommittedTokens:
+    """Rows first … end − 1 of each request, and `padding` rows that stand for rejected nodes.
+
+    Args:
+        requests: (first, end) of each; its root is text[end].
+        tables: [R, blocks] int64, cache blocks of each request.
+        states: [L, R, ≥ end, Ht], the target's states of every token, layer by layer.
+        text: [R, > end] int64.
+        page: tokens in a block.
+
+    Returns:
+        the rows; the first request is greedy, the others sample hotter and hotter.
+    """
+    parts, start, last = [], [0], []
+    for request, (first, end) in enumerate(requests):
+        position = torch.arange(first, end + padding)
+        real = position < end
+        block = tables[request][(position // page).clamp(max=tables.shape[1] - 1)]
+        index = position.clamp(max=end - 1)
+        parts.append(
+            (
+                states[:, request, index].transpose(0, 1),
+                text[request][index + 1],
+                position,
+                torch.where(real, block * page + position % page, -1),
+            )
+        )
+        last.append(start[-1] + end - first - 1)
+        start.append(start[-1] + len(position))
+    of_rows, token, position, kv_slot = (torch.cat(part) for part in zip(*parts))
+    return CommittedTokens(
+        states=of_rows.unbind(1),
+        source=torch.arange(len(token)),
+        token=token,
+        position=position,
+        kv_slot=kv_slot,
+        row_start=torch.tensor(start, dtype=torch.int32),
+        row_start_host=start,
+        last=torch.tensor(last),
+        block_table=tables.int(),
+        block_size=page,
+        max_position=int(position.max()),
+        text=text.int(),
+        req_idx=torch.arange(len(requests)),
+        temperature=torch.arange(len(requests)) * 0.8,
+    )
+
+
+def zero_rows(page: int, width: int, layers: int = 3, max_len: int = 64) -> CommittedTokens:
+    """Two requests of 9 and 3 rows without a value in them: for fake tensors."""
+    integers = {"dtype": torch.int64}
+    return CommittedTokens(
+        states=tuple(torch.zeros(12, width) for _ in range(layers)),
+        source=torch.arange(12),
+        token=torch.zeros(12, **integers),
+        position=torch.zeros(12, **integers),
+        kv_slot=torch.zeros(12, **integers),
+        row_start=torch.zeros(3, dtype=torch.int32),
+        row_start_host=[0, 9, 12],
+        last=torch.zeros(2, **integers),
+        block_table=torch.zeros(2, 8, dtype=torch.int32),
+        block_size=page,
+        max_position=20,
+        text=torch.zeros(4, max_len, dtype=torch.int32),
+        req_idx=torch.zeros(2, **integers),
+        temperature=torch.zeros(2),
+    )

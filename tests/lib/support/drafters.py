@@ -1,0 +1,109 @@
+"""Heads that draft on purpose what a real one would not: for the exactness of verification."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+
+from vllm_specblock.drafters.interface import CommittedTokens, Drafter
+from vllm_specblock.engine.runner.draft_policy import SingleDrafter
+from vllm_specblock.tree import DraftTree
+
+
+class ScriptedHead(Drafter):
+    """Knows what will be generated, and hides it in a tree, or does not.
+
+    Args:
+        future: token ids of the prompt → ids that plain decoding generates after it.
+        kind: "scattered": the true continuation as a random path among random nodes, some of
+            them duplicate siblings; "deep": the true continuation as one chain of the greatest
+            depth; "random": random tokens, random shape; "twins": every node twice, true path
+            included; "empty": no node.
+        speculator: the engine's, asked for the requests' tokens so far.
+    """
+
+    def __init__(self, kind: str, future: dict[tuple[int, ...], list[int]], speculator, seed=0):
+        self.kind, self.future, self.speculator = kind, future, speculator
+        self.num_nodes, self.max_depth = speculator.num_nodes, speculator.max_depth
+        self.draw = random.Random(seed)
+        self.vocab = speculator.vocab_size
+
+    def advance(self, rows: CommittedTokens) -> None:
+        """Has nothing to take in."""
+
+    def draft(self, requests=None) -> DraftTree:
+        drafted = [self._one(req_idx) for req_idx in self.slots.tolist()]
+        N = self.num_nodes
+        token = torch.zeros(len(drafted), N, dtype=torch.int64)
+        parent = torch.full((len(drafted), N), -1, dtype=torch.int32)
+        logprob = torch.full((len(drafted), N), float("-inf"))
+        size = torch.tensor([len(nodes) for nodes in drafted], dtype=torch.int32)
+        for request, nodes in enumerate(drafted):
+            for index, (up, what) in enumerate(nodes):
+                token[request, index], parent[request, index] = what, up
+                logprob[request, index] = -0.01 * index
+        return DraftTree.from_nodes(token, parent, logprob, size)
+
+    def _one(self, req_idx: int) -> list[tuple[int, int]]:
+        """(parent, token) of each node."""
+        states = self.speculator.req_states
+        length = int(states.total_len.gpu[req_idx])
+        prompt = int(states.prompt_len.np[req_idx])
+        so_far = states.all_token_ids.gpu[req_idx, :length].tolist()
+        known = self.future.get(tuple(so_far[:prompt]), [])
+        ahead = known[length - prompt :] if known[: length - prompt] == so_far[prompt:] else []
+        ahead = ahead[: self.max_depth]
+        if self.kind == "empty":
+            return []
+        if self.kind == "deep":
+            return list(enumerate(ahead))[: self.num_nodes]
+        if self.kind == "twins":
+            nodes, tips = [], (0, 0)
+            for what in ahead[: self.num_nodes // 2]:
+                nodes += [(tips[0], what), (tips[1], what)]
+                tips = (len(nodes) - 1, len(nodes))
+            return nodes
+        if self.kind == "random":
+            ahead = []
+        return self._scatter(ahead[: self.draw.randint(0, self.max_depth)])
+
+    def _scatter(self, path: list[int]) -> list[tuple[int, int]]:
+        nodes: list[tuple[int, int]] = []
+        depth, tip, done = [0], 0, 0
+        while len(nodes) < self.num_nodes:
+            left = self.num_nodes - len(nodes)
+            if done < len(path) and (self.draw.random() < 0.3 or left <= len(path) - done):
+                nodes.append((tip, path[done]))
+                depth.append(depth[tip] + 1)
+                tip, done = len(nodes), done + 1
+                continue
+            up = self.draw.choice([n for n, d in enumerate(depth) if d < self.max_depth])
+            what = self.draw.randrange(3, self.vocab)
+            siblings = [token for parent, token in nodes if parent == up]
+            if siblings and self.draw.random() < 0.2:
+                what = self.draw.choice(siblings)
+            nodes.append((up, what))
+            depth.append(depth[up] + 1)
+        return nodes
+
+
+def install(engine, kind: str, future: dict[tuple[int, ...], list[int]]):
+    """Put a scripted head in the engine's; returns a function that restores it."""
+    speculator = engine.speculator
+    before = speculator.draft_policy
+    head = ScriptedHead(kind, future, speculator)
+    head.slots = torch.zeros(0, dtype=torch.int64)
+    propose = speculator.propose
+
+    def noting(input_batch, *args, **kwargs):
+        head.slots = input_batch.idx_mapping
+        return propose(input_batch, *args, **kwargs)
+
+    speculator.draft_policy, speculator.propose = SingleDrafter(head), noting
+
+    def restore():
+        speculator.draft_policy = before
+        del speculator.propose
+
+    return restore

@@ -1,0 +1,48 @@
+"""Made-up verdicts: chains of which some nodes were run and some accepted."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+
+from vllm_specblock.feedback.verified_trees import VerifiedTrees
+
+NODES, DEPTH, SPARE_SLOTS = 8, 5, 3
+
+
+def verified_of(
+    requests: list[SimpleNamespace], device: str | torch.device = "cpu"
+) -> VerifiedTrees:
+    """What an engine would know of them; what nobody may look at is noise.
+
+    Args:
+        requests: each with `origin` and `chance` (exp of the score) per node, `run` and
+            `accepted` (counts), and `temperatures`.
+    """
+    count = len(requests)
+    slots = count + SPARE_SLOTS
+    req_idx = torch.randperm(slots, dtype=torch.int32)[:count]
+    score, temperatures = (
+        torch.full((slots, NODES), float("nan")),
+        torch.full((slots,), float("nan")),
+    )
+    origin = torch.zeros(slots, NODES, dtype=torch.uint8)
+    path = torch.zeros(count, DEPTH + 1, dtype=torch.int64)
+    for index, (at, request) in enumerate(zip(req_idx.tolist(), requests)):
+        size = len(request.origin)
+        origin[at, :size] = torch.tensor(request.origin, dtype=torch.uint8)
+        score[at, :size] = torch.tensor(request.chance).log()
+        temperatures[at] = request.temperatures
+        path[index, : request.accepted + 1] = torch.arange(request.accepted + 1)
+    counts = torch.tensor([[each.run, each.accepted] for each in requests]).view(-1, 2)
+    run, accepted = counts.unbind(1)
+    tensors = (req_idx, run, accepted.int(), path, score, origin, temperatures)
+    return VerifiedTrees(*(each.to(device) for each in tensors))
+
+
+def to_be_counted(
+    origin: torch.Tensor, req_idx: torch.Tensor, num_run: torch.Tensor, path: torch.Tensor
+) -> VerifiedTrees:
+    """What counters look at, with nothing in the place of all else."""
+    return VerifiedTrees(req_idx, num_run, None, path, None, origin, None)

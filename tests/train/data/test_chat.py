@@ -1,0 +1,199 @@
+from __future__ import annotations
+
+import gzip
+import json
+
+import pytest
+from support.chat import CHATML, END, FORGETFUL, PLAIN, TELLING, ids_of, make_target, text_of
+from transformers import AutoTokenizer
+
+from vllm_specblock.train.config import TrainError
+from vllm_specblock.train.data import chat
+from vllm_specblock.train.data.chat import BrokenLine, Conversation, Document, Prompt, parse
+from vllm_specblock.train.data.chat_tokens import ChatTokens
+
+U, A, S = "user", "assistant", "system"
+
+
+def said(*turns):
+    return tuple({"role": role, "content": text} for role, text in turns)
+
+
+@pytest.mark.parametrize(
+    ("line", "entry"),
+    [
+        (
+            {
+                "id": 3,
+                "conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}],
+            },
+            Conversation(said((U, "a"), (A, "b"))),
+        ),
+        (
+            {"conversations": [{"from": "system", "value": "s"}, {"from": "user", "value": "a"}]},
+            Conversation(said((S, "s"), (U, "a"))),
+        ),
+        (
+            {"conversations": [{"from": "gpt", "value": "x"}, {"from": "human", "value": "a"}]},
+            Conversation(said((U, "a"))),
+        ),
+        # UltraChat's own lines carry a prompt beside the messages.
+        (
+            {"prompt": "a", "messages": [{"role": U, "content": "a"}, {"role": A, "content": "b"}]},
+            Conversation(said((U, "a"), (A, "b"))),
+        ),
+        ({"data": ["a", "b", "c"]}, Conversation(said((U, "a"), (A, "b"), (U, "c")))),
+        ({"prompt": " a"}, Prompt(" a")),
+        ({"text": "a\n"}, Document("a\n")),
+    ],
+)
+def test_layouts(line, entry):
+    assert parse(json.dumps(line).encode()) == entry
+    assert parse(b"\xef\xbb\xbf" + json.dumps(line).encode() + b"\r\n") == entry
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b'{"text": "a"', "it is not JSON"),
+        (b"[1]", "it is not a JSON object"),
+        (b'{"text": "caf\xe9"}', "it is not UTF-8"),
+        (b'{"text": ' + b"9" * 5000 + b"}", "of a size that can be read"),
+        (b"[" * 100_000, "of a size that can be read"),
+        (b'{"turns": []}', '"turns" is not a list of questions'),
+        (b'{"turns": "a"}', '"turns" is not a list of questions'),
+        (b'{"turns": [3]}', "turn 1 is not a string"),
+        (b'{"input": "a"}', "it has none of the keys"),
+        (b'{"text": 3}', '"text" is not a string'),
+        (b'{"prompt": " "}', '"prompt" is empty'),
+        (b'{"text": "\\ud800"}', "half of a surrogate pair"),
+        (b'{"data": "ab"}', '"data" is not a list'),
+        (b'{"data": ["a", null]}', "turn 2 is not a string"),
+        (b'{"data": []}', "no user turn"),
+        (b'{"messages": {"role": "user"}}', "turns are not a list"),
+        (b'{"messages": ["a"]}', 'turn 1 has no "role" and "content"'),
+        (b'{"messages": [{"role": "user", "value": "a"}]}', 'turn 1 has no "role" and "content"'),
+        (b'{"messages": [{"role": "tool", "content": "a"}]}', "turn 1 is by 'tool'"),
+        (b'{"messages": [{"role": [], "content": "a"}]}', "turn 1 is by []"),
+        (b'{"messages": [{"role": "assistant", "content": "a"}]}', "no user turn"),
+        (
+            b'{"messages": [{"role": "system", "content": "a"}, {"role": "user", "content": "a"}, '
+            b'{"role": "user", "content": "a"}]}',
+            "turn 3 is the user's, not the assistant's",
+        ),
+    ],
+)
+def test_broken_lines(line, reason):
+    with pytest.raises(BrokenLine) as caught:
+        parse(line)
+    assert reason in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.fixture
+def files(tmp_path):
+    first, second = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    first.write_text('{"text": "one"}  \n \n{"text"\n{"prompt": "two"}\n')
+    second.write_text('{"what": 1}\n{"text": "three"}')
+    return first, second
+
+
+def test_usable_lines_are_found_again(files):
+    reports = []
+    lines = chat.find_lines(files, None, True, reports.append)
+    assert list(lines.read(lines.usable)) == [Document("one"), Prompt("two"), Document("three")]
+    assert list(lines.read(lines.usable[1:2])) == [Prompt("two")]
+    assert lines.broken == len(reports) == 2
+    assert reports[0].startswith(f"{files[0]}:3: ") and reports[1].startswith(f"{files[1]}:1: ")
+    assert [lines.where(line) for line in lines.usable] == [
+        f"{files[0]}:1", f"{files[0]}:4", f"{files[1]}:2"
+    ]  # fmt: skip
+    assert chat.find_lines(files, 1, True, reports.append).usable == lines.usable[:1]
+
+
+def test_packed_lines_are_the_same_lines(files, tmp_path):
+    packed = tmp_path / "a.jsonl.gz"
+    packed.write_bytes(gzip.compress(files[0].read_bytes()))
+    plain = chat.find_lines(files, None, True, lambda reason: None)
+    lines = chat.find_lines([packed, files[1]], None, True, lambda reason: None)
+    assert lines.usable == plain.usable
+    assert list(lines.read(lines.usable)) == list(plain.read(plain.usable))
+    assert list(lines.read(lines.usable[1:])) == list(plain.read(plain.usable[1:]))
+
+
+@pytest.mark.parametrize("damage", [lambda raw: raw[:-9], lambda raw: b"{" + raw])
+def test_a_broken_archive_is_one_sentence(tmp_path, damage):
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(damage(gzip.compress(b'{"text": "one"}\n' * 99)))
+    with pytest.raises(TrainError, match=r"a\.jsonl\.gz is not a whole gzip file") as caught:
+        chat.find_lines([path], None, True, lambda reason: None)
+    assert "\n" not in str(caught.value)
+
+
+def test_lines_of_two_sources_go_behind_each_other(files):
+    first, second = (chat.find_lines([path], None, True, lambda reason: None) for path in files)
+    assert first.followed_by(second) == chat.find_lines(files, None, True, lambda reason: None)
+
+
+def test_nothing_usable_is_an_error(files):
+    files[1].write_text('{"what": 1}\n')
+    with pytest.raises(TrainError, match=r"None of the lines in .*b.jsonl can be used \(1 are"):
+        chat.find_lines(files[1:], None, True, lambda reason: None)
+
+
+def chat_tokens(tmp_path, template, **options):
+    tokenizer = AutoTokenizer.from_pretrained(make_target(tmp_path / "target", template))
+    return ChatTokens(tokenizer, 1000, frozenset(ids_of(END)), options)
+
+
+def marked(kept) -> str:
+    """The text of a conversation, counted tokens in square brackets."""
+    text, before = "", False
+    for token, loss_mask in zip(kept.ids, kept.loss_mask, strict=True):
+        text += "[" * (loss_mask and not before) + "]" * (before and not loss_mask)
+        text += text_of([token])
+        before = loss_mask
+    return text + "]" * before
+
+
+TWO_TURNS = said((S, "s"), (U, "a"), (A, "<t>hm</t>b"), (U, "c"), (A, "d"), (U, "e"))
+HEAD = "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
+SECOND = "\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n[d<|im_end|>]"
+
+
+@pytest.mark.parametrize(
+    ("template", "text", "cut"),
+    [
+        (CHATML, HEAD + "[<t>hm</t>b<|im_end|>]" + SECOND, False),
+        (FORGETFUL, HEAD + "[b<|im_end|>]" + SECOND, False),
+        (
+            PLAIN,
+            "system: s\nuser: a\nassistant: [<t>hm</t>b\n]user: c\nassistant: [d\n]",
+            False,
+        ),
+        (TELLING, "system: s\nuser: a\nassistant says: [<t>hm</t>b<|im_end|>]", True),
+    ],
+)
+def test_kept_answers_are_what_is_counted(tmp_path, template, text, cut):
+    kept = chat_tokens(tmp_path, template).kept(TWO_TURNS)
+    assert marked(kept) == text
+    assert kept.cut == cut
+
+
+def test_a_template_gets_its_options_and_may_refuse(tmp_path):
+    strict = "{% if mood != 'kind' %}{{ raise_exception('no ' + mood) }}{% endif %}" + PLAIN
+    assert text_of(chat_tokens(tmp_path, strict, mood="kind").question(said((U, "a")))) == (
+        "user: a\nassistant: "
+    )
+    with pytest.raises(BrokenLine, match="the chat template refuses it: no bad"):
+        chat_tokens(tmp_path, strict, mood="bad").question(said((U, "a")))
+
+
+def test_texts_are_framed_and_ids_stay_in_the_vocabulary(tmp_path):
+    tokens = chat_tokens(tmp_path, None)
+    assert not tokens.chat
+    assert text_of(tokens.raw("ab")) == "<s>ab"
+    assert text_of(tokens.document("ab")) == "<s>ab<|im_end|>"
+    tokens.vocab_size = ids_of("b")[0]
+    assert text_of(tokens.raw("a")) == "<s>a"
+    with pytest.raises(BrokenLine, match="past the target's last"):
+        tokens.raw("ab")

@@ -1,0 +1,185 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_specblock.train.config import TrainError
+from vllm_specblock.train.data import shards
+from vllm_specblock.train.data.packed_dataset import (
+    PackedDataset,
+    load_texts,
+    pack_lengths,
+    token_counts,
+)
+from vllm_specblock.train.data.shards import Text
+
+
+class Letters:
+    """A tokenizer: one id per letter, BOS 1, EOS 2."""
+
+    bos_token_id, eos_token_id = 1, 2
+
+    def __call__(self, text, **options):
+        return {"input_ids": [ord(letter) - 87 for letter in text]}  # a = 10
+
+
+def load(path, vocab_size=100):
+    return [text.tokens.tolist() for text in load_texts(path, Letters, vocab_size)]
+
+
+def windows_of(sequences, length=5, shortest=3, pack=False, loss_mask=None):
+    texts = [Text(torch.tensor(s), torch.ones(len(s), dtype=torch.bool)) for s in sequences]
+    if loss_mask is not None:
+        texts = [Text(t.tokens, torch.tensor(c)) for t, c in zip(texts, loss_mask)]
+    return PackedDataset(texts, length, shortest, pack)
+
+
+def test_text_files_are_framed(tmp_path):
+    (tmp_path / "b.txt").write_text("ij")
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "x.md").write_text("abcdefg")
+    assert load(tmp_path) == [[1, *range(10, 17), 2], [1, 18, 19, 2]]
+
+
+def test_json_lines(tmp_path):
+    path = tmp_path / "d.jsonl"
+    path.write_text('{"text": "abc"}\n\n{"input_ids": [5, 6, 7]}\n')
+    assert load(path) == [[1, 10, 11, 12, 2], [5, 6, 7]]
+
+
+def test_stored_tokens_and_their_mask(tmp_path):
+    texts = [Text(torch.arange(3, 7), torch.tensor([False, True, True, False]))]
+    shards.write_shard(tmp_path / "d.safetensors", texts)
+    (found,) = load_texts(tmp_path / "d.safetensors", None, 100)
+    assert found.tokens.tolist() == [3, 4, 5, 6]
+    assert found.loss_mask.tolist() == [False, True, True, False]
+
+
+def test_a_data_folder_is_read_shard_after_shard(tmp_path):
+    for number, first in enumerate((3, 20)):
+        text = Text(torch.arange(first, first + 4), torch.ones(4, dtype=torch.bool))
+        shards.write_shard(shards.shard_path(tmp_path, number), [text])
+    with pytest.raises(TrainError, match=r"no data\.json .* stopped before its end"):
+        load(tmp_path)
+    shards.write_index(tmp_path, {"shards": 2})
+    assert load(tmp_path) == [[3, 4, 5, 6], [20, 21, 22, 23]]
+
+
+def test_long_sequences_are_cut_and_short_pieces_dropped():
+    windows = windows_of([list(range(10, 22)), [5, 6]])  # leaves pieces of 5, 5, 2 and 2
+    assert [list(map(tuple, window)) for window in windows.plan] == [[(0, 0, 5)], [(0, 5, 5)]]
+    assert windows.of([1]).tokens.tolist() == [[15, 16, 17, 18, 19]]
+
+
+def test_pieces_without_anything_to_learn_are_dropped():
+    never, late = [True, True, False, False], [False, False, False, True]
+    windows = windows_of([[3, 4, 5, 6], [7, 8, 9, 10]], loss_mask=[never, late])
+    assert [window[0].sequence for window in windows.plan] == [1]
+
+
+def test_a_packed_window_keeps_its_documents_apart():
+    mask = [[True] * 3, [False, True, True, True], [True] * 3]
+    windows = windows_of([[3, 4, 5], [6, 7, 8, 9], [10, 11, 12]], 8, pack=True, loss_mask=mask)
+    assert [[segment.sequence for segment in window] for window in windows.plan] == [[0, 1], [2]]
+    batch = windows.of([0, 1])
+    assert batch.tokens.tolist() == [[3, 4, 5, 6, 7, 8, 9, -1], [10, 11, 12] + [-1] * 5]
+    assert batch.document.tolist() == [[0, 0, 0, 1, 1, 1, 1, 2], [0, 0, 0, 1, 2, 3, 4, 5]]
+    assert batch.position.tolist() == [[0, 1, 2, 0, 1, 2, 3, 0], [0, 1, 2] + [0] * 5]
+    assert batch.loss_mask[0].tolist() == [*mask[0], *mask[1], False]
+    assert batch.segments == tuple(windows.plan)
+    row, place = torch.tensor([[0, 0, 3], [1, 2, 0]]), torch.tensor([[2, 3, 6], [2, 3, 9]])
+    assert batch.at(batch.tokens, row, place, -7).tolist() == [[5, -7, 9], [12, -7, -7]]
+
+
+@given(st.lists(st.integers(1, 30), max_size=60), st.integers(30, 64))
+def test_packing_loses_nothing_and_overfills_nothing(lengths, room):
+    windows = pack_lengths(lengths, room)
+    assert sorted(i for window in windows for i in window) == list(range(len(lengths)))
+    assert all(sum(lengths[i] for i in window) <= room for window in windows)
+    # Any two windows that fit into one would have been one: best fit leaves no such pair.
+    free = sorted(room - sum(lengths[i] for i in window) for window in windows)
+    assert sum(room - f for f in free[-2:]) > room or len(free) < 2
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ('{"text": "abc"', ":2 is not JSON"),
+        ("[1, 2]", ":2 has neither"),
+        ('{"input_ids": [1, "x"]}', ":2 has neither"),
+        ('{"input_ids": [1, -4, 3]}', ":2 has neither"),
+        ('{"prompt": "abc"}', ":2 has neither"),
+    ],
+)
+def test_a_broken_line_is_named(tmp_path, line, reason):
+    path = tmp_path / "d.jsonl"
+    path.write_text(json.dumps({"text": "abc"}) + "\n" + line + "\n")
+    with pytest.raises(TrainError) as caught:
+        load(path)
+    assert f"{path}{reason}" in str(caught.value)
+
+
+def test_wrong_inputs_are_one_sentence(tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "latin").mkdir()
+    (tmp_path / "latin" / "a.txt").write_bytes(b"caf\xe9")
+    (tmp_path / "a.csv").write_text("a,b")
+    (tmp_path / "big.jsonl").write_text('{"input_ids": [3, 4, 100]}\n')
+    (tmp_path / "torn.safetensors").write_bytes(b"\x10\x00")
+    safetensors.torch.save_file({"ids": torch.ones(2)}, tmp_path / "other.safetensors")
+    for name, reason in {
+        "missing.jsonl": "no training data",
+        "empty": "holds no text files",
+        "latin": "is not UTF-8",
+        "a.csv": "is neither a folder",
+        "big.jsonl": "token id 100, but the target's vocabulary ends at 99",
+        "torn.safetensors": "not a readable safetensors",
+        "other.safetensors": "must hold `tokens`",
+    }.items():
+        with pytest.raises(TrainError, match=reason) as caught:
+            load(tmp_path / name)
+        assert "\n" not in str(caught.value)
+
+
+def test_nothing_to_learn_is_an_error():
+    with pytest.raises(TrainError, match="no sequence of 3 tokens"):
+        windows_of([[3, 4]])
+
+
+def test_every_epoch_is_a_fresh_permutation():
+    windows = windows_of([[n, n, n] for n in range(10)])
+    seen = torch.cat([windows.batch(step, 4, seed=0).tokens[:, 0] for step in range(5)])
+    first, second = seen[:10].tolist(), seen[10:].tolist()
+    assert sorted(first) == sorted(second) == list(range(10))
+    assert first != second
+
+
+def test_a_batch_is_a_function_of_its_step():
+    sequences = [[n, n, n] for n in range(10)]
+    windows, fresh = windows_of(sequences), windows_of(sequences)
+    in_order = [windows.batch(step, 3, seed=1).tokens for step in range(9)]
+    assert all(torch.equal(fresh.batch(s, 3, seed=1).tokens, in_order[s]) for s in (8, 2, 5))
+    assert not torch.equal(fresh.batch(0, 3, seed=2).tokens, in_order[0])
+
+
+def test_counts_are_of_what_is_to_be_predicted():
+    texts = [Text(torch.tensor([3, 3, 0]), torch.tensor([False, True, True]))]
+    assert token_counts(texts, 5).tolist() == [1, 0, 0, 1, 0]
+
+
+def test_the_fingerprint_sees_tokens_masks_and_windows():
+    text = Text(torch.tensor([3, 4, 5, 6]), torch.ones(4, dtype=torch.bool))
+    other = Text(text.tokens, torch.tensor([False, True, True, True]))
+    found = {
+        PackedDataset([text, text], 8, 3).fingerprint,
+        PackedDataset([text, text], 8, 3, pack=False).fingerprint,
+        PackedDataset([text, other], 8, 3).fingerprint,
+        PackedDataset([text, Text(text.tokens + 1, text.loss_mask)], 8, 3).fingerprint,
+    }
+    assert len(found) == 4
+    assert PackedDataset([text, text], 8, 3).fingerprint in found

@@ -1,0 +1,200 @@
+"""Drafting along a text against the served head over a paged cache."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from support.committed import rows_of
+from support.trees import texts
+
+from vllm_specblock.config import SpecBlockConfig
+from vllm_specblock.drafters.specblock.dense_cache import DenseBlockCache
+from vllm_specblock.drafters.specblock.drafter import SpecBlockDrafter
+from vllm_specblock.drafters.specblock.growth import TreeShape
+from vllm_specblock.feedback.calibration import DraftCalibration
+from vllm_specblock.train.eval.drafting import (
+    SpecBlockDraft,
+    chain_shape,
+    serving_shape,
+    uniform_shape,
+)
+from vllm_specblock.train.learner import EvalSequence
+
+LENGTH, PAGE = 40, 8
+ROOTS = (6, 7, 11, 20)
+WIDE = {"num_blocks": 3, "num_starts": 3, "branching": [8, 8, 8, 8]}
+
+
+@pytest.fixture
+def scene(make_drafter):
+    def make(**changes):
+        drafter = make_drafter(**changes).eval()
+        with torch.no_grad():
+            for parameter in drafter.parameters():
+                parameter.normal_(std=0.25)
+        embedding = torch.randn(20, 32)
+        sequence = EvalSequence(
+            torch.randint(20, (LENGTH,)),
+            6,
+            torch.randn(LENGTH, 96),
+            torch.randn(LENGTH, 32),
+            lambda tokens: embedding[tokens],
+        )
+        return drafter, sequence
+
+    return make
+
+
+def served_trees(drafter, sequence, options, nodes):
+    """The trees of a greedy request that is committed up to each of ROOTS in turn."""
+    head = SpecBlockDrafter(drafter, sequence.embed, options, nodes, max_model_len=96)
+    pages = 96 // PAGE
+    caches = [torch.randn(pages + 1, PAGE * 4, 2, 16).transpose(1, 2) for _ in range(2)]
+    head.bind(caches)  # noise in the cache: nothing of it may be seen
+    table = torch.randperm(pages)[None] + 1
+    states = torch.stack(sequence.hidden.chunk(3, dim=-1))[:, None]  # [3, 1, n, Ht]
+    done, tree, sampling_temperature = 0, None, torch.zeros(1)
+    for root in ROOTS:
+        rows = rows_of([(done, root)], table, states, sequence.tokens[None], PAGE)
+        if tree is not None and head.calibration is not None:
+            accepted = torch.tensor([root - done - 1])
+            head.calibration.learn(
+                sampling_temperature, tree.logprob.exp().sum(1), accepted, accepted >= 0
+            )
+        head.advance(rows)
+        tree = head.draft()
+        yield tree
+        done = root
+
+
+@pytest.mark.parametrize(
+    ("options", "nodes", "changes"),
+    [
+        ({"num_blocks": 1}, 20, {}),
+        ({}, 60, {}),
+        ({"calibrate_drafts": False}, 60, {}),
+        ({"num_blocks": 3}, 60, {}),
+        ({"num_blocks": 3, "num_starts": 5, "branching": [3, 1, 0, 2]}, 40, {}),
+        (WIDE, 60, {"block_rope": "path"}),
+        ({"num_blocks": 4, "num_starts": 3}, 30, {"block_rope": "path", "qk_norm": True}),
+        ({"num_blocks": 3}, 5, {}),  # fewer slots than starts
+    ],
+)
+@torch.no_grad()
+def test_drafts_what_serving_drafts(scene, options, nodes, changes):
+    drafter, sequence = scene(**changes)
+    options = SpecBlockConfig(**options)
+    calibration = DraftCalibration("cpu") if options.calibrate_drafts else None
+    draft = SpecBlockDraft(drafter, sequence, serving_shape(drafter, options, nodes), calibration)
+    for root, served in zip(ROOTS, served_trees(drafter, sequence, options, nodes)):
+        found, wanted = texts(draft(root), 0), texts(served, 0)
+        assert list(found) == list(wanted)
+        assert list(found.values()) == pytest.approx(list(wanted.values()), abs=1e-4)
+    if calibration is not None:
+        assert calibration.trees.tolist() == [len(ROOTS) - 1, 0]
+
+
+def test_starts_of_a_third_block_lie_in_both_blocks_before(scene, monkeypatch):
+    """Without that the comparison above would say little."""
+    drafter, sequence = scene()
+    rows, starts = [], DenseBlockCache.starts
+
+    def record(growth, row, position):
+        rows.append(row.tolist())
+        return starts(growth, row, position)
+
+    monkeypatch.setattr(DenseBlockCache, "starts", record)
+    shape = serving_shape(drafter, SpecBlockConfig(**WIDE), 60)
+    draft = SpecBlockDraft(drafter, sequence, shape)
+    for root in ROOTS:
+        draft(root)
+    assert all(set(second) == {0} for second in rows[::2])
+    assert any(0 in third and {1, 2, 3} & set(third) for third in rows[1::2])
+
+
+def test_only_what_is_known_at_the_root_is_read(scene):
+    drafter, sequence = scene()
+    shape = serving_shape(drafter, SpecBlockConfig(num_blocks=3), 30)
+    hidden, tokens = sequence.hidden.clone(), sequence.tokens.clone()
+    hidden[10:], tokens[11:] = float("nan"), 0
+    blind = dataclasses.replace(sequence, hidden=hidden, tokens=tokens)
+    seen, unseen = (SpecBlockDraft(drafter, each, shape)(10) for each in (sequence, blind))
+    assert texts(seen, 0) == texts(unseen, 0)
+
+
+def test_a_chain_is_the_best_token_of_every_position(scene):
+    drafter, sequence = scene()
+    tree = SpecBlockDraft(drafter, sequence, chain_shape(drafter, 3))(9)
+    assert tree.parent[0].tolist() == list(range(12))
+    wide = SpecBlockDraft(drafter, sequence, TreeShape(4, 3, 1, (5, 5, 5, 5), 200))(9)
+    assert tuple(tree.token[0].tolist()) in texts(wide, 0)
+
+
+@pytest.mark.parametrize(("blocks", "nodes"), [(2, 60), (2, 30), (3, 60), (1, 12)])
+def test_a_uniform_tree_fills_its_budget_without_the_rank_head(scene, blocks, nodes):
+    drafter, sequence = scene()
+    shape = uniform_shape(serving_shape(drafter, SpecBlockConfig(num_blocks=blocks), nodes))
+    assert len(set(shape.branching)) == 1 and shape.budget == nodes
+    trees = []
+    for favourite in range(4):
+        with torch.no_grad():  # the rank head says the same bucket everywhere
+            drafter.rank_head[2].weight.zero_()
+            drafter.rank_head[2].weight[favourite] = 1.0
+        trees.append(texts(SpecBlockDraft(drafter, sequence, shape)(12), 0))
+    assert trees.count(trees[0]) == 4
+    assert len(trees[0]) == nodes
+
+
+def test_arithmetic_is_in_the_drafters_dtype(scene):
+    drafter, sequence = scene()
+    draft = SpecBlockDraft(drafter.to(torch.bfloat16), sequence, chain_shape(drafter, 2))
+    draft(9)
+    assert draft.cache.key[0].dtype == torch.bfloat16
+
+
+def test_uniform_trees_of_a_given_width(scene):
+    drafter, _ = scene()
+    shape = uniform_shape(serving_shape(drafter), 3)
+    assert shape.branching == (3, 3, 3, 3) and shape.budget == serving_shape(drafter).budget
+
+
+def test_true_buckets_are_the_ranks_of_the_text(scene, monkeypatch):
+    """Along the text; behind a wrong first choice, off it and past its end the rank head's stay."""
+    drafter, sequence = scene()
+    ranks = [(1, 3, 1, 1), (1, 1, 7, 1), (1, 1, 1, 1), (11, 1, 1, 1)]
+    first, follows = torch.tensor([8, 12, LENGTH - 2, 8]), torch.tensor([True, True, True, True])
+    follows = torch.cat([follows, torch.tensor([False])])
+    ranks, first = [*ranks, ranks[0]], torch.cat([first, first[:1]])
+
+    def candidates(hidden, width, beta):
+        token = torch.full((1, 5, 4, width), 99)
+        for row, of_row in enumerate(ranks):
+            for k, rank in enumerate(of_row):
+                if rank <= width and first[row] + k < LENGTH:
+                    token[0, row, k, rank - 1] = sequence.tokens[first[row] + k]
+        return torch.zeros(token.shape), token, torch.full((1, 5, 4), 9)
+
+    monkeypatch.setattr(drafter, "candidates", candidates)
+    shape = TreeShape(4, 2, 3, (1, 2, 3, 4), 30)
+    draft = SpecBlockDraft(drafter, sequence, shape, true_buckets=True)
+    (_, token, bucket), on_text = draft._candidates(torch.zeros(1, 5, 4, 32), None, first, follows)
+    assert token.shape[-1] == shape.width == 4
+    assert bucket[0].tolist() == [[0, 1, 9, 9], [0, 0, 2, 9], [0, 0, 9, 9], [3, 9, 9, 9], [9] * 4]
+    assert on_text[0].tolist() == [True, True, False, False] and not on_text[4].any()
+
+
+def test_true_buckets_make_trees_of_every_block(scene):
+    drafter, sequence = scene()
+    draft = SpecBlockDraft(
+        drafter, sequence, TreeShape(4, 3, 3, (2, 4, 6, 4), 60), true_buckets=True
+    )
+    assert all(draft(root).depth.max() > 8 for root in ROOTS)
+
+
+@pytest.mark.parametrize(("nodes", "blocks"), [(12, 1), (15, 1), (16, 2), (60, 2)])
+def test_small_trees_are_of_one_block_as_in_serving(make_drafter, nodes, blocks):
+    drafter = make_drafter()
+    assert serving_shape(drafter, nodes=nodes).num_blocks == blocks
+    assert serving_shape(drafter, SpecBlockConfig(num_blocks=2), nodes).num_blocks == 2

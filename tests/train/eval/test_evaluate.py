@@ -1,0 +1,222 @@
+"""Figures against naive loops: one root after the other, plain Python counting."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from support.targets import tiny_target
+
+from vllm_specblock.config import SpecBlockConfig
+from vllm_specblock.drafters.specblock.dense_cache import DenseCache
+from vllm_specblock.feedback.calibration import DraftCalibration
+from vllm_specblock.train.config import TrainError
+from vllm_specblock.train.eval.chain import ChainFigures, bucket_figures, chain_along
+from vllm_specblock.train.eval.drafting import SpecBlockDraft, chain_shape
+from vllm_specblock.train.eval.evaluate import evaluate, sequences_from, shapes_of
+from vllm_specblock.train.eval.replay import mean_tau
+from vllm_specblock.train.learner import EvalSequence
+from vllm_specblock.train.target.answers import continue_prompts
+
+K, PROMPT, LENGTH = 4, 5, 90
+target = pytest.fixture(tiny_target)
+
+
+@pytest.fixture
+def scene(lucky):
+    """A drafter and two texts; the rank head's guesses vary."""
+
+    def make(**changes):
+        drafter, tokens = lucky(2, LENGTH, **changes)
+        with torch.no_grad():
+            drafter.rank_head[2].weight.normal_(std=3.0)
+            for weight in drafter.layers.parameters():
+                if weight.dim() > 1:  # so that attention matters to the first choice
+                    weight.normal_(std=0.3)
+        embedding = torch.randn(20, 32)
+        hidden = torch.randn(2, LENGTH, 96)
+        sequences = [
+            EvalSequence(text, PROMPT, states, torch.empty(LENGTH, 0), lambda ids: embedding[ids])
+            for text, states in zip(tokens, hidden)
+        ]
+        return drafter.eval(), sequences
+
+    return make
+
+
+def flat(rows: list[list]) -> list:
+    return [value for row in rows for value in row]
+
+
+@torch.no_grad()
+def forced_chain(drafter, sequence, root: int, blocks: int):
+    """Per position (first choice, its rank bucket of the text's token or None, guess), with the
+    text's token at every start: one request, fresh caches."""
+    cache, row = DenseCache(drafter.config), torch.arange(root)
+    condition, embedding = (
+        drafter.condition(sequence.hidden[row]),
+        sequence.embed(sequence.tokens[1:]),
+    )
+    hidden = drafter(condition, embedding[row], row + 1, cache.append())[-1]
+    growth, found = cache.grow(), []
+    for block in range(blocks):
+        if block:
+            if root + block * K >= len(sequence.tokens):
+                break
+            start = sequence.tokens[root + block * K]
+            path = block * K if drafter.config.block_rope == "path" else 0
+            hidden = drafter(
+                hidden[-1:], sequence.embed(start[None]), torch.tensor([root + path]),
+                growth.starts(torch.tensor([block - 1]), torch.tensor([K - 1])),
+            )[0]  # fmt: skip
+        for k in range(K):
+            place = root + block * K + k + 1
+            if place < len(sequence.tokens):
+                found.append(judge(drafter, hidden[k], int(sequence.tokens[place])))
+    return found
+
+
+def judge(drafter, hidden, token: int):
+    logits, rank_logits = drafter.heads(hidden)
+    ranked = [int(i) for i in drafter.target_ids(logits.argsort(descending=True))]
+    bucket = None
+    if token in ranked:
+        rank = ranked.index(token) + 1
+        bucket = 0 if rank == 1 else 1 if rank <= 4 else 2 if rank <= 10 else 3
+    return ranked[0] == token, bucket, int(rank_logits.argmax())
+
+
+@pytest.mark.parametrize("changes", [{}, {"block_rope": "path"}])
+def test_chain_figures_are_those_of_a_naive_loop(scene, changes, monkeypatch):
+    monkeypatch.setattr("vllm_specblock.train.eval.chain._TOGETHER", 50)
+    drafter, sequences = scene(**changes)
+    blocks = 3
+    # A short one, and one of more roots than are drafted together.
+    sequences = [
+        sequences[0],
+        dataclasses.replace(sequences[1], tokens=sequences[1].tokens[:30]),
+    ]
+    counts = {kind: [[0, 0] for _ in range(blocks * K)] for kind in ("chain", "block", "any")}
+    confusion = [[0] * 4 for _ in range(4)]
+    for sequence in sequences:
+        for root in range(PROMPT, len(sequence.tokens) - 1):
+            judged = forced_chain(drafter, sequence, root, blocks)
+            hits = [hit for hit, *_ in judged]
+            for k, (hit, bucket, guess) in enumerate(judged):
+                on = {"any": True, "chain": all(hits[:k]), "block": all(hits[k - k % K : k])}
+                for kind, loss_mask in on.items():
+                    counts[kind][k][0] += hit and loss_mask
+                    counts[kind][k][1] += loss_mask
+                if on["chain"] and bucket is not None:
+                    confusion[bucket][guess] += 1
+    figures = ChainFigures.of([chain_along(drafter, s, blocks) for s in sequences], K)
+    share = {kind: [a / b if b else None for a, b in pairs] for kind, pairs in counts.items()}
+    assert figures.alpha == share["chain"]
+    assert figures.positions == [b for _, b in counts["chain"]]
+    assert flat(figures.alpha_blocks) == share["block"]
+    assert flat(figures.accuracy) == share["any"]
+    assert figures.rank == bucket_figures(confusion)
+    assert figures.rank_positions == sum(map(sum, confusion))
+    assert figures.positions[K] > 2 and figures.alpha[K] != figures.alpha_blocks[1][0]
+    assert sum(map(bool, flat(confusion))) > 6  # many kinds of right and wrong
+
+
+def test_alpha_is_what_served_chains_accept(scene):
+    """Independent of how the chain is computed: drafted chains against the text."""
+    drafter, sequences = scene()
+    sequence, shape = sequences[0], chain_shape(drafter, 2)
+    draft, right = SpecBlockDraft(drafter, sequence, shape), []
+    roots = range(PROMPT, len(sequence.tokens) - 2 * K)
+    for root in roots:
+        pairs = zip(draft(root).token[0].tolist(), sequence.tokens[root + 1 :].tolist())
+        right.append([guess == token for guess, token in pairs])
+    chain = chain_along(drafter, sequence, 2)
+    for k in range(2 * K):
+        given = [row for row in right if all(row[:k])]
+        on_chain = chain.on_chain[: len(roots), k]
+        assert int(on_chain.sum()) == len(given)
+        assert int((on_chain & chain.hit[: len(roots), k]).sum()) == sum(r[k] for r in given)
+
+
+def test_bucket_figures_count_as_precision_and_recall_do():
+    truth, guess = [0, 0, 0, 1, 1, 3, 3, 3], [0, 0, 1, 1, 0, 3, 1, 0]
+    confusion = [[0] * 4 for _ in range(4)]
+    for pair in zip(truth, guess):
+        confusion[pair[0]][pair[1]] += 1
+    first, second, third, last = bucket_figures(confusion)
+    assert dataclasses.astuple(first) == pytest.approx((3 / 8, 2 / 4, 2 / 3, 4 / 7))
+    assert dataclasses.astuple(second) == pytest.approx((2 / 8, 1 / 3, 1 / 2, 2 / 5))
+    assert dataclasses.astuple(third) == (0.0, None, None, None)
+    assert dataclasses.astuple(last) == pytest.approx((3 / 8, 1.0, 1 / 3, 1 / 2))
+
+
+def test_figures_of_several_trees_in_one_pass(scene):
+    drafter, sequences = scene()
+    options = SpecBlockConfig(num_starts=3)
+    shapes = shapes_of(drafter, options, (12, 30), uniform=True)
+    assert list(shapes) == [
+        "chain of 1 block", "chain of 2 blocks", "tree of 12", "uniform tree of 12",
+        "tree of 30", "uniform tree of 30",
+    ]  # fmt: skip
+    figures = evaluate(drafter, iter(sequences), shapes, 2)
+    assert (figures.texts, figures.new_tokens) == (2, 2 * (LENGTH - PROMPT))
+    for name, shape in shapes.items():
+        tau, steps = mean_tau(
+            lambda s, shape=shape: SpecBlockDraft(drafter, s, shape), sequences, 8
+        )
+        assert (figures.trees[name].tau, figures.trees[name].steps) == (tau, steps)
+    trees = figures.trees
+    assert trees["tree of 30"].tau > trees["chain of 2 blocks"].tau > 1.3
+    assert (trees["chain of 2 blocks"].nodes, trees["tree of 12"].nodes) == (8, 12)
+    text = json.dumps(figures.as_json(), allow_nan=False)
+    assert json.loads(text)["chain"]["rank"][0].keys() == {"frequency", "precision", "recall", "f1"}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_every_shape_learns_its_own_sharpness_from_text_to_text(scene, temperature):
+    drafter, sequences = scene()
+    shapes = shapes_of(drafter, SpecBlockConfig(num_starts=3), (12, 30))
+    trees = evaluate(drafter, iter(sequences), shapes, 2, temperature).trees
+    for name, shape in shapes.items():
+        sharpness = DraftCalibration("cpu", num_slots=1)
+        tau, steps = mean_tau(
+            lambda s, shape=shape, b=sharpness: SpecBlockDraft(drafter, s, shape, b, temperature),
+            sequences,
+            8,
+        )
+        assert (trees[name].tau, trees[name].steps) == (tau, steps)
+        assert trees[name].sharpness == float(sharpness.of(torch.tensor([temperature])))
+        # The last step of a text has nobody who says what came of it.
+        learned = sharpness.trees.tolist()
+        assert sum(learned) == steps - len(sequences)
+    assert trees["tree of 12"].sharpness != trees["tree of 30"].sharpness
+
+
+def test_texts_that_are_too_short_are_an_error(scene):
+    drafter, sequences = scene()
+    short = [dataclasses.replace(s, tokens=s.tokens[: PROMPT + 2]) for s in sequences]
+    with pytest.raises(TrainError, match="needs 10 tokens after the prompt"):
+        evaluate(drafter, short, shapes_of(drafter), 2)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_scripts_are_the_targets_texts_and_states(target, temperature):
+    prompts = [torch.randint(20, (length,)) for length in (3, 6)]
+    torch.manual_seed(7)
+    before = torch.get_rng_state()
+    how = {"temperature": temperature, "seed": 4}
+    sequences = list(sequences_from(target, prompts, 9, layer_ids=(1, 2, 4), **how))
+    assert torch.equal(torch.get_rng_state(), before)
+    for sequence, prompt, text in zip(
+        sequences, prompts, continue_prompts(target, prompts, 9, **how)
+    ):
+        assert sequence.tokens.tolist() == text.tolist() and sequence.prompt == len(prompt)
+        out = target(input_ids=text[None], output_hidden_states=True)
+        states = torch.cat([out.hidden_states[i][0] for i in (1, 2, 4)], dim=-1)
+        torch.testing.assert_close(sequence.hidden, states)
+        torch.testing.assert_close(target.lm_head(sequence.last), out.logits[0])
+        ids = torch.tensor([3, 1])
+        assert torch.equal(sequence.embed(ids), target.get_input_embeddings().weight[ids])

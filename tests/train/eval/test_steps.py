@@ -1,0 +1,88 @@
+"""Recorded steps say what replay says, and loaded drafters draft what their heads would."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from vllm_specblock.config import OptionError
+from vllm_specblock.drafters.specblock.config import CheckpointError
+from vllm_specblock.train.config import TrainError
+from vllm_specblock.train.eval.evaluate import sequences_for
+from vllm_specblock.train.eval.loaded import load_drafter, pair, pair_specblock
+from vllm_specblock.train.eval.replay import replay
+from vllm_specblock.train.eval.steps import steps_along
+from vllm_specblock.train.target.answers import continue_prompts
+from vllm_specblock.train.target.features import load_target, load_tokenizer
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+TARGET = EXAMPLES / "tiny_pair" / "target"
+DRAFTERS = {
+    "specblock": EXAMPLES / "tiny_pair" / "drafter",
+    "eagle3": EXAMPLES / "two_heads" / "eagle3",
+}
+
+
+@pytest.fixture(scope="module")
+def text():
+    target, tokenizer = load_target(TARGET, "fp32", torch.device("cpu")), load_tokenizer(TARGET)
+    prompt = torch.tensor(tokenizer("class Codec(codecs.Codec):\n")["input_ids"])
+    return target, continue_prompts(target, [prompt], 40), [len(prompt)]
+
+
+@pytest.mark.parametrize(("kind", "forwards"), [("specblock", 3), ("eagle3", 5)])
+def test_steps_are_those_of_replay(text, kind, forwards):
+    target, texts, prompts = text
+    pairing = pair(DRAFTERS[kind], TARGET)
+    assert pairing.kind == kind
+    drafter = load_drafter(pairing, torch.float32, torch.device("cpu"), 20, forwards)
+    assert drafter.depth == {"specblock": 12, "eagle3": 5}[kind]
+    (sequence,) = sequences_for(target, pairing.layer_ids, texts, prompts)
+    steps = list(steps_along(drafter.along(sequence), sequence, drafter.depth))
+    drafter.calibration.forget()
+    found = replay(drafter.along(sequence), sequence, drafter.depth)
+    assert [step.accepted_length for step in steps] == found.accepted
+    assert [step.nodes for step in steps] == found.nodes
+    tokens = sequence.tokens.tolist()
+    for step, after in pairwise(steps):
+        path = [step.token[node] for node in step.accepted]
+        assert [*path, step.bonus] == tokens[step.root : after.root + 1]
+        assert len(step.parent) == len(step.score) == len(step.forward) == len(step.token) == 21
+        assert set(step.forward[1:]) <= set(range(1, forwards + 1)) and step.forward[0] == 0
+        assert all(0 < step.probability(node) <= 1 for node in range(21))
+    assert {number for step in steps for number in step.forward[1:]} == set(range(1, forwards + 1))
+
+
+def test_steps_go_to_the_end_of_the_text(text):
+    target, texts, prompts = text
+    drafter = load_drafter(pair(DRAFTERS["eagle3"], TARGET), torch.float32, torch.device("cpu"), 9)
+    (sequence,) = sequences_for(target, drafter.pairing.layer_ids, texts, prompts)
+    steps = list(steps_along(drafter.along(sequence), sequence))
+    last = steps[-1]
+    committed = last.root + last.accepted_length + (last.bonus is not None)
+    assert committed == len(sequence.tokens) - 1
+    assert all(step.bonus is not None for step in steps[:-1])
+
+
+def test_what_does_not_belong_together_is_refused_before_weights_are_read(tmp_path):
+    eagle3 = DRAFTERS["eagle3"]
+    with pytest.raises(TrainError, match="names no target; give the target's with --target"):
+        pair(eagle3, None)
+    (tmp_path / "config.json").write_text(
+        '{"hidden_size": 192, "vocab_size": 999, "num_hidden_layers": 7, "num_attention_heads": 6}'
+    )
+    with pytest.raises(CheckpointError, match=r"vocab_size is 2048, but that of .* is 999"):
+        pair(eagle3, tmp_path)
+    (tmp_path / "config.json").write_text(
+        '{"hidden_size": 192, "vocab_size": 2048, "num_hidden_layers": 3, "num_attention_heads": 6}'
+    )
+    with pytest.raises(CheckpointError, match=r"\[2, 3, 4\], but .* has only layers 0 to 2"):
+        pair(eagle3, tmp_path)
+    with pytest.raises(CheckpointError):
+        pair_specblock(eagle3, TARGET)
+    with pytest.raises(OptionError, match="num_blocks"):
+        pairing = pair(DRAFTERS["specblock"], TARGET)
+        load_drafter(pairing, torch.float32, torch.device("cpu"), forwards=9)

@@ -1,0 +1,312 @@
+"""Features on disk and the teacher that reads them; no vLLM, the features are random."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from vllm_specblock.train.config import TrainError
+from vllm_specblock.train.data.batch import Batch, Segment
+from vllm_specblock.train.data.packed_dataset import PackedDataset
+from vllm_specblock.train.data.shards import Text
+from vllm_specblock.train.target import feature_store, target_rows
+from vllm_specblock.train.target.feature_store import Features, FeatureStore, Origin
+from vllm_specblock.train.target.stored_teacher import StoredTeacher
+
+HIDDEN, VOCAB, LENGTH = 6, 30, 8
+SIZES = [19, 3, 8, 1, 30, 5, 11]
+DRAFT_IDS = torch.tensor([2, 3, 11, 29])
+
+
+def draw(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture
+def sequences() -> list[torch.Tensor]:
+    ids = torch.randint(VOCAB, (sum(SIZES),), generator=torch.Generator().manual_seed(1))
+    return list(ids.int().split(SIZES))
+
+
+@pytest.fixture
+def target(tmp_path) -> Path:
+    """A target of two files, with an LM head of its own."""
+    folder = tmp_path / "target"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"tie_word_embeddings": False}))
+    names = {}
+    for number, name in enumerate(["model.embed_tokens.weight", "lm_head.weight"]):
+        file = names[name] = f"model-{number}.safetensors"
+        safetensors.torch.save_file({name: draw(VOCAB, HIDDEN, seed=number)}, folder / file)
+    index = {"weight_map": names}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+@pytest.fixture
+def origin(sequences, target) -> Origin:
+    return Origin(
+        target=target_rows.fingerprint(target),
+        data=feature_store.fingerprint(sequences),
+        layer_ids=(1, 2, 3),
+        dtype="float32",
+        length=LENGTH,
+        shard_tokens=10,
+    )
+
+
+def features_of(tokens: torch.Tensor) -> Features:
+    """Made from a piece's own tokens and places alone, so that a mix-up shows."""
+    place = torch.arange(len(tokens))
+    hidden = torch.stack([tokens * 1000 + place * 10 + c for c in range(3 * HIDDEN)], dim=-1)
+    last = torch.stack([torch.sin(tokens * 3.0 + place + c) for c in range(HIDDEN)], dim=-1)
+    return Features(hidden.float(), last)
+
+
+def extract(texts):
+    return map(features_of, texts)
+
+
+@pytest.fixture
+def folder(tmp_path, sequences, origin) -> Path:
+    folder = tmp_path / "features"
+    feature_store.fill(folder, origin, sequences, extract)
+    return folder
+
+
+def test_pieces_are_consecutive_and_start_anew_with_each_sequence(sequences):
+    segments = list(feature_store.segments_of(sequences, LENGTH))
+    assert segments[:4] == [Segment(0, 0, 8), Segment(0, 8, 8), Segment(0, 16, 3), Segment(1, 0, 3)]
+    assert sum(segment.length for segment in segments) == sum(SIZES)
+    assert max(segment.length for segment in segments) == LENGTH
+
+
+def test_a_packed_batch_gets_what_its_pieces_had_alone(folder, target, sequences):
+    """Every number against a loop over windows, documents and columns."""
+    texts = [Text(ids, torch.ones(len(ids), dtype=torch.bool)) for ids in sequences]
+    windows = PackedDataset(texts, LENGTH, shortest=3)
+    batch = windows.of(range(len(windows)))
+    assert max(map(len, batch.segments)) > 1 and (batch.tokens < 0).any()
+    teacher = StoredTeacher(folder, target, DRAFT_IDS, "cpu", torch.float32)
+    target_outputs = teacher.teach(batch)
+    head = draw(VOCAB, HIDDEN, seed=1)
+    for window, segments in enumerate(batch.segments):
+        column = 0
+        for segment in segments:
+            alone = sequences[segment.sequence][segment.start : segment.start + segment.length]
+            expected = features_of(alone.long())
+            for row in range(segment.length):
+                assert torch.equal(target_outputs.hidden[window, column], expected.hidden[row])
+                assert torch.equal(target_outputs.last[window, column], expected.last[row])
+                logits = [float(expected.last[row] @ head[id]) for id in DRAFT_IDS]
+                total = sum(math.exp(logit) for logit in logits)
+                target_probs = torch.tensor([math.exp(logit) / total for logit in logits])
+                torch.testing.assert_close(
+                    target_outputs.target_probs[window, column], target_probs
+                )
+                column += 1
+        assert not target_outputs.hidden[window, column:].any()
+        assert not target_outputs.last[window, column:].any()
+
+
+def test_embeddings_are_the_targets_rows(folder, target):
+    teacher = StoredTeacher(folder, target, DRAFT_IDS, "cpu", torch.bfloat16)
+    ids = torch.tensor([[0, 7], [29, 7]])
+    assert torch.equal(teacher.embed(ids), draw(VOCAB, HIDDEN, seed=0).bfloat16()[ids])
+
+
+def test_dtype_of_the_training(folder, target, sequences):
+    teacher = StoredTeacher(folder, target, DRAFT_IDS, "cpu", torch.bfloat16)
+    target_outputs = teacher.teach(batch_of(sequences))
+    assert (target_outputs.hidden.dtype, target_outputs.last.dtype) == (
+        torch.bfloat16,
+        torch.bfloat16,
+    )
+    assert target_outputs.target_probs.dtype == torch.float32
+
+
+def batch_of(sequences, number: int = 2) -> Batch:
+    """Sequence `number` alone in a window."""
+    batch = Batch.of(sequences[number][None].long())
+    return replace(batch, segments=((Segment(number, 0, len(sequences[number])),),))
+
+
+@pytest.mark.parametrize(
+    ("config", "has_head", "row_of"),
+    [
+        ({"tie_word_embeddings": True}, True, 0),  # a head is there, but the model ignores it
+        ({}, True, 1),
+        ({}, False, 0),
+        ({"text_config": {"tie_word_embeddings": True}}, True, 0),
+    ],
+)
+def test_head_of_tied_targets(tmp_path, config, has_head, row_of):
+    weights = {"a.embed_tokens.weight": draw(VOCAB, HIDDEN, seed=0)}
+    if has_head:
+        weights["lm_head.weight"] = draw(VOCAB, HIDDEN, seed=1)
+    safetensors.torch.save_file(weights, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = target_rows.head_rows(tmp_path, DRAFT_IDS)
+    assert torch.equal(found, draw(VOCAB, HIDDEN, seed=row_of)[DRAFT_IDS])
+
+
+def test_more_shards_than_open_files(folder, sequences, monkeypatch):
+    monkeypatch.setattr(feature_store, "OPEN_FILES", 2)
+    store = FeatureStore(folder)
+    segments = list(feature_store.segments_of(sequences, LENGTH))
+    assert len(store) == len(segments)
+    order = torch.randperm(len(segments), generator=torch.Generator().manual_seed(0)).tolist()
+    for segment in [segments[i] for i in order] * 2:
+        features, tokens = store.read(segment)
+        alone = sequences[segment.sequence][segment.start : segment.start + segment.length]
+        assert torch.equal(tokens, alone)
+        assert torch.equal(features.hidden, features_of(alone.long()).hidden)
+        assert len(store._files) <= 2
+
+
+def test_a_shorter_piece_is_the_beginning_of_the_stored_one(folder, sequences):
+    features, _ = FeatureStore(folder).read(Segment(4, 8, 5))
+    assert torch.equal(features.last, features_of(sequences[4][8:16].long()).last[:5])
+
+
+KILLED = """
+import os, signal, sys, torch
+from pathlib import Path
+from vllm_specblock.train.target import feature_store
+from vllm_specblock.train.target.feature_store import Features, Origin
+calls = 0
+def extract(texts):
+    global calls
+    calls += 1
+    if calls == 4:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return [Features(torch.ones(len(t), 6) * t[:, None], torch.ones(len(t), 2)) for t in texts]
+sequences = [torch.arange(n) for n in (9, 20, 4, 17, 30)]
+origin = Origin("t", feature_store.fingerprint(sequences), (0, 1, 2), "float32", 8, 10)
+feature_store.fill(Path(sys.argv[1]), origin, sequences, extract)
+"""
+
+
+def test_after_a_kill_it_goes_on_at_the_first_missing_shard(tmp_path):
+    killed, unbroken = tmp_path / "killed", tmp_path / "unbroken"
+    done = subprocess.run([sys.executable, "-c", KILLED, str(killed)], check=False)
+    assert done.returncode == -signal.SIGKILL
+    with pytest.raises(TrainError, match="run it again with the same options"):
+        FeatureStore(killed)
+    left = len(list(killed.glob("features-*.safetensors")))
+    assert left in (2, 3)  # the third may have been under way
+    calls: list[int] = []
+
+    def extract(texts):
+        calls.append(sum(map(len, texts)))
+        return [Features(torch.ones(len(t), 6) * t[:, None], torch.ones(len(t), 2)) for t in texts]
+
+    sequences = [torch.arange(n) for n in (9, 20, 4, 17, 30)]
+    origin = Origin("t", feature_store.fingerprint(sequences), (0, 1, 2), "float32", 8, 10)
+    on_disk: list[int] = []
+    feature_store.fill(killed, origin, sequences, extract, on_disk.append)
+    again = len(calls)
+    feature_store.fill(unbroken, origin, sequences, extract)
+    assert again + left == len(calls) - again == 6
+    assert sum(on_disk) == 80
+    files = {path.name: path.read_bytes() for path in unbroken.iterdir()}
+    assert {path.name: path.read_bytes() for path in killed.iterdir()} == files
+    assert feature_store.UNFINISHED not in files
+
+
+def test_an_unfinished_folder_takes_no_other_options(tmp_path, origin, sequences):
+    def stop(texts):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        feature_store.fill(tmp_path / "f", origin, sequences, stop)
+    with pytest.raises(TrainError, match="pieces of 8 tokens instead of 7"):
+        feature_store.fill(tmp_path / "f", replace(origin, length=7), sequences, extract)
+
+
+def test_a_whole_folder_is_left_alone(folder, origin):
+    assert feature_store.begin(folder, origin)
+    assert not (folder / feature_store.UNFINISHED).exists()
+    with pytest.raises(TrainError, match=r"layers \(1, 2, 3\) instead of \(1, 2, 4\)"):
+        feature_store.begin(folder, replace(origin, layer_ids=(1, 2, 4)))
+
+
+def test_a_write_that_fails_is_told(tmp_path, origin, sequences):
+    def short(texts):
+        return (features_of(text[:-1]) for text in texts)
+
+    with pytest.raises(RuntimeError, match="7 rows came for a piece of 8 tokens"):
+        feature_store.fill(tmp_path / "f", origin, sequences, short)
+    assert not (tmp_path / "f" / feature_store.INDEX).exists()
+
+
+@pytest.mark.parametrize(
+    ("expected", "said"),
+    [
+        ({"layer_ids": (1, 2, 4)}, r"layers \(1, 2, 3\) instead of \(1, 2, 4\)"),
+        ({"length": 16}, "pieces of 8 tokens instead of 16"),
+        ({"data": "else"}, "other data"),
+    ],
+)
+def test_features_of_something_else(folder, target, expected, said):
+    with pytest.raises(TrainError, match=said):
+        StoredTeacher(folder, target, DRAFT_IDS, "cpu", torch.float32, **expected)
+
+
+def test_features_of_what_is_expected(folder, target, origin):
+    StoredTeacher(
+        folder, target, DRAFT_IDS, "cpu", torch.float32, origin.layer_ids, LENGTH, origin.data
+    )
+
+
+def test_features_of_another_target(folder, target):
+    (target / "config.json").write_text("{}")
+    with pytest.raises(TrainError, match="another target"):
+        StoredTeacher(folder, target, DRAFT_IDS, "cpu", torch.float32)
+
+
+@pytest.mark.parametrize("segment", [Segment(0, 4, 4), Segment(7, 0, 3), Segment(1, 0, 4)])
+def test_a_piece_that_is_not_there(folder, target, segment):
+    batch = replace(Batch.of(torch.ones(1, LENGTH, dtype=torch.int64)), segments=((segment,),))
+    teacher = StoredTeacher(folder, target, DRAFT_IDS, "cpu", torch.float32)
+    with pytest.raises(TrainError, match=f"lack tokens {segment.start} to .* {segment.sequence}:"):
+        teacher.teach(batch)
+
+
+def test_other_tokens_at_the_same_place(folder, target, sequences):
+    batch = batch_of(sequences)
+    batch.tokens[0, 3] = (batch.tokens[0, 3] + 1) % VOCAB
+    teacher = StoredTeacher(folder, target, DRAFT_IDS, "cpu", torch.float32)
+    with pytest.raises(TrainError, match="other data"):
+        teacher.teach(batch)
+
+
+def test_a_damaged_shard(folder):
+    feature_store.shard_path(folder, 2).write_bytes(b"no shard")
+    with pytest.raises(TrainError, match=r"features-00002.safetensors cannot be read"):
+        FeatureStore(folder)
+
+
+def test_a_target_without_weights(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(TrainError, match="has 0 tensors"):
+        target_rows.embedding_rows(tmp_path)
+    with pytest.raises(TrainError, match="cannot be read"):
+        target_rows.fingerprint(tmp_path / "nowhere")
+
+
+def test_fingerprint_sees_tokens_and_cuts_not_dtypes():
+    a, b = torch.tensor([1, 2, 3]), torch.tensor([4])
+    known = feature_store.fingerprint([a, b])
+    assert feature_store.fingerprint([a.int(), b.int()]) == known
+    assert feature_store.fingerprint([a[:2], torch.tensor([3, 4])]) != known
+    assert feature_store.fingerprint([a, b + 1]) != known

@@ -1,0 +1,178 @@
+"""The CPU's attention over packed caches, held to the set-based oracle."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.attention import MIXED, Blind, Chunk, Tree, check, make_batch
+
+pytest.importorskip("numba")
+
+from vllm_specblock.triton_kernels.attention.cpu_attention import (
+    attend_packed,
+    find_causal,
+    plan_packed,
+    rows_of,
+)
+from vllm_specblock.triton_kernels.attention.cpu_packing import (
+    Packing,
+    move_packed,
+    packing_of,
+    store_packed,
+)
+from vllm_specblock.triton_kernels.attention.sliding_window import see_last
+
+FORMS = {
+    "fp32": (torch.float32, False),
+    "bf16": (torch.bfloat16, False),
+    "fp16": (torch.float16, False),
+    "amx": (torch.bfloat16, True),
+}
+
+
+@pytest.fixture(params=FORMS)
+def form(request) -> tuple[torch.dtype, bool]:
+    dtype, amx = FORMS[request.param]
+    if amx and not torch.cpu._is_amx_tile_supported():
+        pytest.skip("this CPU has no tile registers")
+    return dtype, amx
+
+
+def pack(kv_cache: torch.Tensor, amx: bool) -> tuple[torch.Tensor, Packing]:
+    """A packed copy of a cache [blocks, H, N, 2D]; what nobody wrote becomes 0."""
+    packed = torch.zeros_like(kv_cache.transpose(1, 2).contiguous()).transpose(1, 2)
+    packing = packing_of(packed, amx)
+    entries = kv_cache.nan_to_num().transpose(1, 2).flatten(0, 1)
+    key, value = entries.chunk(2, dim=-1)
+    store_packed(packed, packing, torch.arange(len(entries)), key, value)
+    return packed, packing
+
+
+def attend(batch, amx: bool, window: int | None = None, soft_cap: float = 0.0, left_out=None):
+    cache, packing = pack(batch.kv_cache, amx)
+    prefix_from, mask_words = None, batch.mask_words
+    if window is not None:
+        prefix_from, mask_words = see_last(batch.prefix_len, mask_words, window)
+    rows = rows_of(
+        batch.query_start.tolist(), batch.seq_len, batch.prefix_len, mask_words, batch.tree_start
+    )
+    kv_heads = batch.kv_cache.shape[1]
+    group = batch.query.shape[1] // kv_heads
+    plan = plan_packed(rows, group, kv_heads, left_out, prefix_from)
+    out = torch.full_like(batch.query, torch.nan)
+    scale = batch.query.shape[-1] ** -0.5
+    return attend_packed(batch.query, cache, packing, batch.block_table, plan, scale, out, soft_cap)
+
+
+@pytest.mark.parametrize("group, head_size", [(1, 32), (3, 64), (9, 96)])
+def test_mixed_batch(form, group, head_size):
+    dtype, amx = form
+    batch = make_batch(
+        [*MIXED, Blind(3)], group=group, head_size=head_size, block_size=32, dtype=dtype, tail=3
+    )
+    check(attend(batch, amx), batch)
+
+
+def test_more_entries_than_one_tile_holds(form):
+    dtype, amx = form
+    batch = make_batch([Tree(2100, 40), Chunk(1020, 70)], block_size=96, dtype=dtype, num_words=2)
+    check(attend(batch, amx), batch)
+
+
+@pytest.mark.parametrize("window", [1, 7, 1500])
+def test_sliding_window(form, window):
+    dtype, amx = form
+    batch = make_batch([*MIXED, Tree(2100, 20)], group=2, block_size=32, dtype=dtype)
+    check(attend(batch, amx, window), batch, window=window)
+
+
+def test_soft_cap():
+    batch = make_batch(MIXED, block_size=32)
+    check(attend(batch, False, soft_cap=2.0), batch, soft_cap=2.0)
+
+
+def test_neighbours_change_nothing(form):
+    """The same request alone and beside others, bit for bit."""
+    dtype, amx = form
+    request = [Tree(1400, 25)]
+    alone = make_batch(request, group=3, block_size=32, dtype=dtype)
+    wanted = attend(alone, amx)
+    several = make_batch(
+        [*request, Chunk(900, 40), Tree(3, 9)], group=3, block_size=32, dtype=dtype
+    )
+    several.query[: len(wanted)] = alone.query
+    for block in range(-(-1426 // 32)):
+        several.kv_cache[several.block_table[0, block]] = alone.kv_cache[
+            alone.block_table[0, block]
+        ]
+    assert torch.equal(attend(several, amx)[: len(wanted)], wanted)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_the_number_of_threads_changes_nothing(form, threads, monkeypatch):
+    """Bit for bit; every job is done, by one thread or another."""
+    from vllm_specblock.triton_kernels.attention import cpu_attention
+
+    dtype, amx = form
+    batch = make_batch(
+        [Tree(700, 25), Chunk(5, 3), Tree(90, 60)], group=3, block_size=32, dtype=dtype
+    )
+    wanted, taken = attend(batch, amx), []
+    split = cpu_attention._share
+    monkeypatch.setattr(cpu_attention, "_LEAST_WORK", 1)
+    monkeypatch.setattr(cpu_attention, "team_size", lambda: threads)
+    monkeypatch.setattr(
+        cpu_attention, "_share", lambda *given: taken.append(split(*given)) or taken[-1]
+    )
+    assert torch.equal(attend(batch, amx), wanted)
+    (bounds,) = taken
+    assert len(bounds) == threads + 1 and (bounds[1:] > bounds[:-1]).all()
+
+
+def test_requests_that_are_left_out_stay_as_they_are():
+    batch = make_batch([Tree(5, 3), Chunk(9, 2)], block_size=32)
+    got = attend(batch, False, left_out=torch.tensor([False, True]).numpy())
+    assert got[4:].isnan().all() and not got[:4].isnan().any()
+
+
+def test_causal_requests_are_found():
+    batch = make_batch([Chunk(5, 19), Tree(37, 12), Tree(20, 0), Chunk(0, 4), Tree(8, 3)])
+    batch.mask_words[-4:, 0] = torch.tensor([1, 3, 7, 15])  # a chain of drafts
+    rows = rows_of(
+        batch.query_start.tolist(),
+        batch.seq_len,
+        batch.prefix_len,
+        batch.mask_words,
+        batch.tree_start,
+    )
+    assert find_causal(*rows).tolist() == [True, False, True, True, True]
+    batch.mask_words[-1, 0] = 13  # its second node is no ancestor
+    assert find_causal(*rows).tolist() == [True, False, True, True, False]
+
+
+def test_a_path_moves_down(form):
+    """Entries move in every layer, and a target that is a source of its own row is read first."""
+    dtype, amx = form
+    generator = torch.Generator().manual_seed(0)
+    size = (3, 64, 2, 2 * 32)  # two layers; blocks, entries, heads
+    plain = [torch.randn(size, generator=generator).to(dtype).transpose(1, 2) for _ in range(2)]
+    packed = [pack(cache, amx) for cache in plain]
+    source = torch.tensor([[66, 68, 190, -1], [3, -1, 7, 8]])
+    target = torch.tensor([[65, 66, 67, 68], [2, 3, -1, 5]])
+    pointers = torch.tensor([cache.data_ptr() for cache, _ in packed])
+    move_packed(pointers, packed[0][0].stride(0), packed[0][1], source, target)
+    for cache, (moved, _) in zip(plain, packed):
+        entries = cache.transpose(1, 2).reshape(-1, 2, 64).clone()
+        for old, new in ((66, 65), (68, 66), (190, 67), (3, 2), (8, 5)):
+            entries[new] = entries[old]
+        wanted, _ = pack(entries.view(size).transpose(1, 2), amx)
+        assert torch.equal(moved, wanted)
+
+
+def test_what_cannot_be_packed():
+    cache = torch.zeros(2, 32, 2, 64).transpose(1, 2)
+    assert packing_of(cache, True) == (0, False, 2, 32, 32)
+    assert packing_of(cache[..., :60], False) is None
+    assert packing_of(cache[:, :, :16], False) is None
+    assert packing_of(cache.to(torch.float64), False) is None
+    assert packing_of(cache[:, :1], False) is None  # a page with somebody else's entries in it

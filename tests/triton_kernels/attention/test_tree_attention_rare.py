@@ -1,0 +1,307 @@
+"""Tree attention's rarer sides: windows, soft caps, fp8 caches, sums, splits, merging."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from support.attention import (
+    MIXED,
+    TOLERANCE,
+    Blind,
+    Chunk,
+    Tree,
+    check,
+    launch,
+    load,
+    make_batch,
+    reference,
+)
+from vllm_specblock.triton_kernels.attention import attention_schedule
+from vllm_specblock.triton_kernels.attention.merge_states import merge_states
+from vllm_specblock.triton_kernels.attention.sliding_window import see_last
+from vllm_specblock.triton_kernels.attention.tree_attention_batch import TreeAttentionBatch
+
+FP8 = torch.float8_e4m3fn
+
+
+def packed(batch, **bounds) -> TreeAttentionBatch:
+    return TreeAttentionBatch(
+        batch.block_table, batch.kv_cache.shape[2], batch.query_start, batch.query_start.tolist(),
+        batch.seq_len, batch.seq_len.tolist(), batch.prefix_len, batch.mask_words, batch.tree_start,
+        **bounds,
+    )  # fmt: skip
+
+
+def windowed(batch, window: int) -> torch.Tensor:
+    """prefix_from of the batch, whose words are cut; what a window hides is made NaN."""
+    prefix_from, batch.mask_words = see_last(batch.prefix_len, batch.mask_words, window)
+    return prefix_from
+
+
+# Sliding windows. 3 is less than a path, 17 less than most contexts, 500 more than everything.
+
+
+@pytest.mark.parametrize("window", [1, 3, 17, 64, 500])
+def test_reference_sliding_window(window):
+    batch = make_batch(MIXED, group=2, tail=2)
+    prefix_from = windowed(batch, window)
+    check(reference(batch, prefix_from=prefix_from), batch, window=window)
+
+
+@pytest.mark.parametrize("window", [1, 3, 17, 64, 500])
+def test_kernel_sliding_window(kernels, window):
+    batch = make_batch([*MIXED, Chunk(150, 3)], device=kernels.device, tail=2)
+    prefix_from = windowed(batch, window)
+    check(launch(kernels, batch, prefix_from=prefix_from), batch, window=window)
+
+
+def test_a_window_smaller_than_the_tree_cuts_every_word(kernels):
+    for window in (2, 70):
+        batch = make_batch(
+            [Tree(11, 255), Chunk(0, 3)], num_words=4, num_kv_heads=1, device=kernels.device
+        )
+        prefix_from = windowed(batch, window)
+        check(launch(kernels, batch, prefix_from=prefix_from), batch, window=window)
+        check(reference(batch, prefix_from=prefix_from), batch, window=window)
+
+
+def test_layers_of_one_step_may_have_different_windows():
+    batch = make_batch(MIXED)
+    queries = packed(batch)
+    for window in (None, 5, 40, None, 5):
+        out = queries.attend(batch.query, batch.kv_cache, 32**-0.5, window=window)
+        check(out, batch, window=window)
+
+
+# Soft cap, scales, the log of the sums.
+
+
+@pytest.mark.parametrize("soft_cap", [0.5, 30.0])
+def test_soft_cap(kernels, soft_cap):
+    batch = make_batch(MIXED, group=2, device=kernels.device)
+    batch.query *= 20  # far into the cap
+    check(launch(kernels, batch, soft_cap=soft_cap), batch, soft_cap=soft_cap)
+    check(reference(batch, soft_cap=soft_cap), batch, soft_cap=soft_cap)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_fp8_cache(kernels, dtype):
+    scales = {"key_scale": 0.5, "value_scale": 3.0}
+    batch = make_batch(MIXED, group=2, dtype=dtype, cache_dtype=FP8, device=kernels.device)
+    on_device = {name: torch.tensor(s, device=kernels.device) for name, s in scales.items()}
+    got = launch(kernels, batch, **on_device)
+    loose = {"atol": 3 * TOLERANCE[dtype], "rtol": TOLERANCE[dtype]}  # values of three times
+    wanted = batch.oracle(**scales)[0]
+    torch.testing.assert_close(got.cpu().double(), wanted, **loose)
+    host = {name: torch.tensor(s) for name, s in scales.items()}
+    torch.testing.assert_close(reference(batch, **host).double(), wanted, **loose)
+
+
+def test_log_of_the_sums(kernels):
+    batch = make_batch([*MIXED, Blind(2)], group=2, device=kernels.device, tail=3)
+    batch.kv_cache[0] = 0.0  # a request without entries looks at block 0, with weight 0
+    wanted = batch.oracle()[1].float()
+    runs = (
+        (kernels.device, lambda lse: launch(kernels, batch, lse=lse)),
+        ("cpu", lambda lse: reference(batch, lse=lse)),
+    )
+    for device, run in runs:
+        # Written through strides, as [heads, T] is what FlashAttention has.
+        lse = torch.full(batch.query.shape[1::-1], torch.nan, device=device).T
+        check(run(lse), batch)
+        torch.testing.assert_close(lse.cpu(), wanted.cpu(), atol=1e-5, rtol=1e-5)
+
+
+# Splits.
+
+
+@pytest.fixture
+def short_splits(monkeypatch):
+    """Splits at lengths that the interpreter can afford."""
+    monkeypatch.setattr(attention_schedule, "SPLIT_ENTRIES", 128)
+    monkeypatch.setattr(attention_schedule, "PROGRAMS", 16)
+
+
+LONG = [Tree(700, 12), Chunk(301, 40), Tree(90, 3), Chunk(530, 1)]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_long_contexts_in_splits(kernels, short_splits, dtype):
+    for requests in (LONG[:1], LONG):  # a program for each split; one for all
+        batch = make_batch(
+            requests, group=3, num_kv_heads=2, dtype=dtype, device=kernels.device, tail=2
+        )
+        lse = torch.empty(batch.query.shape[:2], device=kernels.device)
+        check(launch(kernels, batch, lse=lse), batch)
+        torch.testing.assert_close(
+            lse.cpu().double(), batch.oracle()[1], atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
+        )
+
+
+def test_splits_of_more_tiles_than_one(kernels, short_splits):
+    """183 rows are two tiles of 128, in the workspace side by side."""
+    batch = make_batch([Tree(700, 60)], group=3, num_kv_heads=1, device=kernels.device)
+    check(launch(kernels, batch), batch)
+
+
+def test_splits_under_a_window(kernels, short_splits):
+    batch = make_batch(LONG[:1], device=kernels.device)
+    prefix_from = windowed(batch, 400)
+    check(launch(kernels, batch, prefix_from=prefix_from), batch, window=400)
+
+
+def test_splits_with_a_workspace_of_the_caller(kernels, short_splits):
+    batch = make_batch(LONG[:1], device=kernels.device)
+    workspace = torch.full((1 << 17,), torch.nan, device=kernels.device)
+    check(launch(kernels, batch, workspace=workspace), batch)
+    assert not workspace[:64].isnan().any()
+
+
+@pytest.mark.parametrize("unknown_up_to", [0, 20])
+def test_bits_do_not_depend_on_the_batch(kernels, short_splits, unknown_up_to):
+    """Alone a request's splits have programs of their own; in company one program reads them all;
+    beside a long chunk other tiles are launched."""
+    rare = {"unknown_up_to": unknown_up_to}
+    requests = [Tree(700, 12), *[Chunk(600, 1)] * 7, Chunk(20, 70)]
+    crowd = make_batch(requests, group=2, dtype=torch.bfloat16, device=kernels.device)
+    wanted = launch(kernels, crowd, **rare)
+    check(wanted, crowd)
+    for first, count in ((0, 1), (0, 2), (1, 1), (0, 4), (8, 1)):
+        few = chunk_of(crowd, first, count)
+        begin = int(crowd.query_start[first])
+        assert torch.equal(launch(kernels, few, **rare), wanted[begin : begin + len(few.query)])
+
+
+def test_the_batches_above_are_cut_differently(short_splits):
+    """Else the test above shows nothing."""
+    classes = attention_schedule.tile_classes(32, torch.bfloat16, attention_schedule.HOPPER_SHARED)
+
+    def plan(lens, requests):
+        return attention_schedule.plan_launches(classes, lens, 2, requests, 2, 720)
+
+    (alone,), crowd = plan({13}, 1), plan({1, 13, 70}, 9)
+    assert alone.tile.rows == 64 and not alone.whole
+    assert [(launch.tile.rows, launch.whole) for launch in crowd] == [
+        (16, True), (64, True), (128, True),
+    ]  # fmt: skip
+
+
+def chunk_of(batch, first: int, count: int, requests: int = 0):
+    """Requests `first` … of a batch, and after them others without rows, up to `requests`."""
+    part = slice(first, first + max(count, requests))
+    start = batch.query_start[first : first + count + 1]
+    rows = slice(int(start[0]), int(start[-1]))
+    start = torch.cat([start, start[-1:].expand(max(requests - count, 0))])
+    return replace(
+        batch, query=batch.query[rows], block_table=batch.block_table[part],
+        query_start=start - start[0], seq_len=batch.seq_len[part],
+        prefix_len=batch.prefix_len[rows], mask_words=batch.mask_words[rows],
+        tree_start=batch.tree_start[part],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("there", [1, 7, 8, 12])
+def test_requests_that_are_not_there_do_not_decide(kernels, short_splits, there):
+    """A captured graph has room for twelve: the device finds out whether eight are there, from
+    which on one program reads all splits."""
+    rare = {"unknown_up_to": 20}
+    requests = [Tree(700, 12), *[Chunk(600, 1)] * 11]
+    batch = make_batch(requests, group=2, dtype=torch.bfloat16, device=kernels.device)
+    wanted = launch(kernels, batch, **rare)
+    check(wanted, batch)
+    graph = chunk_of(batch, 0, there, len(requests))
+    assert len(graph.query_start) == len(requests) + 1
+    assert torch.equal(launch(kernels, graph, **rare), wanted[: len(graph.query)])
+
+
+def test_one_of_two_forms_serves_a_graph(short_splits):
+    """Else the test above shows nothing."""
+    classes = attention_schedule.tile_classes(32, torch.bfloat16, attention_schedule.HOPPER_SHARED)
+
+    def forms(requests, max_seq_len=720):
+        launches = attention_schedule.plan_launches(classes, {20}, 2, requests, 2, max_seq_len, 20)
+        return [(each.whole, each.requests, each.whole_from) for each in launches]
+
+    assert forms(7) == [(False, 7, 0)]
+    assert forms(8) == [(False, 7, 8), (True, 8, 8)] and forms(12)[1] == (True, 12, 8)
+    assert forms(12, max_seq_len=100) == [(True, 12, 0)]  # there is one split
+
+
+def test_lengths_that_were_not_foreseen_are_attended(kernels, short_splits):
+    """A captured graph knows the largest length only."""
+    batch = make_batch([Tree(300, 20), Chunk(40, 1), Chunk(0, 9)], device=kernels.device)
+    arguments = list(batch.arguments())
+    for lens in ({21}, {1, 64}):
+        arguments[4] = lens
+        out = torch.full_like(batch.query, torch.nan)
+        check(load(kernels).tree_attention(*arguments, out), batch)
+
+
+def test_requests_of_unknown_length_share_a_class(kernels, short_splits):
+    """Whatever the lengths turn out to be, and however long the others are."""
+    trees = [Tree(300, 20), Chunk(40, 1), Tree(61, 5), Tree(700, 39)]
+    for requests, longest in ((trees, 40), ([*trees, Chunk(9, 120)], 120)):
+        batch = make_batch(requests, device=kernels.device)
+        arguments = list(batch.arguments())
+        arguments[4] = packed(batch, max_query_len=longest, unknown_up_to=40).query_lens
+        out = torch.full_like(batch.query, torch.nan)
+        check(load(kernels).tree_attention(*arguments, out, unknown_up_to=40), batch)
+
+
+@pytest.mark.parametrize("group", [1, 4, 8])
+def test_unknown_lengths_are_one_class(group):
+    classes = attention_schedule.tile_classes(128, torch.bfloat16, attention_schedule.HOPPER_SHARED)
+
+    def rows_of(longest, requests=4):
+        launches = attention_schedule.plan_launches(
+            classes, {longest}, group, requests, 8, 4096, unknown_up_to=61
+        )
+        found = [(launch.tile.rows, launch.above, launch.tiles) for launch in launches]
+        return sorted(set(found))  # in one form or in both
+
+    shared = (64, 0, -(-61 * group // 64))
+    assert rows_of(61) == rows_of(1) == rows_of(61, requests=1) == [shared]
+    assert rows_of(500) == [shared, (128, 61 * group, -(-500 * group // 128))]
+
+
+# Merging.
+
+
+def merge(kernels, *states):
+    if kernels.device.type == "cuda":
+        return merge_states(*states)
+    return kernels.load("merge_states").merge_states_triton(*states)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_two_halves_merge_to_the_whole(kernels, dtype):
+    """Prefix here, window there, against attention over both."""
+    batch = make_batch(MIXED, group=3, head_size=48, dtype=dtype, device=kernels.device)
+    shape = batch.query.shape
+    halves = []
+    for part in ("prefix", "window"):
+        half = make_batch(MIXED, group=3, head_size=48, dtype=dtype, device=kernels.device)
+        lse = torch.empty(shape[:2], device=kernels.device)
+        rare = {"lse": lse}
+        if part == "prefix":
+            half.mask_words = half.mask_words * 0
+        else:
+            rare["prefix_from"] = half.prefix_len
+        halves += [launch(kernels, half, **rare), lse]
+    check(merge(kernels, *halves, torch.full_like(batch.query, torch.nan)), batch)
+    host = [x.cpu() for x in halves]
+    check(merge_states(*host, torch.empty(shape, dtype=dtype)), batch)
+
+
+def test_merging_empty_states(kernels):
+    """An empty state counts for nothing, though it be NaN, and though its log be +inf."""
+    lse_a = torch.tensor([[0.0, torch.inf], [-torch.inf, torch.inf], [3.0, -torch.inf]])
+    lse_b = torch.tensor([[-torch.inf, 2.0], [torch.inf, -torch.inf], [3.0, 1.0]])
+    out_a = torch.where(lse_a.isfinite(), 1.0, torch.nan)[..., None].expand(3, 2, 16)
+    out_b = torch.where(lse_b.isfinite(), 5.0, torch.nan)[..., None].expand(3, 2, 16)
+    wanted = torch.tensor([[1.0, 5.0], [0.0, 0.0], [3.0, 5.0]])[..., None].expand(3, 2, 16)
+    states = [x.to(kernels.device) for x in (out_a, lse_a, out_b, lse_b, torch.empty(3, 2, 16))]
+    torch.testing.assert_close(merge(kernels, *states).cpu(), wanted)
+    torch.testing.assert_close(merge_states(*(x.cpu() for x in states)), wanted)

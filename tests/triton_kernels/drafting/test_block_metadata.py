@@ -1,0 +1,209 @@
+"""One launch per block gives every tensor that the torch description of DraftAttentionBuilder
+gives."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from vllm_specblock.drafters.specblock import paged_attention
+from vllm_specblock.drafters.specblock.paged_attention import DraftAttentionBuilder
+
+MAX, TOKENS, BLOCKS = 203, 8, 4  # the length limit, tokens of a cache block, M
+QUERIES = ("query_start", "seq_len", "prefix_len", "mask_words", "tree_start")
+HOST = ("query_start_host", "seq_len_host", "block_size")
+
+
+def column(values: torch.Tensor) -> torch.Tensor:
+    """The same numbers with others between them, which nobody may read."""
+    table = torch.full((len(values), 3), 1 << 30, dtype=values.dtype, device=values.device)
+    table[:, 1] = values
+    return table[:, 1]
+
+
+def some_rows(requests: int, width: int, device) -> SimpleNamespace:
+    """Requests of 1 to 9 rows, with padding behind some newest rows, up to the length limit."""
+    lengths = torch.randint(1, 10, (requests,))
+    row_start = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    last = torch.rand(requests).mul(lengths).long()
+    newest = torch.randint(9, MAX - 40, (requests,))
+    newest[requests // 2 :] = MAX - 1 - torch.arange(requests - requests // 2) % 9
+    request = torch.arange(requests).repeat_interleave(lengths)
+    local = torch.arange(len(request)) - row_start[request]
+    position = newest[request] - last[request] + local
+    # Twice as wide as what is used of it.
+    table = torch.randint(0, 1 << 30, (requests, 2 * width), dtype=torch.int32)[:, :width]
+    kv_slot = torch.randint(0, 1 << 40, position.shape)
+    kv_slot[local > last[request]] = -1
+    return SimpleNamespace(
+        position=column(position).to(device),
+        kv_slot=column(kv_slot).to(device),
+        row_start=column(row_start.int()).to(device),
+        row_start_host=row_start.tolist(),
+        last=column(row_start[:-1] + last).to(device),
+        block_table=table.to(device),
+        block_size=TOKENS,
+        max_position=int(position.max()),
+    )
+
+
+def some_starts(requests: int, starts: int, size: int, block: int, device) -> SimpleNamespace:
+    """Anywhere in the rows so far; the drafting row is among them."""
+    shape = (starts, requests)
+    row = torch.randint(0, 1 + (block - 2) * starts, shape)
+    row[torch.rand(shape) < 0.2] = 0
+    position = torch.randint(0, size, shape)
+    valid = torch.rand(shape) > 0.2
+    return SimpleNamespace(**{
+        name: x.t().to(device)
+        for name, x in (("row", row), ("position", position), ("valid", valid))
+    })  # fmt: skip
+
+
+@pytest.fixture
+def both(kernels, monkeypatch):
+    """(K, S) -> a sight by torch, and one by launches whose results begin as garbage."""
+    first, later = kernels.load("first_block_metadata"), kernels.load("later_block_metadata")
+    monkeypatch.setattr(
+        paged_attention, "first_block_metadata_triton", first.first_block_metadata_triton
+    )
+    monkeypatch.setattr(
+        paged_attention, "later_block_metadata_triton", later.later_block_metadata_triton
+    )
+    empty = torch.empty
+
+    def stale(*shape, **options):
+        return empty(*shape, **options).fill_(99)
+
+    monkeypatch.setattr(first.torch, "empty", stale)
+
+    def make(size: int, starts: int, path_rope: bool = False) -> list[DraftAttentionBuilder]:
+        caches = [None, None]  # the last layer's queries are those of the newest rows
+        args = (caches, size, starts, BLOCKS, MAX, kernels.device, path_rope)
+        pair = [DraftAttentionBuilder(*args) for _ in range(2)]
+        pair[0].fused, pair[1].fused = False, True
+        return pair
+
+    return make
+
+
+def same_tensor(mine: torch.Tensor, expected: torch.Tensor) -> None:
+    assert mine.dtype == expected.dtype and mine.device == expected.device
+    assert mine.shape == expected.shape and torch.equal(mine, expected)
+
+
+def same(mine: tuple, expected: tuple) -> None:
+    """An attention, and the tensors that come with it."""
+    (mine, *tensors), (expected, *others) = mine, expected
+    for tensor, other in zip(tensors, others, strict=True):
+        same_tensor(tensor, other)
+    same_tensor(mine.kv_index, expected.kv_index)
+    for queries, wanted in zip(mine.queries, expected.queries, strict=True):
+        for name in QUERIES:
+            same_tensor(getattr(queries, name), getattr(wanted, name))
+        for name in HOST:
+            assert getattr(queries, name) == getattr(wanted, name)
+        same_tensor(queries.block_table, wanted.block_table)
+
+
+@pytest.mark.parametrize("requests", [1, 3, 20])
+@pytest.mark.parametrize(("size", "starts"), [(1, 1), (1, 8), (3, 3), (4, 1), (4, 3), (4, 8)])
+# A table that ends before the length limit: behind it, its last block is read.
+@pytest.mark.parametrize(
+    ("width", "path_rope"),
+    [(-(-MAX // TOKENS), True), (12, False)],
+    ids=["whole table, path", "short table, base"],
+)
+def test_as_torch_sees(both, kernels, requests, size, starts, width, path_rope):
+    torch.manual_seed(requests + 10 * size + starts)
+    reference, fused = both(size, starts, path_rope)
+    rows = some_rows(requests, width, kernels.device)
+    for metadata in (reference, fused):
+        metadata.step(rows)
+    same(fused.first(rows), reference.first(rows))
+
+    wanted = torch.arange(requests, device=kernels.device).flip(0)[: max(1, requests - 1)]
+    for chosen in (None, wanted):
+        reference.begin(chosen)
+        fused.begin(chosen)
+        fused.prefix.fill_(1 << 60)
+        fused.mask_words.fill_(-1)
+        assert (fused.reach is None) != path_rope
+        if path_rope:
+            fused.reach.fill_(1 << 60)
+        fused.last = column(fused.last)
+        everywhere, nowhere = 0, 0
+        for block in range(2, BLOCKS + 1):
+            where = some_starts(len(fused.last), starts, size, block, kernels.device)
+            expected = reference.next(block, where)
+            same(fused.next(block, where), expected)
+            there = expected.valid
+            assert not (there & ~where.valid).any()
+            drafted = reference.prefix.shape[1]
+            same_tensor(fused.prefix[:, 1:drafted], reference.prefix[:, 1:])
+            same_tensor(fused.mask_words[:, 1:drafted], reference.mask_words[:, 1:])
+            if path_rope:
+                same_tensor(fused.reach[:, 1:drafted], reference.reach[:, 1:])
+            everywhere += int(there.sum())
+            nowhere += int((where.valid & ~there).sum())
+        assert requests < 20 or (nowhere and everywhere), "the length limit was not met"
+
+
+def test_a_full_batch(both, kernels):
+    reference, fused = both(2, 2)
+    rows = some_rows(256, 26, kernels.device)
+    for metadata in (reference, fused):
+        metadata.step(rows)
+        metadata.begin(None)
+    same(fused.first(rows), reference.first(rows))
+    where = some_starts(256, 2, 2, 2, kernels.device)
+    same(fused.next(2, where), reference.next(2, where))
+
+
+def test_no_rows(both, kernels):
+    (_, fused), device = both(4, 3), kernels.device
+    none = torch.zeros(0, dtype=torch.int64, device=device)
+    start = torch.zeros(1, dtype=torch.int32, device=device)
+    first = paged_attention.first_block_metadata_triton(none, none, start, none, 4, 1)
+    shapes = [(0, 4), (1,), (0,), (0, 1), (0,), (1,), (0,), (0,)]
+    assert [tuple(x.shape) for x in first] == shapes
+    assert first.query_start.tolist() == first.kept_start.tolist() == [0]
+    starts, table = none.view(0, 3), none.int().view(0, 5)
+    prefix = none.view(0, len(fused.own))
+    later = paged_attention.later_block_metadata_triton(
+        starts, starts, starts.bool(), none, none, fused.own, table, prefix, prefix[..., None],
+        None, 2, TOKENS, MAX,
+    )  # fmt: skip
+    shapes = [(0, 4), (1,), (0,), (0, 1), (0,), (0,), (0, 3), (0,), (0,)]
+    assert [tuple(x.shape) for x in later] == shapes and later.query_start.tolist() == [0]
+
+
+def test_a_start_goes_on_from_its_own_rows(both, kernels):
+    """`source` counts in rows as they are drafted, request by request."""
+    for metadata in both(4, 2):
+        rows = some_rows(3, 26, kernels.device)
+        metadata.step(rows)
+        metadata.begin(None)
+        for block, count in ((2, 1), (3, 3)):
+            cell = torch.arange(3 * count * 4, device=kernels.device).view(3, count, 4)
+            where = some_starts(3, 2, 4, block, kernels.device)
+            found = metadata.next(block, where).source.view(3, 2)
+            for request in range(3):
+                wanted = cell[request, where.row[request], where.position[request]]
+                assert torch.equal(found[request], wanted)
+
+
+def test_rope_counts_the_path(both, kernels):
+    """Block 2 from position 2 of the drafting row, block 3 from position 1 of that."""
+    for path_rope, ahead in ((True, [1 + 3, 1 + 3 + 2]), (False, [1, 1])):
+        for metadata in both(4, 1, path_rope):
+            rows = some_rows(1, 26, kernels.device)
+            metadata.step(rows)
+            metadata.begin(None)
+            newest = int(rows.position[rows.last])
+            for block, (row, position) in enumerate([(0, 2), (1, 1)]):
+                at = torch.full((1, 1), row, device=kernels.device)
+                where = SimpleNamespace(row=at, position=at * 0 + position, valid=at >= 0)
+                assert int(metadata.next(block + 2, where).base) == newest + ahead[block]

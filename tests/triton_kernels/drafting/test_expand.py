@@ -1,0 +1,157 @@
+"""Growing and selecting trees in one launch each, held bit for bit to torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, example, given, settings
+from hypothesis import strategies as st
+from support.drafted_blocks import coarse_block, random_block
+from vllm_specblock.triton_kernels.tree.candidate_keys import CLOSED, DEPTH_ONE, ROOT_HASH
+
+from vllm_specblock import candidates
+from vllm_specblock.candidates import (
+    NEVER,
+    extend_hash,
+    rank_key,
+    select_reference,
+)
+from vllm_specblock.drafters.specblock import growth
+from vllm_specblock.drafters.specblock.growth import Expansion, FusedExpansion, TreeShape
+from vllm_specblock.tree import DraftTree
+
+EXAMPLES = settings(
+    deadline=None,
+    max_examples=8,
+    derandomize=True,
+    phases=[Phase.explicit, Phase.generate],  # to shrink a failure takes the interpreter minutes
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+
+
+def scattered(requests: int, count: int, vocab: int, seed: int) -> tuple:
+    """Candidates under random parents, on a grid of scores: ties, twins and unwanted ones."""
+    draw = torch.Generator().manual_seed(seed)
+    each = torch.arange(requests)
+    token = torch.randint(0, vocab, (requests, count), generator=draw)
+    parent, depth = torch.zeros(2, requests, count, dtype=torch.int64)
+    score = torch.zeros(requests, count)
+    path_hash = torch.full((requests, count), ROOT_HASH)
+    for c in range(1, count):
+        up = parent[:, c] = torch.randint(0, c, (requests,), generator=draw)
+        depth[:, c] = depth[each, up] + 1
+        score[:, c] = score[each, up] - torch.randint(0, 6, (requests,), generator=draw) / 8
+        score[torch.rand(requests, generator=draw) < 0.1, c] = NEVER
+        path_hash[:, c] = extend_hash(path_hash[each, up], token[:, c])
+    key = rank_key(score, depth * DEPTH_ONE + torch.arange(count))
+    key[:, 0] = 0
+    return (token, parent, score, key, path_hash), int(depth.max())
+
+
+def certain_block(*args):
+    """Certain tokens' log-probabilities rounded above 0."""
+    top, *rest = coarse_block(*args)
+    return torch.where(top == 0, 1e-6, top), *rest
+
+
+def assert_same_tree(got, wanted: DraftTree) -> None:
+    for name in DraftTree.__dataclass_fields__:
+        mine, theirs = getattr(got, name), getattr(wanted, name)
+        assert mine.dtype == theirs.dtype, name
+        assert torch.equal(mine.cpu(), theirs), name
+
+
+@EXAMPLES
+@given(st.integers(1, 140), st.integers(1, 4), st.integers(1, 130), st.integers(0, 10**6))
+def test_select_equals_torch(kernels, count, vocab, budget, seed):
+    fields, depth = scattered(2, count, vocab, seed)
+    launch = kernels.load("select_tree").select_triton
+    for joins in (True, False):
+        chosen = fields if joins else (*fields[:-1], None)
+        wanted = select_reference(*chosen, budget, max(1, depth))
+        moved = [x if x is None else x.to(kernels.device) for x in chosen]
+        got = launch(*moved, budget, max(1, depth))
+        assert_same_tree(got, wanted.tree)
+        live = fields[3] < CLOSED
+        assert torch.equal(got.node.cpu()[live], wanted.node[live])
+
+
+def test_select_at_serving_size(kernels):
+    fields, depth = scattered(1, 577, 3, 1)
+    wanted = select_reference(*fields, 60, depth).tree
+    assert wanted.size[0] == 60 and wanted.depth.max() > 2
+    launch = kernels.load("select_tree").select_triton
+    assert_same_tree(launch(*(x.to(kernels.device) for x in fields), 60, depth), wanted)
+
+
+def test_select_tells_siblings_apart_by_their_low_bits(kernels):
+    """Hashes of neighbouring tokens differ in bits that a sort with ranks has no room for."""
+    count = 200
+    token = torch.arange(count)[None]
+    score = -torch.arange(count)[None] / 64.0
+    key = rank_key(score, torch.arange(count) + DEPTH_ONE)
+    key[:, 0] = 0
+    path_hash = extend_hash(torch.tensor(ROOT_HASH), token)
+    fields = (token, torch.zeros_like(token), score, key, path_hash)
+    launch = kernels.load("select_tree").select_triton
+    got = launch(*(x.to(kernels.device) for x in fields), 256, 1)
+    assert got.size.tolist() == [count - 1]
+
+
+def test_select_takes_views_of_wider_rows_and_no_requests(kernels):
+    fields, depth = scattered(3, 40, 2, 3)
+    wanted = select_reference(*fields, 12, depth).tree
+    wide = [torch.nn.functional.pad(x, (0, 9), value=1).to(kernels.device) for x in fields]
+    launch = kernels.load("select_tree").select_triton
+    assert_same_tree(launch(*(x[:, :40] for x in wide), 12, depth), wanted)
+    assert launch(*(x[:0, :40] for x in wide), 12, depth).token.shape == (0, 12)
+
+
+SHAPES = st.builds(
+    TreeShape,
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.integers(1, 5),
+    st.sampled_from([(2, 4, 6, 0), (1, 1, 1, 1), (3, 0, 0, 0)]),
+    st.integers(1, 70),
+    st.booleans(),
+)
+
+
+@EXAMPLES
+@given(SHAPES, st.sampled_from([random_block, certain_block]), st.integers(0, 10**6))
+@example(TreeShape(3, 3, 5, (2, 4, 6, 4), 60), random_block, 2)  # twins that are both open
+@example(TreeShape(3, 3, 5, (2, 4, 6, 0), 60, True), random_block, 3)
+def test_growth_equals_torch(kernels, shape, make, seed):
+    draw = torch.Generator().manual_seed(seed)
+    device, requests = kernels.device, 2
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(growth, "Growing", kernels.load("expand", "select_tree").Growing)
+        branching = torch.tensor(shape.branching)
+        plain = Expansion(shape, branching, requests)
+        fused = FusedExpansion(shape, branching.to(device), requests)
+        block = make(draw, shape, 11, requests)
+        plain.first_block(*block)
+        fused.first_block(*(x.to(device) for x in block))
+        for m in range(2, shape.num_blocks + 1):
+            wanted, got = plain.starts(m), fused.starts(m)
+            assert torch.equal(got.valid.cpu(), wanted.valid)
+            for name in ("node", "token", "row", "position"):
+                mine, theirs = getattr(got, name).cpu(), getattr(wanted, name)
+                assert torch.equal(mine[wanted.valid], theirs[wanted.valid]), name
+            # A caller reads hidden states at all of them, valid or not.
+            assert (got.row >= 0).all() and (got.row < 1 + (m - 2) * shape.num_starts).all()
+            assert (got.position >= 0).all() and (got.position < shape.block_size).all()
+            no_room = torch.rand(wanted.valid.shape, generator=draw) < 0.2
+            wanted.valid[no_room] = False
+            got.valid[no_room.to(device)] = False
+            block = make(draw, shape, 11, requests, shape.num_starts)
+            plain.next_block(wanted, m, *block)
+            fused.next_block(got, m, *(x.to(device) for x in block))
+        assert_same_tree(fused.finish(), plain.finish())
+
+
+def test_too_large_a_budget_is_refused_before_any_launch():
+    fields, depth = scattered(1, 8, 3, 0)
+    with pytest.raises(ValueError, match="at most 256 nodes, and 257 were given"):
+        candidates.select(*fields, 257, depth)

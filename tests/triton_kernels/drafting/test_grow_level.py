@@ -1,0 +1,121 @@
+"""EAGLE-2's growth in one launch per level, held bit for bit to torch."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, example, given, settings
+from hypothesis import strategies as st
+
+from vllm_specblock.drafters.eagle3 import growth as module
+from vllm_specblock.drafters.eagle3.growth import DynamicTreeConfig, FusedLevels, LevelRows, Levels
+from vllm_specblock.tree import DraftTree
+
+EXAMPLES = settings(
+    deadline=None,
+    max_examples=12,
+    derandomize=True,
+    phases=[Phase.explicit, Phase.generate],  # to shrink a failure takes the interpreter minutes
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+
+
+def a_level(draw: torch.Generator, coarse: bool, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities [..., k], best first, and distinct tokens.
+
+    Coarse ones lie on a grid: ties are everywhere, some tokens are certain, by rounding a little
+    more than that, and some impossible.
+    """
+    if coarse:
+        logprob = torch.randint(0, 8, shape, generator=draw).sort(dim=-1).values / -8
+        logprob = torch.where(logprob < -0.8, float("-inf"), logprob)
+        logprob = torch.where(logprob == 0, 1e-6, logprob)
+    else:
+        logprob = -3 * torch.rand(shape, generator=draw).sort(dim=-1).values
+    return logprob, torch.rand(*shape[:-1], 50, generator=draw).argsort(-1)[..., : shape[-1]]
+
+
+def assert_equal(got, wanted, kind) -> None:
+    for field in fields(kind):
+        mine, theirs = getattr(got, field.name).cpu(), getattr(wanted, field.name)
+        assert mine.dtype == theirs.dtype and torch.equal(mine, theirs), field.name
+
+
+def assert_grows_as_torch(
+    kernels, growth: DynamicTreeConfig, requests: int, coarse: bool, seed: int
+) -> Levels:
+    draw, device = torch.Generator().manual_seed(seed), kernels.device
+    kernel = kernels.load("grow_level", "select_tree")
+    # A column of a table, as a caller may have it.
+    position = torch.randint(0, 10**5, (requests, 3), generator=draw)[:, 1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "GrowingLevels", kernel.GrowingLevels)
+        plain, fused = Levels(growth, position), FusedLevels(growth, position.to(device))
+        first = a_level(draw, coarse, requests, growth.top_k)
+        plain.first(*first)
+        fused.first(*(x.to(device) for x in first))
+        for level in range(2, growth.depth + 1):
+            rows, of_kernel = plain.starts(), fused.starts()
+            assert_equal(of_kernel, rows, LevelRows)
+            there = torch.rand(requests, growth.width, generator=draw) < 0.8
+            there = None if level == 3 else there
+            said = a_level(draw, coarse, requests, growth.width, growth.top_k)
+            plain.next(rows, there, *said)
+            there = None if there is None else there.to(device)
+            fused.next(of_kernel, there, *(x.to(device) for x in said))
+        assert_equal(fused.finish(), plain.finish(), DraftTree)
+    return plain
+
+
+GROWTHS = st.builds(
+    DynamicTreeConfig,
+    st.integers(1, 8),
+    st.integers(1, 10),
+    st.integers(1, 70),
+    st.none() | st.integers(0, 60),
+)
+
+
+@EXAMPLES
+@given(GROWTHS, st.integers(1, 3), st.booleans(), st.integers(0, 10**6))
+@example(DynamicTreeConfig(1, 1, 5), 2, False, 0)
+@example(DynamicTreeConfig(1, 10, 5), 1, True, 0)
+@example(DynamicTreeConfig.chain(8), 3, False, 1)
+@example(DynamicTreeConfig(3, 10, 60, lookahead=4), 3, True, 2)  # fewer rows than children
+def test_levels_equal_torch(kernels, growth, requests, coarse, seed):
+    assert_grows_as_torch(kernels, growth, requests, coarse, seed)
+
+
+def test_levels_at_serving_size(kernels):
+    growth = DynamicTreeConfig(8, 10, 60, 60)
+    plain = assert_grows_as_torch(kernels, growth, 1, False, 7)
+    assert growth.width == 8 and growth.limits.candidates == 571
+    assert sum(len(token[0]) for token in plain.token) == 570
+    assert int(plain.finish().depth.max()) > 2
+
+
+def test_no_requests(kernels):
+    kernel = kernels.load("grow_level", "select_tree")
+    position = torch.zeros(0, dtype=torch.int64, device=kernels.device)
+    growing = kernel.GrowingLevels(DynamicTreeConfig(2, 3, 6).limits, position)
+    token = position.view(0, 1, 1).expand(0, 3, 3)
+    node, *_, valid, behind, _ = growing.attach_level(
+        None, None, None, token[:, :1].float(), token[:, :1]
+    )
+    assert node.shape == (0, 3) and behind.shape == (0,)
+    assert growing.attach_level(node, valid, None, token.float(), token).token.shape == (0, 6)
+
+
+@pytest.mark.parametrize(("top_k", "fused"), [(10, True), (32, False)])
+def test_too_many_candidates_for_a_program_are_left_to_torch(monkeypatch, top_k, fused):
+    """No GPU is there to say which: the choice is all that is looked at."""
+
+    class OnGPU:
+        is_cuda = True
+
+    monkeypatch.setattr(module, "FusedLevels", lambda *args: "fused")
+    monkeypatch.setattr(module, "Levels", lambda *args: "torch")
+    chosen = module.levels_for(DynamicTreeConfig(8, top_k, 60), OnGPU())
+    assert chosen == ("fused" if fused else "torch")

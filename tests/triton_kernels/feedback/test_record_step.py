@@ -1,0 +1,161 @@
+"""Recording a step in one launch, or in one loop, is what torch does of it, row after row."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from support.recorded_rows import FAR, some_slabs, some_step
+from vllm_specblock.triton_kernels import optional_numba
+from vllm_specblock.triton_kernels.feedback import record_step as module
+from vllm_specblock.triton_kernels.feedback.slab_tensors import SlabTensors, StepToRecord
+
+from vllm_specblock.feedback.verified_trees import VerifiedTrees
+
+
+def on(device: torch.device, found):
+    """Tensors of a dataclass on a device, strides as they are."""
+    if isinstance(found, torch.Tensor):
+        there = torch.empty_strided(found.shape, found.stride(), dtype=found.dtype, device=device)
+        return there.copy_(found)
+    if isinstance(found, tuple):
+        return tuple(on(device, each) for each in found)
+    if isinstance(found, SlabTensors | StepToRecord | VerifiedTrees):
+        return type(found)(*(on(device, getattr(found, f.name)) for f in fields(found)))
+    return found
+
+
+def same(mine: SlabTensors, theirs: SlabTensors) -> None:
+    for field in fields(SlabTensors):
+        one, other = getattr(mine, field.name).cpu(), getattr(theirs, field.name)
+        assert one.dtype == other.dtype and torch.equal(one, other), field.name
+
+
+def plainly(slabs: SlabTensors, step: StepToRecord) -> SlabTensors:
+    """One row after the other."""
+    slabs, (_, width) = copy.deepcopy(slabs), slabs.token.shape
+    result = step.result
+    for t, request in enumerate(step.request.tolist()):
+        slab = int(slabs.of_slot[result.req_idx[request]])
+        place = int(step.position[t] - slabs.begin[slab])
+        if slab < 0 or step.cache_slot[t] < 0 or not 0 <= place < width:
+            continue
+        row = step.source[t]
+        slabs.states[slab, place] = torch.cat([state[row] for state in step.states])
+        slabs.last[slab, place] = step.last[row]
+        slabs.token[slab, place] = step.token[t]
+        slabs.end[slab] = max(int(slabs.end[slab]), int(step.position[t]) + 1)
+    for request, slot in enumerate(result.req_idx.tolist()):
+        slab, accepted = int(slabs.of_slot[slot]), int(result.accepted[request])
+        newest = int(step.position[step.newest[request]]) + 1
+        if slab >= 0 and newest > slabs.begin[slab] + width:  # rows beyond the slab
+            slabs.end[slab] = slabs.begin[slab] + width
+        run = int(result.num_run[request])
+        if slab < 0 or not run or not result.origin[slot, 0]:
+            continue
+        end = int(result.path[request, accepted])
+        slabs.missed[slot] += end in step.parent[slot, :run].tolist()
+        slabs.steps[slot] += 1
+        slabs.committed[slot] += accepted + 1
+    return slabs
+
+
+SHAPES = [
+    # slabs, rows of each, Ht, slots, requests, nodes
+    (1, 5, 1, 3, 1, 1),
+    (4, 9, 7, 7, 6, 12),
+    (3, 33, 96, 6, 4, 60),
+    (5, 16, 1030, 9, 8, 3),
+    (16, 64, 24, 40, 37, 256),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("spread", [False, True], ids=["plain", "strided"])
+@pytest.mark.parametrize("seed", range(3))
+def test_torch_records_row_after_row(shape, spread, seed):
+    slabs, rows, hidden, slots, requests, nodes = shape
+    made = some_slabs(seed, slabs, rows, hidden, slots, torch.float32)
+    step = some_step(seed, made, requests, nodes, spread=spread)
+    wanted = plainly(made, step)
+    module.record_step_reference(made, step)
+    same(made, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("spread", [False, True], ids=["plain", "strided"])
+def test_as_torch_does(forms, dtype, shape, spread):
+    slabs, rows, hidden, slots, requests, nodes = shape
+    for seed in range(3):
+        made = some_slabs(seed, slabs, rows, hidden, slots, dtype)
+        step = some_step(seed, made, requests, nodes, spread=spread, fillers=seed)
+        mine = on(forms.device, made)
+        forms.load("record_step").record_step_triton(mine, on(forms.device, step))
+        module.record_step_reference(made, step)
+        same(mine, made)
+
+
+def test_the_steps_have_everything_in_them():
+    """What the comparisons above are worth: all cases occur."""
+    before = some_slabs(0, 16, 12, 24, 40, torch.float32)
+    step = some_step(0, before, 37)
+    slab = before.of_slot[step.result.req_idx][step.request]
+    place = step.position - before.begin[slab.long()]
+    owned = slab >= 0
+    assert owned.any() and not owned.all() and (step.cache_slot[owned] < 0).any()
+    assert (place[owned] < 0).any() and (place[owned] >= 12).any()
+    assert (step.result.path == FAR).any()
+    made = copy.deepcopy(before)
+    module.record_step_reference(made, step)
+    assert (made.token != before.token).any() and (made.end > before.end).any()
+    grown = made.steps - before.steps
+    missed = (made.missed - before.missed).int()
+    assert 0 < missed.sum() < grown.sum() and (made.committed > grown).any()
+
+
+def test_a_repeated_row_is_written_once_more(forms):
+    """A step that is repeated leaves the same rows; only sums grow."""
+    made = some_slabs(1, 4, 20, 8, 9, torch.float32)
+    step = some_step(1, made, 8)
+    module.record_step_reference(made, step)
+    mine = on(forms.device, made)
+    forms.load("record_step").record_step_triton(mine, on(forms.device, step))
+    for name in ("states", "last", "token", "end"):
+        assert torch.equal(getattr(mine, name).cpu(), getattr(made, name)), name
+
+
+def test_nobody_is_recorded(forms):
+    made = some_slabs(2, 3, 12, 8, 9, torch.float32)
+    made.of_slot.fill_(-1)
+    step = some_step(2, made, 8)
+    mine = on(forms.device, made)
+    forms.load("record_step").record_step_triton(mine, on(forms.device, step))
+    same(mine, made)
+    module.record_step_reference(mine_cpu := on(torch.device("cpu"), made), step)
+    same(mine_cpu, made)
+
+
+def test_whose_dispatch_is_whose(monkeypatch):
+    called = []
+    for name in ("record_step_reference", "record_step_numba"):
+        monkeypatch.setattr(module, name, lambda *args, name=name: called.append(name))
+    made = some_slabs(0, 1, 5, 4, 3, torch.float32)
+    monkeypatch.setattr(optional_numba, "AVAILABLE", False)
+    module.record_step(made, some_step(0, made, 1))
+    monkeypatch.setattr(optional_numba, "AVAILABLE", True)
+    module.record_step(made, some_step(0, made, 1))
+    assert called == ["record_step_reference", "record_step_numba"]
+
+
+def test_columns_that_do_not_lie_side_by_side(forms):
+    made = some_slabs(3, 3, 12, 6, 9, torch.float32)
+    step = some_step(3, made, 8)
+    turned = tuple(state.t().contiguous().t() for state in (*step.states, step.last))
+    step = replace(step, states=turned[:3], last=turned[3])
+    mine = on(forms.device, made)
+    forms.load("record_step").record_step_triton(mine, on(forms.device, step))
+    module.record_step_reference(made, step)
+    same(mine, made)

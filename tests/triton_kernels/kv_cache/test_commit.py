@@ -1,0 +1,231 @@
+"""Moving cache entries: kernel and torch against a plain loop that reads before it writes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from vllm_specblock.triton_kernels.kv_cache.commit import KVCacheSet, move_kv
+
+from vllm_specblock.commit.committed_tokens import committed_sources
+from vllm_specblock.commit.move import move_path
+
+BLOCK_SIZE = 4
+LAYOUTS = {"heads first": (0, 1, 2, 3), "entries first": (0, 2, 1, 3)}
+
+
+def make_caches(layers=3, width=10, layout="heads first", dtype=torch.float32, device="cpu"):
+    """Caches of 8 blocks, 2 heads and 4 slots a block; every element of a cache is another one."""
+    order = LAYOUTS[layout]
+    shape = (8, 2, BLOCK_SIZE, width)
+    caches = []
+    for layer in range(layers):
+        torch.manual_seed(layer)
+        memory = torch.randn([shape[d] for d in order]).to(device, dtype)
+        caches.append(memory.permute(order))  # each layout is its own inverse
+    return caches
+
+
+def moved(caches, source, target, moves):
+    """What the caches should hold afterwards."""
+    expected = [cache.clone() for cache in caches]
+    rows = zip(source.flatten().tolist(), target.flatten().tolist(), moves.flatten().tolist())
+    for start, stop, goes in rows:
+        if not goes or start < 0 or stop < 0:
+            continue
+        for before, after in zip(caches, expected):
+            after[stop // BLOCK_SIZE, :, stop % BLOCK_SIZE] = before[
+                start // BLOCK_SIZE, :, start % BLOCK_SIZE
+            ]
+    return expected
+
+
+def slots(*rows):
+    return torch.tensor(rows, dtype=torch.int64)
+
+
+def flags(*rows):
+    return torch.tensor(rows, dtype=torch.bool)
+
+
+CASES = {
+    # A path shifts down by one: each row's target is the source of the row before it.
+    "overlapping": (slots([5, 6, 7, 8]), slots([4, 5, 6, 7]), flags([1, 1, 1, 1])),
+    "across blocks": (slots([3, 9, 14]), slots([2, 3, 4]), flags([1, 1, 1])),
+    "nothing moves": (slots([5, 6, 7]), slots([1, 2, 3]), flags([0, 0, 0])),
+    # The masked row's source is where the first row goes, its target where the third goes.
+    "masked row in the way": (slots([9, 2, 12]), slots([2, 3, 3]), flags([1, 0, 1])),
+    "masked first row": (slots([2, 9]), slots([9, 2]), flags([0, 1])),
+    "padding": (slots([-1, 9, -1, 6]), slots([4, -1, -1, 5]), flags([1, 1, 1, 1])),
+    "only padding": (slots([-1, -1]), slots([-1, -1]), flags([1, 0])),
+    "requests": (
+        slots([6, 7, -1], [22, 23, 20], [30, 30, 30]),
+        slots([5, 6, -1], [20, 21, 22], [28, 28, 28]),
+        flags([1, 1, 0], [1, 1, 0], [0, 0, 0]),
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("case", CASES)
+def test_moves(case, layout):
+    caches = make_caches(layout=layout)
+    expected = moved(caches, *CASES[case])
+    move_kv(KVCacheSet(caches), *CASES[case])
+    for cache, wanted in zip(caches, expected):
+        assert torch.equal(cache, wanted)
+
+
+def test_no_rows():
+    caches = make_caches()
+    none = torch.zeros(2, 0, dtype=torch.int64)
+    expected = moved(caches, none, none, none.bool())
+    move_kv(KVCacheSet(caches), none, none, none.bool())
+    assert all(torch.equal(cache, wanted) for cache, wanted in zip(caches, expected))
+
+
+# ---- paths: the kernel finds the slots itself ----
+
+
+def some_paths(count: int, depth: int, seed: int, nodes: int = 5) -> tuple:
+    """Requests with a verdict each, their rows anywhere in the cache and some of them nowhere.
+
+    Returns:
+        slot_mapping, query_start, base, path, accepted, rows of the batch. The last request fills
+        up: it has an old verdict, and no rows. What may not be looked at is far outside.
+    """
+    draw = torch.Generator().manual_seed(seed)
+    base = torch.randint(1, 3, (count,), generator=draw)
+    accepted = torch.randint(0, min(depth, nodes) + 1, (count,), generator=draw)
+    path = torch.full((count, depth + 1), 1 << 40)
+    for request, end in enumerate(accepted.tolist()):
+        chosen = torch.randperm(nodes, generator=draw)[:end].sort().values + 1
+        path[request, : end + 1] = torch.cat([torch.zeros(1).long(), chosen])
+    rows = base + nodes
+    rows[-1] = 0
+    num_rows = int(rows.sum())
+    slot = torch.full((num_rows + 5,), 1 << 40)
+    slot[:num_rows] = torch.randperm(8 * BLOCK_SIZE, generator=draw)[:num_rows]
+    slot[:num_rows][torch.rand(num_rows, generator=draw) < 0.1] = -1
+    slot[num_rows - 1] = -1  # nobody's, as behind every batch
+    return slot, rows.cumsum(0) - rows, base, path, accepted.int(), num_rows
+
+
+def moved_paths(caches, slot_mapping, query_start, base, path, accepted, num_rows):
+    """What the caches should hold afterwards: node path[j] of every path at the j-th row."""
+    pairs = [
+        (first + own - 1 + nodes[place], first + own - 1 + place)
+        for first, own, nodes, end in zip(
+            *(x.tolist() for x in (query_start, base, path, accepted))
+        )
+        for place in range(1, end + 1)
+    ]
+    rows = torch.tensor(pairs, dtype=torch.int64).view(-1, 2).clamp(max=num_rows - 1)
+    source, target = slot_mapping[rows].unbind(1)
+    return moved(caches, source, target, source != target)
+
+
+def apart(x: torch.Tensor) -> torch.Tensor:
+    """The same values as a column between others that would not do."""
+    table = torch.full((len(x), 3), 1 << 30, dtype=x.dtype, device=x.device)
+    table[:, 1] = x
+    return table[:, 1]
+
+
+@pytest.fixture(params=["torch", "kernel", "kernel, columns"])
+def mover(request, kernels):
+    """A device, and a function that moves in place there and returns what was expected."""
+    module = kernels.load("commit")
+
+    def move(caches, *args):
+        expected = moved_paths(caches, *args)
+        if request.param == "torch":
+            args = [x.to(kernels.device) if isinstance(x, torch.Tensor) else x for x in args]
+            reference(module.KVCacheSet(caches), *args)
+            return expected
+        slots, *of_requests, num_rows = args
+        of_requests = [x.to(kernels.device) for x in of_requests]
+        if request.param.endswith("columns"):
+            start, base, path, accepted = of_requests
+            wide = torch.nn.functional.pad(path, (0, 2), value=1)[:, : path.shape[1]]
+            of_requests = [apart(start), apart(base), wide, apart(accepted)]
+        caches = module.KVCacheSet(caches)
+        module.move_path_triton(caches, slots.to(kernels.device), *of_requests, num_rows)
+        return expected
+
+    def reference(caches, slot_mapping, query_start, base, path, accepted, num_rows):
+        source, target, moves = committed_sources(query_start, base, path, accepted)
+        source, target = (slot_mapping[x.clamp(max=num_rows - 1)] for x in (source, target))
+        module.move_kv(caches, source, target, moves)
+
+    return kernels.device, move
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("count", "depth"), [(1, 1), (4, 3), (4, 5), (4, 8), (5, 13)])
+def test_paths(mover, count, depth, layout):
+    device, move = mover
+    changed = 0
+    for seed in range(4):
+        caches = make_caches(layout=layout, device=device)
+        before = [cache.clone() for cache in caches]
+        expected = move(caches, *some_paths(count, depth, seed))
+        for cache, wanted, old in zip(caches, expected, before):
+            assert torch.equal(cache, wanted)
+            changed += not torch.equal(cache, old)
+    assert changed or count == 1, "nothing moved"
+
+
+def test_a_path_that_shifts_down(mover):
+    """Every node goes where the one before it was: reading after writing would show."""
+    device, move = mover
+    path, slots = torch.tensor([[0, 2, 3, 4, 5]]), torch.arange(6).flip(0)
+    start, accepted = torch.zeros(1, dtype=torch.int64), torch.tensor([4], dtype=torch.int32)
+    caches = make_caches(device=device)
+    expected = move(caches, slots, start, start + 1, path, accepted, 6)
+    assert all(torch.equal(cache, wanted) for cache, wanted in zip(caches, expected))
+    assert (caches[0] != make_caches(device=device)[0]).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.uint8], ids=str)
+@pytest.mark.parametrize("width", [8, 130])
+def test_any_dtype_and_width(mover, dtype, width):
+    device, move = mover
+    caches = make_caches(width=width, dtype=dtype, device=device)
+    expected = move(caches, *some_paths(4, 5, 1))
+    for cache, wanted in zip(caches, expected):
+        assert torch.equal(cache, wanted)
+
+
+def test_strides_that_are_no_whole_rows(mover):
+    device, move = mover
+    dense = make_caches(layers=1, device=device)[0]
+    packed = torch.zeros(8, dense[0].numel() + 3, device=device)
+    view = packed[:, :-3].unflatten(1, dense.shape[1:])
+    view.copy_(dense)
+    expected = move([view], *some_paths(4, 5, 1))
+    torch.testing.assert_close(view, expected[0], atol=0, rtol=0)
+    assert (packed[:, -3:] == 0).all()
+
+
+@pytest.mark.parametrize(("count", "depth"), [(0, 3), (2, 0)])
+def test_no_paths(mover, count, depth):
+    device, move = mover
+    caches, none = make_caches(device=device), torch.zeros(count, dtype=torch.int64)
+    args = (none, none + 1, torch.zeros(count, depth + 1, dtype=torch.int64), none.int())
+    expected = move(caches, torch.arange(4), *args, 4)
+    assert all(torch.equal(cache, wanted) for cache, wanted in zip(caches, expected))
+
+
+def test_cpu_tensors_take_the_reference():
+    caches, args = make_caches(), some_paths(4, 5, 1)
+    expected = moved_paths(caches, *args)
+    move_path(KVCacheSet(caches), *args)
+    assert all(torch.equal(cache, wanted) for cache, wanted in zip(caches, expected))
+
+
+def test_caches_must_agree():
+    first, second, _ = make_caches()
+    with pytest.raises(ValueError, match="agree in shape"):
+        KVCacheSet([first, second[:, :, :, :4]])
+    with pytest.raises(ValueError, match="at least one layer"):
+        KVCacheSet([])

@@ -1,0 +1,150 @@
+"""One launch says of a step's rows what the torch description of it says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from vllm_specblock.commit.committed_tokens import committed_sources, committed_tokens
+
+HUGE = 2**40
+NAMES = ("source", "token", "position", "slot", "last", "temperature")
+
+
+def ragged(count: int, seed: int, depth: int = 5, spare: int = 1, nodes: int = 11) -> dict:
+    """Arguments of `committed_tokens`: decodes, prompt chunks and requests without a verdict.
+
+    The batch has `spare` rows that are nobody's, and one request at the end that has none.
+    Whatever may not be looked at would be far outside of everything.
+    """
+    draw = torch.Generator().manual_seed(seed)
+
+    def among(low: int, high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(low, high + 1, shape, generator=draw)
+
+    drafted = among(0, 3, count) > 0
+    base = torch.where(among(0, 2, count) > 0, torch.ones(count).long(), among(1, 60, count))
+    scheduled = base + torch.where(drafted, among(0, nodes, count), 0)
+    path = torch.cat([torch.zeros(count, 1).long(), among(1, nodes, count, depth)], 1)
+    path = path.sort(1).values
+    accepted = torch.where(drafted, among(0, depth, count), 0).int()
+    accepted = accepted.minimum((scheduled - base).int())
+    unused = torch.arange(depth + 1) > accepted[:, None]
+    path[unused & (among(0, 1, *path.shape) > 0)] = HUGE
+    # Someone who fills up the batch: a layout like everyone's, not one row, and an old verdict.
+    base[-1], scheduled[-1], accepted[-1], drafted[-1] = 1, 0, 3, True
+
+    start = scheduled.cumsum(0) - scheduled
+    num_rows = int(scheduled.sum()) + spare
+    slots, longest = count + 3, 80
+    known = torch.full((count, 3), HUGE)
+    known[:, 0] = torch.randperm(slots, generator=draw)[:count]
+    text, temperature = among(0, 30_000, slots, longest).int(), torch.rand(slots, generator=draw)
+    nobody = torch.ones(slots, dtype=torch.bool)
+    nobody[known[:, 0]] = False
+    text[nobody], temperature[nobody] = -1, float("nan")
+    positions = among(0, longest - 1, num_rows)  # up to the last token that there is place for
+    rows = base + torch.where(drafted, depth, 0)
+    row_start = torch.nn.functional.pad(rows.cumsum(0), (1, 0))
+    request = torch.arange(count).repeat_interleave(rows)
+    return {
+        "request": request,
+        "local": torch.arange(len(request)) - row_start[request],
+        "row_start": row_start.int(),
+        "query_start": start,
+        "base": base,
+        "path": path,
+        "accepted": accepted,
+        "num_rows": num_rows,
+        "positions": positions,
+        "slot_mapping": torch.cat([among(0, 999, num_rows), torch.full((9,), HUGE)]),
+        "req_idx": known[:, 0],
+        "text": text,
+        "temperature": temperature,
+    }
+
+
+def strided(x: torch.Tensor) -> torch.Tensor:
+    """The same values as a column between others that would not do."""
+    table = torch.full((*x.shape, 3), 2**30, dtype=x.dtype)
+    table[..., 1] = x
+    return table[..., 1]
+
+
+def wide(x: torch.Tensor) -> torch.Tensor:
+    """The same values as the front of longer rows."""
+    return torch.nn.functional.pad(x, (0, 3), value=2**30)[:, : x.shape[1]]
+
+
+def spread(args: dict) -> dict:
+    """The same arguments, none of those of the requests contiguous."""
+    columns = {name: strided(args[name]) for name in ("query_start", "base", "accepted")}
+    return {**args, **columns, **{name: wide(args[name]) for name in ("path", "text")}}
+
+
+def on(device: torch.device, args: dict) -> dict:
+    def put(x):
+        if not isinstance(x, torch.Tensor):
+            return x
+        # Strides as they are: `to` would lay a column out anew.
+        there = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+        return there.copy_(x)
+
+    return {name: put(x) for name, x in args.items()}
+
+
+# Rows of one program, of several; 300 requests are more than a program's, too.
+@pytest.mark.parametrize("count", [1, 2, 3, 17, 300])
+@pytest.mark.parametrize("form", [lambda args: args, spread], ids=["plain", "strided"])
+@pytest.mark.parametrize("seed", range(3))
+def test_as_torch_does(kernels, count, form, seed):
+    args = ragged(count, seed)
+    launch = kernels.load("committed_tokens")
+    found = launch.committed_tokens_triton(**on(kernels.device, form(args)))
+    wanted = committed_tokens(**args)
+    for name, mine, theirs in zip(NAMES, found, wanted, strict=True):
+        assert mine.dtype == theirs.dtype and torch.equal(mine.cpu(), theirs), name
+
+
+def test_the_arguments_have_everything_in_them():
+    """What the comparison above is worth: all cases occur."""
+    args = ragged(300, 0)
+    source, token, position, kv_slot, last, _ = committed_tokens(**args)
+    assert (kv_slot == -1).any() and (kv_slot >= 0).any() and (token[kv_slot == -1] == 0).all()
+    assert (source == args["num_rows"] - 1).any(), "garbage on a path"
+    assert (position >= args["text"].shape[1] - 1).any(), "the text's end"
+    assert (args["base"] > 1).any() and (last.diff() > 1).any()
+    of_paths = ("query_start", "base", "path", "accepted")
+    moves = committed_sources(*(args[name] for name in of_paths))[2]
+    assert moves.any() and not moves.all()
+    for name in ("query_start", "base", "path", "accepted", "text"):
+        assert not spread(args)[name].is_contiguous()
+
+
+def test_one_row_a_request(kernels):
+    """No drafts at all: nothing of a path is looked at, and there are as many rows as requests."""
+    count = 130
+    args = ragged(count, 0)
+    each = torch.arange(count)
+    args |= {
+        "request": each,
+        "local": torch.zeros(count, dtype=torch.int64),
+        "row_start": torch.arange(count + 1).int(),
+        "query_start": each,
+        "base": torch.ones(count, dtype=torch.int64),
+        "path": torch.full_like(args["path"], HUGE),
+        "accepted": torch.zeros(count, dtype=torch.int32),
+    }
+    found = kernels.load("committed_tokens").committed_tokens_triton(**on(kernels.device, args))
+    args["path"].zero_()
+    for name, mine, theirs in zip(NAMES, found, committed_tokens(**args), strict=True):
+        assert torch.equal(mine.cpu(), theirs), name
+
+
+def test_nobody(kernels):
+    args = ragged(2, 0)
+    for name in ("query_start", "base", "path", "accepted", "request", "local", "req_idx"):
+        args[name] = args[name][:0]
+    args["row_start"] = args["row_start"][:1]
+    launch, args = kernels.load("committed_tokens"), on(kernels.device, args)
+    assert [tuple(x.shape) for x in launch.committed_tokens_triton(**args)] == [(0,)] * 6

@@ -1,0 +1,155 @@
+"""One launch walks as torch does, through trees of all sizes, and writes into the right slots."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from vllm_specblock.tree import DraftTree
+from vllm_specblock.verify.accept_path import DrawnRows, accept_path_rows
+from vllm_specblock.verify.synthetic_acceptance import _SEED_FACTOR, SyntheticAcceptance
+
+FAR = 1 << 40  # whoever looks here finds himself far outside of everything
+
+
+def column(x: torch.Tensor) -> torch.Tensor:
+    """The same values between others that would not do."""
+    table = torch.full((len(x), 3), FAR, dtype=x.dtype, device=x.device)
+    table[:, 1] = x
+    return table[:, 1]
+
+
+class Case:
+    """A batch over few tokens: long matches, many twins. Trees are random in every slot.
+
+    vocab: 1 lets everything match, and the sign bits of the words with it.
+    """
+
+    def __init__(self, count: int, num_nodes: int, vocab: int, max_depth: int, seed: int = 0):
+        self.draw = torch.Generator().manual_seed(seed)
+        slots = count + 4
+        close = self.among(0, 3, slots, num_nodes)  # deep trees
+        parent = (torch.arange(num_nodes) - close).clamp(min=0).int()
+        size = self.among(0, num_nodes, slots)
+        size[0] = num_nodes
+        parent[torch.arange(num_nodes) >= size[:, None]] = -1
+        none = torch.zeros(slots, num_nodes)
+        tree = DraftTree.from_nodes(none.long(), parent, none, size.int())
+        depth = torch.nn.functional.pad(tree.depth.long(), (1, 0))
+        self.trees = parent, depth, tree.ancestors
+
+        scheduled = self.among(0, num_nodes, count)
+        scheduled[0] = num_nodes
+        if count > 2:
+            scheduled[1] = 0
+        first_row = torch.nn.functional.pad((scheduled + 1).cumsum(0), (1, 0)).int()
+        rows = int(first_row[-1])
+        token = self.among(0, vocab - 1, rows).int()
+        token[self.among(0, 9, rows) == 0] = -1
+        req_idx = torch.randperm(slots, generator=self.draw)[:count]
+        req_idx[req_idx == 0], req_idx[0] = req_idx[0].clone(), 0
+        self.rows = DrawnRows(token, self.among(0, vocab - 1, rows), first_row, req_idx)
+        self.verdict = (
+            torch.full((slots, max_depth + 1), -7),
+            torch.full((slots,), -7, dtype=torch.int32),
+        )
+
+    def among(self, low: int, high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(low, high + 1, shape, generator=self.draw)
+
+    def run(self, function, device) -> list[torch.Tensor]:
+        """Output, numbers of tokens, and all slots' verdicts afterwards; on the CPU."""
+        path, accepted = (x.to(device, copy=True) for x in self.verdict)
+        # A part of a batch begins anywhere.
+        parts = [torch.nn.functional.pad(x.to(device), (1, 0))[1:] for x in self.rows[:3]]
+        rows = DrawnRows(*parts, column(self.rows.req_idx.to(device)))
+        trees = (x.to(device) for x in self.trees)
+        output, num_sampled = function(rows, *trees, path, accepted)
+        return [x.cpu() for x in (output, num_sampled, path, accepted)]
+
+
+def assert_same(made: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
+    for name, mine, theirs in zip(("output", "sampled", "path", "accepted"), made, wanted):
+        assert mine.dtype == theirs.dtype, name
+        assert torch.equal(mine, theirs), name
+
+
+SHAPES = [(1, 12, 8), (5, 1, 1), (9, 7, 3), (6, 60, 20), (3, 63, 63), (3, 64, 9), (3, 256, 90)]
+
+
+@pytest.mark.parametrize(("count", "num_nodes", "max_depth"), SHAPES)
+@pytest.mark.parametrize("vocab", [1, 2, 4])
+def test_as_torch(kernels, count, num_nodes, max_depth, vocab):
+    launch = kernels.load("accept_path").accept_path_triton
+    lengths = set()
+    for seed in range(3):
+        case = Case(count, num_nodes, vocab, max_depth, seed)
+        wanted = case.run(accept_path_rows, "cpu")
+        assert_same(case.run(lambda rows, *rest: launch(*rows, *rest), kernels.device), wanted)
+        lengths |= set(wanted[1].tolist())
+    assert len(lengths) > (num_nodes > 1), "nothing was ever accepted, or everything always"
+
+
+def test_a_chain_longer_than_paths_may_be(kernels):
+    """Placeholders of a scheduler lie on one: what is too deep is not accepted."""
+    launch = kernels.load("accept_path").accept_path_triton
+    case = Case(3, 130, 1, 4)
+    case.rows.token.fill_(0)
+    parent = torch.arange(130, dtype=torch.int32).expand(7, -1).contiguous()
+    chain = DraftTree.from_nodes(parent.long(), parent, parent.float(), torch.full((7,), 130))
+    depth = torch.nn.functional.pad(chain.depth.long(), (1, 0))
+    case.trees = parent, depth, chain.ancestors
+    made = case.run(lambda rows, *rest: launch(*rows, *rest), kernels.device)
+    assert_same(made, case.run(accept_path_rows, "cpu"))
+    assert made[1].tolist()[0] == 5 and made[2][0].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_the_deeper_twin_decides_and_the_first_of_equals(kernels):
+    """Nodes 1 and 2 are twins of which only 2 goes on, to the twins 3 and 4."""
+    launch = kernels.load("accept_path").accept_path_triton
+    case = Case(1, 5, 1, 3)
+    parent = torch.tensor([[0, 0, 2, 2, -1]], dtype=torch.int32)
+    tree = DraftTree.from_nodes(parent.long(), parent, parent.float(), torch.tensor([4]))
+    case.trees = parent, torch.nn.functional.pad(tree.depth.long(), (1, 0)), tree.ancestors
+    case.rows = DrawnRows(
+        token=torch.tensor([8, 5, 5, 6, 6, 6], dtype=torch.int32),
+        drawn=torch.tensor([5, 6, 6, 9, 9, 9]),
+        first_row=torch.tensor([0, 6], dtype=torch.int32),
+        req_idx=torch.tensor([0]),
+    )
+    case.verdict = case.verdict[0][:1], case.verdict[1][:1]
+    made = case.run(lambda rows, *rest: launch(*rows, *rest), kernels.device)
+    assert [x.tolist() for x in made] == [[[5, 6, 9, 0]], [3], [[0, 2, 3, 0]], [2]]
+
+
+def imposed_as_torch(kernels, case: Case) -> list[int]:
+    """Walks with drawn numbers; returns how many tokens came out."""
+    slots, num_nodes = case.trees[0].shape
+    imposed = SyntheticAcceptance(slots, num_nodes, torch.device("cpu"))
+    # They overlap: twins, to be told apart by their order.
+    imposed.low.copy_(0.2 * torch.rand(imposed.low.shape, generator=case.draw))
+    imposed.high.copy_(imposed.low + 0.8)
+    seed = case.among(-(1 << 62), 1 << 62, slots + 5)  # times the factor they wrap
+    position = case.among(0, 9000, len(case.rows.drawn))
+    walk = kernels.load("accept_path")
+    numbers = walk.SyntheticDraws(
+        *(x.to(kernels.device) for x in (imposed.low, imposed.high, imposed.draws, seed)),
+        _SEED_FACTOR,
+        position.to(kernels.device),
+    )
+    wanted = case.run(
+        lambda rows, *rest: imposed.accept_path_rows(rows, seed, position, *rest), "cpu"
+    )
+    made = case.run(
+        lambda rows, *rest: walk.accept_path_triton(*rows, *rest, numbers), kernels.device
+    )
+    assert_same(made, wanted)
+    return wanted[1].tolist()
+
+
+@pytest.mark.parametrize(("count", "num_nodes", "max_depth"), SHAPES)
+def test_imposed_as_torch(kernels, count, num_nodes, max_depth):
+    lengths = set()
+    for seed in range(4):
+        lengths |= set(imposed_as_torch(kernels, Case(count, num_nodes, 9, max_depth, seed)))
+    assert len(lengths) > (num_nodes > 1), "nothing was ever accepted, or everything always"

@@ -1,0 +1,106 @@
+"""One launch says of a batch's rows what the torch description of it says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from vllm_specblock.tree import ancestor_words, depths
+from vllm_specblock.verify.tree_mask import BatchRows, TreeMask
+
+WRITTEN = ("prefix_len", "mask_words", "tree_start", "position", "node_position")
+
+
+def trees_of(slots: int, num_nodes: int, draw) -> tuple[torch.Tensor, torch.Tensor]:
+    """Depths and ancestors by slot."""
+    below = torch.rand(slots, num_nodes, generator=draw) * torch.arange(1, num_nodes + 1)
+    parent = below.int()
+    return torch.nn.functional.pad(depths(parent).long(), (1, 0)), ancestor_words(parent)
+
+
+def ragged(counts: list[tuple[int, int]], fillers: int, slots: int, draw) -> BatchRows:
+    """Requests of (rows before the root, nodes); at the end rows of nobody."""
+    before, nodes = torch.tensor(counts).unbind(1)
+    scheduled = before + 1 + nodes
+    done = torch.randint(0, 5000, (len(counts),), generator=draw)
+    start = torch.nn.functional.pad(scheduled.cumsum(0), (1, 0))
+    position = torch.cat([at + torch.arange(n) for at, n in zip(done, scheduled.tolist())])
+    left_over = torch.randint(0, 5000, (fillers,), generator=draw)
+    req_idx = torch.randperm(slots, generator=draw)[: len(counts)]
+    node_start = torch.nn.functional.pad((nodes + 1).cumsum(0), (1, 0))
+    row = [torch.arange(n + 1) + at for n, at in zip(nodes.tolist(), start[1:] - nodes - 1)]
+    return BatchRows(
+        position=torch.cat([position, left_over]),
+        query_start=start.int(),
+        seq_len=(done + scheduled).int(),
+        req_idx=req_idx,
+        node_start=node_start.int(),
+        row=torch.cat(row),
+        row_req_idx=req_idx.repeat_interleave(nodes + 1),
+        node=torch.cat([torch.arange(n + 1) for n in nodes.tolist()]).int(),
+    )
+
+
+def assert_as_torch(kernels, rows: BatchRows, depth, ancestors, column: bool = False) -> None:
+    """Both write into a Visibility that is larger, and full of something else."""
+    launch = kernels.load("build_tree_mask").build_tree_mask_triton
+    made, wanted = (
+        TreeMask(len(rows.position) + 5, len(rows.req_idx) + 2, depth.shape[1] - 1, device)
+        for device in (kernels.device, torch.device("cpu"))
+    )
+    for name in WRITTEN:
+        getattr(made, name).fill_(-7)
+        getattr(wanted, name).fill_(-7)
+    wanted.fill(rows, depth, ancestors)
+    # The kernel is to do without the indices of every node.
+    position, query_start, seq_len, req_idx, node_start = (x.to(kernels.device) for x in rows[:5])
+    if column:  # of a table that holds other things besides
+        table = torch.full((len(req_idx), 3), 1 << 40, device=kernels.device)
+        table[:, 1] = req_idx
+        req_idx = table[:, 1]
+    launch(
+        position, query_start, seq_len, req_idx, node_start, depth.to(kernels.device),
+        ancestors.to(kernels.device), *(getattr(made, name) for name in WRITTEN),
+    )  # fmt: skip
+    for name in WRITTEN:
+        assert torch.equal(getattr(made, name).cpu(), getattr(wanted, name)), name
+
+
+def assert_ragged_as_torch(kernels, counts, fillers: int, num_nodes: int, column=False) -> None:
+    draw = torch.Generator().manual_seed(num_nodes)
+    slots = len(counts) + 3
+    trees = trees_of(slots, num_nodes, draw)
+    assert_as_torch(kernels, ragged(counts, fillers, slots, draw), *trees, column)
+
+
+@pytest.mark.parametrize("column", [False, True])
+@pytest.mark.parametrize("num_nodes", [1, 10, 63, 64, 256])
+def test_decodes_chunks_and_fillers(kernels, num_nodes, column):
+    """Full trees, cut trees, roots alone, a prompt of several tiles, and one with placeholders."""
+    half = num_nodes // 2
+    counts = [(0, num_nodes), (0, 0), (1300, 0), (0, half), (30, half), (0, num_nodes), (511, 0)]
+    assert_ragged_as_torch(kernels, counts, 9, num_nodes, column)
+
+
+@pytest.mark.parametrize("fillers", [0, 1, 700])
+def test_one_request(kernels, fillers):
+    assert_ragged_as_torch(kernels, [(0, 12)], fillers, 12)
+    assert_ragged_as_torch(kernels, [(0, 0)], fillers, 12)
+
+
+def test_a_batch_of_vllms_own(kernels):
+    """Dummy batches stand at position 0 throughout, whatever their length."""
+    depth, ancestors = trees_of(4, 6, torch.Generator().manual_seed(0))
+    count, each = 3, 5
+    start = torch.arange(0, count * each + 1, each)
+    rows = BatchRows(
+        position=torch.zeros(count * each, dtype=torch.int64),
+        query_start=start.int(),
+        seq_len=torch.full((count,), each, dtype=torch.int32),
+        req_idx=torch.arange(count),
+        node_start=torch.arange(count + 1, dtype=torch.int32),
+        row=start[1:] - 1,
+        row_req_idx=torch.arange(count),
+        node=torch.zeros(count, dtype=torch.int32),
+    )
+    assert_as_torch(kernels, rows, depth, ancestors)

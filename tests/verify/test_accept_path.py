@@ -1,0 +1,148 @@
+"""The walk against a search for the longest matching path."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.trees import nodes, path_to, to_tree
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from vllm_specblock.verify.accept_path import DrawnRows, accept_path, accept_path_rows
+
+quick = settings(deadline=None, max_examples=120)
+
+
+def run(tree, live, sampled, max_depth):
+    """`accept_path` on a DraftTree."""
+    depth = torch.nn.functional.pad(tree.depth.long(), (1, 0))
+    return accept_path(tree.token, tree.parent, depth, tree.ancestors, live, sampled, max_depth)
+
+
+@st.composite
+def cases(draw):
+    """Trees over three tokens, draws over the same three: long matches, many twins."""
+    batch = draw(st.lists(nodes(max_nodes=24, vocab=3), min_size=1, max_size=3))
+    slots = max(1, *(len(tree) for tree in batch)) + draw(st.integers(0, 2))
+    sampled = [
+        draw(st.lists(st.integers(0, 2), min_size=slots + 1, max_size=slots + 1)) for _ in batch
+    ]
+    live = [draw(st.integers(0, slots)) for _ in batch]
+    return batch, slots, torch.tensor(sampled), live
+
+
+def check_longest_path(batch, slots, sampled, scheduled, max_depth=None):
+    tree = to_tree(batch, slots)
+    live = torch.arange(slots) < torch.tensor(scheduled)[:, None]
+    max_depth = int(tree.depth.max()) if max_depth is None else max_depth
+    accepted_paths = run(tree, live, sampled, max_depth)
+    for request, plain in enumerate(batch):
+        z = sampled[request].tolist()
+        reached = [
+            path
+            for path in (path_to(plain, n) for n in range(min(len(plain), scheduled[request]) + 1))
+            if len(path) <= max_depth + 1
+            and all(plain[child - 1][1] == z[up] for up, child in itertools.pairwise(path))
+        ]
+        best = max(reached, key=lambda path: (len(path), -path[-1]))
+        accepted = len(best) - 1
+        assert accepted_paths.accepted[request] == accepted
+        assert accepted_paths.path[request].tolist() == best + [0] * (max_depth - accepted)
+        assert accepted_paths.output[request].tolist() == [z[node] for node in best] + [0] * (
+            max_depth - accepted
+        )
+
+
+@quick
+@given(cases())
+def test_longest_matching_path(case):
+    check_longest_path(*case)
+
+
+@quick
+@given(cases(), st.integers(0, 4))
+def test_what_lies_too_deep_is_not_accepted(case, max_depth):
+    check_longest_path(*case, max_depth=max_depth)
+
+
+@pytest.mark.parametrize("size", [63, 64, 128, 256])
+@pytest.mark.parametrize("vocab", [1, 2])
+def test_longest_matching_path_over_several_words(size, vocab):
+    """One token: everything matches, and the sign bits of the words with it."""
+    draw = torch.Generator().manual_seed(size)
+
+    def integer(below):
+        return int(torch.randint(0, below, (), generator=draw))
+
+    # Parents close by: deep trees.
+    batch = [
+        [(max(0, node - integer(3)), integer(vocab)) for node in range(count)]
+        for count in (size, size - 1, 5)
+    ]
+    sampled = torch.randint(0, vocab, (3, size + 1), generator=draw)
+    check_longest_path(batch, size, sampled, [size, size // 2, size])
+
+
+def test_the_same_text_from_two_heads():
+    """A disjoint merge: both heads draft 5, the first goes on with 6, the second with 7 8."""
+    plain = [(0, 5), (1, 6), (0, 5), (3, 7), (4, 8)]
+    tree = to_tree([plain, plain], 5)
+    # Nodes of equal text draw the same token.
+    sampled = torch.tensor([[5, 7, 0, 7, 8, 1], [5, 6, 2, 6, 0, 0]])
+    accepted_paths = run(tree, torch.ones(2, 5, dtype=torch.bool), sampled, 3)
+    assert accepted_paths.path.tolist() == [[0, 3, 4, 5], [0, 1, 2, 0]]
+    assert accepted_paths.output.tolist() == [[5, 7, 8, 1], [5, 6, 2, 0]]
+
+
+def test_the_deeper_twin_decides():
+    """Two children carry the drawn token; only the second one goes on."""
+    tree = to_tree([[(0, 5), (0, 5), (2, 6)]], 3)
+    accepted_paths = run(tree, torch.ones(1, 3, dtype=torch.bool), torch.tensor([[5, 6, 6, 9]]), 2)
+    assert accepted_paths.path.tolist() == [[0, 2, 3]]
+    assert accepted_paths.output.tolist() == [[5, 6, 9]]
+
+
+def test_no_nodes_at_all():
+    tree = to_tree([[]], 1).prefix(0)
+    accepted_paths = run(tree, torch.ones(1, 0, dtype=torch.bool), torch.tensor([[4]]), 0)
+    assert accepted_paths.accepted.tolist() == [0] and accepted_paths.output.tolist() == [[4]]
+
+
+def test_nothing_is_read_on_the_host():
+    """A fake tensor has no value: any `.item()` or data-dependent shape raises."""
+    with FakeTensorMode():
+        integers = dict(dtype=torch.int64)
+        accepted_paths = accept_path(
+            torch.zeros(3, 60, **integers),
+            torch.zeros(3, 60, dtype=torch.int32),
+            torch.zeros(3, 61, **integers),
+            torch.zeros(3, 61, 1, **integers),
+            torch.zeros(3, 60, dtype=torch.bool),
+            torch.zeros(3, 61, **integers),
+            8,
+        )
+    assert accepted_paths.path.shape == (3, 9)
+
+
+def test_rows_of_a_batch():
+    """Chains of three nodes: one cut to a node, one with a placeholder that nothing matches."""
+    plain = [(0, 5), (1, 5), (2, 5)]
+    tree = to_tree([plain] * 5, 3)
+    depth = torch.nn.functional.pad(tree.depth.long(), (1, 0))
+    rows = DrawnRows(
+        token=torch.tensor([9, 5, 9, 5, -1, 5, 9, 5, 5, 5], dtype=torch.int32),
+        drawn=torch.tensor([5, 5, 5, -1, 5, 5, 5, 5, 5, 8]),
+        first_row=torch.tensor([0, 2, 6, 10], dtype=torch.int32),
+        req_idx=torch.tensor([3, 0, 1]),
+    )
+    path, accepted = torch.full((5, 4), -7), torch.full((5,), -7, dtype=torch.int32)
+    trees = tree.parent, depth, tree.ancestors
+    output, num_sampled = accept_path_rows(rows, *trees, path, accepted)
+    assert num_sampled.tolist() == [2, 2, 4]
+    assert output.tolist() == [[5, 5, 0, 0], [5, -1, 0, 0], [5, 5, 5, 8]]
+    nobody = [-7] * 4
+    assert path.tolist() == [[0, 1, 0, 0], [0, 1, 2, 3], nobody, [0, 1, 0, 0], nobody]
+    assert accepted.tolist() == [1, 3, -7, 1, -7]

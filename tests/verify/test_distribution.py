@@ -1,0 +1,156 @@
+"""Sample-then-walk commits with the law of the papers' sequential rule.
+
+That law is known: a text is committed with the product of the target's probabilities along it.
+Both rules are held to it, and so is a wrong one, which has to be found out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+from support.trees import path_to, to_tree
+
+from vllm_specblock.verify.accept_path import accept_path
+from vllm_specblock.verify.reference import accept_sequentially
+
+TREES = {
+    "tree": [(0, 1), (0, 2), (1, 0), (1, 3), (2, 1), (3, 2), (0, 4)],
+    # Two heads side by side: 1 and 1 3 are drafted by both, and go on differently.
+    "disjoint merge": [(0, 1), (0, 2), (1, 0), (1, 3), (0, 1), (5, 3), (6, 2), (5, 4)],
+}
+VOCAB, RUNS = 5, 20_000
+
+
+def text(plain, node: int) -> tuple[int, ...]:
+    return tuple(plain[step - 1][1] for step in path_to(plain, node)[1:])
+
+
+def target(plain) -> torch.Tensor:
+    """[nodes + 1, V] float64, a random target that sees the text only."""
+    known: dict[tuple, torch.Tensor] = {}
+    draw = torch.Generator().manual_seed(3)
+    for node in range(len(plain) + 1):
+        logits = 1.5 * torch.randn(VOCAB, generator=draw, dtype=torch.float64)
+        known.setdefault(text(plain, node), logits.softmax(-1))
+    return torch.stack([known[text(plain, node)] for node in range(len(plain) + 1)])
+
+
+def committed_law(plain, target_probs: torch.Tensor) -> dict[tuple, float]:
+    """Committed text → its probability."""
+    texts = [text(plain, node) for node in range(len(plain) + 1)]
+    chance = {(): 1.0}
+    for node in range(1, len(plain) + 1):  # parents first
+        up = plain[node - 1][0]
+        chance[texts[node]] = chance[texts[up]] * float(target_probs[up, texts[node][-1]])
+    ends = {}
+    for node, prefix in enumerate(texts):
+        for token in range(VOCAB):
+            if (*prefix, token) not in chance:
+                ends[(*prefix, token)] = chance[prefix] * float(target_probs[node, token])
+    assert sum(ends.values()) == pytest.approx(1.0)
+    return ends
+
+
+def children(plain) -> dict[int, list[tuple[int, int]]]:
+    out: dict[int, list[tuple[int, int]]] = {}
+    for node, (up, token) in enumerate(plain, 1):
+        out.setdefault(up, []).append((node, token))
+    return out
+
+
+def sequential(plain, target_probs: torch.Tensor) -> Counter:
+    generator = torch.Generator().manual_seed(11)
+    below = children(plain)
+    return Counter(tuple(accept_sequentially(below, target_probs, generator)) for _ in range(RUNS))
+
+
+def walked(plain, target_probs: torch.Tensor) -> Counter:
+    generator = torch.Generator().manual_seed(12)
+    sampled = torch.multinomial(
+        target_probs, RUNS, replacement=True, generator=generator
+    ).T.contiguous()
+    texts = [text(plain, node) for node in range(len(plain) + 1)]
+    # The noise is keyed by the position: nodes of equal text draw the same token.
+    sampled = sampled[:, [texts.index(own) for own in texts]]
+    tree = to_tree([plain], len(plain))
+    every = (RUNS, -1)
+    depth = torch.nn.functional.pad(tree.depth.long(), (1, 0))
+    accepted_paths = accept_path(
+        tree.token.expand(*every),
+        tree.parent.expand(*every),
+        depth.expand(*every),
+        tree.ancestors.expand(*every, -1),
+        torch.ones(RUNS, len(plain), dtype=torch.bool),
+        sampled,
+        int(depth.max()),
+    )
+    return Counter(
+        tuple(output[: count + 1])
+        for output, count in zip(accepted_paths.output.tolist(), accepted_paths.accepted.tolist())
+    )
+
+
+def careless(plain, target_probs: torch.Tensor, fault: str | None) -> Counter:
+    """The sequential rule with one fault, or without."""
+    generator = torch.Generator().manual_seed(13)
+    below, draws = children(plain), Counter()
+    for _ in range(RUNS):
+        node, committed, left = 0, [], target_probs[0].clone()
+        tries = list(below.get(0, []))
+        while tries:
+            child, token = tries.pop(0)
+            if torch.rand((), generator=generator, dtype=torch.float64) < left[token]:
+                committed.append(token)
+                node, left, tries = child, target_probs[child].clone(), list(below.get(child, []))
+                continue
+            left[token] = 0
+            if fault != "rejected without renormalising":
+                left = left / left.sum()
+        if fault == "bonus from the whole target":
+            left = target_probs[node]
+        draws[(*committed, int(torch.multinomial(left, 1, generator=generator)))] += 1
+    return draws
+
+
+def excess(counts: Counter, target_probs: dict[tuple, float]) -> float:
+    """Pearson's χ² against `target_probs`, in standard deviations above what the law itself
+    gives."""
+    if not counts.keys() <= target_probs.keys():  # a text that cannot be committed
+        return math.inf
+    common = {key: p for key, p in target_probs.items() if p * RUNS >= 5}
+    rare = 1 - sum(common.values())
+    cells = [(counts[key], p) for key, p in common.items()]
+    if rare * RUNS >= 5:
+        cells.append((RUNS - sum(seen for seen, _ in cells), rare))
+    chi = sum((seen - RUNS * p) ** 2 / (RUNS * p) for seen, p in cells)
+    freedom = len(cells) - 1
+    return (chi - freedom) / math.sqrt(2 * freedom)
+
+
+@pytest.mark.parametrize("name", TREES)
+@pytest.mark.parametrize("rule", [walked, sequential])
+def test_both_rules_have_the_targets_law(name, rule):
+    plain = TREES[name]
+    target_probs = target(plain)
+    assert excess(rule(plain, target_probs), committed_law(plain, target_probs)) < 4
+
+
+@pytest.mark.parametrize(
+    "fault", [None, "rejected without renormalising", "bonus from the whole target"]
+)
+def test_a_wrong_rule_is_found_out(fault):
+    plain = TREES["tree"]
+    target_probs = target(plain)
+    found = excess(careless(plain, target_probs, fault), committed_law(plain, target_probs))
+    assert found < 4 if fault is None else found > 8
+
+
+def test_a_target_that_is_slightly_off_is_found_out():
+    plain = TREES["tree"]
+    target_probs = target(plain)
+    other = target_probs**1.1
+    off = walked(plain, other / other.sum(-1, keepdim=True))
+    assert excess(off, committed_law(plain, target_probs)) > 8

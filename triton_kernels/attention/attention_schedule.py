@@ -1,0 +1,175 @@
+"""Launch schedule of tree attention: tiles and splits from host numbers alone.
+
+Two cuts. Queries: a request's rows (query tokens × query heads of a kv head) go to tiles of the
+smallest class that holds them, or of the largest class. Entries: a request is read in splits, as
+many as its own length and its own rows allow.
+
+Neither cut looks at the rest of the batch, so a request's result has the same bits alone, in any
+company, and in a captured graph. What the batch decides is only who does the work: with few
+programs each split has its own, and a second kernel folds the partial results in order; with many,
+one program reads all splits and folds them in that same order by itself. A captured graph in which
+the device shares out the rows may have as many requests as rows or a single one: it launches both
+forms, and the device leaves one of them out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from ..optional_triton import cdiv, next_power_of_2
+
+PROGRAMS = 128
+"""Programs that fill the GPU (an H200 has 132 multiprocessors): one request is cut to about so
+many, and a batch that has so many requests, heads and tiles needs no more."""
+SPLIT_ENTRIES = 512
+"""The fewest cache entries that are worth a program of their own."""
+MAX_SPLITS = 16
+"""Of one request. Bounds the workspace: PROGRAMS · MAX_SPLITS tiles at most."""
+CLASSES = (16, 64, 128)
+"""Rows of a tile. 16 is the least a tensor core takes, 64 the least of Hopper's; a tree of 61
+tokens and 4 query heads per kv head has 244 rows, which two tiles of 128 hold."""
+_DEEP = 4
+"""Buffers of keys, and as many of values, that keep two blocks on their way beside the one that is
+multiplied."""
+_SPARE = 1024  # bytes of shared memory that barriers and reductions take
+HOPPER_SHARED = 227 * 1024
+"""Bytes of shared memory that one program may use on sm_90."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One class of tiles: constants that a kernel is compiled for."""
+
+    rows: int
+    entries: int  # read at a time
+    masked_entries: int  # the same where a mask is needed
+    num_warps: int
+    num_stages: int  # of the loop without a mask
+
+
+@cache
+def tile_classes(head_size: int, dtype: torch.dtype, shared: int) -> tuple[Tile, ...]:
+    """Tiles for a layer, the smallest first.
+
+    head_size: D. dtype: the queries'. shared: bytes of shared memory that a program may use.
+    """
+    # Float32 is multiplied as three products of parts, and the parts are in shared memory too.
+    width = max(next_power_of_2(head_size), 16) * (8 if dtype == torch.float32 else 2)
+    most = max(_floor_power_of_2(shared // 3 // width), 16)
+    rows = sorted({min(size, most) for size in CLASSES})
+    entries, num_stages = _pipeline(shared - rows[-1] * width, width)
+    # Masks of 64 entries and more did not fit in the registers of a tile of 128 rows.
+    return tuple(
+        Tile(
+            size,
+            entries,
+            min(entries, 32 if size > 16 else 128),
+            8 if size == 128 else 4,
+            num_stages,
+        )
+        for size in rows
+    )
+
+
+def _pipeline(free: int, width: int) -> tuple[int, int]:
+    """(entries of a block, stages of the loop over blocks) for the shared memory beside queries.
+
+    The block's number comes first, then keys and values: two stages of each block, and one more.
+    Below seven stages the compiler has nothing on its way while it multiplies: the loads of a block
+    are issued at the end of the one before, and waited for at once.
+
+    free: bytes. width: bytes of one key.
+    """
+    for entries in (64, 32):
+        if free >= _DEEP * 2 * entries * width + _SPARE:
+            return entries, 2 * _DEEP - 1
+    entries = _floor_power_of_2(free // (2 * 2 * width))
+    return min(max(entries, 16), 128), 3
+
+
+@cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that a program may use; on a CPU (interpreter) as on sm_90."""
+    if device.type != "cuda":
+        return HOPPER_SHARED
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch: the requests whose rows are more than `above`, and at most `up_to`."""
+
+    tile: Tile
+    above: int
+    up_to: int
+    tiles: int  # of the largest request
+    slots: int  # tiles × splits of any request, at most
+    whole: bool  # one program reads all splits of its tile
+    single: bool  # no request has more than one split
+    requests: int  # R, or fewer where a batch of more is another launch's
+    whole_from: int  # a batch of so many requests is for the launch that is `whole`; 0: any batch
+
+
+def plan_launches(
+    classes: tuple[Tile, ...],
+    query_lens: Iterable[int],
+    group: int,
+    num_requests: int,
+    num_kv_heads: int,
+    max_seq_len: int,
+    unknown_up_to: int = 0,
+) -> list[Launch]:
+    """One launch for each class of tiles that a batch may need.
+
+    query_lens: the lengths that requests have, in query tokens; the largest is a bound. group:
+    query heads per kv head. num_requests: with `unknown_up_to` a bound: requests that are not there
+    have no rows and come last. max_seq_len: bound of the requests' entries. unknown_up_to: requests
+    of up to so many tokens have lengths that the host does not know, and one class serves them
+    all: launches that turn out to have nothing to do cost as much as small ones that have. Together
+    the launches take every request, also one whose length was not foreseen.
+    """
+    rows = [n * group for n in query_lens if n > 0] or [1]
+    # Classes, and the rows of the largest request that each takes.
+    serves = [(tile, tile.rows) for tile in classes]
+    if unknown_up_to:
+        # Rows that are not there are multiplied for nothing, but 64 is what the hardware takes.
+        shared = next((tile for tile in classes if tile.rows >= 64), classes[-1])
+        rows.append(unknown_up_to * group)
+        serves = [(shared, unknown_up_to * group), serves[-1]]
+    wanted = sorted({_class_of(serves, n) for n in rows})
+    launches, above = [], 0
+    for place, index in enumerate(wanted):
+        (tile, most), last = serves[index], place == len(wanted) - 1
+        # The last launch has no upper end; an end that no request reaches.
+        up_to = 1 << 30 if last else most
+        tiles = cdiv(max(rows) if last else most, tile.rows)
+        splits = min(MAX_SPLITS, cdiv(max_seq_len, SPLIT_ENTRIES), PROGRAMS // num_kv_heads)
+        splits = max(splits, 1)
+        slots = max(tiles, min(PROGRAMS // num_kv_heads, tiles * splits))
+        # So many requests fill the GPU without splits.
+        whole_from = cdiv(PROGRAMS, num_kv_heads * tiles)
+        if splits == 1 or num_requests < whole_from:
+            forms = [(splits == 1, num_requests, 0)]
+        elif unknown_up_to and whole_from > 1:
+            # How many of the requests are there the device knows. The last launch is of them all.
+            forms = [(False, whole_from - 1, whole_from), (True, num_requests, whole_from)]
+        else:
+            forms = [(True, num_requests, 0)]
+        for whole, requests, decides in forms:
+            launches.append(
+                Launch(tile, above, up_to, tiles, slots, whole, splits == 1, requests, decides)
+            )
+        above = up_to
+    return launches
+
+
+def _class_of(serves: list[tuple[Tile, int]], rows: int) -> int:
+    return next((i for i, (_, most) in enumerate(serves) if rows <= most), len(serves) - 1)
+
+
+def _floor_power_of_2(n: int) -> int:
+    return 1 << max(n, 1).bit_length() - 1

@@ -1,0 +1,95 @@
+"""What is recorded of requests while they are served, and what a step adds to it: plain tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..verify.verification_result import VerificationResult
+
+
+@dataclass(frozen=True)
+class SlabTensors:
+    """G slabs of W rows each, and sums of S request slots; contiguous, on one device.
+
+    Row i of a slab is of the token x_p, p = begin + i. A row's place follows from its position
+    alone: nothing counts rows, and a step that is repeated writes the same.
+
+    Attributes:
+        states: [G, W, 3·Ht], the target's states at x_p, columns low, mid, high.
+        last: [G, W, Ht], of the same dtype, what the target's LM head reads at x_p.
+        token: [G, W] int32, x_{p+1}.
+        begin: [G] int32, first position.
+        end: [G] int32, position after the newest row; `begin` where there is none.
+        of_slot: [S] int32, the slab of whoever is in a request slot; −1: not recorded.
+        missed: [S] fp32, s [SpecBlock, eq. 8], as far as a step can know it: 1 for every walk that
+            ends at a node with children, whose probabilities all went to wrong tokens.
+        steps: [S] int32, target steps with a tree.
+        committed: [S] int32, tokens committed in these.
+    """
+
+    states: torch.Tensor
+    last: torch.Tensor
+    token: torch.Tensor
+    begin: torch.Tensor
+    end: torch.Tensor
+    of_slot: torch.Tensor
+    missed: torch.Tensor
+    steps: torch.Tensor
+    committed: torch.Tensor
+
+    @classmethod
+    def empty(
+        cls,
+        slabs: int,
+        rows: int,
+        hidden: int,
+        slots: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> SlabTensors:
+        """Nobody is recorded. `rows` is W, `hidden` Ht."""
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        return cls(
+            zeros(slabs, rows, 3 * hidden, dtype=dtype),
+            zeros(slabs, rows, hidden, dtype=dtype),
+            zeros(slabs, rows),
+            zeros(slabs),
+            zeros(slabs),
+            zeros(slots) - 1,
+            zeros(slots, dtype=torch.float32),
+            zeros(slots),
+            zeros(slots),
+        )
+
+
+@dataclass(frozen=True)
+class StepToRecord:
+    """What a step committed, and the verdicts on the trees it ran on.
+
+    Attributes (T rows, R requests, B rows of the target's batch, N nodes):
+        request: [T] int64, whose each row is.
+        source: [T] int64, the row of `states` and `last` that it is.
+        token, position: [T] int64, x_{p+1} and p.
+        cache_slot: [T] int64, −1 for padding.
+        newest: [R] int64, the newest row of each request.
+        states: three of [B, Ht], of the low, mid and high layer.
+        last: [B, Ht], of the same dtype.
+        result: of the step; `score` and `temperatures` are not looked at.
+        parent: [S, N] int32, parents of nodes 1 … N of the trees under verification.
+    """
+
+    request: torch.Tensor
+    source: torch.Tensor
+    token: torch.Tensor
+    position: torch.Tensor
+    cache_slot: torch.Tensor
+    newest: torch.Tensor
+    states: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    last: torch.Tensor
+    result: VerificationResult
+    parent: torch.Tensor

@@ -1,0 +1,149 @@
+"""Survival probabilities of new trees' nodes; trees of paused requests are dropped.
+
+The torch references are `AcceptanceEstimator.steps` and `Combined.empty_where`. Every program fits
+the rates anew for its request: a few additions over a table of 32 × 32, where a launch to do it
+once for all would take longer. Each mean of the fit has a sum of its own; the reference takes
+differences of running sums, which lose digits once much was counted.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..optional_triton import jit, tl
+from ..tree.copy_tree import Copies, copy_tree
+
+
+def write_survival_triton(
+    req_idx: torch.Tensor,
+    paused: torch.Tensor,
+    temperature: torch.Tensor,
+    judged: torch.Tensor,
+    reached: torch.Tensor,
+    believed: torch.Tensor,
+    prior: float,
+    bins_per_nat: int,
+    steps: torch.Tensor,
+    **trees: torch.Tensor,
+) -> tuple[torch.Tensor, ...]:
+    """Write `steps`, and give the trees of those that are awake.
+
+    Args:
+        req_idx: [R] integers; may be a column of a table.
+        paused: [S] bool, by slot, whose tree becomes empty.
+        temperature: [R] fp32.
+        judged, reached: [2, bins] fp32, as `AcceptanceEstimator` keeps them; bins a power of two.
+        believed: [bins] fp32, what a bin is worth before anything was seen.
+        prior: nodes that each bin counts before anything was seen.
+        bins_per_nat: of scores.
+        steps: [≥ R, N] fp32, written to in its first R rows, as `AcceptanceEstimator.steps` says.
+        trees: by name, as `Copies.of` takes them.
+
+    Returns:
+        token, parent, depth, logprob, size, ancestors and origin, all new and contiguous.
+    """
+    copies = Copies.of(**trees)
+    if len(req_idx):
+        _write_survival_kernel[(len(req_idx),)](
+            req_idx, req_idx.stride(0), paused, temperature, temperature.stride(0), judged, reached,
+            believed, steps, steps.stride(0), *copies.arguments, prior, BINS_PER_NAT=bins_per_nat,
+            BINS=len(believed), **copies.constants, num_warps=4,
+        )  # fmt: skip
+    return copies.made
+
+
+@jit
+def _larger(a, b):
+    return tl.maximum(a, b)
+
+
+@jit
+def _smaller(a, b):
+    return tl.minimum(a, b)
+
+
+@jit
+def _rates(judged, reached, believed, prior, BINS: tl.constexpr):
+    """[BINS], how often nodes of a bin are reached: isotonic regression by its min-max formula."""
+    bins = tl.arange(0, BINS)
+    count = tl.load(judged + bins) + prior
+    found = tl.load(reached + bins) + prior * tl.load(believed + bins)
+    later = bins[:, None] <= bins[None, :]  # [j, k]: bin k is j or a less sure one
+    counts = tl.cumsum(tl.where(later, count[None, :], 0.0), 1)
+    # The mean over bins j … k; a count of 1 where there are none.
+    mean = tl.cumsum(tl.where(later, found[None, :], 0.0), 1) / tl.where(later, counts, 1.0)
+    mean = tl.where(later, mean, float("-inf"))
+    best_from = tl.associative_scan(mean, 1, _larger, reverse=True)  # [j, i]: over all k ≥ i
+    return tl.min(tl.where(later, best_from, float("inf")), 0)
+
+
+@jit
+def _survival(rates, logprob, BINS_PER_NAT: tl.constexpr, BINS: tl.constexpr):
+    """[NODES], 0 where there is no node; never rises. Between two bins' middles it is a line."""
+    bins = tl.arange(0, BINS)
+    place = tl.minimum(tl.maximum(-BINS_PER_NAT * logprob, 0.0), BINS - 1e-3) - 0.5
+    place = tl.minimum(tl.maximum(place, 0.0), BINS - 1.0)
+    share = tl.maximum(1.0 - tl.abs(place[:, None] - bins.to(tl.float32)[None, :]), 0.0)
+    likely = tl.associative_scan(tl.sum(share * rates[None, :], 1), 0, _smaller)
+    return tl.where((logprob > float("-inf")) & (logprob < float("inf")), likely, 0.0)
+
+
+# A step's requests may be a part of a larger table.
+@jit(do_not_specialize=["slot", "temperature"])
+def _write_survival_kernel(
+    req_idx,  # [R]
+    req_idx_stride,
+    paused,  # [S] bool
+    temperature,  # [R] fp32
+    temperature_stride,
+    judged,  # [2, BINS] fp32
+    reached,  # [2, BINS] fp32
+    believed,  # [BINS] fp32
+    steps,  # [≥ R, NUM_NODES] fp32, entries of a row are consecutive
+    steps_stride,
+    token,  # [R, NUM_NODES] int64, as the four after it: entries of a row are consecutive
+    parent,  # int32
+    depth,  # int32
+    logprob,  # fp32
+    origin,  # uint8
+    ancestors,  # [R, NUM_NODES + 1, W] int64, words of a node are consecutive
+    token_stride, parent_stride, depth_stride, logprob_stride, origin_stride, ancestors_stride,
+    node_stride,  # of ancestors
+    size,  # [R] int32
+    size_stride,
+    new_token, new_parent, new_depth, new_logprob, new_origin, new_ancestors,  # contiguous
+    new_size,
+    prior,
+    BINS_PER_NAT: tl.constexpr, BINS: tl.constexpr,
+    NUM_NODES: tl.constexpr, NODES: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """One request. NODES covers the root and all nodes."""
+    request = tl.program_id(0).to(tl.int64)
+    at = tl.load(req_idx + request * req_idx_stride).to(tl.int64)
+    last = tl.where(tl.load(paused + at) != 0, -1, NUM_NODES)  # see `copy_tree`
+    entry = tl.arange(0, NODES)
+    inside, copied = entry < NUM_NODES, entry < last
+
+    score = logprob + request * logprob_stride
+    own = tl.load(score + entry, mask=copied, other=float("-inf"))
+    kind = tl.where(tl.load(temperature + request * temperature_stride) > 0, BINS, 0)
+    rates = _rates(judged + kind, reached + kind, believed, prior, BINS)
+    survival = _survival(rates, own, BINS_PER_NAT, BINS)
+    # The nodes one place on, the first of which is the root: that is there for certain. As a score
+    # it is the best, since the least of all up to a node is taken.
+    before = tl.load(score - 1 + entry, mask=copied & (entry > 0), other=float("-inf"))
+    before = _survival(rates, tl.where(entry > 0, before, 0.0), BINS_PER_NAT, BINS)
+    before = tl.where(entry > 0, before, 1.0)
+    step = tl.where(before > 0, survival / tl.where(before > 0, before, 1.0), 0.0)
+    tl.store(steps + request * steps_stride + entry, step, mask=inside)
+
+    out = request * NUM_NODES
+    copy_tree(
+        last, token + request * token_stride, parent + request * parent_stride,
+        depth + request * depth_stride, score, origin + request * origin_stride,
+        ancestors + request * ancestors_stride, node_stride, new_token + out, new_parent + out,
+        new_depth + out, new_logprob + out, new_origin + out,
+        new_ancestors + request * (NUM_NODES + 1) * W, NUM_NODES, NODES, W,
+    )  # fmt: skip
+    count = tl.load(size + request * size_stride)
+    tl.store(new_size + request, tl.where(last >= 0, count, 0))

@@ -1,0 +1,71 @@
+"""Top-k draft tokens and their log-probabilities, in two launches.
+
+`lm_and_rank_head.py` without a rank head: the first launch is the same.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..optional_triton import jit, tl
+from .lm_and_rank_head import best_of_chunks, merge_chunks
+from .lm_and_rank_head_reference import topk_tokens_reference
+
+
+def topk_tokens(
+    logits: torch.Tensor,
+    offset: torch.Tensor,
+    width: int,
+    scale: float = 1.0,
+    beta: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The likeliest tokens. CUDA tensors go to the kernels; no gradient there.
+
+    Args:
+        logits: [R, ..., Vd], of any floating dtype.
+        offset: [Vd] int64, target id − draft id.
+        width: B, at most Vd.
+        scale: factor on the logits, above 0.
+        beta: [R] fp32, above 0, another factor on them; None: 1.
+
+    Returns:
+        [R, ..., B] float32, log-probabilities over the draft vocabulary, descending;
+        [R, ..., B] int64, target ids.
+    """
+    best = topk_tokens_triton if logits.is_cuda else topk_tokens_reference
+    return best(logits, offset, width, scale, beta)
+
+
+def topk_tokens_triton(
+    logits: torch.Tensor,
+    offset: torch.Tensor,
+    width: int,
+    scale: float = 1.0,
+    beta: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launch the kernels; arguments and results as `topk_tokens` has them."""
+    lead = logits.shape[:-1]
+    chunks, constants = best_of_chunks(logits, width, beta, scale=scale)
+    logprob = torch.empty(*lead, width, dtype=torch.float32, device=logits.device)
+    token = torch.empty(*lead, width, dtype=torch.int64, device=logits.device)
+    if rows := lead.numel():
+        _merge_kernel[(rows,)](
+            *chunks, offset, logprob, token, WIDTH=width, **constants, num_warps=4
+        )
+    return logprob, token
+
+
+@jit(do_not_specialize=["num_chunks", "rows_each"])
+def _merge_kernel(
+    best, sums, num_chunks, beta, rows_each,  # as `best_of_chunks` leaves them
+    offset,  # [vocab] int64
+    logprob,  # [rows, WIDTH] fp32
+    token,  # [rows, WIDTH] int64
+    CHUNKS: tl.constexpr, CHUNK_PLACES: tl.constexpr, MERGED: tl.constexpr, TOP: tl.constexpr,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
+    """One row."""
+    merge_chunks(
+        best, sums, num_chunks, beta, rows_each, offset, logprob, token,
+        tl.program_id(0).to(tl.int64), CHUNKS, CHUNK_PLACES, MERGED, TOP, WIDTH,
+    )  # fmt: skip

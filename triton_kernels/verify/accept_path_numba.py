@@ -1,0 +1,70 @@
+"""The walk of `verify/accept_path.py` for CPUs; the torch reference is
+`vllm_specblock.verify.accept_path.walk`."""
+
+from __future__ import annotations
+
+import torch
+
+from ..optional_numba import njit
+
+
+def accept_path_numba(
+    token: torch.Tensor,
+    drawn: torch.Tensor,
+    first_row: torch.Tensor,
+    req_idx: torch.Tensor,
+    parent: torch.Tensor,
+    depth: torch.Tensor,
+    path: torch.Tensor,
+    accepted: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Arguments and results as `vllm_specblock.verify.accept_path.accept_path_rows` has them."""
+    output = torch.zeros(len(req_idx), path.shape[1], dtype=torch.int64)
+    num_sampled = torch.empty(len(req_idx), dtype=torch.int32)
+    given = (token.contiguous(), drawn.contiguous(), first_row.contiguous(), req_idx.contiguous())
+    _walk(
+        *(x.numpy() for x in given), parent.numpy(), depth.numpy(), path.numpy(),
+        accepted.numpy(), output.numpy(), num_sampled.numpy(),
+    )  # fmt: skip
+    return output, num_sampled
+
+
+@njit
+def _walk(
+    token,  # [rows] integers
+    drawn,  # [rows] int64
+    first_row,  # [R+1] int32
+    req_idx,  # [R] integers
+    parent,  # [S, N] int32
+    depth,  # [S, N+1] int64
+    path,  # [S, D+1] int64
+    accepted,  # [S] int32
+    output,  # [R, D+1] int64, zeros
+    num_sampled,  # [R] int32
+):
+    most, deepest = parent.shape[1], path.shape[1] - 1
+    reached = [False] * (most + 1)
+    for request in range(len(req_idx)):
+        at, first = req_idx[request], min(first_row[request], len(drawn) - 1)
+        nodes = min(first_row[request + 1] - first_row[request] - 1, most)
+        reached[0], end = True, 0
+        for node in range(1, nodes + 1):
+            above, row = parent[at, node - 1], first + node
+            reached[node] = (
+                token[row] >= 0
+                and above >= 0
+                and reached[above]
+                and token[row] == drawn[first + above]
+                and depth[at, node] <= deepest
+            )
+            if reached[node] and depth[at, node] > depth[at, end]:
+                end = node
+        length = depth[at, end]
+        path[at] = 0
+        for place in range(length, -1, -1):
+            path[at, place] = end
+            output[request, place] = drawn[first + end]
+            if end:
+                end = parent[at, end - 1]
+        accepted[at] = length
+        num_sampled[request] = length + 1

@@ -1,0 +1,211 @@
+"""What a trainer does with finished requests: book → policy → update → judge → offer.
+
+Without a process, a clock or a file: the caller hands requests in, and looks at which version is
+to serve.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from vllm_specblock.adapt.book import Book, Record
+from vllm_specblock.adapt.learning.judge import Judge
+from vllm_specblock.adapt.learning.pool import Pool, Version
+from vllm_specblock.adapt.learning.train_batches import RecordTeacher, batches
+from vllm_specblock.adapt.learning.update import UpdateConfig, Updater, UpdateReport
+from vllm_specblock.adapt.policy.actions import Tensors, held, put
+from vllm_specblock.adapt.policy.evidence import FallDetector
+from vllm_specblock.adapt.policy.interface import EVERY, Action, FinishedRequest, Policy
+from vllm_specblock.drafters.specblock.model import SpecBlockModel
+
+Count = Callable[[str, int], None]
+"""Adds to one of `link.layout.COUNTS`."""
+
+
+@dataclass(frozen=True)
+class AdaptationConfig:
+    """What is learned from, and how.
+
+    Attributes:
+        update: how updates learn.
+        memory: of the book, MiB.
+        batch: records of a batch, half of them new.
+        rehearsal: the other half is from the reservoir; False: there is no other half.
+        every: new records of an update.
+        seed: of the book's samples and the batches' choices.
+    """
+
+    update: UpdateConfig = field(default_factory=UpdateConfig)
+    memory: float = 512
+    batch: int = 8
+    rehearsal: bool = True
+    every: int = EVERY
+    seed: int = 0
+
+
+class Adaptation:
+    """One policy over the requests of one engine.
+
+    Args:
+        drafter: θ_0, float32; it is copied.
+        teacher: the target's embedding and head rows, on the drafter's device.
+        policy: see `Policy`.
+        config: see there.
+        count: told of what happens.
+        seconds_lost: what an update of an action, whose version was offered just now or not,
+            takes from serving.
+
+    Attributes:
+        pool: `pool.current` is what is to serve.
+        training: the version that θ_train is.
+        number: of the newest version.
+        rows: labels that were learned from so far.
+        requests: that finished since this began.
+    """
+
+    def __init__(
+        self,
+        drafter: SpecBlockModel,
+        teacher: RecordTeacher,
+        policy: Policy,
+        config: AdaptationConfig | None = None,
+        count: Count = lambda name, by: None,
+        seconds_lost: Callable[[Action], float] = lambda action: 0.0,
+    ) -> None:
+        self.policy, self.teacher, self.config = policy, teacher, config or AdaptationConfig()
+        self.count, self.seconds_lost = count, seconds_lost
+        self.updater = Updater(copy.deepcopy(drafter), self.config.update)
+        self.judge = Judge(drafter, teacher)
+        self.book = Book(self.config.memory, seed=self.config.seed)
+        origin = Version(0, _on_host(held(drafter, Action.FULL)))
+        self.pool, self.training = Pool(origin), origin
+        self.falls = FallDetector()
+        self.number = self.rows = self.requests = 0
+
+    def finish(self, record: Record | None, request: FinishedRequest | None) -> None:
+        """Learn from one finished request.
+
+        Args:
+            record: None where it was not recorded.
+            request: None where it goes on in another record.
+        """
+        if record is not None and self.policy.records:
+            self._keep(record)
+        if request is None:
+            return
+        self.requests += 1
+        # Not begun anew with every version: they come sooner than it learns mean and spread.
+        if self.falls.add(request.tau):
+            self.falls.reset()
+            self.policy.alarm()
+            if self.policy.gated and (back := self.pool.roll_back()):
+                self._follow(back)
+        decision = self.policy.decide(request)
+        if decision.good:
+            self.pool.call_good()
+        if decision.roll_back and (back := self.pool.roll_back()):
+            self._follow(back)
+        if decision.update:
+            self._update(decision.push)
+
+    def adopt(self, version: Version, good: bool = False) -> None:
+        """Serve a version from elsewhere, and train on from it: of an earlier trainer, or that a
+        person chose.
+
+        Args:
+            good: it is one to return to.
+        """
+        self.number = max(self.number, version.number)
+        self.pool.offer(version)
+        if good:
+            self.pool.call_good()
+        self._train_from(version)
+
+    def adopt_training(self, training: Version, number: int, rows: int) -> None:
+        """Train on from an earlier state; what serves stays.
+
+        Args:
+            training: it gets another number: what is known under its own may be something else.
+            number: of the newest version then.
+            rows: that were learned from till then.
+        """
+        self.number, self.rows = max(self.number, number) + 1, rows
+        self._train_from(Version(self.number, training.tensors, training.action, training.parent))
+
+    def gain_over_origin(self, version: Version) -> float:
+        """Judged, tokens per row; NaN where nothing was judged yet."""
+        return self.judge.difference(version, self.pool.origin, self.book)
+
+    def _keep(self, record: Record) -> None:
+        # Judged before anything is trained on it.
+        if not self.book.add(record):
+            self.count("dropped_records", 1)
+            return
+        if not self.policy.gated:
+            return
+        depths = self.judge.depths(self.pool.kept, record)
+        gain = depths[self.pool.current.number] - depths[self.pool.origin.number]
+        if gain == gain:  # else the text is too short to say
+            self.count("judged_requests", 1)
+            self.count("judged_gain_millitokens", round(1000 * gain))
+        if (back := self.pool.judge(depths)) is not None:
+            self._follow(back)
+
+    def _update(self, action: Action) -> None:
+        config, before = self.config, self.training
+        found = batches(self.book, config.every, config.batch, config.rehearsal)
+        if not found:
+            return
+        steps = self.updater.steps
+        train_batches = [
+            self.teacher.train_batch(
+                records, steps + number, config.seed * 1_000_003 + steps + number
+            )
+            for number, records in enumerate(found)
+        ]
+        report = self.updater.update(action, train_batches)
+        self.rows += sum(int(each.labels.sum()) for records in found for each in records)
+        self.count(f"updates_{action}", 1)
+        self.count(f"update_microseconds_{action}", round(1e6 * report.seconds))
+        gain = self._offer(action, report, before)
+        self.policy.reward(action, gain, self.seconds_lost(action))
+
+    def _offer(self, action: Action, report: UpdateReport, before: Version) -> float:
+        """Make a version of what was learned, and let it serve if it may. Returns Δτ / τ."""
+        if not report.losses:
+            return 0.0
+        tensors = _on_host(held(self.updater.drafter, action, before.tensors))
+        if not all(bool(torch.isfinite(each).all()) for each in tensors.values()):
+            self.count("versions_refused_weights", 1)
+            self._train_from(before)
+            return 0.0
+        self.number += 1
+        self.training = Version(self.number, tensors, action, before.number)
+        if not self.policy.gated:
+            self.pool.offer(self.training)
+            return 0.0
+        if self.judge.difference(self.training, self.pool.current, self.book) > 0:
+            self.pool.offer(self.training)
+        else:
+            self.count("versions_refused_not_better", 1)
+        gain = self.judge.gain(self.training, before, self.book)
+        return 0.0 if gain != gain else gain
+
+    def _follow(self, version: Version) -> None:
+        """An earlier version serves again, and training goes on from it."""
+        self.count("rollbacks", 1)
+        self._train_from(version)
+
+    def _train_from(self, version: Version) -> None:
+        put(self.updater.drafter, version.tensors)
+        self.updater.forget()
+        self.training = version
+
+
+def _on_host(tensors: Tensors) -> Tensors:
+    """Versions wait in host memory, wherever training runs."""
+    return {name: tensor.cpu() for name, tensor in tensors.items()}

@@ -1,0 +1,83 @@
+"""Files that are whole whenever they are there, and folders with one writer."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from vllm_specblock.train.config import TrainError
+
+LOCK = ".lock"
+
+
+def private_folder(folder: Path) -> None:
+    """Make a folder that nobody else can look into, where it is not there.
+
+    Raises:
+        TrainError: it cannot be made, or is not one's own.
+    """
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.chmod(0o700)
+    except OSError as error:
+        raise TrainError(
+            f"The folder {folder} cannot be used ({error.strerror}): give one of your own."
+        ) from None
+
+
+def lock_folder(folder: Path) -> int:
+    """Lock a folder for one writer; the lock goes with the last process that has the descriptor.
+
+    Raises:
+        TrainError: another process has it.
+    """
+    descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise TrainError(
+            f"Another engine or trainer uses the folder {folder}: give each a folder of its own."
+        ) from None
+    return descriptor
+
+
+def digest(path: Path) -> str:
+    """Of a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "blake2b").hexdigest()[:32]
+
+
+def sync(path: Path) -> None:
+    """Wait until a file or a folder is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def replace_synced(path: Path, write: Callable[[Path], object]) -> None:
+    """Let `write` fill a file aside, of mode 0600, then put it in its place in one step."""
+    aside = path.with_name(f".{path.name}.part")
+    write(aside)
+    aside.chmod(0o600)
+    sync(aside)
+    os.replace(aside, path)
+    sync(path.parent)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Replace a file by JSON."""
+    text = json.dumps(content) + "\n"
+    replace_synced(path, lambda aside: aside.write_text(text, encoding="utf-8"))
+
+
+def read_json(path: Path) -> Any:
+    """Raises OSError or ValueError where there is none."""
+    return json.loads(path.read_text(encoding="utf-8"))

@@ -1,0 +1,1 @@
+"""Updates of the training copy, and what decides which version serves."""

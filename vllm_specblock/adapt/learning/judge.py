@@ -1,0 +1,94 @@
+"""How far versions reach along recorded text, compared text by text.
+
+A version's depth at a row is how many tokens of the text its chain of two blocks follows, and one
+more where the text leaves the chain for one of the next three choices: siblings that a tree has
+and a chain lacks. It is a cheap stand-in for τ: no tree, one forward for all rows of a block.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable
+from statistics import fmean
+from weakref import WeakKeyDictionary
+
+import torch
+
+from vllm_specblock.adapt.book import Book, Record
+from vllm_specblock.adapt.learning.pool import Version
+from vllm_specblock.adapt.learning.train_batches import RecordTeacher
+from vllm_specblock.adapt.policy.actions import put
+from vllm_specblock.drafters.specblock.model import SpecBlockModel
+from vllm_specblock.train.eval.chain import chain_along
+from vllm_specblock.train.learner import EvalSequence
+
+BLOCKS = 2
+_SIBLING = 1
+"""The rank bucket of second to fourth choices; 0 is the first."""
+
+
+@torch.no_grad()
+def depth_along(drafter: SpecBlockModel, sequence: EvalSequence, blocks: int = BLOCKS) -> float:
+    """Mean depth over the rows of a text's answer, tokens; NaN where it is too short for one.
+
+    Args:
+        blocks: M of the chain.
+    """
+    if len(sequence.tokens) <= sequence.prompt + 1:
+        return math.nan
+    chain = chain_along(drafter, sequence, blocks)
+    on_chain = chain.on_chain
+    sibling = on_chain & ~chain.hit & (chain.rank == _SIBLING)
+    return float(((on_chain & chain.hit) | sibling).sum(1).float().mean())
+
+
+class Judge:
+    """Depths of versions on records; each pair is computed once.
+
+    Args:
+        drafter: of the versions' config; it is copied.
+        teacher: gives records as texts.
+        most: records of each part of the book that an offer is judged by, the newest.
+    """
+
+    def __init__(self, drafter: SpecBlockModel, teacher: RecordTeacher, most: int = 8) -> None:
+        self.drafter = copy.deepcopy(drafter).requires_grad_(False)
+        self.teacher, self.most = teacher, most
+        self._holds: Version | None = None
+        self._known: WeakKeyDictionary[Record, dict[int, float]] = WeakKeyDictionary()
+
+    def depth(self, version: Version, record: Record) -> float:
+        """See `depth_along`."""
+        known = self._known.setdefault(record, {})
+        if version.number not in known:
+            if self._holds is not version:
+                put(self.drafter, version.tensors)
+                self._holds = version
+            known[version.number] = depth_along(self.drafter, self.teacher.sequence(record))
+        return known[version.number]
+
+    def depths(self, versions: Iterable[Version], record: Record) -> dict[int, float]:
+        """By the versions' numbers."""
+        return {version.number: self.depth(version, record) for version in versions}
+
+    def difference(self, version: Version, other: Version, book: Book) -> float:
+        """Mean of d = version − other over the judged records, recent and old with equal weight.
+
+        Returns:
+            tokens per row; NaN where there is no judged record.
+        """
+        return self._over(book, lambda each: self.depth(version, each) - self.depth(other, each))
+
+    def gain(self, version: Version, other: Version, book: Book) -> float:
+        """Δτ / τ of `version` over `other`, as `difference` weighs them; τ is 1 + depth."""
+        before = 1 + self._over(book, lambda each: self.depth(other, each))
+        return self.difference(version, other, book) / before
+
+    def _over(self, book: Book, value: Callable[[Record], float]) -> float:
+        means = []
+        for part in (book.recent.records, book.old.records):
+            found = [each for each in map(value, part[-self.most :]) if not math.isnan(each)]
+            if found:
+                means.append(fmean(found))
+        return fmean(means) if means else math.nan

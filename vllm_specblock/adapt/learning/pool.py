@@ -1,0 +1,125 @@
+"""Versions in memory, and which of them serves.
+
+Which drafter served does not change the text, so every kept version can be judged on every text.
+An update can only be offered; what serves afterwards follows from evidence on fresh texts, with a
+high threshold to leave a version and a low one to call it good: that is the hysteresis. A domain
+that comes back is no special case: θ_0 or an earlier version wins there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from vllm_specblock.adapt.policy.actions import Tensors
+from vllm_specblock.adapt.policy.evidence import GOOD, SWITCH, BettingEvidence
+from vllm_specblock.adapt.policy.interface import Action
+
+
+@dataclass(frozen=True, eq=False)
+class Version:
+    """A drafter's weights.
+
+    Attributes:
+        number: 0 for θ_0; unique.
+        tensors: every parameter by name; those that the action left alone are the parent's own.
+        action: the arm of its last update, skip for θ_0.
+        parent: number of the version that training began from.
+    """
+
+    number: int
+    tensors: Tensors = field(repr=False)
+    action: Action = Action.SKIP
+    parent: int | None = None
+
+
+class Pool:
+    """θ_0, the last good version, the current one, and one earlier that was good for long.
+
+    Evidence compares whatever serves with each kept version, and outlives offers: offers come every
+    few requests, and evidence takes more of them than lie between two.
+
+    Args:
+        origin: θ_0.
+        switch: wealth at which another version takes over.
+        good: wealth at which the current version becomes the last good one.
+
+    Attributes:
+        origin, good, current: versions, which may be the same.
+        earlier: None until a good version was replaced.
+        returns: numbers of the versions that were gone back to.
+    """
+
+    def __init__(self, origin: Version, switch: float = SWITCH, good: float = GOOD) -> None:
+        self.origin = self.good = self.current = origin
+        self.earlier: Version | None = None
+        self.returns: list[int] = []
+        self._switch, self._good_at = switch, good
+        self._tenure: dict[int, int] = {}  # judged texts through which a version was the good one
+        self._against: dict[int, BettingEvidence] = {}
+        self._gain = BettingEvidence(good)
+
+    @property
+    def kept(self) -> list[Version]:
+        """All different versions, the current one first."""
+        found = {v.number: v for v in (self.current, self.good, self.origin, self.earlier) if v}
+        return list(found.values())
+
+    def offer(self, version: Version) -> None:
+        """A version that the judge finds better serves from now on."""
+        self.current = version
+        self._forget_others()
+
+    def judge(self, depth: Mapping[int, float]) -> Version | None:
+        """Learn from one fresh text.
+
+        Args:
+            depth: tokens that each kept version follows on it, by the version's number. NaN: the
+                text is too short to say.
+
+        Returns:
+            the version that has to serve from now on, where that is another one.
+        """
+        mine = depth[self.current.number]
+        self._tenure[self.good.number] = self._tenure.get(self.good.number, 0) + 1
+        for other in self.kept[1:]:
+            evidence = self._against.setdefault(other.number, BettingEvidence(self._switch))
+            evidence.add(mine - depth[other.number])
+        if self.good is not self.current and self._gain.add(depth[self.good.number] - mine):
+            self.call_good()
+        better = [
+            other for other in self.kept[1:] if self._against[other.number].wealth >= self._switch
+        ]
+        if not better:
+            return None
+        return self._go_back(max(better, key=lambda other: self._against[other.number].wealth))
+
+    def call_good(self) -> None:
+        """The current version is one to return to."""
+        before, self.good = self.good, self.current
+        if before is not self.good and before is not self.origin:
+            # Of the three that might stay beside θ_0, the one gone back to stays anyway.
+            earlier = self.earlier
+            free = earlier is None or earlier is self.good
+            long = -1 if earlier is None or free else self._tenure.get(earlier.number, 0)
+            if self._tenure.get(before.number, 0) > long:
+                self.earlier = before
+        self._gain.reset()
+        self._forget_others()
+
+    def roll_back(self) -> Version | None:
+        """Return to the last good version; None where it serves already."""
+        return None if self.good is self.current else self._go_back(self.good)
+
+    def _go_back(self, version: Version) -> Version:
+        self.current = version
+        self.returns.append(version.number)
+        self._against.clear()
+        self.call_good()
+        return version
+
+    def _forget_others(self) -> None:
+        numbers = {version.number for version in self.kept}
+        for known in (self._against, self._tenure):
+            for number in [number for number in known if number not in numbers]:
+                del known[number]

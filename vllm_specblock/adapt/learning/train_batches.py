@@ -1,0 +1,129 @@
+"""Records as training batches: the objective of `train/` without running the target."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding
+
+from vllm_specblock.adapt.book import Book, Record
+from vllm_specblock.train.config import TrainError
+from vllm_specblock.train.data.batch import NO_TOKEN, Batch
+from vllm_specblock.train.learner import EvalSequence, TrainBatch
+from vllm_specblock.train.target.features import TargetOutputs, target_probs_of
+
+UNKNOWN = 0
+"""Stands for the token of a record's first row, which nothing reads: a row is the target's states
+of a token and the token after it."""
+
+PROMPT_ROWS, ROWS = 64, 256
+"""Rows of a prompt's end that go with an answer, and of a record at most."""
+
+
+class RecordTeacher:
+    """Gives what a teacher gives, of recorded rows.
+
+    Args:
+        embedding: [V, Ht], the target's.
+        head: [Vd, Ht], the LM head's rows of the draft vocabulary.
+        device, dtype: of everything that is given out but the law, which is fp32.
+    """
+
+    def __init__(
+        self,
+        embedding: Tensor,
+        head: Tensor,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.device, self.dtype = torch.device(device), dtype
+        self.embedding, self.head = embedding.to(self.device, dtype), head.to(self.device, dtype)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Target ids [...] int64 -> the target's own embeddings [..., Ht]."""
+        return embedding(tokens, self.embedding)
+
+    @torch.no_grad()
+    def train_batch(self, records: Sequence[Record], step: int, seed: int) -> TrainBatch:
+        """A batch with a window per record.
+
+        Args:
+            step: see `TrainBatch`; the rank loss is on from `Recipe.rank_from` on.
+            seed: of the batch's own choices, where later blocks start.
+
+        Raises:
+            TrainError: there is no record.
+        """
+        if not records:
+            raise TrainError("A lesson needs a record, but none was given.")
+        columns = 1 + max(len(record.tokens) for record in records)
+        tokens = torch.full((len(records), columns), NO_TOKEN)
+        loss_mask = torch.zeros_like(tokens, dtype=torch.bool)
+        hidden = records[0].states.new_zeros(*tokens.shape, records[0].states.shape[1])
+        last = records[0].last.new_zeros(*tokens.shape, records[0].last.shape[1])
+        for window, record in enumerate(records):
+            rows = len(record.tokens)
+            tokens[window, 0] = UNKNOWN
+            tokens[window, 1 : rows + 1] = record.tokens
+            loss_mask[window, 1 : rows + 1] = record.labels
+            hidden[window, :rows], last[window, :rows] = record.states, record.last
+        hidden, last = (rows.to(self.device, self.dtype) for rows in (hidden, last))
+        batch = Batch.of(tokens, loss_mask).to(self.device)
+        target_outputs = TargetOutputs(hidden, last, target_probs_of(last, self.head))
+        return TrainBatch(batch, target_outputs, self.embed, step, seed)
+
+    def sequence(self, record: Record) -> EvalSequence:
+        """A record as a text to draft along. Its prompt ends before the first label."""
+        tokens = torch.cat([record.tokens.new_tensor([UNKNOWN]), record.tokens])
+        prompt = 1 + int(record.labels.byte().argmax())
+        states, last = (rows.to(self.device, self.dtype) for rows in (record.states, record.last))
+        return EvalSequence(tokens.to(self.device), prompt, states, last, self.embed)
+
+
+def record_of(
+    request: str, sequence: EvalSequence, misses: float = 0.0, steps: int = 0, committed: int = 0
+) -> Record:
+    """The record that serving would leave of a text: up to `PROMPT_ROWS` of its prompt's end, then
+    its answer, `ROWS` in all.
+
+    Args:
+        request: id.
+        sequence: of at least two tokens.
+        misses, steps, committed: see `Record`.
+    """
+    begin = max(0, sequence.prompt - PROMPT_ROWS)
+    end = min(begin + ROWS, len(sequence.tokens) - 1)
+    number = torch.arange(begin, end) + 1  # of the token that each row predicts from
+    return Record(
+        request,
+        sequence.hidden[begin:end],
+        sequence.last[begin:end],
+        sequence.tokens[begin + 1 : end + 1],
+        number >= sequence.prompt,
+        misses,
+        steps,
+        committed,
+    )
+
+
+def batches(book: Book, count: int, size: int, rehearsal: bool = True) -> list[list[Record]]:
+    """The batches of one update, and the new records taken out of the book.
+
+    One pass over the new records; without new ones there is no batch.
+
+    Args:
+        count: new records at most.
+        size: records of a batch, half of them new and half from the reservoir where it has them.
+        rehearsal: False: new records only.
+    """
+    half = -(-size // 2) if rehearsal else size
+    expected = -(-min(count, len(book.new)) // half)
+    old = book.reservoir.sample(expected * (size - half))
+    new = book.take(count)
+    found = []
+    for number, first in enumerate(range(0, len(new), half)):
+        rehearsed = old[number * (size - half) : (number + 1) * (size - half)]
+        found.append([*new[first : first + half], *rehearsed])
+    return found

@@ -1,0 +1,126 @@
+"""An update of the training copy: the objective of `train/` on recorded rows [SpecBlock, eq. 7]."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from vllm_specblock.adapt.learning.anchor import anchor
+from vllm_specblock.adapt.policy.actions import let_learn, parameters
+from vllm_specblock.adapt.policy.interface import Action
+from vllm_specblock.drafters.specblock.model import SpecBlockModel
+from vllm_specblock.train.learner import TrainBatch
+from vllm_specblock.train.optimizers import BETAS
+from vllm_specblock.train.specblock import Recipe, SpecBlockLearner
+
+
+@dataclass(frozen=True)
+class UpdateConfig:
+    """How updates learn.
+
+    Attributes:
+        lr: constant rate of a full update.
+        heads_times: the rate of heads, as a multiple of it.
+        anchor: λ of the KL to θ_0; the paper's is 0.01, where here rehearsal guards against drift.
+        clip: bound of the gradient's norm.
+        recipe: of the objective; the rank loss is on from the first update.
+    """
+
+    lr: float = 5e-4
+    heads_times: float = 3.0
+    anchor: float = 0.0
+    clip: float = 0.5
+    recipe: Recipe = field(default_factory=lambda: Recipe(rank_from=0))
+
+
+@dataclass(frozen=True)
+class UpdateReport:
+    """What one update gave.
+
+    Attributes:
+        action: the arm.
+        losses: nats, of each batch that was learned, before its step.
+        refused: batches whose loss or gradient was not finite; they changed nothing.
+        seconds: it took.
+    """
+
+    action: Action
+    losses: tuple[float, ...]
+    refused: int
+    seconds: float
+
+
+class Updater:
+    """Trains θ_train, a drafter of its own beside the one that serves.
+
+    AdamW without weight decay at a constant rate. Its moments outlive an update, and each
+    parameter's count only the updates that trained it.
+
+    Args:
+        drafter: float32; θ_0 now, θ_train from the first update on.
+        config: see there.
+
+    Attributes:
+        drafter: θ_train.
+        steps: batches learned so far.
+        refused: batches refused so far.
+    """
+
+    def __init__(self, drafter: SpecBlockModel, config: UpdateConfig | None = None) -> None:
+        self.drafter, self.config = drafter, config or UpdateConfig()
+        self.learner = SpecBlockLearner(drafter, self.config.recipe)
+        self.origin = copy.deepcopy(drafter).requires_grad_(False) if self.config.anchor else None
+        self.steps = self.refused = 0
+        self.forget()
+
+    def forget(self) -> None:
+        """A new optimiser: after θ_train was set back to another version."""
+        self.optimizer = torch.optim.AdamW(
+            self.drafter.parameters(), lr=self.config.lr, betas=BETAS, weight_decay=0.0
+        )
+
+    def update(self, action: Action, train_batches: Sequence[TrainBatch]) -> UpdateReport:
+        """One pass over some batches, a step each.
+
+        Raises:
+            ValueError: the action is to skip.
+        """
+        if action is Action.SKIP:
+            raise ValueError("An update is of heads or full: to skip is no update.")
+        began = time.perf_counter()
+        let_learn(self.drafter, action)
+        learning = list(parameters(self.drafter, action).values())
+        rate = self.config.lr * (self.config.heads_times if action is Action.HEADS else 1.0)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        losses = [self._step(train_batch, learning) for train_batch in train_batches]
+        learned = tuple(loss for loss in losses if loss is not None)
+        self.steps += len(learned)
+        self.refused += len(losses) - len(learned)
+        seconds = time.perf_counter() - began
+        return UpdateReport(action, learned, len(losses) - len(learned), seconds)
+
+    def _step(self, train_batch: TrainBatch, learning: list[nn.Parameter]) -> float | None:
+        """The batch's loss; None where it or its gradient was not finite, and nothing changed."""
+        self.optimizer.zero_grad(set_to_none=True)
+        with torch.enable_grad():
+            loss = self._loss(train_batch)
+        if not loss.requires_grad or not torch.isfinite(loss):
+            return None
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(learning, self.config.clip)
+        if torch.isfinite(norm):
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return float(loss.detach()) if torch.isfinite(norm) else None
+
+    def _loss(self, train_batch: TrainBatch) -> Tensor:
+        loss = self.learner(train_batch).loss
+        if self.origin is not None:
+            loss = loss + self.config.anchor * anchor(self.drafter, self.origin, train_batch)
+        return loss

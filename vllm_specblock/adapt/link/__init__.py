@@ -1,0 +1,1 @@
+"""Links between an engine and its trainer: shared memory, or a folder."""

@@ -1,0 +1,219 @@
+"""A folder between an engine and a trainer elsewhere: requests as files, versions as folders.
+
+User text lies in these files: the folder's mode is 0700, theirs 0600, and they are deleted when
+read.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+import time
+from collections import Counter, deque
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from vllm_specblock.adapt.book import Record, Requests
+from vllm_specblock.adapt.files import private_folder
+from vllm_specblock.adapt.link import wire
+from vllm_specblock.adapt.link.staging import StagedVersion
+from vllm_specblock.adapt.policy.interface import Action, FinishedRequest
+from vllm_specblock.adapt.versions import PREFIX, VersionFolder
+from vllm_specblock.drafters.specblock import checkpoint
+from vllm_specblock.train.config import TrainError
+
+logger = logging.getLogger("vllm.specblock")
+
+VERSIONS = "versions"
+"""Where in the folder versions lie, if they are not given another."""
+
+_STEM, _END = "request-", ".rows"
+_LOOK = 1.0
+"""Seconds between two looks for another version."""
+
+
+class FolderLink:
+    """The engine's end; the same methods as `EngineLink`, and no more waiting: a thread writes.
+
+    Args:
+        folder: for requests; made if it is not there.
+        versions: what the trainer writes.
+        requests: see `EngineLink`.
+        memory: MiB of requests that may lie in the folder; what comes then is dropped.
+        slots: requests that may wait to be written.
+
+    Raises:
+        TrainError: the folder cannot be used.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        versions: VersionFolder,
+        requests: Requests = "all",
+        memory: float = 512,
+        slots: int = 16,
+    ) -> None:
+        private_folder(folder)
+        logger.warning(
+            "SpecBlock adaptation: rows of users' requests are written to %s, from which their "
+            "text can be read; specblock adapt run deletes them.",
+            folder,
+        )
+        self.folder, self.versions, self.requests = folder, versions, requests
+        self.room, self.tally = int(memory * (1 << 20)), Counter[str]()
+        self._waiting: queue.Queue[wire.Finished] = queue.Queue(slots)
+        self._found: deque[StagedVersion] = deque(maxlen=1)
+        self._seen = 0  # time of the choice that was looked at last
+        self._written = 0
+        self._ends = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="specblock-adapt")
+        self._thread.start()
+
+    def offer(
+        self, record: Record | None, finished: FinishedRequest | None, wanted: bool | None = None
+    ) -> bool:
+        """See `EngineLink.offer`."""
+        if wanted is False or (self.requests == "marked" and wanted is not True):
+            self.tally["opted_out_requests"] += 1
+            return False
+        try:
+            self._waiting.put_nowait(wire.Finished(record, finished))
+        except queue.Full:
+            self.tally["unrecorded_requests"] += 1
+            return False
+        return True
+
+    def staged(self) -> StagedVersion | None:
+        """See `EngineLink.staged`; always of all weights."""
+        return self._found.popleft() if self._found else None
+
+    def took(self, version: StagedVersion, seconds: float = 0.0) -> None:
+        """See `EngineLink.took`."""
+        self.tally["swaps"] += 1
+        self.tally["swap_microseconds"] += round(1e6 * seconds)
+
+    def refuse(self, version: StagedVersion, reason: str = "not finite") -> None:
+        """See `EngineLink.refuse`."""
+        self.tally[f"versions_refused_{reason.replace(' ', '_')}"] += 1
+
+    def beat(self) -> None:
+        """Nobody listens."""
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Of this end, by the names of `layout.COUNTS`."""
+        return dict(self.tally)
+
+    def close(self) -> None:
+        """Write what waits, and end."""
+        self._ends.set()
+        self._thread.join(timeout=10)
+
+    def _run(self) -> None:
+        looked = 0.0
+        while True:
+            ending = self._ends.is_set()
+            try:
+                self._write(self._waiting.get(timeout=0.05))
+            except queue.Empty:
+                if ending:
+                    return
+            except OSError as error:
+                self.tally["unrecorded_requests"] += 1
+                logger.debug("A request could not be written to %s: %s", self.folder, error)
+            if not ending and time.monotonic() - looked > _LOOK:
+                looked = time.monotonic()
+                self._look()
+
+    def _write(self, message: wire.Finished) -> None:
+        packed = wire.pack(message)
+        if packed is None or self._size() + len(packed) > self.room:
+            self.tally["unrecorded_requests"] += 1
+            return
+        self._written += 1
+        name = f"{_STEM}{time.time_ns():020d}-{os.getpid()}-{self._written}{_END}"
+        aside = self.folder / f".{name}"
+        descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(descriptor, "wb") as file:
+            file.write(packed)
+        aside.rename(self.folder / name)
+        if message.record is not None:
+            self.tally["recorded_requests"] += 1
+            self.tally["recorded_tokens"] += int(message.record.labels.sum())
+
+    def _size(self) -> int:
+        """Bytes of the requests that lie in the folder."""
+        size = 0
+        for path in self.folder.glob(f"{_STEM}*{_END}"):
+            with suppress(FileNotFoundError):  # read meanwhile
+                size += path.stat().st_size
+        return size
+
+    def _look(self) -> None:
+        chosen = self.versions.chosen()
+        when = chosen.get("time_ns", 0)
+        if when == self._seen:
+            return
+        self._seen = when
+        folder, sentence = self.versions.current()
+        if sentence is not None:
+            self.tally["versions_refused_checksum"] += 1
+            logger.warning("SpecBlock adaptation: %s", sentence)
+        elif (source := folder or self.versions.drafter) is not None:
+            try:
+                drafter = checkpoint.load(source, torch.float32)
+            except (checkpoint.CheckpointError, OSError):
+                self._seen = 0  # removed meanwhile, for another
+                return
+            tensors = {name: value.detach() for name, value in drafter.named_parameters()}
+            number = int(source.name.removeprefix(PREFIX)) if folder else 0
+            self._found.append(StagedVersion(number, -1, Action.FULL, tensors, when))
+
+
+class FolderSource:
+    """The trainer's end of requests.
+
+    Args:
+        folder: where the engine writes.
+
+    Raises:
+        TrainError: there is no such folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        if not folder.is_dir():
+            raise TrainError(
+                f"There is no folder {folder}: give the one that the engine's option trainer names."
+            )
+        self.folder, self.tally = folder, Counter[str]()
+        self._names: list[str] = []
+
+    def count(self, name: str, by: int = 1) -> None:
+        """Add to one of `layout.COUNTS`."""
+        self.tally[name] += by
+
+    def next(self) -> wire.Finished | None:
+        """The oldest request, whose file is gone then; None where none waits."""
+        if not self._names:
+            names = (path.name for path in self.folder.glob(f"{_STEM}*{_END}"))
+            self._names = sorted(names, reverse=True)
+        while self._names:
+            path = self.folder / self._names.pop()
+            try:
+                packed = bytearray(path.read_bytes())
+                path.unlink()
+                return wire.read(memoryview(packed))
+            except FileNotFoundError:
+                continue
+            except (OSError, ValueError, IndexError):
+                self.count("dropped_records")
+        return None
+
+    def swap_seconds(self, action: Action) -> float:
+        """Nobody says."""
+        return 0.0

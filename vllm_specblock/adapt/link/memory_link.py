@@ -1,0 +1,235 @@
+"""Shared memory of an engine and its trainer: finished requests one way, versions the other.
+
+The engine's end, in short:
+
+    link = EngineLink(LinkSizes(shapes_of(config), hidden, dtype, item), requests)
+    link.offer(record, finished, wanted)  -> bool      False: not taken, and counted
+    link.staged()                         -> StagedVersion | None     each version once
+    link.took(version, seconds)           -> None      after the turn: it serves now
+    link.refuse(version, reason)          -> None      it cannot serve
+    link.beat()                           -> None      `TrainerProcess` does it, too
+    link.counts                           -> dict[str, int]    of both ends, for the metrics
+    link.close()                          -> None
+    TrainerProcess(TrainerConfig(...), link).start()                  in trainer/process.py
+
+None of them waits for the trainer, whatever that one does or is.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from vllm_specblock.adapt.book import Record, Requests
+from vllm_specblock.adapt.learning.pool import Version
+from vllm_specblock.adapt.link import wire
+from vllm_specblock.adapt.link.layout import COUNTS, Field, LinkSizes, Shared
+from vllm_specblock.adapt.link.shared import PAGE, SharedMemory, aligned, fence
+from vllm_specblock.adapt.link.staging import Shapes, StagedVersion, Staging
+from vllm_specblock.adapt.policy.interface import Action, FinishedRequest
+from vllm_specblock.train.config import TrainError
+
+
+class EngineLink:
+    """The engine's end, which makes the memory. For one thread.
+
+    Args:
+        sizes: see `LinkSizes`.
+        requests: `all`: of those that say nothing, too; `marked`: only of those that ask for it.
+
+    Attributes:
+        descriptor: of the memory, for the trainer.
+    """
+
+    def __init__(self, sizes: LinkSizes, requests: Requests = "all") -> None:
+        slot = wire.slot_size(sizes.rows, 3 * sizes.hidden, sizes.hidden, sizes.item)
+        ring = aligned(sizes.slots * slot, PAGE)
+        memory = SharedMemory(PAGE + ring + Staging.size_of(sizes.shapes, sizes.dtype))
+        head = memory.numbers(0, len(Field))
+        head[Field.SLOTS], head[Field.SLOT_SIZE] = sizes.slots, slot
+        head[Field.STAGING_AT] = PAGE + ring
+        head[Field.DTYPE] = wire.DTYPES.index(sizes.dtype)
+        self.descriptor, self.requests = memory.descriptor, requests
+        self._shared = Shared(memory, sizes.shapes)
+        self._examined = 0  # sequence number of the last version that was looked at
+        self._reader: threading.Thread | None = None
+        self._found: StagedVersion | None = None
+        self.beat()
+
+    def offer(
+        self,
+        record: Record | None,
+        finished: FinishedRequest | None,
+        wanted: bool | None = None,
+    ) -> bool:
+        """Hand a finished request to the trainer: some milliseconds at most, for the copy.
+
+        Args:
+            record: on the CPU; None: the request was not recorded.
+            finished: None: the request goes on in another record.
+            wanted: what the request said of adaptation; None: nothing. One that opted out goes
+                nowhere, nor do its numbers.
+
+        Returns:
+            whether it was taken. Why not is counted.
+        """
+        count = self._shared.count
+        if wanted is False or (self.requests == "marked" and wanted is not True):
+            count("opted_out_requests")
+            return False
+        slot = self._shared.free_slot()
+        if slot is None or wire.write(slot, wire.Finished(record, finished)) is not None:
+            count("unrecorded_requests")
+            return False
+        fence()
+        self._shared.head[Field.WRITTEN] += 1
+        if record is not None:
+            count("recorded_requests")
+            count("recorded_tokens", int(record.labels.sum()))
+        return True
+
+    def staged(self) -> StagedVersion | None:
+        """The newest version that the trainer offers, each once.
+
+        Copying and checking it takes a thread of its own some moments: until then None. What is
+        torn or not finite is refused and counted.
+        """
+        found = self._found
+        if found is not None:  # so no thread is about to put another one there
+            self._found = None
+            return found
+        if self._reader is not None and self._reader.is_alive():
+            return None
+        sequence = self._shared.staging.sequence
+        if sequence % 2 == 0 and sequence > self._examined:
+            self._reader = threading.Thread(target=self._read, daemon=True, name="specblock-adapt")
+            self._reader.start()
+        return None
+
+    def took(self, version: StagedVersion, seconds: float = 0.0) -> None:
+        """A version serves from now on.
+
+        Args:
+            version: from `staged`.
+            seconds: that serving lost by the swap.
+        """
+        head = self._shared.head
+        head[Field.TAKEN], head[Field.SERVES] = version.sequence, version.number
+        place = Field.SWAP_FULL if version.action is Action.FULL else Field.SWAP_HEADS
+        head[place] = round(1e9 * seconds)
+        self._shared.count("swaps")
+        self._shared.count("swap_microseconds", round(1e6 * seconds))
+
+    def refuse(self, version: StagedVersion, reason: str = "not finite") -> None:
+        """A version cannot serve: `not finite` in the dtype that serves, or a wrong `checksum`."""
+        self._shared.count(f"versions_refused_{reason.replace(' ', '_')}")
+
+    def restarted(self) -> None:
+        """Another trainer took the place of one that died."""
+        self._shared.count("trainer_restarts")
+
+    def beat(self) -> None:
+        """The engine lives."""
+        self._shared.head[Field.ENGINE_BEAT] = time.monotonic_ns()
+
+    @property
+    def silence(self) -> float:
+        """Seconds since the trainer said last that it lives; infinite where it never did."""
+        return self._shared.silence(Field.TRAINER_BEAT)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """By `COUNTS`, of both ends since the start."""
+        return dict(zip(COUNTS, self._shared.counts.tolist()))
+
+    def close(self) -> None:
+        """Tell the trainer to end. The memory goes with the last process that has it."""
+        self._shared.head[Field.CLOSED] = 1
+
+    def _read(self) -> None:
+        shared = self._shared
+        sequence = shared.staging.sequence
+        found = shared.staging.read(after=shared.head[Field.TAKEN])
+        if found is None:
+            return  # it is being replaced: looked at again when that is done
+        if isinstance(found, str):
+            self._examined = sequence
+            shared.count(f"versions_refused_{found.replace(' ', '_')}")
+            return
+        self._examined, self._found = found.sequence, found
+
+
+class TrainerLink:
+    """The trainer's end.
+
+    Args:
+        descriptor: of the memory.
+        shapes: of the drafter's parameters, the engine's.
+
+    Attributes:
+        staging: where versions are offered, and recovered after a start.
+
+    Raises:
+        TrainError: the memory was made for another drafter.
+    """
+
+    def __init__(self, descriptor: int, shapes: Shapes) -> None:
+        memory = SharedMemory(descriptor=descriptor)
+        head = memory.numbers(0, len(Field))
+        size = head[Field.STAGING_AT] + Staging.size_of(shapes, wire.DTYPES[head[Field.DTYPE]])
+        if size != memory.size:
+            raise TrainError(
+                f"The engine shares {memory.size} bytes, but this drafter needs {size}: engine "
+                "and trainer have to be given the same drafter."
+            )
+        self._shared = Shared(memory, shapes)
+        self.staging = self._shared.staging
+        self.beat()
+
+    def next(self) -> wire.Finished | None:
+        """The oldest message, in memory of its own; None where none waits."""
+        head = self._shared.head
+        if head[Field.READ] >= head[Field.WRITTEN]:
+            return None
+        fence()
+        try:
+            return wire.read(self._shared.slot(head[Field.READ]))
+        except ValueError:
+            self.count("dropped_records")
+            return None
+        finally:
+            fence()
+            head[Field.READ] += 1
+
+    def count(self, name: str, by: int = 1) -> None:
+        """Add to one of `COUNTS`, of the trainer's own."""
+        self._shared.count(name, by)
+
+    def stage(self, version: Version) -> None:
+        """Offer a version to the engine; one that it did not take yet is replaced."""
+        self.staging.write(version)
+        self.count("versions_offered")
+
+    def swap_seconds(self, action: Action) -> float:
+        """What the engine's last swap of an action took from serving."""
+        place = Field.SWAP_FULL if action is Action.FULL else Field.SWAP_HEADS
+        return 1e-9 * self._shared.head[place]
+
+    @property
+    def serves(self) -> int:
+        """Number of the version that the engine took last; 0: the drafter as delivered."""
+        return self._shared.head[Field.SERVES]
+
+    def beat(self) -> None:
+        """The trainer lives."""
+        self._shared.head[Field.TRAINER_BEAT] = time.monotonic_ns()
+
+    @property
+    def silence(self) -> float:
+        """Seconds since the engine said last that it lives."""
+        return self._shared.silence(Field.ENGINE_BEAT)
+
+    @property
+    def closed(self) -> bool:
+        """The engine told the trainer to end."""
+        return bool(self._shared.head[Field.CLOSED])

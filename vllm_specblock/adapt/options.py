@@ -1,0 +1,110 @@
+"""The options of adaptation while serving, and the sentence for a wrong one."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from vllm_specblock.adapt.book import Requests
+from vllm_specblock.adapt.policy.interface import EVERY
+from vllm_specblock.config import OptionError, Options, parse_options
+
+KEY = "adapt"
+"""Of `speculative_config`, at the head that adapts."""
+
+_DEVICE = re.compile(r"cuda:\d+")
+
+
+class AdaptConfig(Options):
+    """How a SpecBlock drafter learns the texts that it serves (paper, §3.4)."""
+
+    policy: Literal["bandit", "always", "watch"] = "bandit"
+    """When to update: where it pays, every `every` requests as OSD does, or never: then requests
+    are recorded and nothing is learned."""
+
+    rule: Literal["gain", "paper"] = "gain"
+    """Of the bandit: judged gains against measured seconds, or the paper's Algorithm 1."""
+
+    trainer: str = "cpu"
+    """Where updates are computed: `cpu`, `cuda:N`, `engine`, or a folder."""
+
+    actions: Literal["heads", "all"] | None = None
+    """The largest update. None: `heads`, and `all` on a GPU of the trainer's own."""
+
+    lr: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Constant rate of an update; heads take three times it. None: what measurements chose."""
+
+    every: Annotated[int, Field(ge=1)] = EVERY
+    """Finished requests that make an update."""
+
+    requests: Requests = "all"
+    """Whom to record: everyone who does not say `specblock_adapt: 0`, or those who say 1."""
+
+    memory: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 512
+    """MiB of recorded rows that are kept."""
+
+    out: str | None = None
+    """Folder for versions; None: none is written."""
+
+    @field_validator("trainer")
+    @classmethod
+    def _known(cls, trainer: str) -> str:
+        if trainer.startswith("cuda") and not _DEVICE.fullmatch(trainer):
+            raise ValueError(
+                f"trainer is {trainer!r}, but a GPU is named by its number, such as 'cuda:1'"
+            )
+        if not trainer:
+            raise ValueError("trainer is empty, but must be cpu, cuda:N, engine or a folder")
+        return trainer
+
+    @model_validator(mode="after")
+    def _fits(self) -> AdaptConfig:
+        if self.rule == "paper" and self.policy != "bandit":
+            raise ValueError(
+                f"rule 'paper' goes with policy 'bandit', but policy is {self.policy!r}: change "
+                "the one or drop the other"
+            )
+        if self.trainer == "engine" and self.actions == "all":
+            raise ValueError(
+                "trainer 'engine' trains heads only, but actions is 'all': take 'heads' or "
+                "another trainer"
+            )
+        return self
+
+    @property
+    def largest(self) -> str:
+        """`heads` or `all`, whoever said so."""
+        return self.actions or ("all" if self.trainer.startswith("cuda") else "heads")
+
+
+def parse_adapt(given: Any, kind: str, where: str = "") -> AdaptConfig | None:
+    """The value of `adapt` of one head, checked.
+
+    Args:
+        given: false, true, or a dictionary.
+        kind: of the head.
+        where: put before a key in messages, e.g. "second_head.".
+
+    Returns:
+        None: it does not adapt.
+
+    Raises:
+        OptionError: another kind of head, or a wrong value. One sentence.
+    """
+    name = f"{where}{KEY}"
+    if not isinstance(given, bool | dict):
+        raise OptionError(
+            f"speculative_config key '{name}' is {given!r}, but must be true, false or a "
+            'dictionary, such as {"policy": "watch"}.'
+        )
+    if given is False:
+        return None
+    if kind != "specblock":
+        raise OptionError(
+            f"speculative_config key '{name}' is given to a head of kind {kind!r}, but only "
+            "SpecBlock drafters adapt: drop the key."
+        )
+    keys = {} if given is True else {key.replace("-", "_"): each for key, each in given.items()}
+    return parse_options(AdaptConfig, keys, f"{name}.", f" under '{name}'")

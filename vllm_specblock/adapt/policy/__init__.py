@@ -1,0 +1,1 @@
+"""Adaptation policies: when to update the drafter, and how much of it."""

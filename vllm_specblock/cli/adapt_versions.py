@@ -1,0 +1,101 @@
+"""`specblock adapt run`, `list` and `use`: a trainer elsewhere, and the versions that it writes."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+DELIVERED = "delivered"
+"""What `use` calls the drafter without adaptation."""
+
+Out = Annotated[Path, typer.Argument(help="Folder of versions.")]
+
+
+def run(
+    folder: Annotated[Path, typer.Argument(help="Where engines write requests: their `trainer`.")],
+    drafter: Annotated[Path, typer.Option(help="Drafter directory, as the engine loads it.")],
+    target: Annotated[
+        Path | None, typer.Option(help="Folder of the target. Default: as the drafter names it.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for versions. Default: FOLDER/versions.")
+    ] = None,
+    policy: Annotated[
+        str, typer.Option(help="gain, paper, always (OSD), fixed or watch.")
+    ] = "gain",
+    actions: Annotated[str, typer.Option(help="The largest update: heads or all.")] = "heads",
+    lr: Annotated[float, typer.Option(min=0, help="Constant rate; heads take 3 times it.")] = 5e-4,
+    every: Annotated[int, typer.Option(min=1, help="Requests that make an update.")] = 8,
+    memory: Annotated[float, typer.Option(help="MiB for recorded rows.")] = 512,
+    device: Annotated[str, typer.Option(help="cpu or cuda:N.")] = "cpu",
+    threads: Annotated[int, typer.Option(min=1, help="Of the processor.")] = 1,
+    seconds: Annotated[
+        float, typer.Option(min=0, help="Between two versions that are written.")
+    ] = 30,
+    seed: Annotated[int, typer.Option(help="Of samples and exploration.")] = 0,
+    once: Annotated[bool, typer.Option(help="End when the folder is empty.")] = False,
+) -> None:
+    """Learn from the requests in a folder, and write versions that its engines follow.
+
+    Requests are deleted when read. Ends with Ctrl-C, and goes on from there the next time.
+    """
+    # Here and not above: torch takes seconds, `--help` should not.
+    import torch
+
+    from vllm_specblock.adapt.link.folder_link import VERSIONS, FolderSource
+    from vllm_specblock.adapt.trainer.trainer import POLL, Trainer, TrainerConfig
+    from vllm_specblock.train.eval.loaded import pair_specblock
+
+    torch.set_num_threads(threads)
+    source = FolderSource(folder)
+    pairing = pair_specblock(drafter, target)
+    config = TrainerConfig(
+        str(drafter), str(pairing.target), policy, actions,
+        lr=lr, every=every, memory=memory, out=str(out or folder / VERSIONS), seconds=seconds,
+        device=device, threads=threads, seed=seed,
+    )  # fmt: skip
+    trainer = Trainer(config, source)
+    try:
+        while (found := trainer.step()) or not once:
+            if not found:
+                time.sleep(POLL)
+    except KeyboardInterrupt:
+        pass
+    trainer.close()
+    counts = [f"{name} {count}" for name, count in sorted(source.tally.items()) if count]
+    typer.echo(", ".join(counts) or "nothing was learned")
+
+
+def list_versions(out: Out) -> None:
+    """Show versions, what they come from and what they gain; the current one has an asterisk."""
+    from vllm_specblock.adapt.versions import VersionFolder
+
+    folder = VersionFolder(out)
+    found, current = folder.listed(), folder.chosen().get("version")
+    mark = " " if current else "*"
+    typer.echo(f"{'':2}{'version':16}{'parent':16}{'action':8}{'rows':>9}  tokens per row")
+    typer.echo(f"{mark:2}{DELIVERED}")
+    for name, facts in found.items():
+        gain = facts.get("gain")
+        columns = (
+            f"{'*' if name == current else '':2}{name:16}{facts.get('parent') or DELIVERED:16}"
+            f"{facts.get('action', '?'):8}{facts.get('rows', '?'):>9}  "
+        )
+        typer.echo(columns + ("not judged" if gain is None else f"{gain:+.3f}"))
+
+
+def use(
+    out: Out,
+    version: Annotated[str, typer.Argument(help="A name from `list`, or `delivered`.")],
+) -> None:
+    """Choose the version that serves: engines with this folder follow, and train on from it."""
+    from vllm_specblock.adapt.versions import VersionFolder
+    from vllm_specblock.train.config import TrainError
+
+    if not out.is_dir():
+        raise TrainError(f"There is no folder {out}: give the one that the option out names.")
+    VersionFolder(out).use(None if version == DELIVERED else version, who="person")
+    typer.echo(f"{version} is current in {out}.")

@@ -1,0 +1,82 @@
+"""The figures of `specblock eval` as tables."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+Results = list[dict[str, Any]]
+"""Per temperature: `Figures.as_json()`, and `temperature`."""
+
+
+def print_tables(whole: dict[str, Any]) -> None:
+    """τ, α and the rank head, one after the other; `whole` is what goes to --json."""
+    results = whole["results"]
+    console = Console(highlight=False)
+    # In a pipe rich takes 80 columns, and would break cells where there are more temperatures.
+    console.width = max(console.width, 24 + 40 * len(results))
+    console.print(
+        f"{whole['prompts']} prompts, {whole['device']}, {whole['dtype']}, seed {whole['seed']}",
+        markup=False,
+    )
+    console.print(_tau(results), _alpha(results), *map(_rank, results))
+
+
+def _table(title: str, first: str) -> Table:
+    return Table(first, title=title, title_justify="left", box=box.SIMPLE)
+
+
+def _tau(results: Results) -> Table:
+    table = _table("τ: tokens per step, ± its standard error; nodes of a tree", "drafted")
+    for result in results:
+        for column in (f"τ at T = {result['temperature']:g}", "steps", "nodes", "β"):
+            table.add_column(column, justify="right")
+    for name in results[0]["trees"]:
+        cells = []
+        for reach in (result["trees"][name] for result in results):
+            cells += [
+                f"{reach['tau']:.3f} ± {reach['error']:.3f}",
+                f"{reach['steps']:,}",
+                f"{reach['nodes']:.1f}",
+                f"{reach['sharpness']:.2f}",
+            ]
+        table.add_row(name, *cells)
+    return table
+
+
+def _alpha(results: Results) -> Table:
+    """A row per position of the chain."""
+    table = _table(
+        "first choices that are right, given that those before were: all of the chain (the paper's "
+        "α_m,j), those of the block, or none",
+        "k = m,j",
+    )
+    for result in results:
+        for column in (f"α_m,j at T = {result['temperature']:g}", "of the block", "any"):
+            table.add_column(column, justify="right")
+    for k in range(len(results[0]["chain"]["alpha"])):
+        cells: list[str] = []
+        for chain in (result["chain"] for result in results):
+            m, j = divmod(k, len(chain["accuracy"][0]))
+            kinds = (chain["alpha"][k], chain["alpha_blocks"][m][j], chain["accuracy"][m][j])
+            cells += map(_percent, kinds)
+        table.add_row(f"{k + 1} = {m + 1},{j + 1}", *cells)
+    return table
+
+
+def _rank(result: dict[str, Any]) -> Table:
+    chain = result["chain"]
+    title = f"rank head at T = {result['temperature']:g}, {chain['rank_positions']:,} positions"
+    table = _table(title, "rank")
+    for column in ("frequency", "precision", "recall", "F1"):
+        table.add_column(column, justify="right")
+    for name, bucket in zip(("1", "2–4", "5–10", "beyond"), chain["rank"]):
+        table.add_row(name, *map(_percent, bucket.values()))
+    return table
+
+
+def _percent(share: float | None) -> str:
+    return "–" if share is None else f"{100 * share:.1f} %"

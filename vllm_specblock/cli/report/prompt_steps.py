@@ -1,0 +1,53 @@
+"""What commands that show drafting share: a prompt's own steps."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from vllm_specblock.train.config import TrainError
+from vllm_specblock.train.data.prompts import prompt_ids
+from vllm_specblock.train.eval.evaluate import sequences_for
+from vllm_specblock.train.eval.loaded import LoadedDrafter
+from vllm_specblock.train.eval.steps import Step, steps_along
+from vllm_specblock.train.target.answers import continue_prompts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+def prompt_tensor(text: str, tokenizer: PreTrainedTokenizerBase, chat: bool | None) -> torch.Tensor:
+    """[T] int64; chat None: through the chat template where there is one.
+
+    Raises:
+        TrainError: the prompt is empty, or `chat` without a chat template.
+    """
+    chat = bool(tokenizer.chat_template) if chat is None else chat
+    ids = prompt_ids(text, tokenizer, chat) if text else []
+    if not ids:
+        raise TrainError("The prompt is empty: there is nothing to draft after.")
+    return torch.tensor(ids, dtype=torch.int64)
+
+
+def steps_of_prompt(
+    target: PreTrainedModel,
+    drafter: LoadedDrafter,
+    prompt: torch.Tensor,
+    count: int,
+    tokens: int | None = None,
+) -> list[Step]:
+    """The first `count` verification steps of the target's greedy answer, fewer if it ends.
+
+    Args:
+        target: a transformers causal LM.
+        prompt: [T] int64.
+        tokens: no more than what commits so many tokens is of interest.
+    """
+    # A step commits depth + 1 tokens at most; the first token comes of the prompt's own forward.
+    new_tokens = 1 + count * (drafter.depth + 1)
+    if tokens is not None:
+        new_tokens = min(new_tokens, tokens + drafter.depth + 1)  # the last of them in full
+    (text,) = continue_prompts(target, [prompt], new_tokens)
+    (sequence,) = sequences_for(target, drafter.pairing.layer_ids, [text], [len(prompt)])
+    return [step for step, _ in zip(steps_along(drafter.along(sequence), sequence), range(count))]

@@ -1,1 +1,0 @@
-"""Heads: what proposes a draft tree. Plain torch."""

@@ -1,1 +1,0 @@
-"""Drafters of other papers as heads: their networks, their trees, their files."""

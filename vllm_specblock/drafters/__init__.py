@@ -1,0 +1,1 @@
+"""Drafters: what yields a draft tree for every request. Plain torch."""

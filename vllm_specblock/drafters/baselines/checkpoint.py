@@ -1,0 +1,185 @@
+"""Checkpoints of baseline drafters: detect, check and load.
+
+`config.json` names the kind under `specblock_head`, beside whatever others read of it, and
+`model.safetensors` holds the weights. Where those are another engine's, who knows no draft
+vocabulary, that is in `vocab_mapping.pt`; without either the drafter names every token.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vllm_specblock.drafters.baselines.config import FalconShape, MedusaShape, SmallShape
+from vllm_specblock.drafters.baselines.falcon import FalconModel
+from vllm_specblock.drafters.baselines.medusa import MedusaModel
+from vllm_specblock.drafters.baselines.parallelspec import ParallelSpecModel
+from vllm_specblock.drafters.baselines.sps import SmallLanguageModel
+from vllm_specblock.drafters.specblock.checkpoint import (
+    CONFIG,
+    WEIGHTS,
+    check_mapping,
+    check_names,
+    check_shapes,
+    opened,
+    read_mapping,
+)
+from vllm_specblock.drafters.specblock.config import CheckpointError, DrafterConfig
+from vllm_specblock.drafters.specblock.config_json import checked, read_json, rope_of
+
+PathLike = str | os.PathLike[str]
+
+KIND = "specblock_head"
+"""The key of config.json that names the kind."""
+
+Shape = MedusaShape | DrafterConfig | SmallShape
+
+_SHAPES: dict[str, type[Shape]] = {
+    "medusa": MedusaShape,
+    "parallelspec": DrafterConfig,
+    "falcon": FalconShape,
+    "sps": SmallShape,
+}
+_DRAFTERS: dict[str, type[nn.Module]] = {
+    "medusa": MedusaModel,
+    "parallelspec": ParallelSpecModel,
+    "falcon": FalconModel,
+    "sps": SmallLanguageModel,
+}
+_HEAD, _MAPPING = "lm_head.weight", ("d2t", "t2d")
+
+
+def kind_of(directory: PathLike) -> str | None:
+    """Which of these drafters the folder holds, by its config.json alone; None: none of them.
+
+    Raises:
+        CheckpointError: there is no config.json, no JSON in it, or a kind that is not known.
+    """
+    raw, where = read_json(Path(directory) / CONFIG)
+    kind = raw.get(KIND)
+    if kind is not None and kind not in _SHAPES:
+        raise CheckpointError(
+            f"{where} has {KIND} = {kind!r}, but it must be one of {', '.join(_SHAPES)}."
+        )
+    return kind
+
+
+def read_config(directory: PathLike) -> Shape:
+    """What the folder's config.json says, as the shape of its kind.
+
+    Raises:
+        CheckpointError: as `kind_of`; a key missing or out of range.
+    """
+    raw, where = read_json(Path(directory) / CONFIG)
+    kind = kind_of(directory)
+    if kind is None:
+        raise CheckpointError(f"{where} lacks the key {KIND!r}.")
+    if kind == "sps":
+        raw = _of_llama(raw, Path(directory))
+    shape = _SHAPES[kind]
+    keys = {key: value for key, value in raw.items() if key in shape.model_fields}
+    return checked(where, keys, shape)
+
+
+def check_tensors(directory: PathLike, config: Shape) -> None:
+    """Hold the tensors' names and shapes against `config` without reading the weights.
+
+    Raises:
+        CheckpointError: a file is missing or unreadable, tensors are missing, left over or of
+            another shape, or the vocabulary mapping is not one.
+    """
+    path = Path(directory) / WEIGHTS
+    with opened(path) as file:
+        found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    mapping = _mapping(Path(directory), config)
+    found |= {name: tuple(tensor.shape) for name, tensor in mapping.items()}
+    with torch.device("meta"):
+        drafter = _drafter(directory, config)
+    wanted = {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
+    wanted["t2d"] = (config.vocab_size,)
+    if _whole_head(config):
+        wanted[_HEAD] = (config.vocab_size, config.hidden_size)
+    check_names(found, wanted, directory)
+    check_shapes(found, wanted, directory)
+    check_mapping(mapping["d2t"], mapping["t2d"], directory)
+
+
+def read_tensors(directory: PathLike, config: Shape) -> dict[str, Tensor]:
+    """The drafter's tensors under its own names, in the dtypes they are stored in.
+
+    Raises:
+        CheckpointError: as `check_tensors`.
+    """
+    check_tensors(directory, config)
+    with opened(Path(directory) / WEIGHTS) as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    mapping = _mapping(Path(directory), config)
+    if _whole_head(config):
+        tensors[_HEAD] = tensors[_HEAD][mapping["t2d"]]
+    tensors.pop("t2d", None)
+    return tensors | {"d2t": mapping["d2t"]}
+
+
+def load(
+    directory: PathLike,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> nn.Module:
+    """A drafter with its weights cast to `dtype`, on `device`.
+
+    Raises:
+        CheckpointError: as `read_config` and `check_tensors`.
+    """
+    config = read_config(directory)
+    tensors = read_tensors(directory, config)
+    with torch.device("meta"):
+        drafter = _drafter(directory, config)
+    drafter = drafter.to(dtype).to_empty(device=device)
+    drafter.load_state_dict(tensors)
+    return drafter
+
+
+def _drafter(directory: PathLike, config: Shape) -> nn.Module:
+    kind = kind_of(directory)
+    assert kind is not None  # `read_config` has said so
+    return _DRAFTERS[kind](config)
+
+
+def _whole_head(config: Shape) -> bool:
+    """Whether the file holds an LM head over the whole vocabulary, since vLLM's Medusa reads it."""
+    return isinstance(config, MedusaShape)
+
+
+def _mapping(directory: Path, config: Shape) -> dict[str, Tensor]:
+    """d2t [Vd] int64 and t2d [V] bool; of every token where the folder names none."""
+    with opened(directory / WEIGHTS) as file:
+        found = {name: file.get_tensor(name) for name in _MAPPING if name in file.keys()}  # noqa: SIM118
+    found = found or read_mapping(directory)
+    if not found and config.draft_vocab_size == config.vocab_size:
+        found = {
+            "d2t": torch.zeros(config.vocab_size, dtype=torch.int64),
+            "t2d": torch.ones(config.vocab_size, dtype=torch.bool),
+        }
+    if found.keys() != set(_MAPPING):
+        raise CheckpointError(
+            f"{directory} names a draft vocabulary of {config.draft_vocab_size} tokens, but says "
+            "nowhere which they are (d2t and t2d)."
+        )
+    return found
+
+
+def _of_llama(raw: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """A Llama's config.json in the words of `SmallShape`."""
+    theta, scaling = rope_of(raw)
+    mapping = read_mapping(directory)
+    heads = raw.get("num_attention_heads")
+    return raw | {
+        "num_key_value_heads": raw.get("num_key_value_heads") or heads,
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "draft_vocab_size": len(mapping["d2t"]) if mapping else raw.get("vocab_size"),
+    }

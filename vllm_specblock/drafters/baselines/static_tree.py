@@ -1,0 +1,183 @@
+"""Trees of a fixed shape, as those of Medusa (arXiv 2401.10774, appendix) and Falcon (2412.12639).
+
+The shape is the best N paths by a product of hit rates that were measured beforehand. It is worked
+out once, on the host.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from vllm_specblock.candidates import select_nodes
+from vllm_specblock.tree import DraftTree
+
+
+def static_tree(hit: Tensor, budget: int) -> tuple[list[int], list[int]]:
+    """The tree of at most `budget` nodes whose expected accepted length is the largest.
+
+    Args:
+        hit: [K, B], how often position k's choice of rank b is right, its prefix being right.
+
+    Returns:
+        parents and ranks, one each per node, parents first: the node of its parent (0 = root,
+        i + 1 = the i-th entry), and which choice of its position it takes.
+    """
+    rates = hit.double().log().tolist()  # a host list, before there is any step
+    nodes = _best_paths(rates, budget)
+    return [parent for parent, _ in nodes], [rank for _, rank in nodes]
+
+
+def default_hits(positions: int, width: int) -> Tensor:
+    """Hit rates [positions, width] to shape a tree by where none were measured.
+
+    The first choice of position 1 is right in 70 % of cases and a tenth less at every further
+    position; each further choice takes two fifths of what those before it left over.
+    """
+    first = 0.7 * 0.9 ** torch.arange(positions, dtype=torch.float64)
+    later = 0.4 * 0.6 ** torch.arange(width - 1, dtype=torch.float64)
+    return torch.cat([first[:, None], (1 - first)[:, None] * later], dim=1)
+
+
+def _best_paths(score: list[list[float]], budget: int) -> list[tuple[int, int]]:
+    """The `budget` paths of the largest sum of scores (none above 0), as (parent, rank).
+
+    A path's children score no more than itself and wait until it is taken; so does the next
+    choice beside it. What the heap hands out next is therefore the best of all that is left.
+    """
+    order = [sorted(range(len(row)), key=lambda rank: -row[rank]) for row in score]
+    serial = itertools.count()
+    heap: list[tuple[float, int, int, int, int, float]] = []
+
+    def offer(depth: int, slot: int, parent: int, before: float) -> None:
+        if depth < len(order) and slot < len(order[depth]):
+            total = before + score[depth][order[depth][slot]]
+            if total > -math.inf:
+                heapq.heappush(heap, (-total, depth, next(serial), slot, parent, before))
+
+    nodes: list[tuple[int, int]] = []
+    offer(0, 0, 0, 0.0)
+    while heap and len(nodes) < budget:
+        negative, depth, _, slot, parent, before = heapq.heappop(heap)
+        nodes.append((parent, order[depth][slot]))
+        offer(depth, slot + 1, parent, before)
+        offer(depth + 1, 0, len(nodes), -negative)
+    return nodes
+
+
+class PlanStep(NamedTuple):
+    """What one forward of a static tree adds. S starts, the nodes whose block it drafts; n nodes.
+
+    source: [S] int64, which start of the step before each start descends from.
+    path: [S, k] int64, the nodes (0-based) of the last k depths of each start's path.
+    node: [n] int64, the nodes that the step adds; start, rank: [n] int64 each, the start that a
+        node descends from, and which choice of its position it is.
+    read: [P] int64, the only positions of all S·k that have nodes; place: [n] int64, which of
+        them a node's is.
+    width: choices per position that the nodes take.
+    before: starts of the later steps up to this one. The first step's is in the cache for good.
+    ancestry: S lists, per start those of the later steps that are on its path, itself included,
+        as numbers from `before` of step 2 on.
+    """
+
+    source: Tensor
+    path: Tensor
+    node: Tensor
+    start: Tensor
+    rank: Tensor
+    read: Tensor
+    place: Tensor
+    width: int
+    before: int
+    ancestry: list[list[int]]
+
+
+class TreePlan:
+    """A static tree, cut into forwards of k positions each.
+
+    Args:
+        parents, ranks: as `static_tree` returns them.
+        block: k.
+        device: of the index tensors.
+    """
+
+    def __init__(
+        self, parents: list[int], ranks: list[int], block: int, device: torch.device | str = "cpu"
+    ) -> None:
+        self.count = len(parents)
+        self.parent = torch.tensor(parents, device=device)
+        paths: list[list[int]] = [[]]  # per node, 0-based nodes from depth 1 to itself
+        for node, parent in enumerate(parents):
+            paths.append([*paths[parent], node])
+        depth = [len(path) for path in paths[1:]]
+        self.max_depth = max(depth)
+        self.depth = torch.tensor([depth], device=device)  # [1, count]
+        self.levels = [
+            torch.tensor([n for n in range(self.count) if depth[n] == d], device=device)
+            for d in range(1, self.max_depth + 1)
+        ]
+        self.steps: list[PlanStep] = []
+        self.starts = 0  # of all steps but the first
+        starts: list[list[int]] = [[]]
+        ancestry: list[list[int]] = [[]]
+        for done in range(0, self.max_depth, block):
+            nodes = [n for n in range(self.count) if done < depth[n] <= done + block]
+            before = starts
+            starts = [list(path) for path in sorted({tuple(paths[n + 1][:done]) for n in nodes})]
+            source = [before.index(path[: done - block]) if done else 0 for path in starts]
+            if done:
+                ancestry = [[*ancestry[source[s]], self.starts + s] for s in range(len(starts))]
+            start = [starts.index(paths[n + 1][:done]) for n in nodes]
+            position = [s * block + depth[n] - done - 1 for s, n in zip(start, nodes)]
+            read = sorted(set(position))
+            columns = (
+                source,
+                [path[done - block :] for path in starts],
+                nodes,
+                start,
+                [ranks[n] for n in nodes],
+                read,
+                [read.index(at) for at in position],
+            )
+            index = [torch.tensor(column, device=device).long() for column in columns]
+            self.steps.append(
+                PlanStep(
+                    **dict(zip(PlanStep._fields, index)),
+                    width=1 + max(ranks[n] for n in nodes),
+                    before=self.starts,
+                    ancestry=ancestry,
+                )
+            )
+            self.starts += len(starts) if done else 0
+
+    @classmethod
+    def fitting(
+        cls, hit: Tensor, budget: int, block: int, most_starts: int, device: torch.device | str
+    ) -> TreePlan:
+        """The largest plan of at most `budget` nodes whose later steps have no more starts."""
+        while True:
+            plan = cls(*static_tree(hit, budget), block, device)
+            if plan.starts <= most_starts:
+                return plan
+            budget -= 1
+
+    def tree(self, token: Tensor, logprob: Tensor, budget: int) -> DraftTree:
+        """R trees of `budget` slots, no fewer than the plan has nodes.
+
+        Args:
+            token: [R, count] int64, target ids in the plan's order.
+            logprob: [R, count] float32, given their parents; −inf: not wanted, nor its children.
+        """
+        logprob = logprob.clamp(max=0)
+        total = logprob.new_zeros(len(logprob), self.count + 1)
+        for level in self.levels:
+            total[:, level + 1] = total[:, self.parent[level]] + logprob[:, level]
+        parent = self.parent.expand_as(token)
+        return select_nodes(
+            token, parent, total[:, 1:], self.depth, None, budget, self.max_depth
+        ).tree

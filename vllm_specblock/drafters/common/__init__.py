@@ -1,0 +1,1 @@
+"""What all drafters share: layers, RoPE, chunked advance."""

@@ -1,0 +1,124 @@
+"""Linear layers of a served drafter: fused, FP8, packed, with a residual.
+
+A decode step of a drafter is bound by launches and by reading weights, so what can be one product
+is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vllm_specblock.triton_kernels.layers.fp8_linear import fp8_linear, quantize
+
+ALL = slice(None)
+
+
+class Fp8Linear(nn.Module):
+    """nn.Linear without a gradient whose weights lie in 8 bits.
+
+    The product is in `triton_kernels/layers/fp8_linear.py`.
+
+    Args:
+        linear: what it stands for from now on.
+    """
+
+    weight: Tensor
+    scale: Tensor
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        weight, scale = quantize(linear.weight.detach())
+        self.register_buffer("weight", weight)
+        self.register_buffer("scale", scale)
+        self.bias = linear.bias
+
+    def forward(self, x: Tensor, outputs: slice = ALL) -> Tensor:
+        """[..., in] -> [..., out], in the dtype of x; outputs: which of them are wanted."""
+        out = fp8_linear(x, self.weight[outputs], self.scale[outputs])
+        return out if self.bias is None else out + self.bias[outputs]
+
+
+class PackedLinear(nn.Module):
+    """nn.Linear without a gradient in bfloat16 on a CPU, its weights laid out as oneDNN wants them.
+
+    Left to itself torch lays them out anew in every call, which for the few rows of a draft costs
+    more than the product.
+
+    Args:
+        linear: what it stands for from now on.
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        # Not a buffer: nothing but the product can read it.
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach())
+        self.bias = linear.bias
+
+    @staticmethod
+    def takes(linear: nn.Linear) -> bool:
+        """Whether a layer can be packed."""
+        weight = linear.weight
+        packs = weight.device.type == "cpu" and torch.backends.mkldnn.is_available()
+        return packs and weight.dtype == torch.bfloat16
+
+    def forward(self, x: Tensor, outputs: slice = ALL) -> Tensor:
+        """[..., in] -> [..., out]; outputs: which of them are wanted."""
+        out = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        return out[..., outputs]
+
+
+class Joined(nn.Linear):
+    """Linear layers of the same input as one, without a gradient."""
+
+    def __init__(self, layers: Sequence[nn.Linear]) -> None:
+        bias, size = layers[0].bias is not None, sum(layer.out_features for layer in layers)
+        super().__init__(layers[0].in_features, size, bias=bias, device="meta")
+        self.weight = _frozen([layer.weight for layer in layers])
+        if bias:
+            self.bias = _frozen([layer.bias for layer in layers])
+
+    def forward(self, x: Tensor, outputs: slice = ALL) -> Tensor:
+        """[..., in] -> [..., out]; outputs: which of them are wanted."""
+        return F.linear(x, self.weight[outputs], None if self.bias is None else self.bias[outputs])
+
+
+class Stacked(nn.Module):
+    """Linear layers of the same input, multiplied at once.
+
+    Args:
+        layers: what it stands for from now on, all with a bias or all without.
+    """
+
+    def __init__(self, *layers: nn.Linear) -> None:
+        super().__init__()
+        self.sizes = [layer.out_features for layer in layers]
+        self.product = Joined(layers)
+
+    def forward(self, x: Tensor, layers: slice = ALL) -> tuple[Tensor, ...]:
+        """[..., in] -> what each layer gives, [..., out], as views; layers: which are wanted."""
+        sizes, before = self.sizes[layers], sum(self.sizes[: layers.start or 0])
+        outputs = slice(before, before + sum(sizes))
+        return self.product(x, outputs).split(sizes, dim=-1)
+
+
+def add_linear(residual: Tensor, x: Tensor, linear: nn.Linear | Fp8Linear | PackedLinear) -> Tensor:
+    """residual + linear(x) without a gradient or a bias; on CUDA one launch.
+
+    residual [..., out] and x [..., in], contiguous. There the sum may take the place of
+    `residual`, and is rounded once where two launches round twice.
+    """
+    if not residual.is_cuda:
+        return residual + linear(x)
+    if isinstance(linear, Fp8Linear):
+        return fp8_linear(x, linear.weight, linear.scale, residual)
+    # In place: given a tensor of its own, torch copies the summand there first.
+    residual.flatten(0, -2).addmm_(x.flatten(0, -2), linear.weight.T)
+    return residual
+
+
+def _frozen(parts: list[Tensor]) -> nn.Parameter:
+    return nn.Parameter(torch.cat([part.detach() for part in parts]), requires_grad=False)

@@ -1,0 +1,57 @@
+"""Weight processing after loading: fused projections, quantization."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from vllm_specblock.drafters.common.linear import Fp8Linear, PackedLinear
+
+Quantization = Literal["fp8"]
+
+
+KEPT = ("rank_head",)
+"""Modules whose weights stay as they are: they are few and decide."""
+KERNELS = ("shift_proj",)
+"""Modules whose weights go to a kernel of their own, which takes no 8 bits."""
+
+
+@torch.no_grad()
+def process_after_loading(drafter: nn.Module, quantization: Quantization | None) -> nn.Module:
+    """Fold what does not change from step to step, and shorten weights if asked for.
+
+    Args:
+        drafter: a loaded drafter of any kind; changed in place, and no longer one to train.
+        quantization: "fp8": linear layers in float8 e4m3, a scale per output.
+
+    Returns:
+        the drafter.
+    """
+    # Not of all modules: whatever a list names stays in memory, also when it is folded away.
+    foldable: list[Any] = [module for module in drafter.modules() if hasattr(module, "fold")]
+    for module in foldable:
+        module.fold()
+    if quantization == "fp8":
+        _replace(drafter, Fp8Linear, KEPT + KERNELS)
+    else:
+        _replace(
+            drafter,
+            lambda linear: PackedLinear(linear) if PackedLinear.takes(linear) else linear,
+            KEPT,
+        )
+    return drafter
+
+
+def _replace(
+    module: nn.Module, make: Callable[[nn.Linear], nn.Module], kept: tuple[str, ...]
+) -> None:
+    for name, child in module.named_children():
+        if name in kept:
+            continue
+        if isinstance(child, nn.Linear):
+            setattr(module, name, make(child))
+        else:
+            _replace(child, make, kept)

@@ -1,0 +1,112 @@
+"""Drafter of synthetic acceptance: for benchmarks on random weights only.
+
+A drafter of random weights is never right, and its flat distribution makes trees of one level. Here
+it drafts as ever, so that a step costs what it costs, but what it says is replaced: at depth k the
+best candidate has probability α_k and the others share the rest (`candidate_probabilities`). What
+grows from that is the same tree for every request and step, worked out once.
+`verify/synthetic_acceptance.py` accepts with those very probabilities.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from vllm_specblock.drafters.interface import CacheLayer, CommittedTokens, Drafter
+from vllm_specblock.drafters.specblock.drafter import SpecBlockDrafter
+from vllm_specblock.drafters.specblock.growth import Expansion, TreeShape
+from vllm_specblock.tree import DraftTree
+
+SECOND = 0.3
+"""Share of what the best candidate leaves that the second one has, and so on down the ranks. The
+shipped example drafter at T = 0 (`benchmarks/RESULTS.md`, "The rank head") leaves 21 %, of which
+ranks 2–4 have 62 % and 5–10 have 17 %; 0.3 gives them 66 % and 30 %."""
+
+
+def candidate_probabilities(best: torch.Tensor, count: int) -> torch.Tensor:
+    """Probabilities of the first `count` candidates: α, then (1 − α) · q · (1 − q)^i.
+
+    q is `SECOND`, or less where the second candidate would otherwise pass the first.
+
+    Args:
+        best: [...] fp32, α in 0 … 1.
+
+    Returns:
+        [..., count] fp32, descending; the sum over all ranks is 1.
+    """
+    rest = 1 - best
+    share = torch.where(rest > 0, best / rest, 1).clamp(max=SECOND)
+    further = torch.arange(count - 1, device=best.device)
+    others = (rest * share)[..., None] * (1 - share)[..., None] ** further
+    return torch.cat([best[..., None], others], -1)
+
+
+def synthetic_tree(shape: TreeShape, best: Sequence[float]) -> DraftTree:
+    """What `shape` grows where every distribution is the imposed one; R = 1, on the CPU.
+
+    Every position has the widest bucket's children: the cut by score alone says what stays.
+
+    Args:
+        best: α by depth; no tree is deeper than it has nodes, so N of them always do.
+    """
+    K, B, S = shape.block_size, shape.width, shape.num_starts
+    bucket = torch.tensor(shape.branching).argmax()
+    logprob = candidate_probabilities(torch.tensor(list(best)), B).log()  # [depths, B]
+    expansion = Expansion(shape, torch.tensor(shape.branching), 1)
+
+    def distributions(depth: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Of rows that start below so many tokens, `depth` [1, rows]."""
+        at = (depth[..., None] + torch.arange(K)).clamp(max=len(logprob) - 1)
+        # Siblings differ in their tokens, and so do all texts.
+        return logprob[at], torch.arange(B).expand(*at.shape, B), bucket.expand(at.shape)
+
+    depth = torch.zeros(1, 1, dtype=torch.int64)  # [1, rows so far]
+    expansion.first_block(*(each[:, 0] for each in distributions(depth)))
+    for block in range(2, shape.num_blocks + 1):
+        starts = expansion.starts(block)
+        reach = depth.gather(1, starts.row) + starts.position + 1  # [1, S]
+        expansion.next_block(starts, block, *distributions(reach))
+        depth = torch.cat([depth, reach.view(1, S)], 1)
+    return expansion.finish()
+
+
+class SyntheticDrafter(Drafter):
+    """A SpecBlock drafter that drafts, and whose tree is then another.
+
+    Args:
+        drafter: what drafts.
+        best: α by depth, as `synthetic_tree`.
+        device: of its trees.
+    """
+
+    def __init__(
+        self, drafter: SpecBlockDrafter, best: Sequence[float], device: torch.device
+    ) -> None:
+        self.drafter, self.kind = drafter, drafter.kind
+        self.num_nodes, self.max_depth = drafter.num_nodes, drafter.max_depth
+        tree = synthetic_tree(drafter.shape, best)
+        self.tree = replace(
+            tree, **{name: getattr(tree, name).to(device) for name in tree.__dataclass_fields__}
+        )
+
+    def cache_layers(self) -> list[CacheLayer]:
+        return self.drafter.cache_layers()
+
+    def bind(self, caches: list[torch.Tensor]) -> None:
+        self.drafter.bind(caches)
+
+    def warm_up(self, block_table: torch.Tensor, most_rows: int) -> None:
+        self.drafter.warm_up(block_table, most_rows)
+
+    def advance(self, rows: CommittedTokens) -> None:
+        self.drafter.advance(rows)
+
+    def draft(self, requests: torch.Tensor | None = None) -> DraftTree:
+        token = self.drafter.draft(requests).token
+        fields = {
+            name: value.expand(len(token), *value.shape[1:])
+            for name, value in vars(self.tree).items()
+        }
+        return DraftTree(**(fields | {"token": token}))

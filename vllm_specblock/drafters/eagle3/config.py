@@ -1,0 +1,88 @@
+"""EAGLE-3 model configuration."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from vllm_specblock.drafters.specblock.config import (
+    Count,
+    check_rope_scaling,
+    check_shape,
+    default_layer_ids,
+)
+
+
+class Eagle3Shape(BaseModel):
+    """One decoder layer over embedding and feature, and what checkpoints vary about it.
+
+    Attributes:
+        target_hidden_size: Ht, width of the target's hidden states.
+        vocab_size: V of the target.
+        draft_vocab_size: Vd, width of the LM head; equal to `vocab_size` means no mapping.
+        num_features: hidden states of the target that are fused.
+        layer_ids: which ones: i is the residual stream after i layers. None if the checkpoint
+            leaves it to the target: `default_layer_ids` of its layer count.
+        qk_norm: whether queries and keys are RMS-normed per head, as in Qwen3.
+        qkv_bias, output_bias: of the attention's projections.
+        norm_before_residual: whether the layer's residual is the feature after its norm.
+        norm_before_fc: whether the fused features are normed together before `fc`.
+        fc_norm: whether each of them is normed by itself before `fc`.
+        norm_output: whether a later step's feature is the state after the final norm.
+        logit_scale: factor on the logits.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    hidden_size: Count
+    target_hidden_size: Count
+    num_attention_heads: Count
+    num_key_value_heads: Count
+    head_dim: Annotated[int, Field(ge=2, multiple_of=2)]
+    intermediate_size: Count
+    vocab_size: Count
+    draft_vocab_size: Count
+    rms_norm_eps: Annotated[float, Field(gt=0)] = 1e-6
+    rope_theta: Annotated[float, Field(gt=0)] = 10000.0
+    rope_scaling: dict[str, Any] | None = None
+    num_features: Count = 3
+    layer_ids: tuple[int, ...] | None = None
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    logit_scale: Annotated[float, Field(gt=0)] = 1.0
+
+    @property
+    def block_size(self) -> int:
+        """Positions of one row, as RoPE and the cache ask every drafter."""
+        return 1
+
+    def target_layers(self, num_layers: int) -> tuple[int, ...]:
+        """The states that it reads of a target with so many layers; i is that after i layers."""
+        return self.layer_ids or default_layer_ids(num_layers)
+
+    @model_validator(mode="after")
+    def _check(self) -> Eagle3Shape:
+        check_shape(self)
+        if self.layer_ids is not None:
+            ids = self.layer_ids
+            # The target hands its states out in layer order: any other order here would swap
+            # columns of fc.
+            if list(ids) != sorted(set(ids)) or ids[0] < 0:
+                raise ValueError(
+                    f"eagle_aux_hidden_state_layer_ids is {list(ids)}, but must be different "
+                    "layers in ascending order"
+                )
+        named = 3 if self.layer_ids is None else len(self.layer_ids)
+        if named != self.num_features:
+            raise ValueError(
+                f"it fuses {self.num_features} hidden states of the target, but names {named} "
+                "layers (the default is 3)"
+            )
+        check_rope_scaling(self.rope_scaling)
+        return self

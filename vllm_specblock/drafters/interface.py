@@ -1,0 +1,168 @@
+"""Drafter interface: advance on committed tokens, then draft a tree."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from vllm_specblock.feedback.calibration import DraftCalibration
+from vllm_specblock.tree import DraftTree
+from vllm_specblock.triton_kernels.layers.gather_states import gather_states_triton
+from vllm_specblock.triton_kernels.layers.layers_numba import gather_states_numba, runs_loop
+
+
+@dataclass(frozen=True)
+class CommittedTokens:
+    """What one target step committed, as the rows that a drafter advances on.
+
+    Row t stands for the target's states of the token at `position[t]` and the token after it.
+    The rows of a request are consecutive. Requests that drafted have a fixed number of rows
+    whatever was accepted; those beyond the accepted path are padding (`kv_slot` −1).
+
+    Attributes (T rows, R requests, L layers of the target that some drafter reads, B rows of the
+    target's batch):
+        states: L × [B, Ht], hidden states of the target, low layers first.
+        source: [T] int64, the row of `states` that each row is.
+        token: [T] int64, the token at position + 1, target vocabulary.
+        position: [T] int64.
+        kv_slot: [T] int64, the target's cache slot of that position, −1 for padding.
+        row_start: [R+1] int32, first row of each request.
+        row_start_host: the same on the host (no copy from the device: it follows from what
+            was scheduled).
+        last: [R] int64, the newest row of each request, from which it drafts.
+        block_table: [R, max blocks] int32.
+        block_size: tokens in one block.
+        max_position: host upper bound of `position`, for loop bounds only.
+        text: [S, longest request] int32, the tokens of whoever owns each of the engine's S
+            request slots; the root, at position[last] + 1, is the last one that counts.
+        req_idx: [R] int64, each request's row of `text`.
+        temperature: [R] fp32, at which each request samples; 0: greedy.
+    """
+
+    states: tuple[torch.Tensor, ...]
+    source: torch.Tensor
+    token: torch.Tensor
+    position: torch.Tensor
+    kv_slot: torch.Tensor
+    row_start: torch.Tensor
+    row_start_host: list[int]
+    last: torch.Tensor
+    block_table: torch.Tensor
+    block_size: int
+    max_position: int
+    text: torch.Tensor
+    req_idx: torch.Tensor
+    temperature: torch.Tensor
+
+    def request(self) -> torch.Tensor:
+        """[T] int64, the request of each row."""
+        row = torch.arange(len(self.token), device=self.token.device)
+        return (row[:, None] >= self.row_start[1:-1]).sum(1)
+
+    def features(self, layers: tuple[int, ...]) -> torch.Tensor:
+        """[T, len(layers) · Ht], the states of `layers` (indices into `states`) side by side."""
+        states = [self.states[layer] for layer in layers]
+        if self.source.is_cuda:
+            return gather_states_triton(states, self.source)
+        if runs_loop(*states):
+            return gather_states_numba(states, self.source)
+        return torch.cat([state[self.source] for state in states], dim=-1)
+
+
+@dataclass(frozen=True)
+class CacheLayer:
+    """One layer of a drafter in the engine's paged cache.
+
+    Attributes:
+        num_kv_heads, head_dim: of its keys and values.
+        entries_per_token: keys and values that a token leaves.
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    entries_per_token: int
+
+
+class Drafter(ABC):
+    """Anything that yields a DraftTree for every request.
+
+    A step calls `advance` once and `draft` at most once. Between the two a drafter may hold what
+    it likes; from one step to the next it keeps no state of a request outside the paged cache:
+    a request can be preempted, resumed or served from cached prefixes, and drafted for by
+    another drafter, without the drafter being told.
+
+    Attributes:
+        kind: what `speculative_config` calls such a drafter.
+        num_nodes: N, nodes of every tree it yields.
+        max_depth: the deepest path it can draft.
+        calibration: what its scores are set right with, and what learns from the verdicts on its
+            nodes; None for a drafter whose scores are what they are.
+    """
+
+    kind: str
+    num_nodes: int
+    max_depth: int
+    calibration: DraftCalibration | None = None
+
+    def beta_of(self, rows: CommittedTokens) -> torch.Tensor | None:
+        """β for the step's requests, [R] fp32; None: 1."""
+        if self.calibration is None:
+            return None
+        return self.calibration.of(rows.temperature, rows.req_idx)
+
+    def cache_layers(self) -> list[CacheLayer]:
+        """The layers whose keys and values the engine is to keep."""
+        return []
+
+    def bind(self, caches: list[torch.Tensor]) -> None:  # noqa: B027 (not all have any)
+        """Take the paged caches, one per layer of `cache_layers`.
+
+        Each is [blocks, kv heads, block size · entries per token, 2 · head dim], keys first,
+        under the target's block table: entry slot · entries + i is the i-th of the token at
+        `kv_slot`. Slots after the root are reserved for as many tokens as the verified tree has
+        nodes; a drafter may use them until the step ends.
+        """
+
+    def warm_up(self, block_table: torch.Tensor, most_rows: int) -> None:  # noqa: B027
+        """Compile what later steps need, with the caches bound and nobody in them yet.
+
+        Args:
+            block_table: [most requests, max blocks] int32 of valid blocks.
+            most_rows: committed rows of a step, at most.
+        """
+
+    def refresh(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Draft with other weights from the next step on; to be called between two steps.
+
+        Args:
+            tensors: by the names and in the shapes of the drafter's checkpoint.
+
+        Raises:
+            ValueError: this kind of drafter keeps the weights that it was loaded with, or the new
+                ones do not fit, and nothing has changed.
+        """
+        raise ValueError(
+            f"{type(self).__name__} keeps the weights that it was loaded with: only a "
+            "SpecBlockDrafter takes others while it serves."
+        )
+
+    @abstractmethod
+    def advance(self, rows: CommittedTokens) -> None:
+        """Take in what the target committed: write every row's keys and values.
+
+        Also for requests that will not be drafted for: other requests may hit their blocks.
+        """
+
+    @abstractmethod
+    def draft(self, requests: torch.Tensor | None = None) -> DraftTree:
+        """Draft from the last row of every request of the step, or of some.
+
+        Args:
+            requests: [n] int64, the requests wanted; None: all R.
+
+        Returns:
+            n or R trees of `num_nodes` slots, rooted in `token[last]`.
+        """

@@ -1,0 +1,1 @@
+"""N-gram drafter: continuations from the request's own text."""

@@ -1,0 +1,1 @@
+"""SpecBlock drafters: network, tree growth, checkpoints."""

@@ -1,0 +1,287 @@
+"""SpecBlock checkpoints: read, check, write and convert.
+
+Both layouts hold `config.json` and `model.safetensors` with the same tensor names. The
+published one adds `vocab_mapping.pt`, whose d2t and t2d win over those in the safetensors file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from vllm_specblock.drafters.common.target_info import check_target, describe_target
+from vllm_specblock.drafters.specblock.config import CheckpointError, DrafterConfig
+from vllm_specblock.drafters.specblock.config_json import (
+    Layout,
+    from_json,
+    layout_of,
+    read_json,
+    to_json,
+)
+from vllm_specblock.drafters.specblock.model import SpecBlockModel
+from vllm_specblock.drafters.specblock.untrained import init
+
+__all__ = [
+    "CheckpointError",
+    "check_tensors",
+    "convert",
+    "init",
+    "load",
+    "read_config",
+    "read_tensors",
+    "save",
+]
+
+CONFIG, WEIGHTS, MAPPING = "config.json", "model.safetensors", "vocab_mapping.pt"
+_MAPPING_NAMES = ("d2t", "t2d")
+
+PathLike = str | os.PathLike[str]
+
+
+def read_config(directory: PathLike) -> DrafterConfig:
+    """The config of a drafter directory in either layout.
+
+    Raises:
+        CheckpointError: no such file, no JSON, or not what a SpecBlock drafter's config says.
+    """
+    return from_json(*read_json(Path(directory) / CONFIG))
+
+
+def check_tensors(directory: PathLike, config: DrafterConfig) -> None:
+    """Hold the tensors' names and shapes against `config` without reading the weights.
+
+    Raises:
+        CheckpointError: a file is missing or unreadable, tensors are missing, left over or of
+            another shape, or the vocabulary mapping is not one.
+    """
+    path = Path(directory) / WEIGHTS
+    with opened(path) as file:
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        mapping = {name: file.get_tensor(name) for name in _MAPPING_NAMES if name in shapes}
+    mapping |= _mapping_file(Path(directory))
+    mapping = mapping or _identity(config)
+    shapes |= {name: tuple(tensor.shape) for name, tensor in mapping.items()}
+    _check_shapes(shapes, config, path)
+    check_mapping(mapping["d2t"], mapping["t2d"], directory)
+
+
+def read_tensors(directory: PathLike, config: DrafterConfig) -> dict[str, Tensor]:
+    """All tensors of a drafter directory on the CPU, checked, in the dtypes they are stored in.
+
+    Raises:
+        CheckpointError: as `check_tensors`.
+    """
+    check_tensors(directory, config)
+    with opened(Path(directory) / WEIGHTS) as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    if "d2t" not in tensors:
+        tensors |= _identity(config)
+    return tensors | _mapping_file(Path(directory))
+
+
+def load(
+    directory: PathLike,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> SpecBlockModel:
+    """A drafter with its weights cast to `dtype`, on `device`.
+
+    Raises:
+        CheckpointError: as `read_config` and `check_tensors`.
+    """
+    config = read_config(directory)
+    tensors = read_tensors(directory, config)
+    with torch.device("meta"):
+        drafter = SpecBlockModel(config)
+    drafter = drafter.to(dtype).to_empty(device=device)
+    drafter.load_state_dict(tensors)
+    return drafter
+
+
+def save(drafter: SpecBlockModel, directory: PathLike, layout: Layout = "ours") -> None:
+    """Write a drafter directory; files that are there already are replaced whole.
+
+    Raises:
+        CheckpointError: the published layout has no place for this drafter.
+    """
+    _write(drafter.config, drafter.state_dict(), Path(directory), layout)
+
+
+def convert(
+    source: PathLike,
+    destination: PathLike,
+    to: Layout,
+    target: PathLike | None = None,
+    target_name: str | None = None,
+    layer_ids: tuple[int, int, int] | None = None,
+) -> DrafterConfig:
+    """Rewrite a drafter directory in the layout `to`; weights keep their bits.
+
+    Args:
+        source, destination: two different directories.
+        target: directory of the target, to write down what the published layout leaves out:
+            its name and the layers that are read.
+        target_name: what to call the target (default: `target` as given).
+        layer_ids: layers that are read (default: those in `source`, else the target's default).
+
+    Returns:
+        The config as written.
+
+    Raises:
+        CheckpointError: as `read_config`, `check_tensors` and `save`; `target` is not one of
+            this drafter, or is missing where its name or layers are given.
+    """
+    if Path(source).resolve() == Path(destination).resolve():
+        raise CheckpointError(f"{source} cannot be converted into itself: give another --out.")
+    if target is None and (target_name is not None or layer_ids is not None):
+        raise CheckpointError("The target's name and layers were given without --target.")
+    config = read_config(source)
+    if target is not None:
+        layer_ids = layer_ids or config.target.layer_ids
+        info = describe_target(target, target_name, layer_ids)
+        check_target(source, config.target, target, info)
+        config = config.model_copy(update={"target": info})
+    _write(config, read_tensors(source, config), Path(destination), to)
+    return config
+
+
+def _write(
+    config: DrafterConfig, tensors: dict[str, Tensor], directory: Path, layout: Layout
+) -> None:
+    dtype = str(tensors["lm_head.weight"].dtype).removeprefix("torch.")
+    raw = to_json(config, layout, dtype)
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    directory.mkdir(parents=True, exist_ok=True)
+    _replace(directory / WEIGHTS, lambda path: save_file(tensors, path, {"format": "pt"}))
+    if layout == "published":
+        mapping = {name: tensors[name] for name in _MAPPING_NAMES}
+        _replace(directory / MAPPING, lambda path: torch.save(mapping, path))
+    text = json.dumps(raw, indent=2) + "\n"
+    _replace(directory / CONFIG, lambda path: path.write_text(text, encoding="utf-8"))
+
+
+def _replace(path: Path, write: Callable[[Path], object]) -> None:
+    # Written aside and renamed: whoever reads or is killed meanwhile finds a whole file.
+    aside = path.with_name(f".{path.name}.part")
+    aside.touch()
+    mode = aside.stat().st_mode
+    write(aside)
+    aside.chmod(mode)  # safetensors leaves files that only their owner can read
+    aside.replace(path)
+
+
+def opened(path: Path) -> safe_open:
+    """The safetensors file at `path`; raises CheckpointError if there is none, or half of one."""
+    if not path.is_file():
+        raise CheckpointError(
+            f"There is no {path}; a drafter directory holds {CONFIG} and {WEIGHTS}."
+        )
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise CheckpointError(f"{path} is not a whole safetensors file ({error}).") from None
+
+
+def _mapping_file(directory: Path) -> dict[str, Tensor]:
+    """d2t and t2d of vocab_mapping.pt; empty where the layout or the directory has none."""
+    if not (directory / MAPPING).is_file() or layout_of(*read_json(directory / CONFIG)) == "ours":
+        return {}
+    return read_mapping(directory)
+
+
+def read_mapping(directory: Path) -> dict[str, Tensor]:
+    """d2t and t2d of vocab_mapping.pt; empty where there is none.
+
+    Raises:
+        CheckpointError: it holds something else.
+    """
+    path = directory / MAPPING
+    if not path.is_file():
+        return {}
+    refusal = f"{path} is not a plain dict of the tensors d2t and t2d"
+    try:
+        mapping: Any = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # on foreign bytes torch's unpickler fails with anything
+        raise CheckpointError(
+            f"{refusal} (torch.load with weights_only=True: {type(error).__name__})."
+        ) from None
+    if not isinstance(mapping, dict) or not all(
+        isinstance(mapping.get(name), Tensor) for name in _MAPPING_NAMES
+    ):
+        raise CheckpointError(f"{refusal}.")
+    return {name: mapping[name] for name in _MAPPING_NAMES}
+
+
+def _identity(config: DrafterConfig) -> dict[str, Tensor]:
+    """The mapping of a drafter that names every target token; none otherwise."""
+    if config.draft_vocab_size != config.vocab_size:
+        return {}
+    return {
+        "d2t": torch.zeros(config.vocab_size, dtype=torch.int64),
+        "t2d": torch.ones(config.vocab_size, dtype=torch.bool),
+    }
+
+
+def check_names(
+    found: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]], where: PathLike
+) -> None:
+    """Raises CheckpointError unless `found` and `wanted`, shapes by name, are of the same names."""
+    if missing := sorted(wanted.keys() - found.keys()):
+        raise CheckpointError(f"{where} lacks {listed(missing)}, which its {CONFIG} asks for.")
+    if extra := sorted(found.keys() - wanted.keys()):
+        raise CheckpointError(f"{where} holds {listed(extra)}, which its {CONFIG} has no use for.")
+
+
+def check_shapes(
+    found: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]], where: PathLike
+) -> None:
+    """Raises CheckpointError unless every name in `wanted` is of that shape in `found`."""
+    for name, shape in wanted.items():
+        if found[name] != shape:
+            raise CheckpointError(
+                f"{where}: {name} has shape {list(found[name])}, but its {CONFIG} asks for "
+                f"{list(shape)}."
+            )
+
+
+def _check_shapes(found: dict[str, tuple[int, ...]], config: DrafterConfig, path: Path) -> None:
+    with torch.device("meta"):
+        wanted = {n: tuple(t.shape) for n, t in SpecBlockModel(config).state_dict().items()}
+    check_names(found, wanted, path)
+    queries = found["input_layer.position_queries.weight"]
+    if queries[:1] != (config.block_size,):
+        raise CheckpointError(
+            f"{path} holds queries for {queries[0] if queries else 0} draft positions, but K in "
+            f"its {CONFIG} (block_size, or diffspec_draft_token_num) is {config.block_size}."
+        )
+    check_shapes(found, wanted, path)
+
+
+def check_mapping(d2t: Tensor, t2d: Tensor, directory: PathLike) -> None:
+    """Raises CheckpointError unless d2t [Vd] offsets and t2d [V] bool are the same ascending list
+    of target ids, told twice."""
+    if d2t.dtype != torch.int64 or t2d.dtype != torch.bool:
+        raise CheckpointError(
+            f"The vocabulary mapping in {directory} has d2t of {d2t.dtype} and t2d of "
+            f"{t2d.dtype}, but they must be torch.int64 and torch.bool."
+        )
+    targets = torch.arange(len(d2t)) + d2t
+    if not torch.equal(targets, t2d.nonzero()[:, 0]):
+        raise CheckpointError(
+            f"The vocabulary mapping in {directory} contradicts itself: draft id + d2t must run "
+            "through the target ids that t2d marks, ascending (d2t holds offsets, not ids)."
+        )
+
+
+def listed(names: list[str]) -> str:
+    """The first names of a list for a sentence, and how many more there are."""
+    shown = ", ".join(names[:5])
+    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"

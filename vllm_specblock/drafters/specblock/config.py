@@ -1,0 +1,176 @@
+"""SpecBlock model configuration.
+
+Only pydantic is imported here, so that the command line stays quick.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+TOP_LOGPROBS = 10
+"""Log-probabilities among the rank features ψ (appendix B)."""
+
+PUBLISHED_RANK_TOPK = 20
+"""Logits over which the published rank heads saw ψ in training; their config does not say."""
+
+_ROPE_PARAMETERS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": (
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    ),
+}
+
+Count = Annotated[int, Field(ge=1)]
+
+
+class CheckpointError(ValueError):
+    """A drafter or target directory that cannot be used; the message is one sentence."""
+
+
+class TargetInfo(BaseModel):
+    """The model that the drafter drafts for.
+
+    Attributes:
+        name: folder or hub id that vLLM loads as the target, if known.
+        architectures: of the target's own config.json; for information only.
+        hidden_size: Ht, width of the target's hidden states.
+        vocab_size: V.
+        layer_ids: the three hidden states that make the context feature (eq. 1): i is the
+            residual stream after i layers. None if the checkpoint leaves it to the target:
+            `default_layer_ids` of its layer count.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str | None = None
+    architectures: tuple[str, ...] = ()
+    hidden_size: Count
+    vocab_size: Count
+    layer_ids: tuple[int, int, int] | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> TargetInfo:
+        if self.layer_ids is not None:
+            low, mid, high = self.layer_ids
+            # The target hands its states out in layer order: any other order here would
+            # swap columns of condition_proj.
+            if not 0 <= low < mid < high:
+                raise ValueError(
+                    f"layer_ids is {list(self.layer_ids)}, but must be three different layers in "
+                    "ascending order"
+                )
+        return self
+
+
+class DrafterConfig(BaseModel):
+    """Everything that fixes a drafter's tensors and numbers (paper, sections 3.1 and 3.2).
+
+    Attributes:
+        block_size: K, draft positions per forward; fixed by training.
+        draft_vocab_size: Vd, width of the LM head; equal to `vocab_size` means no mapping.
+        qk_norm: whether queries and keys are RMS-normed per head, as in Qwen3.
+        rank_topk: logits over which the rank features are taken, or "full" for all of them.
+        block_rope: RoPE base of block 2 and later: block 1's ("base"), or moved on by the
+            depth of the node that it starts from ("path"). Read by whoever passes `base`.
+        prefix_broadcast: whether all K positions are given the condition and the token (eq. 2);
+            if not, the first alone is (ablation of Table 2).
+        layer_shift: whether eq. 3 stands between the layers; if not, nothing does (ablation).
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    hidden_size: Count
+    target_hidden_size: Count
+    num_attention_heads: Count
+    num_key_value_heads: Count
+    head_dim: Annotated[int, Field(ge=2, multiple_of=2)]
+    intermediate_size: Count
+    num_hidden_layers: Count
+    block_size: Count
+    vocab_size: Count
+    draft_vocab_size: Annotated[int, Field(ge=TOP_LOGPROBS)]
+    rank_classes: Count = 4
+    rms_norm_eps: Annotated[float, Field(gt=0)] = 1e-5
+    rope_theta: Annotated[float, Field(gt=0)] = 10000.0
+    rope_scaling: dict[str, Any] | None = None
+    qk_norm: bool = False
+    rank_topk: Annotated[int, Field(ge=TOP_LOGPROBS)] | Literal["full"] = PUBLISHED_RANK_TOPK
+    block_rope: Literal["base", "path"] = "base"
+    prefix_broadcast: bool = True
+    layer_shift: bool = True
+    target: TargetInfo
+
+    def target_layers(self, num_layers: int) -> tuple[int, ...]:
+        """The states that it reads of a target with so many layers; i is that after i layers."""
+        return self.target.layer_ids or default_layer_ids(num_layers)
+
+    @model_validator(mode="after")
+    def _check(self) -> DrafterConfig:
+        check_shape(self)
+        for key, value, of_target in (
+            ("target_hidden_size", self.target_hidden_size, self.target.hidden_size),
+            ("vocab_size", self.vocab_size, self.target.vocab_size),
+        ):
+            if value != of_target:
+                raise ValueError(f"{key} is {value}, but the target's is {of_target}")
+        check_rope_scaling(self.rope_scaling)
+        return self
+
+
+def check_shape(config: Any) -> None:
+    """What every drafter's sizes have to fulfil; raises `ValueError`."""
+    if config.num_attention_heads % config.num_key_value_heads:
+        raise ValueError(
+            f"num_attention_heads is {config.num_attention_heads}, but must be a multiple of "
+            f"num_key_value_heads, {config.num_key_value_heads}"
+        )
+    if config.draft_vocab_size > config.vocab_size:
+        raise ValueError(
+            f"draft_vocab_size is {config.draft_vocab_size}, but must not exceed vocab_size, "
+            f"{config.vocab_size}"
+        )
+
+
+def default_layer_ids(num_layers: int) -> tuple[int, int, int]:
+    """(2, N//2, N−3) of a target with N layers, the three that EAGLE-3 reads.
+
+    Raises:
+        CheckpointError: the target is too shallow for them to be three different layers.
+    """
+    low, mid, high = ids = (2, num_layers // 2, num_layers - 3)
+    if not low < mid < high:
+        raise CheckpointError(
+            f"A target of {num_layers} layers has no three different default feature layers "
+            f"(2, N//2, N-3 gives {list(ids)}): choose three ascending ones below {num_layers} "
+            "with --layer-ids."
+        )
+    return ids
+
+
+def rope_type(scaling: dict[str, Any]) -> str | None:
+    """The kind of a `rope_scaling` entry; older configs call the key "type"."""
+    return scaling.get("rope_type", scaling.get("type"))
+
+
+def check_rope_scaling(scaling: dict[str, Any] | None) -> None:
+    """Raises ValueError for a `rope_scaling` entry of a kind that `rope.py` does not compute."""
+    if scaling is None:
+        return
+    kind = rope_type(scaling)
+    if kind not in _ROPE_PARAMETERS:
+        raise ValueError(
+            f"rope_scaling is of type {kind!r}, but must be one of {', '.join(_ROPE_PARAMETERS)}"
+        )
+    for key in _ROPE_PARAMETERS[kind]:
+        value = scaling.get(key)
+        if not isinstance(value, (int, float)) or value <= 0:
+            raise ValueError(
+                f"rope_scaling of type {kind!r} has {key} = {value!r}, but it must be a number "
+                "above 0"
+            )

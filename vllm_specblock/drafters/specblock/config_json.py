@@ -1,0 +1,241 @@
+"""SpecBlock `config.json`, in two checkpoint layouts.
+
+"published" is the layout of the SpecBlock authors' checkpoints. "ours" names every choice that
+theirs leaves to the code: RoPE base of later blocks, rank features, q/k norm, target layers.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal, TypeVar, overload
+
+from pydantic import BaseModel, ValidationError
+
+from vllm_specblock.config import DEFAULT_NODES, METHOD
+from vllm_specblock.drafters.specblock.config import (
+    PUBLISHED_RANK_TOPK,
+    CheckpointError,
+    DrafterConfig,
+    rope_type,
+)
+
+Layout = Literal["ours", "published"]
+Config = TypeVar("Config", bound=BaseModel)
+
+MODEL_TYPE = "specblock"
+ARCHITECTURE = "SpecBlockDrafter"
+PUBLISHED_ARCHITECTURES = ("LlamaForCausalLMSpecBlock", "LlamaForCausalLMSpecBlockShift")
+
+# The drafter computes its RoPE angles and so has no longest position. vLLM takes the smaller
+# of the drafter's and the target's, and it must never be the drafter's.
+_NO_LIMIT = 1 << 24
+
+_OF_VLLM = frozenset(
+    {
+        "model_type",
+        "architectures",
+        "max_position_embeddings",
+        "torch_dtype",
+        "dtype",
+        "transformers_version",
+        "speculators_config",
+        "speculators_model_type",
+        "transformer_layer_config",
+    }
+)
+"""Keys of our config.json that are there for vLLM or transformers and say nothing to us."""
+
+# Our key → (published key, value when it is missing; None: it must be there).
+_PUBLISHED_KEYS: dict[str, tuple[str, Any]] = {
+    "hidden_size": ("hidden_size", None),
+    "num_attention_heads": ("num_attention_heads", None),
+    "intermediate_size": ("intermediate_size", None),
+    "num_hidden_layers": ("num_hidden_layers", None),
+    "vocab_size": ("vocab_size", None),
+    "draft_vocab_size": ("draft_vocab_size", 32000),
+    "block_size": ("diffspec_draft_token_num", 4),
+    "rank_classes": ("rank_classes", 4),
+    "rms_norm_eps": ("rms_norm_eps", 1e-5),
+}
+
+
+def read_json(path: Path) -> tuple[dict[str, Any], str]:
+    """The object in a JSON file, and its path for messages.
+
+    Read raw: a transformers config object would move keys (`rope_theta`) and fill in others.
+
+    Raises:
+        CheckpointError: no such file, or no JSON object in it.
+    """
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        if path.parent.is_dir():
+            raise CheckpointError(f"There is no {path.name} in {path.parent}.") from None
+        raise CheckpointError(
+            f"There is no directory {path.parent}; if that is a hub id, download it first."
+        ) from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{path} cannot be read as JSON ({error}).") from None
+    if not isinstance(raw, dict):
+        raise CheckpointError(f"{path} holds a JSON {type(raw).__name__}, but must hold an object.")
+    return raw, str(path)
+
+
+def layout_of(raw: dict[str, Any], where: str) -> Layout:
+    """Which layout the config.json `raw` is in.
+
+    Raises:
+        CheckpointError: it is no SpecBlock drafter's. `where` names the file in the message.
+    """
+    architectures = raw.get("architectures") or []
+    if raw.get("model_type") == MODEL_TYPE or ARCHITECTURE in architectures:
+        return "ours"
+    if any(name in PUBLISHED_ARCHITECTURES for name in architectures):
+        return "published"
+    raise CheckpointError(
+        f"{where} is of architecture {architectures or None}, but a SpecBlock drafter is one of "
+        f"{', '.join((ARCHITECTURE, *PUBLISHED_ARCHITECTURES))}."
+    )
+
+
+def from_json(raw: dict[str, Any], where: str) -> DrafterConfig:
+    """The config in `raw`, a config.json of either layout; `where` names it in errors.
+
+    Raises:
+        CheckpointError: unknown architecture, a key missing, unknown (ours) or out of range.
+    """
+    if layout_of(raw, where) == "ours":
+        return checked(
+            where, {k: v for k, v in raw.items() if k not in _OF_VLLM and not k.startswith("_")}
+        )
+    ours = {}
+    for key, (published, default) in _PUBLISHED_KEYS.items():
+        ours[key] = raw.get(published, default)
+        if ours[key] is None:
+            raise CheckpointError(f"{where} lacks the key {published!r}.")
+    hidden, heads = ours["hidden_size"], ours["num_attention_heads"]
+    whole = isinstance(hidden, int) and isinstance(heads, int) and heads > 0
+    if not whole or hidden % heads:
+        raise CheckpointError(
+            f"{where}: hidden_size is {hidden!r} and num_attention_heads {heads!r}, but the first "
+            "must be a whole multiple of the second."
+        )
+    theta, scaling = rope_of(raw)
+    layer_ids = (raw.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    ours |= {
+        "num_key_value_heads": raw.get("num_key_value_heads") or heads,
+        # A `head_dim` key is ignored here, as the authors' code does.
+        "head_dim": hidden // heads,
+        "target_hidden_size": raw.get("target_hidden_size") or hidden,
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+    }
+    target = {"hidden_size": ours["target_hidden_size"], "vocab_size": ours["vocab_size"]}
+    return checked(where, ours | {"target": target | {"layer_ids": layer_ids}})
+
+
+def to_json(config: DrafterConfig, layout: Layout, torch_dtype: str) -> dict[str, Any]:
+    """config.json of `config` in `layout`, for weights of `torch_dtype`.
+
+    Raises:
+        CheckpointError: the published layout has no place for what `config` says.
+    """
+    return _ours(config, torch_dtype) if layout == "ours" else _published(config, torch_dtype)
+
+
+def rope_of(raw: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
+    """(theta, scaling) of a Llama-like config.json, wherever it keeps them.
+
+    transformers 5 moves `rope_theta` into `rope_parameters` on saving, and a config object
+    then has no `rope_theta` at all: hence the raw JSON.
+    """
+    parameters = dict(raw.get("rope_parameters") or {})
+    theta = raw.get("rope_theta") or parameters.pop("rope_theta", None) or 10000.0
+    parameters.pop("rope_theta", None)
+    scaling = raw.get("rope_scaling") or parameters or None
+    return theta, None if scaling and rope_type(scaling) == "default" else scaling
+
+
+def _ours(config: DrafterConfig, torch_dtype: str) -> dict[str, Any]:
+    raw = {
+        "model_type": MODEL_TYPE,
+        "architectures": [ARCHITECTURE],
+        **config.model_dump(mode="json"),
+        "max_position_embeddings": _NO_LIMIT,
+        "torch_dtype": torch_dtype,
+    }
+    if config.target.name is None:
+        return raw
+    # With these, `vllm serve <drafter>` finds the target by itself. vLLM insists on all three.
+    return raw | {
+        "speculators_model_type": METHOD,
+        "transformer_layer_config": {},
+        "speculators_config": {
+            "algorithm": METHOD,
+            "default_proposal_method": "tree",
+            "proposal_methods": [{"proposal_type": "tree", "speculative_tokens": DEFAULT_NODES}],
+            "verifier": {
+                "name_or_path": config.target.name,
+                "architectures": list(config.target.architectures),
+            },
+        },
+    }
+
+
+def _published(config: DrafterConfig, torch_dtype: str) -> dict[str, Any]:
+    for what, held in (
+        ("head_dim", config.hidden_size / config.num_attention_heads),
+        ("qk_norm", False),
+        ("rank_topk", PUBLISHED_RANK_TOPK),
+        ("block_rope", "base"),
+        ("prefix_broadcast", True),
+        ("layer_shift", True),
+    ):
+        given = getattr(config, what)
+        if given != held:
+            raise CheckpointError(
+                f"The published layout cannot hold a drafter whose {what} is {given!r}: "
+                f"there it is always {held!r}."
+            )
+    raw = {
+        "model_type": "llama",
+        "architectures": [PUBLISHED_ARCHITECTURES[0]],
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 2048,  # sized a table in the authors' code, limits nothing
+        "torch_dtype": torch_dtype,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "target_hidden_size": config.target_hidden_size,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": config.rope_scaling,
+    }
+    raw |= {published: getattr(config, key) for key, (published, _) in _PUBLISHED_KEYS.items()}
+    if config.target.layer_ids is not None:
+        raw["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": list(config.target.layer_ids)}
+    return raw
+
+
+@overload
+def checked(where: str, keys: dict[str, Any]) -> DrafterConfig: ...
+@overload
+def checked(where: str, keys: dict[str, Any], kind: type[Config]) -> Config: ...
+def checked(where: str, keys: dict[str, Any], kind: type[BaseModel] = DrafterConfig) -> BaseModel:
+    """A config of `kind` out of `keys`; raises CheckpointError, where `where` names the file."""
+    try:
+        return kind(**keys)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        if first["type"] == "missing":
+            reason = f"lacks the key {key!r}"
+        elif first["type"] == "extra_forbidden":
+            reason = f"has the key {key!r}, which is not one of a SpecBlock drafter's"
+        elif first["type"] == "value_error":
+            reason = f"does not fit together: {first['ctx']['error']}"
+        else:
+            expected = first["msg"].removeprefix("Input should be ")
+            reason = f"has {key!r} = {first['input']!r}, but it must be {expected}"
+        raise CheckpointError(f"{where} {reason}.") from None

@@ -1,0 +1,354 @@
+"""Rank-guided tree growth (SpecBlock paper, §3.2).
+
+Everything has a shape that the configuration fixes, and no value is read on the host: M blocks
+of candidates are laid side by side, most of them marked as not wanted, and one pass at the end
+joins equal ones, keeps the best N and puts them in order (`candidates.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from vllm_specblock.candidates import (
+    NEVER,
+    Selection,
+    extend_hash,
+    join,
+    rank_key,
+    select,
+    tree_of,
+)
+from vllm_specblock.tree import DraftTree
+from vllm_specblock.triton_kernels.drafting.expand import Growing, Limits
+from vllm_specblock.triton_kernels.drafting.expand_numba import CompiledGrowing
+from vllm_specblock.triton_kernels.optional_numba import takes
+from vllm_specblock.triton_kernels.tree.candidate_keys import (
+    BUCKET_BITS,
+    BUCKET_ONE,
+    CLOSED,
+    DEPTH_ONE,
+    FIRST,
+    MAX_DEPTH,
+    ROOT_HASH,
+)
+from vllm_specblock.triton_kernels.tree.select_tree import MOST_CANDIDATES
+
+_DEPTH = MAX_DEPTH * DEPTH_ONE
+
+
+@dataclass(frozen=True)
+class TreeShape:
+    """What fixes the shapes of an expansion.
+
+    Attributes:
+        block_size: K, positions per block.
+        num_blocks: M.
+        num_starts: S, rows of every block after the first.
+        branching: children per rank bucket; 0 gives up at such a position: only the chain's
+            own node is attached, and no block starts there.
+        budget: N, nodes of the tree.
+        starts_by_rank: later blocks start at the positions of the lowest predicted rank bucket
+            first, and by score among equals; otherwise by score alone.
+
+    Raises:
+        ValueError: paths of more than 255 tokens.
+    """
+
+    block_size: int
+    num_blocks: int
+    num_starts: int
+    branching: tuple[int, int, int, int]
+    budget: int
+    starts_by_rank: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_depth > MAX_DEPTH:
+            raise ValueError(
+                f"{self.num_blocks} blocks of {self.block_size} positions draft paths of "
+                f"{self.max_depth} tokens, but at most {MAX_DEPTH} are supported."
+            )
+
+    @property
+    def width(self) -> int:
+        """B, candidates that are looked at per position."""
+        return max(1, *self.branching)
+
+    @property
+    def max_depth(self) -> int:
+        """M · K, tokens on the longest path."""
+        return self.num_blocks * self.block_size
+
+    @property
+    def num_rows(self) -> int:
+        """Drafted rows: the drafting row, and S per further block."""
+        return 1 + (self.num_blocks - 1) * self.num_starts
+
+    @property
+    def candidates(self) -> int:
+        """C, the root included."""
+        return 1 + self.num_rows * self.block_size * self.width
+
+
+@dataclass(frozen=True)
+class Starts:
+    """Nodes from which the next block grows, S per request.
+
+    Attributes (each [R, S]):
+        node: int64, candidate index.
+        token: int64.
+        row: int64, the drafted row that the node came from: 0 is the drafting row, the s-th
+            start of block m is row 1 + (m − 2)·S + s.
+        position: int64, 0-based position in that row.
+        valid: bool; the others are there for the shape's sake.
+    """
+
+    node: torch.Tensor
+    token: torch.Tensor
+    row: torch.Tensor
+    position: torch.Tensor
+    valid: torch.Tensor
+
+
+def expansion(
+    shape: TreeShape, width: torch.Tensor, num_requests: int
+) -> Expansion | FusedExpansion:
+    """An expansion where `width` lies: one launch per block, on a GPU if C is not too large.
+
+    Args:
+        width: [4] int64, `shape.branching` on the device, made once by the caller.
+    """
+    fused = takes(width) or (width.is_cuda and shape.candidates <= MOST_CANDIDATES)
+    return (FusedExpansion if fused else Expansion)(shape, width, num_requests)
+
+
+class Expansion:
+    """Candidates of one step; `first_block`, then `starts` and `next_block` per block, `finish`.
+
+    Candidate 0 is the root. Row r, position k, rank b is candidate 1 + (r·K + k)·B + b.
+
+    Args:
+        width: [4] int64, `shape.branching` on the device, made once by the caller.
+    """
+
+    def __init__(self, shape: TreeShape, width: torch.Tensor, num_requests: int) -> None:
+        self.shape = shape
+        K, B, device = shape.block_size, shape.width, width.device
+        count = shape.candidates
+        self.fields = torch.empty(4, num_requests, count, dtype=torch.int64, device=device)
+        self.token, self.path_hash, self.key, self.parent = self.fields.unbind()
+        self.score = torch.empty(num_requests, count, dtype=torch.float32, device=device)
+        self.fields[..., 0].zero_()
+        self.path_hash[:, 0].fill_(ROOT_HASH)
+        self.score[:, 0].zero_()
+
+        self.index = torch.arange(1, count, device=device).view(-1, K, B)
+        depth = torch.arange(1, K + 1, device=device) * DEPTH_ONE
+        self.tie = self.index + depth[:, None]  # [rows, K, B], of a row below the root
+        wanted = torch.arange(B, device=device) < width.clamp(min=1)[:, None]
+        self.unwanted = torch.where(wanted, 0.0, NEVER)  # [4, B] by bucket
+        self.closed = torch.where(width > 0, 0, CLOSED)  # [4] by bucket
+        self.rows = 0
+        self.open: list[torch.Tensor] = []  # per block [R, rows·K·B], keys as starts
+        self.started: list[torch.Tensor] = []  # per block [R, S], hashes of the starts' texts
+
+    def first_block(
+        self, top_logprob: torch.Tensor, top_token: torch.Tensor, bucket: torch.Tensor
+    ) -> None:
+        """Hang block 1 under the root.
+
+        Args:
+            top_logprob: [R, K, B] fp32, best first, normalised over the draft vocabulary.
+            top_token: [R, K, B] int64, target vocabulary.
+            bucket: [R, K] int64, rank bucket 0 … 3 of each position.
+        """
+        _, path_hash, key, node = self.fields[..., :1].unbind()
+        self._attach(
+            node,
+            self.score[:, :1],
+            path_hash,
+            key,
+            top_logprob[:, None],
+            top_token[:, None],
+            bucket[:, None],
+        )
+
+    def starts(self, block: int) -> Starts:
+        """Choose the S best nodes so far for block `block` ≥ 2; the chain's end is the first.
+
+        Candidates of equal text are one node, the best of them, and a node starts a block at
+        most once: without that, a later block would mostly start again from the twins of
+        nodes that have been started from.
+        """
+        K, B, S = self.shape.block_size, self.shape.width, self.shape.num_starts
+        key = torch.cat(self.open, 1)
+        if block > 2:
+            order, winner = join(self.key[:, : self.count], self.path_hash[:, : self.count])
+            place = torch.arange(order.shape[1], device=order.device)
+            best = torch.empty_like(order, dtype=torch.bool).scatter_(1, order, winner == place)
+            path_hash = self.path_hash[:, 1 : order.shape[1], None]
+            again = (path_hash == torch.cat(self.started, 1)[:, None]).any(-1)
+            key = torch.where(best[:, 1:] & ~again, key, CLOSED)
+        count = key.shape[1]
+        if count < S:
+            key = torch.nn.functional.pad(key, (0, S - count), value=CLOSED)
+        key, index = key.topk(S, dim=1, largest=False)
+        if count < S:
+            index = index.clamp(max=count - 1)
+        node, drafted = index + 1, index // B
+        return Starts(
+            node, self.token.gather(1, node), drafted // K, drafted % K, valid=key < CLOSED
+        )
+
+    def next_block(
+        self,
+        starts: Starts,
+        block: int,
+        top_logprob: torch.Tensor,
+        top_token: torch.Tensor,
+        bucket: torch.Tensor,
+    ) -> None:
+        """Hang block `block` under its starts; as `first_block`, with [R, S] before [K, B]."""
+        node = starts.node
+        path_hash, key = self.fields[1:3].gather(2, node.expand(2, -1, -1)).unbind()
+        score = torch.where(starts.valid, self.score.gather(1, node), NEVER)
+        if block < self.shape.num_blocks:
+            # The root is no start.
+            self.started.append(torch.where(starts.valid, path_hash, ROOT_HASH))
+        self._attach(node, score, path_hash, key, top_logprob, top_token, bucket)
+
+    def _attach(
+        self,
+        node: torch.Tensor,
+        score: torch.Tensor,
+        path_hash: torch.Tensor,
+        key: torch.Tensor,
+        top_logprob: torch.Tensor,
+        top_token: torch.Tensor,
+        bucket: torch.Tensor,
+    ) -> None:
+        """Add one caterpillar per row: a chain of top-1 tokens, each with its siblings.
+
+        Position k hangs its tokens under the chain's node of position k − 1.
+
+        Args:
+            node, score, path_hash, key: [R, rows], of the candidates to start from.
+            top_logprob, top_token: [R, rows, K, B]; bucket: [R, rows, K].
+        """
+        R, rows, K, B = top_token.shape
+        here = slice(self.rows, self.rows + rows)
+        cells = slice(1 + self.rows * K * B, 1 + (self.rows + rows) * K * B)
+        tokens, hashes, keys, parents = self.fields[..., cells].view(4, R, rows, K, B).unbind()
+        scores = self.score[:, cells].view(R, rows, K, B)
+        # Rounding may leave a certain token's log-probability above 0; a child's score must
+        # not pass its parent's.
+        gain = (top_logprob.detach() + self.unwanted[bucket]).clamp_(max=0)
+        tokens.copy_(top_token)
+        score, path_hash = score[..., None], path_hash[..., None]
+        for k in range(K):
+            torch.add(score, gain[:, :, k], out=scores[:, :, k])
+            extend_hash(path_hash, tokens[:, :, k], out=hashes[:, :, k])
+            score, path_hash = scores[:, :, k, :1], hashes[:, :, k, :1]
+        parents[:, :, 0] = node[..., None]
+        parents[:, :, 1:] = self.index[here, :-1, :1]
+        tie = self.tie[here] + (key & _DEPTH)[..., None, None]
+        rank_key(scores, tie, out=keys)
+        self.rows += rows
+
+        if self.rows < self.shape.num_rows:
+            level = bucket[..., None]
+            may_start = by_bucket(keys, level) if self.shape.starts_by_rank else keys
+            may_start = may_start | self.closed[level]
+            # The main chain goes on from row 0 of every block, which starts at its last end.
+            may_start[:, 0, -1, :1].bitwise_or_(FIRST)
+            self.open.append(may_start.flatten(1))
+
+    @property
+    def count(self) -> int:
+        """Candidates so far, the root included."""
+        return 1 + self.index[: self.rows].numel()
+
+    def finish(self) -> DraftTree:
+        """Join nodes of equal text, keep the best N, put them in order."""
+        return self.select().tree
+
+    def select(self) -> Selection:
+        """As `finish`, with what became of the candidates."""
+        token, path_hash, key, parent = (field[:, : self.count] for field in self.fields)
+        score = self.score[:, : self.count]
+        shape = self.shape
+        return select(token, parent, score, key, path_hash, shape.budget, shape.max_depth)
+
+    def blocks(self, selection: Selection) -> torch.Tensor:
+        """Which drafter forward each node of the tree comes from, block 1 … M.
+
+        Of several candidates of equal text it is the one that was kept. Asked for after
+        `select`, and by nobody while serving.
+
+        Returns:
+            [R, N] int64, 0 for a slot not in use.
+        """
+        candidate = selection.kept(self.key[:, : self.count])
+        row = (candidate - 1) // (self.shape.block_size * self.shape.width)
+        starts = self.shape.num_starts
+        return torch.where(candidate > 0, 1 + (row + starts - 1) // starts, 0)
+
+
+def by_bucket(key: torch.Tensor, bucket: torch.Tensor) -> torch.Tensor:
+    """Keys that sort by rank bucket first, then by score (to its last bits), then as they did.
+
+    key int64, bucket int64 0 … 3, of shapes that broadcast. Closed keys stay closed.
+    """
+    low = (1 << 32) - 1
+    ranked = (key >> (32 + BUCKET_BITS) << 32) + (key & low) + bucket * BUCKET_ONE
+    return torch.where(key < CLOSED, ranked, key)
+
+
+class FusedExpansion:
+    """`Expansion` as one launch per block, which also does what follows the block.
+
+    The same calls with the same results, in this order. Arguments as there.
+    """
+
+    def __init__(self, shape: TreeShape, width: torch.Tensor, num_requests: int) -> None:
+        sizes = (
+            shape.block_size,
+            shape.num_blocks,
+            shape.num_starts,
+            shape.width,
+            shape.budget,
+            shape.starts_by_rank,
+        )
+        kind = Growing if width.is_cuda else CompiledGrowing
+        self.growing = kind(Limits(*sizes), width, num_requests)
+
+    def first_block(
+        self, top_logprob: torch.Tensor, top_token: torch.Tensor, bucket: torch.Tensor
+    ) -> None:
+        """As `Expansion.first_block`."""
+        one_row = (top_logprob[:, None], top_token[:, None], bucket[:, None])
+        self.grown = self.growing.attach_block(1, None, None, *one_row)
+
+    def starts(self, block: int) -> Starts:
+        """As `Expansion.starts`; `block` is the one after that which hangs."""
+        assert isinstance(self.grown, tuple)  # no tree yet
+        return Starts(*self.grown)
+
+    def next_block(
+        self,
+        starts: Starts,
+        block: int,
+        top_logprob: torch.Tensor,
+        top_token: torch.Tensor,
+        bucket: torch.Tensor,
+    ) -> None:
+        """As `Expansion.next_block`."""
+        self.grown = self.growing.attach_block(
+            block, starts.node, starts.valid, top_logprob, top_token, bucket
+        )
+
+    def finish(self) -> DraftTree:
+        """As `Expansion.finish`."""
+        assert not isinstance(self.grown, tuple)
+        return tree_of(self.grown)

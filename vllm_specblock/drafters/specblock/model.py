@@ -1,0 +1,242 @@
+"""The SpecBlock drafter: one forward pass gives K dependent draft positions (paper, section 3.1).
+
+Shapes: T rows of one forward, K positions per row, H hidden size, D head size, Vd draft
+vocabulary, C rank buckets. A row is (condition, token, RoPE base); its K positions come out of
+one pass. Parameter names are those of the published checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vllm_specblock.drafters.common.layers import MLP, Attention, RMSNorm, Sizes
+from vllm_specblock.drafters.common.linear import PackedLinear
+from vllm_specblock.drafters.common.rope import Rotary
+from vllm_specblock.drafters.specblock.config import TOP_LOGPROBS, DrafterConfig
+from vllm_specblock.triton_kernels.layers.layer_shift import layer_shift
+from vllm_specblock.triton_kernels.layers.lm_and_rank_head import lm_and_rank_head
+from vllm_specblock.triton_kernels.layers.lm_and_rank_head_reference import top_and_features
+from vllm_specblock.triton_kernels.layers.norms import add_norm, norm_pair
+from vllm_specblock.triton_kernels.layers.rope import Rope
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""attend(layer, query [Q,K,nh,D], key [T,K,nkv,D], value [T,K,nkv,D]) -> [Q,K,nh,D].
+
+Keys and queries carry their RoPE. Q = T, except in the last layer of a forward with `keep`.
+The callable owns the cache, the mask and the scaling by 1/sqrt(D).
+"""
+
+RANK_FEATURES = TOP_LOGPROBS + 5
+_RANK_HIDDEN = 256
+
+
+class SpecBlockModel(nn.Module):
+    """Block forward, LM head and rank head. It holds no embedding: that is the target's."""
+
+    t2d: Tensor
+    d2t: Tensor
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.config = config
+        size, depth = config.hidden_size, config.num_hidden_layers
+        self.input_layer = InputLayer(config)
+        self.rotary = Rotary(config)
+        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(depth))
+        shifts = depth - 1 if config.layer_shift else 0
+        self.shift_proj = nn.ModuleList(
+            nn.Linear(2 * size, size, bias=False) for _ in range(shifts)
+        )
+        self.norm = RMSNorm(size, config.rms_norm_eps)
+        self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
+        self.rank_head = nn.Sequential(
+            nn.Linear(size + RANK_FEATURES, _RANK_HIDDEN, bias=False),
+            nn.SiLU(),
+            nn.Linear(_RANK_HIDDEN, config.rank_classes, bias=False),
+        )
+        # Until a mapping is loaded, the draft vocabulary is the first Vd target ids.
+        self.register_buffer("t2d", torch.arange(config.vocab_size) < config.draft_vocab_size)
+        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
+
+    def condition(self, features: Tensor) -> Tensor:
+        """Context feature of block 1 (eq. 1).
+
+        features [T, 3·Ht]: the target's hidden states, columns low, mid, high -> [T, H].
+        """
+        return self.input_layer.condition_proj(features)
+
+    def forward(
+        self,
+        condition: Tensor,
+        embedding: Tensor,
+        base: Tensor,
+        attend: Attend,
+        keep: Tensor | None = None,
+    ) -> Tensor:
+        """All decoder layers over T rows (eqs. 2 and 3).
+
+        Args:
+            condition: [T, H], from `condition`, or for a later block the output of this
+                function at the position where the block starts.
+            embedding: [T, H], the target's embedding of each row's token, as it is stored.
+            base: [T] int64, RoPE position of each row's first draft position.
+            attend: see `Attend`.
+            keep: [Q] int64, rows whose outputs are wanted (default all). In the last layer the
+                others give keys and values only.
+
+        Returns:
+            [T or Q, K, H], the state before the final norm: what `heads` reads, and what a
+            later block takes as its condition.
+        """
+        hidden, normed = self.input_layer(condition, embedding, self.layers[0].input_layernorm)
+        rope = self.rotary(base, hidden.dtype)
+        last = len(self.layers) - 1
+        layer: Any  # torch knows no types of what it lists
+        for index, layer in enumerate(self.layers):
+            if index and self.config.layer_shift:
+                shift: Any = self.shift_proj[index - 1]
+                if not isinstance(shift, PackedLinear):
+                    # The cast only matters under autocast: the kernel wants one dtype.
+                    shift = shift.weight.to(hidden.dtype)
+                hidden, normed = layer_shift(hidden, shift, layer.input_layernorm)
+            kept = keep if index == last else None
+            hidden, normed = layer(index, hidden, rope, attend, kept, normed), None
+        return hidden
+
+    def heads(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Draft and rank logits (section 3.2, eq. 4).
+
+        hidden [..., H], as `forward` returns it -> ([..., Vd], [..., C]). No gradient of the
+        rank logits reaches the trunk or the LM head.
+
+        Eq. 4 gives the rank head h^(L), the state that later blocks take as their condition. Here
+        it is given that state's final norm, what the LM head reads: the published weights were
+        trained so, and their buckets are noise otherwise.
+        """
+        normed, logits = self._read(hidden)
+        return logits, self.rank(normed, self.rank_features(logits))
+
+    @torch.no_grad()
+    def rank_features(self, logits: Tensor) -> Tensor:
+        """ψ of eq. 4. logits [..., Vd] -> [..., 15] float32, no gradient."""
+        return top_and_features(logits, 0, self._scope)[1]
+
+    def rank(self, normed: Tensor, features: Tensor) -> Tensor:
+        """Rank logits [..., C] of normed [..., H] and features [..., 15]; see `heads`."""
+        features = features.to(normed.dtype)
+        return self.rank_head(torch.cat([normed.detach(), features], dim=-1))
+
+    def candidates(
+        self, hidden: Tensor, width: int, beta: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What tree expansion needs of `heads`, with one top-k for it and the rank features.
+
+        hidden [R, ..., H], sharpness [R] float32 (None: 1, see `feedback/calibration.py`) -> the
+        best `width` tokens' log-probabilities over the whole draft vocabulary [R, ..., width]
+        float32 (descending), their target ids [R, ..., width] int64, and the predicted rank
+        bucket [R, ...] int64. No gradient.
+        """
+        with torch.no_grad():
+            normed, logits = self._read(hidden)
+            return lm_and_rank_head(
+                normed, logits, self.d2t, self.rank_head, width, self._scope, beta
+            )
+
+    def target_ids(self, draft_ids: Tensor) -> Tensor:
+        """Target ids [...] int64 of draft ids [...] int64: d2t holds offsets."""
+        return draft_ids + self.d2t[draft_ids]
+
+    def _read(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """(final norm, draft logits) of hidden [..., H]."""
+        normed = self.norm(hidden)
+        return normed, self.lm_head(normed)
+
+    @property
+    def _scope(self) -> int | None:
+        """Logits over which rank features are taken; None: all."""
+        scope = self.config.rank_topk
+        return None if scope == "full" else scope
+
+
+class InputLayer(nn.Module):
+    """Condition, token and position query, normed and fused (eq. 2)."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.condition_proj = nn.Linear(3 * config.target_hidden_size, size, bias=False)
+        self.condition_norm = RMSNorm(size, eps)
+        self.token_norm = RMSNorm(size, eps)
+        self.query_norm = RMSNorm(size, eps)
+        self.position_queries = nn.Embedding(config.block_size, size)
+        self.fuse = nn.Linear(3 * size, size, bias=False)
+        self.folded: Tensor | None = None  # [K, H], see `fold`
+        self.prefix_broadcast = config.prefix_broadcast
+
+    def fold(self) -> None:
+        """Compute the queries' part once and for all: then `fuse` is of a row only."""
+        self.folded = self._queries()
+        size = self.folded.shape[-1]
+        of_row = nn.Linear(2 * size, size, bias=False, device="meta")
+        of_row.weight = nn.Parameter(
+            self.fuse.weight[:, : 2 * size].detach().clone(), requires_grad=False
+        )
+        self.fuse = of_row
+
+    def forward(self, condition: Tensor, embedding: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+        """condition [T, H], embedding [T, H] -> [T, K, H], and its `norm`: that of layer 1.
+
+        W_fuse is linear in its three inputs, and only the query varies over the K positions:
+        the rows' part is computed once per row, the queries' once per forward.
+        """
+        row = norm_pair(condition, embedding, self.condition_norm, self.token_norm)
+        if self.folded is not None:
+            row, query = self.fuse(row), self.folded
+        else:
+            row, query = F.linear(row, self.fuse.weight[:, : row.shape[-1]]), self._queries()
+        if self.prefix_broadcast:
+            return add_norm(row[:, None], query[None], norm)
+        first, rest = row[:, None] + query[:1], query[1:].expand(len(row), -1, -1)
+        hidden = torch.cat([first, rest], dim=1)
+        return hidden, norm(hidden)
+
+    def _queries(self) -> Tensor:
+        """[K, H], what the K position queries add."""
+        query = self.query_norm(self.position_queries.weight)
+        return F.linear(query, self.fuse.weight[:, 2 * query.shape[-1] :])
+
+
+class DecoderLayer(nn.Module):
+    """A pre-norm Llama layer; with `qk_norm` a Qwen3 layer."""
+
+    def __init__(self, config: Sizes) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config, config.hidden_size)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(
+        self,
+        index: int,
+        hidden: Tensor,
+        rope: Rope,
+        attend: Attend,
+        keep: Tensor | None,
+        normed: Tensor | None = None,
+    ) -> Tensor:
+        """hidden [T, K, H], keep [Q] -> [T or Q, K, H].
+
+        normed: [T, K, H], the input norm of `hidden`, from whoever has it already.
+        """
+        if normed is None:
+            normed = self.input_layernorm(hidden)
+        mixed = self.self_attn(normed, rope, partial(attend, index), keep)
+        hidden, normed = add_norm(hidden, mixed, self.post_attention_layernorm, keep)
+        return self.mlp(normed, hidden)

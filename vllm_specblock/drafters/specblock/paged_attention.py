@@ -1,0 +1,306 @@
+"""Attention metadata of SpecBlock's blocks over a paged cache of K entries per token.
+
+Flattened, entry i·K + k is position k of row i. A row of block 1 sees all entries of earlier
+rows and its own up to k, which in this order is plain causal attention. A row of a later block
+sees the entries before its start, the positions on its path and its own up to k: a prefix
+length and a few bits (paper, §3.1 and §3.2).
+
+Later blocks put their keys and values where the next tokens of the request will go. Those
+slots are reserved for the step, are read by nobody else, and are overwritten when the tokens
+come.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from vllm_specblock.commit.store import store_kv
+from vllm_specblock.drafters.common.chunked_advance import MAX_ROWS
+from vllm_specblock.drafters.interface import CommittedTokens
+from vllm_specblock.drafters.specblock.growth import Starts
+from vllm_specblock.triton_kernels.attention.tree_attention_batch import (
+    TreeAttentionBatch,
+    packing_on_cpu,
+)
+from vllm_specblock.triton_kernels.drafting.first_block_metadata import (
+    FirstBlockMetadata,
+    first_block_metadata_triton,
+)
+from vllm_specblock.triton_kernels.drafting.first_block_metadata_numba import (
+    first_block_metadata_numba,
+)
+from vllm_specblock.triton_kernels.drafting.later_block_metadata import (
+    LaterBlockMetadata,
+    later_block_metadata_triton,
+)
+from vllm_specblock.triton_kernels.optional_numba import takes
+from vllm_specblock.triton_kernels.warm_up import compile_attention
+
+if TYPE_CHECKING:  # it needs Numba
+    from vllm_specblock.triton_kernels.attention.cpu_packing import Packing
+
+
+class PagedAttention:
+    """The `attend` callable of one drafter forward: stores every row, then attends.
+
+    Args:
+        caches: one [blocks, kv heads, block size · K, 2D] per drafter layer.
+        kv_index: [T, K] int64, where each row's positions are stored; negative for padding.
+        queries: what the rows see; with `kept`, what the rows that the last layer keeps see.
+    """
+
+    def __init__(
+        self,
+        caches: list[torch.Tensor],
+        kv_index: torch.Tensor,
+        queries: TreeAttentionBatch,
+        kept: TreeAttentionBatch | None = None,
+    ) -> None:
+        self.caches, self.kv_index = caches, kv_index.flatten()
+        self.queries = [queries] * len(caches)
+        if kept is not None:
+            self.queries[-1] = kept
+
+    @cached_property
+    def packing(self) -> Packing | None:
+        """How the caches are packed, on a CPU."""
+        return packing_on_cpu(self.caches[0])
+
+    def __call__(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        """query [Q, K, heads, D], key and value [T, K, kv heads, D] → [Q, K, heads, D]."""
+        cache = self.caches[layer]
+        key, value = key.flatten(0, 1), value.flatten(0, 1)
+        store_kv(cache, self.kv_index, key, value, packing=self.packing)
+        out = self.queries[layer].attend(
+            query.flatten(0, 1), cache, query.shape[-1] ** -0.5, packing=self.packing
+        )
+        return out.view_as(query)
+
+
+class LaterBlock(NamedTuple):
+    """What a later block's S rows per request are to the drafter.
+
+    Attributes:
+        attend: what they attend with.
+        valid: [R, S] bool, starts that count, and whose row has a slot at all.
+        source: [R·S] int64, what each start goes on from, in the rows drafted so far, [R, rows, K]
+            flattened.
+        base: [R·S] int64, RoPE's position of each row's first; the others follow.
+    """
+
+    attend: PagedAttention
+    valid: torch.Tensor
+    source: torch.Tensor
+    base: torch.Tensor
+
+
+class DraftAttentionBuilder:
+    """Builds the PagedAttention of each block of a step.
+
+    Args:
+        caches: as PagedAttention.
+        block_size: K.
+        num_starts: S, rows of every block after the first.
+        num_blocks: M.
+        max_position: positions at or beyond it have no slot (the model's length limit).
+        path_rope: RoPE counts the tokens on the path to a later block's row. Otherwise all of
+            them stand where block 1's drafting row does.
+    """
+
+    def __init__(
+        self,
+        caches: list[torch.Tensor],
+        block_size: int,
+        num_starts: int,
+        num_blocks: int,
+        max_position: int,
+        device: torch.device,
+        path_rope: bool = False,
+    ) -> None:
+        self.caches, self.K, self.S = caches, block_size, num_starts
+        self.max_position, self.path_rope = max_position, path_rope
+        self.k = torch.arange(block_size, device=device)
+        self.rows = torch.arange(num_starts, device=device)
+        # Row 0 is the drafting row of block 1 and owns no bits: what later blocks see of it is
+        # part of their prefix. Row 1 + i owns bits i·K … i·K + K − 1 of the window.
+        num_rows = 1 + (num_blocks - 1) * num_starts
+        self.own = torch.zeros(
+            num_rows,
+            block_size,
+            num_mask_words(num_blocks, num_starts, block_size),
+            dtype=torch.int64,
+        )
+        for row in range(1, num_rows):
+            for k in range(block_size):
+                for bit in range((row - 1) * block_size, (row - 1) * block_size + k + 1):
+                    word = int(self.own[row, k, bit // 64]) | 1 << bit % 64
+                    self.own[row, k, bit // 64] = word - (1 << 64 if word >> 63 else 0)
+        self.own = self.own.to(device)
+        self.fused = self.own.is_cuda  # one launch for each block, in place of torch
+
+    def step(self, rows: CommittedTokens) -> None:
+        """Begin a step; later blocks stand behind the last of `rows`."""
+        # Not the rows themselves: a prompt's states may be hundreds of megabytes, and the next
+        # step may be a graph's.
+        self.position, self.row, self.table = rows.position, rows.last, rows.block_table
+        self.token_block, self.newest_bound = rows.block_size, rows.max_position
+
+    @property
+    def newest(self) -> torch.Tensor:
+        """[R] int64, the position of the row that drafts."""
+        return self.position[self.row]
+
+    def first(self, rows: CommittedTokens) -> tuple[PagedAttention, torch.Tensor]:
+        """Block 1: committed rows, of which the last of each request drafts.
+
+        Args:
+            rows: of the step, all or some; those before them are in the cache already.
+
+        Returns:
+            the attention, and [T] int64: RoPE's position of each row's first.
+        """
+        K, table, size = self.K, rows.block_table, rows.block_size * self.K
+        where = rows.position, rows.kv_slot, rows.row_start, rows.last
+        if self.fused:
+            metadata = first_block_metadata_triton(*where, K, self.own.shape[-1])
+        elif takes(rows.position):
+            metadata = first_block_metadata_numba(*where, K, self.own.shape[-1])
+        else:
+            metadata = self._first(rows)
+        num_requests = len(rows.row_start_host) - 1
+        start = [row * K for row in rows.row_start_host]
+        each = [K * r for r in range(num_requests + 1)]
+        limit = [(rows.max_position + 1) * K] * num_requests
+        queries = TreeAttentionBatch(
+            table, size, metadata.query_start, start, metadata.ends, limit, metadata.prefix_len,
+            metadata.mask_words, metadata.ends,
+        )  # fmt: skip
+        kept = TreeAttentionBatch(
+            table, size, metadata.kept_start, each, metadata.ends, limit, metadata.kept_prefix,
+            metadata.mask_words, metadata.ends,
+        )  # fmt: skip
+        return PagedAttention(self.caches, metadata.kv_index, queries, kept), metadata.base
+
+    def _first(self, rows: CommittedTokens) -> FirstBlockMetadata:
+        """What `first_block_metadata_triton` works out."""
+        K, requests = self.K, len(rows.last)
+        see = (rows.position[:, None] * K + self.k + 1).int()  # [T, K]
+        return FirstBlockMetadata(
+            kv_index=torch.where(rows.kv_slot >= 0, rows.kv_slot * K, -K)[:, None] + self.k,
+            query_start=rows.row_start * K,
+            prefix_len=see.flatten(),
+            mask_words=self.own.new_zeros(see.numel(), self.own.shape[-1]),
+            ends=((rows.position[rows.last] + 1) * K).int(),
+            kept_start=torch.arange(0, requests * K + 1, K, dtype=torch.int32, device=see.device),
+            kept_prefix=see[rows.last].flatten(),
+            base=rows.position + 1,
+        )
+
+    def warm_up(self, block_table: torch.Tensor, most_rows: int, num_heads: int) -> None:
+        """Compile the attention of every block; arguments as `Drafter.warm_up` has them."""
+        cache = self.caches[0]
+        query = cache.new_empty(1, num_heads, cache.shape[-1] // 2)
+        compile_attention(
+            query, cache, block_table, self.own.shape[-1], min(most_rows, MAX_ROWS) * self.K,
+            self.max_position * self.K, packing=packing_on_cpu(cache),
+        )  # fmt: skip
+
+    def begin(self, requests: torch.Tensor | None) -> None:
+        """Say for which requests ([n] int64; None: all of the step) later blocks are drafted."""
+        # Of the row that drafts: its number in the step where a launch looks its position up.
+        last, table = self.row if self.fused else self.newest, self.table
+        if requests is not None:
+            last, table = last[requests], table[requests]
+        self.last, self.block_table, self.requests = last, table, len(last)
+        # Per row that has been drafted: entries it sees as prefix, its window bits, and tokens
+        # drafted before it.
+        if self.fused:  # as many as there will be; every launch fills in its own
+            rows, _, width = self.own.shape
+            self.prefix = last.new_empty(len(last), rows)
+            self.mask_words = last.new_empty(len(last), rows, width)
+            self.reach: torch.Tensor | None
+            self.reach = torch.empty_like(self.prefix) if self.path_rope else None
+        else:
+            self.prefix = last[:, None] * self.K  # [R, 1]
+            self.mask_words = self.own.new_zeros(len(last), 1, self.own.shape[-1])  # [R, 1, W]
+            self.reach = torch.zeros_like(self.prefix)
+
+    def next(self, block: int, starts: Starts) -> LaterBlock:
+        """Block `block` ≥ 2 from S starts per request."""
+        K, S, table = self.K, self.S, self.block_table
+        if self.fused:
+            metadata = later_block_metadata_triton(
+                starts.row, starts.position, starts.valid, self.position, self.last,
+                self.own, table, self.prefix, self.mask_words, self.reach, block, self.token_block,
+                self.max_position,
+            )  # fmt: skip
+        else:
+            metadata = self._later(block, starts)
+        each = [S * K * r for r in range(self.requests + 1)]
+        limit = min(self.newest_bound + 1 + (block - 1) * S, self.max_position) * K
+        queries = TreeAttentionBatch(
+            table,
+            self.token_block * K,
+            metadata.query_start,
+            each,
+            metadata.seq_len,
+            [limit] * self.requests,
+            metadata.prefix_len,
+            metadata.mask_words,
+            metadata.tree_start,
+        )
+        attend = PagedAttention(self.caches, metadata.kv_index, queries)
+        return LaterBlock(attend, metadata.valid, metadata.source, metadata.base)
+
+    def _later(self, block: int, starts: Starts) -> LaterBlockMetadata:
+        """What `later_block_metadata_triton` works out."""
+        K, S, size = self.K, self.S, self.token_block
+        first_row = 1 + (block - 2) * S
+        row, position = starts.row, starts.position  # [R, S]
+        of_drafting_row = row == 0
+        prefix = torch.where(
+            of_drafting_row, self.last[:, None] * K + position + 1, self.prefix.gather(1, row)
+        )
+        width = self.own.shape[-1]
+        path = self.mask_words.gather(1, row[..., None].expand(-1, -1, width))
+        path = path | self.own[row, position]  # [R, S, W]; row 0 owns no bits
+        assert self.reach is not None  # a kernel alone does without
+        reach = self.reach.gather(1, row) + position + 1
+        self.prefix = torch.cat([self.prefix, prefix], 1)
+        self.reach = torch.cat([self.reach, reach], 1)
+        self.mask_words = torch.cat([self.mask_words, path], 1)
+
+        at = self.last[:, None] + first_row + self.rows  # [R, S] token positions to borrow
+        there = at < self.max_position
+        block_index = (at // size).clamp(max=self.block_table.shape[1] - 1)
+        kv_slot = self.block_table.gather(1, block_index).long() * size
+        kv_slot = torch.where(there, kv_slot + at % size, -1)
+        kv_index = torch.where(kv_slot >= 0, kv_slot * K, -K)[..., None] + self.k  # [R, S, K]
+
+        own = self.own[first_row : first_row + S]  # [S, K, W]
+        window = ((self.last + 1) * K).int()
+        ahead = (block - 1) * S * K
+        last = self.requests * S * K
+        request = torch.arange(self.requests, device=at.device)[:, None]
+        base = self.last[:, None] + 1 + (reach if self.path_rope else torch.zeros_like(reach))
+        return LaterBlockMetadata(
+            kv_index=kv_index.flatten(0, 1),
+            query_start=torch.arange(0, last + 1, S * K, dtype=torch.int32, device=at.device),
+            prefix_len=prefix[..., None].expand(-1, -1, K).flatten().int(),
+            mask_words=(path[:, :, None] | own).flatten(0, 2),
+            seq_len=(window + ahead).clamp(max=self.max_position * K),
+            tree_start=window,
+            valid=starts.valid & there,
+            source=((request * first_row + row) * K + position).flatten(),
+            base=base.flatten(),
+        )
+
+
+def num_mask_words(num_blocks: int, num_starts: int, block_size: int) -> int:
+    """int64 words that hold one bit for every position of the blocks after the first."""
+    return max(1, -(-(num_blocks - 1) * num_starts * block_size // 64))

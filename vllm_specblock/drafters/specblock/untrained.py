@@ -1,0 +1,141 @@
+"""Initialisation of a SpecBlock drafter for a target (paper, section 3.1)."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vllm_specblock.drafters.common.target_info import describe_target, read_target
+from vllm_specblock.drafters.specblock.config import CheckpointError, DrafterConfig
+from vllm_specblock.drafters.specblock.config_json import checked, rope_of
+from vllm_specblock.drafters.specblock.model import SpecBlockModel
+
+_QK_NORM = {"llama": False, "qwen3": True}
+"""Target `model_type` → whether its attention norms queries and keys."""
+
+_DRAFT_VOCAB_SIZE = 32000
+
+
+def init(
+    target_dir: str | os.PathLike[str],
+    *,
+    block_size: int = 4,
+    num_layers: int = 2,
+    draft_vocab_size: int | None = None,
+    layer_ids: tuple[int, int, int] | None = None,
+    token_counts: Tensor | None = None,
+    target_name: str | None = None,
+    qk_norm: bool | None = None,
+    intermediate_size: int | None = None,
+    seed: int = 0,
+    **choices: Any,
+) -> SpecBlockModel:
+    """An untrained float32 drafter on the CPU whose decoder layers are built like the target's.
+
+    Its width is the target's, because it reads the target's own embedding.
+
+    Args:
+        target_dir: Hugging Face directory of a Llama- or Qwen3-like target; only its
+            config.json is read.
+        block_size: K, draft positions per forward.
+        num_layers: L.
+        draft_vocab_size: Vd (default: 32000, or all of a smaller vocabulary).
+        layer_ids: target layers of the context feature (default: `default_layer_ids`).
+        token_counts: [V], how often the training text has each token. The draft vocabulary is
+            then the Vd most frequent ones, else the first Vd ids.
+        target_name: what vLLM loads as the target (default: `target_dir` as given).
+        qk_norm: as in DrafterConfig (default: as the target). The published layout has none.
+        intermediate_size: width of the MLPs (default: the target's).
+        seed: of the weights; the global generator is left alone.
+        choices: further keys of DrafterConfig, such as `block_rope`.
+
+    Raises:
+        CheckpointError: no target there, or one of another architecture; sizes or layers that
+            do not fit it.
+    """
+    raw = read_target(target_dir)
+    where = f"The target in {target_dir}"
+    family = raw.get("model_type")
+    if family not in _QK_NORM or raw.get("hidden_act", "silu") != "silu":
+        raise CheckpointError(
+            f"{where} is of model_type {family!r} with activation {raw.get('hidden_act')!r}, but "
+            f"a drafter's layers can be built like those of {' and '.join(_QK_NORM)} with 'silu'."
+        )
+    target = describe_target(target_dir, target_name, layer_ids)
+    theta, scaling = rope_of(raw)
+    heads, size = raw["num_attention_heads"], raw["hidden_size"]
+    if draft_vocab_size is None:
+        draft_vocab_size = min(_DRAFT_VOCAB_SIZE, target.vocab_size)
+    config = checked(
+        f"A drafter for the target in {target_dir}",
+        {
+            "hidden_size": size,
+            "target_hidden_size": size,
+            "num_attention_heads": heads,
+            "num_key_value_heads": raw.get("num_key_value_heads") or heads,
+            "head_dim": raw.get("head_dim") or size // heads,
+            "intermediate_size": intermediate_size or raw.get("intermediate_size"),
+            "num_hidden_layers": num_layers,
+            "block_size": block_size,
+            "vocab_size": target.vocab_size,
+            "draft_vocab_size": draft_vocab_size,
+            "rms_norm_eps": raw.get("rms_norm_eps", 1e-6),
+            "rope_theta": theta,
+            "rope_scaling": scaling,
+            "qk_norm": _QK_NORM[family] if qk_norm is None else qk_norm,
+            "target": target,
+            **choices,
+        },
+    )
+    with torch.random.fork_rng(devices=[]):  # torch's own initial weights, overwritten below
+        drafter = SpecBlockModel(config)
+    _draw_weights(drafter, torch.Generator().manual_seed(seed))
+    if token_counts is not None:
+        _map_most_frequent(drafter, token_counts)
+    return drafter
+
+
+@torch.no_grad()
+def _draw_weights(drafter: SpecBlockModel, generator: torch.Generator) -> None:
+    for name, weight in drafter.named_parameters():
+        if weight.dim() == 1:
+            weight.fill_(1.0)  # a norm
+        elif name.startswith("shift_proj."):
+            # [I, 0]: the shift starts as no shift at all.
+            torch.nn.init.eye_(weight)
+        else:
+            # Inputs are normed; scaling by the fan-in keeps outputs at unit size at any width.
+            weight.normal_(std=weight.shape[1] ** -0.5, generator=generator)
+
+
+def _map_most_frequent(drafter: SpecBlockModel, token_counts: Tensor) -> None:
+    """Make the draft vocabulary the most frequent target ids."""
+    config: DrafterConfig = drafter.config
+    if tuple(token_counts.shape) != (config.vocab_size,):
+        raise CheckpointError(
+            f"token_counts has shape {list(token_counts.shape)}, but the target has "
+            f"{config.vocab_size} tokens to count."
+        )
+    d2t, t2d = most_frequent(token_counts, config.draft_vocab_size)
+    drafter.d2t.copy_(d2t)
+    drafter.t2d.copy_(t2d)
+
+
+def most_frequent(counts: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """The draft vocabulary of the `size` most frequent target ids; ties go to the lower id.
+
+    Args:
+        counts: [V] int64, how often each target id is to be predicted.
+
+    Returns:
+        d2t [size] int64, what a draft id lacks to its target id, and t2d [V] bool, whether a
+        target id has a draft id. Draft ids ascend with their target ids.
+    """
+    order = counts.cpu().sort(descending=True, stable=True).indices
+    named = order[:size].sort().values
+    t2d = torch.zeros(len(counts), dtype=torch.bool)
+    t2d[named] = True
+    return named - torch.arange(len(named)), t2d

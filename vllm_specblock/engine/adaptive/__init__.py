@@ -1,0 +1,1 @@
+"""Adaptive verification: how many nodes of a batch are verified."""

@@ -1,0 +1,119 @@
+"""Adaptive verification on the speculator's side: survival of nodes, paused requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.states import RequestState
+
+from vllm_specblock.combine.combined import Combined
+from vllm_specblock.drafters.common.backlog import Backlog
+from vllm_specblock.drafters.interface import CommittedTokens, Drafter
+from vllm_specblock.engine.adaptive import budget
+from vllm_specblock.engine.runner.tree_states import TreeStates
+from vllm_specblock.feedback.acceptance_estimator import AcceptanceEstimator
+from vllm_specblock.feedback.verified_trees import VerifiedTrees
+
+
+class AdaptiveTrees:
+    """Learns how likely nodes of a score are reached, and tells vLLM of every tree.
+
+    Attributes (S request slots):
+        drafting_state: shared with the manager, which decides; host only.
+        paused: [S] bool, `drafting_state.paused` on the device.
+        follow: some drafter has a cache, which has to follow the target.
+        backlog: what such drafters missed while they rested; only on a CPU.
+
+    Args:
+        drafters: of the engine.
+        confidence: [requests, N] fp32, where the runner looks for them after a proposal, by
+            place in the batch.
+    """
+
+    def __init__(
+        self,
+        drafters: Sequence[Drafter],
+        states: RequestState,
+        tree_states: TreeStates,
+        confidence: torch.Tensor,
+        device: torch.device,
+    ):
+        self.tree_states, self.confidence = tree_states, confidence
+        num_slots, on_host = len(tree_states.accepted), device.type == "cpu"
+        self.follow = any(drafter.cache_layers() for drafter in drafters)
+        self.backlog = Backlog() if self.follow and on_host else None
+        can_resume = on_host or not self.follow
+        self.drafting_state = budget.drafting_state_of(states, num_slots, can_resume)
+        self.acceptance = AcceptanceEstimator(device)
+        self.paused = torch.zeros(num_slots, dtype=torch.bool, device=device)
+        if on_host:
+            from vllm_specblock.engine.cpu import host_budget
+
+            host_budget.install()
+        else:
+            budget.install()
+
+    def add(self, req_idx: int, samples: bool) -> None:
+        """A request comes to `req_idx`; samples: at T > 0."""
+        self.drafting_state.paused[req_idx] = False
+        self.drafting_state.samples[req_idx] = samples
+        self.paused[req_idx].fill_(False)
+        if self.backlog is not None:
+            self.backlog.forget(req_idx)
+
+    def is_paused(self, batch: InputBatch) -> bool:
+        """Whether nothing is to be drafted at the end of this step.
+
+        The manager decides in decode steps. Where nobody decodes, what it said last was about
+        requests that are gone.
+        """
+        if batch.is_prefilling_np[: batch.num_reqs].all():  # a host array
+            self.drafting_state.all_paused = False
+        return self.drafting_state.all_paused
+
+    def learn(self, verified: VerifiedTrees) -> None:
+        """Take note of the verdicts."""
+        self.acceptance.learn_from(verified)
+        if self.paused.device.type == "cpu":
+            self.drafting_state.accepted = int(verified.accepted.sum())  # a host tensor
+
+    def write_survival(
+        self, req_idx: torch.Tensor, temperature: torch.Tensor, combined: Combined
+    ) -> Combined:
+        """Say what the new trees' nodes are worth.
+
+        Args:
+            req_idx: [R] integers.
+            temperature: [R] fp32.
+            combined: the new trees.
+
+        Returns:
+            These trees, but none for requests whose drafters were paused.
+        """
+        return self.acceptance.write_survival(
+            combined, temperature, req_idx, self.paused, self.confidence
+        )
+
+    def catch_up(self, rows: CommittedTokens) -> CommittedTokens:
+        """A step's rows, with those before them that drafting was paused for."""
+        return rows if self.backlog is None else self.backlog.catch_up(rows)
+
+    def pause(self, batch: InputBatch, rows: Callable[[], CommittedTokens]) -> None:
+        """Nothing is drafted at the end of this step.
+
+        Args:
+            rows: gives what it has committed.
+        """
+        paused, req_idx = self.drafting_state.paused, batch.idx_mapping_np
+        if self.follow and not paused[req_idx].all():  # a host array
+            if self.backlog is None:
+                paused[req_idx] = True
+                self.paused.index_fill_(0, batch.idx_mapping, True)
+            else:
+                paused[req_idx] = ~self.backlog.keep(rows(), ~paused[req_idx])
+                self.paused.copy_(torch.from_numpy(paused))  # a host tensor
+        self.confidence[: batch.num_reqs] = 0
+        # Whatever is scheduled next has no verdict.
+        self.tree_states.accepted.index_fill_(0, batch.idx_mapping, 0)

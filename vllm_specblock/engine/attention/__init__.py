@@ -1,0 +1,1 @@
+"""vLLM attention backend for draft trees."""

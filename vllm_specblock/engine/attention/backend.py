@@ -1,0 +1,235 @@
+"""vLLM attention backend for draft trees."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+)
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+from vllm_specblock.commit.store import store_kv
+from vllm_specblock.engine.attention import flash_causal, flash_prefix
+from vllm_specblock.engine.attention.flash_causal import CausalRequests, attend_causal
+from vllm_specblock.engine.cpu.attention import CpuStep, PackedCache, packed_cache
+from vllm_specblock.triton_kernels.attention.tree_attention_batch import TreeAttentionBatch
+from vllm_specblock.verify.tree_mask import TreeMask
+
+if TYPE_CHECKING:
+    from vllm_specblock.triton_kernels.attention.cpu_packing import Packing
+
+CACHE_DTYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3")
+
+
+@dataclass
+class TreeAttentionMetadata:
+    """One batch as every layer of the target attends it."""
+
+    num_rows: int
+    slot_mapping: torch.Tensor  # [T] int64
+    queries: TreeAttentionBatch | None  # None: every request is of `causal`
+    all_trees: bool = False
+    causal: CausalRequests | None = None  # behind those of `queries`
+    cpu: CpuStep | None = None  # made by the first layer whose cache is packed
+
+
+class TreeAttentionMetadataBuilder(AttentionMetadataBuilder[TreeAttentionMetadata]):
+    """Hands on what TreeModelState filled in; `tree_mask` is set by it before every build."""
+
+    # Every tensor of the metadata is persistent and the grid depends on host numbers only.
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+
+    def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.tree_mask: TreeMask | None = None
+        self.most_nodes = vllm_config.num_speculative_tokens
+        self.by_flash = flash_causal.takes(kv_cache_spec, device)
+
+    @classmethod
+    def get_varlen_cudagraph_max_query_len(cls, vllm_config, kv_cache_spec) -> int:
+        # The kernel takes any mixture of lengths.
+        return vllm_config.num_speculative_tokens + 1
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> TreeAttentionMetadata:
+        batch, tree_mask = common_attn_metadata, self.tree_mask
+        causal = None
+        if self.by_flash and tree_mask.num_trees is not None:
+            causal = flash_causal.after_trees(batch, tree_mask.num_trees)
+        count = batch.num_reqs if causal is None else tree_mask.num_trees
+        return TreeAttentionMetadata(
+            batch.num_actual_tokens,
+            batch.slot_mapping[: batch.num_actual_tokens],
+            self._queries(batch, count) if count else None,
+            tree_mask.all_trees,
+            causal,
+        )
+
+    def _queries(self, batch: CommonAttentionMetadata, count: int) -> TreeAttentionBatch:
+        """The first `count` requests."""
+        tree_mask = self.tree_mask
+        starts = batch.query_start_loc_cpu
+        if tree_mask.adaptive and batch.query_start_loc.device.type == "cpu":
+            starts = batch.query_start_loc
+        max_seq_len, max_query_len = batch.max_seq_len, batch.max_query_len
+        if count < batch.num_reqs:
+            # Of trees alone; with `adaptive` the host does not know how long each of them is.
+            max_seq_len, max_query_len = None, self.most_nodes + 1
+        return TreeAttentionBatch(
+            batch.block_table_tensor[:count],
+            self.kv_cache_spec.block_size,
+            batch.query_start_loc[: count + 1],
+            starts[: count + 1].tolist(),  # a host tensor
+            batch.seq_lens[:count],
+            batch.seq_lens_cpu_upper_bound[:count].tolist(),  # a host tensor
+            tree_mask.prefix_len,
+            tree_mask.mask_words,
+            tree_mask.tree_start,
+            max_seq_len,
+            max_query_len,
+            unknown_up_to=self.most_nodes + 1 if tree_mask.adaptive else 0,
+        )
+
+
+class TreeAttentionBackend(AttentionBackend):
+    """Registered as vLLM's CUSTOM backend and chosen only by a SpecBlock request."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.bfloat16, torch.float16]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = list(CACHE_DTYPES)
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[TreeAttentionImpl]:
+        return TreeAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[TreeAttentionMetadataBuilder]:
+        return TreeAttentionMetadataBuilder
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        # Slots of a layer lie one after the other, so that a slot is one row to copy.
+        return (KVCacheLayout.LBNHC,)
+
+
+class TreeAttentionImpl(AttentionImpl):
+    """Attention by visibility; refuses what the kernel does not do."""
+
+    def __init__(
+        self,
+        num_heads,
+        head_size,
+        scale,
+        num_kv_heads,
+        alibi_slopes=None,
+        sliding_window=None,
+        kv_cache_dtype="auto",
+        logits_soft_cap=None,
+        attn_type=AttentionType.DECODER,
+        kv_sharing_target_layer_name=None,
+        sinks=None,
+    ):
+        for refused, what in (
+            (alibi_slopes is not None, "ALiBi"),
+            (sinks is not None, "attention sinks"),
+            (attn_type != AttentionType.DECODER, f"attention of type {attn_type}"),
+            (kv_sharing_target_layer_name is not None, "layers that share their KV cache"),
+            # A checkpoint may ask for one by itself.
+            (kv_cache_dtype not in CACHE_DTYPES, f"a KV cache of type {kv_cache_dtype}"),
+        ):
+            if refused:
+                raise NotImplementedError(f"SpecBlock cannot verify trees with {what} yet.")
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, scale
+        self.num_kv_heads = num_kv_heads
+        self.window, self.soft_cap = sliding_window, logits_soft_cap or 0.0
+        self.cache_dtype, self.fp8 = kv_cache_dtype, kv_cache_dtype.startswith("fp8")
+        self.packed: PackedCache | None = None
+        self.packed_at = 0  # the address of the cache that `packed` is about
+
+    def packed_cache(self, kv_cache: torch.Tensor) -> PackedCache | None:
+        """The cache as it is packed on a CPU; None: it is not."""
+        if kv_cache.is_cuda:
+            return None
+        # vLLM may measure with a small cache before it makes the real one.
+        if self.packed_at != kv_cache.data_ptr():
+            self.packed = packed_cache(kv_cache, self.cache_dtype)
+            self.packed_at = kv_cache.data_ptr()
+        return self.packed
+
+    def packing(self, kv_cache: torch.Tensor) -> Packing | None:
+        """How the cache is packed on a CPU; None: it is not."""
+        packed = self.packed_cache(kv_cache)
+        return None if packed is None else packed.packing
+
+    def forward(
+        self,
+        layer,
+        query,  # [T, heads, head size]
+        key,  # [T, kv heads, head size]
+        value,
+        kv_cache,  # [blocks, kv heads, block size, 2 × head size]; uint8 for fp8
+        attn_metadata: TreeAttentionMetadata | None,
+        output,  # [T, heads, head size]
+        output_scale=None,
+        output_block_scale=None,
+    ):
+        if attn_metadata is None:  # profiling
+            return output.fill_(0)
+        num_rows, slots, whole = attn_metadata.num_rows, attn_metadata.slot_mapping, output
+        if query.shape[0] > num_rows:  # padding; a slice takes as long as a small kernel
+            query, key, value = query[:num_rows], key[:num_rows], value[:num_rows]
+            output = output[:num_rows]
+        packed = self.packed_cache(kv_cache)
+        if packed is not None:
+            if attn_metadata.cpu is None:
+                attn_metadata.cpu = CpuStep(attn_metadata.queries)
+            attn_metadata.cpu.attend(
+                packed, query, key, value, slots, output, self.scale, self.window, self.soft_cap
+            )
+            return whole
+        scales = {}
+        if self.fp8:  # vLLM keeps it as bytes
+            kv_cache = kv_cache.view(torch.float8_e4m3fn)
+            scales = {"key_scale": layer._k_scale, "value_scale": layer._v_scale}
+        store_kv(kv_cache, slots, key, value, **scales)
+        queries, all_trees = attn_metadata.queries, attn_metadata.all_trees
+        out, causal = output, attn_metadata.causal
+        if causal is not None:
+            flash = flash_prefix.flash_attention(self.head_size)
+            attend_causal(
+                flash, causal, query, kv_cache, self.scale, out, self.window, self.soft_cap
+            )
+            if queries is None:
+                return whole
+            query, out = query[: causal.first_row], out[: causal.first_row]
+        by_flash = flash_prefix.choose(queries, self.head_size, all_trees, self.window)
+        if by_flash and not self.fp8:
+            flash = flash_prefix.flash_attention(self.head_size)
+            flash_prefix.attend_prefix_and_tree(
+                flash, queries, query, kv_cache, self.scale, out, self.soft_cap
+            )
+        else:
+            queries.attend(
+                query, kv_cache, self.scale, out,
+                window=self.window, soft_cap=self.soft_cap, **scales,
+            )  # fmt: skip
+        return whole

@@ -1,0 +1,108 @@
+"""Causal requests by vLLM's own FlashAttention: prompts, and plain decoding beside trees.
+
+Each of their rows sees all up to its own, which is what FlashAttention's causal mask says. So they
+cost what they cost in vLLM, and get the bits that vLLM's own backend gives them. On a CPU
+`cpu/attention.py` does the same with vLLM's kernel for CPUs.
+
+Only where a batch runs eagerly: a captured graph holds decode steps, every row of which may be one
+of a tree.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.kv_cache_interface import AttentionSpec
+
+from vllm_specblock.engine.attention.flash_prefix import flash_attention, keys_and_values
+
+
+@dataclass(frozen=True)
+class CausalRequests:
+    """The last C requests of a batch.
+
+    Attributes:
+        first_row: of the first of them; the rows before are of trees.
+        query_start: [C+1] int32, from 0 on.
+        seq_len: [C] int32, entries up to and with a request's last row.
+        block_table: [C, max blocks] int32.
+        max_query_len, max_seq_len: bounds of both, on the host.
+    """
+
+    first_row: int
+    query_start: torch.Tensor
+    seq_len: torch.Tensor
+    block_table: torch.Tensor
+    max_query_len: int
+    max_seq_len: int
+
+
+def takes(spec: AttentionSpec, device: torch.device) -> bool:
+    """Whether FlashAttention is there for layers of this kind."""
+    if device.type != "cuda" or spec.dtype not in (torch.float16, torch.bfloat16):
+        return False
+    try:
+        flash = flash_attention(spec.head_size)
+    except (ImportError, AssertionError):  # this build, or a head size that it does not know
+        return False
+    known = flash.keywords["fa_version"] is not None  # this GPU
+    return known and spec.head_size % 8 == 0
+
+
+def after_trees(batch: CommonAttentionMetadata, num_trees: int) -> CausalRequests | None:
+    """The requests behind the first `num_trees`; None: there are none."""
+    if num_trees >= batch.num_reqs:
+        return None
+    starts = batch.query_start_loc_cpu[num_trees : batch.num_reqs + 1].tolist()  # a host tensor
+    rest = slice(num_trees, batch.num_reqs)
+    return CausalRequests(
+        starts[0],
+        batch.query_start_loc[num_trees : batch.num_reqs + 1] - starts[0],
+        batch.seq_lens[rest],
+        batch.block_table_tensor[rest],
+        max(end - start for start, end in itertools.pairwise(starts)),
+        int(batch.seq_lens_cpu_upper_bound[rest].max()),  # a host tensor
+    )
+
+
+def attend_causal(
+    flash: Callable,
+    requests: CausalRequests,
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    scale: float,
+    out: torch.Tensor,
+    window: int | None = None,
+    soft_cap: float = 0.0,
+) -> None:
+    """Attention of one layer for these requests; the rows before theirs stay as they are.
+
+    Args:
+        flash: as `flash_attention` gives it.
+        query: [T, heads, D] bf16 or fp16, all rows of the batch.
+        kv_cache: [blocks, kv heads, block size, 2D] of the same dtype.
+        scale: factor on the scores.
+        out: [T, heads, D] to write into.
+        window: a row sees only the last so many entries, its own among them.
+        soft_cap: as in `tree_attention`.
+    """
+    key, value = keys_and_values(kv_cache, query.shape[-1])
+    flash(
+        query[requests.first_row :],
+        key,
+        value,
+        out=out[requests.first_row :],
+        max_seqlen_q=requests.max_query_len,
+        cu_seqlens_q=requests.query_start,
+        max_seqlen_k=requests.max_seq_len,
+        seqused_k=requests.seq_len,
+        softmax_scale=scale,
+        causal=True,
+        window_size=[-1, -1] if window is None else [window - 1, 0],
+        softcap=soft_cap,
+        block_table=requests.block_table,
+    )

@@ -1,0 +1,1 @@
+"""Engine arguments: parse, validate, resolve."""

@@ -1,0 +1,51 @@
+"""Default batch sizes for trees: tokens of a step, sizes of CUDA graphs.
+
+vLLM's defaults count on a token or a short chain per request. A tree of N nodes takes N + 1 tokens
+of the scheduler's, however many of them are verified in the end.
+"""
+
+from __future__ import annotations
+
+from vllm.config import ParallelConfig
+from vllm.engine.arg_utils import EngineArgs
+
+_REQUESTS = 256
+"""Requests that are to run side by side where vLLM's own default allows as many or more. Beyond
+them a step is bound by arithmetic, and verifies few nodes each."""
+
+_GRAPH_REQUESTS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32)
+"""Requests of the decode steps that are captured beside vLLM's own sizes, which end at 512 tokens:
+eight trees of 60."""
+
+
+def make_room(args: EngineArgs, nodes: int, parallel: ParallelConfig) -> None:
+    """Raise an unset `max_num_batched_tokens` to what trees of so many requests take.
+
+    Where prompts may not be cut it has to hold the longest as well, which vLLM knows and sees to.
+    """
+    if args.max_num_batched_tokens is not None or args.enable_chunked_prefill is False:
+        return
+    tokens, requests = args.get_batch_defaults(parallel.world_size)
+    wanted = min(args.max_num_seqs or max(requests.values()), _REQUESTS) * (nodes + 1)
+    # Which of the defaults would be taken, a server's or a script's, is not known here.
+    if wanted > min(tokens.values()):
+        args.max_num_batched_tokens = max(wanted, *tokens.values())
+
+
+def capture_trees(args: EngineArgs, nodes: int) -> None:
+    """Add decode steps of whole trees to the sizes that vLLM captures, unless any are set."""
+    compilation = args.compilation_config
+    given = (
+        args.cudagraph_capture_sizes,
+        args.max_cudagraph_capture_size,
+        compilation.cudagraph_capture_sizes,
+        compilation.max_cudagraph_capture_size,
+    )
+    scheduled = args.speculative_config.get("num_speculative_tokens_per_batch_size")
+    if any(size is not None for size in given) or scheduled or args.enforce_eager:
+        return
+    grid = {1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)}
+    trees = {count * (nodes + 1) for count in _GRAPH_REQUESTS}
+    most = args.max_num_seqs or _GRAPH_REQUESTS[-1]
+    longest = max(512, min(most, _GRAPH_REQUESTS[-1]) * (nodes + 1))
+    args.cudagraph_capture_sizes = sorted(size for size in grid | trees if size <= longest)

@@ -1,0 +1,24 @@
+"""Detection of engines that ask for this plugin.
+
+Apart from what answers it: every vLLM process asks, also those that never run a drafter, and they
+should not load one's code. On a CPU that is more than a matter of time: vLLM's own replacement of
+kernels, which plain engines without Triton go through, fails where Numba was imported before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllm_specblock.config import METHOD
+
+
+def asks_for_us(speculative_config: Mapping[str, Any] | None) -> bool:
+    """Whether a user's `speculative_config` names our method."""
+    return bool(speculative_config) and speculative_config.get("method") == METHOD
+
+
+def is_ours(config: Any) -> bool:
+    """Whether a vLLM SpeculativeConfig, or None, asks for this plugin."""
+    draft = getattr(config, "draft_model_config", None)
+    return draft is not None and getattr(draft.hf_config, "specblock", False) is True

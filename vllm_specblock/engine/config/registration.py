@@ -1,0 +1,95 @@
+"""Registration with vLLM at start-up: names, and three small patches.
+
+`patches.py` lists these and all that come later.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from vllm_specblock.engine.config.architecture import DRAFT_ARCHITECTURES, SpecBlockForDrafting
+from vllm_specblock.engine.config.hf_config import SpecBlockHFConfig
+from vllm_specblock.engine.config.ours import asks_for_us, is_ours
+from vllm_specblock.engine.patches import patch
+
+
+def register() -> None:
+    from transformers import AutoConfig
+    from vllm import ModelRegistry
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    AutoConfig.register(SpecBlockHFConfig.model_type, SpecBlockHFConfig, exist_ok=True)
+    for name in sorted(DRAFT_ARCHITECTURES):
+        ModelRegistry.register_model(name, SpecBlockForDrafting)
+    register_backend(
+        AttentionBackendEnum.CUSTOM, "vllm_specblock.engine.attention.backend.TreeAttentionBackend"
+    )
+    _accept_method()
+    _build_speculator()
+    _accept_sampling_params()
+
+
+def _accept_method() -> None:
+    """P1: `speculative_config["method"]` is a Literal; ours becomes "eagle3" plus our keys.
+
+    "eagle3" is what gives us the target's inner hidden states, slots for the draft nodes and
+    asynchronous scheduling without another line.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
+    def make(original):
+        def create_speculative_config(self, target_model_config, target_parallel_config):
+            given = self.speculative_config
+            if not asks_for_us(given):
+                return original(self, target_model_config, target_parallel_config)
+            from vllm_specblock.engine.config import vllm_args
+            from vllm_specblock.engine.metrics import exporter
+
+            resolved = vllm_args.translate(self, target_model_config, target_parallel_config)
+            config = original(self, target_model_config, target_parallel_config)
+            # Whoever makes a second config of the same arguments asks for us again.
+            self.speculative_config = given
+            vllm_args.finish(config, resolved, target_model_config)
+            if not self.disable_log_stats:
+                exporter.announce(config)
+            return config
+
+        return create_speculative_config
+
+    patch(EngineArgs, "create_speculative_config", make)
+
+
+def _build_speculator() -> None:
+    """P2: the choice of a speculator is an if-chain over vLLM's own."""
+    from vllm.v1.worker.gpu import spec_decode
+
+    def make(original):
+        def init_speculator(vllm_config, device, req_states):
+            if not is_ours(vllm_config.speculative_config):
+                return original(vllm_config, device, req_states)
+            from vllm_specblock.engine.runner.speculator import TreeSpeculator
+
+            return TreeSpeculator(vllm_config, device, req_states)
+
+        return init_speculator
+
+    patch(spec_decode, "init_speculator", make)
+    # The runner holds the function by name if it is loaded already. It is not imported here:
+    # that would pull the whole runner into processes that never run a model.
+    runner = sys.modules.get("vllm.v1.worker.gpu.model_runner")
+    if runner is not None:
+        runner.init_speculator = spec_decode.init_speculator
+
+
+def _accept_sampling_params() -> None:
+    """P3: min_p and logit_bias are refused with any speculation; with us they are exact."""
+    from vllm.sampling_params import SamplingParams
+
+    def make(original):
+        def _validate_spec_decode(self, speculative_config):
+            if not is_ours(speculative_config):
+                original(self, speculative_config)
+
+        return _validate_spec_decode
+
+    patch(SamplingParams, "_validate_spec_decode", make)

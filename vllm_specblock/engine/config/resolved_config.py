@@ -1,0 +1,283 @@
+"""Resolved configuration: drafters, checkpoints and options, checked and sent to the workers.
+
+Made in the process that reads the user's arguments, before any weight is loaded, and read back
+in the one that runs the model.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+from vllm.config import ModelConfig
+
+from vllm_specblock.adapt.options import KEY as ADAPT
+from vllm_specblock.adapt.options import AdaptConfig, parse_adapt
+from vllm_specblock.combine.budget import shares
+from vllm_specblock.config import (
+    HEADS,
+    SOURCE_KEYS,
+    CombineConfig,
+    Eagle3Config,
+    FalconConfig,
+    MedusaConfig,
+    NGramConfig,
+    OptionError,
+    ParallelSpecConfig,
+    SpecBlockConfig,
+    SpSConfig,
+    parse_combine,
+    parse_head,
+    split_keys,
+)
+from vllm_specblock.drafters.baselines import checkpoint as baseline_files
+from vllm_specblock.drafters.eagle3 import checkpoint as eagle3_files
+from vllm_specblock.drafters.specblock import checkpoint as specblock_files
+from vllm_specblock.tree import MAX_NODES
+
+DRAFTER_FILES = ["config.json", "*.safetensors", "vocab_mapping.pt", "pytorch_model*.bin*"]
+
+
+DrafterOptions = (
+    SpecBlockConfig
+    | Eagle3Config
+    | MedusaConfig
+    | ParallelSpecConfig
+    | FalconConfig
+    | SpSConfig
+    | NGramConfig
+)
+
+
+class ResolvedDrafter(BaseModel):
+    """One drafter.
+
+    Attributes:
+        kind: one of `config.HEADS`.
+        folder: of its checkpoint; None for a drafter without weights.
+        options: how it grows its tree.
+        layers: the target's layers that it reads; i is the state after i layers, and as many as
+            there are stands for what the LM head reads, after the final norm.
+        adapt: how it learns while it serves; None: not at all.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    kind: str
+    folder: str | None
+    options: DrafterOptions
+    layers: tuple[int, ...] = ()
+    adapt: AdaptConfig | None = None
+
+
+class ResolvedConfig(BaseModel):
+    """The drafters, one or two, and how two of them go together.
+
+    Attributes:
+        adaptive: verify as many nodes of the trees as pay, step by step, or always all.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    drafters: tuple[ResolvedDrafter, ...]
+    combine: CombineConfig | None = None
+    adaptive: bool = False
+
+    @property
+    def adapting(self) -> ResolvedDrafter | None:
+        """The drafter that learns while it serves."""
+        return next((drafter for drafter in self.drafters if drafter.adapt is not None), None)
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """All layers of the target that some drafter reads, low first."""
+        return tuple(sorted({layer for drafter in self.drafters for layer in drafter.layers}))
+
+    def dump(self) -> dict[str, Any]:
+        """As plain data; `ResolvedConfig.read` is the way back."""
+        return self.model_dump(mode="json")
+
+    @classmethod
+    def read(cls, dumped: dict[str, Any]) -> ResolvedConfig:
+        drafters = tuple(
+            ResolvedDrafter(**{**drafter, "options": HEADS[drafter["kind"]](**drafter["options"])})
+            for drafter in dumped["drafters"]
+        )
+        combine = dumped["combine"]
+        return cls(
+            drafters=drafters,
+            combine=CombineConfig(**combine) if combine else None,
+            adaptive=dumped["adaptive"],
+        )
+
+
+def resolve_config(
+    given: dict[str, Any], num_nodes: int, target: ModelConfig, hub: dict[str, Any]
+) -> ResolvedConfig:
+    """From a `speculative_config` (dashes in keys replaced already) to a plan.
+
+    Args:
+        num_nodes: N.
+        hub: how to download from the hub: keywords of `snapshot_download`.
+
+    Raises:
+        OptionError: a key, its type or its value; a drafter made for another target; two drafters
+            that do not go together.
+        CheckpointError: a drafter's files are not what their config says.
+    """
+    first, second, combining = split_keys(given)
+    combine = None if second is None else parse_combine(combining)
+    if combine is not None:
+        _check_policy(combine, num_nodes)
+    drafters = [_resolve_drafter(first, target, "", hub, num_nodes)]
+    if second is not None:
+        drafters.append(_resolve_drafter(second, target, "second_head.", hub, num_nodes))
+        if drafters[0].folder == drafters[1].folder:
+            what = drafters[0].folder or "the request's own text (n-gram)"
+            raise OptionError(
+                f"Both heads draft from {what}, and would say the same: name another drafter for "
+                "one of them, or drop second_head."
+            )
+    adaptive = given.get("enable_adaptive_verification", False)
+    if not isinstance(adaptive, bool):
+        raise OptionError(
+            f"speculative_config key 'enable_adaptive_verification' is {adaptive!r}, but must be "
+            "true or false."
+        )
+    return ResolvedConfig(drafters=tuple(drafters), combine=combine, adaptive=adaptive)
+
+
+def fetch_drafter(model: Any, where: str = "", **hub: Any) -> Path:
+    """The drafter's local folder; a hub id is downloaded (config and tensors only).
+
+    Args:
+        where: put before a key in messages.
+        hub: keywords of `snapshot_download`.
+
+    Raises:
+        OptionError: no `model`, or neither a folder nor a hub id that can be had.
+    """
+    if not isinstance(model, str) or not model:
+        raise OptionError(
+            f"speculative_config key '{where}model' is missing: name a SpecBlock or EAGLE-3 "
+            "drafter, as a folder or as a hub id, or give head 'ngram', which needs none."
+        )
+    if os.path.isdir(model):
+        return Path(model).resolve()
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=DRAFTER_FILES, **hub))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise OptionError(
+            f"speculative_config key '{where}model' is {model!r}, which is neither a folder here "
+            f"nor a hub id that could be downloaded ({type(error).__name__})."
+        ) from None
+
+
+def _resolve_drafter(
+    given: dict[str, Any], target: ModelConfig, where: str, hub: dict[str, Any], num_nodes: int
+) -> ResolvedDrafter:
+    model, kind = given.get("model"), given.get("head")
+    keys = {key: value for key, value in given.items() if key not in SOURCE_KEYS}
+    adapt = keys.pop(ADAPT, False)
+    if kind == "ngram":
+        parse_adapt(adapt, kind, where)
+        for key in ("model", "revision"):
+            if given.get(key) is not None:
+                raise OptionError(
+                    f"speculative_config key '{where}{key}' is {given[key]!r}, but a head of kind "
+                    "'ngram' looks up the request's own text and has no weights: drop the one or "
+                    "the other."
+                )
+        return ResolvedDrafter(kind=kind, folder=None, options=parse_head(keys, kind, where))
+    folder = fetch_drafter(model, where, revision=given.get("revision"), **hub)
+    found = kind_of(folder)
+    if kind not in (None, found):
+        raise OptionError(
+            f"speculative_config key '{where}head' is {kind!r}, but {model!r} holds a drafter of "
+            f"kind {found!r}: drop 'head', or name another drafter."
+        )
+    options = parse_head(keys, found, where, num_nodes)
+    adapt = parse_adapt(adapt, found, where)
+    files = files_of(found)
+    config = files.read_config(folder)
+    layers = _check_match(config, target, where)
+    files.check_tensors(folder, config)
+    if isinstance(options, SpecBlockConfig):
+        _check_window(options, config, where)
+    return ResolvedDrafter(
+        kind=found, folder=str(folder), options=options, layers=layers, adapt=adapt
+    )
+
+
+def kind_of(folder: Path) -> str:
+    """What the checkpoint in `folder` is, by its config.json; "specblock" where nothing says so."""
+    found = baseline_files.kind_of(folder)
+    return found or ("eagle3" if eagle3_files.is_eagle3(folder) else "specblock")
+
+
+def files_of(kind: str) -> Any:
+    """The module that reads checkpoints of a kind: read_config, check_tensors and load."""
+    own = {"specblock": specblock_files, "eagle3": eagle3_files}
+    return own.get(kind, baseline_files)
+
+
+def _check_policy(combine: CombineConfig, num_nodes: int) -> None:
+    policy = combine.head_policy
+    of_policy = {
+        "route": ("route", "confidence", "second_head_cost"),
+        "merge": ("merge", "budget"),
+    }
+    for other, keys in of_policy.items():
+        given = [key for key in keys if key in combine.model_fields_set]
+        if other != policy and given:
+            raise OptionError(
+                f"speculative_config key '{given[0]}' goes with head_policy '{other}', but "
+                f"head_policy is '{policy}': change the one or drop the other."
+            )
+    if combine.route == "eager" and combine.second_head_cost is not None:
+        raise OptionError(
+            "speculative_config key 'second_head_cost' goes with route 'lazy', but route is "
+            "'eager': change the one or drop the other."
+        )
+    try:
+        shares(num_nodes, policy, combine.budget)
+    except ValueError as error:
+        raise OptionError(str(error)) from None
+
+
+def _check_window(options: SpecBlockConfig, config: Any, where: str) -> None:
+    positions = (options.num_blocks - 1) * options.num_starts * config.block_size
+    if positions > MAX_NODES:
+        raise OptionError(
+            f"{where}num_blocks {options.num_blocks} and {where}num_starts {options.num_starts} "
+            f"draft {positions} positions after block 1, but at most {MAX_NODES} are supported "
+            f"((num_blocks − 1) × num_starts × {config.block_size}): lower one of them."
+        )
+
+
+def _check_match(config: Any, target: ModelConfig, where: str) -> tuple[int, ...]:
+    """Hold a drafter against the target; returns the target layers that it reads."""
+    whose = "The drafter of second_head" if where else "The drafter"
+    for what, made_for, found in (
+        ("hidden size", config.target_hidden_size, target.get_hidden_size()),
+        ("vocabulary size", config.vocab_size, target.get_vocab_size()),
+    ):
+        if made_for not in (None, found):  # None: a drafter that reads no states
+            raise OptionError(
+                f"{whose} was made for a target of {what} {made_for}, but "
+                f"{target.model!r} has {found}: use a drafter of this target."
+            )
+    layers = target.hf_text_config.num_hidden_layers
+    layer_ids = config.target_layers(layers)
+    # The output of all layers is only read for what follows it.
+    if layer_ids != (layers,) and max(layer_ids, default=0) >= layers:
+        raise OptionError(
+            f"{whose} reads target layers {list(layer_ids)}, but {target.model!r} has only "
+            f"layers 0 to {layers - 1}: use a drafter of this target."
+        )
+    return tuple(layer_ids)

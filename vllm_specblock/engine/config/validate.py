@@ -1,0 +1,208 @@
+"""Validation of engine arguments and targets: what draft trees cannot be had with."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+from vllm import envs
+from vllm.config import ModelConfig, ParallelConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from vllm_specblock.config import OptionError
+from vllm_specblock.engine.config.resolved_config import ResolvedConfig
+
+logger = logging.getLogger("vllm.specblock")
+
+
+def check_batch(args: EngineArgs, nodes: int) -> None:
+    budget = args.max_num_batched_tokens
+    if budget is not None and budget < nodes + 1:
+        raise OptionError(
+            f"max_num_batched_tokens is {budget}, but one request's tree takes {nodes + 1} tokens "
+            f"(num_speculative_tokens {nodes} and its root): raise the one or lower the other."
+        )
+
+
+def check_runner(args: EngineArgs, parallel: ParallelConfig) -> None:
+    from vllm.platforms import current_platform
+    from vllm.triton_utils import HAS_TRITON
+
+    if current_platform.is_cpu() and (envs.VLLM_USE_V2_MODEL_RUNNER is not True or not HAS_TRITON):
+        raise OptionError(
+            "SpecBlock runs on vLLM's Model Runner V2, which a CPU build uses only when told to: "
+            "set VLLM_USE_V2_MODEL_RUNNER=1 before Python starts."
+        )
+    if envs.VLLM_USE_V2_MODEL_RUNNER is False:
+        raise OptionError(
+            "SpecBlock runs on vLLM's Model Runner V2, and VLLM_USE_V2_MODEL_RUNNER=0 switches "
+            "it off: unset it."
+        )
+    for name, size in (
+        ("pipeline_parallel_size", parallel.pipeline_parallel_size),
+        ("decode_context_parallel_size", parallel.decode_context_parallel_size),
+        ("prefill_context_parallel_size", parallel.prefill_context_parallel_size),
+    ):
+        if size > 1:
+            raise OptionError(f"{name} is {size}, but SpecBlock supports 1 only.")
+    if args.enable_lora:
+        raise OptionError(
+            "SpecBlock does not support LoRA yet, since its heads draft for all requests with one "
+            "embedding: drop enable_lora."
+        )
+    if parallel.use_ubatching:
+        raise OptionError(
+            "SpecBlock does not support micro-batches, since trees are laid out for a whole batch: "
+            "drop enable_dbo and ubatch_size."
+        )
+    if args.kv_transfer_config is not None or args.kv_offloading_size:
+        raise OptionError(
+            "SpecBlock does not support KV connectors yet, since nothing brings the heads' part of "
+            "the cache along: drop kv_transfer_config and kv_offloading_size."
+        )
+    if parallel.enable_batch_sharded_sampling:
+        raise OptionError("SpecBlock does not support enable_batch_sharded_sampling: drop it.")
+    if getattr(args, "watermark_config", None):
+        raise OptionError("SpecBlock does not support watermarking: drop watermark_config.")
+    chosen = args.attention_backend or args.attention_config.backend
+    if chosen not in (None, AttentionBackendEnum.CUSTOM):
+        raise OptionError(
+            f"attention_backend is {getattr(chosen, 'name', chosen)}, but draft trees need "
+            "SpecBlock's own attention: leave it unset."
+        )
+    if args.kv_cache_dtype != "auto":
+        raise OptionError(
+            f"kv_cache_dtype is {args.kv_cache_dtype!r}, but SpecBlock supports 'auto' only."
+        )
+
+
+def check_target(target: ModelConfig) -> None:
+    for refused, kind in (
+        (target.is_encoder_decoder, "an encoder-decoder"),
+        (target.use_mla, "multi-head latent attention (MLA)"),
+        (target.is_hybrid or target.is_attention_free, "recurrent (Mamba or hybrid) layers"),
+        (target.uses_mrope, "multimodal positions (M-RoPE)"),
+        # Their placeholders are no tokens that a drafter could embed.
+        (
+            target.supports_multimodal_inputs,
+            "inputs beside text (--language-model-only drops them)",
+        ),
+        (target.attention_chunk_size is not None, "chunked attention"),
+        (target.uses_alibi, "ALiBi positions"),
+        (target.hf_text_config.model_type == "gpt_oss", "attention sinks"),
+    ):
+        if refused:
+            raise OptionError(
+                f"The target {target.model!r} has {kind}, which SpecBlock cannot verify as a "
+                "tree yet: run it without speculative_config, or with another method."
+            )
+
+
+def has_windows(target: ModelConfig) -> bool:
+    """Whether some of the target's layers look back only so far."""
+    layer_types = getattr(target.hf_text_config, "layer_types", None) or ()
+    return target.get_sliding_window() is not None or "sliding_attention" in layer_types
+
+
+def check_one_cache(args: EngineArgs) -> None:
+    """For targets with windows: whether the user wants several caches."""
+    if args.disable_hybrid_kv_cache_manager is False:
+        raise OptionError(
+            "disable_hybrid_kv_cache_manager is False, but heads and target need one block table, "
+            "also where the target has sliding windows: drop it."
+        )
+
+
+def check_weights(resolved: ResolvedConfig) -> None:
+    """For drafters in 8 bits: whether the device computes with them."""
+    from vllm.platforms import current_platform
+
+    short = any(
+        getattr(drafter.options, "quantization", None) == "fp8" for drafter in resolved.drafters
+    )
+    if short and current_platform.is_cuda() and not current_platform.has_device_capability(89):
+        raise OptionError(
+            "speculative_config key 'quantization' is 'fp8', but this GPU has no float8: that "
+            "takes compute capability 8.9 or later (Ada, Hopper): drop the key."
+        )
+
+
+def check_acceptance(given: dict[str, Any], resolved: ResolvedConfig) -> None:
+    """Say aloud that acceptance is imposed; `given` is the user's `speculative_config`.
+
+    With `rejection_sample_method: "synthetic"`, vLLM's own key for measurements without trained
+    weights, entry i of `synthetic_acceptance_rates` (N of them) is the probability that the best
+    candidates down to depth i + 1 are all accepted, as it is of a chain's.
+    `drafters/common/synthetic.py` says what the other candidates have,
+    `verify/synthetic_acceptance.py` how one is taken.
+
+    Raises:
+        OptionError: a method that trees do not have; acceptance imposed on other drafters than one
+            SpecBlock drafter.
+    """
+    method = given.get("rejection_sample_method", "standard")
+    if method not in ("standard", "synthetic"):
+        raise OptionError(
+            f"speculative_config key 'rejection_sample_method' is {method!r}, but draft trees "
+            "are verified by 'standard', or by 'synthetic' in benchmarks: drop the key."
+        )
+    if method == "standard":
+        return
+    if resolved.combine is not None or resolved.drafters[0].kind != "specblock":
+        raise OptionError(
+            "speculative_config key 'rejection_sample_method' is 'synthetic', but acceptance can "
+            "be imposed on a single SpecBlock drafter only: drop the key or the other head."
+        )
+    logger.warning(
+        "Acceptance is imposed (rejection_sample_method 'synthetic'): the output is not the "
+        "target's. This is for benchmarks only."
+    )
+
+
+def check_adapt(
+    given: dict[str, Any], resolved: ResolvedConfig, parallel: ParallelConfig, target: ModelConfig
+) -> None:
+    """For drafters that learn while they serve: whether they can here.
+
+    Args:
+        given: the user's `speculative_config`.
+
+    Raises:
+        OptionError: they cannot.
+    """
+    if resolved.adapting is None:
+        return
+    from vllm_specblock.adapt.options import KEY as ADAPT
+
+    options, key = resolved.adapting.adapt, f"speculative_config key '{ADAPT}'"
+    if sum(drafter.adapt is not None for drafter in resolved.drafters) > 1:
+        raise OptionError(f"{key} is given to both heads, but one can adapt: drop it of the other.")
+    if given.get("rejection_sample_method", "standard") != "standard":
+        raise OptionError(
+            f"{key} is given, but where acceptance is imposed (rejection_sample_method "
+            "'synthetic') there is nothing to learn: drop the one or the other."
+        )
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        raise OptionError(f"{key} is given, but requests are recorded on a CPU only yet: drop it.")
+    if parallel.tensor_parallel_size > 1:
+        raise OptionError(
+            f"{key} is given and tensor_parallel_size is {parallel.tensor_parallel_size}, but "
+            "ranks would have to change their weights together, which is not supported yet: drop "
+            "one of them."
+        )
+    if options.policy == "watch":
+        return
+    if options.trainer != "cpu":
+        raise OptionError(
+            f"speculative_config key '{ADAPT}.trainer' is {options.trainer!r}, but 'cpu' is the "
+            "only trainer yet: drop the key."
+        )
+    if not os.path.isdir(target.model):
+        raise OptionError(
+            f"{key} is given, but the trainer reads the target's files, and {target.model!r} is "
+            "no folder here: give its folder, or drop the key."
+        )

@@ -1,0 +1,170 @@
+"""Engine arguments: from the user's `speculative_config` to vLLM's, checked without weights.
+
+Runs while the engine's config is built, so that whoever gives something wrong reads one
+sentence before anything is loaded.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from vllm_specblock.config import (
+    DEFAULT_NODES,
+    DEFAULT_NODES_ON_CPU,
+    METHOD,
+    VLLM_KEYS,
+    OptionError,
+    check_num_nodes,
+)
+from vllm_specblock.engine.config.batch_sizes import capture_trees, make_room
+from vllm_specblock.engine.config.resolved_config import ResolvedConfig, resolve_config
+from vllm_specblock.engine.config.validate import (
+    check_acceptance,
+    check_adapt,
+    check_batch,
+    check_one_cache,
+    check_runner,
+    check_target,
+    check_weights,
+    has_windows,
+)
+
+PLACEHOLDER_DRAFT_CONFIG = Path(__file__).parent / "placeholder_draft_config"
+"""vLLM wants a draft model's config also where no drafter has one that it can read."""
+
+KNOWN = ("specblock", "eagle3")
+"""Kinds of drafters whose config vLLM takes for a drafter's of its method "eagle3"."""
+
+
+def translate(args: EngineArgs, target: ModelConfig, parallel: ParallelConfig) -> ResolvedConfig:
+    """Check a SpecBlock request and rewrite `args` into what vLLM itself understands.
+
+    Args:
+        args: that ask for us (`ours.asks_for_us`).
+
+    Raises:
+        OptionError: a key, its type or its value; a target, runner or parallelism that
+            cannot verify trees; a drafter that was made for another target.
+        CheckpointError: the drafter's files are not what their config says.
+    """
+    given = {key.replace("-", "_"): value for key, value in args.speculative_config.items()}
+    default = DEFAULT_NODES_ON_CPU if current_platform.is_cpu() else DEFAULT_NODES
+    nodes = check_num_nodes(given.get("num_speculative_tokens", default))
+    check_batch(args, nodes)
+    check_runner(args, parallel)
+    check_target(target)
+    given.setdefault("enable_adaptive_verification", _adapts(given, parallel))
+    hub = {"token": args.hf_token, "cache_dir": args.download_dir}
+    resolved = resolve_config(given, nodes, target, hub)
+    _check_ranks(resolved, parallel)
+    resolved = _with_skipping(resolved, parallel)
+    check_weights(resolved)
+    check_acceptance(given, resolved)
+    check_adapt(given, resolved, parallel, target)
+
+    folder = next(
+        (drafter.folder for drafter in resolved.drafters if drafter.kind in KNOWN),
+        str(PLACEHOLDER_DRAFT_CONFIG),
+    )
+    args.speculative_config = {
+        **{key: value for key, value in given.items() if key in VLLM_KEYS},
+        "method": "eagle3",
+        "model": folder,
+        "num_speculative_tokens": nodes,
+    }
+    if current_platform.is_cpu():
+        # vLLM wants CUDA graphs with it; `host_budget.py` does without.
+        args.speculative_config.pop("enable_adaptive_verification", None)
+    else:
+        make_room(args, nodes, parallel)
+        capture_trees(args, nodes)
+    args.additional_config = {**(args.additional_config or {}), METHOD: resolved.dump()}
+    args.attention_backend = AttentionBackendEnum.CUSTOM
+    if has_windows(target):
+        # One block table for all layers, at the price of what windows would save of the cache.
+        check_one_cache(args)
+        args.disable_hybrid_kv_cache_manager = True
+    return resolved
+
+
+def _adapts(given: dict[str, Any], parallel: ParallelConfig) -> bool:
+    """Whether budgets follow from costs where nobody says so.
+
+    They do on a CPU, where every verified row takes time, and few rows are as good as free. Not
+    where somebody has said how many drafts there are to be, or how many are accepted, and not among
+    ranks, see `_check_ranks`.
+    """
+    one = current_platform.is_cpu() and parallel.tensor_parallel_size == 1
+    return one and not any(given.get(key) is not None for key in _SAYS_HOW_MANY)
+
+
+def _with_skipping(resolved: ResolvedConfig, parallel: ParallelConfig) -> ResolvedConfig:
+    """Decide whether a merge leaves its drafter out where it can, if nobody says.
+
+    Raises:
+        OptionError: somebody says so where it cannot.
+    """
+    combine = resolved.combine
+    if combine is None or combine.skip_drafter is False:
+        return resolved
+    without_weights = sum(drafter.folder is None for drafter in resolved.drafters)
+    can = (
+        current_platform.is_cpu()
+        and parallel.tensor_parallel_size == 1
+        and (combine.head_policy, combine.budget) == ("merge", "joint")
+        and without_weights == 1
+    )
+    if combine.skip_drafter and not can:
+        raise OptionError(
+            "speculative_config key 'skip_drafter' is true, but a drafter can be left out of "
+            "steps on a CPU only, in one process, merged ('head_policy' 'merge', 'budget' 'joint') "
+            "with an n-gram head: drop the key."
+        )
+    return resolved.model_copy(update={"combine": combine.model_copy(update={"skip_drafter": can})})
+
+
+_SAYS_HOW_MANY = (
+    "num_speculative_tokens_per_batch_size",
+    "synthetic_acceptance_rates",
+    "synthetic_acceptance_length",
+)
+
+
+def _check_ranks(resolved: ResolvedConfig, parallel: ParallelConfig) -> None:
+    """What every rank decides by what it has seen so far, and two might disagree on."""
+    if resolved.adaptive and current_platform.is_cpu() and parallel.tensor_parallel_size > 1:
+        raise OptionError(
+            "speculative_config key 'enable_adaptive_verification' is true and "
+            f"tensor_parallel_size is {parallel.tensor_parallel_size}, but on a CPU every process "
+            "measures costs of its own: drop one of them."
+        )
+    lazy = resolved.combine is not None and resolved.combine.route == "lazy"
+    if lazy and parallel.tensor_parallel_size > 1:
+        raise OptionError(
+            f"speculative_config key 'route' is 'lazy' and tensor_parallel_size is "
+            f"{parallel.tensor_parallel_size}, but lazy routing supports 1 only: take 'eager'."
+        )
+
+
+def finish(config: SpeculativeConfig, resolved: ResolvedConfig, target: ModelConfig) -> None:
+    """Mark the config as ours, and tell vLLM which hidden states the target has to hand out."""
+    draft = config.draft_model_config.hf_config
+    draft.specblock = True
+    # What follows the last layer comes by itself.
+    inner = [layer for layer in resolved.layers if layer < target.hf_text_config.num_hidden_layers]
+    draft.eagle_aux_hidden_state_layer_ids = inner
+    if config.model == str(PLACEHOLDER_DRAFT_CONFIG):
+        draft.hidden_size = target.get_hidden_size()
+        draft.vocab_size = target.get_vocab_size()
+        config.update_arch_()
+
+
+def read_back(additional_config: dict[str, Any]) -> ResolvedConfig:
+    """The plan, in the process that runs the model."""
+    return ResolvedConfig.read(additional_config[METHOD])

@@ -1,0 +1,145 @@
+"""Target attention on a CPU, over the cache as vLLM's own kernel packs it.
+
+Requests whose rows see everything up to their own (prompts, plain decode, a root alone, drafts in a
+chain) go to vLLM's kernel: what it gives is what vLLM gives without us, bit for bit. Trees go to a
+kernel of ours that reads the same cache in place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from vllm import _custom_ops as ops
+from vllm import envs
+
+from vllm_specblock.triton_kernels.attention.tree_attention_batch import (
+    TreeAttentionBatch,
+    packing_on_cpu,
+)
+
+if TYPE_CHECKING:
+    from vllm_specblock.triton_kernels.attention.cpu_packing import Packing
+
+PACKED = ("amx", "vec")
+"""vLLM's names of the packings that `cpu_packing.py` knows, of the eight there are."""
+
+
+@dataclass
+class PackedCache:
+    """One layer's cache, and its packing twice: as ours and as vLLM's kernel take it."""
+
+    packing: Packing
+    isa: str
+    keys: torch.Tensor  # [blocks, kv heads, block size, D], packed inside a block
+    values: torch.Tensor
+
+
+def packed_cache(kv_cache: torch.Tensor, cache_dtype: str) -> PackedCache | None:
+    """How a layer's cache [blocks, kv heads, block size, 2D] is packed; None: it is not.
+
+    It is not where vLLM's kernel, or ours, does not know the dtype, the head size or the processor,
+    and without numba.
+    """
+    # A GPU's process has no use for that backend.
+    from vllm.v1.attention.backends import cpu_attn
+
+    blocks, kv_heads, block_size, width = kv_cache.shape
+    head_dim = width // 2
+    sizes = cpu_attn.CPUAttentionBackend.get_supported_head_sizes()
+    if cache_dtype != "auto" or block_size % 32 or head_dim not in sizes:
+        return None
+    isa = cpu_attn._get_attn_isa(kv_cache.dtype, block_size, head_dim, cache_dtype)
+    packing = packing_on_cpu(kv_cache, isa == "amx") if isa in PACKED else None
+    if packing is None:
+        return None
+    strides = kv_cache.stride(0), packing.head_stride, head_dim, 1
+    whole = kv_cache.as_strided((blocks, kv_heads, 2 * block_size, head_dim), strides)
+    return PackedCache(packing, isa, *whole.chunk(2, dim=2))
+
+
+@dataclass
+class CpuStep:
+    """What is the same in every layer of a step, worked out by the first."""
+
+    queries: TreeAttentionBatch
+    some_causal: bool = False
+    causal_len: torch.Tensor | None = None  # [R] int32, 0 where the request has a tree
+    schedules: dict[int, torch.Tensor] = field(default_factory=dict)  # of vLLM's kernel, by window
+
+    def attend(
+        self,
+        cache: PackedCache,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        slots: torch.Tensor,
+        out: torch.Tensor,
+        scale: float,
+        window: int | None,
+        soft_cap: float,
+    ) -> None:
+        """Store and attend one layer.
+
+        Args:
+            query, out: [T, heads, D].
+            key, value: [T, kv heads, D].
+            slots: [T] int64.
+            window, soft_cap: as in `TreeAttentionBatch.attend`.
+        """
+        ops.cpu_attn_reshape_and_cache(key, value, cache.keys, cache.values, slots, cache.isa)
+        self.queries.attend(
+            query, cache.keys, scale, out,
+            window=window, soft_cap=soft_cap, packing=cache.packing, causal_elsewhere=True,
+        )  # fmt: skip
+        self.attend_causal(cache, query, out, scale, -1 if window is None else window, soft_cap)
+
+    def attend_causal(
+        self,
+        cache: PackedCache,
+        query: torch.Tensor,
+        out: torch.Tensor,
+        scale: float,
+        window: int = -1,
+        soft_cap: float = 0.0,
+    ) -> None:
+        """The rows that see all up to their own, by vLLM's kernel; the others stay as they are."""
+        queries = self.queries
+        if self.causal_len is None:
+            causal = queries.causal()
+            self.some_causal = causal.any()
+            # vLLM's kernel passes over a request of no entries.
+            self.causal_len = queries.seq_len[: len(causal)] * torch.from_numpy(causal)
+        if not self.some_causal:
+            return
+        if window not in self.schedules:
+            self.schedules[window] = ops.cpu_attn_get_scheduler_metadata(
+                num_reqs=len(self.causal_len),
+                num_heads=query.shape[1],
+                num_kv_heads=cache.keys.shape[1],
+                head_dim=query.shape[2],
+                seq_lens=self.causal_len,
+                dtype=query.dtype,
+                query_start_loc=queries.query_start,
+                causal=True,
+                sliding_window_size=window,
+                isa=cache.isa,
+                enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
+            )
+        ops.cpu_attention_with_kv_cache(
+            query=query,
+            key_cache=cache.keys,
+            value_cache=cache.values,
+            output=out,
+            query_start_loc=queries.query_start,
+            seq_lens=self.causal_len,
+            scale=scale,
+            causal=True,
+            alibi_slopes=None,
+            sliding_window=window,
+            block_table=queries.block_table,
+            softcap=soft_cap,
+            scheduler_metadata=self.schedules[window],
+            s_aux=None,
+        )

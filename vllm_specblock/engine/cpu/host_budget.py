@@ -1,0 +1,176 @@
+"""Adaptive verification on a CPU, where there is no graph capture in which to measure costs."""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+import numpy as np
+from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.worker.gpu import model_runner
+
+from vllm_specblock.engine.adaptive import budget
+from vllm_specblock.engine.adaptive.budget import TreeBudgetManager
+from vllm_specblock.engine.cpu.measure_step_cost import measure_steps, round_up
+from vllm_specblock.engine.patches import patch
+from vllm_specblock.feedback.step_cost import StepCost
+from vllm_specblock.feedback.throughput import Throughput
+from vllm_specblock.triton_kernels.optional_numba import takes
+from vllm_specblock.triton_kernels.verify.reallocate_drafts import reallocate_drafts_reference
+from vllm_specblock.triton_kernels.verify.reallocate_drafts_numba import reallocate_drafts_numba
+
+_FIRST_SHARES = (1.0, 0.0, 0.5, 0.25)
+"""Of what is drafted, so much is verified in turn in the first steps, where costs were not measured
+before."""
+_FIRST_STEPS = 12
+_EXPLORE_EVERY = 64
+"""Later one step in so many verifies half as much as it would, or twice as much."""
+
+_FEW = 16
+"""Steps of more tokens than so many come in few sizes: see `round_up`."""
+
+
+class Before(NamedTuple):
+    """The step before this one.
+
+    Attributes:
+        began: seconds, of `time.perf_counter`.
+        tokens: rows of the target.
+        trees: some were there to be verified.
+        drafts: new ones were made.
+    """
+
+    began: float
+    requests: list[str]
+    tokens: int
+    trees: bool
+    drafts: bool
+
+
+class HostBudgetManager(TreeBudgetManager):
+    """TreeBudgetManager for a device whose memory is the host's.
+
+    Differs in where costs come from (steps measured at start-up, and then the time from one decode
+    step to the next), in that steps with and without drafts are timed against each other, in that
+    budgets are chosen by the confidences of the very trees to be verified, and in that they come to
+    few sizes of steps.
+    """
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.verify_costs, self.draft_costs = StepCost(), StepCost()
+        self.throughput, self.sampling = Throughput(), False
+        self.steps, self.explores = 0, True
+        self._before: Before | None = None
+
+    def measured(self, verify: dict[int, float], draft: dict[int, float]) -> None:
+        """Take what steps took: tokens → seconds of verification, rising; requests → seconds of
+        drafting."""
+        self.verify_costs.measured(np.array(list(verify)), np.array(list(verify.values())))
+        for count, seconds in draft.items():
+            self.draft_costs.observe(count, count, seconds)
+        self.explores = False
+
+    def get_num_tokens(self, num_tokens_per_req, draft_tokens) -> int:
+        requests = list(num_tokens_per_req)
+        decodes = all(draft_tokens.get(request) for request in requests)
+        index = self.req_states.req_id_to_index
+        samples = self.drafting_state.samples[[index[request] for request in requests]]
+        self.sampling = bool(samples.mean() > 0.5)  # a host array
+        self._observe(requests if decodes else None)
+        # A table of all sizes that a step may have took longer than the rest of this.
+        most = len(requests) * (self.num_speculative_steps + 1)
+        count = np.arange(max(sum(num_tokens_per_req.values()), most) + 1)
+        each = count[: len(requests) + 1]
+        self.cost_tables = (
+            self.draft_costs.seconds(each, len(requests)),
+            self.verify_costs.seconds(count, len(requests)),
+        )
+        trees, probing = not self.drafting_state.all_paused, self.drafting_switch.all_paused
+        tokens = super().get_num_tokens(num_tokens_per_req, draft_tokens)
+        if decodes:
+            if trees:
+                tokens = self._explored()
+            if probing and not self.drafting_switch.all_paused:
+                self.throughput.forget_drafting(len(requests), self.sampling)
+            if not self.drafting_state.all_paused and trees:
+                self.drafting_state.all_paused = self.throughput.wants_plain(
+                    len(requests), self.sampling
+                )
+            self.drafting_state.accepted = 0
+            now = time.perf_counter()
+            self._before = Before(now, requests, tokens, trees, not self.drafting_state.all_paused)
+        return tokens
+
+    def _observe(self, requests: list[str] | None) -> None:
+        """Learn from the last step, if this one follows it: the same requests, still decoding."""
+        before, self._before = self._before, None
+        if before is None or requests != before.requests:
+            return
+        count, drafting = len(requests), 0.0
+        if before.drafts:
+            drafting = self.drafting_state.draft_seconds
+            if before.trees:  # else the drafters also take in what they have missed
+                self.draft_costs.observe(count, count, drafting)
+        took = time.perf_counter() - before.began
+        self.verify_costs.observe(before.tokens, count, took - drafting)
+        if before.trees and before.drafts:
+            accepted = self.drafting_state.accepted
+            self.throughput.observe(count, True, count + accepted, took, self.sampling)
+        elif not before.trees:
+            self.throughput.observe(count, False, count, took - drafting, self.sampling)
+
+    def _gain(self, decoding: int) -> float | None:
+        return self.throughput.gain(decoding, self.sampling) if decoding else None
+
+    def _explored(self) -> int:
+        """Another budget than the best one, now and then; returns the batch's tokens."""
+        drafts, others, budget = self._batch_budget
+        room = max(0, self._max_total_logits - len(drafts) * self.num_bonus_tokens)
+        limit = min(sum(drafts.values()), room)
+        self.steps += 1
+        turn, rest = divmod(self.steps, _EXPLORE_EVERY)
+        if self.explores and self.steps <= _FIRST_STEPS:
+            budget = int(limit * _FIRST_SHARES[self.steps % len(_FIRST_SHARES)])
+        elif not rest:
+            budget = min(2 * budget + 4, limit) if turn % 2 else budget // 2
+        rows = sum(others.values())
+        if rows + budget > _FEW:
+            budget = min(round_up(rows + budget) - rows, limit)
+        self._batch_budget = drafts, others, budget
+        return rows + budget
+
+    def _reallocate(self, *args) -> None:
+        loop = reallocate_drafts_numba if takes(args[0]) else reallocate_drafts_reference
+        loop(*args)
+
+    def record_confidences(self, confidence_probs, input_batch) -> None:
+        slots, count = input_batch.idx_mapping, input_batch.num_reqs
+        self._confidence_probs[slots] = confidence_probs[:count]
+        # Host memory, as everything here.
+        self._stale_confidences[self._stale_idx].np[:] = self._confidence_probs.numpy()
+
+
+def install() -> None:
+    """P4 for a CPU, where vLLM takes CUDA graphs for granted; idempotent."""
+
+    def make(original):
+        def resolve_adaptive_cudagraph_mode(mode, **kwargs):
+            return original(mode, **kwargs) if mode.has_full_cudagraphs() else mode
+
+        return resolve_adaptive_cudagraph_mode
+
+    patch(model_runner, "resolve_adaptive_cudagraph_mode", make)
+
+    def measuring(original):
+        def compile_or_warm_up_model(self):
+            if isinstance(
+                getattr(self.model_runner, "adaptive_verification", None), HostBudgetManager
+            ):
+                measure_steps(self.model_runner)
+            return original(self)
+
+        return compile_or_warm_up_model
+
+    patch(CPUWorker, "compile_or_warm_up_model", measuring)
+    budget.install(HostBudgetManager)

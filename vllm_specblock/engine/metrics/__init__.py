@@ -1,0 +1,1 @@
+"""Speculation counters and their exporters."""

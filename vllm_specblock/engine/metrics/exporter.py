@@ -1,0 +1,228 @@
+"""Export of the counters to `/metrics`, `LLM.get_metrics` and the log.
+
+The two processes share a small file in the format of prometheus_client's multi-process mode:
+the model's writes it, a collector in the frontend's registry reads it when somebody asks. With
+several API servers vLLM itself switches that mode on, and then the file lies among theirs and is
+summed up with them. vLLM's stat logger plugins are not used: the mere presence of one switches
+statistics on for every model that is served, and `LLM` does not load them.
+"""
+
+from __future__ import annotations
+
+import glob
+import logging
+import os
+import shutil
+import socket
+import tempfile
+import time
+import uuid
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from prometheus_client import REGISTRY
+from prometheus_client.metrics_core import CounterMetricFamily, Metric
+from prometheus_client.mmap_dict import MmapedDict, mmap_key
+from prometheus_client.multiprocess import MultiProcessCollector
+
+from vllm_specblock.engine.metrics.counters import Counts
+
+logger = logging.getLogger("vllm.specblock")
+
+PREFIX = "vllm:specblock_"
+"""`LLM.get_metrics` shows only what starts with "vllm:"."""
+
+LEARNING = {
+    "adapt_recorded_tokens": "Answered tokens that were recorded to learn from.",
+    "adapt_recorded_requests": "Requests of which something was recorded; resumed ones once more.",
+    "adapt_unrecorded_requests": "Requests that were not recorded for want of room.",
+    "adapt_opted_out_requests": "Requests that were not recorded since they said so.",
+    "adapt_updates_heads": "Updates of the drafter's heads.",
+    "adapt_updates_full": "Updates of all of the drafter.",
+    "adapt_update_microseconds_heads": "Time of the trainer in updates of heads.",
+    "adapt_update_microseconds_full": "Time of the trainer in updates of all.",
+    "adapt_versions_offered": "Versions that the trainer offered to the engine.",
+    "adapt_versions_refused_checksum": "Versions that arrived torn.",
+    "adapt_versions_refused_not_finite": "Versions that held NaN or infinite numbers.",
+    "adapt_versions_refused_not_better": "Versions that the judge found no better.",
+    "adapt_versions_refused_weights": "Updates after which weights were not finite.",
+    "adapt_swaps": "Versions that the engine took.",
+    "adapt_swap_microseconds": "Time that serving lost by them.",
+    "adapt_rollbacks": "Returns to an earlier version.",
+    "adapt_trainer_restarts": "Trainers that died and were started again.",
+    "adapt_judged_requests": "Requests on which versions were judged.",
+    "adapt_judged_gain_millitokens": "Their sum of thousandths of a token that the version in use "
+    "is better by than the drafter as delivered.",
+    "adapt_dropped_records": "Records that the trainer did not keep.",
+}
+"""Of engines whose drafter learns while it serves."""
+
+HELP = LEARNING | {
+    "drafted_trees": "Trees of at least one node that the head drafted.",
+    "drafted_nodes": "Nodes of the trees that the head drafted.",
+    "chosen_trees": "Verified trees whose first node the head drafted.",
+    "verified_nodes": "Verified nodes that the head drafted.",
+    "accepted_nodes": "Accepted nodes that the head drafted.",
+    "tree_nodes": "Verified nodes, each once.",
+    "shared_nodes": "Verified nodes that both heads drafted.",
+    "shared_accepted_nodes": "Accepted nodes that both heads drafted.",
+    "both_drafted": "Request steps in which both heads drafted a tree.",
+    "agreed": "Request steps in which both heads' trees begin with the same token.",
+    "second_skipped": "Request steps in which the second head was not asked.",
+    "drafting_nanoseconds": "Time of the drafters in steps without prompts.",
+    "drafting_steps": "Steps without prompts in which trees were drafted.",
+}
+
+_ATTRIBUTE = "specblock_metrics"
+_exposed: DrafterMetrics | None = None
+
+
+class DrafterMetrics:
+    """A prometheus collector over the files of one deployment's engines.
+
+    Args:
+        stem: the files' path up to "-<engine>.db".
+    """
+
+    def __init__(self, stem: str):
+        self.stem = stem
+
+    def files(self) -> list[str]:
+        return glob.glob(glob.escape(self.stem) + "-*.db")
+
+    def describe(self) -> list[Metric]:
+        return [CounterMetricFamily(PREFIX + name, text) for name, text in HELP.items()]
+
+    def collect(self) -> Iterable[Metric]:
+        return MultiProcessCollector.merge(self.files())
+
+
+def announce(config: Any) -> None:
+    """Show the metrics of the engines of `config` in this process, the frontend.
+
+    Metrics of an earlier engine of this process are no longer shown, as vLLM does with its own.
+    They go, and the files with them, when `config` does or this process ends.
+
+    Args:
+        config: vLLM's SpeculativeConfig, which carries the path to the engines.
+    """
+    global _exposed
+    shared = os.environ.get("PROMETHEUS_MULTIPROC_DIR")
+    folder = shared or tempfile.mkdtemp(prefix="specblock-metrics-")
+    collector = DrafterMetrics(os.path.join(folder, f"counter_specblock-{uuid.uuid4().hex}"))
+    if _exposed is not None:
+        REGISTRY.unregister(_exposed)
+    REGISTRY.register(collector)
+    _exposed = collector
+    # An attribute, not a key of `additional_config`: that one is part of the name of vLLM's
+    # compile cache, and another path at every start would always miss it.
+    setattr(config, _ATTRIBUTE, collector.stem)
+    weakref.finalize(config, _withdraw, collector, None if shared else folder, os.getpid())
+
+
+def _withdraw(collector: DrafterMetrics, folder: str | None, owner: int) -> None:
+    global _exposed
+    if os.getpid() != owner:  # a fork's copy of the config
+        return
+    if _exposed is collector:
+        REGISTRY.unregister(collector)
+        _exposed = None
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+        return
+    for path in collector.files():
+        os.unlink(path)
+
+
+def make_sink(vllm_config: Any, rank: int) -> Callable[[Counts], None] | None:
+    """Where the counts of an engine go; None if nobody asked for them.
+
+    Args:
+        vllm_config: vLLM's, in the process that runs the model.
+        rank: of this process among the tensor-parallel ones; all count the same, the first
+            writes.
+    """
+    stem = getattr(vllm_config.speculative_config, _ATTRIBUTE, None)
+    if stem is None or rank != 0:
+        return None
+    if not os.path.isdir(os.path.dirname(stem)):
+        logger.warning(
+            "The metrics of the draft heads are not shown: this engine runs on another machine "
+            "(%s) than the server that it was started from.",
+            socket.gethostname(),
+        )
+        return None
+    from vllm import envs
+
+    engine = str(vllm_config.parallel_config.data_parallel_index)
+    labels = {
+        "model_name": str(vllm_config.model_config.served_model_name),
+        "engine": engine,
+    }
+    return Sink(f"{stem}-{engine}.db", labels, envs.VLLM_LOG_STATS_INTERVAL)
+
+
+class Sink:
+    """Writes counts to the file, and what they grew by to the log now and then.
+
+    Args:
+        path: the file, made anew.
+        labels: of every metric, besides the drafter.
+        interval: seconds between two lines.
+    """
+
+    def __init__(self, path: str, labels: dict[str, str], interval: float):
+        self.path, self.labels, self.interval = path, labels, interval
+        self.keys: dict[tuple[str, int], str] = {}
+        self.file: MmapedDict | None = None
+        self.logged: Counts = {}
+        self.logged_at = time.monotonic()
+
+    def __call__(self, counts: Counts) -> None:
+        if self.file is None:
+            self._create(counts)
+        for key, count in counts.items():
+            self.file.write_value(self.keys[key], count, 0.0)
+        if time.monotonic() - self.logged_at >= self.interval:
+            self._log(counts)
+
+    def _create(self, counts: Counts) -> None:
+        for name, drafter in counts:
+            labels = {**self.labels, **({"head": str(drafter)} if drafter else {})}
+            metric = PREFIX + name
+            self.keys[name, drafter] = mmap_key(
+                metric, f"{metric}_total", list(labels), list(labels.values()), HELP[name]
+            )
+        # Under its name only when complete: a reader may come at any time.
+        making = f"{self.path}.new"
+        self.file = MmapedDict(making)
+        for key in self.keys.values():
+            self.file.write_value(key, 0, 0.0)
+        os.replace(making, self.path)
+
+    def _log(self, counts: Counts) -> None:
+        grown = {key: count - self.logged.get(key, 0) for key, count in counts.items()}
+        self.logged, self.logged_at = dict(counts), time.monotonic()
+        if any(grown.values()):
+            logger.info("Engine %03d: %s", int(self.labels["engine"]), sentence(grown))
+
+
+def sentence(counts: Counts) -> str:
+    """The log line of an interval, in the manner of vLLM's own."""
+    parts = []
+    for drafter in sorted({drafter for _, drafter in counts if drafter}):
+        of = {name: count for (name, owner), count in counts.items() if owner == drafter}
+        parts.append(
+            f"Head {drafter}: {of['drafted_nodes']} nodes drafted in {of['drafted_trees']} trees, "
+            f"{of['verified_nodes']} verified, {of['accepted_nodes']} accepted, "
+            f"chosen {of['chosen_trees']} times"
+        )
+    both = {name: count for (name, owner), count in counts.items() if not owner}
+    if "both_drafted" in both:
+        parts.append(
+            f"Both drafted: {both['both_drafted']}, agreed: {both['agreed']}, "
+            f"second head skipped: {both['second_skipped']}, "
+            f"shared nodes: {both['shared_nodes']} of {both['tree_nodes']}"
+        )
+    return "SpecBlock metrics: " + "; ".join(parts)

@@ -1,0 +1,1 @@
+"""Offline engines: answers, features."""

@@ -1,0 +1,185 @@
+"""Offline engine process: jobs come in, tokens and costs go out.
+
+    python -m vllm_specblock.engine.offline.answering
+
+reads JSON lines: first the arguments of vLLM's `LLM`, then one job after the other, until the input
+ends. It writes JSON lines: what it is, once it can answer, then an answer per job, before it, where
+the job says `stream`, {"said": [prompt, new tokens]} step by step; or, as the last one, {"error":
+sentence}. What vLLM prints goes to stderr. `vllm_specblock/bench/process.py` is the
+other end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, TextIO
+
+DRAFTS = "vllm:spec_decode_num_drafts"
+ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
+DRAFTING = ("vllm:specblock_drafting_nanoseconds", "vllm:specblock_drafting_steps")
+"""Time of the drafters, and the steps it was taken over."""
+
+
+def grown(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
+    """What was added between two readings, without what stayed."""
+    changes = {name: value - before.get(name, 0) for name, value in after.items()}
+    return {name: change for name, change in changes.items() if change}
+
+
+def read_counters(metrics: list[Any]) -> dict[str, int]:
+    """Every counter of speculation, by its name and the drafter that it is about."""
+    found: dict[str, int] = {}
+    for metric in metrics:
+        if "spec" in metric.name and hasattr(metric, "value"):
+            drafter = metric.labels.get("head")
+            name = metric.name + (f"{{head={drafter}}}" if drafter else "")
+            found[name] = found.get(name, 0) + int(metric.value)
+    return found
+
+
+def cpu_seconds() -> float:
+    """Of this process and all below it, those that have ended included."""
+    import psutil
+
+    took = 0.0
+    for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
+        usage = resource.getrusage(who)
+        took += usage.ru_utime + usage.ru_stime
+    for child in psutil.Process().children(recursive=True):
+        try:
+            took += sum(child.cpu_times()[:4])
+        except psutil.NoSuchProcess:
+            continue
+    return took
+
+
+class Answering:
+    """An engine, and what its answers cost.
+
+    Args:
+        arguments: of vLLM's `LLM`.
+    """
+
+    def __init__(self, arguments: dict[str, Any]):
+        import torch
+        from vllm import LLM
+
+        self.llm = LLM(**arguments)
+        self.config = self.llm.llm_engine.vllm_config
+        self.stopwatch = None
+        speculative = arguments.get("speculative_config")
+        if speculative is not None and speculative["method"] != "specblock":
+            self.stopwatch = self._of_vllms_own(torch.cuda.is_available())
+
+    def _of_vllms_own(self, on_gpu: bool) -> Any:
+        """A stopwatch on vLLM's own drafter; None where it is out of reach."""
+        from vllm_specblock.engine.metrics.stopwatch import Stopwatch
+
+        core = self.llm.llm_engine.engine_core
+        if not self.config.use_v2_model_runner or not hasattr(core, "engine_core"):
+            return None
+        runner = core.engine_core.model_executor.driver_worker.worker.model_runner
+        return Stopwatch(runner.speculator, on_gpu)
+
+    def facts(self) -> dict[str, Any]:
+        """What this engine is, beyond its arguments."""
+        return {
+            "runner": "V2" if self.config.use_v2_model_runner else "V1",
+            "dtype": str(self.config.model_config.dtype).removeprefix("torch."),
+            "compiled": self.config.compilation_config.mode.name,
+        }
+
+    def answer(
+        self, job: dict[str, Any], said: Callable[[int, list[int]], object] | None = None
+    ) -> dict[str, Any]:
+        """Answer one job: all its prompts at a time.
+
+        Args:
+            job: prompts [n][ids], seeds [n], temperature, max_tokens, ignore_eos.
+            said: gets a prompt's index and its new tokens as they come, if given.
+
+        Returns:
+            ids [n][tokens]; wall and cpu seconds; counters: by how much those of speculation grew.
+        """
+        from vllm import SamplingParams
+
+        params = [
+            SamplingParams(
+                temperature=job["temperature"],
+                max_tokens=job["max_tokens"],
+                ignore_eos=job["ignore_eos"],
+                seed=seed,
+                detokenize=False,
+            )
+            for seed in job["seeds"]
+        ]
+        prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
+        counted, used = read_counters(self.llm.get_metrics()), cpu_seconds()
+        began = time.perf_counter()
+        if said is None:
+            outputs = self.llm.generate(prompts, params, use_tqdm=False)
+            ids = [list(output.outputs[0].token_ids) for output in outputs]
+        else:
+            ids = self._step_by_step(prompts, params, said)
+        wall = time.perf_counter() - began
+        cpu = cpu_seconds() - used
+        counters = grown(counted, read_counters(self.llm.get_metrics()))
+        if self.stopwatch is not None:
+            counters |= dict(zip(DRAFTING, self.stopwatch.take()))
+        return {"ids": ids, "wall": wall, "cpu": cpu, "counters": counters}
+
+    def _step_by_step(
+        self, prompts: list[Any], params: list[Any], said: Callable[[int, list[int]], object]
+    ) -> list[list[int]]:
+        """What `LLM.generate` gives, and tells no one before the end."""
+        from vllm.sampling_params import RequestOutputKind
+
+        engine = self.llm.llm_engine
+        for index, (prompt, each) in enumerate(zip(prompts, params)):
+            each.output_kind = RequestOutputKind.DELTA
+            engine.add_request(str(index), prompt, each)
+        ids: list[list[int]] = [[] for _ in prompts]
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                index, new = int(output.request_id), list(output.outputs[0].token_ids)
+                ids[index] += new
+                said(index, new)
+        return ids
+
+
+def serve(jobs: TextIO, answers: TextIO, make: type[Answering] = Answering) -> None:
+    """Make the engine, answer until there is no job."""
+
+    def say(what: dict[str, Any]) -> None:
+        answers.write(json.dumps(what) + "\n")
+        answers.flush()
+
+    try:
+        engine = make(json.loads(jobs.readline()))
+        say(engine.facts())
+        for job in map(json.loads, jobs):
+            said = (lambda *new: say({"said": new})) if job.get("stream") else None
+            say(engine.answer(job, said))
+    except Exception as error:
+        say({"error": " ".join(f"{type(error).__name__}: {error}".split())})
+        raise
+
+
+def main(make: type[Answering] = Answering) -> None:
+    """Serve the pipe that this process was started with."""
+    # What is asked to end leaves by the way that removes its temporary files.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    # Whatever prints, prints to the log: this pipe is for answers.
+    with os.fdopen(os.dup(1), "w") as out:
+        os.dup2(2, 1)
+        serve(sys.stdin, out, make)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,212 @@
+"""The target's features through vLLM's own hidden-state extraction.
+
+vLLM's method `extract_hidden_states` keeps chosen layers' states of every prompt token in a paged
+cache of its own, and its example connector writes them to one file per request. What is missing
+there is what the LM head reads, after the final norm, and the way off a CPU; `FeatureConnector`
+adds both.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+from vllm import LLM, SamplingParams
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
+    ExampleHiddenStatesConnector,
+    PendingSave,
+    cleanup_hidden_states,
+    load_hidden_states,
+)
+from vllm.platforms import current_platform
+
+from vllm_specblock.engine.patches import patch
+from vllm_specblock.train.config import TrainError
+from vllm_specblock.train.target.feature_store import Features
+
+CPU_CACHE_BYTES = 2 << 30
+
+
+class FeatureExtractor:
+    """A vLLM engine that gives the features of token sequences.
+
+    Args:
+        target: folder of the target.
+        layer_ids: feature layers, below the target's number of layers; i is the residual stream
+            after i layers, 0 the embeddings.
+        length: tokens of the longest sequence.
+        dtype: of the target's arithmetic and of the features.
+        scratch: folder for one file per request, emptied now and by `close`.
+        engine: further arguments of vLLM's `LLM`, such as `tensor_parallel_size`.
+    """
+
+    def __init__(
+        self,
+        target: Path,
+        layer_ids: tuple[int, int, int],
+        length: int,
+        dtype: str,
+        scratch: Path,
+        engine: Mapping[str, Any] | None = None,
+    ):
+        self.scratch = scratch
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir(parents=True)
+        # The number of ids is the number of states that are kept. The last one is named twice:
+        # targets hand it out once, and `_append_last_output` fills the place that is left.
+        kept = [*layer_ids, layer_ids[-1]]
+        settings: dict[str, Any] = {
+            "model": str(target),
+            "dtype": dtype,
+            # One token has to be sampled before a request counts as done.
+            "max_model_len": length + 1,
+            # Every row is computed: nothing rests on what a cached prefix holds of these states.
+            "enable_prefix_caching": False,
+            "skip_tokenizer_init": not any(target.glob("tokenizer*")),
+            "speculative_config": {
+                "method": "extract_hidden_states",
+                "num_speculative_tokens": 1,
+                "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": kept}},
+            },
+            "kv_transfer_config": {
+                "kv_connector": FeatureConnector.__name__,
+                "kv_connector_module_path": __name__,
+                "kv_role": "kv_producer",
+                "kv_connector_extra_config": {"shared_storage_path": str(scratch)},
+            },
+        }
+        if current_platform.is_cpu():  # vLLM's default there is nearly all of the memory
+            settings["kv_cache_memory_bytes"] = CPU_CACHE_BYTES
+        self.llm = LLM(**settings | dict(engine or {}))
+        self.params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+
+    def __call__(self, sequences: Sequence[Tensor]) -> Iterator[Features]:
+        """Run the target over `sequences` (each [T] int64) now; read what it wrote when asked.
+
+        Raises:
+            TrainError: a file that vLLM should have written is not there, or not whole.
+        """
+        prompts = [{"prompt_token_ids": tokens.tolist()} for tokens in sequences]
+        answers = self.llm.generate(prompts, self.params, use_tqdm=False)
+        self._let_write()
+        paths = [answer.kv_transfer_params["hidden_states_path"] for answer in answers]
+        return map(_take, paths, sequences)
+
+    def close(self) -> None:
+        self.llm.llm_engine.engine_core.shutdown()
+        shutil.rmtree(self.scratch, ignore_errors=True)
+
+    def _let_write(self) -> None:
+        """An engine in this process does nothing between calls: step it until it has told the
+        connector of the last requests. One in a process of its own goes on by itself."""
+        client = self.llm.llm_engine.engine_core
+        core = getattr(client, "engine_core", None)
+        while core is not None and core.scheduler.has_requests():
+            client.get_output()
+
+
+def _take(path: str, tokens: Tensor) -> Features:
+    """Read and delete the file of one request."""
+    try:
+        stored = load_hidden_states(path)
+    except (OSError, SafetensorError) as error:
+        raise TrainError(
+            f"vLLM wrote no whole features to {path} ({error}); its log says why, a full disk is "
+            "the usual cause."
+        ) from None
+    cleanup_hidden_states(path)
+    states = stored["hidden_states"]  # [T, 4, Ht]
+    if not torch.equal(stored["token_ids"], tokens.cpu()):
+        raise TrainError(f"vLLM's features in {path} are of other tokens than were asked for.")
+    return Features(states[:, :-1].flatten(1), states[:, -1])
+
+
+class FeatureConnector(ExampleHiddenStatesConnector):
+    """vLLM's connector; the last of the states is the target's output. Works on a CPU, too."""
+
+    def __init__(self, vllm_config, role: KVConnectorRole, kv_cache_config):
+        super().__init__(vllm_config, role, kv_cache_config)
+        if role is KVConnectorRole.SCHEDULER:
+            _end_with_parent()
+
+    def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
+        super().register_kv_caches(kv_caches)
+        _append_last_output()  # here, because this runs in every worker and nowhere else
+
+    def _submit_async_write(self, pending: PendingSave) -> None:
+        if self._kv_cache.is_cuda:
+            super()._submit_async_write(pending)
+            return
+        # The original copies through pinned memory, which only accelerators have.
+        blocks = self._kv_cache[torch.tensor(pending.block_ids)]  # [n, states, block, Ht]
+        states = blocks.transpose(1, 2).flatten(0, 1)[: len(pending.token_ids)]
+        tensors = {"hidden_states": states.contiguous(), "token_ids": pending.token_ids}
+        lock = self._lock_fds.pop(pending.req_id, None)
+        self._write_tensors(tensors, _Done(), pending.filename, lock)
+        self._req_copy_events[pending.req_id] = _Done()
+
+
+class _Done:
+    """Stands for the CUDA event of a copy that was over when it began."""
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+
+def _end_with_parent() -> None:
+    """An engine in a process of its own outlives a killed parent otherwise, and a run that is
+    started again finds no memory left. Its workers end with it."""
+    parent = multiprocessing.parent_process()
+
+    def watch() -> None:
+        parent.join()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    if parent is not None:
+        threading.Thread(target=watch, daemon=True).start()
+
+
+def _append_last_output() -> None:
+    """What the LM head reads becomes the last of the states that are kept."""
+    from vllm.v1.worker.gpu.spec_decode.extract_hidden_states import ExtractHiddenStatesSpeculator
+
+    def make(original):
+        def propose(
+            self,
+            input_batch,
+            attn_metadata,
+            slot_mappings,
+            last_hidden_states,
+            aux_hidden_states,
+            *args,
+            **kwargs,
+        ):
+            if aux_hidden_states is not None:
+                aux_hidden_states = [*aux_hidden_states, last_hidden_states]
+            return original(
+                self,
+                input_batch,
+                attn_metadata,
+                slot_mappings,
+                last_hidden_states,
+                aux_hidden_states,
+                *args,
+                **kwargs,
+            )
+
+        return propose
+
+    patch(ExtractHiddenStatesSpeculator, "propose", make)

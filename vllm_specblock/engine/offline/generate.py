@@ -1,0 +1,98 @@
+"""Offline generation of the target's answers, through vLLM."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from vllm import LLM, SamplingParams, envs
+from vllm.platforms import current_platform
+
+from vllm_specblock.train.config import TrainError
+
+
+class VllmAnswerer:
+    """A vLLM engine that answers token prompts; `train.answering.Answerer`.
+
+    Args:
+        target: folder or hub id.
+        max_length: most tokens of a prompt and its answer.
+        dtype: of the arithmetic, as vLLM names it.
+        top_p: nucleus of every sampled answer.
+        seed: of the engine; each answer's own seed comes with it.
+        engine: further arguments of vLLM's `LLM`, such as `gpu_memory_utilization`.
+
+    Raises:
+        TrainError: vLLM does not take these options.
+    """
+
+    def __init__(
+        self,
+        target: Path,
+        *,
+        max_length: int,
+        dtype: str = "auto",
+        top_p: float = 1.0,
+        seed: int = 0,
+        engine: Mapping[str, Any] | None = None,
+    ):
+        # An engine in a process of its own outlives a killed parent and keeps its memory, and
+        # requests reach it at uneven times, so that no two runs compute the same batches.
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        settings = {
+            "model": str(target),
+            "max_model_len": max_length,
+            "dtype": dtype,
+            "seed": seed,
+            **_whole_prompts(),
+            **(engine or {}),
+        }
+        try:
+            self.llm = LLM(**settings)
+        except (TypeError, ValueError) as error:
+            reason = " ".join(str(error).split())
+            raise TrainError(f"vLLM cannot run the target {target}: {reason}") from error
+        self.top_p = top_p
+
+    def generate(
+        self,
+        prompts: list[list[int]],
+        temperatures: list[float],
+        max_tokens: list[int],
+        seeds: list[int],
+        stops: Sequence[int] = (),
+    ) -> list[list[int]]:
+        """Answers as token ids, with the end token where one was generated.
+
+        `stops` are ids that end an answer beside the target's own.
+        """
+        params = [
+            SamplingParams(
+                temperature=temperature,
+                top_p=self.top_p,
+                max_tokens=most,
+                seed=seed,
+                stop_token_ids=list(stops),
+                detokenize=False,
+            )
+            for temperature, most, seed in zip(temperatures, max_tokens, seeds)
+        ]
+        requests = [{"prompt_token_ids": prompt} for prompt in prompts]
+        outputs = self.llm.generate(requests, params, use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    def forget(self) -> None:
+        """Drop the cached prefixes: a restarted run has none either."""
+        self.llm.reset_prefix_cache()
+
+
+def _whole_prompts() -> dict[str, Any]:
+    """What vLLM's first model runner needs on a CPU: no prompt in chunks.
+
+    After a part of a seeded request's prompt it sets the request's generator back, which a
+    generator of a CPU cannot do ("CPU Generator does not use offset").
+    """
+    first_runner = envs.VLLM_USE_V2_MODEL_RUNNER is not True
+    return {"enable_chunked_prefill": False} if current_platform.is_cpu() and first_runner else {}

@@ -1,0 +1,213 @@
+"""Draft policies: which drafters draft, and how their trees are combined."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+
+from vllm_specblock.combine.combined import Combined
+from vllm_specblock.combine.merge import merge
+from vllm_specblock.combine.route import confidence, route
+from vllm_specblock.config import CombineConfig
+from vllm_specblock.drafters.interface import CommittedTokens, Drafter
+from vllm_specblock.feedback.lazy_gate import LazyGate
+from vllm_specblock.feedback.verified_trees import VerifiedTrees
+from vllm_specblock.tree import DraftTree
+from vllm_specblock.triton_kernels.feedback.lazy_gate import learn_gate_triton, most_want_triton
+
+USUAL_COST = {"ngram": 0.02}
+"""What drafting a second drafter of some kind adds to a step, as a share of its time, where it is
+not the 0.15 of one with weights."""
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """The trees of a step, and how they came about.
+
+    Attributes:
+        combined: R trees of N slots, and which drafter each node is from.
+        drafted: per drafter [R] int32, nodes of its own tree; 0 where it did not draft.
+        second: [R] bool, the second drafter drafted; None with one drafter.
+        agreed: [R] bool, both drafted and name the same first token; None with one drafter.
+    """
+
+    combined: Combined
+    drafted: tuple[torch.Tensor, ...]
+    second: torch.Tensor | None
+    agreed: torch.Tensor | None
+
+
+class DraftPolicy(ABC):
+    """Asks the drafters of an engine for trees, once a step.
+
+    Every drafter advances in every step, whoever drafts or is chosen: so they stay interchangeable
+    (routing paper, §7). `skipping_merge.py` has what may lag behind instead.
+    """
+
+    drafters: list[Drafter]
+
+    @property
+    def max_depth(self) -> int:
+        """Tokens on the longest path of any tree."""
+        return max(drafter.max_depth for drafter in self.drafters)
+
+    def learn(self, verified: VerifiedTrees) -> None:
+        """Take note of what was accepted."""
+        for index, drafter in enumerate(self.drafters):
+            if drafter.calibration is not None:
+                drafter.calibration.learn_from(verified, index)
+
+    def forget(self) -> None:
+        """As if no request had been served yet."""
+        for drafter in self.drafters:
+            if drafter.calibration is not None:
+                drafter.calibration.forget()
+
+    def begin(self, req_idx: int) -> None:
+        """A request comes to `req_idx`; nothing learned of its last one holds."""
+        for drafter in self.drafters:
+            if drafter.calibration is not None:
+                drafter.calibration.begin(req_idx)
+
+    def advance(self, rows: CommittedTokens) -> None:
+        """The drafters take in what was committed; all of them, see above."""
+        for drafter in self.drafters:
+            drafter.advance(rows)
+
+    @abstractmethod
+    def combine(self, rows: CommittedTokens) -> Proposal:
+        """One tree per request; the drafters have advanced."""
+
+
+class SingleDrafter(DraftPolicy):
+    """A single drafter: its tree is the tree."""
+
+    def __init__(self, drafter: Drafter):
+        self.drafters = [drafter]
+
+    def combine(self, rows: CommittedTokens) -> Proposal:
+        tree = self.drafters[0].draft()
+        return Proposal(Combined.of(tree, drafter=1), (tree.size,), None, None)
+
+
+class RoutedDrafters(DraftPolicy):
+    """Both drafters draft, the surer one's tree is verified (routing paper, §5)."""
+
+    def __init__(self, drafters: list[Drafter], options: CombineConfig, device: torch.device):
+        self.drafters, self.how = drafters, options.confidence
+        self.always = torch.ones(1, dtype=torch.bool, device=device)
+
+    def combine(self, rows: CommittedTokens) -> Proposal:
+        first, second = (drafter.draft() for drafter in self.drafters)
+        return self.choose(first, second, self.always.expand(len(first.size)))
+
+    def choose(self, first: DraftTree, second: DraftTree, drafted: torch.Tensor) -> Proposal:
+        """The tree of the surer drafter; `drafted` [R] bool: the second drafter was asked at all.
+
+        Where it was not, its tree is empty.
+        """
+        combined, _, agreed = route(first, second, self.how)
+        return Proposal(combined, (first.size, second.size), drafted, agreed)
+
+
+class LazilyRoutedDrafters(RoutedDrafters):
+    """Differs from Route in that the second drafter drafts only where the first is not sure.
+
+    On a device whose memory is the host's, it drafts for just those requests. Elsewhere nobody
+    may wait for a device value: it drafts for all requests or for none, by what most of them
+    wanted in the last step whose answer has come back. There all explore in the same steps, or
+    those that do would be outvoted.
+
+    Args:
+        num_slots: request slots of the engine.
+    """
+
+    def __init__(
+        self, drafters: list[Drafter], options: CombineConfig, num_slots: int, device: torch.device
+    ):
+        super().__init__(drafters, options, device)
+        cost = options.second_head_cost
+        if cost is None:
+            cost = USUAL_COST.get(drafters[1].kind, 0.15)
+        self.gate = LazyGate(device, options.confidence, cost)
+        self.looks = device.type == "cpu"
+        self.most_want = torch.ones(1, dtype=torch.bool, pin_memory=not self.looks)
+        self.step = torch.zeros(1, dtype=torch.int64, device=device)
+        self.never = torch.zeros(1, dtype=torch.bool, device=device)
+        self.nothing = torch.zeros(1, dtype=torch.int32, device=device)
+        # By request slot, of the tree under verification.
+        self.sure = torch.zeros(num_slots, device=device)
+        self.both = torch.zeros(num_slots, dtype=torch.bool, device=device)
+
+    def learn(self, verified: VerifiedTrees) -> None:
+        super().learn(verified)
+        if self.sure.is_cuda:
+            learn_gate_triton(self.gate.state, self.sure, self.both, verified)
+        else:
+            req_idx = verified.req_idx
+            self.gate.learn(
+                self.sure[req_idx], self.both[req_idx], verified.accepted, verified.live
+            )
+
+    def combine(self, rows: CommittedTokens) -> Proposal:
+        first = self.drafters[0].draft()
+        return self._of_some(rows, first) if self.looks else self._of_all_or_none(rows, first)
+
+    def _of_some(self, rows: CommittedTokens, first: DraftTree) -> Proposal:
+        """The second drafter drafts for those that want it."""
+        sure, drafter = confidence(first, self.how), self.drafters[1]
+        wanted = self.gate.wants(sure, rows.position[rows.last])
+        self.sure[rows.req_idx], self.both[rows.req_idx] = sure, wanted
+        index = wanted.nonzero()[:, 0]  # a host tensor
+        if len(index) == len(wanted):
+            return self.choose(first, drafter.draft(), wanted)
+        second = DraftTree.empty(*first.token.shape, wanted.device)
+        if len(index):
+            second = second.put(index, drafter.draft(index))
+        return self.choose(first, second, wanted)
+
+    def _of_all_or_none(self, rows: CommittedTokens, first: DraftTree) -> Proposal:
+        """The second drafter drafts if most wanted it, when they were last heard of."""
+        asked = bool(self.most_want)  # a host tensor
+        self.most_want.copy_(self._most_of(rows.req_idx, first, asked), non_blocking=True)
+        count = len(first.size)
+        if asked:
+            return self.choose(first, self.drafters[1].draft(), self.always.expand(count))
+        never = self.never.expand(count)
+        sizes = first.size, self.nothing.expand(count)
+        return Proposal(Combined.of(first, drafter=1), sizes, never, never)
+
+    def _most_of(self, req_idx: torch.Tensor, first: DraftTree, asked: bool) -> torch.Tensor:
+        """[1] bool, whether most want the second drafter; keeps how sure the first one is."""
+        if self.sure.is_cuda:
+            return most_want_triton(
+                self.gate.state, first.logprob, first.size, self.how == "mean", self.step, asked,
+                req_idx, self.sure, self.both,
+            )  # fmt: skip
+        sure = confidence(first, self.how)
+        self.step += 1
+        self.sure[req_idx] = sure
+        self.both.index_fill_(0, req_idx, asked)
+        wanted = self.gate.wants(sure, self.step.expand(len(sure)))
+        return 2 * wanted.sum(0, keepdim=True) >= len(sure)
+
+
+class MergedDrafters(DraftPolicy):
+    """Both drafters draft, and the union of their trees is verified at once (merged-tree paper)."""
+
+    def __init__(
+        self, drafters: list[Drafter], options: CombineConfig, num_nodes: int, device: torch.device
+    ):
+        self.drafters, self.how, self.num_nodes = drafters, options.merge, num_nodes
+        self.always = torch.ones(1, dtype=torch.bool, device=device)
+
+    def combine(self, rows: CommittedTokens) -> Proposal:
+        return self.union(*(drafter.draft() for drafter in self.drafters))
+
+    def union(self, first: DraftTree, second: DraftTree) -> Proposal:
+        """Both trees in one; both drafters have drafted."""
+        combined, agreed = merge(first, second, self.how, self.num_nodes, self.max_depth)
+        both = self.always.expand(len(first.size))
+        return Proposal(combined, (first.size, second.size), both, agreed)

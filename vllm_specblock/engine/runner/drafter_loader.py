@@ -1,0 +1,116 @@
+"""Drafter loading, and registration of their layers in vLLM's cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from vllm.config import VllmConfig
+
+from vllm_specblock.drafters.baselines.falcon import FalconDrafter
+from vllm_specblock.drafters.baselines.medusa import MedusaDrafter
+from vllm_specblock.drafters.baselines.parallelspec import ParallelSpecDrafter
+from vllm_specblock.drafters.baselines.sps import SpSDrafter
+from vllm_specblock.drafters.common.post_load import process_after_loading
+from vllm_specblock.drafters.eagle3.drafter import Eagle3Drafter
+from vllm_specblock.drafters.interface import Drafter
+from vllm_specblock.drafters.ngram.drafter import NGramDrafter
+from vllm_specblock.drafters.specblock.drafter import SpecBlockDrafter
+from vllm_specblock.engine.attention.draft_attention_layer import DraftAttentionLayer
+from vllm_specblock.engine.config.resolved_config import ResolvedConfig, ResolvedDrafter, files_of
+
+DRAFTER_OF: dict[str, Callable[..., Drafter]] = {
+    drafter.kind: drafter
+    for drafter in (
+        SpecBlockDrafter,
+        Eagle3Drafter,
+        MedusaDrafter,
+        ParallelSpecDrafter,
+        FalconDrafter,
+        SpSDrafter,
+    )
+}
+"""Heads with weights, by kind; all are made of the same arguments."""
+
+
+def load_drafter(
+    resolved: ResolvedDrafter,
+    layers: tuple[int, ...],
+    embed: Callable[[torch.Tensor], torch.Tensor],
+    num_nodes: int,
+    lookahead_slots: int,
+    max_model_len: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Drafter:
+    """Load one drafter.
+
+    Args:
+        layers: the target's layers whose states a step hands out.
+        embed: [n] target token ids → [n, H], the target's own embedding.
+        num_nodes: nodes of each of its trees.
+        lookahead_slots: cache slots reserved after a request's root.
+        max_model_len: tokens of the longest request.
+    """
+    if resolved.kind == "ngram":
+        return NGramDrafter(resolved.options, num_nodes, max_model_len)
+    model = files_of(resolved.kind).load(resolved.folder, dtype=dtype, device=device).eval()
+    process_after_loading(model, resolved.options.quantization)
+    columns = tuple(layers.index(layer) for layer in resolved.layers)
+    return DRAFTER_OF[resolved.kind](
+        model, embed, resolved.options, num_nodes, max_model_len, lookahead_slots, columns
+    )
+
+
+def build_heads(
+    resolved: ResolvedConfig,
+    budgets: list[int],
+    embed: Callable[[torch.Tensor], torch.Tensor],
+    lookahead_slots: int,
+    max_model_len: int,
+    num_slots: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> list[Drafter]:
+    """Load all drafters of a plan.
+
+    Args:
+        budgets: nodes of each one's trees; what follows, see `load_drafter`.
+        num_slots: request slots of the engine.
+    """
+    drafters = [
+        load_drafter(
+            drafter,
+            resolved.layers,
+            embed,
+            num_nodes,
+            lookahead_slots,
+            max_model_len,
+            dtype,
+            device,
+        )
+        for drafter, num_nodes in zip(resolved.drafters, budgets)
+    ]
+    for drafter in drafters:
+        if drafter.calibration is not None:
+            drafter.calibration.make_room(num_slots)
+    return drafters
+
+
+def register_layers(vllm_config: VllmConfig, drafters: list[Drafter]) -> list[list[str]]:
+    """Give every layer of every drafter its place in vLLM's cache; returns their names per
+    drafter."""
+    # Numbered on from the target's layers, as vLLM's own drafters are.
+    number = vllm_config.model_config.get_num_layers(vllm_config.parallel_config)
+    names = []
+    for drafter in drafters:
+        of_drafter = []
+        for layer in drafter.cache_layers():
+            name = f"specblock.layers.{number}.attn"
+            DraftAttentionLayer(
+                vllm_config, name, layer.num_kv_heads, layer.head_dim, layer.entries_per_token
+            )
+            of_drafter.append(name)
+            number += 1
+        names.append(of_drafter)
+    return names

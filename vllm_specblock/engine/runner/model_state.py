@@ -1,0 +1,127 @@
+"""Model state of vLLM's runner: positions, tree mask, new requests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.core.sched.output import NewRequestData
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+
+from vllm_specblock.engine.attention.backend import TreeAttentionMetadataBuilder
+from vllm_specblock.engine.runner.sampler import TreeSampler
+from vllm_specblock.verify.tree_mask import BatchRows, TreeMask
+
+
+def _trees_in_front(batch: InputBatch) -> int | None:
+    """How many requests have drafts, if these come first, as the runner sorts them."""
+    if batch.num_draft_tokens_per_req is None:
+        return 0
+    has_drafts = batch.num_draft_tokens_per_req[: batch.num_reqs] > 0  # a host array
+    count = int(has_drafts.sum())  # a host array
+    return count if has_drafts[:count].all() else None
+
+
+class TreeModelState(DefaultModelState):
+    """DefaultModelState for targets whose drafts are trees.
+
+    Differs in three things. The model's positions follow a node's depth, while
+    `input_batch.positions`, and with it every cache slot, stays consecutive. Attention is
+    handed what each row sees. And drafts are judged by a TreeSampler.
+
+    `speculator` is set on a subclass per engine: vLLM builds this object from its class.
+    """
+
+    speculator: Any = None
+
+    def __init__(self, vllm_config, model, encoder_cache, device):
+        super().__init__(vllm_config, model, encoder_cache, device)
+        self.tree_states = self.speculator.tree_states
+        self.tree_mask = TreeMask(
+            self.max_num_tokens,
+            self.max_num_reqs,
+            self.tree_states.num_nodes,
+            device,
+            self.speculator.enable_adaptive_verification,
+        )
+
+    def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
+        super().add_request(req_index, new_req_data)
+        self.tree_states.reset(req_index)
+        self.speculator.note_request(req_index, new_req_data.sampling_params)
+        if self.speculator.recorder is not None:
+            self.speculator.recorder.begin(req_index, new_req_data)
+
+    def remove_request(self, req_id: str) -> None:
+        super().remove_request(req_id)
+        if self.speculator.recorder is not None:
+            self.speculator.recorder.end(req_id)
+
+    def initialize_kv_cache(self, kv_cache_config, block_tables) -> None:
+        super().initialize_kv_cache(kv_cache_config, block_tables)
+        self.speculator.bind_caches()
+
+    def prepare_attn(
+        self,
+        input_batch: InputBatch,
+        cudagraph_mode,
+        block_tables,
+        slot_mappings,
+        attn_groups,
+        *args,
+        **kwargs,
+    ) -> dict[str, Any]:
+        # Full graphs are captured of decode steps only, by dummy batches that have no drafts.
+        captured = kwargs.get("for_capture", False)
+        self._build_tree_mask(input_batch, all_trees=captured)
+        graph = captured or cudagraph_mode == CUDAGraphMode.FULL
+        self.tree_mask.num_trees = None if graph else _trees_in_front(input_batch)
+        for groups in attn_groups:
+            for group in groups:
+                builder = group.get_metadata_builder(0)
+                if isinstance(builder, TreeAttentionMetadataBuilder):
+                    builder.tree_mask = self.tree_mask
+        return super().prepare_attn(
+            input_batch, cudagraph_mode, block_tables, slot_mappings, attn_groups, *args, **kwargs
+        )
+
+    def _build_tree_mask(self, batch: InputBatch, all_trees: bool) -> None:
+        """Fill visibility and positions for this batch.
+
+        all_trees: every row of the batches that it stands for is a root or a node.
+        """
+        self.tree_mask.all_trees = all_trees or len(batch.logits_indices) == batch.num_tokens
+        rows = BatchRows(
+            batch.positions,
+            batch.query_start_loc,
+            batch.seq_lens,
+            batch.idx_mapping,
+            batch.cu_num_logits,
+            batch.logits_indices,
+            batch.expanded_idx_mapping,
+            batch.expanded_local_pos,
+        )
+        self.tree_mask.fill(rows, self.tree_states.depth, self.tree_states.ancestors)
+
+    def prepare_inputs(self, input_batch: InputBatch, req_states) -> dict[str, Any]:
+        positions = self.tree_mask.position[: input_batch.num_tokens_after_padding]
+        return {**super().prepare_inputs(input_batch, req_states), "positions": positions}
+
+    def prepare_dummy_inputs(self, num_reqs: int, num_tokens: int) -> dict[str, Any]:
+        inputs = super().prepare_dummy_inputs(num_reqs, num_tokens)
+        return {**inputs, "positions": self.tree_mask.position[:num_tokens]}
+
+    def custom_sampler(self, sampler) -> tuple[Any, Any]:
+        # Beyond vLLM's own three there are the user's, and those may look at anything.
+        self.speculator.chains.everyone = len(sampler.logits_processors) > 3
+        combine = self.speculator.resolved.combine
+        if combine is not None and (combine.head_policy, combine.merge) == ("merge", "disjoint"):
+            # Two nodes may be of equal text, and have to draw the same. FlashInfer's sampler
+            # draws for every row apart.
+            sampler.use_flashinfer = False
+        spec_config = self.vllm_config.speculative_config
+        adaptive = self.speculator.enable_adaptive_verification
+        return sampler, TreeSampler(
+            sampler, spec_config, self.device, self.tree_states, self.tree_mask, adaptive
+        )

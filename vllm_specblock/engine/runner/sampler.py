@@ -1,0 +1,122 @@
+"""Tree sampler: vLLM's sampler at every node, then the accepted path."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
+
+from vllm_specblock.engine.runner.tree_states import TreeStates
+from vllm_specblock.verify.accept_path import DrawnRows, accept_path_rows
+from vllm_specblock.verify.tree_mask import TreeMask
+
+
+class TreeSampler(RejectionSampler):
+    """RejectionSampler for draft trees.
+
+    Differs in `_verify`. The parent compares drafts with the target one position after the
+    other; here the very function that plain decoding calls (`Sampler.sample`) draws a token at
+    every node, with the noise of the node's depth, and the walk follows the draws. The parent
+    keeps what is around it: chunks of at most 1 GiB of logits, log-probabilities, NaN counts.
+    """
+
+    def __init__(
+        self,
+        sampler,
+        spec_config,
+        device: torch.device,
+        tree_states: TreeStates,
+        tree_mask: TreeMask,
+        adaptive: bool,
+    ):
+        super().__init__(sampler, spec_config, device)
+        self.tree_states, self.tree_mask = tree_states, tree_mask
+        self.enable_adaptive_verification = adaptive
+
+    def _verify_in_chunks(self, logits, input_batch, draft_logits, draft_sampled, pos, *rest):
+        # Noise is keyed by (seed, position): a node's is the position that its token would
+        # take in plain decoding, which goes by depth. It was found for the target's forward.
+        pos = self.tree_mask.node_position[: len(pos)]
+        return super()._verify_in_chunks(
+            logits, input_batch, draft_logits, draft_sampled, pos, *rest
+        )
+
+    def _verify(
+        self,
+        logits,  # [rows, V], row = node of a request, one request after the other
+        draft_logits,
+        draft_sampled,  # [rows], the node's token; -1 where it is a placeholder
+        pos,  # [rows], position by depth
+        cu_num_logits,  # [R + 1]
+        idx_mapping,  # [R], request slot
+        idx_mapping_np,
+        expanded_idx_mapping,  # [rows], request slot
+        expanded_local_pos,  # [rows], node
+        seq_lens_upper_bound_np,
+        verify_draft_sampled,  # [rows], as draft_sampled; -1 where a grammar forbids it
+    ):
+        tree_states = self.tree_states
+        with self._drawing(verify_draft_sampled, cu_num_logits, idx_mapping):
+            drawn, processed = self.sampler.sample(
+                logits,
+                expanded_idx_mapping,
+                idx_mapping,
+                idx_mapping_np,
+                pos,
+                draft_sampled,
+                expanded_local_pos,
+                seq_lens_upper_bound_np,
+                return_logprobs=True,
+            )
+        rows = DrawnRows(verify_draft_sampled, drawn, cu_num_logits, idx_mapping)
+        trees = (
+            tree_states.parent,
+            tree_states.depth,
+            tree_states.ancestors,
+            tree_states.path,
+            tree_states.accepted,
+        )
+        if tree_states.synthetic_acceptance is None:
+            output, num_sampled = accept_path_rows(rows, *trees)
+        else:
+            seed = self.sampler.sampling_states.seeds.gpu
+            output, num_sampled = tree_states.synthetic_acceptance.accept_path_rows(
+                rows, seed, pos, *trees
+            )
+
+        wants_rows = self.sampler.return_sampling_mask or (
+            self.sampler.sampling_states.max_num_logprobs(idx_mapping_np) != NO_LOGPROBS
+        )
+        if wants_rows:
+            # vLLM reports on rows cu[r] + j for the j-th token: bring the path there.
+            order = self._path_order(cu_num_logits, idx_mapping, logits.shape[0])
+            logits.copy_(logits[order])
+            if processed is not logits:
+                processed = processed[order]
+        return processed, output, num_sampled
+
+    def _drawing(self, token, first_row, slot) -> AbstractContextManager[None]:
+        """Where the host draws, one row after the other, those off the path are left out."""
+        if token.device.type != "cpu" or self.tree_states.synthetic_acceptance is not None:
+            return nullcontext()
+        from vllm_specblock.engine.cpu.gumbel import drawn_along
+
+        return drawn_along(token, first_row, slot, self.tree_states.parent)
+
+    def _path_order(self, cu_num_logits, idx_mapping, num_rows: int) -> torch.Tensor:
+        """Row to read for every row to write, [num_rows] int64.
+
+        Position j of the path (node `path[j]`) goes to row `first + j`; since only rows of
+        the path are read afterwards, what stands elsewhere does not matter.
+        """
+        first = cu_num_logits[:-1, None].long()  # [R, 1]
+        path, accepted = self.tree_states.path[idx_mapping], self.tree_states.accepted[idx_mapping]
+        place = torch.arange(path.shape[1], device=path.device)
+        on_path = place <= accepted[:, None]
+        # Beyond the path a position rewrites the root with itself.
+        to = first + torch.where(on_path, place, 0)
+        order = torch.arange(num_rows, device=path.device)
+        order[to] = first + torch.where(on_path, path, 0)
+        return order

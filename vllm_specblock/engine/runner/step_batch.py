@@ -1,0 +1,147 @@
+"""Index arithmetic of a step's batch: what is committed, and where it goes."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.worker.gpu.input_batch import InputBatch
+
+from vllm_specblock.commit.accepted_paths import read_accepted
+from vllm_specblock.commit.committed_tokens import committed_tokens
+from vllm_specblock.commit.move import move_path
+from vllm_specblock.drafters.interface import CommittedTokens
+from vllm_specblock.engine.runner.tree_states import TreeStates
+from vllm_specblock.feedback.verified_trees import VerifiedTrees
+from vllm_specblock.triton_kernels.kv_cache.commit import KVCacheSet
+
+_FEW, _ROUND = 16, 8
+
+
+def rounding(rows: int, room: np.ndarray) -> np.ndarray:
+    """Rows to add so that few numbers of rows occur: every new one has a processor's products
+    prepared anew, which takes longer than themselves.
+
+    Args:
+        rows: of a step; up to 16 stay as they are.
+        room: [R] integers, rows that may be added to each request.
+
+    Returns:
+        [R], by which the rows come to a multiple of 8 where there is room for it.
+    """
+    wanted = -rows % _ROUND if rows > _FEW else 0
+    before = np.cumsum(room) - room
+    return np.clip(wanted - before, 0, room)
+
+
+class StepBatch:
+    """Index arithmetic over one batch of the target.
+
+    A request's rows in the batch are `base` rows up to and including the root, then its
+    nodes. Committed are the base rows and, of the nodes, the accepted path. How many those
+    are is known on the device only, so with `pad` a request that had drafts gets D rows for
+    its path (D: the deepest a path can be), the unused ones marked as padding, and every
+    shape follows from what was scheduled. Without, it gets as many as it needs: for devices
+    whose memory is the host's, where looking costs nothing and rows do. Only their sum is rounded
+    up, see `rounding`.
+    """
+
+    def __init__(self, batch: InputBatch, tree_states: TreeStates, pad: bool):
+        self.batch, self.tree_states = batch, tree_states
+        num_reqs, device = batch.num_reqs, batch.idx_mapping.device
+        drafts = batch.num_draft_tokens_per_req
+        if drafts is None:
+            drafts = np.zeros(num_reqs, dtype=np.int32)
+        self.has_drafts = batch.num_draft_tokens > 0
+        base = batch.num_scheduled_tokens[:num_reqs] - drafts
+
+        def put(array: np.ndarray, dtype: type = np.int64) -> torch.Tensor:
+            return async_tensor_h2d(array.astype(dtype), device=device)
+
+        self.base = put(base)
+        prompt_done = batch.num_computed_prefill_tokens_np + batch.num_scheduled_tokens[:num_reqs]
+        self.goes_on = put(prompt_done >= batch.prefill_len_np).bool()  # [R], has a root
+        self.read_accepted(batch.idx_mapping)
+        drafted = drafts > 0
+        if pad:
+            counts = base + np.where(drafted, tree_states.max_depth, 0)
+        else:
+            accepted = self.accepted.numpy()  # a host tensor
+            counts = base + np.where(drafted, accepted, 0)
+            room = np.where(drafted, tree_states.max_depth - accepted, 0)
+            counts += rounding(int(counts.sum()), room)  # a host array
+        self.row_start_host = [0, *np.cumsum(counts).tolist()]  # a host array
+        request = np.repeat(np.arange(num_reqs), counts)
+        local = np.arange(len(request)) - np.repeat(self.row_start_host[:-1], counts)
+
+        self.request, self.local = put(request), put(local)
+        self.row_start = put(np.array(self.row_start_host), np.int32)
+
+    def read_accepted(self, slot: torch.Tensor) -> None:
+        """Take in what waits for the requests; `kv_slot` [R] int64. Without a root: no drafts."""
+        self.path, self.accepted, self.query_start, self.drafts = read_accepted(
+            slot, self.goes_on, self.batch.query_start_loc[: len(slot) + 1], self.base,
+            self.tree_states.path, self.tree_states.accepted,
+        )  # fmt: skip
+
+    def verified(self, temperature: torch.Tensor) -> VerifiedTrees:
+        """What became of the trees; `temperature` [slots] fp32."""
+        return VerifiedTrees(
+            self.batch.idx_mapping,
+            self.drafts,
+            self.accepted,
+            self.path,
+            self.tree_states.score,
+            self.tree_states.origin,
+            temperature,
+        )
+
+    def move(self, kv_caches: KVCacheSet, slot_mapping: torch.Tensor) -> None:
+        """Bring the accepted paths together in the target's caches; slot_mapping [batch rows]."""
+        move_path(
+            kv_caches, slot_mapping, self.query_start, self.base, self.path, self.accepted,
+            self.batch.num_tokens,
+        )  # fmt: skip
+
+    def committed(
+        self,
+        slot_mapping: torch.Tensor,
+        hidden_states: list[torch.Tensor],
+        all_token_ids: torch.Tensor,
+        block_table: torch.Tensor,
+        block_size: int,
+        temperature: torch.Tensor,
+    ) -> CommittedTokens:
+        """The rows a drafter advances on.
+
+        Args:
+            slot_mapping: [batch rows] int64.
+            hidden_states: per layer [batch rows, Ht].
+            all_token_ids: [slots, max_model_len] int32, this step's tokens included.
+            block_table: [R, max blocks] int32.
+            block_size: tokens per block.
+            temperature: [slots] fp32.
+        """
+        batch = self.batch
+        source, token, position, slot, last, req_temperature = committed_tokens(
+            self.request, self.local, self.row_start, self.query_start, self.base, self.path,
+            self.accepted, batch.num_tokens, batch.positions, slot_mapping,
+            batch.idx_mapping, all_token_ids, temperature,
+        )  # fmt: skip
+        bound = batch.seq_lens_cpu_upper_bound[: batch.num_reqs]
+        return CommittedTokens(
+            states=tuple(hidden_states),
+            source=source,
+            token=token,
+            position=position,
+            kv_slot=slot,
+            row_start=self.row_start,
+            row_start_host=self.row_start_host,
+            last=last,
+            block_table=block_table,
+            block_size=block_size,
+            max_position=int(bound.max()) - 1,  # a host tensor
+            text=all_token_ids,
+            req_idx=batch.idx_mapping.long(),
+            temperature=req_temperature,
+        )

@@ -1,0 +1,90 @@
+"""Per-request tree states: the trees under verification.
+
+vLLM carries only the nodes' tokens from a proposal to its verification. Everything else about
+a tree waits here, in tensors that are allocated once: CUDA graphs capture their addresses, and
+nothing is read on the host.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from vllm_specblock.combine.combined import Combined
+from vllm_specblock.tree import ancestor_words, words_for
+from vllm_specblock.triton_kernels.optional_numba import takes
+from vllm_specblock.triton_kernels.tree.store_tree import store_tree_triton
+from vllm_specblock.triton_kernels.tree.store_tree_numba import store_tree_numba
+from vllm_specblock.verify.synthetic_acceptance import SyntheticAcceptance
+
+
+class TreeStates:
+    """Topology and verdict of every request slot of the engine.
+
+    Attributes (S slots, N nodes, W ancestor words, D the deepest path):
+        parent: [S, N] int32, as in DraftTree.
+        depth: [S, N+1] int64; column 0 is the root, 0.
+        ancestors: [S, N+1, W] int64, as in DraftTree.
+        path: [S, D+1] int64, node at each position of the accepted path; column 0 is the root.
+        accepted: [S] int32, draft nodes on that path.
+        origin: [S, N] uint8, the drafters that drafted each node, see `combine.Combined`; 0: no
+            draft of ours.
+        score: [S, N] fp32, cumulative draft log-scores of the nodes; −inf: no draft of ours.
+        synthetic_acceptance: what accepts in the target's place, in benchmarks; else None.
+    """
+
+    synthetic_acceptance: SyntheticAcceptance | None = None
+
+    def __init__(self, num_slots: int, num_nodes: int, max_depth: int, device: torch.device):
+        self.num_nodes, self.max_depth = num_nodes, max_depth
+        self._chain_parent = torch.arange(num_nodes, dtype=torch.int32, device=device)
+        self._chain_depth = torch.arange(num_nodes + 1, device=device)
+        self._chain_ancestors = ancestor_words(self._chain_parent[None])[0]
+        shape = (num_slots, num_nodes)
+        self.parent = torch.empty(shape, dtype=torch.int32, device=device)
+        self.depth = torch.empty(num_slots, num_nodes + 1, dtype=torch.int64, device=device)
+        self.ancestors = torch.empty(
+            num_slots, num_nodes + 1, words_for(num_nodes), dtype=torch.int64, device=device
+        )
+        self.path = torch.zeros(num_slots, max_depth + 1, dtype=torch.int64, device=device)
+        self.accepted = torch.zeros(num_slots, dtype=torch.int32, device=device)
+        self.origin = torch.zeros(shape, dtype=torch.uint8, device=device)
+        self.score = torch.empty(shape, device=device)
+        self.reset(slice(None))
+
+    def reset(self, req_idx: int | slice) -> None:
+        """Forget the slot's last owner.
+
+        A chain is what vLLM itself would verify. It stands for drafts that are not ours:
+        placeholders of the scheduler, dummy batches, graph capture.
+        """
+        self.parent[req_idx] = self._chain_parent
+        self.depth[req_idx] = self._chain_depth
+        self.ancestors[req_idx] = self._chain_ancestors
+        self.accepted[req_idx].fill_(0)
+        self.origin[req_idx] = 0
+        self.score[req_idx] = float("-inf")
+        if self.synthetic_acceptance is not None:
+            self.synthetic_acceptance.forget(req_idx)
+
+    def store(self, req_idx: torch.Tensor, combined: Combined) -> None:
+        """Keep the trees that were just proposed; `req_idx` [R] int64.
+
+        They have no verdict yet. Nor will they get one if their drafts are not scheduled, and
+        then nothing of them must be committed.
+        """
+        tree = combined.tree
+        if self.parent.is_cuda or takes(self.parent):
+            op = store_tree_triton if self.parent.is_cuda else store_tree_numba
+            op(
+                req_idx, tree.parent, tree.depth, tree.ancestors, tree.logprob, combined.origin,
+                self.parent, self.depth, self.ancestors, self.score, self.origin, self.accepted,
+            )  # fmt: skip
+        else:
+            self.parent[req_idx] = tree.parent
+            self.depth[req_idx, 1:] = tree.depth.long()
+            self.ancestors[req_idx] = tree.ancestors
+            self.accepted.index_fill_(0, req_idx, 0)
+            self.origin[req_idx] = combined.origin
+            self.score[req_idx] = tree.logprob
+        if self.synthetic_acceptance is not None:
+            self.synthetic_acceptance.note(req_idx, tree)

@@ -1,0 +1,65 @@
+"""Kernel warm-up for requests of all lengths.
+
+vLLM's own warm-up requests are short, and its dummy batches attend to nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+from vllm.config import VllmConfig
+
+from vllm_specblock.commit.move import move_path
+from vllm_specblock.drafters.interface import Drafter
+from vllm_specblock.tree import words_for
+from vllm_specblock.triton_kernels.kv_cache.commit import KVCacheSet
+from vllm_specblock.triton_kernels.warm_up import compile_attention
+
+
+def compile_kernels(
+    config: VllmConfig,
+    target_layers: list[str],
+    drafters: list[Drafter],
+    num_nodes: int,
+    block_table: torch.Tensor,
+    caches: KVCacheSet,
+) -> None:
+    """Launch every attention kernel of target and drafters once, unless vLLM is told not to warm
+    up.
+
+    Args:
+        target_layers: names of the target's attention layers, whose caches are there.
+        num_nodes: N.
+        block_table: [most requests, max blocks] int32, the one that batches are attended with.
+        caches: of the target.
+    """
+    if not config.kernel_config.enable_jit_warmup:
+        return
+    rows, length = config.scheduler_config.max_num_batched_tokens, config.model_config.max_model_len
+    context, seen = config.compilation_config.static_forward_context, set()
+    for name in target_layers:
+        layer = context[name]
+        impl = layer.impl
+        form = (impl.num_heads, impl.num_kv_heads, impl.head_size, impl.window, impl.soft_cap)
+        if form in seen:
+            continue
+        seen.add(form)
+        cache, scales = layer.kv_cache, {}
+        if impl.fp8:
+            cache = cache.view(torch.float8_e4m3fn)
+            scales = {"key_scale": layer._k_scale, "value_scale": layer._v_scale}
+        query = torch.empty(
+            1,
+            impl.num_heads,
+            impl.head_size,
+            dtype=config.model_config.dtype,
+            device=cache.device,
+        )
+        compile_attention(
+            query, cache, block_table, words_for(num_nodes), rows, length,
+            window=impl.window, soft_cap=impl.soft_cap, packing=impl.packing(cache), **scales,
+        )  # fmt: skip
+    for drafter in drafters:
+        drafter.warm_up(block_table, rows)
+    if block_table.device.type == "cpu":
+        none, one = torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64)
+        move_path(caches, -one, none, one, torch.zeros(1, 2, dtype=torch.int64), none.int(), 1)

@@ -1,0 +1,1 @@
+"""Online estimators: everything that learns from verification results."""

@@ -1,0 +1,182 @@
+"""Online acceptance estimator: survival probability of a node by its draft score.
+
+A node's score is what the drafter says of it: exp(logprob) is its probability to be on the
+accepted path if the drafter were the target. Drafters are wrong in a way that depends on how sure
+they are and on whether the target samples. So verdicts are counted by score, and a node is worth
+how often nodes of its score were reached. The sum over a tree's nodes is then the number of tokens
+that it can be expected to have accepted: what a verify budget is to be weighed with.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from vllm_specblock.combine.combined import Combined
+from vllm_specblock.feedback.verified_trees import VerifiedTrees
+from vllm_specblock.tree import DraftTree
+from vllm_specblock.triton_kernels.feedback.update_acceptance import update_acceptance_triton
+from vllm_specblock.triton_kernels.feedback.update_acceptance_numba import update_acceptance_numba
+from vllm_specblock.triton_kernels.feedback.write_survival import write_survival_triton
+from vllm_specblock.triton_kernels.feedback.write_survival_numba import node_steps_numba
+from vllm_specblock.triton_kernels.optional_numba import takes
+
+BINS_PER_NAT, NUM_BINS = 4, 32
+"""Scores of a quarter nat are counted together, those below −8 nats, too."""
+
+KINDS = 2
+"""See `kinds`."""
+
+PRIOR = 4.0
+"""Before anything was seen, every bin counts so many nodes, reached as their scores say."""
+
+
+class AcceptanceEstimator:
+    """Learns, on the device and without reading it, how often nodes of a score are reached.
+
+    All shapes are fixed, and the state is changed in place.
+
+    Attributes (each [2, 32] fp32, by kind and bin, older steps counting less):
+        judged: nodes that the target ran on.
+        reached: how many of those were on the accepted path.
+        believed: [32] fp32 instead, what a bin's scores say themselves.
+
+    Args:
+        device: where all of it lies.
+        decay: what a step counts one step later. The default forgets half in 140 steps.
+    """
+
+    def __init__(self, device: torch.device | str, decay: float = 0.995) -> None:
+        self.decay = decay
+        self.judged = torch.zeros(KINDS, NUM_BINS, device=device)
+        self.reached = torch.zeros(KINDS, NUM_BINS, device=device)
+        bins = torch.arange(NUM_BINS, device=device)
+        self.believed = (-(bins + 0.5) / BINS_PER_NAT).exp()
+        self._later = bins[:, None] <= bins  # [j, k]: bin k is j or a less sure one
+
+    def forget(self) -> None:
+        """As if nothing had been seen."""
+        self.judged.zero_()
+        self.reached.zero_()
+
+    def learn_from(self, verified: VerifiedTrees) -> None:
+        """Take note of the verdicts on a step's trees."""
+        if self.judged.is_cuda or takes(self.judged):
+            op = update_acceptance_triton if self.judged.is_cuda else update_acceptance_numba
+            return op(self.judged, self.reached, verified, BINS_PER_NAT, self.decay)
+        kind = kinds(verified.temperature)
+        self.learn(kind, verified.logprob, verified.reached, verified.judged)
+
+    def learn(
+        self, kind: torch.Tensor, logprob: torch.Tensor, reached: torch.Tensor, judged: torch.Tensor
+    ) -> None:
+        """Count what became of trees.
+
+        Args:
+            kind: [R] int64, see `KINDS`.
+            logprob: [R, N] fp32, cumulative draft log-scores in nats, −inf where there is no node.
+            reached: [R, N] bool, nodes on the accepted path.
+            judged: [R, N] bool, nodes that the target ran on. Which those are may depend on
+                scores, not on the target: nodes that were cut are not counted as missed.
+        """
+        counts = judged & logprob.isfinite()
+        cell = (kind[:, None] * NUM_BINS + _place(logprob).long()).flatten()
+        keep = torch.where(counts.any(), self.decay, 1.0)
+        for total, values in (self.judged, counts), (self.reached, reached & counts):
+            total.mul_(keep).view(-1).index_add_(0, cell, values.float().flatten())
+
+    def rates(self) -> torch.Tensor:
+        """How often nodes of each bin are reached, [2, 32] fp32, falling with the score.
+
+        Where the counts do not fall, neighbouring bins are taken together (isotonic regression,
+        by its min-max formula): the expected number of tokens stays what was counted. Cutting
+        peaks off would lose the tokens of a chain that scores less than its siblings.
+        """
+        count = torch.nn.functional.pad((self.judged + PRIOR).cumsum(1), (1, 0))
+        found = self.reached + PRIOR * self.believed
+        found = torch.nn.functional.pad(found.cumsum(1), (1, 0))
+        # [2, j, k]: the mean over bins j … k.
+        mean = (found[:, None, 1:] - found[:, :-1, None]) / (
+            count[:, None, 1:] - count[:, :-1, None]
+        )
+        mean = torch.where(self._later, mean, float("-inf"))
+        best_from = mean.flip(2).cummax(dim=2).values.flip(2)  # [2, j, i]: over all k ≥ i
+        return torch.where(self._later, best_from, float("inf")).amin(1)
+
+    def survival(self, kind: torch.Tensor, logprob: torch.Tensor) -> torch.Tensor:
+        """The probability that each node is on the accepted path.
+
+        It never rises from one node to the next, as scores do not: the first n nodes are always
+        the n likeliest.
+
+        Args:
+            kind: [R] int64.
+            logprob: [R, N] fp32, descending.
+
+        Returns:
+            [R, N] fp32; 0 where there is no node.
+        """
+        place = (_place(logprob) - 0.5).clamp(0, NUM_BINS - 1)  # between the bins' middles
+        below = place.long()
+        above = (below + 1).clamp(max=NUM_BINS - 1)
+        rates, kind = self.rates(), kind[:, None]
+        likely = torch.lerp(rates[kind, below], rates[kind, above], place - below)
+        return torch.where(logprob.isfinite(), likely.cummin(dim=1).values, 0.0)
+
+    def steps(self, kind: torch.Tensor, logprob: torch.Tensor) -> torch.Tensor:
+        """`survival` as a chain would have it: node i given that node i − 1 is there, [R, N] fp32.
+
+        Their running product is `survival`. That is the form in which engines that verify chains
+        take what they call confidences.
+        """
+        survival = self.survival(kind, logprob)
+        before = torch.nn.functional.pad(survival[:, :-1], (1, 0), value=1.0)
+        return torch.where(before > 0, survival / before, 0.0)
+
+    def write_survival(
+        self,
+        combined: Combined,
+        temperature: torch.Tensor,
+        req_idx: torch.Tensor,
+        paused: torch.Tensor,
+        steps: torch.Tensor,
+    ) -> Combined:
+        """Say what new trees' nodes are worth, and drop the trees of those that are paused.
+
+        Args:
+            combined: the new trees.
+            temperature: [R] fp32.
+            req_idx: [R] integers.
+            paused: [S] bool, by slot.
+            steps: [≥ R, N] fp32, written to in its first R rows, see the method of this name.
+
+        Returns:
+            The trees, empty for paused requests.
+        """
+        if self.judged.is_cuda:
+            *tree, origin = write_survival_triton(
+                req_idx, paused, temperature, self.judged, self.reached, self.believed, PRIOR,
+                BINS_PER_NAT, steps, origin=combined.origin, **vars(combined.tree),
+            )  # fmt: skip
+            return Combined(DraftTree(*tree), origin)
+        if takes(self.judged):
+            paused = paused.index_select(0, req_idx)
+            if paused.any():  # a host tensor
+                combined = combined.empty_where(paused)
+            node_steps_numba(
+                temperature, self.judged, self.reached, self.believed, PRIOR, BINS_PER_NAT,
+                combined.tree.logprob, steps,
+            )  # fmt: skip
+            return combined
+        combined = combined.empty_where(paused[req_idx])
+        steps[: len(req_idx)] = self.steps(kinds(temperature), combined.tree.logprob)
+        return combined
+
+
+def kinds(temperature: torch.Tensor) -> torch.Tensor:
+    """[R] fp32 → [R] int64: 0 for requests at temperature 0, 1 for those that sample."""
+    return (temperature > 0).long()
+
+
+def _place(logprob: torch.Tensor) -> torch.Tensor:
+    """[...] fp32 → [...] fp32 in 0 … 32, in bins: 0 is the surest."""
+    return (-BINS_PER_NAT * logprob).clamp(0, NUM_BINS - 1e-3)

@@ -1,0 +1,152 @@
+"""Online calibration of draft scores (temperature scaling).
+
+A tree is grown and cut by the probability that the target comes by a node. A drafter's own
+probabilities are not that: it is trained on the target's whole distribution, but a greedy target
+takes the likeliest token every time, and one at a low temperature nearly so. With scores that are
+too flat a tree spends its nodes on siblings, with scores that are too sharp on a chain that ends
+early. So a drafter's logits are multiplied by an exponent β before they become scores, the inverse
+of what calibration calls a temperature.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from vllm_specblock.feedback.verified_trees import VerifiedTrees
+from vllm_specblock.triton_kernels.feedback.calibrate_drafts import (
+    calibration_triton,
+    update_calibration_triton,
+)
+from vllm_specblock.triton_kernels.feedback.calibrate_drafts_numba import (
+    calibration_numba,
+    update_calibration_numba,
+)
+from vllm_specblock.triton_kernels.optional_numba import takes
+
+GREEDY, SAMPLING = 1.5, 1.0
+"""Where β starts: for requests at temperature 0, and times the temperature for the others."""
+
+RANGE = (0.25, 4.0)
+"""β, or β times the temperature, stays within."""
+
+PRIOR, MEMORY = 20.0, 500.0
+"""The first trees count as if there had been so many before, later ones as one in so many."""
+
+OWN_PRIOR, OWN_MEMORY = 10.0, 50.0
+"""The same for what is learned of one request."""
+
+OWN_RANGE = 4.0
+"""A request's β is at most so many times that of all requests, and no less than its inverse."""
+
+
+class DraftCalibration:
+    """β of one drafter, for every request by its sampling temperature.
+
+    A target at temperature t samples its distribution to the power of 1/t, so β is c/t, and
+    never more than a greedy target's: from some t on it is the drafter's own doubt that decides.
+    Both c and the greedy target's β are learned, so that a tree's scores add up to the number of
+    tokens that it has accepted: the steps of stochastic approximation on log β, each tree's error
+    in tokens over the tokens that it was expected to yield. Nothing of this depends on what the
+    target is about to choose, and the output does not depend on β.
+
+    The same errors teach each request a factor of its own, which begins at 1. For one drafter alone
+    it changes little. But where two are compared by their scores, one that was right to be sure of
+    the texts before must not be believed on a text of which it knows nothing.
+
+    All shapes are fixed, the state is changed in place, and no value is read on the host.
+
+    Attributes:
+        log: [2] fp32, log β at temperature 0, log c.
+        trees: [2] fp32, trees that each was learned from, `MEMORY` at most.
+        own: [S] fp32, log of the factor of the request in each of S slots.
+        own_trees: [S] fp32, trees that it was learned from, `OWN_MEMORY` at most.
+
+    Args:
+        device: where all of it lies.
+        num_slots: S; 0: requests are not told apart.
+    """
+
+    def __init__(self, device: torch.device | str, num_slots: int = 0) -> None:
+        self._start = torch.tensor([GREEDY, SAMPLING], device=device).log()
+        self._limits = math.log(RANGE[0]), math.log(RANGE[1])
+        self.log = self._start.clone()
+        self.trees = torch.zeros(2, device=device)
+        self.make_room(num_slots)
+
+    def make_room(self, num_slots: int) -> None:
+        """Have S request slots, of nobody yet."""
+        self.own = torch.zeros(num_slots, device=self.log.device)
+        self.own_trees = torch.zeros_like(self.own)
+
+    def forget(self) -> None:
+        """As if nothing had been seen."""
+        self.log.copy_(self._start)
+        for state in (self.trees, self.own, self.own_trees):
+            state.zero_()
+
+    def begin(self, req_idx: int) -> None:
+        """Another request comes to `req_idx`."""
+        for state in (self.own, self.own_trees):
+            state[req_idx : req_idx + 1].zero_()
+
+    def of(self, temperature: torch.Tensor, req_idx: torch.Tensor | None = None) -> torch.Tensor:
+        """β of requests, [R] fp32.
+
+        Args:
+            temperature: [R] fp32, at which they sample; 0: greedy.
+            req_idx: [R] integers, where they are; None: of requests that nothing is known of.
+        """
+        if not len(self.own):
+            req_idx = None
+        if self.log.is_cuda:
+            return calibration_triton(self.log, temperature, self.own, req_idx)
+        if takes(self.log):
+            return calibration_numba(self.log, temperature, self.own, req_idx)
+        greedy, sampling = self.log.exp().unbind()
+        usual = torch.minimum(greedy, sampling / temperature)  # infinite at temperature 0
+        return usual if req_idx is None else usual * self.own[req_idx].exp()
+
+    def learn_from(self, verified: VerifiedTrees, drafter: int) -> None:
+        """Take note of the verdicts on a step's trees, by the nodes of a drafter (0 or 1)."""
+        if self.log.is_cuda:
+            launch = update_calibration_triton
+        elif takes(self.log):
+            launch = update_calibration_numba
+        else:
+            return self.learn(verified.temperature, *verified.of_drafter(drafter), verified.req_idx)
+        launch(
+            self.log, self.trees, drafter, verified, self._limits, PRIOR, MEMORY, self.own,
+            self.own_trees, OWN_RANGE, OWN_PRIOR, OWN_MEMORY,
+        )  # fmt: skip
+
+    def learn(
+        self,
+        temperature: torch.Tensor,
+        expected: torch.Tensor,
+        accepted: torch.Tensor,
+        live: torch.Tensor,
+        req_idx: torch.Tensor | None = None,
+    ) -> None:
+        """Take note of verified trees.
+
+        Args (each [R]):
+            temperature: fp32.
+            expected: fp32, the sum of exp(logprob) over the nodes that the target ran on.
+            accepted: integers, how many of these nodes were accepted.
+            live: bool; the others are left out, whatever they hold.
+            req_idx: integers, whose trees they are; None: nobody's, only all requests learn.
+        """
+        greedy, sampling = self.log.exp().unbind()
+        is_greedy = greedy * temperature <= sampling  # it is `greedy` that `of` gives
+        decides = torch.stack([is_greedy, ~is_greedy], 1) & live[:, None]
+        error = torch.where(live, (accepted - expected) / (1 + expected), 0)
+        pull = (error[:, None] * decides).sum(0)
+        self.trees.add_(decides.sum(0)).clamp_(max=MEMORY)
+        self.log.add_(pull / (PRIOR + self.trees)).clamp_(*self._limits)
+        if req_idx is not None and len(self.own):
+            most = math.log(OWN_RANGE)
+            count = (self.own_trees[req_idx] + live).clamp(max=OWN_MEMORY)
+            own = self.own[req_idx] + error / (OWN_PRIOR + count)
+            self.own_trees[req_idx], self.own[req_idx] = count, own.clamp(-most, most)

@@ -1,0 +1,115 @@
+"""Measured throughput of decode steps with and without drafts, by how many requests decode.
+
+Batches that sample count apart from greedy ones: a sampled text is followed less far.
+
+A model of what steps take is off by more than a draft wins where there is little to win: on a
+busy processor a step's time is not its rows' alone. So both ways are timed, and the quicker one is
+taken. Where drafts clearly pay, nobody asks; elsewhere one step in `EVERY` goes without them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from statistics import median
+
+CLEAR = 1.25
+"""Where drafting is so many times as quick as plain decoding, that is not timed again."""
+
+EVERY = 48
+"""Steps after which it is, elsewhere."""
+
+_LAST_DRAFTING, _LAST_PLAIN = 15, 7
+"""Of so many steps the median time counts: a pause of the machine is no time of ours."""
+
+_ENOUGH, _ENOUGH_AGAIN = 8, 4
+"""Steps with drafts before they say something: the first ones also prepare what they compute
+with."""
+
+
+class _Steps:
+    """Tokens of steps, older ones counting less, and the times of the last ones."""
+
+    def __init__(self, last: int):
+        self.seconds: deque[float] = deque(maxlen=last)
+        self._weight = self._tokens = 0.0
+        self.enough = _ENOUGH
+
+    def add(self, tokens: float, seconds: float, keep: float) -> None:
+        self.seconds.append(seconds)
+        self._weight = keep * self._weight + 1
+        self._tokens = keep * self._tokens + tokens
+
+    def forget(self) -> None:
+        """All but what the tokens are on average, which counts as one step."""
+        self.seconds.clear()
+        self._weight, self._tokens = 1.0, self._tokens / self._weight
+        self.enough = _ENOUGH_AGAIN
+
+    @property
+    def speed(self) -> float:
+        return self._tokens / self._weight / median(self.seconds)
+
+
+class Throughput:
+    """Tokens per second of the two ways, as they were last seen.
+
+    What drafts win differs from request to request, and a batch averages over them: of few
+    requests more steps count. What a step takes changes with the machine's other work, so of plain
+    steps only the last few do.
+    """
+
+    def __init__(self) -> None:
+        self._drafting: dict[tuple[int, bool], _Steps] = {}
+        self._plain: dict[tuple[int, bool], _Steps] = {}
+        self._since: dict[tuple[int, bool], int] = {}  # steps with drafts since the last plain one
+
+    def observe(
+        self,
+        requests: int,
+        drafting: bool,
+        tokens: float,
+        seconds: float,
+        sampling: bool = False,
+    ) -> None:
+        """A step of so many requests committed so many tokens.
+
+        Args:
+            drafting: it verified trees, and made new ones. Else it did neither, or the time of
+                making them is taken off.
+            sampling: most of its requests do.
+        """
+        key = _class_of(requests, sampling)
+        if drafting:
+            steps = self._drafting.setdefault(key, _Steps(_LAST_DRAFTING))
+            steps.add(tokens, seconds, 0.98 ** min(requests, 8))
+            self._since[key] = self._since.get(key, EVERY) + 1
+        else:
+            self._plain.setdefault(key, _Steps(_LAST_PLAIN)).add(tokens, seconds, 0.6)
+            self._since[key] = 0
+
+    def forget_drafting(self, requests: int, sampling: bool = False) -> None:
+        """What is seen from now on counts, what was seen before hardly."""
+        steps = self._drafting.get(_class_of(requests, sampling))
+        if steps is not None:
+            steps.forget()
+
+    def gain(self, requests: int, sampling: bool = False) -> float | None:
+        """Speed with drafts over that without; None where one of them is not known."""
+        key = _class_of(requests, sampling)
+        drafting, plain = self._drafting.get(key), self._plain.get(key)
+        if drafting is None or plain is None or len(drafting.seconds) < drafting.enough:
+            return None
+        return drafting.speed / plain.speed
+
+    def wants_plain(self, requests: int, sampling: bool = False) -> bool:
+        """Whether the next step is to be a plain one, to be timed."""
+        key = _class_of(requests, sampling)
+        if key not in self._plain:
+            return True
+        gain = self.gain(requests, sampling)
+        return self._since.get(key, 0) >= EVERY and gain is not None and gain < CLEAR
+
+
+def _class_of(requests: int, sampling: bool) -> tuple[int, bool]:
+    """1, 2, 3–4, 5–8, 9–16, … requests are one class each, of either kind."""
+    return (requests - 1).bit_length(), sampling

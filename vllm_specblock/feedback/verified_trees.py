@@ -1,0 +1,75 @@
+"""Verified trees: the verification results that every estimator learns from."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+
+from vllm_specblock.triton_kernels.verify.verification_result import VerificationResult
+
+
+class VerifiedTrees(VerificationResult):
+    """`VerificationResult`, which says what they are, and what follows from them.
+
+    That is worked out when it is asked for. Kernels do not ask: they do it on their way.
+    """
+
+    @cached_property
+    def temperature(self) -> torch.Tensor:
+        """[R] fp32, of each request."""
+        return self.temperatures[self.req_idx]
+
+    @cached_property
+    def authors(self) -> torch.Tensor:
+        """[R, N] uint8, `origin` of each request."""
+        return self.origin[self.req_idx]
+
+    @cached_property
+    def live(self) -> torch.Tensor:
+        """[R] bool, the target ran on a tree of ours."""
+        return (self.num_run > 0) & (self.authors[:, 0] > 0)
+
+    @cached_property
+    def logprob(self) -> torch.Tensor:
+        """[R, N] fp32, `score` of each request."""
+        return self.score[self.req_idx]
+
+    @cached_property
+    def judged(self) -> torch.Tensor:
+        """[R, N] bool, nodes of ours that the target ran on."""
+        node = torch.arange(self.origin.shape[1], device=self.origin.device)
+        return (node < self.num_run[:, None]) & (self.authors > 0)
+
+    @cached_property
+    def reached(self) -> torch.Tensor:
+        """[R, N] bool, nodes on the accepted path."""
+        return on_path(self.path, self.accepted, self.origin.shape[1])
+
+    def of_drafter(self, drafter: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """How many tokens a drafter (0 or 1) has promised and kept, by its own nodes.
+
+        Nodes that both drafters have drafted count for both.
+
+        Returns:
+            [R] fp32, the sum of exp(logprob); [R] int64, accepted; [R] bool, it has any node.
+        """
+        mine = self.judged & (self.authors & (1 << drafter) > 0)
+        expected = torch.where(mine, self.logprob.exp(), 0).sum(1)
+        return expected, (mine & self.reached).sum(1), mine.any(1)
+
+
+def on_path(path: torch.Tensor, accepted: torch.Tensor, num_nodes: int) -> torch.Tensor:
+    """The nodes of accepted paths.
+
+    Args:
+        path: [R, D+1] int64, node at each position; column 0 is the root.
+        accepted: [R] integers, draft nodes on the path; what comes after them does not count.
+        num_nodes: N.
+
+    Returns:
+        [R, N] bool, of nodes 1 … N.
+    """
+    counts = torch.arange(path.shape[1], device=path.device) <= accepted[:, None]
+    found = torch.zeros(len(path), num_nodes + 1, dtype=torch.bool, device=path.device)
+    return found.scatter_(1, torch.where(counts, path, 0), True)[:, 1:]

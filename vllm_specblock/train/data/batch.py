@@ -1,0 +1,101 @@
+"""Training batch: windows, each packed with one or more documents."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+NO_TOKEN = -1
+"""Fills the columns of a window past its last document."""
+
+
+class Segment(NamedTuple):
+    """Where a document of a window comes from.
+
+    sequence: index of the sequence in its data set; start: its first token there; length: tokens.
+    """
+
+    sequence: int
+    start: int
+    length: int
+
+
+def segments_of(sequences: Iterable[Tensor], length: int, first: int = 0) -> Iterator[Segment]:
+    """Consecutive pieces of at most `length` tokens, of sequences that are numbered in their
+    order from `first` on. Training and stored features have to be cut alike."""
+    for number, tokens in enumerate(sequences, first):
+        for start in range(0, len(tokens), length):
+            yield Segment(number, start, min(length, len(tokens) - start))
+
+
+@dataclass(frozen=True)
+class Batch:
+    """B windows of L columns. Documents of a window follow each other and never see each other.
+
+    Attributes (each [B, L]):
+        tokens: int64 target ids, `NO_TOKEN` past the last document.
+        document: int64, number of the column's document in its window; past the last document
+            it goes on counting, one per column, so that no two such columns are of one.
+        position: int64, 0-based column within the document.
+        loss_mask: bool, the token is one to learn to predict: the target wrote it.
+        segments: per window, where its documents come from.
+    """
+
+    tokens: Tensor
+    document: Tensor
+    position: Tensor
+    loss_mask: Tensor
+    segments: tuple[tuple[Segment, ...], ...] = ()
+
+    @classmethod
+    def of(cls, tokens: Tensor, loss_mask: Tensor | None = None) -> Batch:
+        """One document per window. tokens [B, L] int64, `NO_TOKEN` at the end of short ones;
+        counted [B, L] bool (default: all)."""
+        column = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        inside = tokens >= 0
+        lengths = inside.sum(1, keepdim=True)
+        return cls(
+            tokens,
+            (column - lengths + 1).clamp(min=0),
+            torch.where(inside, column, 0),
+            inside if loss_mask is None else inside & loss_mask,
+            tuple((Segment(row, 0, int(n)),) for row, n in enumerate(lengths[:, 0].tolist())),
+        )
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, windows: slice) -> Batch:
+        """The windows of a slice."""
+        return Batch(
+            self.tokens[windows],
+            self.document[windows],
+            self.position[windows],
+            self.loss_mask[windows],
+            self.segments[windows],
+        )
+
+    def to(self, device: torch.device | str) -> Batch:
+        return Batch(
+            self.tokens.to(device),
+            self.document.to(device),
+            self.position.to(device),
+            self.loss_mask.to(device),
+            self.segments,
+        )
+
+    def begins(self) -> Tensor:
+        """Column at which each column's document begins, [B, L]; 0 past the last document."""
+        column = torch.arange(self.tokens.shape[1], device=self.tokens.device)
+        return torch.where(self.tokens >= 0, column - self.position, 0)
+
+    def at(self, values: Tensor, row: Tensor, place: Tensor, missing: int) -> Tensor:
+        """values [B, L] at columns `place` [B, n], or `missing` where `place` lies past the
+        window or in another document than column `row` [B, n]."""
+        column = place.clamp(max=self.tokens.shape[1] - 1)
+        same = self.document.gather(1, column) == self.document.gather(1, row)
+        return values.gather(1, column).where(same & (place == column), missing)

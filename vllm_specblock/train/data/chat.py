@@ -1,0 +1,257 @@
+"""Lines of chat data: which layout each has, and what is wrong with a broken one."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from io import BufferedIOBase
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from vllm_specblock.train.config import TrainError
+
+Message = dict[str, str]
+"""{"role": "system" | "user" | "assistant", "content": ...}"""
+
+_ROLES = {
+    "system": "system",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+}
+
+
+class BrokenLine(ValueError):
+    """A line that cannot be used; the message says why, without file and number."""
+
+
+class Conversation(NamedTuple):
+    """An optional system turn, then user and assistant turns by turns, a user's first."""
+
+    messages: tuple[Message, ...]
+
+
+class Prompt(NamedTuple):
+    """Something to answer, as one user turn or as text to go on with."""
+
+    text: str
+
+
+class Document(NamedTuple):
+    """A text to learn as it stands."""
+
+    text: str
+
+
+Entry = Conversation | Prompt | Document
+
+
+def parse(line: bytes) -> Entry:
+    """One line of JSON; its keys say which layout it has.
+
+    ShareGPT `conversations`, UltraChat `messages` or `data` (turns in a list of strings, the
+    user's first), `prompt`, `text`, or a benchmark's `turns`, a list of questions without answers,
+    of which the first is taken. Assistant turns before the first user turn are dropped: nothing
+    asked for them.
+
+    Raises:
+        BrokenLine: it is none of these.
+    """
+    entry = _json_object(line)
+    if "conversations" in entry:
+        return _conversation(_turns(entry["conversations"], "from", "value"))
+    if "messages" in entry:
+        return _conversation(_turns(entry["messages"], "role", "content"))
+    if "data" in entry:
+        turns = entry["data"] if isinstance(entry["data"], list) else None
+        if turns is None:
+            raise BrokenLine('"data" is not a list')
+        roles = ("user", "assistant")
+        return _conversation([(roles[i % 2], _text(turn, i)) for i, turn in enumerate(turns)])
+    for key, kind in (("prompt", Prompt), ("text", Document)):
+        if key in entry:
+            return kind(_string(entry[key], f'"{key}"'))
+    if "turns" in entry:
+        turns = entry["turns"]
+        if not isinstance(turns, list) or not turns:
+            raise BrokenLine('"turns" is not a list of questions')
+        return Prompt(_text(turns[0], 0))
+    raise BrokenLine(
+        'it has none of the keys "conversations", "messages", "data", "prompt", "text", "turns"'
+    )
+
+
+def _json_object(line: bytes) -> dict[str, Any]:
+    try:
+        entry = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError:
+        raise BrokenLine("it is not UTF-8") from None
+    except json.JSONDecodeError as error:
+        raise BrokenLine(f"it is not JSON: {error.msg} at column {error.colno}") from None
+    except (ValueError, RecursionError):  # a number of too many digits, or too deep a nesting
+        raise BrokenLine("it is not JSON of a size that can be read") from None
+    if not isinstance(entry, dict):
+        raise BrokenLine("it is not a JSON object")
+    return entry
+
+
+def _turns(turns: Any, role_key: str, text_key: str) -> list[tuple[str, str]]:
+    if not isinstance(turns, list):
+        raise BrokenLine("its turns are not a list")
+    found = []
+    for index, turn in enumerate(turns):
+        if not isinstance(turn, dict) or role_key not in turn or text_key not in turn:
+            raise BrokenLine(f'turn {index + 1} has no "{role_key}" and "{text_key}"')
+        role = turn[role_key]
+        if not isinstance(role, str) or role not in _ROLES:
+            raise BrokenLine(f"turn {index + 1} is by {role!r}, not by a user or an assistant")
+        found.append((_ROLES[role], _text(turn[text_key], index)))
+    return found
+
+
+def _text(value: Any, index: int) -> str:
+    return _string(value, f"turn {index + 1}")
+
+
+def _string(value: Any, what: str) -> str:
+    if not isinstance(value, str):
+        raise BrokenLine(f"{what} is not a string")
+    if not value.strip():
+        raise BrokenLine(f"{what} is empty")
+    try:
+        value.encode()
+    except UnicodeEncodeError:  # JSON can escape one, a tokenizer cannot take it
+        raise BrokenLine(f"{what} holds half of a surrogate pair") from None
+    return value
+
+
+def _conversation(turns: list[tuple[str, str]]) -> Conversation:
+    messages = [{"role": role, "content": text} for role, text in turns]
+    system = [messages.pop(0)] if messages and messages[0]["role"] == "system" else []
+    while messages and messages[0]["role"] == "assistant":
+        messages.pop(0)
+    if not any(message["role"] == "user" for message in messages):
+        raise BrokenLine("it has no user turn")
+    for index, message in enumerate(messages):
+        expected = ("user", "assistant")[index % 2]
+        if message["role"] != expected:
+            number = len(turns) - len(messages) + index + 1
+            raise BrokenLine(f"turn {number} is the {message['role']}'s, not the {expected}'s")
+    return Conversation((*system, *messages))
+
+
+class Line(NamedTuple):
+    """Where a usable line lies: file (an index), byte offset, 1-based number."""
+
+    file: int
+    offset: int
+    number: int
+
+
+@dataclass(frozen=True)
+class Lines:
+    """The usable lines of some files; only their places are in memory."""
+
+    files: tuple[Path, ...]
+    usable: list[Line]
+    broken: int
+
+    def where(self, line: Line) -> str:
+        return f"{self.files[line.file]}:{line.number}"
+
+    def read(self, lines: Sequence[Line]) -> Iterator[Entry]:
+        """The entries of some of the usable lines."""
+        # Neighbours share one opened file: packed ones are read again from their beginning.
+        for index, same_file in groupby(lines, key=lambda line: line.file):
+            with _opened(self.files[index]) as file:
+                for line in same_file:
+                    file.seek(line.offset)
+                    yield parse(file.readline())
+
+    def followed_by(self, other: Lines) -> Lines:
+        """The lines of both, these first."""
+        shifted = [line._replace(file=line.file + len(self.files)) for line in other.usable]
+        return Lines(self.files + other.files, self.usable + shifted, self.broken + other.broken)
+
+
+def find_lines(
+    files: Sequence[Path], limit: int | None, chat: bool, report: Callable[[str], None]
+) -> Lines:
+    """Read all lines once, and report the broken ones as `file:line: reason`.
+
+    Args:
+        files: JSON lines, plain or .gz; blank lines are passed over.
+        limit: stop after this many usable lines.
+        chat: whether conversations can be used.
+
+    Raises:
+        TrainError: a file is not there, none of the lines can be used, or there is a
+            conversation though `chat` is false.
+    """
+    usable: list[Line] = []
+    broken = 0
+    for index, path in enumerate(files):
+        for line, text in _lines(path, index):
+            if len(usable) == limit:
+                break
+            try:
+                entry = parse(text)
+            except BrokenLine as reason:
+                broken += 1
+                report(f"{path}:{line.number}: {reason}")
+                continue
+            if isinstance(entry, Conversation) and not chat:
+                raise TrainError(
+                    f"{path}:{line.number} is a conversation, but the target's tokenizer has no "
+                    "chat template: use lines with a prompt or a text, or a chat model."
+                )
+            usable.append(line)
+    if not usable:
+        raise TrainError(
+            f"None of the lines in {_listed(files)} can be used ({broken:,} are broken); expected "
+            "JSON lines with conversations, messages, data, prompt or text."
+        )
+    return Lines(tuple(files), usable, broken)
+
+
+def _lines(path: Path, index: int) -> Iterator[tuple[Line, bytes]]:
+    offset = 0
+    try:
+        with _opened(path) as file:
+            for number, text in enumerate(file, start=1):
+                if text.strip():
+                    yield Line(index, offset, number), text
+                offset += len(text)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise TrainError(f"{path} is not a whole gzip file: {error}.") from None
+
+
+def _opened(path: Path) -> BufferedIOBase:
+    """A file's bytes, unpacked if its name ends with .gz."""
+    return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")
+
+
+def fingerprint(files: Sequence[Path]) -> list[dict[str, Any]]:
+    """Name, size and SHA-256 of each file.
+
+    Raises:
+        TrainError: one of them is not there.
+    """
+    found = []
+    for path in files:
+        if not path.is_file():
+            raise TrainError(f"There is no file {path}; --input takes .jsonl and .jsonl.gz files.")
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        found.append({"name": path.name, "bytes": path.stat().st_size, "sha256": digest})
+    return found
+
+
+def _listed(files: Sequence[Path]) -> str:
+    return ", ".join(str(path) for path in files)

@@ -1,0 +1,155 @@
+"""Conversations as the target's tokens, and which of these the assistant wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jinja2
+
+from vllm_specblock.train.data.chat import BrokenLine, Message
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Kept(NamedTuple):
+    """A conversation with the answers that it came with.
+
+    ids: token ids; counted: per id, the assistant wrote it; cut: turns at the end are missing.
+    """
+
+    ids: list[int]
+    loss_mask: list[bool]
+    cut: bool
+
+
+class ChatTokens:
+    """A tokenizer and its chat template.
+
+    Args:
+        tokenizer: of transformers.
+        vocab_size: of the target; a line with an id past it cannot be used.
+        ends: token ids that end an answer.
+        options: further variables of the template, such as `enable_thinking`.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        vocab_size: int,
+        ends: frozenset[int],
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.tokenizer, self.vocab_size, self.ends = tokenizer, vocab_size, ends
+        self.options = dict(options or {})
+        self._before = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+        self._after = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+
+    @property
+    def chat(self) -> bool:
+        """Whether there is a chat template."""
+        return bool(self.tokenizer.chat_template)
+
+    @property
+    def added(self) -> frozenset[int]:
+        """Ids of control tokens: text never splits or joins them."""
+        return frozenset(self.tokenizer.added_tokens_decoder)
+
+    def text(self, messages: Sequence[Message], ask: bool = False) -> str:
+        """Messages as the template writes them; with `ask`, up to where an answer begins.
+
+        Raises:
+            BrokenLine: the template refuses them.
+        """
+        return self._apply(messages, ask=ask, tokenize=False)
+
+    def ids(self, text: str) -> list[int]:
+        """Text as it stands, with nothing put before or after it.
+
+        Raises:
+            BrokenLine: an id lies past the target's vocabulary.
+        """
+        encoded = self.tokenizer(text, add_special_tokens=False, verbose=False)
+        return self._inside(encoded["input_ids"])
+
+    def question(self, messages: Sequence[Message]) -> list[int]:
+        """What the target reads before it answers."""
+        return self._render(messages, True)
+
+    def raw(self, text: str) -> list[int]:
+        """Text to go on with, after BOS where there is one."""
+        return [*self._before, *self.ids(text)]
+
+    def document(self, text: str) -> list[int]:
+        """A whole text between BOS and EOS, where there are such."""
+        return [*self.raw(text), *self._after]
+
+    def said(self, answer: Sequence[int]) -> str:
+        """An answer as the next question's history has it."""
+        return self.tokenizer.decode(
+            answer, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+
+    def kept(self, messages: Sequence[Message]) -> Kept:
+        """The conversation up to its last answer.
+
+        An answer begins where the question before it ends, and goes up to its first end token;
+        where the template has no end token, up to where the rendering that stops with this
+        answer does. From a turn on whose question is not how the whole begins, all is cut.
+
+        Raises:
+            BrokenLine: nobody answers, or the template refuses.
+        """
+        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        if not turns:
+            raise BrokenLine("it has no assistant turn to keep")
+        whole = self._render(messages[: turns[-1] + 1], False)
+        starts: list[int] = []
+        for turn in turns:
+            question = self.question(messages[:turn])
+            if whole[: len(question)] != question:
+                break
+            starts.append(len(question))
+        if not starts:
+            # This template writes the past otherwise than it asks: what it asked, answered.
+            question = self.question(messages[: turns[0]])
+            answer = [*self.ids(messages[turns[0]]["content"]), *self._after]
+            loss_mask = [False] * len(question) + [True] * len(answer)
+            return Kept(question + answer, loss_mask, len(turns) > 1)
+        loss_mask = [False] * len(whole)
+        end = 0
+        for turn, start, stop in zip(turns, starts, [*starts[1:], len(whole)]):
+            end = self._end(whole, start, stop, messages[: turn + 1])
+            loss_mask[start:end] = [True] * (end - start)
+        return Kept(whole[:end], loss_mask[:end], len(starts) < len(turns))
+
+    def _end(self, whole: list[int], start: int, stop: int, upto: Sequence[Message]) -> int:
+        for column in range(start, stop):
+            if whole[column] in self.ends:
+                return column + 1
+        alone = self._render(upto, False)
+        same = (i for i, (a, b) in enumerate(zip(whole, alone)) if a != b)
+        return max(start, next(same, min(len(whole), len(alone))))
+
+    def _render(self, messages: Sequence[Message], ask: bool) -> list[int]:
+        return self._inside(self._apply(messages, ask=ask, tokenize=True))
+
+    def _apply(self, messages: Sequence[Message], *, ask: bool, tokenize: bool) -> Any:
+        try:
+            return self.tokenizer.apply_chat_template(
+                list(messages),
+                add_generation_prompt=ask,
+                tokenize=tokenize,
+                return_dict=False,
+                **self.options,
+            )
+        except jinja2.TemplateError as error:
+            raise BrokenLine(f"the chat template refuses it: {error}") from None
+
+    def _inside(self, ids: list[int]) -> list[int]:
+        if max(ids, default=0) >= self.vocab_size:
+            raise BrokenLine(
+                f"the tokenizer gives id {max(ids)}, past the target's last, {self.vocab_size - 1}"
+            )
+        return ids

@@ -1,0 +1,245 @@
+"""Packed dataset: windows of target tokens, in an order that is a function of the step."""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from vllm_specblock.train.config import TrainError
+from vllm_specblock.train.data import shards
+from vllm_specblock.train.data.batch import NO_TOKEN, Batch, Segment, segments_of
+from vllm_specblock.train.data.shards import Text
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class PackedDataset:
+    """Texts cut into pieces of at most `length` tokens, and pieces packed into windows.
+
+    Args:
+        texts: the sequences. `Segment.sequence` counts them from `first`.
+        length: columns of a window.
+        shortest: pieces of fewer tokens teach nothing and are dropped, and so are those in
+            which no token after the second is counted.
+        pack: put several pieces into one window where they fit; otherwise one each.
+        first: number of the first text in the data set that these are a part of.
+    """
+
+    def __init__(
+        self, texts: Sequence[Text], length: int, shortest: int, pack: bool = True, first: int = 0
+    ) -> None:
+        self.texts, self.length, self.first = texts, length, first
+        segments = [
+            segment
+            for segment in segments_of((text.tokens for text in texts), length, first)
+            if segment.length >= shortest and self._text(segment).loss_mask[2:].any()
+        ]
+        if not segments:
+            raise TrainError(
+                f"The data holds no sequence of {shortest} tokens or more with tokens to learn."
+            )
+        packed = pack_lengths([segment.length for segment in segments], length) if pack else None
+        self.plan = (
+            [tuple(segments[i] for i in window) for window in packed]
+            if packed is not None
+            else [(segment,) for segment in segments]
+        )
+        self._order: dict[tuple[int, int], Tensor] = {}
+
+    def __len__(self) -> int:
+        return len(self.plan)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in all windows, without padding."""
+        return sum(segment.length for window in self.plan for segment in window)
+
+    def batch(self, step: int, size: int, seed: int) -> Batch:
+        """The windows of update `step` (0-based), `size` of them.
+
+        Each epoch is a fresh permutation seeded by (seed, epoch), so that a resumed run needs
+        nothing but the step's number to see the batches that an unbroken one would.
+        """
+        wanted = range(step * size, (step + 1) * size)
+        return self.of(
+            [int(self._permutation(seed, i // len(self))[i % len(self)]) for i in wanted]
+        )
+
+    def of(self, numbers: Sequence[int]) -> Batch:
+        """The windows called `numbers`, on the CPU."""
+        shape = (len(numbers), self.length)
+        tokens = torch.full(shape, NO_TOKEN)
+        loss_mask = torch.zeros(shape, dtype=torch.bool)
+        position = torch.zeros(shape, dtype=torch.int64)
+        document = torch.zeros(shape, dtype=torch.int64)
+        for row, number in enumerate(numbers):
+            column = 0
+            for place, segment in enumerate(self.plan[number]):
+                text, here = self._text(segment), slice(column, column + segment.length)
+                tokens[row, here], loss_mask[row, here] = text.tokens, text.loss_mask
+                position[row, here] = torch.arange(segment.length)
+                document[row, here] = place
+                column += segment.length
+            rest = self.length - column
+            document[row, column:] = len(self.plan[number]) + torch.arange(rest)
+        return Batch(tokens, document, position, loss_mask, tuple(self.plan[n] for n in numbers))
+
+    def _text(self, segment: Segment) -> Text:
+        text = self.texts[segment.sequence - self.first]
+        here = slice(segment.start, segment.start + segment.length)
+        return Text(text.tokens[here], text.loss_mask[here])
+
+    def _permutation(self, seed: int, epoch: int) -> Tensor:
+        if (seed, epoch) not in self._order:
+            draw = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+            # One epoch at a time is alive, two at its boundary.
+            self._order = {key: order for key, order in self._order.items() if key[1] >= epoch - 1}
+            self._order[seed, epoch] = torch.randperm(len(self), generator=draw)
+        return self._order[seed, epoch]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Changes with every token, mask bit and window."""
+        digest = hashlib.sha256(repr(self.plan).encode())
+        for text in self.texts:
+            digest.update(text.tokens.long().numpy().tobytes())
+            digest.update(text.loss_mask.numpy().tobytes())
+        return digest.hexdigest()
+
+
+def pack_lengths(lengths: Sequence[int], room: int) -> list[list[int]]:
+    """Which pieces share a window of `room` columns: best fit, the longest first.
+
+    Returns the indices of each window's pieces; windows and their pieces in ascending order.
+    """
+    windows: list[list[int]] = []
+    spaces: list[int] = []  # sorted, distinct
+    with_space: dict[int, list[int]] = {}
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        at = bisect.bisect_left(spaces, lengths[index])
+        if at < len(spaces):
+            space = spaces[at]
+            window = with_space[space].pop()
+            if not with_space[space]:
+                del with_space[space], spaces[at]
+        else:
+            space, window = room, len(windows)
+            windows.append([])
+        windows[window].append(index)
+        left = space - lengths[index]
+        if left:
+            if left not in with_space:
+                bisect.insort(spaces, left)
+                with_space[left] = []
+            with_space[left].append(window)
+    return sorted(sorted(window) for window in windows)
+
+
+def token_counts(texts: Sequence[Text], vocab_size: int) -> Tensor:
+    """How often each target id is to be predicted, [vocab_size] int64."""
+    counts = torch.zeros(vocab_size, dtype=torch.int64)
+    for text in texts:
+        counts += torch.bincount(text.tokens[text.loss_mask].long(), minlength=vocab_size)
+    return counts
+
+
+def load_texts(
+    path: Path, tokenizer: Callable[[], PreTrainedTokenizerBase], vocab_size: int
+) -> list[Text]:
+    """Read training data.
+
+    Args:
+        path: what `specblock data` wrote; or a folder of UTF-8 text files (each a document), a
+            `.jsonl` file with a `text` or an `input_ids` in every line, or a `.safetensors` file
+            (see `shards`). Without a loss mask every token counts.
+        tokenizer: gives the target's tokenizer; called only when there is text to tokenise.
+        vocab_size: the target's; ids outside it are an error.
+
+    Raises:
+        TrainError: the data is missing, broken or empty; says which file and line.
+    """
+    if path.is_dir() and any(path.glob("shard-*.safetensors")):
+        found = shards.read(path)
+    elif path.is_dir():
+        found = _whole(_framed(_text_files(path), tokenizer()))
+    elif not path.is_file():
+        raise TrainError(f"There is no training data at {path}.")
+    elif path.suffix == ".jsonl":
+        found = _whole(_json_lines(path, tokenizer))
+    elif path.suffix == ".safetensors":
+        found = shards.read_shard(path)
+    else:
+        raise TrainError(
+            f"{path} is neither a folder of shards or text files nor a .jsonl nor a .safetensors "
+            "file."
+        )
+    texts = [Text(text.tokens.int(), text.loss_mask) for text in found if len(text.tokens)]
+    if not texts:
+        raise TrainError(f"{path} holds no text.")
+    largest = max(int(text.tokens.max()) for text in texts)
+    if largest >= vocab_size:
+        raise TrainError(
+            f"{path} holds token id {largest}, but the target's vocabulary ends at "
+            f"{vocab_size - 1}; was it tokenised for another model?"
+        )
+    return texts
+
+
+def _whole(sequences: Iterator[Tensor]) -> Iterator[Text]:
+    return (Text(ids, torch.ones(len(ids), dtype=torch.bool)) for ids in sequences)
+
+
+def _text_files(folder: Path) -> Iterator[str]:
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    if not files:
+        raise TrainError(f"The folder {folder} holds no text files.")
+    for path in files:
+        try:
+            yield path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise TrainError(f"{path} is not UTF-8 text: {error.reason}.") from None
+
+
+def _framed(texts: Iterator[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[Tensor]:
+    """Tokenise documents, each between the tokenizer's BOS and EOS where it has them."""
+    before = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    after = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    for text in texts:
+        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        yield torch.tensor([*before, *ids, *after], dtype=torch.int64)
+
+
+def _json_lines(path: Path, tokenizer: Callable[[], PreTrainedTokenizerBase]) -> Iterator[Tensor]:
+    loaded = None
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                entry = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise TrainError(f"{path}:{number} is not JSON: {error.msg}.") from None
+            entry = entry if isinstance(entry, dict) else {}
+            if isinstance(text := entry.get("text"), str):
+                loaded = loaded or tokenizer()
+                yield next(_framed(iter([text]), loaded))
+            elif _is_token_list(ids := entry.get("input_ids")):
+                yield torch.tensor(ids, dtype=torch.int64)
+            else:
+                raise TrainError(
+                    f'{path}:{number} has neither a "text" string nor an "input_ids" list of ids; '
+                    "chats and prompts go through `specblock data` first."
+                )
+
+
+def _is_token_list(value: object) -> bool:
+    return isinstance(value, list) and all(type(i) is int and i >= 0 for i in value)

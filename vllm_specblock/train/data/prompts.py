@@ -1,0 +1,114 @@
+"""Prompts to judge a drafter by: from lines of text, or from what `specblock data` made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from vllm_specblock.train.config import TrainError
+from vllm_specblock.train.data import shards
+from vllm_specblock.train.data.chat import Conversation, Document, Message, find_lines
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def read_prompts(
+    path: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    count: int,
+    *,
+    prompt_tokens: int = 64,
+    chat: bool = False,
+    vocab_size: int | None = None,
+    report: Callable[[str], None] = print,
+) -> list[Tensor]:
+    """The first `count` prompts of a file or folder, [T_i] int64 each.
+
+    Args:
+        path: a .jsonl file of the lines that `specblock data` takes, or a folder that it made.
+            Of a `text`, the first `prompt_tokens` tokens are the prompt; of a conversation, all
+            before the first answer; of a folder's sequence, all before the first token that the
+            target wrote, or the first `prompt_tokens` where it wrote them all.
+        tokenizer: the target's.
+        chat: put each `prompt` through the chat template, as one user turn.
+        vocab_size: the target's, if it is to be checked.
+        report: gets a line for every broken line.
+
+    Raises:
+        TrainError: there is no such data, no prompt in it, or it is of another target.
+    """
+    if path.is_dir():
+        prompts = _of_folder(path, prompt_tokens)
+    elif path.is_file():
+        prompts = _of_lines(path, tokenizer, count, prompt_tokens, chat, report)
+    else:
+        raise TrainError(
+            f"There are no prompts at {path}: give a .jsonl file, or a folder made by "
+            "`specblock data`."
+        )
+    found = list(islice((prompt for prompt in prompts if len(prompt)), count))
+    if not found:
+        raise TrainError(f"There is no prompt in {path}: all of its texts are empty.")
+    largest = max(int(prompt.max()) for prompt in found)
+    if vocab_size is not None and largest >= vocab_size:
+        raise TrainError(
+            f"{path} holds token id {largest}, but the target's vocabulary ends at "
+            f"{vocab_size - 1}; was it made for another model?"
+        )
+    return found
+
+
+def _of_folder(folder: Path, prompt_tokens: int) -> Iterator[Tensor]:
+    for tokens, loss_mask in shards.read(folder):
+        if loss_mask.any() and not loss_mask[0]:
+            yield tokens[: int(loss_mask.byte().argmax())]
+        else:
+            yield tokens[:prompt_tokens]
+
+
+def prompt_ids(text: str, tokenizer: PreTrainedTokenizerBase, chat: bool) -> list[int]:
+    """What the target reads before it goes on: one user turn, or the text as it stands.
+
+    Raises:
+        TrainError: `chat` without a chat template.
+    """
+    if not chat:
+        return tokenizer(text)["input_ids"]
+    if not tokenizer.chat_template:
+        raise TrainError(
+            "The target's tokenizer has no chat template; leave --chat out, and prompts are taken "
+            "as they stand."
+        )
+    return _question([{"role": "user", "content": text}], tokenizer)
+
+
+def _question(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    return tokenizer.apply_chat_template(
+        list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
+    )
+
+
+def _of_lines(
+    path: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    count: int,
+    prompt_tokens: int,
+    chat: bool,
+    report: Callable[[str], None],
+) -> Iterator[Tensor]:
+    lines = find_lines([path], count, bool(tokenizer.chat_template), report)
+    for entry in lines.read(lines.usable):
+        if isinstance(entry, Conversation):
+            turns = [message["role"] for message in entry.messages]
+            ids = _question(entry.messages[: turns.index("user") + 1], tokenizer)
+        elif isinstance(entry, Document):
+            ids = tokenizer(entry.text)["input_ids"][:prompt_tokens]
+        else:
+            ids = prompt_ids(entry.text, tokenizer, chat)
+        yield torch.tensor(ids, dtype=torch.int64)

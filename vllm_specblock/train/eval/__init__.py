@@ -1,0 +1,1 @@
+"""Evaluation of a drafter, without serving it."""

@@ -1,0 +1,234 @@
+"""Chain accuracy: α of the drafter's chain of whole blocks, position by position.
+
+The paper's α_{m,j} (SpecBlock, appendix C and figure 5b) is measured here; its α_k (figure 5a) is
+of another chain, whose blocks may start anywhere in the block before: see `main_path.py`.
+
+At every root of the continuation the drafter drafts one chain of M blocks, each from the end of
+the one before. Many roots of a text are drafted at once, and every block takes the text's token
+at its start, whatever the drafter chose there: that is what "everything before was accepted"
+means, and where the drafter did choose it, it is the chain of serving.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from vllm_specblock.drafters.specblock.dense_cache import DenseBlockCache, DenseCache
+from vllm_specblock.drafters.specblock.model import SpecBlockModel
+from vllm_specblock.train.learner import IGNORE_INDEX, EvalSequence
+from vllm_specblock.train.losses import RANK_BUCKETS, rank_bucket
+
+_Value = TypeVar("_Value")
+
+BUCKETS = len(RANK_BUCKETS) + 1
+_TOGETHER = 128  # rows of one forward: bounds its mask
+
+
+@dataclass(frozen=True)
+class Chain:
+    """What n roots gave, position k of block m in column (m − 1)·K + k − 1 of M·K.
+
+    Attributes (each [n, M·K]):
+        seen: bool, the text has a token there.
+        hit: bool, the drafter's first choice is that token.
+        rank: int64, the bucket of that token's rank in the drafter's distribution; `IGNORE_INDEX`
+            where the drafter cannot name it, or there is none.
+        guess: int64, the bucket that the rank head predicts.
+    """
+
+    seen: Tensor
+    hit: Tensor
+    rank: Tensor
+    guess: Tensor
+
+    @property
+    def on_chain(self) -> Tensor:
+        """[n, M·K] bool: seen, and the drafter was right at all positions before."""
+        return self.seen & _all_before(self.hit)
+
+    def of_roots(self, index: Tensor) -> Chain:
+        """The chains of some of the n roots alone; index int64."""
+        return Chain(*(part[index] for part in (self.seen, self.hit, self.rank, self.guess)))
+
+    def on_block(self, block_size: int) -> Tensor:
+        """[n, M·K] bool: seen, and the drafter was right before in the same block."""
+        return self.seen & _all_before(self.hit.unflatten(1, (-1, block_size))).flatten(1)
+
+
+@torch.no_grad()
+def chain_along(drafter: SpecBlockModel, sequence: EvalSequence, blocks: int) -> Chain:
+    """The chains of all roots from the first token after the prompt to the last but one."""
+    dtype, device = drafter.lm_head.weight.dtype, drafter.lm_head.weight.device
+    tokens, K = sequence.tokens, drafter.config.block_size
+    rows = torch.arange(len(tokens) - 2, device=device)
+    cache = DenseCache(drafter.config, dtype, device)
+    first = torch.cat(
+        [
+            drafter(
+                drafter.condition(sequence.hidden[part].to(dtype)),
+                sequence.embed(tokens[part + 1]).to(dtype),
+                part + 1,
+                cache.append(),
+            )
+            for part in rows.split(_TOGETHER)
+        ]
+    )  # [T − 2, K, H]
+    parts = [
+        _drafted_from(drafter, sequence, part, first[part], cache.grow(part), blocks)
+        for part in rows[sequence.prompt - 1 :].split(_TOGETHER)
+    ]
+    hidden = torch.cat(parts)  # [n, M·K, H]
+    place = (rows + 2)[sequence.prompt - 1 :, None] + torch.arange(blocks * K, device=device)
+    return _compare(drafter, hidden, tokens, place)
+
+
+def _drafted_from(
+    drafter: SpecBlockModel,
+    sequence: EvalSequence,
+    rows: Tensor,
+    hidden: Tensor,
+    growth: DenseBlockCache,
+    blocks: int,
+) -> Tensor:
+    """States of all blocks from the drafting rows [n]; hidden [n, K, H] is block 1's.
+
+    Returns:
+        [n, M·K, H].
+    """
+    tokens, K, count = sequence.tokens, drafter.config.block_size, len(rows)
+    states = [hidden]
+    index = torch.arange(count, device=rows.device)
+    for block in range(1, blocks):
+        start = rows + 1 + block * K
+        # Past the text's end any token does: what follows is not counted.
+        token = tokens[start.clamp(max=len(tokens) - 1)]
+        hidden = drafter(
+            states[-1][:, -1],
+            sequence.embed(token).to(hidden.dtype),
+            start if drafter.config.block_rope == "path" else rows + 1,
+            growth.starts(index + (block - 1) * count, torch.full_like(index, K - 1)),
+        )
+        states.append(hidden)
+    return torch.cat(states, dim=1)
+
+
+def _compare(drafter: SpecBlockModel, hidden: Tensor, tokens: Tensor, place: Tensor) -> Chain:
+    """hidden [n, M·K, H] against tokens [T] at `place` [n, M·K], a row at a time of logits."""
+    seen = place < len(tokens)
+    wanted = tokens[place.clamp(max=len(tokens) - 1)]
+    draft_id = torch.where(drafter.t2d, drafter.t2d.cumsum(0) - 1, IGNORE_INDEX)[wanted]
+    draft_id = draft_id.where(seen, IGNORE_INDEX)
+    hit, rank = torch.zeros_like(seen), torch.full_like(place, IGNORE_INDEX)
+    guess = torch.zeros_like(place)
+    for column in range(place.shape[1]):
+        logits, rank_logits = drafter.heads(hidden[:, column])
+        label = draft_id[:, column]
+        named = label != IGNORE_INDEX
+        hit[:, column] = logits.argmax(-1) == label
+        rank[named, column] = rank_bucket(logits[named], label[named])
+        guess[:, column] = rank_logits.argmax(-1)
+    return Chain(seen, hit, rank, guess)
+
+
+def _all_before(hit: Tensor) -> Tensor:
+    """[..., k] bool: all of hit[..., :k]."""
+    before = torch.cat([torch.ones_like(hit[..., :1]), hit[..., :-1]], dim=-1)
+    return before.long().cumprod(-1).bool()
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """How well the rank head knows one bucket (paper, table 3).
+
+    `frequency` is the share of positions whose token is of this bucket; a share of nothing is
+    None.
+    """
+
+    frequency: float | None
+    precision: float | None
+    recall: float | None
+    f1: float | None
+
+
+@dataclass(frozen=True)
+class ChainFigures:
+    """Shares over all roots of all texts; None where no position counts.
+
+    Attributes:
+        alpha: [M·K], the drafter's first choice is the text's token, given that it was at all
+            positions before.
+        alpha_blocks: [M][K], the same given that it was at the positions before of the same block
+            alone: the blocks before are fed the text's tokens whether they were right or not.
+        accuracy: [M][K], the same whatever was before.
+        positions: [M·K], how many positions `alpha` is over.
+        rank: [4], the rank head's figures over the positions of `alpha` whose token the drafter
+            can name (the valid-prefix mask is one).
+        rank_positions: how many those are.
+    """
+
+    alpha: list[float | None]
+    alpha_blocks: list[list[float | None]]
+    accuracy: list[list[float | None]]
+    positions: list[int]
+    rank: list[Bucket]
+    rank_positions: int
+
+    @property
+    def alpha_mj(self) -> list[list[float | None]]:
+        """[M][K], the paper's α_{m,j}: `alpha` by block. Position j of block m is given that
+        positions 1 … j − 1 of the block were right, and the blocks before it entirely."""
+        return _rows(self.alpha, len(self.accuracy[0]))
+
+    @classmethod
+    def of(cls, chains: Iterable[Chain], block_size: int) -> ChainFigures:
+        """Count over several texts."""
+        loss_mask: list[Tensor] = []
+        confused: list[Tensor] = []
+        for chain in chains:
+            given = (chain.on_chain, chain.on_block(block_size), chain.seen)
+            hits = [torch.stack([(mask & chain.hit).sum(0), mask.sum(0)]) for mask in given]
+            loss_mask.append(torch.stack(hits))  # [3, 2, M·K]
+            named = chain.on_chain & (chain.rank != IGNORE_INDEX)
+            pairs = chain.rank[named] * BUCKETS + chain.guess[named]
+            confused.append(pairs.bincount(minlength=BUCKETS**2))
+        counts, confusion = torch.stack(loss_mask).sum(0), torch.stack(confused).sum(0)
+        alpha, in_block, free = ([_share(*pair) for pair in zip(*kind)] for kind in counts.tolist())
+        return cls(
+            alpha,
+            _rows(in_block, block_size),
+            _rows(free, block_size),
+            counts[0, 1].tolist(),
+            bucket_figures(confusion.view(BUCKETS, BUCKETS).tolist()),
+            int(confusion.sum()),
+        )
+
+
+def bucket_figures(confusion: list[list[int]]) -> list[Bucket]:
+    """Per bucket; confusion[true][predicted] counts positions."""
+    total = sum(map(sum, confusion))
+    figures = []
+    for bucket, row in enumerate(confusion):
+        right, true = row[bucket], sum(row)
+        predicted = sum(other[bucket] for other in confusion)
+        figures.append(
+            Bucket(
+                _share(true, total),
+                _share(right, predicted),
+                _share(right, true),
+                _share(2 * right, true + predicted),
+            )
+        )
+    return figures
+
+
+def _share(part: int, whole: int) -> float | None:
+    return part / whole if whole else None
+
+
+def _rows(values: list[_Value], width: int) -> list[list[_Value]]:
+    return [values[i : i + width] for i in range(0, len(values), width)]

@@ -1,0 +1,195 @@
+"""SpecBlock drafting along a text: the tree of serving, over the plain cache of one sequence."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from vllm_specblock.config import DEFAULT_NODES, SpecBlockConfig, parse_head
+from vllm_specblock.drafters.specblock.dense_cache import DenseCache
+from vllm_specblock.drafters.specblock.drafter import SpecBlockDrafter
+from vllm_specblock.drafters.specblock.growth import Expansion, TreeShape
+from vllm_specblock.drafters.specblock.model import SpecBlockModel
+from vllm_specblock.feedback.calibration import DraftCalibration
+from vllm_specblock.train.learner import EvalSequence
+from vllm_specblock.train.losses import RANK_BUCKETS
+from vllm_specblock.tree import DraftTree
+
+
+class LearnedBeta:
+    """β of the drafter's logits along one text, learned from every step as in serving.
+
+    Args:
+        calibration: with one slot at least; None: β is 1.
+        temperature: at which the target wrote the text.
+    """
+
+    def __init__(
+        self, calibration: DraftCalibration | None, temperature: float, device: torch.device
+    ) -> None:
+        self.calibration, self.req_idx = (
+            calibration,
+            torch.zeros(1, dtype=torch.int64, device=device),
+        )
+        if calibration is not None:
+            calibration.begin(0)  # as a request of its own
+        self.temperature = torch.tensor([temperature], device=device)
+        self.before: tuple[int, DraftTree] | None = None  # the last step's root and tree
+
+    def at(self, root: int) -> Tensor | None:
+        """[1] fp32 for the step from `root`, after learning how far the step before has come."""
+        if self.calibration is None:
+            return None
+        if self.before is not None:
+            accepted = torch.tensor([root - self.before[0] - 1], device=self.req_idx.device)
+            expected = self.before[1].logprob.exp().sum(1)
+            live = accepted >= 0
+            self.calibration.learn(self.temperature, expected, accepted, live, self.req_idx)
+        return self.calibration.of(self.temperature, self.req_idx)
+
+    def drafted(self, root: int, tree: DraftTree) -> None:
+        """Keep the step's tree until it is known what was accepted."""
+        self.before = root, tree
+
+
+class SpecBlockDraft:
+    """A `Draft` along one text.
+
+    Args:
+        drafter: its dtype is that of the arithmetic, whatever the sequence's is.
+        sequence: the text, on the drafter's device.
+        shape: of the trees, with any number of blocks.
+        calibration, temperature: see `LearnedBeta`.
+        true_buckets: where a position's path is the text so far, take the rank bucket of the text's
+            next token, not the rank head's: what rank guidance could give at the most. Elsewhere
+            there is no true one, and the rank head's stays.
+    """
+
+    def __init__(
+        self,
+        drafter: SpecBlockModel,
+        sequence: EvalSequence,
+        shape: TreeShape,
+        calibration: DraftCalibration | None = None,
+        temperature: float = 0.0,
+        true_buckets: bool = False,
+    ) -> None:
+        weight = drafter.lm_head.weight
+        self.drafter, self.sequence, self.shape = drafter, sequence, shape
+        self.dtype, self.device = weight.dtype, weight.device
+        self.cache = DenseCache(drafter.config, self.dtype, self.device)
+        self.branching = torch.tensor(shape.branching, device=self.device)
+        self.path_rope = drafter.config.block_rope == "path"
+        self.beta = LearnedBeta(calibration, temperature, self.device)
+        self.true_buckets = true_buckets
+
+    @torch.no_grad()
+    def __call__(self, root: int) -> DraftTree:
+        """The tree (R = 1) whose root is the text's token number `root`."""
+        drafter, beta = self.drafter, self.beta.at(root)
+        drafted = self._append(root)  # [rows so far, K, H]; row 0 is the drafting row
+        depth = torch.zeros(1, dtype=torch.int64, device=self.device)  # tokens before a row
+        expansion = Expansion(self.shape, self.branching, num_requests=1)
+        on_text = torch.ones(1, dtype=torch.bool, device=self.device)  # the path to each row
+        best, on_text = self._candidates(drafted[None], beta, root + 1 + depth, on_text)
+        expansion.first_block(*(x[:, 0] for x in best))
+        growth = self.cache.grow()
+        for block in range(2, self.shape.num_blocks + 1):
+            starts = expansion.starts(block)
+            row, position = starts.row[0], starts.position[0]
+            reach = depth[row] + position + 1
+            base = root + (reach if self.path_rope else torch.zeros_like(reach))
+            hidden = drafter(
+                drafted[row, position],
+                self._embed(starts.token[0]),
+                base,
+                growth.starts(row, position),
+            )  # [S, K, H]
+            follows = on_text[row, position] & (starts.token[0] == self._text(root + reach))
+            best, so_far = self._candidates(hidden[None], beta, root + 1 + reach, follows)
+            expansion.next_block(starts, block, *best)
+            on_text = torch.cat([on_text, so_far])
+            drafted, depth = torch.cat([drafted, hidden]), torch.cat([depth, reach])
+        selection = expansion.select()
+        self.last = expansion, selection
+        self.beta.drafted(root, selection.tree)
+        return selection.tree
+
+    def forwards(self) -> Tensor:
+        """[N], which forward (block 1 … M) each node of the last tree comes from; 0: no node."""
+        expansion, selection = self.last
+        return expansion.blocks(selection)[0]
+
+    def _append(self, root: int) -> Tensor:
+        """Catch up with the text; the newest row's states [1, K, H]."""
+        row = torch.arange(self.cache.rows, root, device=self.device)
+        newest = torch.tensor([len(row) - 1], device=self.device)
+        condition = self.drafter.condition(self.sequence.hidden[row].to(self.dtype))
+        token = self._embed(self.sequence.tokens[row + 1])
+        return self.drafter(condition, token, row + 1, self.cache.append(newest), newest)
+
+    def _candidates(
+        self, hidden: Tensor, beta: Tensor | None, first: Tensor, follows: Tensor
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+        """What `SpecBlockModel.candidates` gives of some rows, with the buckets asked for.
+
+        Args:
+            hidden: [1, rows, K, H]; beta: as there.
+            first: [rows] int64, number of the text's token that position 0 of each row drafts.
+            follows: [rows] bool, the path to the row is the text.
+
+        Returns:
+            log-probabilities and tokens [1, rows, K, B] and buckets [1, rows, K], then [rows, K]
+            bool: the path to each position is the text (known with true buckets only).
+        """
+        width, block = self.shape.width, hidden.shape[2]
+        if not self.true_buckets:
+            best = self.drafter.candidates(hidden, width, beta)
+            return best, follows[:, None].expand(-1, block)
+        seen = max(width, RANK_BUCKETS[-1])
+        logprob, token, bucket = self.drafter.candidates(hidden, seen, beta)
+        text = self._text(first[:, None] + torch.arange(block, device=self.device))
+        right = token[0] == text[..., None]  # [rows, K, seen]
+        rank = torch.where(right.any(-1), right.byte().argmax(-1), seen) + 1
+        true = torch.bucketize(rank, torch.tensor(RANK_BUCKETS, device=self.device))
+        chain = torch.cat([follows[:, None], right[:, :-1, 0]], dim=1)
+        on_text = chain.long().cumprod(1).bool()
+        bucket = torch.where(on_text & (text >= 0), true, bucket[0])[None]
+        return (logprob[..., :width], token[..., :width], bucket), on_text
+
+    def _text(self, number: Tensor) -> Tensor:
+        """The text's tokens of these numbers, −1 past its end."""
+        tokens = self.sequence.tokens
+        return tokens[number.clamp(max=len(tokens) - 1)].where(number < len(tokens), -1)
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        return self.sequence.embed(tokens).to(self.dtype)
+
+
+def serving_shape(
+    drafter: SpecBlockModel, options: SpecBlockConfig | None = None, nodes: int = DEFAULT_NODES
+) -> TreeShape:
+    """The trees that serving grows with `options` (default: its own) and a budget of `nodes`."""
+    # The head itself decides, for it has to fit its blocks into the slots of the budget.
+    options = options or parse_head({}, "specblock", num_nodes=nodes)
+    return SpecBlockDrafter(drafter, lambda tokens: tokens, options, nodes, max_model_len=1).shape
+
+
+def chain_shape(drafter: SpecBlockModel, blocks: int) -> TreeShape:
+    """One path of `blocks` blocks, each from the end of the one before."""
+    block = drafter.config.block_size
+    return TreeShape(block, blocks, 1, (1, 1, 1, 1), blocks * block)
+
+
+def uniform_shape(shape: TreeShape, width: int | None = None) -> TreeShape:
+    """Ablation: the same width at every position, and no position gives up.
+
+    By default the least width, from 2 on, that hangs half as many candidates again as the budget:
+    many are of equal text and join, and a tree that stays below the budget would be no fair
+    comparison. The cut to the budget by score stays.
+    """
+    cells = shape.num_rows * shape.block_size
+    width = width or max(2, -(-3 * shape.budget // (2 * cells)))
+    return replace(shape, branching=(width,) * 4)

@@ -1,0 +1,207 @@
+"""Evaluation figures: τ of trees, α of the chain, and the rank head."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from vllm_specblock.config import DEFAULT_NODES, SpecBlockConfig
+from vllm_specblock.drafters.specblock.growth import TreeShape
+from vllm_specblock.drafters.specblock.model import SpecBlockModel
+from vllm_specblock.feedback.calibration import DraftCalibration
+from vllm_specblock.train.data.batch import Batch
+from vllm_specblock.train.eval.chain import ChainFigures, chain_along
+from vllm_specblock.train.eval.drafting import (
+    SpecBlockDraft,
+    chain_shape,
+    serving_shape,
+    uniform_shape,
+)
+from vllm_specblock.train.eval.replay import Replay, check_steps, replay
+from vllm_specblock.train.learner import EvalSequence
+from vllm_specblock.train.target.answers import continue_prompts
+from vllm_specblock.train.target.features import OnlineTeacher, Teacher
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class TreeFigures:
+    """One shape of tree. tau: mean tokens committed per step; error: its standard error over
+    the steps, as if they were independent; steps; nodes: mean nodes of a tree; sharpness: β in
+    the end, 1 if it was not to be learned."""
+
+    tau: float
+    error: float
+    steps: int
+    nodes: float
+    sharpness: float = 1.0
+
+    @classmethod
+    def of(cls, whole: Replay, sharpness: float = 1.0) -> TreeFigures:
+        """Figures of at least one step."""
+        accepted = torch.tensor(whole.accepted, dtype=torch.float64)
+        steps = len(accepted)
+        spread = float(accepted.std()) if steps > 1 else 0.0
+        return cls(whole.tau, spread / steps**0.5, steps, sum(whole.nodes) / steps, sharpness)
+
+
+@dataclass(frozen=True)
+class Figures:
+    """A drafter on texts of one temperature.
+
+    Attributes:
+        texts, new_tokens: how many, and the tokens after their prompts in all.
+        trees: by the name of the shape.
+        chain: along the chain of `blocks` blocks.
+    """
+
+    texts: int
+    new_tokens: int
+    trees: dict[str, TreeFigures]
+    chain: ChainFigures
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def shapes_of(
+    drafter: SpecBlockModel,
+    options: SpecBlockConfig | None = None,
+    budgets: Sequence[int] = (DEFAULT_NODES,),
+    uniform: bool = False,
+) -> dict[str, TreeShape]:
+    """Chains of 1 … M blocks, the tree of serving at each budget, and if wanted the uniform
+    tree of the same budget."""
+    options = options or SpecBlockConfig()
+    shapes = {
+        f"chain of {blocks} {'block' if blocks == 1 else 'blocks'}": chain_shape(drafter, blocks)
+        for blocks in range(1, options.num_blocks + 1)
+    }
+    for nodes in budgets:
+        shape = serving_shape(drafter, options, nodes)
+        shapes[f"tree of {nodes}"] = shape
+        if uniform:
+            shapes[f"uniform tree of {nodes}"] = uniform_shape(shape)
+    return shapes
+
+
+def evaluate(
+    drafter: SpecBlockModel,
+    sequences: Iterable[EvalSequence],
+    shapes: dict[str, TreeShape],
+    blocks: int,
+    temperature: float | None = None,
+) -> Figures:
+    """All figures over `sequences`, each of which is read once.
+
+    Args:
+        drafter: in the dtype of the arithmetic.
+        shapes: of the trees, by name. All take steps where the deepest of them does.
+        blocks: M of the chain that α is measured along.
+        temperature: at which the target wrote the texts; trees are then grown as serving grows
+            them, with a sharpness for each shape that is learned from text to text. None: by the
+            drafter's own probabilities.
+
+    Raises:
+        TrainError: no text is long enough for a step.
+    """
+    depth = max(shape.max_depth for shape in shapes.values())
+    replays: dict[str, list[Replay]] = {name: [] for name in shapes}
+    device = drafter.lm_head.weight.device
+    learned = dict.fromkeys(shapes)
+    if temperature is not None:
+        learned = {name: DraftCalibration(device, num_slots=1) for name in shapes}
+    sampling_temperature = temperature or 0.0
+    chains, new_tokens = [], 0
+    for sequence in sequences:
+        for name, shape in shapes.items():
+            draft = SpecBlockDraft(drafter, sequence, shape, learned[name], sampling_temperature)
+            replays[name].append(replay(draft, sequence, depth))
+        if len(sequence.tokens) > sequence.prompt + 1:  # else nothing follows the first root
+            chains.append(chain_along(drafter, sequence, blocks))
+        new_tokens += len(sequence.tokens) - sequence.prompt
+    whole = {name: Replay.join(parts) for name, parts in replays.items()}
+    for steps in whole.values():
+        check_steps(steps, depth)
+    return Figures(
+        len(replays[next(iter(shapes))]),
+        new_tokens,
+        {
+            name: TreeFigures.of(steps, _beta(learned[name], sampling_temperature))
+            for name, steps in whole.items()
+        },
+        ChainFigures.of(chains, drafter.config.block_size),
+    )
+
+
+def _beta(sharpness: DraftCalibration | None, temperature: float) -> float:
+    if sharpness is None:
+        return 1.0
+    return float(sharpness.of(torch.tensor([temperature], device=sharpness.log.device)))
+
+
+def sequences_of(
+    teacher: Teacher, texts: Sequence[Tensor], prompts: Sequence[int], device: torch.device
+) -> Iterator[EvalSequence]:
+    """Sequences from one target forward per text, as they are asked for.
+
+    Args:
+        teacher: runs the target.
+        texts: [T_i] int64 each, prompts with the target's own continuations.
+        prompts: tokens of each prompt.
+        device: the target's.
+    """
+    for text, prompt in zip(texts, prompts):
+        text = text.to(device)
+        target_outputs = teacher.teach(Batch.of(text[None]))
+        yield EvalSequence(
+            text, prompt, target_outputs.hidden[0], target_outputs.last[0], teacher.embed
+        )
+
+
+def sequences_from(
+    target: PreTrainedModel,
+    prompts: Sequence[Tensor],
+    new_tokens: int,
+    *,
+    temperature: float = 0.0,
+    seed: int = 0,
+    layer_ids: tuple[int, ...],
+    batch: int = 64,
+) -> Iterator[EvalSequence]:
+    """The target's own continuations of `prompts` as sequences; see `continue_prompts`.
+
+    The texts are written now, and torch's global generators left as they were; each text's
+    features come when it is asked for. Keep them in a list to draft along them several times.
+    """
+    cuda = [target.device] if target.device.type == "cuda" else []
+    with torch.random.fork_rng(cuda):
+        texts = continue_prompts(
+            target,
+            list(prompts),
+            new_tokens,
+            temperature=temperature,
+            seed=seed,
+            batch=batch,
+        )
+    return sequences_for(target, layer_ids, texts, [len(prompt) for prompt in prompts])
+
+
+def sequences_for(
+    target: PreTrainedModel,
+    layer_ids: tuple[int, ...],
+    texts: Sequence[Tensor],
+    prompts: Sequence[int],
+) -> Iterator[EvalSequence]:
+    """`sequences_of` for a drafter that reads `layer_ids` of a transformers `target`."""
+    nothing = torch.empty(
+        0, dtype=torch.int64, device=target.device
+    )  # no distribution is asked for
+    teacher = OnlineTeacher(target, layer_ids, nothing)
+    return sequences_of(teacher, texts, prompts, target.device)

@@ -1,0 +1,62 @@
+"""α_k along the main path of the served tree (SpecBlock, appendix C and figure 5a).
+
+The chain of figure 5a has no fixed block boundary: "the boundary depends on how many positions of
+block 0 are taken before block 1 starts". So it is read off the trees that serving drafts, the
+drafter's greedy token at every position, and not off a chain of whole blocks (`chain.py`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from vllm_specblock.train.eval.steps import Step
+
+
+@dataclass(frozen=True)
+class MainPathFigures:
+    """Counts over steps, position k of the main path in entry k − 1.
+
+    Attributes:
+        reached: main paths that have a token there, all tokens before being the target's.
+        hits: how many of those tokens are the target's.
+        ended: main paths all of whose tokens are the target's, and that end just before it.
+            They count neither as a hit nor as a miss: the drafter has no token there.
+        forward: of the tokens in `reached`, how many each drafter forward proposed.
+    """
+
+    reached: list[int]
+    hits: list[int]
+    ended: list[int]
+    forward: list[dict[int, int]]
+
+    @property
+    def alpha(self) -> list[float | None]:
+        """α_k, the share of `hits` in `reached`; None where nothing was reached."""
+        return [hit / count if count else None for hit, count in zip(self.hits, self.reached)]
+
+    @classmethod
+    def of(cls, steps: Iterable[Step], depth: int) -> MainPathFigures:
+        """Count over `steps`.
+
+        Args:
+            steps: none of them cut short by the text's end.
+            depth: tokens of the longest path of any tree, K·M for SpecBlock.
+        """
+        reached, hits, ended = ([0] * depth for _ in range(3))
+        forward: list[Counter[int]] = [Counter() for _ in range(depth)]
+        for step in steps:
+            right, path = set(step.accepted), step.main_path()
+            for k, node in enumerate(path):
+                reached[k] += 1
+                forward[k][step.forward[node]] += 1
+                # No two nodes of a tree are of equal text: those on the way that the text takes
+                # are the accepted ones.
+                if node not in right:
+                    break
+                hits[k] += 1
+            else:
+                if len(path) < depth:
+                    ended[len(path)] += 1
+        return cls(reached, hits, ended, [dict(sorted(counts.items())) for counts in forward])

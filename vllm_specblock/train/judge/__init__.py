@@ -1,1 +1,0 @@
-"""How good a drafter is, without serving it."""

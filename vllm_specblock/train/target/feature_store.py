@@ -1,0 +1,287 @@
+"""The target's features on disk, extracted once and read by row while training.
+
+A feature folder holds
+
+    features.json                what the features are of; written last, so it marks a whole folder
+    unfinished.json              the same, while extraction is under way or after it was stopped
+    features-00000.safetensors   hidden [T, 3·Ht], last [T, Ht], tokens [T] int32,
+    features-00001.safetensors   pieces [n, 3] int64 (sequence, start, length), lengths' sum = T
+    ...
+
+Every sequence is cut into consecutive pieces of at most `length` tokens, and the target has seen
+each piece alone, from position 0.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from vllm_specblock.train.config import TrainError
+from vllm_specblock.train.data.batch import Segment, segments_of
+from vllm_specblock.train.data.shards import replace
+
+INDEX = "features.json"
+UNFINISHED = "unfinished.json"
+OPEN_FILES = 8
+
+
+class Features(NamedTuple):
+    """The target's features of T tokens. hidden: [T, 3·Ht]; last: [T, Ht], after the final norm."""
+
+    hidden: Tensor
+    last: Tensor
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a folder's features are of. Two folders of one origin hold the same numbers.
+
+    Attributes:
+        target: fingerprint of the target (`target_rows.fingerprint`).
+        data: fingerprint of the sequences (`fingerprint`).
+        layer_ids: feature layers; i is the residual stream after i layers.
+        dtype: of the target's arithmetic and of the features, as torch calls it.
+        length: tokens of the longest piece.
+        shard_tokens: a shard is closed with the piece that fills it up to so many tokens.
+    """
+
+    target: str
+    data: str
+    layer_ids: tuple[int, int, int]
+    dtype: str
+    length: int
+    shard_tokens: int
+
+
+_SAYS = {
+    "target": "another target",
+    "data": "other data",
+    "layer_ids": "layers {there} instead of {here}",
+    "dtype": "dtype {there} instead of {here}",
+    "length": "pieces of {there} tokens instead of {here}",
+    "shard_tokens": "shards of {there} tokens instead of {here}",
+}
+
+
+def fingerprint(sequences: Iterable[Tensor]) -> str:
+    """Changes with every token of `sequences` (each [T] of any integer dtype) and every cut."""
+    digest = hashlib.sha256()
+    for tokens in sequences:
+        digest.update(len(tokens).to_bytes(8, "little"))
+        digest.update(tokens.to(torch.int32).contiguous().numpy().tobytes())
+    return digest.hexdigest()[:32]
+
+
+def shard_path(folder: Path, number: int) -> Path:
+    return folder / f"features-{number:05d}.safetensors"
+
+
+def fill(
+    folder: Path,
+    origin: Origin,
+    sequences: Sequence[Tensor],
+    extract: Callable[[list[Tensor]], Iterable[Features]],
+    progress: Callable[[int], object] = lambda tokens: None,
+) -> None:
+    """Write every shard that `folder` lacks, then mark it as whole.
+
+    Args:
+        sequences: each [T] of any integer dtype; those of `origin.data`.
+        extract: gives the features of each of some pieces of tokens ([T] int64), in order. It is
+            called for one shard while the features of the shard before are read and written.
+        progress: told how many more tokens are on disk.
+
+    Raises:
+        TrainError: the folder was begun with another origin.
+    """
+    begin(folder, origin)
+    groups = _shards_of(segments_of(sequences, origin.length), origin.shard_tokens)
+    count = 0
+    with ThreadPoolExecutor(max_workers=1) as writer:
+        written: Future[int] | None = None
+        for number, group in enumerate(groups):
+            count = number + 1
+            size = sum(segment.length for segment in group)
+            if shard_path(folder, number).exists():
+                progress(size)
+                continue
+            texts = [sequences[p.sequence][p.start : p.start + p.length].long() for p in group]
+            features = extract(texts)
+            if written is not None:
+                progress(written.result())
+            written = writer.submit(
+                _write_shard, shard_path(folder, number), group, texts, features
+            )
+        if written is not None:
+            progress(written.result())
+    index = asdict(origin) | {"sequences": len(sequences), "shards": count}
+    _write_json(folder / INDEX, index)
+    (folder / UNFINISHED).unlink()
+
+
+def begin(folder: Path, origin: Origin) -> bool:
+    """Claim `folder` for features of `origin`; whether it is whole already.
+
+    Raises:
+        TrainError: the folder is of another origin.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in (INDEX, UNFINISHED):
+        if (folder / name).exists():
+            check(folder, _read_json(folder / name), **asdict(origin))
+            if name == INDEX:
+                return True
+    _write_json(folder / UNFINISHED, asdict(origin))
+    return False
+
+
+def check(folder: Path, index: dict[str, Any], **expected: Any) -> None:
+    """Compare entries of a folder's index; None is not compared.
+
+    Raises:
+        TrainError: one differs.
+    """
+    for key, here in expected.items():
+        there = tuple(index[key]) if key == "layer_ids" else index[key]
+        if here is not None and there != here:
+            raise TrainError(
+                f"The features in {folder} are of {_SAYS[key].format(here=here, there=there)}: "
+                "extract them anew into another folder, or use what they were extracted with."
+            )
+
+
+def _shards_of(segments: Iterable[Segment], shard_tokens: int) -> Iterator[list[Segment]]:
+    group: list[Segment] = []
+    size = 0
+    for segment in segments:
+        group.append(segment)
+        size += segment.length
+        if size >= shard_tokens:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def _write_shard(
+    path: Path, segments: list[Segment], texts: list[Tensor], features: Iterable[Features]
+) -> int:
+    """Write one shard, aside and renamed; its number of tokens."""
+    total = sum(segment.length for segment in segments)
+    tensors: dict[str, Tensor] = {}
+    end = 0
+    for segment, part in zip(segments, features, strict=True):
+        if not tensors:  # filled piece by piece: twice a shard need not fit into memory
+            tensors = {
+                name: rows.new_empty(total, rows.shape[1]) for name, rows in part._asdict().items()
+            }
+        for name, rows in part._asdict().items():
+            if len(rows) != segment.length:
+                raise RuntimeError(f"{len(rows)} rows came for a piece of {segment.length} tokens")
+            tensors[name][end : end + segment.length] = rows
+        end += segment.length
+    tensors["tokens"] = torch.cat(texts).int()
+    tensors["pieces"] = torch.tensor(segments)
+    replace(path, lambda aside: safetensors.torch.save_file(tensors, aside))
+    return total
+
+
+class FeatureStore:
+    """Reads a whole feature folder by piece. Rows come from the page cache or the disk; nothing
+    is kept in memory but the index and `OPEN_FILES` mapped files.
+
+    Args:
+        folder: what `fill` wrote.
+        expected: entries of `Origin` that the features must have; None is any.
+
+    Raises:
+        TrainError: the folder is not whole, damaged, or of another origin.
+    """
+
+    def __init__(self, folder: Path, **expected: Any) -> None:
+        self.folder = folder
+        if not (folder / INDEX).exists():
+            raise TrainError(
+                f"There is no {INDEX} in {folder}: `specblock features` has not been here, or was "
+                "stopped before its end (run it again with the same options and it goes on)."
+            )
+        self.index = _read_json(folder / INDEX)
+        check(folder, self.index, **expected)
+        self._files: OrderedDict[int, safetensors.safe_open] = OrderedDict()
+        self._places: dict[tuple[int, int], tuple[int, int, int]] = {}
+        for number in range(self.index["shards"]):
+            row = 0
+            for sequence, start, length in self._file(number).get_tensor("pieces").tolist():
+                self._places[sequence, start] = (number, row, length)
+                row += length
+
+    def __len__(self) -> int:
+        """Number of pieces."""
+        return len(self._places)
+
+    def zeros(self, *shape: int) -> Features:
+        """Features of no token at all, shaped [*shape, ...], in the dtype of the files."""
+        like = self._file(0)
+        return Features(
+            *(
+                like.get_slice(name)[:0].new_zeros(*shape, like.get_slice(name).get_shape()[1])
+                for name in Features._fields
+            )
+        )
+
+    def read(self, segment: Segment) -> tuple[Features, Tensor]:
+        """Features and tokens ([T] int32) of one piece, as views of a mapped file.
+
+        A piece may be shorter than the stored one: rows do not depend on later tokens.
+
+        Raises:
+            TrainError: there is no such piece.
+        """
+        number, row, length = self._places.get((segment.sequence, segment.start), (0, 0, 0))
+        if segment.length > length:
+            raise TrainError(
+                f"The features in {self.folder} lack tokens {segment.start} to "
+                f"{segment.start + segment.length - 1} of sequence {segment.sequence}: they were "
+                f"extracted in pieces of {self.index['length']} tokens from "
+                f"{self.index['sequences']} sequences, and training must use the same."
+            )
+        file, rows = self._file(number), slice(row, row + segment.length)
+        features = Features(*(file.get_slice(name)[rows] for name in Features._fields))
+        return features, file.get_slice("tokens")[rows]
+
+    def _file(self, number: int) -> safetensors.safe_open:
+        """An open shard; the one that was used longest ago is closed for it."""
+        if number not in self._files:
+            path = shard_path(self.folder, number)
+            try:
+                self._files[number] = safetensors.safe_open(path, framework="pt")
+            except (safetensors.SafetensorError, OSError) as error:
+                raise TrainError(f"The feature shard {path} cannot be read: {error}.") from None
+            if len(self._files) > OPEN_FILES:
+                self._files.popitem(last=False)
+        self._files.move_to_end(number)
+        return self._files[number]
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    text = json.dumps(content, indent=1) + "\n"
+    replace(path, lambda aside: aside.write_text(text, encoding="utf-8"))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise TrainError(f"{path} is not JSON: {error}.") from None

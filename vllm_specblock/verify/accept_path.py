@@ -1,0 +1,150 @@
+"""Accepted path: one draw of the target at every node, then a walk from the root.
+
+Draw z from the target at every node; start at the root and move to the child whose token is z;
+the first z without such a child is the bonus token. For trees that are a function of the past,
+as ours are, this has the distribution of the papers' accept / reject-and-renormalise rule: a child
+c is entered with probability p(c), the next c' with (1 − p(c)) · p(c') / (1 − p(c)) = p(c'), and
+what is left over is what the residual would be. And it needs the target's sampler only, so that the
+output is what the target samples by itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from vllm_specblock.tree import pack_bits, unpack_bits
+from vllm_specblock.triton_kernels.optional_numba import takes
+from vllm_specblock.triton_kernels.verify.accept_path import accept_path_triton
+from vllm_specblock.triton_kernels.verify.accept_path_numba import accept_path_numba
+
+
+class DrawnRows(NamedTuple):
+    """What the target drew for R requests: a root and its nodes, one request after the other.
+
+    Attributes:
+        token: [rows] integers, the node's token; −1: not to be accepted.
+        drawn: [rows] int64.
+        first_row: [R+1] int32, the rows of each request. It has no more than N + 1, and fewer
+            where not all nodes were run.
+        req_idx: [R] integers, where the request's tree waits.
+    """
+
+    token: torch.Tensor
+    drawn: torch.Tensor
+    first_row: torch.Tensor
+    req_idx: torch.Tensor
+
+    def by_node(self, num_nodes: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows of root and nodes, [R, N+1] int64, some row where there is none; live [R, N+1]."""
+        nodes = torch.arange(num_nodes + 1, device=self.drawn.device)
+        rows = self.first_row[:-1, None].long() + nodes
+        live = rows < self.first_row[1:, None]
+        rows = rows.clamp(max=len(self.drawn) - 1)
+        return rows, live & (self.token[rows] >= 0)
+
+
+@dataclass(frozen=True)
+class AcceptedPaths:
+    """What stands of R trees.
+
+    Attributes (D the deepest path):
+        path: [R, D+1] int64, node at each position, 0 (the root) first and beyond the end.
+        accepted: [R] int32, draft nodes on the path.
+        output: [R, D+1] int64, the accepted tokens, then the bonus token at column
+            `accepted`; 0 beyond.
+    """
+
+    path: torch.Tensor
+    accepted: torch.Tensor
+    output: torch.Tensor
+
+
+def accept_path(
+    token: torch.Tensor,
+    parent: torch.Tensor,
+    depth: torch.Tensor,
+    ancestors: torch.Tensor,
+    live: torch.Tensor,
+    sampled: torch.Tensor,
+    max_depth: int,
+) -> AcceptedPaths:
+    """Follow the draws through R trees at once, without a loop over depth or nodes.
+
+    A node matches when its token is what its parent drew, and is reached when all its
+    ancestors match. The path ends at the deepest reached node, the first of equals: with
+    duplicate siblings a greedy descent could take the twin that leads nowhere.
+
+    Args:
+        token: [R, N] int64.
+        parent: [R, N] int32, −1 for slots not in use.
+        depth: [R, N+1] int64, 0 for the root.
+        ancestors: [R, N+1, W] int64.
+        live: [R, N] bool, nodes that the target ran on and that may be accepted.
+        sampled: [R, N+1] int64, z of the root and of every node.
+        max_depth: D; nodes below it are not accepted. A drafter drafts none, but drafts that are
+            not a drafter's (a scheduler's placeholders, dummy batches) lie on one long chain.
+    """
+    num_nodes = token.shape[1]
+    wanted = sampled.gather(1, parent.clamp(min=0).long())
+    matches = live & (parent >= 0) & (token == wanted) & (depth[:, 1:] <= max_depth)
+    matches = torch.nn.functional.pad(matches, (1, 0), value=True)  # the root
+    missing = ancestors & ~pack_bits(matches)[:, None]
+    reached = (missing == 0).all(-1)
+
+    node = torch.arange(num_nodes + 1, device=token.device)
+    rank = depth * (num_nodes + 1) + num_nodes - node
+    end = torch.where(reached, rank, -1).argmax(1, keepdim=True)  # [R, 1]
+    accepted = depth.gather(1, end)
+    on_path = unpack_bits(
+        ancestors.gather(1, end[..., None].expand(-1, 1, ancestors.shape[-1]))[:, 0],
+        num_nodes + 1,
+    )
+    # Nodes of one path differ in depth. The others go to a column that is cut off.
+    column = torch.where(on_path, depth, max_depth + 1)
+    path = token.new_zeros(len(token), max_depth + 2)
+    path = path.scatter_(1, column, node.expand_as(column))[:, : max_depth + 1]
+    output = sampled.gather(1, path)
+    place = torch.arange(max_depth + 1, device=token.device)
+    return AcceptedPaths(path, accepted[:, 0].int(), torch.where(place <= accepted, output, 0))
+
+
+def accept_path_rows(
+    rows: DrawnRows,
+    parent: torch.Tensor,
+    depth: torch.Tensor,
+    ancestors: torch.Tensor,
+    path: torch.Tensor,
+    accepted: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`accept_path` over trees and verdicts that are kept by request slot (S).
+
+    Args:
+        parent: [S, N] int32.
+        depth: [S, N+1] int64.
+        ancestors: [S, N+1, W] int64.
+        path, accepted: [S, D+1] int64 and [S] int32; the batch's verdicts go there.
+
+    Returns:
+        output: [R, D+1] int64, as in `AcceptedPaths`.
+        num_sampled: [R] int32, how many tokens of it count.
+    """
+    if rows.drawn.is_cuda:
+        return accept_path_triton(*rows, parent, depth, ancestors, path, accepted)
+    if takes(path):
+        return accept_path_numba(*rows, parent, depth, path, accepted)
+    req_idx = rows.req_idx
+    at, live = rows.by_node(parent.shape[1])
+    accepted_paths = accept_path(
+        rows.token[at][:, 1:].long(),
+        parent[req_idx],
+        depth[req_idx],
+        ancestors[req_idx],
+        live[:, 1:],
+        rows.drawn[at],
+        path.shape[1] - 1,
+    )
+    path[req_idx], accepted[req_idx] = accepted_paths.path, accepted_paths.accepted
+    return accepted_paths.output, accepted_paths.accepted + 1

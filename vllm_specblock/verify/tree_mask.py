@@ -1,0 +1,114 @@
+"""Tree attention mask and positions."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from vllm_specblock.tree import words_for
+from vllm_specblock.triton_kernels.optional_numba import takes
+from vllm_specblock.triton_kernels.verify.build_tree_mask import build_tree_mask_triton
+from vllm_specblock.triton_kernels.verify.build_tree_mask_numba import build_tree_mask_numba
+
+
+class BatchRows(NamedTuple):
+    """T rows of R requests, and after them rows of nobody that fill up a captured graph.
+
+    The last rows of a request are its root and nodes, in tree order: L of all requests.
+
+    Attributes:
+        position: [T] int64, the cache entry of its request that a row is written to.
+        query_start: [R+1] int32, the rows of each request.
+        seq_len: [R] int32, entries up to and with the request's last row.
+        req_idx: [R] int64, where the request's tree waits.
+        node_start: [R+1] int32, the roots and nodes of each request.
+        row: [L] int64, the row of each root or node.
+        row_req_idx: [L] int64, its request's slot.
+        node: [L] int32, which node it is, 0 for a root.
+    """
+
+    position: torch.Tensor
+    query_start: torch.Tensor
+    seq_len: torch.Tensor
+    req_idx: torch.Tensor
+    node_start: torch.Tensor
+    row: torch.Tensor
+    row_req_idx: torch.Tensor
+    node: torch.Tensor
+
+
+class TreeMask:
+    """What every row of a batch sees, in tensors that outlive the batch (captured graphs).
+
+    Attributes (T rows, R requests, W mask_words): row t of request r sees cache entries
+    0 … prefix_len[t] − 1 of its request, and entry tree_start[r] + j where bit j of words[t]
+    is set.
+        prefix_len: [T] int32.
+        mask_words: [T, W] int64.
+        tree_start: [R] int32.
+        position: [T] int64, the model's positions, which follow a node's depth.
+        node_position: [T] int64, the same for roots and nodes alone, one after the other.
+        adaptive: how many of a batch's rows are whose is decided on the device; the host knows
+            their sum and the most that one request can have.
+        all_trees: every row of the batch is a root or a node: none is of a prompt.
+        num_trees: so many requests come first that have drafts, and after them those that have
+            none; None: nobody says.
+    """
+
+    def __init__(
+        self,
+        max_rows: int,
+        max_requests: int,
+        num_nodes: int,
+        device: torch.device,
+        adaptive: bool = False,
+    ) -> None:
+        self.adaptive, self.all_trees = adaptive, False
+        self.num_trees: int | None = None
+        self.prefix_len = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        self.mask_words = torch.zeros(
+            max_rows, words_for(num_nodes), dtype=torch.int64, device=device
+        )
+        self.tree_start = torch.zeros(max_requests, dtype=torch.int32, device=device)
+        self.position = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self.node_position = torch.zeros(max_rows, dtype=torch.int64, device=device)
+
+    def fill(self, rows: BatchRows, depth: torch.Tensor, ancestors: torch.Tensor) -> None:
+        """Take in a batch.
+
+        A root or node sees everything before the root and, from the root on, its ancestors.
+        All other rows are causal. The rule also fits a request without drafts, whose last row
+        is a root that sees itself: no branch on the kind of batch.
+
+        Args:
+            depth: [S, N+1] int64, 0 for the root, by slot.
+            ancestors: [S, N+1, W] int64, as `DraftTree` has them.
+        """
+        if rows.position.is_cuda:
+            build_tree_mask_triton(
+                *rows[:5], depth, ancestors, self.prefix_len, self.mask_words, self.tree_start,
+                self.position, self.node_position,
+            )  # fmt: skip
+        elif takes(rows.position):
+            build_tree_mask_numba(
+                rows.position, *rows[2:], depth, ancestors, self.prefix_len, self.mask_words,
+                self.tree_start, self.position, self.node_position,
+            )  # fmt: skip
+        else:
+            self._fill(rows, depth, ancestors)
+
+    def _fill(self, rows: BatchRows, depth: torch.Tensor, ancestors: torch.Tensor) -> None:
+        """What `build_tree_mask_triton` works out."""
+        num_rows, num_requests = len(rows.position), len(rows.req_idx)
+        torch.add(rows.position, 1, out=self.prefix_len[:num_rows])
+        self.mask_words[:num_rows] = 0
+        self.position[:num_rows] = rows.position
+
+        node = rows.node.long()
+        root = rows.position[rows.row] - node
+        self.prefix_len[rows.row] = root.int()
+        self.mask_words[rows.row] = ancestors[rows.row_req_idx, node]
+        by_depth = root + depth[rows.row_req_idx, node]
+        self.position[rows.row] = self.node_position[: len(node)] = by_depth
+        self.tree_start[:num_requests] = rows.seq_len[:num_requests] - rows.node_start.diff()
