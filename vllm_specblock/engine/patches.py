@@ -8,10 +8,11 @@ At start-up (`registration.py`):
     spec_decode.init_speculator: an if-chain over vLLM's own, until they can be registered.
     SamplingParams._validate_spec_decode: refuses min_p and logit_bias with any speculation; with
         trees they are exact.
-At start-up on a CPU (`cpu/install.py`, `cpu/compile_cache.py`):
+At start-up on a CPU (`cpu/install.py`, `cpu/compile_cache.py`, `cpu/sleeping_waits.py`):
     kernels of Model Runner V2, block tables, top-k/top-p: have no form for a CPU.
     CpuPlatform.get_attn_backend_cls: answers CPU_ATTN whatever was asked for.
     torch.compiler.load_compiled_function: a compiled model is not found again on a CPU.
+    SpinCondition: waiting processes take the cores that the model needs.
 With the first engine whose budgets adapt (`budget.py`, on a CPU `host_budget.py`):
     AdaptiveVerificationManager: built by its name, until a speculator can bring its own.
     resolve_adaptive_cudagraph_mode: takes CUDA graphs for granted, on a CPU, too.

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from vllm_specblock.engine.cpu import compile_cache
+from vllm_specblock.engine.cpu import compile_cache, sleeping_waits
 from vllm_specblock.engine.cpu.batches import slot_mapping
 from vllm_specblock.engine.cpu.kernels import KERNELS
 from vllm_specblock.engine.cpu.top_k_top_p import apply_top_k_top_p
@@ -33,6 +33,7 @@ def install() -> None:
     patch(BlockTables, "compute_slot_mappings", lambda original: _compute_slot_mappings)
     patch(FusedStagedWriter, "apply", lambda original: _apply_staged_writes)
     compile_cache.install()
+    sleeping_waits.install()
     _accept_custom_attention()
 
 
