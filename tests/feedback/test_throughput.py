@@ -83,6 +83,15 @@ def test_few_requests_are_averaged_over_more_steps():
     assert 1 < found[0] < 1.25 < found[1]
 
 
+def test_batches_of_one_class_are_compared_by_request():
+    """Six plain requests take as long as eight: they are no slower."""
+    meter = Throughput()
+    for _ in range(8):
+        meter.observe(6, False, 6, 1.0)
+    steps(meter, 8, 10, 8 * 1.2, 1.0)
+    assert meter.gain(8) == meter.gain(6) == pytest.approx(1.2)
+
+
 def test_a_probe_begins_anew():
     meter = Throughput()
     meter.observe(8, False, 8, 1.0)
