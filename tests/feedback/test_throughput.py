@@ -92,6 +92,17 @@ def test_batches_of_one_class_are_compared_by_request():
     assert meter.gain(8) == meter.gain(6) == pytest.approx(1.2)
 
 
+def test_a_machine_that_becomes_slower_at_rest_is_no_gain():
+    meter = Throughput()
+    steps(meter, 4, 10, 4, 1.1)
+    for seconds in [1.0] * 7 + [3.0] * 20:
+        meter.observe(4, False, 4, seconds)
+    assert meter.gain(4) == pytest.approx(1 / 1.1)
+    meter.forget_drafting(4)
+    steps(meter, 4, 4, 4, 2.0)
+    assert meter.gain(4) == pytest.approx(1.5), "a probe is held against the steps before it"
+
+
 def test_a_probe_begins_anew():
     meter = Throughput()
     meter.observe(8, False, 8, 1.0)

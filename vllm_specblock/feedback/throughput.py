@@ -66,6 +66,8 @@ class Throughput:
         self._drafting: dict[tuple[int, bool], _Steps] = {}
         self._plain: dict[tuple[int, bool], _Steps] = {}
         self._since: dict[tuple[int, bool], int] = {}  # steps with drafts since the last plain one
+        self._at_rest: dict[tuple[int, bool], int] = {}  # plain steps since the last with drafts
+        self._settled: dict[tuple[int, bool], float] = {}
 
     def observe(
         self,
@@ -87,19 +89,31 @@ class Throughput:
             steps = self._drafting.setdefault(key, _Steps(_LAST_DRAFTING))
             steps.add(tokens / requests, seconds, 0.98 ** min(requests, 8))
             self._since[key] = self._since.get(key, EVERY) + 1
+            self._at_rest[key] = 0
+            self._settled.pop(key, None)
         else:
             self._plain.setdefault(key, _Steps(_LAST_PLAIN)).add(tokens / requests, seconds, 0.6)
             self._since[key] = 0
+            self._at_rest[key] = self._at_rest.get(key, 0) + 1
+            if self._at_rest[key] == _LAST_PLAIN and (gain := self.gain(requests, sampling)):
+                self._settled[key] = gain
 
     def forget_drafting(self, requests: int, sampling: bool = False) -> None:
         """What is seen from now on counts, what was seen before hardly."""
-        steps = self._drafting.get(_class_of(requests, sampling))
-        if steps is not None:
-            steps.forget()
+        key = _class_of(requests, sampling)
+        self._settled.pop(key, None)
+        if key in self._drafting:
+            self._drafting[key].forget()
 
     def gain(self, requests: int, sampling: bool = False) -> float | None:
-        """Speed with drafts over that without; None where one of them is not known."""
+        """Speed with drafts over that without; None where one of them is not known.
+
+        In a long rest it stays what it was near the last drafts: else a machine that becomes slower
+        meanwhile would seem to be one on which drafts pay.
+        """
         key = _class_of(requests, sampling)
+        if key in self._settled:
+            return self._settled[key]
         drafting, plain = self._drafting.get(key), self._plain.get(key)
         if drafting is None or plain is None or len(drafting.seconds) < drafting.enough:
             return None
