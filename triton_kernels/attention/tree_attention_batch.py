@@ -162,8 +162,8 @@ class TreeAttentionBatch:
                 self.max_seq_len, self.prefix_len, metadata.mask_words, self.tree_start, scale, out,
                 prefix_from=metadata.prefix_from, unknown_up_to=self.unknown_up_to, **rare,
             )  # fmt: skip
-        plan = metadata.plan
-        return attend_reference(query, kv_cache, plan, scale, out, **rare)  # type: ignore[arg-type]
+        gathered: Any = metadata.plan  # never None on a CPU
+        return attend_reference(query, kv_cache, gathered, scale, out, **rare)
 
     def _see(self, window: int | None, bits_only: bool, query: torch.Tensor) -> LayerMask:
         """What is left of the queries' sight, worked out by the first layer that asks."""
