@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from vllm_specblock.feedback.calibration import DraftCalibration
 from vllm_specblock.tree import DraftTree
@@ -98,14 +99,18 @@ class Drafter(ABC):
         kind: what `speculative_config` calls such a drafter.
         num_nodes: N, nodes of every tree it yields.
         max_depth: the deepest path it can draft.
+        model: its network; None for a drafter without weights.
         calibration: what its scores are set right with, and what learns from the verdicts on its
             nodes; None for a drafter whose scores are what they are.
+        usual_cost: what it adds to a step as the second drafter, as a share of the step's time.
     """
 
     kind: str
     num_nodes: int
     max_depth: int
+    model: nn.Module | None = None
     calibration: DraftCalibration | None = None
+    usual_cost: float = 0.15
 
     def beta_of(self, rows: CommittedTokens) -> torch.Tensor | None:
         """β for the step's requests, [R] fp32; None: 1."""

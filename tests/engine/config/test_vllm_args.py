@@ -302,8 +302,8 @@ def test_a_head_without_weights():
             },
             ["cannot be split", "num_speculative_tokens"],
         ),
-        ({"head": "ngram", "model": None, "second_head": NGRAM}, ["Both heads", "n-gram"]),
-        ({"second_head": {"model": str(DRAFTER)}}, ["Both heads", "drafter", "another"]),
+        ({"head": "ngram", "model": None, "second_head": NGRAM}, ["Both drafters", "n-gram"]),
+        ({"second_head": {"model": str(DRAFTER)}}, ["Both drafters", "another"]),
         ({"second_head": NGRAM | {"revision": "main"}}, ["'second_head.revision' is 'main'"]),
     ],
 )
@@ -394,7 +394,7 @@ def test_adaptation_is_off_and_can_be_on():
         ({"second_head": NGRAM | {"adapt": True}}, ["'second_head.adapt'", "kind 'ngram'"]),
         (
             ADAPT | {"second_head": {"model": str(TABLES), "adapt": {"policy": "watch"}}},
-            ["both heads", "one can adapt"],
+            ["both drafters", "one can adapt"],
         ),
         (
             ADAPT

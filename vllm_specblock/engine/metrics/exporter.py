@@ -59,17 +59,17 @@ LEARNING = {
 """Of engines whose drafter learns while it serves."""
 
 HELP = LEARNING | {
-    "drafted_trees": "Trees of at least one node that the head drafted.",
-    "drafted_nodes": "Nodes of the trees that the head drafted.",
-    "chosen_trees": "Verified trees whose first node the head drafted.",
-    "verified_nodes": "Verified nodes that the head drafted.",
-    "accepted_nodes": "Accepted nodes that the head drafted.",
+    "drafted_trees": "Trees of at least one node that the drafter drafted.",
+    "drafted_nodes": "Nodes of the trees that the drafter drafted.",
+    "chosen_trees": "Verified trees whose first node the drafter drafted.",
+    "verified_nodes": "Verified nodes that the drafter drafted.",
+    "accepted_nodes": "Accepted nodes that the drafter drafted.",
     "tree_nodes": "Verified nodes, each once.",
-    "shared_nodes": "Verified nodes that both heads drafted.",
-    "shared_accepted_nodes": "Accepted nodes that both heads drafted.",
-    "both_drafted": "Request steps in which both heads drafted a tree.",
-    "agreed": "Request steps in which both heads' trees begin with the same token.",
-    "second_skipped": "Request steps in which the second head was not asked.",
+    "shared_nodes": "Verified nodes that both drafters drafted.",
+    "shared_accepted_nodes": "Accepted nodes that both drafters drafted.",
+    "both_drafted": "Request steps in which both drafters drafted a tree.",
+    "agreed": "Request steps in which both drafters' trees begin with the same token.",
+    "second_skipped": "Request steps in which the second drafter was not asked.",
     "drafting_nanoseconds": "Time of the drafters in steps without prompts.",
     "drafting_steps": "Steps without prompts in which trees were drafted.",
 }
@@ -85,7 +85,7 @@ class DrafterMetrics:
         stem: the files' path up to "-<engine>.db".
     """
 
-    def __init__(self, stem: str):
+    def __init__(self, stem: str) -> None:
         self.stem = stem
 
     def files(self) -> list[str]:
@@ -148,7 +148,7 @@ def make_sink(vllm_config: Any, rank: int) -> Callable[[Counts], None] | None:
         return None
     if not os.path.isdir(os.path.dirname(stem)):
         logger.warning(
-            "The metrics of the draft heads are not shown: this engine runs on another machine "
+            "The metrics of the drafters are not shown: this engine runs on another machine "
             "(%s) than the server that it was started from.",
             socket.gethostname(),
         )
@@ -172,7 +172,7 @@ class Sink:
         interval: seconds between two lines.
     """
 
-    def __init__(self, path: str, labels: dict[str, str], interval: float):
+    def __init__(self, path: str, labels: dict[str, str], interval: float) -> None:
         self.path, self.labels, self.interval = path, labels, interval
         self.keys: dict[tuple[str, int], str] = {}
         self.file: MmapedDict | None = None
@@ -181,13 +181,13 @@ class Sink:
 
     def __call__(self, counts: Counts) -> None:
         if self.file is None:
-            self._create(counts)
+            self.file = self._create(counts)
         for key, count in counts.items():
             self.file.write_value(self.keys[key], count, 0.0)
         if time.monotonic() - self.logged_at >= self.interval:
             self._log(counts)
 
-    def _create(self, counts: Counts) -> None:
+    def _create(self, counts: Counts) -> MmapedDict:
         for name, drafter in counts:
             labels = {**self.labels, **({"head": str(drafter)} if drafter else {})}
             metric = PREFIX + name
@@ -196,10 +196,11 @@ class Sink:
             )
         # Under its name only when complete: a reader may come at any time.
         making = f"{self.path}.new"
-        self.file = MmapedDict(making)
+        file = MmapedDict(making)
         for key in self.keys.values():
-            self.file.write_value(key, 0, 0.0)
+            file.write_value(key, 0, 0.0)
         os.replace(making, self.path)
+        return file
 
     def _log(self, counts: Counts) -> None:
         grown = {key: count - self.logged.get(key, 0) for key, count in counts.items()}
@@ -214,15 +215,15 @@ def sentence(counts: Counts) -> str:
     for drafter in sorted({drafter for _, drafter in counts if drafter}):
         of = {name: count for (name, owner), count in counts.items() if owner == drafter}
         parts.append(
-            f"Head {drafter}: {of['drafted_nodes']} nodes drafted in {of['drafted_trees']} trees, "
-            f"{of['verified_nodes']} verified, {of['accepted_nodes']} accepted, "
+            f"Drafter {drafter}: {of['drafted_nodes']} nodes drafted in {of['drafted_trees']} "
+            f"trees, {of['verified_nodes']} verified, {of['accepted_nodes']} accepted, "
             f"chosen {of['chosen_trees']} times"
         )
     both = {name: count for (name, owner), count in counts.items() if not owner}
     if "both_drafted" in both:
         parts.append(
             f"Both drafted: {both['both_drafted']}, agreed: {both['agreed']}, "
-            f"second head skipped: {both['second_skipped']}, "
+            f"second drafter skipped: {both['second_skipped']}, "
             f"shared nodes: {both['shared_nodes']} of {both['tree_nodes']}"
         )
     return "SpecBlock metrics: " + "; ".join(parts)

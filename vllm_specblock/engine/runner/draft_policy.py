@@ -17,10 +17,6 @@ from vllm_specblock.feedback.verified_trees import VerifiedTrees
 from vllm_specblock.tree import DraftTree
 from vllm_specblock.triton_kernels.feedback.lazy_gate import learn_gate_triton, most_want_triton
 
-USUAL_COST = {"ngram": 0.02}
-"""What drafting a second drafter of some kind adds to a step, as a share of its time, where it is
-not the 0.15 of one with weights."""
-
 
 @dataclass(frozen=True)
 class Proposal:
@@ -84,7 +80,7 @@ class DraftPolicy(ABC):
 class SingleDrafter(DraftPolicy):
     """A single drafter: its tree is the tree."""
 
-    def __init__(self, drafter: Drafter):
+    def __init__(self, drafter: Drafter) -> None:
         self.drafters = [drafter]
 
     def combine(self, rows: CommittedTokens) -> Proposal:
@@ -95,7 +91,9 @@ class SingleDrafter(DraftPolicy):
 class RoutedDrafters(DraftPolicy):
     """Both drafters draft, the surer one's tree is verified (routing paper, §5)."""
 
-    def __init__(self, drafters: list[Drafter], options: CombineConfig, device: torch.device):
+    def __init__(
+        self, drafters: list[Drafter], options: CombineConfig, device: torch.device
+    ) -> None:
         self.drafters, self.how = drafters, options.confidence
         self.always = torch.ones(1, dtype=torch.bool, device=device)
 
@@ -126,11 +124,11 @@ class LazilyRoutedDrafters(RoutedDrafters):
 
     def __init__(
         self, drafters: list[Drafter], options: CombineConfig, num_slots: int, device: torch.device
-    ):
+    ) -> None:
         super().__init__(drafters, options, device)
         cost = options.second_head_cost
         if cost is None:
-            cost = USUAL_COST.get(drafters[1].kind, 0.15)
+            cost = drafters[1].usual_cost
         self.gate = LazyGate(device, options.confidence, cost)
         self.looks = device.type == "cpu"
         self.most_want = torch.ones(1, dtype=torch.bool, pin_memory=not self.looks)
@@ -163,7 +161,8 @@ class LazilyRoutedDrafters(RoutedDrafters):
         index = wanted.nonzero()[:, 0]  # a host tensor
         if len(index) == len(wanted):
             return self.choose(first, drafter.draft(), wanted)
-        second = DraftTree.empty(*first.token.shape, wanted.device)
+        requests, nodes = first.token.shape
+        second = DraftTree.empty(requests, nodes, wanted.device)
         if len(index):
             second = second.put(index, drafter.draft(index))
         return self.choose(first, second, wanted)
@@ -199,7 +198,7 @@ class MergedDrafters(DraftPolicy):
 
     def __init__(
         self, drafters: list[Drafter], options: CombineConfig, num_nodes: int, device: torch.device
-    ):
+    ) -> None:
         self.drafters, self.how, self.num_nodes = drafters, options.merge, num_nodes
         self.always = torch.ones(1, dtype=torch.bool, device=device)
 

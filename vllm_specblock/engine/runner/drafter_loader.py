@@ -1,36 +1,27 @@
-"""Drafter loading, and registration of their layers in vLLM's cache."""
+"""What an engine drafts with: its drafters, their node budgets and cache layers, the policy."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from vllm.config import VllmConfig
 
-from vllm_specblock.drafters.baselines.falcon import FalconDrafter
-from vllm_specblock.drafters.baselines.medusa import MedusaDrafter
-from vllm_specblock.drafters.baselines.parallelspec import ParallelSpecDrafter
-from vllm_specblock.drafters.baselines.sps import SpSDrafter
+from vllm_specblock.combine.budget import shares
+from vllm_specblock.config import CombineConfig
 from vllm_specblock.drafters.common.post_load import process_after_loading
-from vllm_specblock.drafters.eagle3.drafter import Eagle3Drafter
 from vllm_specblock.drafters.interface import Drafter
-from vllm_specblock.drafters.ngram.drafter import NGramDrafter
-from vllm_specblock.drafters.specblock.drafter import SpecBlockDrafter
+from vllm_specblock.drafters.registry import drafter_kind
 from vllm_specblock.engine.attention.draft_attention_layer import DraftAttentionLayer
-from vllm_specblock.engine.config.resolved_config import ResolvedConfig, ResolvedDrafter, files_of
-
-DRAFTER_OF: dict[str, Callable[..., Drafter]] = {
-    drafter.kind: drafter
-    for drafter in (
-        SpecBlockDrafter,
-        Eagle3Drafter,
-        MedusaDrafter,
-        ParallelSpecDrafter,
-        FalconDrafter,
-        SpSDrafter,
-    )
-}
-"""Heads with weights, by kind; all are made of the same arguments."""
+from vllm_specblock.engine.config.resolved_config import ResolvedConfig, ResolvedDrafter
+from vllm_specblock.engine.runner.draft_policy import (
+    DraftPolicy,
+    LazilyRoutedDrafters,
+    MergedDrafters,
+    RoutedDrafters,
+    SingleDrafter,
+)
+from vllm_specblock.engine.runner.skipping_merge import SkippingMergedDrafters
 
 
 def load_drafter(
@@ -52,19 +43,20 @@ def load_drafter(
         lookahead_slots: cache slots reserved after a request's root.
         max_model_len: tokens of the longest request.
     """
-    if resolved.kind == "ngram":
-        return NGramDrafter(resolved.options, num_nodes, max_model_len)
-    model = files_of(resolved.kind).load(resolved.folder, dtype=dtype, device=device).eval()
-    process_after_loading(model, resolved.options.quantization)
+    kind, options = drafter_kind(resolved.kind), resolved.options
+    make = kind.load_class()
+    if kind.checkpoint is None:
+        return make(options, num_nodes, max_model_len)
+    files = kind.load_checkpoint_module()
+    model = files.load(resolved.folder, dtype=dtype, device=device).eval()
+    process_after_loading(model, getattr(options, "quantization", None))
     columns = tuple(layers.index(layer) for layer in resolved.layers)
-    return DRAFTER_OF[resolved.kind](
-        model, embed, resolved.options, num_nodes, max_model_len, lookahead_slots, columns
-    )
+    return make(model, embed, options, num_nodes, max_model_len, lookahead_slots, columns)
 
 
-def build_heads(
+def build_drafters(
     resolved: ResolvedConfig,
-    budgets: list[int],
+    budgets: Sequence[int],
     embed: Callable[[torch.Tensor], torch.Tensor],
     lookahead_slots: int,
     max_model_len: int,
@@ -114,3 +106,29 @@ def register_layers(vllm_config: VllmConfig, drafters: list[Drafter]) -> list[li
             number += 1
         names.append(of_drafter)
     return names
+
+
+def drafter_budgets(options: CombineConfig | None, num_nodes: int) -> tuple[int, ...]:
+    """Nodes that each drafter drafts."""
+    if options is None:
+        return (num_nodes,)
+    return shares(num_nodes, options.head_policy, options.budget)
+
+
+def make_draft_policy(
+    drafters: list[Drafter],
+    options: CombineConfig | None,
+    num_nodes: int,
+    num_slots: int,
+    device: torch.device,
+) -> DraftPolicy:
+    """The policy of `options`; None with a single drafter."""
+    if options is None:
+        return SingleDrafter(drafters[0])
+    if options.head_policy == "merge" and options.skip_drafter:
+        return SkippingMergedDrafters(drafters, options, num_nodes, num_slots, device)
+    if options.head_policy == "merge":
+        return MergedDrafters(drafters, options, num_nodes, device)
+    if options.route == "lazy":
+        return LazilyRoutedDrafters(drafters, options, num_slots, device)
+    return RoutedDrafters(drafters, options, device)
