@@ -78,7 +78,7 @@ def first_block_metadata_triton(
 
 
 # A part of a long prompt begins anywhere: the alignment of its tensors is not to be compiled for.
-@jit(do_not_specialize=["position", "slot", "row_start", "last", "num_rows", "num_requests"])
+@jit(do_not_specialize=["position", "kv_slot", "row_start", "last", "num_rows", "num_requests"])
 def _first_block_metadata_kernel(
     position,  # [T] int64
     position_stride,

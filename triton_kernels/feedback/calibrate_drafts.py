@@ -151,7 +151,7 @@ def _learn_kernel(
     tl.store(log + 1, tl.minimum(tl.maximum(hot_log, lowest), highest))
 
 
-@jit(do_not_specialize=["temperature", "slot", "num_requests"])
+@jit(do_not_specialize=["temperature", "req_idx", "num_requests"])
 def _calibration_kernel(
     log,  # [2] fp32
     temperature,  # [R] fp32

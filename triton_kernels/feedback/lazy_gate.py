@@ -95,7 +95,7 @@ def _bucket(confidence, offset, BUCKETS: tl.constexpr):
     return tl.minimum(tl.maximum(half_octave, 0.0), BUCKETS - 1.0).to(tl.int32)
 
 
-@jit(do_not_specialize=["slot", "num_requests", "asked"])
+@jit(do_not_specialize=["req_idx", "num_requests", "asked"])
 def _most_want_kernel(
     threshold,  # [] int64
     logprob,  # [R, num_nodes] fp32

@@ -89,7 +89,7 @@ def record_step_triton(slabs: SlabTensors, step: StepToRecord) -> None:
 # States and what is of the requests may be parts of something, and begin anywhere.
 @jit(
     do_not_specialize=[
-        "low", "mid", "high", "top", "slot", "num_run", "accepted", "path", "num_rows"
+        "low", "mid", "high", "top", "req_idx", "num_run", "accepted", "path", "num_rows"
     ]
 )  # fmt: skip
 def _record_step_kernel(

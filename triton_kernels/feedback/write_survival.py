@@ -89,7 +89,7 @@ def _survival(rates, logprob, BINS_PER_NAT: tl.constexpr, BINS: tl.constexpr):
 
 
 # A step's requests may be a part of a larger table.
-@jit(do_not_specialize=["slot", "temperature"])
+@jit(do_not_specialize=["req_idx", "temperature"])
 def _write_survival_kernel(
     req_idx,  # [R]
     req_idx_stride,

@@ -32,7 +32,7 @@ def store_kv_triton(
         )  # fmt: skip
 
 
-@jit(do_not_specialize=["entry_stride"])
+@jit(do_not_specialize=["kv_index_stride"])
 def _store_kv_kernel(
     kv_cache, block_stride, head_stride, place_stride, dim_stride,  # [blocks, heads, places, 2D]
     kv_index, kv_index_stride,  # [T] int64

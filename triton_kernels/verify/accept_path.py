@@ -67,7 +67,7 @@ def accept_path_triton(
 
 
 # A chunk of a batch begins anywhere: the alignment of its tensors is not to be compiled for.
-@jit(do_not_specialize=["token", "drawn", "first_row", "slot"])
+@jit(do_not_specialize=["token", "drawn", "first_row", "req_idx"])
 def _accept_path_kernel(
     token,  # [rows] integers, −1: not to be accepted
     drawn,  # [rows] int64

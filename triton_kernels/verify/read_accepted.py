@@ -35,7 +35,7 @@ def read_accepted_triton(
 
 
 # The rows of a part of a table begin anywhere, which is not to be compiled for.
-@jit(do_not_specialize=["slot", "live"])
+@jit(do_not_specialize=["req_idx", "live"])
 def _read_accepted_kernel(
     req_idx,  # [R] integers
     req_idx_stride,

@@ -96,7 +96,7 @@ def _above(key, row, there, threshold, NUM_NODES: tl.constexpr, PROBES: tl.const
 
 
 # Only what is always the same is compiled for.
-@jit(do_not_specialize=["slot", "num_starts", "num_requests", "budget", "num_bonus"])
+@jit(do_not_specialize=["req_idx", "num_starts", "num_requests", "budget", "num_bonus"])
 def _reallocate_drafts_kernel(
     confidence,  # [S, NUM_NODES] fp32
     confidence_stride,
