@@ -5,7 +5,11 @@ kernels need to be defined, never compiled. Annotations stay strings (`from __fu
 annotations`), which is why a kernel's `tl.constexpr` does not have to exist at import.
 
 Kernels name the numbers that change from step to step in `do_not_specialize`: otherwise they are
-compiled anew, in the midst of serving, for each that is 1 or a multiple of 16.
+compiled anew, in the midst of serving, for each that is 1 or a multiple of 16. Triton heeds that
+for parameters alone, not for what is in a group: what is not to be specialized stays out of groups.
+
+Kernels take what belongs together as one NamedTuple: pointers, strides, or constants where the
+parameter is a `tl.constexpr`. It is taken apart when a kernel is compiled, and costs nothing there.
 """
 
 from __future__ import annotations

@@ -31,32 +31,23 @@ class Compile:
     def __getitem__(self, grid):
         return self.launch
 
-    def launch(self, *positional, num_warps=4, num_stages=3, **named):
+    def launch(self, *positional, **named):
         from triton.backends.compiler import GPUTarget
-        from triton.compiler import ASTSource
+        from triton.compiler import ASTSource, make_backend
         from triton.compiler import compile as triton_compile
-        from triton.runtime.jit import mangle_type
+        from triton.runtime.jit import create_function_from_signature
 
-        arguments = dict(zip(self.kernel.arg_names, positional)) | named
-        signature, constants, attributes = {}, {}, {}
-        for place, parameter in enumerate(self.kernel.params):
-            value = arguments[parameter.name]
-            if parameter.do_not_specialize:
-                signature[parameter.name] = mangle_type(value)
-                continue
-            # A launch would find the same out: what is 1, what is absent, what is aligned.
-            if (type(value) is int and value % 16 == 0) or isinstance(value, torch.Tensor):
-                attributes[place,] = [["tt.divisibility", 16]]
-            if parameter.is_constexpr or value is None or (type(value) is int and value == 1):
-                attributes.pop((place,), None)
-                signature[parameter.name] = "constexpr"
-                constants[parameter.name] = value
-            else:
-                signature[parameter.name] = mangle_type(value)
-        options = {"num_warps": num_warps, "num_stages": num_stages}
-        source = ASTSource(self.kernel, signature, constants, attributes)
-        target = GPUTarget("cuda", CAPABILITY, 32)
-        self.compiled.append(triton_compile(source, target=target, options=options))
+        kernel, target = self.kernel, GPUTarget("cuda", CAPABILITY, 32)
+        backend = make_backend(target)
+        # As a launch finds out what is 1, what is absent and what is aligned.
+        bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+        bound, found, options = bind(*positional, **named)
+        for parameter in kernel.params:
+            grouped = isinstance(bound[parameter.name], tuple)
+            assert not (grouped and parameter.do_not_specialize), "Triton heeds it for no group"
+        options, *source = kernel._pack_args(backend, named, bound, found, options)
+        source = ASTSource(kernel, *source)
+        self.compiled.append(triton_compile(source, target=target, options=options.__dict__))
 
 
 @pytest.fixture
