@@ -5,14 +5,23 @@ kernels need to be defined, never compiled. Annotations stay strings (`from __fu
 annotations`), which is why a kernel's `tl.constexpr` does not have to exist at import.
 
 Kernels name the numbers that change from step to step in `do_not_specialize`: otherwise they are
-compiled anew, in the midst of serving, for each that is 1 or a multiple of 16.
+compiled anew, in the midst of serving, for each that is 1 or a multiple of 16. Triton heeds that
+for parameters alone, not for what is in a group: what is not to be specialized stays out of groups.
+
+Kernels take what belongs together as one NamedTuple: pointers, strides, or constants where the
+parameter is a `tl.constexpr`. It is taken apart when a kernel is compiled, and costs nothing there.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import cache
+from operator import attrgetter
+from typing import Any, NamedTuple, TypeVar
 
-__all__ = ["cdiv", "jit", "next_power_of_2", "tl", "triton"]
+__all__ = ["cdiv", "group_of", "jit", "next_power_of_2", "tl", "triton"]
+
+Group = TypeVar("Group", bound=NamedTuple)
 
 try:
     import triton
@@ -35,3 +44,13 @@ except ImportError:  # the references do without
     def next_power_of_2(n: int) -> int:
         """The smallest power of two that is >= n, for n >= 1."""
         return 1 << (n - 1).bit_length()
+
+
+def group_of(kind: type[Group], holder: object) -> Group:
+    """A NamedTuple, of two fields or more, of what `holder` has under their names."""
+    return kind._make(_getter(kind)(holder))
+
+
+@cache
+def _getter(kind: type[NamedTuple]) -> Callable[[object], tuple[Any, ...]]:
+    return attrgetter(*kind._fields)

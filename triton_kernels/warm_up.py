@@ -50,9 +50,13 @@ def compile_attention(
     num_kv_heads, block_size = kv_cache.shape[1:3]
     classes = cut.tile_classes(head_size, query.dtype, cut.shared_memory(device))
     shapes = shapes_to_compile(
-        classes, num_heads // num_kv_heads, num_kv_heads, len(block_table), max_query_len,
+        classes,
+        num_heads // num_kv_heads,
+        num_kv_heads,
+        len(block_table),
+        max_query_len,
         max_seq_len,
-    )  # fmt: skip
+    )
     for query_len, num_requests, seq_len in shapes:
         rows = query_len * num_requests
         start = [query_len * request for request in range(num_requests + 1)]
@@ -70,9 +74,15 @@ def compile_attention(
             max_seq_len=seq_len,
         )
         queries.attend(
-            query.new_zeros(rows, num_heads, head_size), kv_cache, 1.0, window=window,
-            soft_cap=soft_cap, key_scale=key_scale, value_scale=value_scale, packing=packing,
-        )  # fmt: skip
+            query.new_zeros(rows, num_heads, head_size),
+            kv_cache,
+            1.0,
+            window=window,
+            soft_cap=soft_cap,
+            key_scale=key_scale,
+            value_scale=value_scale,
+            packing=packing,
+        )
         if packing is not None:
             queries.causal()
 
@@ -95,8 +105,10 @@ def shapes_to_compile(
     tiles = cdiv(cut.PROGRAMS, num_kv_heads)
     lengths.add(min(max(tiles * classes[-1].rows // group, 1), max_query_len))
     for query_len in sorted(lengths):
-        many = min(cdiv(cut.PROGRAMS, num_kv_heads * cdiv(query_len * group, classes[-1].rows)),
-                   max_requests)  # fmt: skip
+        many = min(
+            cdiv(cut.PROGRAMS, num_kv_heads * cdiv(query_len * group, classes[-1].rows)),
+            max_requests,
+        )
         for num_requests in sorted({1, many}):
             for seq_len in (1, max_seq_len):
                 launches = cut.plan_launches(

@@ -38,23 +38,23 @@ class Kernels:
         Triton decides at decoration whether a kernel is interpreted. The copy is decorated while
         the switch is on, so that no other test of this process meets interpreted kernels.
 
-        parts: modules whose jitted functions its kernels call; copied likewise.
+        parts: modules whose jitted functions its kernels call, each after those that it calls
+            itself; copied likewise.
         """
-        module = importlib.import_module(module_of(name))
+        modules = [importlib.import_module(module_of(each)) for each in (*parts, name)]
         if self.device.type == "cuda":
-            return module
-        copies = {module_of(part): self.load(part) for part in parts}
-        copy = importlib.util.module_from_spec(
-            importlib.util.spec_from_file_location(
-                f"{module.__package__}.interpreted_{name}", module.__file__
-            )
-        )
+            return modules[-1]
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("TRITON_INTERPRET", "1")
-            patch.setitem(sys.modules, copy.__name__, copy)  # a dataclass looks itself up there
-            for part, copied in copies.items():
-                patch.setitem(sys.modules, part, copied)
-            copy.__spec__.loader.exec_module(copy)
+            for each, module in zip((*parts, name), modules):
+                copy = importlib.util.module_from_spec(
+                    importlib.util.spec_from_file_location(
+                        f"{module.__package__}.interpreted_{each}", module.__file__
+                    )
+                )
+                patch.setitem(sys.modules, copy.__name__, copy)  # a dataclass looks itself up there
+                copy.__spec__.loader.exec_module(copy)
+                patch.setitem(sys.modules, module.__name__, copy)
         return copy
 
 

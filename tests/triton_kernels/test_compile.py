@@ -31,32 +31,23 @@ class Compile:
     def __getitem__(self, grid):
         return self.launch
 
-    def launch(self, *positional, num_warps=4, num_stages=3, **named):
+    def launch(self, *positional, **named):
         from triton.backends.compiler import GPUTarget
-        from triton.compiler import ASTSource
+        from triton.compiler import ASTSource, make_backend
         from triton.compiler import compile as triton_compile
-        from triton.runtime.jit import mangle_type
+        from triton.runtime.jit import create_function_from_signature
 
-        arguments = dict(zip(self.kernel.arg_names, positional)) | named
-        signature, constants, attributes = {}, {}, {}
-        for place, parameter in enumerate(self.kernel.params):
-            value = arguments[parameter.name]
-            if parameter.do_not_specialize:
-                signature[parameter.name] = mangle_type(value)
-                continue
-            # A launch would find the same out: what is 1, what is absent, what is aligned.
-            if (type(value) is int and value % 16 == 0) or isinstance(value, torch.Tensor):
-                attributes[place,] = [["tt.divisibility", 16]]
-            if parameter.is_constexpr or value is None or (type(value) is int and value == 1):
-                attributes.pop((place,), None)
-                signature[parameter.name] = "constexpr"
-                constants[parameter.name] = value
-            else:
-                signature[parameter.name] = mangle_type(value)
-        options = {"num_warps": num_warps, "num_stages": num_stages}
-        source = ASTSource(self.kernel, signature, constants, attributes)
-        target = GPUTarget("cuda", CAPABILITY, 32)
-        self.compiled.append(triton_compile(source, target=target, options=options))
+        kernel, target = self.kernel, GPUTarget("cuda", CAPABILITY, 32)
+        backend = make_backend(target)
+        # As a launch finds out what is 1, what is absent and what is aligned.
+        bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+        bound, found, options = bind(*positional, **named)
+        for parameter in kernel.params:
+            grouped = isinstance(bound[parameter.name], tuple)
+            assert not (grouped and parameter.do_not_specialize), "Triton heeds it for no group"
+        options, *source = kernel._pack_args(backend, named, bound, found, options)
+        source = ASTSource(kernel, *source)
+        self.compiled.append(triton_compile(source, target=target, options=options.__dict__))
 
 
 @pytest.fixture
@@ -112,11 +103,20 @@ def attend(compiler, dtype, head_size, queries, requests, cache_dtype=None, **ra
     if "prefix_from" in rare:
         rare["prefix_from"] = torch.zeros(tokens, dtype=rows)
     module.tree_attention(
-        query, cache, torch.zeros(requests, 2048, dtype=rows),
-        torch.zeros(requests + 1, dtype=rows), {queries}, torch.zeros(requests, dtype=rows), 32768,
-        torch.zeros(tokens, dtype=rows), torch.zeros(tokens, 1, dtype=torch.int64),
-        torch.zeros(requests, dtype=rows), 0.1, torch.empty_like(query), **rare,
-    )  # fmt: skip
+        query,
+        cache,
+        torch.zeros(requests, 2048, dtype=rows),
+        torch.zeros(requests + 1, dtype=rows),
+        {queries},
+        torch.zeros(requests, dtype=rows),
+        32768,
+        torch.zeros(tokens, dtype=rows),
+        torch.zeros(tokens, 1, dtype=torch.int64),
+        torch.zeros(requests, dtype=rows),
+        0.1,
+        torch.empty_like(query),
+        **rare,
+    )
     return stand_ins
 
 
@@ -249,11 +249,11 @@ def test_rms_norm_compiles(compiler, dtype):
     ],
 )
 def test_read_heads_compile(compiler, dtype, vocab, scope, sharp):
-    from vllm_specblock.triton_kernels.layers import lm_and_rank_head
+    from vllm_specblock.triton_kernels.layers import best_of_chunks, lm_and_rank_head
 
     stand_ins = [
-        compiler(lm_and_rank_head, name)
-        for name in ("_best_of_chunk_kernel", "_merge_and_rank_kernel")
+        compiler(best_of_chunks, "_best_of_chunk_kernel"),
+        compiler(lm_and_rank_head, "_merge_and_rank_kernel"),
     ]
     head = torch.nn.Sequential(
         torch.nn.Linear(64 + 15, 256, bias=False, dtype=dtype),
@@ -295,9 +295,19 @@ def test_learning_compiles(compiler, num_nodes):
     result = VerificationResult(slot, path[:, 0], slot, path, score, score.to(torch.uint8), heat)
     for own in (heat, heat[:0]):  # with requests told apart, and without
         calibrate_drafts.update_calibration_triton(
-            torch.zeros(2), torch.zeros(2), 0, result, (-1.0, 1.0), 20.0, 500.0, own, own, 4.0,
-            10.0, 50.0,
-        )  # fmt: skip
+            torch.zeros(2),
+            torch.zeros(2),
+            0,
+            result,
+            (-1.0, 1.0),
+            20.0,
+            500.0,
+            own,
+            own,
+            4.0,
+            10.0,
+            50.0,
+        )
     assert len(stand_in.compiled) == 2 and fits(stand_in)
 
 
@@ -362,10 +372,20 @@ def test_sight_compiles(compiler, size, starts, mask_words):
     rows = 1 + 3 * starts
     for last, reach in ((known[:2, 0], None), (row[:, 0], torch.zeros(2, 5, dtype=torch.int64))):
         later_block_metadata.later_block_metadata_triton(
-            row, row, row.bool(), known[:, 1], last, torch.zeros(rows, size, mask_words,
-            dtype=torch.int64), table, torch.zeros(2, rows, dtype=torch.int64), torch.zeros(2, rows,
-            mask_words, dtype=torch.int64), reach, 3, 16, 4096,
-        )  # fmt: skip
+            row,
+            row,
+            row.bool(),
+            known[:, 1],
+            last,
+            torch.zeros(rows, size, mask_words, dtype=torch.int64),
+            table,
+            torch.zeros(2, rows, dtype=torch.int64),
+            torch.zeros(2, rows, mask_words, dtype=torch.int64),
+            reach,
+            3,
+            16,
+            4096,
+        )
     assert len(first.compiled) == 1 and len(later.compiled) == 2 and fits(first) and fits(later)
 
 
@@ -378,9 +398,20 @@ def test_committed_rows_compile(compiler, req_idx):
     of_rows, text = torch.zeros(39, dtype=torch.int64), torch.zeros(5, 100, dtype=torch.int32)
     start, accepted = of_rows[:3], torch.zeros(3, dtype=torch.int32)
     found = committed_tokens.committed_tokens_triton(
-        of_rows, of_rows, torch.zeros(4, dtype=torch.int32), start, start, path, accepted, 180,
-        of_rows, of_rows, known[0] if req_idx == torch.int32 else known[:, 0], text, torch.zeros(5),
-    )  # fmt: skip
+        of_rows,
+        of_rows,
+        torch.zeros(4, dtype=torch.int32),
+        start,
+        start,
+        path,
+        accepted,
+        180,
+        of_rows,
+        of_rows,
+        known[0] if req_idx == torch.int32 else known[:, 0],
+        text,
+        torch.zeros(5),
+    )
     assert [len(x) for x in found] == [39, 39, 39, 39, 3, 3]
     assert len(stand_in.compiled) == 1 and fits(stand_in)
 
@@ -445,14 +476,17 @@ def test_counting_compiles(compiler, num_nodes, heads):
 
 @pytest.mark.parametrize(
     ("dtype", "vocab", "width", "sharp"),
-    [(torch.bfloat16, 32_000, 10, True), (torch.float32, 151_936, 32, False),
-     (torch.float16, 10, 1, True)],
-)  # fmt: skip
+    [
+        (torch.bfloat16, 32_000, 10, True),
+        (torch.float32, 151_936, 32, False),
+        (torch.float16, 10, 1, True),
+    ],
+)
 def test_best_tokens_compile(compiler, dtype, vocab, width, sharp):
-    from vllm_specblock.triton_kernels.layers import lm_and_rank_head, topk_tokens
+    from vllm_specblock.triton_kernels.layers import best_of_chunks, topk_tokens
 
     found = (
-        compiler(lm_and_rank_head, "_best_of_chunk_kernel"),
+        compiler(best_of_chunks, "_best_of_chunk_kernel"),
         compiler(topk_tokens, "_merge_kernel"),
     )
     logits, offset = torch.empty(2, 8, vocab, dtype=dtype), torch.zeros(vocab, dtype=torch.int64)
@@ -520,10 +554,19 @@ def test_seeing_trees_compiles(compiler, num_nodes):
     row, start = torch.zeros(16, dtype=torch.int64), torch.zeros(4, dtype=torch.int32)
     mask_words = num_nodes // 64 + 1
     build_tree_mask.build_tree_mask_triton(
-        row, start, start[:3], row[:3], start, torch.zeros(5, num_nodes + 1, dtype=torch.int64),
-        torch.zeros(5, num_nodes + 1, mask_words, dtype=torch.int64), row.int(),
-        torch.zeros(16, mask_words, dtype=torch.int64), start[:3], row, row,
-    )  # fmt: skip
+        row,
+        start,
+        start[:3],
+        row[:3],
+        start,
+        torch.zeros(5, num_nodes + 1, dtype=torch.int64),
+        torch.zeros(5, num_nodes + 1, mask_words, dtype=torch.int64),
+        row.int(),
+        torch.zeros(16, mask_words, dtype=torch.int64),
+        start[:3],
+        row,
+        row,
+    )
     assert len(stand_in.compiled) == 1 and fits(stand_in)
 
 
@@ -539,9 +582,16 @@ def test_walking_compiles(compiler, num_nodes):
     ancestors = torch.zeros(5, num_nodes + 1, num_nodes // 64 + 1, dtype=torch.int64)
     share = torch.zeros(5, num_nodes)
     given = (
-        row.int(), row, torch.zeros(4, dtype=torch.int32), torch.zeros(3, 3).long()[:, 0],
-        parent, depth, ancestors, torch.zeros(5, 9).long(), torch.zeros(5, dtype=torch.int32),
-    )  # fmt: skip
+        row.int(),
+        row,
+        torch.zeros(4, dtype=torch.int32),
+        torch.zeros(3, 3).long()[:, 0],
+        parent,
+        depth,
+        ancestors,
+        torch.zeros(5, 9).long(),
+        torch.zeros(5, dtype=torch.int32),
+    )
     accept_path.accept_path_triton(*given)
     accept_path.accept_path_triton(
         *given, accept_path.SyntheticDraws(share, share, torch.zeros(8), row, 0x9E3779B1, row)
@@ -573,10 +623,19 @@ def test_store_tree_compiles(compiler, num_nodes, slot):
     tree = DraftTree.empty(3, num_nodes, "cpu")
     origin, known = tree.token.to(torch.uint8), torch.zeros(3, 3, dtype=torch.int64)
     store_tree.store_tree_triton(
-        known[0] if slot == "eager" else known[:, 0], tree.parent, tree.depth, tree.ancestors,
-        tree.logprob, origin, tree.parent, torch.zeros(3, num_nodes + 1, dtype=torch.int64),
-        tree.ancestors, tree.logprob, origin, tree.size,
-    )  # fmt: skip
+        known[0] if slot == "eager" else known[:, 0],
+        tree.parent,
+        tree.depth,
+        tree.ancestors,
+        tree.logprob,
+        origin,
+        tree.parent,
+        torch.zeros(3, num_nodes + 1, dtype=torch.int64),
+        tree.ancestors,
+        tree.logprob,
+        origin,
+        tree.size,
+    )
     assert len(stand_in.compiled) == 1 and fits(stand_in)
 
 
@@ -637,9 +696,18 @@ def test_reach_compiles(compiler, num_nodes, known):
     result = VerificationResult(slot, slot, slot.int(), path, score, score.to(torch.uint8), heat)
     update_acceptance.update_acceptance_triton(counts, counts, result, 4, 0.995)
     write_survival.write_survival_triton(
-        slot, heat.bool(), heat[:3], counts, counts, counts[0], 4.0, 4, steps,
-        origin=origin, **vars(tree),
-    )  # fmt: skip
+        slot,
+        heat.bool(),
+        heat[:3],
+        counts,
+        counts,
+        counts[0],
+        4.0,
+        4,
+        steps,
+        origin=origin,
+        **vars(tree),
+    )
     assert len(learn.compiled) == len(offer.compiled) == 1 and fits(learn) and fits(offer)
 
 
@@ -722,8 +790,16 @@ def test_record_step_compiles(compiler, dtype, known, num_nodes):
     record_step.record_step_triton(
         slabs,
         StepToRecord(
-            rows, rows, rows, rows, rows, rows[:3], (states,) * 3, states,
-            VerificationResult(slot, rows[:3], accepted, path, None, origin, None), origin.int(),
+            rows,
+            rows,
+            rows,
+            rows,
+            rows,
+            rows[:3],
+            (states,) * 3,
+            states,
+            VerificationResult(slot, rows[:3], accepted, path, None, origin, None),
+            origin.int(),
         ),
-    )  # fmt: skip
+    )
     assert len(stand_in.compiled) == 1 and fits(stand_in)

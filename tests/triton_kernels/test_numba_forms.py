@@ -108,9 +108,16 @@ def test_a_step_of_verification(same, seed):
         of_slots = slots.parent, slots.depth, slots.ancestors, slots.path, slots.score
         seen = metadata.prefix_len, metadata.mask_words, metadata.tree_start, metadata.position
         return (
-            output, num_sampled, slots.accepted, slots.origin, counters.total, one.total,
-            *of_slots, *seen, metadata.node_position,
-        )  # fmt: skip
+            output,
+            num_sampled,
+            slots.accepted,
+            slots.origin,
+            counters.total,
+            one.total,
+            *of_slots,
+            *seen,
+            metadata.node_position,
+        )
 
     compiled = same(call)
     assert compiled[1].max() > 1, "nothing was accepted"
@@ -166,13 +173,21 @@ def test_committed_rows(same):
     text = torch.randint(0, 99, (SLOTS, 50), generator=draw, dtype=torch.int32)
     same(
         lambda: committed_tokens(
-            torch.arange(3).repeat_interleave(counts), local,
-            torch.tensor([0, 4, 9, 15], dtype=torch.int32), torch.tensor([0, 8, 18]),
-            torch.tensor([1, 2, 6]), path, torch.tensor([2, 3, 0], dtype=torch.int32), 24,
-            torch.arange(24) + 25, torch.randperm(30, generator=draw.manual_seed(3)),
-            torch.tensor([4, 0, 6]), text, torch.rand(SLOTS, generator=draw.manual_seed(4)),
+            torch.arange(3).repeat_interleave(counts),
+            local,
+            torch.tensor([0, 4, 9, 15], dtype=torch.int32),
+            torch.tensor([0, 8, 18]),
+            torch.tensor([1, 2, 6]),
+            path,
+            torch.tensor([2, 3, 0], dtype=torch.int32),
+            24,
+            torch.arange(24) + 25,
+            torch.randperm(30, generator=draw.manual_seed(3)),
+            torch.tensor([4, 0, 6]),
+            text,
+            torch.rand(SLOTS, generator=draw.manual_seed(4)),
         )
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("joins", [False, True])

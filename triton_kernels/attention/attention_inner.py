@@ -1,8 +1,32 @@
-"""Inner loop of tree attention: online softmax over one KV block, masked or not."""
+"""Inner loops of tree attention: online softmax over KV blocks, masked or not."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from ..optional_triton import jit, tl
+from .attention_reduce import _merge_splits
+
+
+class CacheStrides(NamedTuple):
+    """From entry to entry of `kv_cache`."""
+
+    block: int
+    head: int
+    entry: int
+    dim: int
+
+
+class ReadConstants(NamedTuple):
+    """What the kernel is compiled for, beside `TileConstants`."""
+
+    BLOCK_SIZE: int
+    MASK_WORDS32: int  # 2W
+    BLOCK_N: int
+    MASKED_N: int  # BLOCK_N where a mask is needed, which takes registers
+    CAPPED: bool
+    WHOLE: bool  # this program reads all splits of its tile
+    SINGLE: bool  # there is one split only
 
 
 @jit
@@ -37,21 +61,16 @@ def _softmax_step(
     end,
     factor,
     inner,
-    cache_block_stride,
-    cache_entry_stride,
-    cache_dim_stride,
-    HEAD: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    MASK_WORDS32: tl.constexpr,
+    strides,  # CacheStrides
+    TILE: tl.constexpr,  # TileConstants
+    READ: tl.constexpr,  # ReadConstants
     BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    CAPPED: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """One step of online softmax over the entries start … start+BLOCK_N-1."""
     entry = start + tl.arange(0, BLOCK_N)
-    dim = tl.arange(0, BLOCK_D)
-    dim_in = dim < HEAD
+    dim = tl.arange(0, TILE.BLOCK_D)
+    dim_in = dim < TILE.HEAD
     if MASKED:
         wanted = entry < end
         # The shift is arithmetic: columns before the window give negative halves, which hold no
@@ -61,9 +80,9 @@ def _softmax_step(
         seen = tl.full([BLOCK_N], 0, tl.int32)
         for i in tl.static_range((BLOCK_N + 31) // 32):
             here = tl.arange(0, BLOCK_N) >> 5 == i
-            word = _columns(mask_words32, first + i, shift, MASK_WORDS32)
+            word = _columns(mask_words32, first + i, shift, READ.MASK_WORDS32)
             bits = tl.where(here[None, :], word[:, None], bits)
-            seen = tl.where(here, _columns(union, first + i, shift, MASK_WORDS32), seen)
+            seen = tl.where(here, _columns(union, first + i, shift, READ.MASK_WORDS32), seen)
         place = tl.arange(0, BLOCK_N) & 31
         bits = (bits >> place[None, :]) & 1
         in_prefix = (entry[None, :] < prefix[:, None]) & (entry[None, :] >= oldest[:, None])
@@ -71,26 +90,24 @@ def _softmax_step(
         # What nobody sees is not read: it may be unwritten memory, and 0 · NaN is NaN.
         in_span = (entry >= span[0]) & (entry < span[1])
         wanted = wanted & (in_span | ((seen >> place) & 1 != 0))
-        block = tl.load(table + entry // BLOCK_SIZE, mask=wanted, other=0).to(tl.int64)
-        at = cache + block * cache_block_stride + entry % BLOCK_SIZE * cache_entry_stride
+        block = tl.load(table + entry // READ.BLOCK_SIZE, mask=wanted, other=0).to(tl.int64)
+        at = cache + block * strides.block + entry % READ.BLOCK_SIZE * strides.entry
         key = tl.load(
-            at[:, None] + dim[None, :] * cache_dim_stride,
+            at[:, None] + dim[None, :] * strides.dim,
             mask=wanted[:, None] & dim_in[None, :],
             other=0.0,
         )
     else:
-        block = tl.load(table + entry // BLOCK_SIZE).to(tl.int64)
-        at = cache + block * cache_block_stride + entry % BLOCK_SIZE * cache_entry_stride
-        if HEAD == BLOCK_D:
-            key = tl.load(at[:, None] + dim[None, :] * cache_dim_stride)
+        block = tl.load(table + entry // READ.BLOCK_SIZE).to(tl.int64)
+        at = cache + block * strides.block + entry % READ.BLOCK_SIZE * strides.entry
+        if TILE.HEAD == TILE.BLOCK_D:
+            key = tl.load(at[:, None] + dim[None, :] * strides.dim)
         else:
-            key = tl.load(
-                at[:, None] + dim[None, :] * cache_dim_stride, mask=dim_in[None, :], other=0.0
-            )
+            key = tl.load(at[:, None] + dim[None, :] * strides.dim, mask=dim_in[None, :], other=0.0)
     # "tf32x3" keeps about float32's accuracy; it changes nothing for 16-bit inputs.
     # Read as the values are, so that both have the same addresses, worked out once.
     raw = tl.dot(q, key.to(q.dtype).T, input_precision="tf32x3")
-    if CAPPED:
+    if READ.CAPPED:
         # tanh; far out the exponential is infinite or 0, and the fraction 0 or 2.
         raw = 1.0 - 2.0 / (1.0 + tl.exp2(raw * (inner * 2.8853900817779268)))
     if MASKED:
@@ -103,19 +120,161 @@ def _softmax_step(
     l_i = l_i * decay + tl.sum(weight, 1)
     if MASKED:
         value = tl.load(
-            at[:, None] + (HEAD + dim)[None, :] * cache_dim_stride,
+            at[:, None] + (TILE.HEAD + dim)[None, :] * strides.dim,
             mask=wanted[:, None] & dim_in[None, :],
             other=0.0,
         )
     else:
-        if HEAD == BLOCK_D:
-            value = tl.load(at[:, None] + (HEAD + dim)[None, :] * cache_dim_stride)
+        if TILE.HEAD == TILE.BLOCK_D:
+            value = tl.load(at[:, None] + (TILE.HEAD + dim)[None, :] * strides.dim)
         else:
             value = tl.load(
-                at[:, None] + (HEAD + dim)[None, :] * cache_dim_stride,
+                at[:, None] + (TILE.HEAD + dim)[None, :] * strides.dim,
                 mask=dim_in[None, :],
                 other=0.0,
             )
     value = value.to(q.dtype)
     acc = tl.dot(weight.to(q.dtype), value, acc * decay[:, None], input_precision="tf32x3")
     return m_new, l_i, acc
+
+
+@jit
+def _read(
+    q,  # [BLOCK_M, BLOCK_D]
+    start,
+    stop,
+    length,
+    open,
+    shut,
+    cache,
+    table,
+    prefix_from,
+    oldest,  # [BLOCK_M] int32
+    prefix,  # [BLOCK_M] int32
+    row_mask_words32,  # [BLOCK_M] pointers to the rows' halves
+    row_in,  # [BLOCK_M]
+    union,  # per half, what any row sees
+    span,  # the entries of any row's prefix
+    tree_begin,
+    end,
+    factor,
+    inner,
+    strides,  # CacheStrides
+    TILE: tl.constexpr,  # TileConstants
+    READ: tl.constexpr,  # ReadConstants
+):
+    """The entries start … stop-1: with a mask before `open`, without one up to `shut`, with one
+    from there on.
+
+    WHOLE: these are several splits of `length` entries, the last one maybe less. Each is summed up
+    by itself and folded in its turn. One loop over all of them keeps the next entries on their
+    way across a border; a loop for each would wait for memory anew.
+    """
+    m_i = tl.full([TILE.BLOCK_M], float("-inf"), tl.float32)
+    l_i = tl.full([TILE.BLOCK_M], 0.0, tl.float32)
+    acc = tl.full([TILE.BLOCK_M, TILE.BLOCK_D], 0.0, tl.float32)
+    merged = (m_i, l_i, acc)
+    MERGES: tl.constexpr = READ.WHOLE and not READ.SINGLE
+    if prefix_from is not None:
+        mask_words32 = _load_mask_words32(row_mask_words32, row_in, READ.MASK_WORDS32)
+        for at in tl.range(start, tl.minimum(stop, open), READ.MASKED_N, num_stages=2):
+            m_i, l_i, acc, merged = _cross(at, start, length, m_i, l_i, acc, merged, MERGES)
+            m_i, l_i, acc = _softmax_step(
+                q,
+                m_i,
+                l_i,
+                acc,
+                at,
+                cache,
+                table,
+                oldest,
+                prefix,
+                mask_words32,
+                union,
+                span,
+                tree_begin,
+                end,
+                factor,
+                inner,
+                strides,
+                TILE,
+                READ,
+                READ.MASKED_N,
+                MASKED=True,
+            )
+    for at in range(tl.maximum(start, open), tl.minimum(stop, shut), READ.BLOCK_N):
+        m_i, l_i, acc, merged = _cross(at, start, length, m_i, l_i, acc, merged, MERGES)
+        m_i, l_i, acc = _softmax_step(
+            q,
+            m_i,
+            l_i,
+            acc,
+            at,
+            cache,
+            table,
+            oldest,
+            prefix,
+            None,
+            None,
+            None,
+            tree_begin,
+            end,
+            factor,
+            inner,
+            strides,
+            TILE,
+            READ,
+            READ.BLOCK_N,
+            MASKED=False,
+        )
+    # Anew: held through the loop before, they would take registers that it needs.
+    mask_words32 = _load_mask_words32(row_mask_words32, row_in, READ.MASK_WORDS32)
+    for at in tl.range(tl.maximum(start, shut), stop, READ.MASKED_N, num_stages=2):
+        m_i, l_i, acc, merged = _cross(at, start, length, m_i, l_i, acc, merged, MERGES)
+        m_i, l_i, acc = _softmax_step(
+            q,
+            m_i,
+            l_i,
+            acc,
+            at,
+            cache,
+            table,
+            oldest,
+            prefix,
+            mask_words32,
+            union,
+            span,
+            tree_begin,
+            end,
+            factor,
+            inner,
+            strides,
+            TILE,
+            READ,
+            READ.MASKED_N,
+            MASKED=True,
+        )
+    if MERGES:
+        m_i, l_i, acc = _merge_splits(merged[0], merged[1], merged[2], m_i, l_i, acc)
+    return m_i, l_i, acc
+
+
+@jit
+def _cross(at, start, length, m_i, l_i, acc, merged, MERGES: tl.constexpr):
+    """Where the entries from `at` on are another split's, fold what there is and begin anew."""
+    if MERGES:  # noqa: SIM102 (known to the compiler, which the other is not)
+        if (at > start) & ((at - start) % length == 0):
+            merged = _merge_splits(merged[0], merged[1], merged[2], m_i, l_i, acc)
+            m_i = tl.full(m_i.shape, float("-inf"), tl.float32)
+            l_i = tl.full(l_i.shape, 0.0, tl.float32)
+            acc = tl.full(acc.shape, 0.0, tl.float32)
+    return m_i, l_i, acc, merged
+
+
+@jit
+def _load_mask_words32(row_mask_words32, row_in, MASK_WORDS32: tl.constexpr):
+    mask_words32 = ()
+    for h in tl.static_range(MASK_WORDS32):
+        half = tl.load(row_mask_words32 + h, mask=row_in, other=0)
+        mask_words32 = mask_words32 + (half,)  # type: ignore[assignment]  # noqa: RUF005
+    return mask_words32

@@ -6,23 +6,55 @@ relative to it, and the values weighted by them.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import torch
+
 from ..optional_triton import jit, tl
 
 REDUCE_ROWS = 16  # the second kernel is short: many small programs hide its reads
+
+
+class OutPointers(NamedTuple):
+    """Where results go, and what they are multiplied with."""
+
+    out: torch.Tensor  # [T, nh, D]
+    lse: torch.Tensor | None  # [T, nh] fp32
+    value_scale: torch.Tensor | None  # [] fp32
+
+
+class OutStrides(NamedTuple):
+    """From entry to entry of `OutPointers`."""
+
+    token: int
+    head: int
+    dim: int
+    lse_token: int
+    lse_head: int
+
+
+class TileConstants(NamedTuple):
+    """What both kernels are compiled for."""
+
+    KV_HEADS: int
+    GROUP: int  # query heads per kv head
+    HEAD: int  # D
+    BLOCK_M: int
+    BLOCK_D: int
+    PROGRAMS: int
+    MAX_SPLITS: int
+    SPLIT_ENTRIES: int
 
 
 @jit
 def _count_splits(
     bound,  # entries of the request
     tiles,  # of the request
-    KV_HEADS: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
-    SPLIT_ENTRIES: tl.constexpr,
+    TILE: tl.constexpr,  # TileConstants
 ):
     """Splits of a request: enough to fill the GPU with it alone, none shorter than worth it."""
-    most = tl.minimum(PROGRAMS // (KV_HEADS * tl.maximum(tiles, 1)), MAX_SPLITS)
-    splits = tl.minimum((bound + SPLIT_ENTRIES - 1) // SPLIT_ENTRIES, most)
+    most = tl.minimum(TILE.PROGRAMS // (TILE.KV_HEADS * tl.maximum(tiles, 1)), TILE.MAX_SPLITS)
+    splits = tl.minimum((bound + TILE.SPLIT_ENTRIES - 1) // TILE.SPLIT_ENTRIES, most)
     return tl.maximum(splits, 1)
 
 
@@ -60,32 +92,25 @@ def _finish(
     token,  # [rows] int64
     head,  # [rows]
     row_in,  # [rows]
-    value_scale,
-    out,
-    lse,
-    out_token_stride,
-    out_head_stride,
-    out_dim_stride,
-    lse_token_stride,
-    lse_head_stride,
-    HEAD: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    into,  # OutPointers
+    strides,  # OutStrides
+    TILE: tl.constexpr,  # TileConstants
 ):
     """Write the rows of a tile, as one state says."""
-    dim = tl.arange(0, BLOCK_D)
+    dim = tl.arange(0, TILE.BLOCK_D)
     result = acc / tl.where(l_i > 0, l_i, 1.0)[:, None]
-    if value_scale is not None:
-        result = result * tl.load(value_scale)
+    if into.value_scale is not None:
+        result = result * tl.load(into.value_scale)
     tl.store(
-        (out + token * out_token_stride + head * out_head_stride)[:, None]
-        + dim[None, :] * out_dim_stride,
-        result.to(out.dtype.element_ty),
-        mask=row_in[:, None] & (dim < HEAD)[None, :],
+        (into.out + token * strides.token + head * strides.head)[:, None]
+        + dim[None, :] * strides.dim,
+        result.to(into.out.dtype.element_ty),
+        mask=row_in[:, None] & (dim < TILE.HEAD)[None, :],
     )
-    if lse is not None:
+    if into.lse is not None:
         seen = tl.where(l_i > 0, l_i, 1.0)
         tl.store(
-            lse + token * lse_token_stride + head * lse_head_stride,
+            into.lse + token * strides.lse_token + head * strides.lse_head,
             (m_i + tl.log2(seen)) * 0.6931471805599453,
             mask=row_in,
         )
@@ -95,9 +120,7 @@ def _finish(
 def _merge_splits_kernel(
     query_start,  # [R+1] int32
     seq_len,  # [R] int32
-    value_scale,  # [] fp32 or None
-    out,  # [T, nh, D]
-    lse,  # [T, nh] fp32 or None
+    into,  # OutPointers
     partial,  # [R, nkv, slots, BLOCK_M, BLOCK_D] fp32
     stats,  # [R, nkv, slots, 2, BLOCK_M] fp32
     max_seq_len,
@@ -105,52 +128,49 @@ def _merge_splits_kernel(
     up_to,
     whole_from,
     slots,
-    out_token_stride,
-    out_head_stride,
-    out_dim_stride,
-    lse_token_stride,
-    lse_head_stride,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
-    SPLIT_ENTRIES: tl.constexpr,
+    strides,  # OutStrides
+    TILE: tl.constexpr,  # TileConstants
     REDUCE_ROWS: tl.constexpr,
 ):
     """REDUCE_ROWS rows of one request and one kv head: all their splits, in order."""
     request = tl.program_id(1)
     kv_head = tl.program_id(2)
     first_token = tl.load(query_start + request)
-    num_rows = (tl.load(query_start + request + 1) - first_token) * GROUP
+    num_rows = (tl.load(query_start + request + 1) - first_token) * TILE.GROUP
     row = tl.program_id(0) * REDUCE_ROWS + tl.arange(0, REDUCE_ROWS)
     if (num_rows <= above) | (num_rows > up_to) | (tl.program_id(0) * REDUCE_ROWS >= num_rows):
         return
     if whole_from is not None:  # noqa: SIM102 (known to the compiler, which the other is not)
         if _in_other_form(query_start, whole_from, False):
             return
-    tiles = (num_rows + BLOCK_M - 1) // BLOCK_M
+    tiles = (num_rows + TILE.BLOCK_M - 1) // TILE.BLOCK_M
     bound = tl.minimum(tl.load(seq_len + request), max_seq_len)
-    splits = _count_splits(bound, tiles, KV_HEADS, PROGRAMS, MAX_SPLITS, SPLIT_ENTRIES)
+    splits = _count_splits(bound, tiles, TILE)
     if splits == 1:  # written already
         return
-    dim = tl.arange(0, BLOCK_D)
-    lane = row % BLOCK_M
+    dim = tl.arange(0, TILE.BLOCK_D)
+    lane = row % TILE.BLOCK_M
     m_i = tl.full([REDUCE_ROWS], float("-inf"), tl.float32)
     l_i = tl.full([REDUCE_ROWS], 0.0, tl.float32)
-    acc = tl.full([REDUCE_ROWS, BLOCK_D], 0.0, tl.float32)
-    place = (request * KV_HEADS + kv_head).to(tl.int64) * slots + row // BLOCK_M
+    acc = tl.full([REDUCE_ROWS, TILE.BLOCK_D], 0.0, tl.float32)
+    place = (request * TILE.KV_HEADS + kv_head).to(tl.int64) * slots + row // TILE.BLOCK_M
     # Each split is read while the one before is folded.
     for _ in tl.range(0, splits, num_stages=3):
-        part_m_i = tl.load(stats + place * 2 * BLOCK_M + lane)
-        part_l_i = tl.load(stats + place * 2 * BLOCK_M + BLOCK_M + lane)
-        part = tl.load(partial + ((place * BLOCK_M + lane) * BLOCK_D)[:, None] + dim[None, :])
+        part_m_i = tl.load(stats + place * 2 * TILE.BLOCK_M + lane)
+        part_l_i = tl.load(stats + place * 2 * TILE.BLOCK_M + TILE.BLOCK_M + lane)
+        part = tl.load(
+            partial + ((place * TILE.BLOCK_M + lane) * TILE.BLOCK_D)[:, None] + dim[None, :]
+        )
         m_i, l_i, acc = _merge_splits(m_i, l_i, acc, part_m_i, part_l_i, part)
         place += tiles
     _finish(
-        m_i, l_i, acc, (first_token + row // GROUP).to(tl.int64), kv_head * GROUP + row % GROUP,
-        row < num_rows, value_scale, out, lse, out_token_stride, out_head_stride, out_dim_stride,
-        lse_token_stride, lse_head_stride, HEAD, BLOCK_D,
-    )  # fmt: skip
+        m_i,
+        l_i,
+        acc,
+        (first_token + row // TILE.GROUP).to(tl.int64),
+        kv_head * TILE.GROUP + row % TILE.GROUP,
+        row < num_rows,
+        into,
+        strides,
+        TILE,
+    )

@@ -95,13 +95,12 @@ class LayerCall:
     ):
         self.threads = len(plan.bounds) - 1
         scratch, config = _scratch(group, packing.head_dim, packing.amx, self.threads)
-        self.arguments = np.array([
-            0, *query_stride[:2], 0, *out_stride[:2], 0, block_stride, packing.head_stride,
-            block_table.data_ptr(), block_table.stride(0), plan.mask.ctypes.data,
-            plan.jobs.ctypes.data, plan.bounds.ctypes.data, self.threads, packing.kv_heads, group,
-            packing.head_dim, packing.block_size, 0, 0, scratch.ctypes.data, scratch.shape[1],
-            config.ctypes.data,
-        ])  # fmt: skip
+        numbers = [0, *query_stride[:2], 0, *out_stride[:2], 0, block_stride, packing.head_stride]
+        numbers += [block_table.data_ptr(), block_table.stride(0)]
+        numbers += [x.ctypes.data for x in (plan.mask, plan.jobs, plan.bounds)]
+        numbers += [self.threads, packing.kv_heads, group, packing.head_dim, packing.block_size]
+        numbers += [0, 0, scratch.ctypes.data, scratch.shape[1], config.ctypes.data]
+        self.arguments = np.array(numbers)
         self.arguments[19:21].view(np.float64)[:] = scale, soft_cap
         self.address = self.arguments.ctypes.data
         self.loop = attention_loop(packing.element, packing.amx)
@@ -235,7 +234,7 @@ def find_causal(query_start, seq_len, prefix_len, mask_words, tree_start):
 @njit(nogil=True)
 def _cut(
     query_start, seq_len, prefix_len, mask_words, tree_start, most, left_out, oldest, windowed
-):  # fmt: skip
+):
     """→ jobs, mask, as in `PackedSchedule`; at most `most` rows each."""
     count = 0
     for request in range(len(seq_len)):

@@ -12,12 +12,10 @@ from functools import lru_cache
 import numpy as np
 from numba import njit, types
 
-from .cpu_memory import view_of
+from .cpu_ir import BF16, FP32, view_of
 from .cpu_threads import doubles, integers, on_threads
 from .cpu_vectors import (
-    BF16,
     COLUMNS,
-    FP32,
     ROWS,
     TILE_ROWS,
     amx_begin,
@@ -73,14 +71,26 @@ def attention_loop(element: int, amx: bool):
                 at = c + (row * PITCH + token) * 4
                 if amx:
                     amx_multiply(
-                        q + row * head_dim * 2, head_dim * 2, keys + token * head_dim * 2,
-                        16 * head_dim * 2, at, PITCH * 4, head_dim // 32, 0,
-                    )  # fmt: skip
+                        q + row * head_dim * 2,
+                        head_dim * 2,
+                        keys + token * head_dim * 2,
+                        16 * head_dim * 2,
+                        at,
+                        PITCH * 4,
+                        head_dim // 32,
+                        0,
+                    )
                 else:
                     products(
-                        q + row * head_dim * 4, head_dim, keys + token * size, block_size, at,
-                        PITCH, head_dim, 0,
-                    )  # fmt: skip
+                        q + row * head_dim * 4,
+                        head_dim,
+                        keys + token * size,
+                        block_size,
+                        at,
+                        PITCH,
+                        head_dim,
+                        0,
+                    )
 
     @njit(nogil=True, error_model="numpy")
     def values(p, values, o, rows, tokens, head_dim, block_size, add):
@@ -90,9 +100,15 @@ def attention_loop(element: int, amx: bool):
                 weights, at = p + row * PITCH * 4, o + (row * head_dim + dim) * 4
                 if amx:
                     amx_multiply(
-                        weights, PITCH * 4, values + dim * block_size * 2, 16 * block_size * 2, at,
-                        head_dim * 4, tokens // 32, add,
-                    )  # fmt: skip
+                        weights,
+                        PITCH * 4,
+                        values + dim * block_size * 2,
+                        16 * block_size * 2,
+                        at,
+                        head_dim * 4,
+                        tokens // 32,
+                        add,
+                    )
                 else:
                     products(
                         weights, PITCH, values + dim * size, head_dim, at, head_dim, tokens, add
@@ -100,13 +116,27 @@ def attention_loop(element: int, amx: bool):
 
     @njit(nogil=True, error_model="numpy")
     def attend(
-        query, query_row, query_head,  # address, strides in elements
-        out, out_row, out_head,
-        cache, block_stride, kv_head_stride,  # in elements
-        table, table_row,  # [R, blocks] int32
-        masks, line, kv_head,  # [·] fp32, a line of `jobs`
-        group, head_dim, block_size, scale, soft_cap, scratch,
-    ):  # fmt: skip
+        query,
+        query_row,
+        query_head,  # address, strides in elements
+        out,
+        out_row,
+        out_head,
+        cache,
+        block_stride,
+        kv_head_stride,  # in elements
+        table,
+        table_row,  # [R, blocks] int32
+        masks,
+        line,
+        kv_head,  # [·] fp32, a line of `jobs`
+        group,
+        head_dim,
+        block_size,
+        scale,
+        soft_cap,
+        scratch,
+    ):
         """The rows of one job, and the query heads of one KV head."""
         most = rows_at_once(group)
         q, o = scratch, scratch + most * head_dim * 4
@@ -165,17 +195,25 @@ def attention_loop(element: int, amx: bool):
                 place += block_size * head_dim
                 place += within * TILE_ROWS if amx else within * head_dim
                 values(
-                    s + (at - tile) * held_size, cache + place * size, o, rows, tokens, head_dim,
-                    block_size, at > start,
-                )  # fmt: skip
+                    s + (at - tile) * held_size,
+                    cache + place * size,
+                    o,
+                    rows,
+                    tokens,
+                    head_dim,
+                    block_size,
+                    at > start,
+                )
                 at += tokens
         for row in range(rows):
             at = (first + row // group) * out_row + (kv_head * group + row % group) * out_head
             total = totals[row]
             give(
-                o + row * head_dim * 4, out + at * size, head_dim,
+                o + row * head_dim * 4,
+                out + at * size,
+                head_dim,
                 np.float32(1.0) / total if total > 0 else np.float32(0.0),
-            )  # fmt: skip
+            )
 
     @njit(nogil=True, error_model="numpy")
     def share(arguments, thread, threads):
@@ -189,10 +227,27 @@ def attention_loop(element: int, amx: bool):
             bound = integers(bounds + part * 8, 2)
             for unit in range(bound[0], bound[1]):
                 attend(
-                    a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11],
-                    integers(jobs + unit // kv_heads * 7 * 8, 7), unit % kv_heads, a[16], a[17],
-                    a[18], d[19], d[20], scratch,
-                )  # fmt: skip
+                    a[0],
+                    a[1],
+                    a[2],
+                    a[3],
+                    a[4],
+                    a[5],
+                    a[6],
+                    a[7],
+                    a[8],
+                    a[9],
+                    a[10],
+                    a[11],
+                    integers(jobs + unit // kv_heads * 7 * 8, 7),
+                    unit % kv_heads,
+                    a[16],
+                    a[17],
+                    a[18],
+                    d[19],
+                    d[20],
+                    scratch,
+                )
         if amx:
             amx_end()
 

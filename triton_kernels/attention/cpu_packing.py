@@ -20,8 +20,7 @@ from typing import NamedTuple
 import torch
 from numba import njit, types
 
-from .cpu_memory import view_of
-from .cpu_vectors import BF16, FP16, FP32
+from .cpu_ir import BF16, FP16, FP32, view_of
 
 ELEMENTS = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
 GROUP = 32  # entries, and head dimensions, that the kernels take together
@@ -75,11 +74,21 @@ def store_packed(
     key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (key, value))
     store, _ = _loops(kv_cache.element_size(), packing.amx)
     store(
-        kv_cache.data_ptr(), kv_cache.stride(0), packing.head_stride,
-        kv_index.contiguous().data_ptr(), len(kv_index),
-        key.data_ptr(), key.stride(0), key.stride(1), value.data_ptr(), value.stride(0),
-        value.stride(1), packing.kv_heads, packing.block_size, packing.head_dim,
-    )  # fmt: skip
+        kv_cache.data_ptr(),
+        kv_cache.stride(0),
+        packing.head_stride,
+        kv_index.contiguous().data_ptr(),
+        len(kv_index),
+        key.data_ptr(),
+        key.stride(0),
+        key.stride(1),
+        value.data_ptr(),
+        value.stride(0),
+        value.stride(1),
+        packing.kv_heads,
+        packing.block_size,
+        packing.head_dim,
+    )
 
 
 def move_packed(
@@ -102,9 +111,17 @@ def move_packed(
     _, move = _loops(size, packing.amx)
     source, target = source.contiguous(), target.contiguous()
     move(
-        pointers.data_ptr(), len(pointers), block_stride, packing.head_stride, source.data_ptr(),
-        target.data_ptr(), source.numel(), packing.kv_heads, packing.block_size, packing.head_dim,
-    )  # fmt: skip
+        pointers.data_ptr(),
+        len(pointers),
+        block_stride,
+        packing.head_stride,
+        source.data_ptr(),
+        target.data_ptr(),
+        source.numel(),
+        packing.kv_heads,
+        packing.block_size,
+        packing.head_dim,
+    )
 
 
 @lru_cache
@@ -129,9 +146,21 @@ def _loops(size: int, amx: bool):
 
     @njit(nogil=True, error_model="numpy")
     def store(
-        cache, block_stride, head_stride, entries, count, keys, key_row, key_head, values,
-        value_row, value_head, kv_heads, block_size, head_dim,
-    ):  # fmt: skip
+        cache,
+        block_stride,
+        head_stride,
+        entries,
+        count,
+        keys,
+        key_row,
+        key_head,
+        values,
+        value_row,
+        value_head,
+        kv_heads,
+        block_size,
+        head_dim,
+    ):
         kv_index = longs(entries, count)
         for row in range(count):
             if kv_index[row] < 0:
@@ -148,9 +177,17 @@ def _loops(size: int, amx: bool):
 
     @njit(nogil=True, error_model="numpy")
     def move(
-        caches, layers, block_stride, head_stride, sources, targets, count, kv_heads, block_size,
+        caches,
+        layers,
+        block_stride,
+        head_stride,
+        sources,
+        targets,
+        count,
+        kv_heads,
+        block_size,
         head_dim,
-    ):  # fmt: skip
+    ):
         source, target = longs(sources, count), longs(targets, count)
         cache = longs(caches, layers)
         for layer in range(layers):

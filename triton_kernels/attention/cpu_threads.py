@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from numba import cfunc, njit, types
 
-from .cpu_memory import view_of
+from .cpu_ir import view_of
 
 _LIBRARY = ctypes.CDLL(None)  # torch, imported before, has brought the library along
 _parallel = getattr(_LIBRARY, "GOMP_parallel", None)

@@ -1,9 +1,8 @@
 """CPU vector and AMX intrinsics for numba.
 
 numba has no vector type, and LLVM does not find a register tile in a loop nest by itself. So each
-function below is a short piece of LLVM IR on addresses, with 16 lanes of fp32 (one AVX-512
-register, two of AVX2, four of NEON: LLVM cuts them), and is called from numba like any other.
-Addresses are int64, lengths count elements, strides too unless they say bytes.
+function below is a short piece of LLVM IR on addresses, see `cpu_ir.py`, and is called from numba
+like any other. Lengths count elements, strides too unless they say bytes.
 
 Importing this module needs numba, which vLLM brings along.
 """
@@ -12,45 +11,45 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-LANES = 16
+from .cpu_ir import (
+    _BYTES,
+    _F32,
+    _I8,
+    _I64,
+    _V,
+    BF16,
+    LANES,
+    _at,
+    _call,
+    _const,
+    _fma,
+    _ints,
+    _pointer,
+    _read,
+    _splat,
+    _times_power_of_two,
+    _write,
+)
+
 ROWS = 8  # of a register tile: 8 × 2 sums, 2 columns and a broadcast fit into 32 registers
 COLUMNS = 2 * LANES  # tokens or head dimensions that one tile covers
 TILE_ROWS = 16  # of an AMX tile
 
-FP32, BF16, FP16 = 0, 1, 2
-
-_HOST = binding.get_host_cpu_features()
-
-_I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
-_F32 = ir.FloatType()
-_V = ir.VectorType(_F32, LANES)
-_VI = ir.VectorType(_I32, LANES)
-
-
-class _BFloat(ir.Type):
-    """LLVM's bfloat, which llvmlite does not name."""
-
-    def __str__(self):
-        return "bfloat"
-
-    def __eq__(self, other):
-        return isinstance(other, _BFloat)
-
-    __hash__ = ir.Type.__hash__
-
-
-_BYTES = {FP32: 4, BF16: 2, FP16: 2}
-
 # 2^x = Σ c_i x^i for |x| ≤ 1/2, within 3e-9; and within 4e-6, where the result is a bf16 number.
 _EXP2 = (
-    0.9999999999595487, 0.6931472067106197, 0.2402265121359562, 0.05550327214209098,
-    0.009618025602930222, 0.0013400432165596966, 0.0001546973198677251,
-)  # fmt: skip
+    0.9999999999595487,
+    0.6931472067106197,
+    0.2402265121359562,
+    0.05550327214209098,
+    0.009618025602930222,
+    0.0013400432165596966,
+    0.0001546973198677251,
+)
 _EXP2_BF16 = (
     1.00000007549535,
     0.6931210339915466,
@@ -58,81 +57,6 @@ _EXP2_BF16 = (
     0.055922035647263016,
     0.009676037097879857,
 )
-
-
-def _call(builder, name, result, *arguments):
-    kind = ir.FunctionType(result, [argument.type for argument in arguments])
-    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)
-
-
-def _splat(builder, x):
-    vector = builder.insert_element(
-        ir.Constant(ir.VectorType(x.type, LANES), ir.Undefined), x, _I32(0)
-    )
-    zero = ir.Constant(_VI, [0] * LANES)
-    return builder.shuffle_vector(vector, vector, zero)
-
-
-def _const(value):
-    if isinstance(value, int):
-        return ir.Constant(_VI, [value] * LANES)
-    return ir.Constant(_V, [value] * LANES)
-
-
-def _pointer(builder, address, to):
-    return builder.inttoptr(address, to.as_pointer())
-
-
-def _read(builder, address, element=FP32):
-    """16 elements at `address` (an int64 value) as fp32."""
-    if element == FP32:
-        return builder.load(_pointer(builder, address, _V), align=4)
-    if element == BF16:
-        raw = builder.load(_pointer(builder, address, ir.VectorType(_I16, LANES)), align=2)
-        wide = builder.shl(builder.zext(raw, _VI), _const(16))
-        return builder.bitcast(wide, _V)
-    raw = builder.load(_pointer(builder, address, ir.VectorType(ir.HalfType(), LANES)), align=2)
-    return builder.fpext(raw, _V)
-
-
-def _write(builder, value, address, element=FP32):
-    """16 fp32 lanes to `address` as `element`, rounded to the nearest, ties to even."""
-    if element == FP32:
-        builder.store(value, _pointer(builder, address, _V), align=4)
-    elif element == BF16 and _HOST.get("avx512bf16"):
-        short = builder.fptrunc(value, ir.VectorType(_BFloat(), LANES))
-        builder.store(short, _pointer(builder, address, short.type), align=2)
-    elif element == BF16:
-        bits = builder.bitcast(value, _VI)
-        odd = builder.and_(builder.lshr(bits, _const(16)), _const(1))
-        bits = builder.add(bits, builder.add(odd, _const(0x7FFF)))
-        short = builder.trunc(builder.lshr(bits, _const(16)), ir.VectorType(_I16, LANES))
-        builder.store(short, _pointer(builder, address, short.type), align=2)
-    else:
-        short = builder.fptrunc(value, ir.VectorType(ir.HalfType(), LANES))
-        builder.store(short, _pointer(builder, address, short.type), align=2)
-
-
-def _fma(builder, a, b, c):
-    return _call(builder, "llvm.fma.v16f32", _V, a, b, c)
-
-
-def _times_power_of_two(builder, value, exponent):
-    """value · 2^exponent of normal numbers."""
-    if _HOST.get("avx512f"):
-        every, to_nearest = ir.Constant(_I16, -1), _I32(4)
-        name = "llvm.x86.avx512.mask.scalef.ps.512"
-        return _call(builder, name, _V, value, exponent, _const(0.0), every, to_nearest)
-    places = builder.shl(builder.fptosi(exponent, _VI), _const(23))
-    return builder.bitcast(builder.add(builder.bitcast(value, _VI), places), _V)
-
-
-def _at(builder, base, index, scale):
-    return builder.add(base, builder.mul(index, _I64(scale)))
-
-
-def _ints(count):
-    return (types.int64,) * count
 
 
 @lru_cache

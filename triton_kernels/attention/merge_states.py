@@ -56,10 +56,23 @@ def merge_states_triton(
     num_tokens, num_heads, head_size = out.shape
     block_m = 16
     _merge_states_kernel[(cdiv(num_tokens * num_heads, block_m),)](
-        out_a, lse_a, out_b, lse_b, out, num_tokens * num_heads, num_heads,
-        *out_a.stride(), *lse_a.stride(), *out_b.stride(), *lse_b.stride(), *out.stride(),
-        HEAD=head_size, BLOCK_M=block_m, BLOCK_D=next_power_of_2(head_size), num_warps=4,
-    )  # fmt: skip
+        out_a,
+        lse_a,
+        out_b,
+        lse_b,
+        out,
+        num_tokens * num_heads,
+        num_heads,
+        *out_a.stride(),
+        *lse_a.stride(),
+        *out_b.stride(),
+        *lse_b.stride(),
+        *out.stride(),
+        HEAD=head_size,
+        BLOCK_M=block_m,
+        BLOCK_D=next_power_of_2(head_size),
+        num_warps=4,
+    )
     return out
 
 

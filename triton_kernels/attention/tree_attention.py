@@ -21,8 +21,15 @@ import torch
 
 from ..optional_triton import cdiv, next_power_of_2
 from . import attention_schedule as cut
-from .attention_kernel import _tree_attention_kernel
-from .attention_reduce import REDUCE_ROWS, _merge_splits_kernel
+from .attention_inner import CacheStrides, ReadConstants
+from .attention_kernel import BatchPointers, BatchStrides, _tree_attention_kernel
+from .attention_reduce import (
+    REDUCE_ROWS,
+    OutPointers,
+    OutStrides,
+    TileConstants,
+    _merge_splits_kernel,
+)
 
 
 def tree_attention(
@@ -93,7 +100,22 @@ def tree_attention(
     block_d = max(next_power_of_2(head_size), 16)
     # The kernel works on 32-bit halves of the words: 64-bit masks cost twice the registers.
     mask_words32 = mask_words.view(torch.int32)
-    lse_stride = (0, 0) if lse is None else lse.stride()
+    given = BatchPointers(
+        query,
+        kv_cache,
+        block_table,
+        query_start,
+        seq_len,
+        prefix_len,
+        prefix_from,
+        mask_words32,
+        tree_start,
+        key_scale,
+    )
+    into = OutPointers(out, lse, value_scale)
+    strides = BatchStrides(*query.stride(), block_table.stride(0), mask_words32.stride(0))
+    cache_strides = CacheStrides(*kv_cache.stride())
+    out_strides = OutStrides(*out.stride(), *((0, 0) if lse is None else lse.stride()))
     for launch in launches:
         last = launch is launches[-1]
         block_m = launch.tile.rows
@@ -106,32 +128,68 @@ def tree_attention(
                 )
             partial = workspace[: tiles * block_m * block_d]
             stats = workspace[tiles * block_m * block_d :]
-        common = {
-            "KV_HEADS": num_kv_heads, "GROUP": group, "HEAD": head_size, "BLOCK_M": block_m,
-            "BLOCK_D": block_d, "PROGRAMS": cut.PROGRAMS, "MAX_SPLITS": cut.MAX_SPLITS,
-            "SPLIT_ENTRIES": cut.SPLIT_ENTRIES,
-        }  # fmt: skip
+        tile_constants = TileConstants(
+            KV_HEADS=num_kv_heads,
+            GROUP=group,
+            HEAD=head_size,
+            BLOCK_M=block_m,
+            BLOCK_D=block_d,
+            PROGRAMS=cut.PROGRAMS,
+            MAX_SPLITS=cut.MAX_SPLITS,
+            SPLIT_ENTRIES=cut.SPLIT_ENTRIES,
+        )
+        read_constants = ReadConstants(
+            BLOCK_SIZE=block_size,
+            MASK_WORDS32=mask_words32.shape[1],
+            BLOCK_N=launch.tile.entries,
+            MASKED_N=launch.tile.masked_entries,
+            CAPPED=soft_cap > 0,
+            WHOLE=launch.whole,
+            SINGLE=launch.single,
+        )
         # One program row more than there are requests: it clears the tokens past query_start[R].
         slots = launch.tiles if launch.whole else launch.slots
         whole_from = launch.whole_from or None
         _tree_attention_kernel[(slots, launch.requests + last, num_kv_heads)](
-            query, kv_cache, block_table, query_start, seq_len, prefix_len, prefix_from,
-            mask_words32, tree_start, key_scale, value_scale, out, lse, partial, stats, num_tokens,
-            num_requests, max_seq_len, launch.above, launch.up_to, whole_from, scale, soft_cap,
-            *query.stride(), *kv_cache.stride(), block_table.stride(0), mask_words32.stride(0),
-            *out.stride(), *lse_stride, BLOCK_SIZE=block_size, MASK_WORDS32=mask_words32.shape[1],
-            BLOCK_N=launch.tile.entries, MASKED_N=launch.tile.masked_entries, CAPPED=soft_cap > 0,
-            WHOLE=launch.whole, SINGLE=launch.single, **common, num_warps=launch.tile.num_warps,
+            given,
+            into,
+            partial,
+            stats,
+            num_tokens,
+            num_requests,
+            max_seq_len,
+            launch.above,
+            launch.up_to,
+            whole_from,
+            scale,
+            soft_cap,
+            strides,
+            cache_strides,
+            out_strides,
+            tile_constants,
+            read_constants,
+            num_warps=launch.tile.num_warps,
             num_stages=launch.tile.num_stages,
-        )  # fmt: skip
+        )
         if not launch.whole:
             rows = cdiv(launch.tiles * block_m, REDUCE_ROWS)
             _merge_splits_kernel[(rows, launch.requests, num_kv_heads)](
-                query_start, seq_len, value_scale, out, lse, partial, stats,
-                max_seq_len, launch.above, launch.up_to, whole_from, launch.slots,
-                *out.stride(), *lse_stride, REDUCE_ROWS=REDUCE_ROWS, **common,
-                num_warps=4, num_stages=1,
-            )  # fmt: skip
+                query_start,
+                seq_len,
+                into,
+                partial,
+                stats,
+                max_seq_len,
+                launch.above,
+                launch.up_to,
+                whole_from,
+                launch.slots,
+                out_strides,
+                tile_constants,
+                REDUCE_ROWS=REDUCE_ROWS,
+                num_warps=4,
+                num_stages=1,
+            )
     return out
 
 

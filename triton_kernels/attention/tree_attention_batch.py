@@ -154,14 +154,29 @@ class TreeAttentionBatch:
             )
         metadata = self._see(window, bits_only, query)
         rare: dict[str, Any] = {
-            "soft_cap": soft_cap, "key_scale": key_scale, "value_scale": value_scale, "lse": lse,
-        }  # fmt: skip
+            "soft_cap": soft_cap,
+            "key_scale": key_scale,
+            "value_scale": value_scale,
+            "lse": lse,
+        }
         if query.is_cuda:
             return tree_attention(
-                query, kv_cache, self.block_table, self.query_start, self.query_lens, self.seq_len,
-                self.max_seq_len, self.prefix_len, metadata.mask_words, self.tree_start, scale, out,
-                prefix_from=metadata.prefix_from, unknown_up_to=self.unknown_up_to, **rare,
-            )  # fmt: skip
+                query,
+                kv_cache,
+                self.block_table,
+                self.query_start,
+                self.query_lens,
+                self.seq_len,
+                self.max_seq_len,
+                self.prefix_len,
+                metadata.mask_words,
+                self.tree_start,
+                scale,
+                out,
+                prefix_from=metadata.prefix_from,
+                unknown_up_to=self.unknown_up_to,
+                **rare,
+            )
         gathered: Any = metadata.plan  # never None on a CPU
         return attend_reference(query, kv_cache, gathered, scale, out, **rare)
 
@@ -177,9 +192,16 @@ class TreeAttentionBatch:
                 prefix_from = self.prefix_len
             if not query.is_cuda:
                 plan = plan_reference(
-                    self.block_table, self.block_size, self.query_start_host, self.seq_len_host,
-                    self.prefix_len, mask_words, self.tree_start, query.dtype, prefix_from,
-                )  # fmt: skip
+                    self.block_table,
+                    self.block_size,
+                    self.query_start_host,
+                    self.seq_len_host,
+                    self.prefix_len,
+                    mask_words,
+                    self.tree_start,
+                    query.dtype,
+                    prefix_from,
+                )
             self.plan[window, bits_only] = LayerMask(prefix_from, mask_words, plan)
         return self.plan[window, bits_only]
 

@@ -176,9 +176,13 @@ def attend_reference(
         if plain:
             # SDPA gives zeros for a query that sees nothing (all of its mask -inf).
             attended = F.scaled_dot_product_attention(
-                rows, key, value,
-                attn_mask=group.mask, scale=scale, enable_gqa=query.shape[1] != kv.shape[1],
-            )  # fmt: skip
+                rows,
+                key,
+                value,
+                attn_mask=group.mask,
+                scale=scale,
+                enable_gqa=query.shape[1] != kv.shape[1],
+            )
         else:
             factor = scale if key_scale is None else scale * key_scale
             attended, sums = _attend_by_formula(rows, key, value, group.mask, factor, soft_cap)

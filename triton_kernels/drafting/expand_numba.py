@@ -19,7 +19,7 @@ from ..tree.candidate_keys import (
     MAX_DEPTH,
     PATH_FACTOR,
     ROOT_HASH,
-)  # fmt: skip
+)
 from ..tree.select_tree import TreeTensors
 from ..tree.select_tree_numba import select_numba
 from .expand import Growing
@@ -48,10 +48,14 @@ class CompiledGrowing(Growing):
         fields = (*self.fields[:5].numpy(), self.score.numpy(), self.started.numpy())
         given = (start_node, start_valid, top_logprob.float(), top_token, bucket)
         _attach_block(
-            *fields, self.branching.numpy(), *(x.detach().contiguous().numpy() for x in given),
-            block, limits.count(block - 1) if block > 1 else 1, block < limits.num_blocks,
+            *fields,
+            self.branching.numpy(),
+            *(x.detach().contiguous().numpy() for x in given),
+            block,
+            limits.count(block - 1) if block > 1 else 1,
+            block < limits.num_blocks,
             limits.starts_by_rank,
-        )  # fmt: skip
+        )
         if block == limits.num_blocks:
             token, path_hash, key, parent = self.fields[:4]
             return select_numba(token, parent, self.score, key, path_hash, limits.budget)
@@ -59,9 +63,15 @@ class CompiledGrowing(Growing):
         starts = [torch.empty(shape, dtype=torch.int64) for _ in range(4)]
         starts.append(torch.empty(shape, dtype=torch.bool))
         _choose_starts(
-            *fields[:3], *fields[4:5], fields[6], *(x.numpy() for x in starts), block,
-            limits.count(block), limits.block_size, limits.width,
-        )  # fmt: skip
+            *fields[:3],
+            *fields[4:5],
+            fields[6],
+            *(x.numpy() for x in starts),
+            block,
+            limits.count(block),
+            limits.block_size,
+            limits.width,
+        )
         return tuple(starts)
 
 

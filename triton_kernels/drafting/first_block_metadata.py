@@ -70,15 +70,27 @@ def first_block_metadata_triton(
     metadata = FirstBlockMetadata.room(rows, requests, block_size, num_words, device)
     most = max(cells, requests * block_size, requests + 1)
     _first_block_metadata_kernel[(cdiv(most, _CELLS),)](
-        position, position.stride(0), kv_slot, kv_slot.stride(0), row_start, row_start.stride(0),
-        last, last.stride(0), *metadata, rows, requests,
-        K=block_size, W=num_words, CELLS=_CELLS, num_warps=4,
-    )  # fmt: skip
+        position,
+        position.stride(0),
+        kv_slot,
+        kv_slot.stride(0),
+        row_start,
+        row_start.stride(0),
+        last,
+        last.stride(0),
+        metadata,
+        rows,
+        requests,
+        K=block_size,
+        W=num_words,
+        CELLS=_CELLS,
+        num_warps=4,
+    )
     return metadata
 
 
 # A part of a long prompt begins anywhere: the alignment of its tensors is not to be compiled for.
-@jit(do_not_specialize=["position", "slot", "row_start", "last", "num_rows", "num_requests"])
+@jit(do_not_specialize=["position", "kv_slot", "row_start", "last", "num_rows", "num_requests"])
 def _first_block_metadata_kernel(
     position,  # [T] int64
     position_stride,
@@ -88,31 +100,30 @@ def _first_block_metadata_kernel(
     row_stride,
     last,  # [R] int64
     last_stride,
-    # FirstBlockMetadata
-    kv_index, query_start, prefix_len, mask_words, ends, kept_start, kept_prefix, base,
+    out,  # FirstBlockMetadata
     num_rows,  # T
     num_requests,  # R
     K: tl.constexpr,
     W: tl.constexpr,
     CELLS: tl.constexpr,
-):  # fmt: skip
+):
     """CELLS positions of rows, as many of newest rows, and as many requests."""
     cell = tl.program_id(0) * CELLS + tl.arange(0, CELLS)
     one, k = cell // K, cell % K
     inside = one < num_rows
     at = tl.load(kv_slot + one * kv_slot_stride, mask=inside, other=-1)
-    tl.store(kv_index + cell, tl.where(at >= 0, at * K, -K) + k, mask=inside)
+    tl.store(out.kv_index + cell, tl.where(at >= 0, at * K, -K) + k, mask=inside)
     stands = tl.load(position + one * position_stride, mask=inside, other=0)
-    tl.store(prefix_len + cell, (stands * K + k + 1).to(tl.int32), mask=inside)
-    tl.store(base + one, stands + 1, mask=inside & (k == 0))
+    tl.store(out.prefix_len + cell, (stands * K + k + 1).to(tl.int32), mask=inside)
+    tl.store(out.base + one, stands + 1, mask=inside & (k == 0))
     for w in range(W):
-        tl.store(mask_words + cell * W + w, tl.full([CELLS], 0, tl.int64), mask=inside)
+        tl.store(out.mask_words + cell * W + w, tl.full([CELLS], 0, tl.int64), mask=inside)
 
     inside = one < num_requests
     newest = tl.load(last + one * last_stride, mask=inside, other=0)
     stands = tl.load(position + newest * position_stride, mask=inside, other=0)
-    tl.store(kept_prefix + cell, (stands * K + k + 1).to(tl.int32), mask=inside)
-    tl.store(ends + one, ((stands + 1) * K).to(tl.int32), mask=inside & (k == 0))
+    tl.store(out.kept_prefix + cell, (stands * K + k + 1).to(tl.int32), mask=inside)
+    tl.store(out.ends + one, ((stands + 1) * K).to(tl.int32), mask=inside & (k == 0))
     start = tl.load(row_start + cell * row_stride, mask=cell <= num_requests, other=0)
-    tl.store(query_start + cell, start * K, mask=cell <= num_requests)
-    tl.store(kept_start + cell, cell * K, mask=cell <= num_requests)
+    tl.store(out.query_start + cell, start * K, mask=cell <= num_requests)
+    tl.store(out.kept_start + cell, cell * K, mask=cell <= num_requests)

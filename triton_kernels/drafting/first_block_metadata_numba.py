@@ -22,22 +22,34 @@ def first_block_metadata_numba(
     )
     metadata.mask_words.zero_()
     _first_block_metadata(
-        *(x.contiguous().numpy() for x in (position, kv_slot, row_start, last)), block_size,
-        metadata.kv_index.numpy(), metadata.query_start.numpy(), metadata.prefix_len.numpy(),
-        metadata.ends.numpy(), metadata.kept_start.numpy(), metadata.kept_prefix.numpy(),
+        *(x.contiguous().numpy() for x in (position, kv_slot, row_start, last)),
+        block_size,
+        metadata.kv_index.numpy(),
+        metadata.query_start.numpy(),
+        metadata.prefix_len.numpy(),
+        metadata.ends.numpy(),
+        metadata.kept_start.numpy(),
+        metadata.kept_prefix.numpy(),
         metadata.base.numpy(),
-    )  # fmt: skip
+    )
     return metadata
 
 
 @njit
 def _first_block_metadata(
-    position, kv_slot,  # [T] int64
+    position,  # [T] int64
+    kv_slot,  # [T] int64
     row_start,  # [R+1] int32
     last,  # [R] int64
     K,
-    kv_index, query_start, prefix_len, ends, kept_start, kept_prefix, base,  # FirstBlockMetadata
-):  # fmt: skip
+    kv_index,  # of FirstBlockMetadata, as all below
+    query_start,
+    prefix_len,
+    ends,
+    kept_start,
+    kept_prefix,
+    base,
+):
     for row in range(len(position)):
         base[row] = position[row] + 1
         for k in range(K):

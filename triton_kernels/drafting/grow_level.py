@@ -9,6 +9,7 @@ comes first.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -78,66 +79,136 @@ class GrowingLevels:
         if root:
             node = valid = self.fields  # not read
         assert node is not None and valid is not None
+        drafts = LevelDrafts(
+            logprob.contiguous(),
+            token.contiguous(),
+            node.contiguous(),
+            valid.contiguous(),
+            None if there is None else there.contiguous(),
+        )
+        constants = LevelConstants(
+            ROOT=root,
+            ROWS=rows,
+            TOP_K=limits.top_k,
+            C=limits.candidates,
+            CELLS=max(2, next_power_of_2(rows * limits.top_k)),
+            DEPTH_ONE=DEPTH_ONE,
+        )
+        kept, numbers = (self.fields, self.score), (self.score.numel(), self.level, done)
         if last:
             tree = TreeTensors.empty(requests, limits.budget, self.fields[3])
-            result, kernel = [*tree.all()], _attach_and_select_kernel
-            warps = warps_for(limits.candidates)
-            more = select_constants(limits.candidates, limits.budget, limits.depth)
-        else:
-
-            def empty(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-                return torch.empty(shape, dtype=dtype, device=device)
-
-            grown = (requests, limits.width)
-            result = [empty(*grown) for _ in range(4)]
-            result.append(empty(*grown, dtype=torch.bool))
-            result += [empty(requests * limits.width) for _ in range(2)]
-            kernel, warps = _attach_and_grow_kernel, 1 if rows * limits.top_k <= 128 else 4
-            # A top-k of 1 does not compile with Triton 3.6.
-            more = {"WIDTH": limits.width, "GROWN": max(2, next_power_of_2(limits.width)),
-                    "CLOSED": CLOSED, "INDEX": INDEX_BITS}  # fmt: skip
+            select = select_constants(limits.candidates, limits.budget, limits.depth)
+            if requests:
+                _attach_and_select_kernel[(requests,)](
+                    drafts,
+                    *kept,
+                    tree.pointers,
+                    *numbers,
+                    constants,
+                    select,
+                    num_warps=warps_for(limits.candidates),
+                )
+            return tree
+        grown = NextRows.empty(requests, limits.width, device)
         if requests:
-            kernel[(requests,)](
-                logprob.contiguous(), token.contiguous(), node.contiguous(), valid.contiguous(),
-                None if there is None else there.contiguous(), self.fields, self.score,
-                self.position, self.position.stride(0), *result, self.score.numel(), self.level,
-                done, ROOT=root, ROWS=rows, TOP_K=limits.top_k, C=limits.candidates,
-                CELLS=max(2, next_power_of_2(rows * limits.top_k)), DEPTH_ONE=DEPTH_ONE, **more,
-                num_warps=warps,
-            )  # fmt: skip
-        return tree if last else tuple(result)
+            _attach_and_grow_kernel[(requests,)](
+                drafts,
+                *kept,
+                self.position,
+                self.position.stride(0),
+                grown,
+                *numbers,
+                constants,
+                WIDTH=limits.width,
+                # A top-k of 1 does not compile with Triton 3.6.
+                GROWN=max(2, next_power_of_2(limits.width)),
+                CLOSED=CLOSED,
+                INDEX=INDEX_BITS,
+                num_warps=1 if rows * limits.top_k <= 128 else 4,
+            )
+        return grown
+
+
+class LevelDrafts(NamedTuple):
+    """A level's tokens, and what they are hung under."""
+
+    logprob: torch.Tensor  # [R, ROWS, TOP_K] fp32
+    token: torch.Tensor  # [R, ROWS, TOP_K] int64
+    node: torch.Tensor  # [R, ROWS] int64; not read of level 1, as the next two
+    valid: torch.Tensor  # [R, ROWS] bool
+    there: torch.Tensor | None  # [R, ROWS] bool
+
+
+class NextRows(NamedTuple):
+    """What grows next, as `LevelRows` has it: each [R, width], the last two [R · width]."""
+
+    node: torch.Tensor  # int64, as all but `valid`
+    token: torch.Tensor
+    row: torch.Tensor
+    position: torch.Tensor
+    valid: torch.Tensor  # bool
+    behind: torch.Tensor
+    rope: torch.Tensor
+
+    @classmethod
+    def empty(cls, requests: int, width: int, device: torch.device) -> NextRows:
+        """Nothing is written yet."""
+        grown: tuple[int, ...] = (requests, width)
+        flat: tuple[int, ...] = (requests * width,)
+        shapes = [grown] * 5 + [flat] * 2
+        dtypes = [torch.int64] * 4 + [torch.bool] + [torch.int64] * 2
+        return cls._make(
+            [torch.empty(shape, dtype=x, device=device) for shape, x in zip(shapes, dtypes)]
+        )
+
+
+class LevelConstants(NamedTuple):
+    """What a launch is compiled for."""
+
+    ROOT: bool  # level 1
+    ROWS: int
+    TOP_K: int
+    C: int  # candidates of a request
+    CELLS: int  # >= ROWS · TOP_K
+    DEPTH_ONE: int  # see `candidate_keys.py`
 
 
 @jit
 def _attach_level(
-    logprob, token, node, valid, there,  # one request's rows
-    fields, score,  # one request's candidates
-    size, level, first_cell,
-    ROOT: tl.constexpr, ROWS: tl.constexpr, TOP_K: tl.constexpr, CELLS: tl.constexpr,
-    DEPTH_ONE: tl.constexpr,
-):  # fmt: skip
+    drafts,  # LevelDrafts
+    request,  # int64
+    fields,  # [.., C], one request's candidates, as the next
+    score,  # [C]
+    size,  # from field to field
+    level,
+    first_cell,
+    GROW: tl.constexpr,  # LevelConstants
+):
     """Write a level's candidates, the first of which is `first_cell`; returns their keys."""
-    cell = tl.arange(0, CELLS)
-    inside = cell < ROWS * TOP_K
-    if ROOT:
+    first_row = request * GROW.ROWS
+    cell = tl.arange(0, GROW.CELLS)
+    inside = cell < GROW.ROWS * GROW.TOP_K
+    if GROW.ROOT:
         for field in tl.static_range(3):
             tl.store(fields + field * size, 0)
         tl.store(score, 0.0)
-        above = tl.full([CELLS], 0, tl.int64)
-        total = tl.full([CELLS], 0.0, tl.float32)
+        above = tl.full([GROW.CELLS], 0, tl.int64)
+        total = tl.full([GROW.CELLS], 0.0, tl.float32)
     else:
-        row = cell // TOP_K
-        above = tl.load(node + row, mask=inside, other=0)
-        grows = tl.load(valid + row, mask=inside, other=0) != 0
-        if there is not None:
-            grows = grows & (tl.load(there + row, mask=inside, other=0) != 0)
+        row = cell // GROW.TOP_K
+        above = tl.load(drafts.node + first_row + row, mask=inside, other=0)
+        grows = tl.load(drafts.valid + first_row + row, mask=inside, other=0) != 0
+        if drafts.there is not None:
+            grows = grows & (tl.load(drafts.there + first_row + row, mask=inside, other=0) != 0)
         total = tl.where(grows, tl.load(score + above, mask=inside, other=0.0), float("-inf"))
+    gain = tl.load(drafts.logprob + first_row * GROW.TOP_K + cell, mask=inside, other=0.0)
     # Rounding may leave a certain token's log-probability above 0.
-    total += tl.minimum(tl.load(logprob + cell, mask=inside, other=0.0), 0.0)
+    total += tl.minimum(gain, 0.0)
     index = first_cell + cell
-    tie = level.to(tl.int64) * DEPTH_ONE + index
+    tie = level.to(tl.int64) * GROW.DEPTH_ONE + index
     key = (tl.abs(total).to(tl.int32, bitcast=True).to(tl.int64) << 32) + tie
-    tl.store(fields + index, tl.load(token + cell, mask=inside, other=0), mask=inside)
+    own = tl.load(drafts.token + first_row * GROW.TOP_K + cell, mask=inside, other=0)
+    tl.store(fields + index, own, mask=inside)
     tl.store(fields + size + index, above, mask=inside)
     tl.store(fields + 2 * size + index, key, mask=inside)
     tl.store(score + index, total, mask=inside)
@@ -146,82 +217,71 @@ def _attach_level(
 
 @jit(do_not_specialize=["position", "size", "level", "done"])
 def _attach_and_grow_kernel(
-    logprob, token,  # [R, ROWS, TOP_K]
-    node, valid, there,  # [R, ROWS]
-    fields,  # [4, R, C]
-    score,  # [R, C]
+    drafts,  # LevelDrafts
+    fields,  # [4, R, C] int64
+    score,  # [R, C] fp32
     position,  # [R]
     position_stride,
-    out_node, out_token, out_row, out_position, out_valid, out_behind, out_rope,  # [R, WIDTH]
+    grown,  # NextRows
     size,  # R · C
     level,
     done,  # rows before this level's
-    ROOT: tl.constexpr, ROWS: tl.constexpr, TOP_K: tl.constexpr, C: tl.constexpr,
-    CELLS: tl.constexpr, DEPTH_ONE: tl.constexpr, WIDTH: tl.constexpr, GROWN: tl.constexpr,
-    CLOSED: tl.constexpr, INDEX: tl.constexpr,
-):  # fmt: skip
+    GROW: tl.constexpr,  # LevelConstants
+    WIDTH: tl.constexpr,
+    GROWN: tl.constexpr,  # >= WIDTH
+    CLOSED: tl.constexpr,
+    INDEX: tl.constexpr,
+):
     """Hang a level, and choose the WIDTH best of its nodes, which grow next."""
     request = tl.program_id(0).to(tl.int64)
-    token += request * (ROWS * TOP_K)
-    first_cell = 1 + done * TOP_K
-    if there is not None:
-        there += request * ROWS
+    first_cell = 1 + done * GROW.TOP_K
     key = _attach_level(
-        logprob + request * (ROWS * TOP_K), token, node + request * ROWS, valid + request * ROWS,
-        there, fields + request * C, score + request * C, size, level, first_cell,
-        ROOT, ROWS, TOP_K, CELLS, DEPTH_ONE,
-    )  # fmt: skip
-    key = tl.where(tl.arange(0, CELLS) < ROWS * TOP_K, key, 0x7FFFFFFFFFFFFFFF)
+        drafts,
+        request,
+        fields + request * GROW.C,
+        score + request * GROW.C,
+        size,
+        level,
+        first_cell,
+        GROW,
+    )
+    key = tl.where(tl.arange(0, GROW.CELLS) < GROW.ROWS * GROW.TOP_K, key, 0x7FFFFFFFFFFFFFFF)
     # Complemented: the largest are then the smallest keys, in ascending order.
     chosen = ~tl.topk(~key, GROWN)
     slot = tl.arange(0, GROWN)
     stored = slot < WIDTH
     out = request * WIDTH + slot
     cell = (chosen & INDEX) - first_cell
-    row = cell // TOP_K
-    tl.store(out_node + out, chosen & INDEX, mask=stored)
-    tl.store(out_token + out, tl.load(token + cell, mask=stored, other=0), mask=stored)
-    tl.store(out_row + out, done + row, mask=stored)
-    tl.store(out_position + out, tl.full([GROWN], 0, tl.int64), mask=stored)
-    tl.store(out_valid + out, chosen < CLOSED, mask=stored)
-    tl.store(out_behind + out, request * ROWS + row, mask=stored)
+    row = cell // GROW.TOP_K
+    token = drafts.token + request * (GROW.ROWS * GROW.TOP_K)
+    tl.store(grown.node + out, chosen & INDEX, mask=stored)
+    tl.store(grown.token + out, tl.load(token + cell, mask=stored, other=0), mask=stored)
+    tl.store(grown.row + out, done + row, mask=stored)
+    tl.store(grown.position + out, tl.full([GROWN], 0, tl.int64), mask=stored)
+    tl.store(grown.valid + out, chosen < CLOSED, mask=stored)
+    tl.store(grown.behind + out, request * GROW.ROWS + row, mask=stored)
     at = tl.load(position + request * position_stride).to(tl.int64) + level
-    tl.store(out_rope + out, tl.full([GROWN], 0, tl.int64) + at, mask=stored)
+    tl.store(grown.rope + out, tl.full([GROWN], 0, tl.int64) + at, mask=stored)
 
 
-@jit(do_not_specialize=["position", "size", "level", "done"])
+@jit(do_not_specialize=["size", "level", "done"])
 def _attach_and_select_kernel(
-    logprob, token,  # [R, ROWS, TOP_K]
-    node, valid, there,  # [R, ROWS]
-    fields,  # [4, R, C]
-    score,  # [R, C]
-    position, position_stride,  # not read
-    tree_token, tree_parent, tree_depth, tree_logprob, tree_size, ancestors, of_candidate,
+    drafts,  # LevelDrafts
+    fields,  # [4, R, C] int64
+    score,  # [R, C] fp32
+    tree,  # TreePointers
     size,  # R · C
     level,
     done,  # rows before this level's
-    ROOT: tl.constexpr, ROWS: tl.constexpr, TOP_K: tl.constexpr, C: tl.constexpr,
-    CELLS: tl.constexpr, DEPTH_ONE: tl.constexpr,
-    COUNT: tl.constexpr, PLACES: tl.constexpr, BUDGET: tl.constexpr, NODES: tl.constexpr,
-    W: tl.constexpr, WORDS: tl.constexpr, STEPS: tl.constexpr, CLOSED: tl.constexpr,
-    INDEX: tl.constexpr, FACTOR: tl.constexpr,
-):  # fmt: skip
+    GROW: tl.constexpr,  # LevelConstants
+    SELECT: tl.constexpr,  # SelectConstants
+):
     """Hang the last level, and make the tree."""
     request = tl.program_id(0).to(tl.int64)
-    fields += request * C
-    score += request * C
-    if there is not None:
-        there += request * ROWS
-    _attach_level(
-        logprob + request * (ROWS * TOP_K), token + request * (ROWS * TOP_K),
-        node + request * ROWS, valid + request * ROWS, there, fields, score, size, level,
-        1 + done * TOP_K, ROOT, ROWS, TOP_K, CELLS, DEPTH_ONE,
-    )  # fmt: skip
+    fields += request * GROW.C
+    score += request * GROW.C
+    _attach_level(drafts, request, fields, score, size, level, 1 + done * GROW.TOP_K, GROW)
     tl.debug_barrier()
     parent, key = fields + size, fields + 2 * size
     # No two texts are equal: children of one node are different tokens.
-    select_part(
-        fields, parent, score, key, key,
-        tree_token, tree_parent, tree_depth, tree_logprob, tree_size, ancestors, of_candidate,
-        request, False, COUNT, PLACES, BUDGET, NODES, W, WORDS, STEPS, CLOSED, INDEX, FACTOR,
-    )  # fmt: skip
+    select_part(fields, parent, score, key, key, tree, request, JOINS=False, SELECT=SELECT)

@@ -77,21 +77,52 @@ def later_block_metadata_triton(
         base=empty(requests * starts, dtype=torch.int64),
     )
     places = next_power_of_2(starts * block_size)
+    given = StartPointers(row.contiguous(), position.contiguous(), valid.contiguous())
     _later_block_metadata_kernel[(requests + 1,)](
-        row.contiguous(), position.contiguous(), valid.contiguous(), stands, stands.stride(0),
-        last, last.stride(0), own, block_table, block_table.stride(0), prefix, bits, reach,
-        *metadata, requests, block_table.shape[1],
-        1 + (block - 2) * starts, max_position,
-        ROWS=rows, S=starts, K=block_size, W=num_words, TOKENS=token_block, PLACES=places,
+        given,
+        stands,
+        stands.stride(0),
+        last,
+        last.stride(0),
+        own,
+        block_table,
+        block_table.stride(0),
+        RowPointers(prefix, bits, reach),
+        metadata,
+        requests,
+        block_table.shape[1],
+        1 + (block - 2) * starts,
+        max_position,
+        ROWS=rows,
+        S=starts,
+        K=block_size,
+        W=num_words,
+        TOKENS=token_block,
+        PLACES=places,
         num_warps=1 if places <= 64 else 4,
-    )  # fmt: skip
+    )
     return metadata
+
+
+class StartPointers(NamedTuple):
+    """What a block starts from; contiguous."""
+
+    row: torch.Tensor  # [R, S] int64
+    position: torch.Tensor  # [R, S] int64
+    valid: torch.Tensor  # [R, S] bool
+
+
+class RowPointers(NamedTuple):
+    """What is kept of rows; contiguous."""
+
+    prefix: torch.Tensor  # [R, ROWS] int64
+    bits: torch.Tensor  # [R, ROWS, W] int64
+    reach: torch.Tensor | None  # [R, ROWS] int64
 
 
 @jit(do_not_specialize=["num_requests", "table_width", "first_row"])
 def _later_block_metadata_kernel(
-    row, position,  # [R, S] int64 contiguous
-    given,  # [R, S] bool contiguous
+    starts,  # StartPointers
     stands,  # [T] int64
     stands_stride,
     last,  # [R] int64
@@ -99,11 +130,8 @@ def _later_block_metadata_kernel(
     own,  # [ROWS, K, W] int64
     block_table,  # [R, table_width] int32
     table_stride,
-    prefix,  # [R, ROWS] int64
-    bits,  # [R, ROWS, W] int64
-    reach,  # [R, ROWS] int64, or None
-    # LaterBlockMetadata
-    kv_index, query_start, prefix_len, mask_words, seq_len, tree_start, valid, source, base,
+    kept,  # RowPointers
+    out,  # LaterBlockMetadata
     num_requests,  # R
     table_width,
     first_row,  # of this block
@@ -114,46 +142,46 @@ def _later_block_metadata_kernel(
     W: tl.constexpr,
     TOKENS: tl.constexpr,  # in one block of the table
     PLACES: tl.constexpr,  # >= S · K
-):  # fmt: skip
+):
     """The S·K positions of one request; the program after the last one only ends `query_start`."""
     request = tl.program_id(0)
-    tl.store(query_start + request, request * (S * K))
+    tl.store(out.query_start + request, request * (S * K))
     if request >= num_requests:
         return
     newest = tl.load(stands + tl.load(last + request * last_stride) * stands_stride)
     ends = (newest + 1) * K
-    tl.store(tree_start + request, ends.to(tl.int32))
+    tl.store(out.tree_start + request, ends.to(tl.int32))
     limit = tl.minimum(ends + (first_row - 1 + S) * K, max_position * K)
-    tl.store(seq_len + request, limit.to(tl.int32))
+    tl.store(out.seq_len + request, limit.to(tl.int32))
 
     place = tl.arange(0, PLACES)
     inside = place < S * K
     start, k = place // K, place % K
     once = inside & (k == 0)  # what is one of a row, of the row's first position
-    out = request * (S * K) + place
+    cell = request * (S * K) + place
     of_start = request * S + start
-    from_row = tl.load(row + of_start, mask=inside, other=0)
-    from_k = tl.load(position + of_start, mask=inside, other=0)
+    from_row = tl.load(starts.row + of_start, mask=inside, other=0)
+    from_k = tl.load(starts.position + of_start, mask=inside, other=0)
     drafted = inside & (from_row > 0)
-    before = tl.load(prefix + request * ROWS + from_row, mask=drafted, other=0)
+    before = tl.load(kept.prefix + request * ROWS + from_row, mask=drafted, other=0)
     before = tl.where(drafted, before, newest * K + from_k + 1)
-    tl.store(prefix + request * ROWS + first_row + start, before, mask=once)
-    tl.store(prefix_len + out, before.to(tl.int32), mask=inside)
+    tl.store(kept.prefix + request * ROWS + first_row + start, before, mask=once)
+    tl.store(out.prefix_len + cell, before.to(tl.int32), mask=inside)
     # Rows drafted so far lie request by request, and there are as many as this block's first.
     goes_on = (request * first_row + from_row) * K + from_k
-    tl.store(source + of_start, goes_on, mask=once)
+    tl.store(out.source + of_start, goes_on, mask=once)
     ahead = newest + 1
-    if reach is not None:
-        longer = tl.load(reach + request * ROWS + from_row, mask=drafted, other=0) + from_k + 1
-        tl.store(reach + request * ROWS + first_row + start, longer, mask=once)
+    if kept.reach is not None:
+        longer = tl.load(kept.reach + request * ROWS + from_row, mask=drafted, other=0) + from_k + 1
+        tl.store(kept.reach + request * ROWS + first_row + start, longer, mask=once)
         ahead += longer
-    tl.store(base + of_start, ahead, mask=once)
+    tl.store(out.base + of_start, ahead, mask=once)
     for w in range(W):
-        path = tl.load(bits + (request * ROWS + from_row) * W + w, mask=drafted, other=0)
+        path = tl.load(kept.bits + (request * ROWS + from_row) * W + w, mask=drafted, other=0)
         path |= tl.load(own + (from_row * K + from_k) * W + w, mask=inside, other=0)
-        tl.store(bits + (request * ROWS + first_row + start) * W + w, path, mask=once)
+        tl.store(kept.bits + (request * ROWS + first_row + start) * W + w, path, mask=once)
         mine = tl.load(own + ((first_row + start) * K + k) * W + w, mask=inside, other=0)
-        tl.store(mask_words + out * W + w, path | mine, mask=inside)
+        tl.store(out.mask_words + cell * W + w, path | mine, mask=inside)
 
     at = newest + first_row + start  # the token position to borrow
     real = at < max_position
@@ -161,6 +189,6 @@ def _later_block_metadata_kernel(
     borrowed = block_table + request.to(tl.int64) * table_stride + column
     kv_slot = tl.load(borrowed, mask=inside & real, other=-1).to(tl.int64) * TOKENS
     kv_slot = tl.where(real, kv_slot + at % TOKENS, -1)
-    tl.store(kv_index + out, tl.where(kv_slot >= 0, kv_slot * K, -K) + k, mask=inside)
-    counts = tl.load(given + of_start, mask=once, other=0) != 0
-    tl.store(valid + of_start, real & counts, mask=once)
+    tl.store(out.kv_index + cell, tl.where(kv_slot >= 0, kv_slot * K, -K) + k, mask=inside)
+    counts = tl.load(starts.valid + of_start, mask=once, other=0) != 0
+    tl.store(out.valid + of_start, real & counts, mask=once)

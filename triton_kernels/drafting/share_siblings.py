@@ -31,9 +31,19 @@ def share_siblings_triton(
     if num_requests and num_nodes:
         nodes = next_power_of_2(num_nodes)
         _share_siblings_kernel[(num_requests,)](
-            req_idx, req_idx.stride(0), parent, *parent.stride(), logprob, *logprob.stride(), low,
-            high, NUM_NODES=num_nodes, NODES=nodes, OTHERS=min(nodes, _OTHERS), num_warps=4,
-        )  # fmt: skip
+            req_idx,
+            req_idx.stride(0),
+            parent,
+            *parent.stride(),
+            logprob,
+            *logprob.stride(),
+            low,
+            high,
+            NUM_NODES=num_nodes,
+            NODES=nodes,
+            OTHERS=min(nodes, _OTHERS),
+            num_warps=4,
+        )
 
 
 @jit

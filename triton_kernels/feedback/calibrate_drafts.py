@@ -48,10 +48,22 @@ def update_calibration_triton(
     nodes = next_power_of_2(result.score.shape[1])
     told_apart = (own, own_trees) if len(own) else (None, None)
     _learn_kernel[(1,)](
-        log, trees, *result.arguments(), *limits, prior, memory, *told_apart,
-        math.log(own_range), own_prior, own_memory, BIT=1 << drafter, NODES=nodes,
-        PLACES=next_power_of_2(result.path.shape[1]), BLOCK=max(1, _TILE // nodes), num_warps=4,
-    )  # fmt: skip
+        log,
+        trees,
+        *result.arguments(),
+        *limits,
+        prior,
+        memory,
+        *told_apart,
+        math.log(own_range),
+        own_prior,
+        own_memory,
+        BIT=1 << drafter,
+        NODES=nodes,
+        PLACES=next_power_of_2(result.path.shape[1]),
+        BLOCK=max(1, _TILE // nodes),
+        num_warps=4,
+    )
 
 
 def calibration_triton(
@@ -68,9 +80,17 @@ def calibration_triton(
     beta = torch.empty(count, dtype=torch.float32, device=log.device)
     if count:
         _calibration_kernel[(cdiv(count, _REQUESTS),)](
-            log, temperature, temperature.stride(0), own, req_idx,
-            0 if req_idx is None else req_idx.stride(0), beta, count, BLOCK=_REQUESTS, num_warps=1,
-        )  # fmt: skip
+            log,
+            temperature,
+            temperature.stride(0),
+            own,
+            req_idx,
+            0 if req_idx is None else req_idx.stride(0),
+            beta,
+            count,
+            BLOCK=_REQUESTS,
+            num_warps=1,
+        )
     return beta
 
 
@@ -96,13 +116,16 @@ def _learn_kernel(
     highest,
     prior,
     memory,
-    own, own_trees,  # [S] fp32; or None
-    own_most, own_prior, own_memory,
+    own,  # [S] fp32; or None
+    own_trees,  # [S] fp32; or None
+    own_most,
+    own_prior,
+    own_memory,
     BIT: tl.constexpr,
     NODES: tl.constexpr,
     PLACES: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     node, place = tl.arange(0, NODES)[None, :], tl.arange(0, PLACES)[None, :]
     greedy, sampling = tl.exp(tl.load(log)), tl.exp(tl.load(log + 1))
     cold_pull, hot_pull, cold_trees, hot_trees = 0.0, 0.0, 0.0, 0.0
@@ -151,7 +174,7 @@ def _learn_kernel(
     tl.store(log + 1, tl.minimum(tl.maximum(hot_log, lowest), highest))
 
 
-@jit(do_not_specialize=["temperature", "slot", "num_requests"])
+@jit(do_not_specialize=["temperature", "req_idx", "num_requests"])
 def _calibration_kernel(
     log,  # [2] fp32
     temperature,  # [R] fp32

@@ -29,11 +29,25 @@ def update_calibration_numba(
 ) -> None:
     """Arguments as `update_calibration_triton` has them."""
     _learn(
-        log.numpy(), trees.numpy(), 1 << drafter, result.req_idx.long().numpy(),
-        result.num_run.long().numpy(), result.accepted.long().numpy(), result.path.numpy(),
-        result.score.numpy(), result.origin.numpy(), result.temperatures.numpy(), *limits, prior,
-        memory, own.numpy(), own_trees.numpy(), math.log(own_range), own_prior, own_memory,
-    )  # fmt: skip
+        log.numpy(),
+        trees.numpy(),
+        1 << drafter,
+        result.req_idx.long().numpy(),
+        result.num_run.long().numpy(),
+        result.accepted.long().numpy(),
+        result.path.numpy(),
+        result.score.numpy(),
+        result.origin.numpy(),
+        result.temperatures.numpy(),
+        *limits,
+        prior,
+        memory,
+        own.numpy(),
+        own_trees.numpy(),
+        math.log(own_range),
+        own_prior,
+        own_memory,
+    )
 
 
 def calibration_numba(
@@ -48,17 +62,26 @@ def calibration_numba(
 
 @njit
 def _learn(
-    log, trees,  # [2] fp32
+    log,  # [2] fp32
+    trees,  # [2] fp32
     bit,
-    req_idx, num_run, accepted,  # [R] int64
+    req_idx,  # [R] int64
+    num_run,  # [R] int64
+    accepted,  # [R] int64
     path,  # [R, D+1] int64
     score,  # [S, N] fp32
     origin,  # [S, N] uint8
     temperatures,  # [S] fp32
-    lowest, highest, prior, memory,
-    own, own_trees,  # [S] fp32, or [0]
-    own_most, own_prior, own_memory,
-):  # fmt: skip
+    lowest,
+    highest,
+    prior,
+    memory,
+    own,  # [S] fp32, or [0]
+    own_trees,  # [S] fp32, or [0]
+    own_most,
+    own_prior,
+    own_memory,
+):
     num_nodes = score.shape[1]
     greedy, sampling = math.exp(log[0]), math.exp(log[1])
     pull, count = np.zeros(2), np.zeros(2)

@@ -29,10 +29,22 @@ def count_verified_triton(total: torch.Tensor, result: VerificationResult) -> No
     block = max(1, _TILE // next_power_of_2(nodes))
     if count:
         _verified_kernel[(cdiv(count, block),)](
-            total, origin, origin.stride(0), req_idx, req_idx.stride(0), run, run.stride(0),
-            path, path.stride(0), count, nodes, places, NODES=next_power_of_2(nodes),
-            PLACES=next_power_of_2(places), BLOCK=block,
-        )  # fmt: skip
+            total,
+            origin,
+            origin.stride(0),
+            req_idx,
+            req_idx.stride(0),
+            run,
+            run.stride(0),
+            path,
+            path.stride(0),
+            count,
+            nodes,
+            places,
+            NODES=next_power_of_2(nodes),
+            PLACES=next_power_of_2(places),
+            BLOCK=block,
+        )
 
 
 def count_drafted_triton(
@@ -52,10 +64,21 @@ def count_drafted_triton(
     strides = [0 if x is None else x.stride(0) for x in (second, agreed)]
     if count:
         _drafted_kernel[(cdiv(count, _REQUESTS),)](
-            total, first, first.stride(0), other, other.stride(0), second, strides[0],
-            agreed, strides[1], live, live.stride(0), count,
-            HEADS=len(sizes), BLOCK=_REQUESTS,
-        )  # fmt: skip
+            total,
+            first,
+            first.stride(0),
+            other,
+            other.stride(0),
+            second,
+            strides[0],
+            agreed,
+            strides[1],
+            live,
+            live.stride(0),
+            count,
+            HEADS=len(sizes),
+            BLOCK=_REQUESTS,
+        )
 
 
 @jit(do_not_specialize=["num_requests"])
@@ -101,13 +124,20 @@ def _verified_kernel(
 @jit(do_not_specialize=["num_requests"])
 def _drafted_kernel(
     total,  # [2 * HEADS + 4] int64
-    first, first_stride, other, other_stride,  # [R] int32, tree sizes; the same one if HEADS is 1
-    second, second_stride, agreed, agreed_stride,  # [R] bool; None: there is no second drafter
-    live, live_stride,  # [R] bool
+    first,  # [R] int32, tree sizes; the same one if HEADS is 1
+    first_stride,
+    other,  # [R] int32, tree sizes; the same one if HEADS is 1
+    other_stride,
+    second,  # [R] bool; None: there is no second drafter
+    second_stride,
+    agreed,  # [R] bool; None: there is no second drafter
+    agreed_stride,
+    live,  # [R] bool
+    live_stride,
     num_requests,  # R
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     request = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     there = request < num_requests
     there = there & (tl.load(live + request * live_stride, mask=there, other=0) != 0)

@@ -63,11 +63,27 @@ def most_want_triton(
     nodes = next_power_of_2(logprob.shape[1])
     want = torch.empty(1, dtype=torch.bool, device=logprob.device)
     _most_want_kernel[(1,)](
-        gate.threshold, logprob.contiguous(), size, step, req_idx, req_idx.stride(0), sure, both,
-        want, len(req_idx), logprob.shape[1], int(asked), gate.offset, MEAN=mean,
-        BUCKETS=gate.steps.shape[1], SPREAD=gate.spread, SHIFT=64 - gate.explore_bits, NODES=nodes,
-        BLOCK=max(1, _TILE // nodes), num_warps=4,
-    )  # fmt: skip
+        gate.threshold,
+        logprob.contiguous(),
+        size,
+        step,
+        req_idx,
+        req_idx.stride(0),
+        sure,
+        both,
+        want,
+        len(req_idx),
+        logprob.shape[1],
+        int(asked),
+        gate.offset,
+        MEAN=mean,
+        BUCKETS=gate.steps.shape[1],
+        SPREAD=gate.spread,
+        SHIFT=64 - gate.explore_bits,
+        NODES=nodes,
+        BLOCK=max(1, _TILE // nodes),
+        num_warps=4,
+    )
     return want
 
 
@@ -81,11 +97,27 @@ def learn_gate_triton(
     """
     req_idx, run, accepted = result.req_idx, result.num_run, result.accepted
     _learn_kernel[(1,)](
-        gate.steps, gate.accepted, gate.threshold, sure, both, req_idx, req_idx.stride(0),
-        run, run.stride(0), accepted, accepted.stride(0), result.origin,
-        result.origin.stride(0), len(req_idx), gate.offset, gate.cost, gate.decay,
-        BUCKETS=gate.steps.shape[1], BLOCK=_REQUESTS, num_warps=4,
-    )  # fmt: skip
+        gate.steps,
+        gate.accepted,
+        gate.threshold,
+        sure,
+        both,
+        req_idx,
+        req_idx.stride(0),
+        run,
+        run.stride(0),
+        accepted,
+        accepted.stride(0),
+        result.origin,
+        result.origin.stride(0),
+        len(req_idx),
+        gate.offset,
+        gate.cost,
+        gate.decay,
+        BUCKETS=gate.steps.shape[1],
+        BLOCK=_REQUESTS,
+        num_warps=4,
+    )
 
 
 @jit
@@ -95,7 +127,7 @@ def _bucket(confidence, offset, BUCKETS: tl.constexpr):
     return tl.minimum(tl.maximum(half_octave, 0.0), BUCKETS - 1.0).to(tl.int32)
 
 
-@jit(do_not_specialize=["slot", "num_requests", "asked"])
+@jit(do_not_specialize=["req_idx", "num_requests", "asked"])
 def _most_want_kernel(
     threshold,  # [] int64
     logprob,  # [R, num_nodes] fp32
@@ -149,15 +181,21 @@ def _learn_kernel(
     threshold,  # [] int64
     sure,  # [S] fp32
     both,  # [S] bool
-    req_idx, req_idx_stride,  # [R]
-    num_run, run_stride,  # [R]
-    accepted, accepted_stride,  # [R]
-    origin, origin_stride,  # [S, N] uint8
+    req_idx,  # [R]
+    req_idx_stride,
+    num_run,  # [R]
+    run_stride,
+    accepted,  # [R]
+    accepted_stride,
+    origin,  # [S, N] uint8
+    origin_stride,
     num_requests,  # R
-    offset, cost, decay,
+    offset,
+    cost,
+    decay,
     BUCKETS: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     bucket = tl.arange(0, BUCKETS)
     alone_steps, both_steps = tl.zeros([BUCKETS], tl.float32), tl.zeros([BUCKETS], tl.float32)
     alone_got, both_got = tl.zeros([BUCKETS], tl.float32), tl.zeros([BUCKETS], tl.float32)

@@ -7,10 +7,12 @@ follows from its position.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from ..optional_numba import takes
-from ..optional_triton import cdiv, jit, next_power_of_2, tl
+from ..optional_triton import cdiv, group_of, jit, next_power_of_2, tl
 from .record_step_numba import record_step_numba
 from .slab_tensors import SlabTensors, StepToRecord
 
@@ -77,37 +79,84 @@ def record_step_triton(slabs: SlabTensors, step: StepToRecord) -> None:
     given = (result.req_idx, result.num_run, result.accepted, result.path)
     if rows + count:
         _record_step_kernel[(rows + count, cdiv(hidden, _COLUMNS))](
-            slabs.states, slabs.last, slabs.token, slabs.begin, slabs.end, slabs.of_slot,
-            slabs.missed, slabs.steps, slabs.committed, step.request, step.source, step.token,
-            step.position, step.cache_slot, step.newest, *states, *(x.stride(0) for x in states),
-            *given, *(x.stride(0) for x in given), result.origin, step.parent, rows,
-            WIDTH=slabs.token.shape[1], HIDDEN=hidden, NUM_NODES=step.parent.shape[1],
-            NODES=next_power_of_2(step.parent.shape[1]), BLOCK=_COLUMNS,
-        )  # fmt: skip
+            group_of(SlabPointers, slabs),
+            group_of(RowPointers, step),
+            *states,
+            tuple(x.stride(0) for x in states),
+            *given,
+            RequestStrides(*(x.stride(0) for x in given)),
+            result.origin,
+            step.parent,
+            rows,
+            WIDTH=slabs.token.shape[1],
+            HIDDEN=hidden,
+            NUM_NODES=step.parent.shape[1],
+            NODES=next_power_of_2(step.parent.shape[1]),
+            BLOCK=_COLUMNS,
+        )
+
+
+class SlabPointers(NamedTuple):
+    """What the kernel writes of `SlabTensors`, and reads."""
+
+    states: torch.Tensor  # [G, WIDTH, 3 * HIDDEN]
+    last: torch.Tensor  # [G, WIDTH, HIDDEN]
+    token: torch.Tensor  # [G, WIDTH] int32
+    begin: torch.Tensor  # [G] int32
+    end: torch.Tensor  # [G] int32
+    of_slot: torch.Tensor  # [S] int32
+    missed: torch.Tensor  # [S] fp32
+    steps: torch.Tensor  # [S] int32
+    committed: torch.Tensor  # [S] int32
+
+
+class RowPointers(NamedTuple):
+    """Which rows a step committed, as `StepToRecord` has them."""
+
+    request: torch.Tensor  # [T] int64, as the four after it
+    source: torch.Tensor
+    token: torch.Tensor
+    position: torch.Tensor
+    cache_slot: torch.Tensor
+    newest: torch.Tensor  # [R] int64
+
+
+class RequestStrides(NamedTuple):
+    """Of what is of the requests."""
+
+    req_idx: int
+    num_run: int
+    accepted: int
+    path: int
 
 
 # States and what is of the requests may be parts of something, and begin anywhere.
 @jit(
     do_not_specialize=[
-        "low", "mid", "high", "top", "slot", "num_run", "accepted", "path", "num_rows"
+        "low",
+        "mid",
+        "high",
+        "last",
+        "req_idx",
+        "num_run",
+        "accepted",
+        "path",
+        "num_rows",
     ]
-)  # fmt: skip
+)
 def _record_step_kernel(
-    states,  # [G, WIDTH, 3 * HIDDEN]
-    last,  # [G, WIDTH, HIDDEN]
-    token,  # [G, WIDTH] int32
-    begin, end,  # [G] int32
-    of_slot,  # [S] int32
-    missed,  # [S] fp32
-    steps, committed,  # [S] int32
-    request, source, new_token, position, cache_slot,  # [T] int64
-    newest,  # [R] int64
-    low, mid, high, top,  # [B, HIDDEN]
-    low_stride, mid_stride, high_stride, top_stride,
-    req_idx, num_run,  # [R] integers
+    slabs,  # SlabPointers
+    rows,  # RowPointers
+    low,  # [B, HIDDEN], as the three after it
+    mid,
+    high,
+    last,
+    state_strides,  # of these four
+    req_idx,  # [R] integers
+    num_run,  # [R] integers
     accepted,  # [R] int32
     path,  # [R, D + 1] int64
-    req_idx_stride, run_stride, accepted_stride, path_stride,
+    strides,  # RequestStrides
     origin,  # [S, NUM_NODES] uint8
     parent,  # [S, NUM_NODES] int32
     num_rows,  # T
@@ -116,47 +165,47 @@ def _record_step_kernel(
     NUM_NODES: tl.constexpr,
     NODES: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """BLOCK columns of one row, or the sums of one request."""
     program = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     if program < num_rows:
-        of = tl.load(request + program)
-        slab = tl.load(of_slot + tl.load(req_idx + of * req_idx_stride)).to(tl.int64)
-        place = tl.load(position + program) - tl.load(begin + tl.maximum(slab, 0))
-        padding = tl.load(cache_slot + program) < 0
+        of = tl.load(rows.request + program)
+        slab = tl.load(slabs.of_slot + tl.load(req_idx + of * strides.req_idx)).to(tl.int64)
+        place = tl.load(rows.position + program) - tl.load(slabs.begin + tl.maximum(slab, 0))
+        padding = tl.load(rows.cache_slot + program) < 0
         if (slab >= 0) & (place >= 0) & (place < WIDTH) & (padding == 0):
-            row, to = tl.load(source + program), slab * WIDTH + place
+            row, to = tl.load(rows.source + program), slab * WIDTH + place
             column = part * BLOCK + tl.arange(0, BLOCK)
             inside = column < HIDDEN
-            out = states + to * (3 * HIDDEN) + column
-            tl.store(out, tl.load(low + row * low_stride + column, mask=inside), mask=inside)
-            value = tl.load(mid + row * mid_stride + column, mask=inside)
+            out = slabs.states + to * (3 * HIDDEN) + column
+            tl.store(out, tl.load(low + row * state_strides[0] + column, mask=inside), mask=inside)
+            value = tl.load(mid + row * state_strides[1] + column, mask=inside)
             tl.store(out + HIDDEN, value, mask=inside)
-            value = tl.load(high + row * high_stride + column, mask=inside)
+            value = tl.load(high + row * state_strides[2] + column, mask=inside)
             tl.store(out + 2 * HIDDEN, value, mask=inside)
-            value = tl.load(top + row * top_stride + column, mask=inside)
-            tl.store(last + to * HIDDEN + column, value, mask=inside)
+            value = tl.load(last + row * state_strides[3] + column, mask=inside)
+            tl.store(slabs.last + to * HIDDEN + column, value, mask=inside)
             if part == 0:
-                tl.store(token + to, tl.load(new_token + program).to(tl.int32))
+                tl.store(slabs.token + to, tl.load(rows.token + program).to(tl.int32))
     elif part == 0:
         of = program - num_rows
-        owner = tl.load(req_idx + of * req_idx_stride).to(tl.int64)
-        slab = tl.load(of_slot + owner).to(tl.int64)
+        owner = tl.load(req_idx + of * strides.req_idx).to(tl.int64)
+        slab = tl.load(slabs.of_slot + owner).to(tl.int64)
         if slab >= 0:
-            after = tl.load(position + tl.load(newest + of)) + 1
-            limit = tl.load(begin + slab) + WIDTH
+            after = tl.load(rows.position + tl.load(rows.newest + of)) + 1
+            limit = tl.load(slabs.begin + slab) + WIDTH
             after = tl.minimum(after, limit).to(tl.int32)
-            tl.store(end + slab, tl.maximum(after, tl.load(end + slab)))
-            run = tl.load(num_run + of * run_stride)
+            tl.store(slabs.end + slab, tl.maximum(after, tl.load(slabs.end + slab)))
+            run = tl.load(num_run + of * strides.num_run)
             if (run > 0) & (tl.load(origin + owner * NUM_NODES) > 0):
-                depth = tl.load(accepted + of * accepted_stride)
-                stopped = tl.load(path + of * path_stride + depth)
+                depth = tl.load(accepted + of * strides.accepted)
+                stopped = tl.load(path + of * strides.path + depth)
                 node = tl.arange(0, NODES)
                 seen = (node < NUM_NODES) & (node < run)
                 above = tl.load(parent + owner * NUM_NODES + node, mask=seen, other=-1)
                 wrong = tl.max((above == stopped).to(tl.int32), 0)
                 # Slots that several rows share, those of nobody, have no slab.
-                tl.store(missed + owner, tl.load(missed + owner) + wrong)
-                tl.store(steps + owner, tl.load(steps + owner) + 1)
-                tl.store(committed + owner, tl.load(committed + owner) + depth + 1)
+                tl.store(slabs.missed + owner, tl.load(slabs.missed + owner) + wrong)
+                tl.store(slabs.steps + owner, tl.load(slabs.steps + owner) + 1)
+                tl.store(slabs.committed + owner, tl.load(slabs.committed + owner) + depth + 1)

@@ -19,12 +19,16 @@ def record_step_numba(slabs: SlabTensors, step: StepToRecord) -> None:
     sources = tuple((x.data_ptr(), x.stride(0) * size) for x in states)
     given = (result.req_idx, result.num_run, result.accepted, result.path)
     _record_step(
-        slabs.states.data_ptr(), slabs.last.data_ptr(), slabs.last.shape[2] * size, sources,
+        slabs.states.data_ptr(),
+        slabs.last.data_ptr(),
+        slabs.last.shape[2] * size,
+        sources,
         *map(_array, (slabs.token, slabs.begin, slabs.end, slabs.of_slot, slabs.missed)),
         *map(_array, (slabs.steps, slabs.committed, step.request, step.source, step.token)),
         *map(_array, (step.position, step.cache_slot, step.newest, *given)),
-        _array(result.origin), _array(step.parent),
-    )  # fmt: skip
+        _array(result.origin),
+        _array(step.parent),
+    )
 
 
 def _array(tensor: torch.Tensor) -> np.ndarray:

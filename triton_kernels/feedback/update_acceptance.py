@@ -33,17 +33,31 @@ def update_acceptance_triton(
         decay: what earlier steps count from now on, if there is a verdict at all.
     """
     _update_acceptance_kernel[(1,)](
-        judged, reached, *result.arguments(), decay, BINS_PER_NAT=bins_per_nat,
-        BINS=judged.shape[1], NODES=next_power_of_2(result.score.shape[1]),
-        PLACES=next_power_of_2(result.path.shape[1]), TILE=_TILE, num_warps=8,
-    )  # fmt: skip
+        judged,
+        reached,
+        *result.arguments(),
+        decay,
+        BINS_PER_NAT=bins_per_nat,
+        BINS=judged.shape[1],
+        NODES=next_power_of_2(result.score.shape[1]),
+        PLACES=next_power_of_2(result.path.shape[1]),
+        TILE=_TILE,
+        num_warps=8,
+    )
 
 
 @jit
 def _cell_of(
-    at, node, wanted, score, origin, temperatures, num_nodes, BINS_PER_NAT: tl.constexpr,
-    BINS: tl.constexpr
-):  # fmt: skip
+    at,
+    node,
+    wanted,
+    score,
+    origin,
+    temperatures,
+    num_nodes,
+    BINS_PER_NAT: tl.constexpr,
+    BINS: tl.constexpr,
+):
     """The cell in which the node of slot `at` counts: 2 · BINS where it is none of ours."""
     entry = at * num_nodes + node
     ours = tl.load(origin + entry, mask=wanted, other=0) > 0

@@ -20,23 +20,34 @@ def update_acceptance_numba(
 ) -> None:
     """Arguments as `update_acceptance_triton` has them."""
     _learn(
-        judged.numpy(), reached.numpy(), result.req_idx.long().numpy(),
-        result.num_run.long().numpy(), result.accepted.long().numpy(), result.path.numpy(),
-        result.score.numpy(), result.origin.numpy(), result.temperatures.numpy(), bins_per_nat,
+        judged.numpy(),
+        reached.numpy(),
+        result.req_idx.long().numpy(),
+        result.num_run.long().numpy(),
+        result.accepted.long().numpy(),
+        result.path.numpy(),
+        result.score.numpy(),
+        result.origin.numpy(),
+        result.temperatures.numpy(),
+        bins_per_nat,
         decay,
-    )  # fmt: skip
+    )
 
 
 @njit
 def _learn(
-    judged, reached,  # [2, bins] fp32
-    req_idx, num_run, accepted,  # [R] int64
+    judged,  # [2, bins] fp32
+    reached,  # [2, bins] fp32
+    req_idx,  # [R] int64
+    num_run,  # [R] int64
+    accepted,  # [R] int64
     path,  # [R, D+1] int64
     score,  # [S, N] fp32
     origin,  # [S, N] uint8
     temperatures,  # [S] fp32
-    bins_per_nat, decay,
-):  # fmt: skip
+    bins_per_nat,
+    decay,
+):
     num_bins, num_nodes = judged.shape[1], score.shape[1]
     seen, kept = np.zeros(judged.shape, _F), np.zeros(judged.shape, _F)
     any_seen = False

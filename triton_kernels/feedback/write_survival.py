@@ -45,10 +45,22 @@ def write_survival_triton(
     copies = Copies.of(**trees)
     if len(req_idx):
         _write_survival_kernel[(len(req_idx),)](
-            req_idx, req_idx.stride(0), paused, temperature, temperature.stride(0), judged, reached,
-            believed, steps, steps.stride(0), *copies.arguments, prior, BINS_PER_NAT=bins_per_nat,
-            BINS=len(believed), **copies.constants, num_warps=4,
-        )  # fmt: skip
+            req_idx,
+            req_idx.stride(0),
+            paused,
+            temperature,
+            temperature.stride(0),
+            judged,
+            reached,
+            believed,
+            steps,
+            steps.stride(0),
+            prior,
+            *copies,
+            BINS_PER_NAT=bins_per_nat,
+            BINS=len(believed),
+            num_warps=4,
+        )
     return copies.made
 
 
@@ -89,7 +101,7 @@ def _survival(rates, logprob, BINS_PER_NAT: tl.constexpr, BINS: tl.constexpr):
 
 
 # A step's requests may be a part of a larger table.
-@jit(do_not_specialize=["slot", "temperature"])
+@jit(do_not_specialize=["req_idx", "temperature"])
 def _write_survival_kernel(
     req_idx,  # [R]
     req_idx_stride,
@@ -101,30 +113,23 @@ def _write_survival_kernel(
     believed,  # [BINS] fp32
     steps,  # [≥ R, NUM_NODES] fp32, entries of a row are consecutive
     steps_stride,
-    token,  # [R, NUM_NODES] int64, as the four after it: entries of a row are consecutive
-    parent,  # int32
-    depth,  # int32
-    logprob,  # fp32
-    origin,  # uint8
-    ancestors,  # [R, NUM_NODES + 1, W] int64, words of a node are consecutive
-    token_stride, parent_stride, depth_stride, logprob_stride, origin_stride, ancestors_stride,
-    node_stride,  # of ancestors
-    size,  # [R] int32
-    size_stride,
-    new_token, new_parent, new_depth, new_logprob, new_origin, new_ancestors,  # contiguous
-    new_size,
     prior,
-    BINS_PER_NAT: tl.constexpr, BINS: tl.constexpr,
-    NUM_NODES: tl.constexpr, NODES: tl.constexpr, W: tl.constexpr,
-):  # fmt: skip
-    """One request. NODES covers the root and all nodes."""
+    given,  # GivenTrees
+    strides,  # GivenTrees
+    node_stride,  # of ancestors
+    made,  # GivenTrees
+    TREE: tl.constexpr,  # TreeSizes
+    BINS_PER_NAT: tl.constexpr,
+    BINS: tl.constexpr,
+):
+    """One request."""
     request = tl.program_id(0).to(tl.int64)
     at = tl.load(req_idx + request * req_idx_stride).to(tl.int64)
-    last = tl.where(tl.load(paused + at) != 0, -1, NUM_NODES)  # see `copy_tree`
-    entry = tl.arange(0, NODES)
-    inside, copied = entry < NUM_NODES, entry < last
+    last = tl.where(tl.load(paused + at) != 0, -1, TREE.NUM_NODES)  # see `copy_tree`
+    entry = tl.arange(0, TREE.NODES)
+    inside, copied = entry < TREE.NUM_NODES, entry < last
 
-    score = logprob + request * logprob_stride
+    score = given.logprob + request * strides.logprob
     own = tl.load(score + entry, mask=copied, other=float("-inf"))
     kind = tl.where(tl.load(temperature + request * temperature_stride) > 0, BINS, 0)
     rates = _rates(judged + kind, reached + kind, believed, prior, BINS)
@@ -137,13 +142,6 @@ def _write_survival_kernel(
     step = tl.where(before > 0, survival / tl.where(before > 0, before, 1.0), 0.0)
     tl.store(steps + request * steps_stride + entry, step, mask=inside)
 
-    out = request * NUM_NODES
-    copy_tree(
-        last, token + request * token_stride, parent + request * parent_stride,
-        depth + request * depth_stride, score, origin + request * origin_stride,
-        ancestors + request * ancestors_stride, node_stride, new_token + out, new_parent + out,
-        new_depth + out, new_logprob + out, new_origin + out,
-        new_ancestors + request * (NUM_NODES + 1) * W, NUM_NODES, NODES, W,
-    )  # fmt: skip
-    count = tl.load(size + request * size_stride)
-    tl.store(new_size + request, tl.where(last >= 0, count, 0))
+    copy_tree(last, given, strides, node_stride, made, request, TREE)
+    count = tl.load(given.size + request * strides.size)
+    tl.store(made.size + request, tl.where(last >= 0, count, 0))

@@ -30,9 +30,15 @@ def node_steps_numba(
         logprob: [R, N] fp32, cumulative draft log-scores in nats, −inf where there is no node.
     """
     _steps(
-        temperature.numpy(), judged.numpy(), reached.numpy(), believed.numpy(), prior,
-        bins_per_nat, logprob.numpy(), steps.numpy(),
-    )  # fmt: skip
+        temperature.numpy(),
+        judged.numpy(),
+        reached.numpy(),
+        believed.numpy(),
+        prior,
+        bins_per_nat,
+        logprob.numpy(),
+        steps.numpy(),
+    )
 
 
 @njit
@@ -61,12 +67,14 @@ def _fit(judged, reached, believed, prior, rates):
 @njit
 def _steps(
     temperature,  # [R] fp32
-    judged, reached,  # [2, bins] fp32
+    judged,  # [2, bins] fp32
+    reached,  # [2, bins] fp32
     believed,  # [bins] fp32
-    prior, bins_per_nat,
+    prior,
+    bins_per_nat,
     logprob,  # [R, N] fp32
     steps,  # [≥ R, N] fp32, written to in its first R rows
-):  # fmt: skip
+):
     num_bins = len(believed)
     rates = np.empty((2, num_bins))
     fitted = np.zeros(2, np.bool_)

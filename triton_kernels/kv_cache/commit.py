@@ -35,8 +35,11 @@ class KVCacheSet:
         first = caches[0]
         for cache in caches:
             if (cache.shape, cache.stride(), cache.dtype, cache.device) != (
-                first.shape, first.stride(), first.dtype, first.device
-            ):  # fmt: skip
+                first.shape,
+                first.stride(),
+                first.dtype,
+                first.device,
+            ):
                 raise ValueError(
                     "the caches of a KVCacheSet must agree in shape, strides, dtype and device: "
                     f"{tuple(cache.shape)} {cache.stride()} {cache.dtype} {cache.device} is not "
@@ -121,20 +124,40 @@ def move_path_triton(
     block_rows = next_power_of_2(depth)
     block_c = min(next_power_of_2(width), 128, max(4096 // block_rows, 16))
     _move_path_kernel[(num_requests, num_kv_heads, len(kv_caches.caches))](
-        kv_caches.pointers, slot_mapping, query_start, query_start.stride(0), base, base.stride(0),
-        path, path.stride(0), accepted, accepted.stride(0), num_rows - 1, depth, *cache.stride(),
-        WIDTH=width, BLOCK_SIZE=block_size, INTEGER=integer, BLOCK_ROWS=block_rows,
-        BLOCK_C=block_c, num_warps=4,
-    )  # fmt: skip
+        kv_caches.pointers,
+        slot_mapping,
+        query_start,
+        query_start.stride(0),
+        base,
+        base.stride(0),
+        path,
+        path.stride(0),
+        accepted,
+        accepted.stride(0),
+        num_rows - 1,
+        depth,
+        *cache.stride(),
+        WIDTH=width,
+        BLOCK_SIZE=block_size,
+        INTEGER=integer,
+        BLOCK_ROWS=block_rows,
+        BLOCK_C=block_c,
+        num_warps=4,
+    )
 
 
 @jit(do_not_specialize=["slot_mapping", "last_row"])
 def _move_path_kernel(
     pointers,  # [layers] int64: address of each layer's cache
     slot_mapping,  # [batch rows] int64
-    query_start, query_stride, base, base_stride,  # [R] int64, with strides
-    path, path_stride,  # [R, depth + 1] int64
-    accepted, accepted_stride,  # [R] int32
+    query_start,  # [R] int64
+    query_stride,
+    base,  # [R] int64
+    base_stride,
+    path,  # [R, depth + 1] int64
+    path_stride,
+    accepted,  # [R] int32
+    accepted_stride,
     last_row,  # of the batch
     depth,  # D
     block_stride,
@@ -146,7 +169,7 @@ def _move_path_kernel(
     INTEGER: tl.constexpr,  # the element's size as an integer type
     BLOCK_ROWS: tl.constexpr,  # >= D
     BLOCK_C: tl.constexpr,
-):  # fmt: skip
+):
     """All D rows of one request in one layer and kv head, BLOCK_C columns at a time."""
     request = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)

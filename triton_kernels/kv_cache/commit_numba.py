@@ -30,9 +30,14 @@ def move_path_numba(
     size = cache.element_size()
     strides = [stride * size for stride in cache.stride()[:3]]
     _move(
-        kv_caches.pointers.numpy(), source, target, *strides, cache.shape[1], cache.shape[2],
+        kv_caches.pointers.numpy(),
+        source,
+        target,
+        *strides,
+        cache.shape[1],
+        cache.shape[2],
         cache.shape[3] * size,
-    )  # fmt: skip
+    )
 
 
 @njit
@@ -65,14 +70,15 @@ def _slots(
 @njit
 def _move(
     address,  # [layers] int64
-    source, target,  # [moves] int64
+    source,  # [moves] int64
+    target,  # [moves] int64
     block_bytes,
     head_bytes,
     entry_bytes,
     num_heads,
     block_size,
     width,  # bytes of an entry
-):  # fmt: skip
+):
     """Row by row: a node moves down, past those alone that have moved before it."""
     for start in address:
         for move in range(len(source)):

@@ -36,35 +36,71 @@ def committed_tokens_triton(
     req_temperature = torch.empty(count, dtype=temperature.dtype, device=device)
     if rows:
         _committed_tokens_kernel[(cdiv(rows, _ROWS),)](
-            request, local, row_start, query_start, query_start.stride(0), base, base.stride(0),
-            path, path.stride(0), accepted, accepted.stride(0), positions, slot_mapping, req_idx,
-            req_idx.stride(0), text, text.stride(0), text.shape[1], temperature, source, token,
-            position, kv_slot, last, req_temperature, rows, count, num_rows - 1, BLOCK=_ROWS,
-        )  # fmt: skip
+            request,
+            local,
+            row_start,
+            query_start,
+            query_start.stride(0),
+            base,
+            base.stride(0),
+            path,
+            path.stride(0),
+            accepted,
+            accepted.stride(0),
+            positions,
+            slot_mapping,
+            req_idx,
+            req_idx.stride(0),
+            text,
+            text.stride(0),
+            text.shape[1],
+            temperature,
+            source,
+            token,
+            position,
+            kv_slot,
+            last,
+            req_temperature,
+            rows,
+            count,
+            num_rows - 1,
+            BLOCK=_ROWS,
+        )
     return source, token, position, kv_slot, last, req_temperature
 
 
 @jit(do_not_specialize=["num_rows", "num_requests", "last_row"])
 def _committed_tokens_kernel(
-    request, local,  # [T] int64
+    request,  # [T] int64
+    local,  # [T] int64
     row_start,  # [R + 1] int32
-    query_start, query_stride, base, base_stride,  # [R] int64, with strides
-    path, path_stride,  # [R, D + 1] int64
-    accepted, accepted_stride,  # [R] int32
-    positions, slot_mapping,  # [batch rows] int64
-    req_idx, req_idx_stride,  # [R] integers
+    query_start,  # [R] int64
+    query_stride,
+    base,  # [R] int64
+    base_stride,
+    path,  # [R, D + 1] int64
+    path_stride,
+    accepted,  # [R] int32
+    accepted_stride,
+    positions,  # [batch rows] int64
+    slot_mapping,  # [batch rows] int64
+    req_idx,  # [R] integers
+    req_idx_stride,
     text,  # [slots, text_len] int32; may lie in the host's memory
     text_stride,
     text_len,
     temperature,  # [slots] fp32
-    source, token, position, kv_slot,  # [T] int64
+    source,  # [T] int64
+    token,  # [T] int64
+    position,  # [T] int64
+    kv_slot,  # [T] int64
     last,  # [R] int64
     req_temperature,  # [R] fp32
     num_rows,  # T
     num_requests,  # R
     last_row,  # of the batch
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """BLOCK rows, and as many requests: every request has a row, so the programs suffice."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < num_rows

@@ -31,11 +31,23 @@ def committed_tokens_numba(
     made = torch.empty(4, len(request), dtype=torch.int64)
     last, req_temperature = torch.empty(len(req_idx), dtype=torch.int64), torch.empty(len(req_idx))
     _committed_tokens(
-        request.numpy(), local.numpy(), row_start.numpy(), query_start.contiguous().numpy(),
-        base.contiguous().numpy(), path.contiguous().numpy(), accepted.contiguous().numpy(),
-        num_rows, positions.numpy(), slot_mapping.numpy(), req_idx.contiguous().numpy(),
-        text.numpy(), temperature.numpy(), made.numpy(), last.numpy(), req_temperature.numpy(),
-    )  # fmt: skip
+        request.numpy(),
+        local.numpy(),
+        row_start.numpy(),
+        query_start.contiguous().numpy(),
+        base.contiguous().numpy(),
+        path.contiguous().numpy(),
+        accepted.contiguous().numpy(),
+        num_rows,
+        positions.numpy(),
+        slot_mapping.numpy(),
+        req_idx.contiguous().numpy(),
+        text.numpy(),
+        temperature.numpy(),
+        made.numpy(),
+        last.numpy(),
+        req_temperature.numpy(),
+    )
     return *made.unbind(), last, req_temperature
 
 

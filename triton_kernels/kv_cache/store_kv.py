@@ -25,27 +25,52 @@ def store_kv_triton(
     head_places, dim_places = next_power_of_2(heads), next_power_of_2(width // 2)
     if len(kv_index):
         _store_kv_kernel[(len(kv_index),)](
-            kv_cache, *kv_cache.stride(), kv_index, kv_index.stride(0), key, *key.stride(), value,
-            *value.stride(), key_scale, value_scale, HEADS=heads, SIZE=width // 2,
-            BLOCK_SIZE=block_size, LARGEST=LARGEST, HEAD_PLACES=head_places, DIM_PLACES=dim_places,
+            kv_cache,
+            *kv_cache.stride(),
+            kv_index,
+            kv_index.stride(0),
+            key,
+            *key.stride(),
+            value,
+            *value.stride(),
+            key_scale,
+            value_scale,
+            HEADS=heads,
+            SIZE=width // 2,
+            BLOCK_SIZE=block_size,
+            LARGEST=LARGEST,
+            HEAD_PLACES=head_places,
+            DIM_PLACES=dim_places,
             num_warps=4 if head_places * dim_places <= 2048 else 8,
-        )  # fmt: skip
+        )
 
 
-@jit(do_not_specialize=["entry_stride"])
+@jit(do_not_specialize=["kv_index_stride"])
 def _store_kv_kernel(
-    kv_cache, block_stride, head_stride, place_stride, dim_stride,  # [blocks, heads, places, 2D]
-    kv_index, kv_index_stride,  # [T] int64
-    key, key_row, key_head, key_dim,  # [T, heads, D]
-    value, value_row, value_head, value_dim,  # [T, heads, D]
-    key_scale, value_scale,  # [] fp32, of a float8 cache; None otherwise
+    kv_cache,  # [blocks, heads, places, 2D]
+    block_stride,
+    head_stride,
+    place_stride,
+    dim_stride,
+    kv_index,  # [T] int64
+    kv_index_stride,
+    key,  # [T, heads, D]
+    key_row,
+    key_head,
+    key_dim,
+    value,  # [T, heads, D]
+    value_row,
+    value_head,
+    value_dim,
+    key_scale,  # [] fp32, of a float8 cache; None otherwise
+    value_scale,  # [] fp32, of a float8 cache; None otherwise
     HEADS: tl.constexpr,
     SIZE: tl.constexpr,  # D
     BLOCK_SIZE: tl.constexpr,
     LARGEST: tl.constexpr,
     HEAD_PLACES: tl.constexpr,
     DIM_PLACES: tl.constexpr,
-):  # fmt: skip
+):
     row = tl.program_id(0).to(tl.int64)
     at = tl.load(kv_index + row * kv_index_stride).to(tl.int64)
     if at >= 0:

@@ -85,10 +85,21 @@ def fp8_linear_triton(
         if parts > 1:  # as much at once as fits three times over
             block_k = min(8192 // block_m, 16384 // block_n)
         _fp8_linear_kernel[(cdiv(out_size, block_n), cdiv(num_rows, block_m))](
-            rows, weight, scale, residual, out, num_rows, out_size, in_size,
-            BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, PARTS=parts,
-            num_warps=parts if parts > 1 else 4 if few else 8, num_stages=3,
-        )  # fmt: skip
+            rows,
+            weight,
+            scale,
+            residual,
+            out,
+            num_rows,
+            out_size,
+            in_size,
+            BLOCK_M=block_m,
+            BLOCK_N=block_n,
+            BLOCK_K=block_k,
+            PARTS=parts,
+            num_warps=parts if parts > 1 else 4 if few else 8,
+            num_stages=3,
+        )
     return out.view(*x.shape[:-1], out_size)
 
 

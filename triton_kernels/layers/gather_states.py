@@ -34,17 +34,33 @@ def gather_states_triton(states: Sequence[torch.Tensor], source: torch.Tensor) -
     for start in range(0, len(states) if rows else 0, _LAYERS):
         some = states[start : start + _LAYERS]
         _gather_states_kernel[(rows, cdiv(size, _COLUMNS))](
-            *some, *[first] * (_LAYERS - len(some)), stride, source, source.stride(0),
-            out, start * size, out.stride(0), SIZE=size, LAYERS=len(some), BLOCK=_COLUMNS,
+            *some,
+            *[first] * (_LAYERS - len(some)),
+            stride,
+            source,
+            source.stride(0),
+            out,
+            start * size,
+            out.stride(0),
+            SIZE=size,
+            LAYERS=len(some),
+            BLOCK=_COLUMNS,
             num_warps=4,
-        )  # fmt: skip
+        )
     return out
 
 
 # Slices of a batch begin anywhere, which is not to be compiled for.
 @jit(do_not_specialize=["source"])
 def _gather_states_kernel(
-    state0, state1, state2, state3, state4, state5, state6, state7,  # LAYERS of them; [B, SIZE]
+    state0,  # LAYERS of them; [B, SIZE]
+    state1,  # LAYERS of them; [B, SIZE]
+    state2,  # LAYERS of them; [B, SIZE]
+    state3,  # LAYERS of them; [B, SIZE]
+    state4,  # LAYERS of them; [B, SIZE]
+    state5,  # LAYERS of them; [B, SIZE]
+    state6,  # LAYERS of them; [B, SIZE]
+    state7,  # LAYERS of them; [B, SIZE]
     stride,
     source,  # [T] int64
     source_stride,
@@ -54,7 +70,7 @@ def _gather_states_kernel(
     SIZE: tl.constexpr,
     LAYERS: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """BLOCK columns of every layer, of one row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -43,9 +43,16 @@ def lm_and_rank_head_numba(
     each = rows // max(1, logits.shape[0])
     factor = torch.ones(logits.shape[0]) if beta is None else beta
     _read(
-        scores.contiguous().numpy(), offset.numpy(), factor.contiguous().numpy(), max(1, each),
-        reach, scope or 0, logprob.numpy(), token.numpy(), features.numpy(),
-    )  # fmt: skip
+        scores.contiguous().numpy(),
+        offset.numpy(),
+        factor.contiguous().numpy(),
+        max(1, each),
+        reach,
+        scope or 0,
+        logprob.numpy(),
+        token.numpy(),
+        features.numpy(),
+    )
     features = features.view(*shape, -1).to(normed.dtype)
     rank_logits = rank_head(torch.cat([normed, features], dim=-1))
     return logprob.view(*shape, width), token.view(*shape, width), rank_logits.argmax(-1)

@@ -99,10 +99,21 @@ def add_norm_triton(
     columns = next_power_of_2(size)
     if rows * places:
         _add_norm_kernel[(rows * places,)](
-            left, *left.stride(), right, *right.stride(), keep,
-            0 if keep is None else keep.stride(0), weight, total, normed, size, eps,
-            PLACES=places, COLUMNS=columns, num_warps=_warps(columns),
-        )  # fmt: skip
+            left,
+            *left.stride(),
+            right,
+            *right.stride(),
+            keep,
+            0 if keep is None else keep.stride(0),
+            weight,
+            total,
+            normed,
+            size,
+            eps,
+            PLACES=places,
+            COLUMNS=columns,
+            num_warps=_warps(columns),
+        )
     return total, normed
 
 
@@ -120,9 +131,18 @@ def norm_pair_triton(
     columns = next_power_of_2(size)
     if len(left):
         _norm_pair_kernel[(len(left), 2)](
-            left, *left.stride(), right, *right.stride(), left_weight, right_weight, out, size,
-            eps, COLUMNS=columns, num_warps=_warps(columns),
-        )  # fmt: skip
+            left,
+            *left.stride(),
+            right,
+            *right.stride(),
+            left_weight,
+            right_weight,
+            out,
+            size,
+            eps,
+            COLUMNS=columns,
+            num_warps=_warps(columns),
+        )
     return out
 
 
@@ -132,16 +152,24 @@ def _warps(columns: int) -> int:
 
 @jit(do_not_specialize=["keep_stride"])
 def _add_norm_kernel(
-    left, left_row, left_place, left_column,  # [T, PLACES, size]
-    right, right_row, right_place, right_column,  # [Q, PLACES, size]
-    keep, keep_stride,  # [Q]; or None
+    left,  # [T, PLACES, size]
+    left_row,
+    left_place,
+    left_column,
+    right,  # [Q, PLACES, size]
+    right_row,
+    right_place,
+    right_column,
+    keep,  # [Q]; or None
+    keep_stride,
     weight,  # [size]
-    total, normed,  # [Q, PLACES, size] contiguous
+    total,  # [Q, PLACES, size] contiguous
+    normed,  # [Q, PLACES, size] contiguous
     size,
     eps,
     PLACES: tl.constexpr,
     COLUMNS: tl.constexpr,  # >= size
-):  # fmt: skip
+):
     """One entry."""
     entry = tl.program_id(0).to(tl.int64)
     row, place = entry // PLACES, entry % PLACES
@@ -162,14 +190,19 @@ def _add_norm_kernel(
 
 @jit
 def _norm_pair_kernel(
-    left, left_row, left_column,  # [rows, size]
-    right, right_row, right_column,  # [rows, size]
-    left_weight, right_weight,  # [size]
+    left,  # [rows, size]
+    left_row,
+    left_column,
+    right,  # [rows, size]
+    right_row,
+    right_column,
+    left_weight,  # [size]
+    right_weight,  # [size]
     out,  # [rows, 2 size] contiguous
     size,
     eps,
     COLUMNS: tl.constexpr,  # >= size
-):  # fmt: skip
+):
     """One half of a row."""
     row, half = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tl.arange(0, COLUMNS)

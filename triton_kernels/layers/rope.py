@@ -104,29 +104,56 @@ def rotate_pair_triton(
     query_norm, key_norm = (None, None) if norms is None else (norm.weight for norm in norms)
     if keys:
         _rotate_pair_kernel[(max(queries, keys), query_tiles + cdiv(key_heads, heads))](
-            query, *query.stride(), query_out, queries, key, *key.stride(), key_out, keys,
-            rope.base, rope.base.stride(0), rope.turn, keep, 0 if keep is None else keep.stride(0),
-            query_norm, key_norm, 0.0 if norms is None else norms[0].eps,
-            EACH=keys // len(rope.base), QUERY_HEADS=query_heads, KEY_HEADS=key_heads,
-            HALF=size // 2, QUERY_TILES=query_tiles, HEADS=heads, HALF_PLACES=half_places,
+            query,
+            *query.stride(),
+            query_out,
+            queries,
+            key,
+            *key.stride(),
+            key_out,
+            keys,
+            rope.base,
+            rope.base.stride(0),
+            rope.turn,
+            keep,
+            0 if keep is None else keep.stride(0),
+            query_norm,
+            key_norm,
+            0.0 if norms is None else norms[0].eps,
+            EACH=keys // len(rope.base),
+            QUERY_HEADS=query_heads,
+            KEY_HEADS=key_heads,
+            HALF=size // 2,
+            QUERY_TILES=query_tiles,
+            HEADS=heads,
+            HALF_PLACES=half_places,
             num_warps=4,
-        )  # fmt: skip
+        )
     return query_out, key_out
 
 
 # Positions may be a part of a step's, which begins anywhere.
 @jit(do_not_specialize=["queries", "keys", "base", "base_stride", "keep_stride"])
 def _rotate_pair_kernel(
-    query, query_row, query_head, query_dim,  # [queries, QUERY_HEADS, 2 HALF]
+    query,  # [queries, QUERY_HEADS, 2 HALF]
+    query_row,
+    query_head,
+    query_dim,
     query_out,  # contiguous
     queries,
-    key, key_row, key_head, key_dim,  # [keys, KEY_HEADS, 2 HALF]
+    key,  # [keys, KEY_HEADS, 2 HALF]
+    key_row,
+    key_head,
+    key_dim,
     key_out,  # contiguous
     keys,
-    base, base_stride,  # [keys / EACH] int64
+    base,  # [keys / EACH] int64
+    base_stride,
     turn,  # [2 HALF] fp32
-    keep, keep_stride,  # [queries / EACH] int64; or None
-    query_norm, key_norm,  # [2 HALF]; or None
+    keep,  # [queries / EACH] int64; or None
+    keep_stride,
+    query_norm,  # [2 HALF]; or None
+    key_norm,  # [2 HALF]; or None
     eps,
     EACH: tl.constexpr,  # K, positions of a row
     QUERY_HEADS: tl.constexpr,
@@ -135,7 +162,7 @@ def _rotate_pair_kernel(
     QUERY_TILES: tl.constexpr,
     HEADS: tl.constexpr,  # of a tile
     HALF_PLACES: tl.constexpr,
-):  # fmt: skip
+):
     """Some heads of one position: first the tiles of its query, then those of its key."""
     at, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     asks = tile < QUERY_TILES
@@ -150,31 +177,54 @@ def _rotate_pair_kernel(
         cos, sin = tl.cos(angle), tl.sin(angle)
         if asks:
             _rotate_tile(
-                query + at * query_row, query_head, query_dim,
-                query_out + at * (QUERY_HEADS * 2 * HALF), tile * HEADS, cos, sin, query_norm, eps,
-                QUERY_HEADS, HALF, HEADS, HALF_PLACES,
-            )  # fmt: skip
+                query + at * query_row,
+                query_head,
+                query_dim,
+                query_out + at * (QUERY_HEADS * 2 * HALF),
+                tile * HEADS,
+                cos,
+                sin,
+                query_norm,
+                eps,
+                QUERY_HEADS,
+                HALF,
+                HEADS,
+                HALF_PLACES,
+            )
         else:
             _rotate_tile(
-                key + at * key_row, key_head, key_dim, key_out + at * (KEY_HEADS * 2 * HALF),
-                (tile - QUERY_TILES) * HEADS, cos, sin, key_norm, eps,
-                KEY_HEADS, HALF, HEADS, HALF_PLACES,
-            )  # fmt: skip
+                key + at * key_row,
+                key_head,
+                key_dim,
+                key_out + at * (KEY_HEADS * 2 * HALF),
+                (tile - QUERY_TILES) * HEADS,
+                cos,
+                sin,
+                key_norm,
+                eps,
+                KEY_HEADS,
+                HALF,
+                HEADS,
+                HALF_PLACES,
+            )
 
 
 @jit
 def _rotate_tile(
-    states, head_stride, dim_stride,  # [ALL_HEADS, 2 HALF], of one position
+    states,  # [ALL_HEADS, 2 HALF], of one position
+    head_stride,
+    dim_stride,
     out,  # contiguous
     first_head,
-    cos, sin,  # [HALF_PLACES] fp32
+    cos,  # [HALF_PLACES] fp32
+    sin,  # [HALF_PLACES] fp32
     norm,  # [2 HALF]; or None
     eps,
     ALL_HEADS: tl.constexpr,
     HALF: tl.constexpr,
     HEADS: tl.constexpr,
     HALF_PLACES: tl.constexpr,
-):  # fmt: skip
+):
     head, column = first_head + tl.arange(0, HEADS)[:, None], tl.arange(0, HALF_PLACES)[None, :]
     within = column < HALF
     inside = (head < ALL_HEADS) & within

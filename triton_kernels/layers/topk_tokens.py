@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from ..optional_triton import jit, tl
-from .lm_and_rank_head import best_of_chunks, merge_chunks
+from .best_of_chunks import best_of_chunks, merge_chunks
 from .lm_and_rank_head_reference import topk_tokens_reference
 
 
@@ -50,22 +50,35 @@ def topk_tokens_triton(
     token = torch.empty(*lead, width, dtype=torch.int64, device=logits.device)
     if rows := lead.numel():
         _merge_kernel[(rows,)](
-            *chunks, offset, logprob, token, WIDTH=width, **constants, num_warps=4
+            *chunks, offset, logprob, token, WIDTH=width, MERGE=constants, num_warps=4
         )
     return logprob, token
 
 
 @jit(do_not_specialize=["num_chunks", "rows_each"])
 def _merge_kernel(
-    best, sums, num_chunks, beta, rows_each,  # as `best_of_chunks` leaves them
+    best,  # as `best_of_chunks` leaves them, down to `rows_each`
+    sums,
+    num_chunks,
+    beta,
+    rows_each,
     offset,  # [vocab] int64
     logprob,  # [rows, WIDTH] fp32
     token,  # [rows, WIDTH] int64
-    CHUNKS: tl.constexpr, CHUNK_PLACES: tl.constexpr, MERGED: tl.constexpr, TOP: tl.constexpr,
+    MERGE: tl.constexpr,  # MergeConstants
     WIDTH: tl.constexpr,
-):  # fmt: skip
+):
     """One row."""
     merge_chunks(
-        best, sums, num_chunks, beta, rows_each, offset, logprob, token,
-        tl.program_id(0).to(tl.int64), CHUNKS, CHUNK_PLACES, MERGED, TOP, WIDTH,
-    )  # fmt: skip
+        best,
+        sums,
+        num_chunks,
+        beta,
+        rows_each,
+        offset,
+        logprob,
+        token,
+        tl.program_id(0).to(tl.int64),
+        MERGE,
+        WIDTH,
+    )

@@ -8,6 +8,7 @@ steps.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -65,28 +66,62 @@ def follow_triton(texts: Texts, how: Following) -> TreeTensors:
     found = occurrences_triton(texts, how.min_match, how.max_match, how.branches)
     if count:
         stretches = found.shape[1]
+        constants = _Constants(
+            STRETCH=stretch_of(texts.width, how.branches),
+            KEYS=next_power_of_2(stretches * how.branches),
+            B=how.branches,
+            BRANCHES=next_power_of_2(how.branches),
+            D=how.depth,
+            DEPTH=next_power_of_2(how.depth),
+            VOTES=how.votes,
+            NATS=how.nats,
+            DEPTH_ONE=DEPTH_ONE,
+        )
         _follow_kernel[(count,)](
-            *texts.arguments(), found, fields, score, *tree.all(), score.numel(), stretches,
-            how.vote * how.votes, how.power, STRETCH=stretch_of(texts.width, how.branches),
-            KEYS=next_power_of_2(stretches * how.branches), B=how.branches,
-            BRANCHES=next_power_of_2(how.branches), D=how.depth,
-            DEPTH=next_power_of_2(how.depth), VOTES=how.votes, NATS=how.nats, DEPTH_ONE=DEPTH_ONE,
-            **select_constants(candidates, how.budget, how.depth),
+            texts.table,
+            texts.row,
+            texts.position,
+            texts.last,
+            texts.strides,
+            texts.width,
+            found,
+            fields,
+            score,
+            tree.pointers,
+            score.numel(),
+            stretches,
+            how.vote * how.votes,
+            how.power,
+            FOLLOW=constants,
+            SELECT=select_constants(candidates, how.budget, how.depth),
             num_warps=warps_for(candidates),
-        )  # fmt: skip
+        )
     return tree
 
 
+class _Constants(NamedTuple):
+    """What `_follow_kernel` is compiled for, beside its tree."""
+
+    STRETCH: int
+    KEYS: int  # >= all stretches' best places
+    B: int
+    BRANCHES: int  # >= B
+    D: int
+    DEPTH: int  # >= D
+    VOTES: int
+    NATS: int
+    DEPTH_ONE: int
+
+
 @jit
-def _best_places(found, request, stretches, length, width, STRETCH: tl.constexpr,
-                 KEYS: tl.constexpr, B: tl.constexpr, BRANCHES: tl.constexpr):  # fmt: skip
+def _best_places(found, request, stretches, length, width, FOLLOW: tl.constexpr):
     """[BRANCHES] int32 twice: the best places of all stretches, and how many tokens agree; 0, 0."""
-    at = tl.arange(0, KEYS)
-    written = (at < stretches * B) & (at // B * STRETCH < length - 1)
-    key = tl.load(found + request * stretches * B + at, mask=written, other=-1)
-    branch = tl.arange(0, BRANCHES)
-    chosen = tl.full([BRANCHES], 0, tl.int32)
-    for b in range(B):
+    at = tl.arange(0, FOLLOW.KEYS)
+    written = (at < stretches * FOLLOW.B) & (at // FOLLOW.B * FOLLOW.STRETCH < length - 1)
+    key = tl.load(found + request * stretches * FOLLOW.B + at, mask=written, other=-1)
+    branch = tl.arange(0, FOLLOW.BRANCHES)
+    chosen = tl.full([FOLLOW.BRANCHES], 0, tl.int32)
+    for b in range(FOLLOW.B):
         best = tl.max(key, 0)
         chosen = tl.where(branch == b, tl.maximum(best, 0), chosen)
         key = tl.where(key == best, -1, key)
@@ -102,45 +137,45 @@ def _source(place, ahead, length, width):
 
 @jit(do_not_specialize=["row", "position", "last", "size"])
 def _follow_kernel(
-    table, table_stride, row, row_stride, position, position_stride, last, last_stride,
-    width,  # Texts
+    table,  # [S, width] int32
+    row,  # [R] int64
+    position,  # [T] int64
+    last,  # [R] int64
+    strides,  # TextStrides
+    width,
     found,  # [R, stretches, B] int32
     fields,  # [4, R, C] int64: room for candidates
     score,  # [R, C] fp32
-    tree_token, tree_parent, tree_depth, tree_logprob, tree_size, ancestors, node,
+    tree,  # TreePointers
     size,  # R · C
-    stretches, vote, power,
-    STRETCH: tl.constexpr, KEYS: tl.constexpr, B: tl.constexpr, BRANCHES: tl.constexpr,
-    D: tl.constexpr, DEPTH: tl.constexpr, VOTES: tl.constexpr, NATS: tl.constexpr,
-    DEPTH_ONE: tl.constexpr,
-    COUNT: tl.constexpr, PLACES: tl.constexpr, BUDGET: tl.constexpr, NODES: tl.constexpr,
-    W: tl.constexpr, WORDS: tl.constexpr, STEPS: tl.constexpr, CLOSED: tl.constexpr,
-    INDEX: tl.constexpr, FACTOR: tl.constexpr,
-):  # fmt: skip
+    stretches,
+    vote,
+    power,
+    FOLLOW: tl.constexpr,  # _Constants
+    SELECT: tl.constexpr,  # SelectConstants
+):
     """One request: its B best occurrences, D tokens of each."""
     request = tl.program_id(0).to(tl.int64)
-    length = length_of(position, position_stride, last, last_stride, request)
-    text = table + tl.load(row + request * row_stride).to(tl.int64) * table_stride
-    place, matched = _best_places(
-        found, request, stretches, length, width, STRETCH, KEYS, B, BRANCHES
-    )
-    b, k = tl.arange(0, BRANCHES), tl.arange(0, DEPTH)
-    inside = (b < B)[:, None] & (k < D)[None, :]
+    length = length_of(position, last, strides, request)
+    text = table + tl.load(row + request * strides.row).to(tl.int64) * strides.table
+    place, matched = _best_places(found, request, stretches, length, width, FOLLOW)
+    b, k = tl.arange(0, FOLLOW.BRANCHES), tl.arange(0, FOLLOW.DEPTH)
+    inside = (b < FOLLOW.B)[:, None] & (k < FOLLOW.D)[None, :]
     source = _source(place[:, None], k[None, :], length, width)
     token = tl.load(text + source, mask=inside, other=0)
 
-    before = tl.zeros([BRANCHES, DEPTH], tl.float32)  # votes at each node's parent
-    votes = tl.zeros([BRANCHES, DEPTH], tl.float32)
+    before = tl.zeros([FOLLOW.BRANCHES, FOLLOW.DEPTH], tl.float32)  # votes at each node's parent
+    votes = tl.zeros([FOLLOW.BRANCHES, FOLLOW.DEPTH], tl.float32)
     # A continuation hangs from the first of those before it that it agrees with for longest.
-    parts, leader = tl.full([BRANCHES], 0, tl.int32), tl.full([BRANCHES], 0, tl.int32)
+    parts, leader = tl.full([FOLLOW.BRANCHES], 0, tl.int32), tl.full([FOLLOW.BRANCHES], 0, tl.int32)
     weight = vote * tl.exp2(-0.25 * tl.log2((b + 1).to(tl.float32)))
-    for other in range(B):
+    for other in range(FOLLOW.B):
         its_place = tl.sum(tl.where(b == other, place, 0), 0)
         its_match = tl.sum(tl.where(b == other, matched, 0), 0)
         its_source = _source(its_place, k, length, width)
-        said = tl.load(text + its_source, mask=k < D, other=0)
+        said = tl.load(text + its_source, mask=k < FOLLOW.D, other=0)
         same = token == said[None, :]
-        shared = tl.min(tl.where(same | (k >= D)[None, :], D, k[None, :]), 1)
+        shared = tl.min(tl.where(same | (k >= FOLLOW.D)[None, :], FOLLOW.D, k[None, :]), 1)
         agreed = tl.where(its_match > 0, its_match + k, 1).to(tl.float32)
         its_vote = tl.sum(tl.where(b == other, weight, 0.0), 0)
         cast = its_vote * tl.exp2(power * tl.log2(agreed))
@@ -155,18 +190,18 @@ def _follow_kernel(
     follows = inside & (matched > 0)[:, None]
     # What is not followed has no votes: a quotient of 1 keeps it a number.
     whole = tl.where(follows, before, 1.0)
-    gain = tl.log(tl.where(follows, votes / whole * votes / (votes + VOTES), 1.0))
-    total = tl.cumsum(tl.minimum(tl.floor(gain * NATS + 0.5), 0.0), 1) / NATS
+    gain = tl.log(tl.where(follows, votes / whole * votes / (votes + FOLLOW.VOTES), 1.0))
+    total = tl.cumsum(tl.minimum(tl.floor(gain * FOLLOW.NATS + 0.5), 0.0), 1) / FOLLOW.NATS
     drafted = follows & (k[None, :] >= parts[:, None])
     total = tl.where(drafted, total, float("-inf"))
     owner = tl.where(k[None, :] == parts[:, None], leader[:, None], b[:, None])
-    parent = tl.where(k[None, :] > 0, owner * D + k[None, :], 0)
-    index = 1 + b[:, None] * D + k[None, :]
-    tie = (k[None, :] + 1).to(tl.int64) * DEPTH_ONE + index
+    parent = tl.where(k[None, :] > 0, owner * FOLLOW.D + k[None, :], 0)
+    index = 1 + b[:, None] * FOLLOW.D + k[None, :]
+    tie = (k[None, :] + 1).to(tl.int64) * FOLLOW.DEPTH_ONE + index
     key = (tl.abs(total).to(tl.int32, bitcast=True).to(tl.int64) << 32) + tie
 
-    to_token, to_parent = fields + request * COUNT, fields + size + request * COUNT
-    to_key, to_score = fields + 2 * size + request * COUNT, score + request * COUNT
+    to_token, to_parent = fields + request * SELECT.COUNT, fields + size + request * SELECT.COUNT
+    to_key, to_score = fields + 2 * size + request * SELECT.COUNT, score + request * SELECT.COUNT
     tl.store(to_token, 0)
     tl.store(to_parent, 0)
     tl.store(to_key, 0)
@@ -177,7 +212,13 @@ def _follow_kernel(
     tl.store(to_score + index, total, mask=inside)
     tl.debug_barrier()
     select_part(
-        to_token, to_parent, to_score, to_key, to_key,
-        tree_token, tree_parent, tree_depth, tree_logprob, tree_size, ancestors, node, request,
-        False, COUNT, PLACES, BUDGET, NODES, W, WORDS, STEPS, CLOSED, INDEX, FACTOR,
-    )  # fmt: skip
+        to_token,
+        to_parent,
+        to_score,
+        to_key,
+        to_key,
+        tree,
+        request,
+        JOINS=False,
+        SELECT=SELECT,
+    )

@@ -26,11 +26,23 @@ def follow_numba(texts: Texts, how: Following) -> TreeTensors:
     token, parent = (torch.zeros(shape, dtype=torch.int64) for _ in range(2))
     score, key = torch.empty(shape), torch.zeros(shape, dtype=torch.int64)
     _follow(
-        texts.table.numpy(), texts.row.contiguous().numpy(), texts.position.contiguous().numpy(),
-        texts.last.contiguous().numpy(), how.min_match, how.max_match, how.branches, how.depth,
-        how.vote, how.power, how.votes, how.nats,
-        token.numpy(), parent.numpy(), score.numpy(), key.numpy(),
-    )  # fmt: skip
+        texts.table.numpy(),
+        texts.row.contiguous().numpy(),
+        texts.position.contiguous().numpy(),
+        texts.last.contiguous().numpy(),
+        how.min_match,
+        how.max_match,
+        how.branches,
+        how.depth,
+        how.vote,
+        how.power,
+        how.votes,
+        how.nats,
+        token.numpy(),
+        parent.numpy(),
+        score.numpy(),
+        key.numpy(),
+    )
     return select_numba(token, parent, score, key, None, how.budget)
 
 

@@ -9,6 +9,7 @@ be, and what it costs follows the texts that are there.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -39,12 +40,20 @@ class Texts:
         """The most tokens of a text."""
         return self.table.shape[1]
 
-    def arguments(self) -> tuple[torch.Tensor | int, ...]:
-        """In the order in which the kernels take them."""
-        return (
-            self.table, self.table.stride(0), self.row, self.row.stride(0),
-            self.position, self.position.stride(0), self.last, self.last.stride(0), self.width,
-        )  # fmt: skip
+    @property
+    def strides(self) -> TextStrides:
+        """As the kernels take them."""
+        given = (self.table, self.row, self.position, self.last)
+        return TextStrides(*(x.stride(0) for x in given))
+
+
+class TextStrides(NamedTuple):
+    """From entry to entry of what is in `Texts`, of its table from row to row."""
+
+    table: int
+    row: int
+    position: int
+    last: int
 
 
 def stretch_of(width: int, branches: int) -> int:
@@ -71,30 +80,37 @@ def occurrences_triton(texts: Texts, min_match: int, max_match: int, branches: i
     found = texts.table.new_empty(count, stretches, branches)
     if count:
         _occurrences_kernel[(count, stretches)](
-            *texts.arguments(), found, LEAST=min_match, MOST=max_match, B=branches,
-            STRETCH=stretch, num_warps=4 if stretch == _STRETCH else 8,
-        )  # fmt: skip
+            texts.table,
+            texts.row,
+            texts.position,
+            texts.last,
+            texts.strides,
+            texts.width,
+            found,
+            LEAST=min_match,
+            MOST=max_match,
+            B=branches,
+            STRETCH=stretch,
+            num_warps=4 if stretch == _STRETCH else 8,
+        )
     return found
 
 
 @jit
-def length_of(position, position_stride, last, last_stride, request):
+def length_of(position, last, strides, request):
     """int32, tokens of one text. What belongs to no text may say anything: it is kept small."""
-    newest = tl.load(last + request * last_stride).to(tl.int64)
-    stands = tl.load(position + newest * position_stride)
+    newest = tl.load(last + request * strides.last).to(tl.int64)
+    stands = tl.load(position + newest * strides.position)
     return tl.minimum(tl.maximum(stands, -2), 0x3FFFFFFF).to(tl.int32) + 2
 
 
 @jit(do_not_specialize=["row", "position", "last"])
 def _occurrences_kernel(
     table,  # [S, width] int32
-    table_stride,
     row,  # [R] int64
-    row_stride,
     position,  # [T] int64
-    position_stride,
     last,  # [R] int64
-    last_stride,
+    strides,  # TextStrides
     width,
     found,  # [R, stretches, B] int32
     LEAST: tl.constexpr,
@@ -103,10 +119,10 @@ def _occurrences_kernel(
     STRETCH: tl.constexpr,
 ):
     request = tl.program_id(0).to(tl.int64)
-    length = length_of(position, position_stride, last, last_stride, request)
+    length = length_of(position, last, strides, request)
     first = tl.program_id(1) * STRETCH
     if first < length - 1:
-        text = table + tl.load(row + request * row_stride).to(tl.int64) * table_stride
+        text = table + tl.load(row + request * strides.row).to(tl.int64) * strides.table
         place = first + tl.arange(0, STRETCH)
         agrees = place < tl.minimum(length - 1, width)
         count = tl.zeros([STRETCH], tl.int32)

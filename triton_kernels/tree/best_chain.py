@@ -24,12 +24,14 @@ def best_chain_triton(chain: torch.Tensor, **trees: torch.Tensor) -> tuple[torch
         token, parent, depth, logprob, size, ancestors and origin, all new and contiguous.
     """
     copies = Copies.of(**trees)
-    constants = copies.constants
     if len(chain):
         _best_chain_kernel[(len(chain),)](
-            chain, chain.stride(0), *copies.arguments, **constants,
-            WORDS=next_power_of_2(constants["W"]), num_warps=4 if constants["NODES"] <= 128 else 8,
-        )  # fmt: skip
+            chain,
+            chain.stride(0),
+            *copies,
+            WORDS=next_power_of_2(copies.sizes.W),
+            num_warps=4 if copies.sizes.NODES <= 128 else 8,
+        )
     return copies.made
 
 
@@ -37,40 +39,31 @@ def best_chain_triton(chain: torch.Tensor, **trees: torch.Tensor) -> tuple[torch
 def _best_chain_kernel(
     chain,  # [R] bool or integers
     chain_stride,
-    token,  # [R, NUM_NODES] int64, as the four after it: entries of a row are consecutive
-    parent,  # int32
-    depth,  # int32
-    logprob,  # fp32
-    origin,  # uint8
-    ancestors,  # [R, NUM_NODES + 1, W] int64, words of a node are consecutive
-    token_stride, parent_stride, depth_stride, logprob_stride, origin_stride, ancestors_stride,
+    given,  # GivenTrees
+    strides,  # GivenTrees
     node_stride,  # of ancestors
-    size,  # [R] int32
-    size_stride,
-    new_token, new_parent, new_depth, new_logprob, new_origin, new_ancestors,  # contiguous
-    new_size,
-    NUM_NODES: tl.constexpr, NODES: tl.constexpr, W: tl.constexpr, WORDS: tl.constexpr,
-):  # fmt: skip
-    """One request. NODES covers the root and all nodes, WORDS their words."""
+    made,  # GivenTrees
+    TREE: tl.constexpr,  # TreeSizes
+    WORDS: tl.constexpr,  # >= W
+):
+    """One request."""
     request = tl.program_id(0).to(tl.int64)
-    token += request * token_stride - 1  # node 1 is entry 0
-    parent += request * parent_stride - 1
-    depth += request * depth_stride - 1
-    logprob += request * logprob_stride - 1
-    origin += request * origin_stride - 1
-    ancestors += request * ancestors_stride
-    out = request * NUM_NODES - 1
-    new_ancestors += request * (NUM_NODES + 1) * W
-    node, word = tl.arange(0, NODES), tl.arange(0, WORDS)
-    stored = (node > 0) & (node <= NUM_NODES)
+    token = given.token + request * strides.token - 1  # node 1 is entry 0
+    parent = given.parent + request * strides.parent - 1
+    logprob = given.logprob + request * strides.logprob - 1
+    origin = given.origin + request * strides.origin - 1
+    ancestors = given.ancestors + request * strides.ancestors
+    out = request * TREE.NUM_NODES - 1
+    node, word = tl.arange(0, TREE.NODES), tl.arange(0, WORDS)
+    stored = (node > 0) & (node <= TREE.NUM_NODES)
 
     if tl.load(chain + request * chain_stride) != 0:
         # What a path is worth: the sum of the probabilities of its nodes, found by their bits.
-        gain = tl.zeros([NODES], tl.float32)
+        gain = tl.zeros([TREE.NODES], tl.float32)
         bit = tl.arange(0, 64)
-        for index in tl.static_range(W):
+        for index in tl.static_range(TREE.W):
             other = index * 64 + bit
-            real = (other > 0) & (other <= NUM_NODES)
+            real = (other > 0) & (other <= TREE.NUM_NODES)
             chance = tl.exp(tl.load(logprob + other, mask=real, other=float("-inf")))
             bits = tl.load(ancestors + node * node_stride + index, mask=stored, other=0)
             on_path = (bits[:, None] >> bit.to(tl.int64)[None, :]) & 1
@@ -84,33 +77,29 @@ def _best_chain_kernel(
         # Nodes of a path ascend with their depth.
         place = tl.cumsum(kept.to(tl.int32), 0)
         length = tl.sum(kept.to(tl.int32), 0)
-        tl.store(new_token + out + place, tl.load(token + node, mask=kept), mask=kept)
-        tl.store(new_logprob + out + place, tl.load(logprob + node, mask=kept), mask=kept)
-        tl.store(new_origin + out + place, tl.load(origin + node, mask=kept), mask=kept)
+        tl.store(made.token + out + place, tl.load(token + node, mask=kept), mask=kept)
+        tl.store(made.logprob + out + place, tl.load(logprob + node, mask=kept), mask=kept)
+        tl.store(made.origin + out + place, tl.load(origin + node, mask=kept), mask=kept)
         behind = stored & (node > length)
-        tl.store(new_token + out + node, tl.full([NODES], 0, tl.int64), mask=behind)
-        nothing = tl.full([NODES], float("-inf"), tl.float32)
-        tl.store(new_logprob + out + node, nothing, mask=behind)
-        tl.store(new_origin + out + node, tl.full([NODES], 0, tl.uint8), mask=behind)
-        tl.store(new_parent + out + node, tl.where(behind, -1, node - 1), mask=stored)
+        tl.store(made.token + out + node, tl.full([TREE.NODES], 0, tl.int64), mask=behind)
+        nothing = tl.full([TREE.NODES], float("-inf"), tl.float32)
+        tl.store(made.logprob + out + node, nothing, mask=behind)
+        tl.store(made.origin + out + node, tl.full([TREE.NODES], 0, tl.uint8), mask=behind)
+        tl.store(made.parent + out + node, tl.where(behind, -1, node - 1), mask=stored)
         # Slots not in use hang from the root.
-        tl.store(new_depth + out + node, tl.where(behind, 1, node), mask=stored)
-        tl.store(new_size + request, length)
+        tl.store(made.depth + out + node, tl.where(behind, 1, node), mask=stored)
+        tl.store(made.size + request, length)
         # How many of a word's bits are up to the node itself, and its own, the last of them.
         # A shift of 64 would be undefined, and 1 << 63 is the sign bit.
         count = node[:, None] - word[None, :] * 64 + 1
-        own = tl.full([NODES, WORDS], 1, tl.int64) << ((count - 1) & 63).to(tl.int64)
+        own = tl.full([TREE.NODES, WORDS], 1, tl.int64) << ((count - 1) & 63).to(tl.int64)
         path = tl.where(count > 64, -1, tl.where(count > 0, own | (own - 1), 0))
         alone = tl.where((count > 0) & (count <= 64), own, 0)
         alone = tl.where((word == 0)[None, :], alone | 1, alone)
         path = tl.where((node > length)[:, None], alone, path)
-        row = (node <= NUM_NODES)[:, None] & (word < W)[None, :]
-        tl.store(new_ancestors + node[:, None] * W + word[None, :], path, mask=row)
+        row = (node <= TREE.NUM_NODES)[:, None] & (word < TREE.W)[None, :]
+        new_ancestors = made.ancestors + request * (TREE.NUM_NODES + 1) * TREE.W
+        tl.store(new_ancestors + node[:, None] * TREE.W + word[None, :], path, mask=row)
     else:
-        first = out + 1
-        copy_tree(
-            NUM_NODES, token + 1, parent + 1, depth + 1, logprob + 1, origin + 1, ancestors,
-            node_stride, new_token + first, new_parent + first, new_depth + first,
-            new_logprob + first, new_origin + first, new_ancestors, NUM_NODES, NODES, W,
-        )  # fmt: skip
-        tl.store(new_size + request, tl.load(size + request * size_stride))
+        copy_tree(TREE.NUM_NODES, given, strides, node_stride, made, request, TREE)
+        tl.store(made.size + request, tl.load(given.size + request * strides.size))

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import torch
 
-from ..optional_triton import jit, next_power_of_2, tl
-from .copy_tree import copy_tree
+from ..optional_triton import jit, tl
+from .copy_tree import GivenTrees, TreeSizes, copy_tree
 
 
 def choose_tree_triton(
@@ -26,19 +26,32 @@ def choose_tree_triton(
         the trees, by name; origin [R, N] uint8; [R] bool, the second drafter's was chosen; [R]
         bool, both drafters drafted something and name the same first token.
     """
-    fields = ("token", "parent", "depth", "logprob", "size", "ancestors")
-    made = {name: torch.empty_like(first[name]) for name in fields}
-    num_requests, num_nodes = first["token"].shape
-    words = first["ancestors"].shape[2]
+    made = {name: torch.empty_like(first[name]) for name in GivenTrees._fields if name != "origin"}
+    num_requests = len(first["token"])
     origin = torch.empty_like(first["token"], dtype=torch.uint8)
     chosen, agreed = (torch.empty_like(first["size"], dtype=torch.bool) for _ in range(2))
     if num_requests:
+        given = [_without_origin(tree) for tree in (first, second)]
+        strides = GivenTrees(*(None if x is None else x.stride(0) for x in given[0]))
         _choose_kernel[(num_requests,)](
-            *(tree[name].contiguous() for tree in (first, second) for name in fields),
-            *made.values(), origin, chosen, agreed, MEAN=mean, NUM_NODES=num_nodes,
-            NODES=next_power_of_2(num_nodes + 1), W=words, num_warps=4,
-        )  # fmt: skip
+            *given,
+            strides,
+            given[0].ancestors.stride(1),
+            _without_origin(made),
+            origin,
+            chosen,
+            agreed,
+            MEAN=mean,
+            TREE=TreeSizes.of(first["ancestors"]),
+            num_warps=4,
+        )
     return made, origin, chosen, agreed
+
+
+def _without_origin(tree: dict[str, torch.Tensor]) -> GivenTrees:
+    """What a DraftTree holds, contiguous."""
+    held = (name for name in GivenTrees._fields if name != "origin")
+    return GivenTrees(**{name: tree[name].contiguous() for name in held}, origin=None)
 
 
 @jit
@@ -54,39 +67,34 @@ def _sure(logprob, size, MEAN: tl.constexpr, NUM_NODES: tl.constexpr, NODES: tl.
 
 @jit
 def _choose_kernel(
-    token, parent, depth, logprob, size, ancestors,  # the first drafter's, contiguous
-    token2, parent2, depth2, logprob2, size2, ancestors2,  # the second drafter's
-    new_token, new_parent, new_depth, new_logprob, new_size, new_ancestors,
+    first,  # GivenTrees, contiguous, as the second drafter's and the new ones
+    second,  # GivenTrees
+    strides,  # GivenTrees, of both
+    node_stride,  # of ancestors
+    made,  # GivenTrees
     origin,  # [R, NUM_NODES] uint8
-    chosen, agreed,  # [R] bool
-    MEAN: tl.constexpr, NUM_NODES: tl.constexpr, NODES: tl.constexpr, W: tl.constexpr,
-):  # fmt: skip
-    """One request. NODES covers the root and all nodes."""
+    chosen,  # [R] bool
+    agreed,  # [R] bool
+    MEAN: tl.constexpr,
+    TREE: tl.constexpr,  # TreeSizes
+):
+    """One request."""
     request = tl.program_id(0).to(tl.int64)
-    row = request * NUM_NODES
-    words = request * (NUM_NODES + 1) * W
-    drafted, drafted2 = tl.load(size + request), tl.load(size2 + request)
-    sure = _sure(logprob + row, drafted, MEAN, NUM_NODES, NODES)
-    other = _sure(logprob2 + row, drafted2, MEAN, NUM_NODES, NODES)
+    row = request * TREE.NUM_NODES
+    drafted, drafted2 = tl.load(first.size + request), tl.load(second.size + request)
+    sure = _sure(first.logprob + row, drafted, MEAN, TREE.NUM_NODES, TREE.NODES)
+    other = _sure(second.logprob + row, drafted2, MEAN, TREE.NUM_NODES, TREE.NODES)
     # What is very unsure rounds to 0, but is more than nothing.
     takes = (drafted2 > 0) & ((other > sure) | (drafted == 0))
-    same = tl.load(token + row) == tl.load(token2 + row)
+    same = tl.load(first.token + row) == tl.load(second.token + row)
     tl.store(chosen + request, takes)
     tl.store(agreed + request, (drafted > 0) & (drafted2 > 0) & same)
     if takes:
-        copy_tree(
-            NUM_NODES, token2 + row, parent2 + row, depth2 + row, logprob2 + row, None,
-            ancestors2 + words, W, new_token + row, new_parent + row, new_depth + row,
-            new_logprob + row, None, new_ancestors + words, NUM_NODES, NODES, W,
-        )  # fmt: skip
+        copy_tree(TREE.NUM_NODES, second, strides, node_stride, made, request, TREE)
     else:
-        copy_tree(
-            NUM_NODES, token + row, parent + row, depth + row, logprob + row, None,
-            ancestors + words, W, new_token + row, new_parent + row, new_depth + row,
-            new_logprob + row, None, new_ancestors + words, NUM_NODES, NODES, W,
-        )  # fmt: skip
+        copy_tree(TREE.NUM_NODES, first, strides, node_stride, made, request, TREE)
     count = tl.where(takes, drafted2, drafted)
-    tl.store(new_size + request, count)
-    entry = tl.arange(0, NODES)
+    tl.store(made.size + request, count)
+    entry = tl.arange(0, TREE.NODES)
     by = tl.where(entry < count, tl.where(takes, 2, 1), 0)
-    tl.store(origin + row + entry, by.to(tl.uint8), mask=entry < NUM_NODES)
+    tl.store(origin + row + entry, by.to(tl.uint8), mask=entry < TREE.NUM_NODES)

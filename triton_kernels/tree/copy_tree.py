@@ -2,26 +2,54 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from ..optional_triton import jit, next_power_of_2, tl
 
 
+class GivenTrees(NamedTuple):
+    """Trees, or their strides by request; entries of a row and words of a node are consecutive."""
+
+    token: Any  # [R, N] int64
+    parent: Any  # [R, N] int32
+    depth: Any  # [R, N] int32
+    logprob: Any  # [R, N] fp32
+    size: Any  # [R] int32
+    ancestors: Any  # [R, N+1, W] int64
+    origin: Any  # [R, N] uint8; None: not copied
+
+
+class TreeSizes(NamedTuple):
+    """What `copy_tree` is compiled for."""
+
+    NUM_NODES: int  # N
+    NODES: int  # >= N + 1: the root and all nodes
+    W: int
+
+    @classmethod
+    def of(cls, ancestors: torch.Tensor) -> TreeSizes:
+        """ancestors: [R, N+1, W]."""
+        nodes, words = ancestors.shape[1:]
+        return cls(nodes - 1, next_power_of_2(nodes), words)
+
+
 class Copies(NamedTuple):
     """What a kernel takes that makes new trees of R given ones.
 
     Attributes:
-        arguments: token, parent, depth, logprob, origin, ancestors; their strides by request; that
-            of ancestors by node; size and its stride; the new ones of all seven, in this order.
-        constants: NUM_NODES, NODES and W, see `copy_tree`.
-        made: the new ones: token, parent, depth, logprob, size, ancestors, origin; contiguous.
+        given, strides: see `GivenTrees`.
+        node_stride: of ancestors.
+        made: the new ones, contiguous.
+        sizes: see `TreeSizes`.
     """
 
-    arguments: tuple[torch.Tensor | int, ...]
-    constants: dict[str, int]
-    made: tuple[torch.Tensor, ...]
+    given: GivenTrees
+    strides: GivenTrees
+    node_stride: int
+    made: GivenTrees
+    sizes: TreeSizes
 
     @classmethod
     def of(
@@ -35,56 +63,55 @@ class Copies(NamedTuple):
         origin: torch.Tensor,
     ) -> Copies:
         """Of trees as `DraftTree` has them, and origin [R, N] uint8, as `Combined` has it."""
-        nodes = (token, parent, depth, logprob, origin, ancestors)
-        given = [x if x.stride(-1) == 1 else x.contiguous() for x in nodes]
-        new = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (*given, size)]
-        strides = [x.stride(0) for x in given]
-        count, words = token.shape[1], ancestors.shape[2]
-        constants = {"NUM_NODES": count, "NODES": next_power_of_2(count + 1), "W": words}
-        arguments: tuple[torch.Tensor | int, ...] = (
-            *given,
-            *strides,
-            given[-1].stride(1),
-            size,
-            size.stride(0),
-            *new,
+        trees = (token, parent, depth, logprob, size, ancestors, origin)
+        given = GivenTrees._make(
+            [x if x.ndim == 1 or x.stride(-1) == 1 else x.contiguous() for x in trees]
         )
-        *plain, new_origin, new_ancestors, new_size = new
-        return cls(arguments, constants, (*plain, new_size, new_ancestors, new_origin))
+        made = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in given]
+        return cls(
+            given,
+            GivenTrees._make([x.stride(0) for x in given]),
+            given.ancestors.stride(1),
+            GivenTrees._make(made),
+            TreeSizes.of(ancestors),
+        )
 
 
 @jit
 def copy_tree(
     last,
-    token, parent, depth, logprob, origin, ancestors, node_stride,
-    new_token, new_parent, new_depth, new_logprob, new_origin, new_ancestors,
-    NUM_NODES: tl.constexpr, NODES: tl.constexpr, W: tl.constexpr,
-):  # fmt: skip
-    """One request's tree, all but its size, where last is NUM_NODES; an empty one where it is −1.
-
-    Every pointer is to the first entry of the request: of node 1, but of ancestors the root. origin
-    may be None. NODES covers the root and all nodes, each of which has W words.
-    """
-    entry = tl.arange(0, NODES)
-    stored, copied = entry < NUM_NODES, entry < last
+    given,  # GivenTrees
+    strides,  # GivenTrees
+    node_stride,
+    made,  # GivenTrees
+    request,  # int64
+    TREE: tl.constexpr,  # TreeSizes
+):
+    """One request's tree, all but its size, where last is N; an empty one where it is −1."""
+    entry = tl.arange(0, TREE.NODES)
+    stored, copied = entry < TREE.NUM_NODES, entry < last
+    out = request * TREE.NUM_NODES
     # Where there is no node, it is token 0, and hangs from the root.
-    value = tl.load(token + entry, mask=copied, other=0)
-    tl.store(new_token + entry, value, mask=stored)
-    value = tl.load(parent + entry, mask=copied, other=-1)
-    tl.store(new_parent + entry, value, mask=stored)
-    value = tl.load(depth + entry, mask=copied, other=1)
-    tl.store(new_depth + entry, value, mask=stored)
+    value = tl.load(given.token + request * strides.token + entry, mask=copied, other=0)
+    tl.store(made.token + out + entry, value, mask=stored)
+    value = tl.load(given.parent + request * strides.parent + entry, mask=copied, other=-1)
+    tl.store(made.parent + out + entry, value, mask=stored)
+    value = tl.load(given.depth + request * strides.depth + entry, mask=copied, other=1)
+    tl.store(made.depth + out + entry, value, mask=stored)
+    logprob = given.logprob + request * strides.logprob
     value = tl.load(logprob + entry, mask=copied, other=float("-inf"))
-    tl.store(new_logprob + entry, value, mask=stored)
-    if origin is not None:
-        value = tl.load(origin + entry, mask=copied, other=0)
-        tl.store(new_origin + entry, value, mask=stored)
-    node = tl.arange(0, NODES)
+    tl.store(made.logprob + out + entry, value, mask=stored)
+    if given.origin is not None:
+        value = tl.load(given.origin + request * strides.origin + entry, mask=copied, other=0)
+        tl.store(made.origin + out + entry, value, mask=stored)
+    node = tl.arange(0, TREE.NODES)
+    ancestors = given.ancestors + request * strides.ancestors
+    new_ancestors = made.ancestors + request * (TREE.NUM_NODES + 1) * TREE.W
     # 1 << 63 is the sign bit.
-    own = tl.full([NODES], 1, tl.int64) << (node % 64).to(tl.int64)
-    for word in tl.static_range(W):
+    own = tl.full([TREE.NODES], 1, tl.int64) << (node % 64).to(tl.int64)
+    for word in tl.static_range(TREE.W):
         at = ancestors + node * node_stride + word
         value = tl.load(at, mask=node <= last, other=0)
         alone = tl.where(node // 64 == word, own, 0) | (word == 0)
         value = tl.where(last >= 0, value, alone)
-        tl.store(new_ancestors + node * W + word, value, mask=node <= NUM_NODES)
+        tl.store(new_ancestors + node * TREE.W + word, value, mask=node <= TREE.NUM_NODES)

@@ -6,13 +6,28 @@ The torch references are `merge` in `vllm_specblock/combine/merge.py` and `agree
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 
 from ..optional_triton import jit, tl
 from .candidate_keys import DEPTH_ONE, ROOT_HASH
 from .select_tree import TreeTensors, select_constants, select_part, warps_for
 
-_FIELDS = ("token", "parent", "depth", "logprob", "size")
+
+class DraftedNodes(NamedTuple):
+    """What a merge reads of one drafter's DraftTrees: [R, n] but for `size` [R]; contiguous."""
+
+    token: Any
+    parent: Any
+    depth: Any
+    logprob: Any
+    size: Any
+
+    @classmethod
+    def of(cls, tree: dict[str, torch.Tensor]) -> DraftedNodes:
+        """tree: by name."""
+        return cls(*(tree[name].contiguous() for name in cls._fields))
 
 
 def merge_trees_triton(
@@ -44,60 +59,75 @@ def merge_trees_triton(
     agreed = torch.empty(num_requests, dtype=torch.bool, device=device)
     if num_requests:
         _merge_kernel[(num_requests,)](
-            *(pair[name].contiguous() for pair in (first, second) for name in _FIELDS),
-            fields, score, *tree.all(), origin, agreed, score.numel(),
-            OURS=ours, THEIRS=theirs, JOINS=joins, CLIMBS=max(0, max_depth - 1).bit_length(),
-            ROOT=ROOT_HASH, DEPTH_ONE=DEPTH_ONE, **select_constants(count, budget, max_depth),
+            DraftedNodes.of(first),
+            DraftedNodes.of(second),
+            fields,
+            score,
+            tree.pointers,
+            origin,
+            agreed,
+            score.numel(),
+            OURS=ours,
+            THEIRS=theirs,
+            JOINS=joins,
+            CLIMBS=max(0, max_depth - 1).bit_length(),
+            ROOT=ROOT_HASH,
+            DEPTH_ONE=DEPTH_ONE,
+            SELECT=select_constants(count, budget, max_depth),
             num_warps=warps_for(count),
-        )  # fmt: skip
+        )
     return tree, origin, agreed
 
 
 @jit(do_not_specialize=["size"])
 def _merge_kernel(
-    token, parent, depth, logprob, drafted,  # [R, OURS], the last one [R]; contiguous
-    token2, parent2, depth2, logprob2, drafted2,  # [R, THEIRS] and [R]
+    first,  # DraftedNodes of OURS
+    second,  # DraftedNodes of THEIRS
     fields,  # [5, R, COUNT] int64: room for candidates
     score,  # [R, COUNT] fp32
-    tree_token, tree_parent, tree_depth, tree_logprob, tree_size, ancestors, node,
+    tree,  # TreePointers
     origin,  # [R, BUDGET] uint8
     agreed,  # [R] bool
     size,  # R · COUNT
-    OURS: tl.constexpr, THEIRS: tl.constexpr, JOINS: tl.constexpr, CLIMBS: tl.constexpr,
-    ROOT: tl.constexpr, DEPTH_ONE: tl.constexpr,
-    COUNT: tl.constexpr, PLACES: tl.constexpr, BUDGET: tl.constexpr, NODES: tl.constexpr,
-    W: tl.constexpr, WORDS: tl.constexpr, STEPS: tl.constexpr, CLOSED: tl.constexpr,
-    INDEX: tl.constexpr, FACTOR: tl.constexpr,
-):  # fmt: skip
+    OURS: tl.constexpr,
+    THEIRS: tl.constexpr,
+    JOINS: tl.constexpr,
+    CLIMBS: tl.constexpr,
+    ROOT: tl.constexpr,
+    DEPTH_ONE: tl.constexpr,
+    SELECT: tl.constexpr,  # SelectConstants
+):
     """One request: its root, the nodes of its first tree, and those of its second."""
     request = tl.program_id(0).to(tl.int64)
-    place = tl.arange(0, PLACES)
-    inside = place < COUNT
+    place = tl.arange(0, SELECT.PLACES)
+    inside = place < SELECT.COUNT
     ours = (place > 0) & (place <= OURS)
     theirs = (place > OURS) & inside
     at = request * OURS + place - 1
     at2 = request * THEIRS + place - 1 - OURS
     # Of two masked loads one gives 0: their sum is whichever was there.
-    word = tl.load(token + at, mask=ours, other=0) + tl.load(token2 + at2, mask=theirs, other=0)
-    deep = tl.load(depth + at, mask=ours, other=0) + tl.load(depth2 + at2, mask=theirs, other=0)
-    total = tl.load(logprob + at, mask=ours, other=0.0)
-    total += tl.load(logprob2 + at2, mask=theirs, other=0.0)
-    above = tl.load(parent2 + at2, mask=theirs, other=0)
+    word = tl.load(first.token + at, mask=ours, other=0)
+    word += tl.load(second.token + at2, mask=theirs, other=0)
+    deep = tl.load(first.depth + at, mask=ours, other=0)
+    deep += tl.load(second.depth + at2, mask=theirs, other=0)
+    total = tl.load(first.logprob + at, mask=ours, other=0.0)
+    total += tl.load(second.logprob + at2, mask=theirs, other=0.0)
+    above = tl.load(second.parent + at2, mask=theirs, other=0)
     above = tl.where(above > 0, above + OURS, 0)
-    above += tl.maximum(tl.load(parent + at, mask=ours, other=0), 0)
+    above += tl.maximum(tl.load(first.parent + at, mask=ours, other=0), 0)
     tie = deep.to(tl.int64) * DEPTH_ONE + place
     key = (tl.abs(total).to(tl.int32, bitcast=True).to(tl.int64) << 32) + tie
 
-    to = fields + request * COUNT
+    to = fields + request * SELECT.COUNT
     to_parent, to_key, to_hash = to + size, to + 2 * size, to + 3 * size
-    to_score = score + request * COUNT
+    to_score = score + request * SELECT.COUNT
     tl.store(to + place, word, mask=inside)
     tl.store(to_parent + place, above.to(tl.int64), mask=inside)
     tl.store(to_key + place, key, mask=inside)
     tl.store(to_score + place, total, mask=inside)
     if JOINS:
         # As `path_hashes`: the root's own hash counts once per path, in its topmost node.
-        factor = tl.full([PLACES], FACTOR, tl.int64)
+        factor = tl.full([SELECT.PLACES], SELECT.FACTOR, tl.int64)
         path = tl.where(place == 0, 0, word + tl.where(above == 0, ROOT, 0) * factor)
         jump = above
         for step in tl.static_range(CLIMBS):
@@ -107,26 +137,22 @@ def _merge_kernel(
             path += factor * tl.gather(path, jump, 0)
         tl.store(to_hash + place, tl.where(place == 0, ROOT, path), mask=inside)
     tl.debug_barrier()
-    select_part(
-        to, to_parent, to_score, to_key, to_hash,
-        tree_token, tree_parent, tree_depth, tree_logprob, tree_size, ancestors, node, request,
-        JOINS, COUNT, PLACES, BUDGET, NODES, W, WORDS, STEPS, CLOSED, INDEX, FACTOR,
-    )  # fmt: skip
+    select_part(to, to_parent, to_score, to_key, to_hash, tree, request, JOINS=JOINS, SELECT=SELECT)
 
     # Several candidates may be one node: all of a drafter write the same, one drafter after the
     # other.
-    slot = tl.arange(0, NODES)
-    origin += request * BUDGET - 1  # node 1 is entry 0
-    blank = (slot > 0) & (slot <= BUDGET)
-    tl.store(origin + slot, tl.full([NODES], 0, tl.uint8), mask=blank)
-    became = tl.load(node + request * COUNT + place, mask=inside, other=0)
-    kept = (total > float("-inf")) & (became > 0) & (became <= BUDGET)
+    slot = tl.arange(0, SELECT.NODES)
+    origin += request * SELECT.BUDGET - 1  # node 1 is entry 0
+    blank = (slot > 0) & (slot <= SELECT.BUDGET)
+    tl.store(origin + slot, tl.full([SELECT.NODES], 0, tl.uint8), mask=blank)
+    became = tl.load(tree.node + request * SELECT.COUNT + place, mask=inside, other=0)
+    kept = (total > float("-inf")) & (became > 0) & (became <= SELECT.BUDGET)
     tl.debug_barrier()
-    tl.store(origin + became, tl.full([PLACES], 1, tl.uint8), mask=kept & ours)
+    tl.store(origin + became, tl.full([SELECT.PLACES], 1, tl.uint8), mask=kept & ours)
     tl.debug_barrier()
     by = tl.load(origin + became, mask=kept & theirs, other=0)
     tl.debug_barrier()  # everybody has read before anybody adds a bit
     tl.store(origin + became, by | 2, mask=kept & theirs)
-    both = (tl.load(drafted + request) > 0) & (tl.load(drafted2 + request) > 0)
-    same = tl.load(token + request * OURS) == tl.load(token2 + request * THEIRS)
+    both = (tl.load(first.size + request) > 0) & (tl.load(second.size + request) > 0)
+    same = tl.load(first.token + request * OURS) == tl.load(second.token + request * THEIRS)
     tl.store(agreed + request, both & same)

@@ -12,10 +12,11 @@ carries one int64.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
-from ..optional_triton import jit, next_power_of_2, tl
+from ..optional_triton import group_of, jit, next_power_of_2, tl
 from .candidate_keys import CLOSED, INDEX_BITS, PATH_FACTOR
 
 MOST_CANDIDATES = 2048
@@ -23,9 +24,21 @@ MOST_CANDIDATES = 2048
 minutes."""
 
 
+class TreePointers(NamedTuple):
+    """`TreeTensors` as the kernels take them."""
+
+    token: torch.Tensor
+    parent: torch.Tensor
+    depth: torch.Tensor
+    logprob: torch.Tensor
+    size: torch.Tensor
+    ancestors: torch.Tensor
+    node: torch.Tensor
+
+
 @dataclass(frozen=True)
 class TreeTensors:
-    """What a DraftTree holds, for R requests, N node slots and W ancestor words.
+    """What a DraftTree holds, for R requests, N node slots and W ancestor words; contiguous.
 
     Attributes: token [R, N] int64, parent and depth [R, N] int32, logprob [R, N] fp32,
         size [R] int32, ancestors [R, N+1, W] int64, and node [R, C] int64, the node that each
@@ -55,11 +68,35 @@ class TreeTensors:
             node,
         )
 
-    def all(self) -> tuple[torch.Tensor, ...]:
-        """In the order in which the kernels take them."""
-        return (
-            self.token, self.parent, self.depth, self.logprob, self.size, self.ancestors, self.node
-        )  # fmt: skip
+    @property
+    def pointers(self) -> TreePointers:
+        """As the kernels take them."""
+        return group_of(TreePointers, self)
+
+
+class Candidates(NamedTuple):
+    """Candidates, each [R, C], entries of a row are consecutive; or their strides by request."""
+
+    token: Any
+    parent: Any
+    score: Any
+    key: Any
+    path_hash: Any
+
+
+class SelectConstants(NamedTuple):
+    """What `select_part` is compiled for; see `select_constants`."""
+
+    COUNT: int  # C
+    PLACES: int  # >= COUNT
+    BUDGET: int  # N
+    NODES: int  # >= N + 1
+    W: int
+    WORDS: int  # >= W
+    STEPS: int  # doublings that reach from the deepest node to the root
+    CLOSED: int  # as the next two: see `candidate_keys.py`
+    INDEX: int
+    FACTOR: int
 
 
 def warps_for(candidates: int) -> int:
@@ -71,21 +108,21 @@ def warps_for(candidates: int) -> int:
     return min(max(next_power_of_2(candidates) // 32, 4), 16)
 
 
-def select_constants(count: int, budget: int, max_depth: int) -> dict[str, int]:
+def select_constants(count: int, budget: int, max_depth: int) -> SelectConstants:
     """The compile-time arguments of `select_part`; arguments as in `select_triton`."""
     words = -(-(budget + 1) // 64)
-    return {
-        "COUNT": count,
-        "PLACES": next_power_of_2(count),
-        "BUDGET": budget,
-        "NODES": next_power_of_2(budget + 1),
-        "W": words,
-        "WORDS": next_power_of_2(words),
-        "STEPS": max(0, min(max_depth, budget) - 1).bit_length(),
-        "CLOSED": CLOSED,
-        "INDEX": INDEX_BITS,
-        "FACTOR": PATH_FACTOR,
-    }
+    return SelectConstants(
+        COUNT=count,
+        PLACES=next_power_of_2(count),
+        BUDGET=budget,
+        NODES=next_power_of_2(budget + 1),
+        W=words,
+        WORDS=next_power_of_2(words),
+        STEPS=max(0, min(max_depth, budget) - 1).bit_length(),
+        CLOSED=CLOSED,
+        INDEX=INDEX_BITS,
+        FACTOR=PATH_FACTOR,
+    )
 
 
 def select_triton(
@@ -104,14 +141,18 @@ def select_triton(
     fields = [token, parent, score, key]
     fields = [x if x.stride(1) == 1 else x.contiguous() for x in fields]
     joins = path_hash is not None
-    path_hash = fields[3] if path_hash is None else path_hash.contiguous()
+    fields.append(fields[3] if path_hash is None else path_hash.contiguous())
     num_requests, count = key.shape
     tree = TreeTensors.empty(num_requests, budget, torch.empty_like(key).contiguous())
     if num_requests:
         _select_kernel[(num_requests,)](
-            *fields, path_hash, *(x.stride(0) for x in (*fields, path_hash)), *tree.all(),
-            JOINS=joins, **select_constants(count, budget, max_depth), num_warps=warps_for(count),
-        )  # fmt: skip
+            Candidates(*fields),
+            Candidates(*(x.stride(0) for x in fields)),
+            tree.pointers,
+            JOINS=joins,
+            SELECT=select_constants(count, budget, max_depth),
+            num_warps=warps_for(count),
+        )
     return tree
 
 
@@ -121,13 +162,20 @@ def _larger(a, b):
 
 
 @jit
-def by_text(key, path_hash, COUNT: tl.constexpr, PLACES: tl.constexpr, INDEX: tl.constexpr,
-            FACTOR: tl.constexpr, JOINS: tl.constexpr, LAST: tl.constexpr):  # fmt: skip
+def by_text(
+    key,  # [COUNT] int64
+    path_hash,  # [COUNT] int64, read only if JOINS
+    COUNT: tl.constexpr,
+    PLACES: tl.constexpr,
+    INDEX: tl.constexpr,
+    FACTOR: tl.constexpr,
+    JOINS: tl.constexpr,
+    LAST: tl.constexpr,
+):
     """Rank one request's candidates, and find the best of every text.
 
-    key, path_hash: its COUNT candidates. Returns, over PLACES places: the sorted keys, the
-    candidates from best to worst, and in the order of texts (JOINS only) ranks and, for each, the
-    best rank of the same text.
+    Returns, over PLACES places: the sorted keys, the candidates from best to worst, and in the
+    order of texts (JOINS only) ranks and, for each, the best rank of the same text.
     """
     place = tl.arange(0, PLACES)
     # What pads the sort stands behind all candidates.
@@ -150,24 +198,34 @@ def by_text(key, path_hash, COUNT: tl.constexpr, PLACES: tl.constexpr, INDEX: tl
 
 @jit
 def select_part(
-    token, parent, score, key, path_hash,  # one request's candidates
-    tree_token, tree_parent, tree_depth, tree_logprob, tree_size, ancestors, node,
+    token,  # [COUNT] int64, as the four after it one request's candidates
+    parent,  # int64
+    score,  # fp32
+    key,  # int64
+    path_hash,  # int64, read only if JOINS
+    tree,  # TreePointers, of all requests
     request,  # int64
-    JOINS: tl.constexpr, COUNT: tl.constexpr, PLACES: tl.constexpr, BUDGET: tl.constexpr,
-    NODES: tl.constexpr, W: tl.constexpr, WORDS: tl.constexpr, STEPS: tl.constexpr,
-    CLOSED: tl.constexpr, INDEX: tl.constexpr, FACTOR: tl.constexpr,
-):  # fmt: skip
-    """From one request's candidates to its tree; the tree's tensors are those of all requests."""
-    place = tl.arange(0, PLACES)
-    inside = place < COUNT
-    node += request * COUNT
+    JOINS: tl.constexpr,
+    SELECT: tl.constexpr,  # SelectConstants
+):
+    """From one request's candidates to its tree."""
+    place = tl.arange(0, SELECT.PLACES)
+    inside = place < SELECT.COUNT
+    node = tree.node + request * SELECT.COUNT
     ranked, candidate, rank, leader = by_text(
-        key, path_hash, COUNT, PLACES, INDEX, FACTOR, JOINS, 0x7FFFFFFFFFFFFFFF
+        key,
+        path_hash,
+        SELECT.COUNT,
+        SELECT.PLACES,
+        SELECT.INDEX,
+        SELECT.FACTOR,
+        JOINS,
+        LAST=0x7FFFFFFFFFFFFFFF,
     )
-    kept = inside & (ranked < CLOSED)
+    kept = inside & (ranked < SELECT.CLOSED)
     winner = place
     if JOINS:
-        tl.store(node + rank, leader.to(tl.int64), mask=rank < COUNT)
+        tl.store(node + rank, leader.to(tl.int64), mask=rank < SELECT.COUNT)
         tl.debug_barrier()
         winner = tl.load(node + place, mask=inside, other=0).to(tl.int32)
         kept = kept & (winner == place)
@@ -178,61 +236,65 @@ def select_part(
     tl.debug_barrier()
 
     total = tl.sum(kept.to(tl.int32), 0) - 1
-    size = tl.minimum(total, BUDGET)
-    chosen = kept & (number > 0) & (number <= BUDGET)
-    out = request * BUDGET + number - 1
+    size = tl.minimum(total, SELECT.BUDGET)
+    chosen = kept & (number > 0) & (number <= SELECT.BUDGET)
+    out = request * SELECT.BUDGET + number - 1
     above = tl.load(parent + candidate, mask=chosen, other=0)
     above = tl.load(node + above, mask=chosen, other=0).to(tl.int32)
-    tl.store(tree_parent + out, above, mask=chosen)
-    tl.store(tree_token + out, tl.load(token + candidate, mask=chosen, other=0), mask=chosen)
-    tl.store(tree_logprob + out, tl.load(score + candidate, mask=chosen, other=0.0), mask=chosen)
-    tl.store(tree_size + request, size)
+    tl.store(tree.parent + out, above, mask=chosen)
+    tl.store(tree.token + out, tl.load(token + candidate, mask=chosen, other=0), mask=chosen)
+    tl.store(tree.logprob + out, tl.load(score + candidate, mask=chosen, other=0.0), mask=chosen)
+    tl.store(tree.size + request, size)
     tl.debug_barrier()
 
     # Ancestors by pointer doubling: after step s a node knows 2^s nodes of its path. Those are
     # other nodes than it knew, so sums are unions. Slots not in use hang from the root.
-    slot = tl.arange(0, NODES)
-    stored = (slot > 0) & (slot <= BUDGET)
-    out = request * BUDGET + slot - 1
+    slot = tl.arange(0, SELECT.NODES)
+    stored = (slot > 0) & (slot <= SELECT.BUDGET)
+    out = request * SELECT.BUDGET + slot - 1
     used = stored & (slot <= size)
     unused = stored & (slot > size)
-    jump = tl.load(tree_parent + out, mask=used, other=0)
-    tl.store(tree_parent + out, tl.full([NODES], -1, tl.int32), mask=unused)
-    tl.store(tree_token + out, tl.full([NODES], 0, tl.int64), mask=unused)
-    tl.store(tree_logprob + out, tl.full([NODES], float("-inf"), tl.float32), mask=unused)
-    word = tl.arange(0, WORDS)
-    bit = tl.full([NODES], 1, tl.int64) << (slot % 64)
+    jump = tl.load(tree.parent + out, mask=used, other=0)
+    tl.store(tree.parent + out, tl.full([SELECT.NODES], -1, tl.int32), mask=unused)
+    tl.store(tree.token + out, tl.full([SELECT.NODES], 0, tl.int64), mask=unused)
+    tl.store(tree.logprob + out, tl.full([SELECT.NODES], float("-inf"), tl.float32), mask=unused)
+    word = tl.arange(0, SELECT.WORDS)
+    bit = tl.full([SELECT.NODES], 1, tl.int64) << (slot % 64)
     own = (slot[:, None] // 64 == word[None, :]) & (slot > 0)[:, None]
     path = tl.where(own, bit[:, None], 0)
     depth = (slot > 0).to(tl.int32)
-    for step in tl.static_range(STEPS):
+    for step in tl.static_range(SELECT.STEPS):
         if step > 0:
             jump = tl.gather(jump, jump, 0)
-        path += tl.gather(path, tl.broadcast_to(jump[:, None], [NODES, WORDS]), 0)
+        path += tl.gather(path, tl.broadcast_to(jump[:, None], [SELECT.NODES, SELECT.WORDS]), 0)
         depth += tl.gather(depth, jump, 0)
     path = tl.where((word == 0)[None, :], path | 1, path)
-    at = (request * (BUDGET + 1) + slot) * W
+    at = (request * (SELECT.BUDGET + 1) + slot) * SELECT.W
     tl.store(
-        ancestors + at[:, None] + word[None, :], path,
-        mask=(slot <= BUDGET)[:, None] & (word < W)[None, :],
-    )  # fmt: skip
-    tl.store(tree_depth + out, depth, mask=stored)
+        tree.ancestors + at[:, None] + word[None, :],
+        path,
+        mask=(slot <= SELECT.BUDGET)[:, None] & (word < SELECT.W)[None, :],
+    )
+    tl.store(tree.depth + out, depth, mask=stored)
 
 
 @jit
 def _select_kernel(
-    token, parent, score, key, path_hash,  # each [R, COUNT], entries consecutive
-    token_stride, parent_stride, score_stride, key_stride, hash_stride,
-    tree_token, tree_parent, tree_depth, tree_logprob, tree_size, ancestors, node,
-    JOINS: tl.constexpr, COUNT: tl.constexpr, PLACES: tl.constexpr, BUDGET: tl.constexpr,
-    NODES: tl.constexpr, W: tl.constexpr, WORDS: tl.constexpr, STEPS: tl.constexpr,
-    CLOSED: tl.constexpr, INDEX: tl.constexpr, FACTOR: tl.constexpr,
-):  # fmt: skip
+    given,  # Candidates
+    strides,  # Candidates
+    tree,  # TreePointers
+    JOINS: tl.constexpr,
+    SELECT: tl.constexpr,  # SelectConstants
+):
     request = tl.program_id(0).to(tl.int64)
     select_part(
-        token + request * token_stride, parent + request * parent_stride,
-        score + request * score_stride, key + request * key_stride,
-        path_hash + request * hash_stride,
-        tree_token, tree_parent, tree_depth, tree_logprob, tree_size, ancestors, node, request,
-        JOINS, COUNT, PLACES, BUDGET, NODES, W, WORDS, STEPS, CLOSED, INDEX, FACTOR,
-    )  # fmt: skip
+        given.token + request * strides.token,
+        given.parent + request * strides.parent,
+        given.score + request * strides.score,
+        given.key + request * strides.key,
+        given.path_hash + request * strides.path_hash,
+        tree,
+        request,
+        JOINS,
+        SELECT,
+    )

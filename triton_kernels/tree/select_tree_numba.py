@@ -26,9 +26,11 @@ def select_numba(
     given = [x.contiguous() for x in (token, parent, score, key)]
     path_hash = given[3] if path_hash is None else path_hash.contiguous()
     _select(
-        *(x.numpy() for x in given), path_hash.numpy(), path_hash is not given[3],
-        *(x.numpy() for x in tree.all()),
-    )  # fmt: skip
+        *(x.numpy() for x in given),
+        path_hash.numpy(),
+        path_hash is not given[3],
+        *(x.numpy() for x in tree.pointers),
+    )
     return tree
 
 

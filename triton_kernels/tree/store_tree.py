@@ -39,10 +39,22 @@ def store_tree_triton(
     words, nodes = ancestors.shape[2], next_power_of_2(num_nodes + 1)
     if num_requests:
         _store_tree_kernel[(num_requests,)](
-            req_idx, req_idx.stride(0), *given, *(x.stride(0) for x in given), given[-1].stride(1),
-            kept_parent, kept_depth, kept_score, kept_origin, kept_ancestors, accepted,
-            NUM_NODES=num_nodes, NODES=nodes, W=words, num_warps=1 if nodes <= 64 else 4,
-        )  # fmt: skip
+            req_idx,
+            req_idx.stride(0),
+            *given,
+            *(x.stride(0) for x in given),
+            given[-1].stride(1),
+            kept_parent,
+            kept_depth,
+            kept_score,
+            kept_origin,
+            kept_ancestors,
+            accepted,
+            NUM_NODES=num_nodes,
+            NODES=nodes,
+            W=words,
+            num_warps=1 if nodes <= 64 else 4,
+        )
 
 
 @jit
@@ -54,7 +66,11 @@ def _store_tree_kernel(
     logprob,  # fp32
     origin,  # uint8
     ancestors,  # [R, NUM_NODES + 1, W] int64, words of a node are consecutive
-    parent_stride, depth_stride, logprob_stride, origin_stride, ancestors_stride,
+    parent_stride,
+    depth_stride,
+    logprob_stride,
+    origin_stride,
+    ancestors_stride,
     node_stride,  # of ancestors
     kept_parent,  # [S, NUM_NODES] int32
     kept_depth,  # [S, NUM_NODES + 1] int64
@@ -62,8 +78,10 @@ def _store_tree_kernel(
     kept_origin,  # [S, NUM_NODES] uint8
     kept_ancestors,  # [S, NUM_NODES + 1, W] int64
     accepted,  # [S] int32
-    NUM_NODES: tl.constexpr, NODES: tl.constexpr, W: tl.constexpr,
-):  # fmt: skip
+    NUM_NODES: tl.constexpr,
+    NODES: tl.constexpr,
+    W: tl.constexpr,
+):
     """One request. NODES covers the root and all nodes."""
     request = tl.program_id(0).to(tl.int64)
     req_idx = tl.load(req_idx + request * req_idx_stride).to(tl.int64)

@@ -58,16 +58,37 @@ def accept_path_triton(
         num_draws = len(draws)
     nodes = next_power_of_2(max(num_nodes, 1))
     _accept_path_kernel[(num_requests,)](
-        token, drawn, first_row, req_idx, req_idx.stride(0), parent, depth, ancestors, path,
-        accepted, output, num_sampled, low, high, draws, seed, position, NUM_DRAWS=num_draws,
-        SEED_FACTOR=seed_factor, NUM_NODES=num_nodes, NODES=nodes, W=ancestors.shape[2],
-        PLACES=places, PADDED=next_power_of_2(places), num_warps=1 if nodes <= 64 else 4,
-    )  # fmt: skip
+        token,
+        drawn,
+        first_row,
+        req_idx,
+        req_idx.stride(0),
+        parent,
+        depth,
+        ancestors,
+        path,
+        accepted,
+        output,
+        num_sampled,
+        low,
+        high,
+        draws,
+        seed,
+        position,
+        NUM_DRAWS=num_draws,
+        SEED_FACTOR=seed_factor,
+        NUM_NODES=num_nodes,
+        NODES=nodes,
+        W=ancestors.shape[2],
+        PLACES=places,
+        PADDED=next_power_of_2(places),
+        num_warps=1 if nodes <= 64 else 4,
+    )
     return output, num_sampled
 
 
 # A chunk of a batch begins anywhere: the alignment of its tensors is not to be compiled for.
-@jit(do_not_specialize=["token", "drawn", "first_row", "slot"])
+@jit(do_not_specialize=["token", "drawn", "first_row", "req_idx"])
 def _accept_path_kernel(
     token,  # [rows] integers, −1: not to be accepted
     drawn,  # [rows] int64
@@ -81,7 +102,11 @@ def _accept_path_kernel(
     accepted,  # [S] int32
     output,  # [R, PLACES] int64
     num_sampled,  # [R] int32
-    low, high, draws, seed, position,  # Imposed, or None
+    low,  # of SyntheticDraws, as the four after it; or None
+    high,
+    draws,
+    seed,
+    position,
     NUM_DRAWS: tl.constexpr,
     SEED_FACTOR: tl.constexpr,
     NUM_NODES: tl.constexpr,
@@ -89,7 +114,7 @@ def _accept_path_kernel(
     W: tl.constexpr,
     PLACES: tl.constexpr,  # D + 1
     PADDED: tl.constexpr,
-):  # fmt: skip
+):
     request = tl.program_id(0)
     first = tl.load(first_row + request)
     count = tl.load(first_row + request + 1) - first

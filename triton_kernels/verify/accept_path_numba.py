@@ -23,9 +23,14 @@ def accept_path_numba(
     num_sampled = torch.empty(len(req_idx), dtype=torch.int32)
     given = (token.contiguous(), drawn.contiguous(), first_row.contiguous(), req_idx.contiguous())
     _walk(
-        *(x.numpy() for x in given), parent.numpy(), depth.numpy(), path.numpy(),
-        accepted.numpy(), output.numpy(), num_sampled.numpy(),
-    )  # fmt: skip
+        *(x.numpy() for x in given),
+        parent.numpy(),
+        depth.numpy(),
+        path.numpy(),
+        accepted.numpy(),
+        output.numpy(),
+        num_sampled.numpy(),
+    )
     return output, num_sampled
 
 

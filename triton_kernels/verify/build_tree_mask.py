@@ -38,10 +38,25 @@ def build_tree_mask_triton(
     """
     # One more program, for the rows of nobody.
     _build_tree_mask_kernel[(len(req_idx) + 1,)](
-        position, len(position), query_start, seq_len, req_idx, req_idx.stride(0), node_start,
-        depth, ancestors, prefix_len, mask_words, tree_start, place, node_place,
-        COLUMNS=depth.shape[1], W=mask_words.shape[1], ROWS=_ROWS, num_warps=4,
-    )  # fmt: skip
+        position,
+        len(position),
+        query_start,
+        seq_len,
+        req_idx,
+        req_idx.stride(0),
+        node_start,
+        depth,
+        ancestors,
+        prefix_len,
+        mask_words,
+        tree_start,
+        place,
+        node_place,
+        COLUMNS=depth.shape[1],
+        W=mask_words.shape[1],
+        ROWS=_ROWS,
+        num_warps=4,
+    )
 
 
 @jit(do_not_specialize=["num_rows"])

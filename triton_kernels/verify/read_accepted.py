@@ -28,14 +28,25 @@ def read_accepted_triton(
     found = empty(count, places), empty(count, dtype=torch.int32), empty(count), empty(count)
     if count:
         _read_accepted_kernel[(count,)](
-            req_idx, req_idx.stride(0), live, live.stride(0), row_start, base, base.stride(0), path,
-            accepted, *found, LEN=places, PLACES=next_power_of_2(places), num_warps=1,
-        )  # fmt: skip
+            req_idx,
+            req_idx.stride(0),
+            live,
+            live.stride(0),
+            row_start,
+            base,
+            base.stride(0),
+            path,
+            accepted,
+            *found,
+            LEN=places,
+            PLACES=next_power_of_2(places),
+            num_warps=1,
+        )
     return found
 
 
 # The rows of a part of a table begin anywhere, which is not to be compiled for.
-@jit(do_not_specialize=["slot", "live"])
+@jit(do_not_specialize=["req_idx", "live"])
 def _read_accepted_kernel(
     req_idx,  # [R] integers
     req_idx_stride,
@@ -48,10 +59,11 @@ def _read_accepted_kernel(
     accepted,  # [S] int32
     new_path,  # [R, LEN] int64
     new_accepted,  # [R] int32
-    query_start, drafts,  # [R] int64
+    query_start,  # [R] int64
+    drafts,  # [R] int64
     LEN: tl.constexpr,
     PLACES: tl.constexpr,
-):  # fmt: skip
+):
     """One request."""
     request = tl.program_id(0).to(tl.int64)
     at = tl.load(req_idx + request * req_idx_stride).to(tl.int64)

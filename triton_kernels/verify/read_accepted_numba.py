@@ -34,8 +34,9 @@ def _read(
     accepted,  # [S] int32
     new_path,  # [R, D + 1] int64
     new_accepted,  # [R] int32
-    query_start, drafts,  # [R] int64
-):  # fmt: skip
+    query_start,  # [R] int64
+    drafts,  # [R] int64
+):
     for request in range(len(req_idx)):
         at, start = req_idx[request], row_start[request]
         new_path[request] = path[at]

@@ -73,11 +73,27 @@ def reallocate_drafts_triton(
     count, num_nodes = len(req_idx), confidence.shape[1]
     key = torch.empty(count, num_nodes, dtype=torch.int32, device=req_idx.device)
     _reallocate_drafts_kernel[(1,)](
-        confidence, confidence.stride(0), req_idx, req_idx.stride(0), counts, key, logit_start,
-        row_start, len(row_start), count, budget, num_bonus, NUM_NODES=num_nodes,
-        NODES=next_power_of_2(num_nodes), PROBES=num_nodes.bit_length(), TILE=_TILE,
-        REQUESTS=_REQUESTS, DIGIT_BITS=_DIGIT_BITS, DIGITS=_DIGITS, num_warps=8,
-    )  # fmt: skip
+        confidence,
+        confidence.stride(0),
+        req_idx,
+        req_idx.stride(0),
+        counts,
+        key,
+        logit_start,
+        row_start,
+        len(row_start),
+        count,
+        budget,
+        num_bonus,
+        NUM_NODES=num_nodes,
+        NODES=next_power_of_2(num_nodes),
+        PROBES=num_nodes.bit_length(),
+        TILE=_TILE,
+        REQUESTS=_REQUESTS,
+        DIGIT_BITS=_DIGIT_BITS,
+        DIGITS=_DIGITS,
+        num_warps=8,
+    )
 
 
 @jit
@@ -96,7 +112,7 @@ def _above(key, row, there, threshold, NUM_NODES: tl.constexpr, PROBES: tl.const
 
 
 # Only what is always the same is compiled for.
-@jit(do_not_specialize=["slot", "num_starts", "num_requests", "budget", "num_bonus"])
+@jit(do_not_specialize=["req_idx", "num_starts", "num_requests", "budget", "num_bonus"])
 def _reallocate_drafts_kernel(
     confidence,  # [S, NUM_NODES] fp32
     confidence_stride,
@@ -110,9 +126,14 @@ def _reallocate_drafts_kernel(
     num_requests,  # R
     budget,
     num_bonus,
-    NUM_NODES: tl.constexpr, NODES: tl.constexpr, PROBES: tl.constexpr, TILE: tl.constexpr,
-    REQUESTS: tl.constexpr, DIGIT_BITS: tl.constexpr, DIGITS: tl.constexpr,
-):  # fmt: skip
+    NUM_NODES: tl.constexpr,
+    NODES: tl.constexpr,
+    PROBES: tl.constexpr,
+    TILE: tl.constexpr,
+    REQUESTS: tl.constexpr,
+    DIGIT_BITS: tl.constexpr,
+    DIGITS: tl.constexpr,
+):
     # Survivals as whole numbers of the same order, and -1 where there is no draft.
     node, some = tl.arange(0, NODES)[None, :], tl.arange(0, TILE // NODES)
     most: tl.constexpr = (1 << (DIGIT_BITS * DIGITS)) - 1

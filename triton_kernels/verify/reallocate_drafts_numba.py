@@ -21,9 +21,14 @@ def reallocate_drafts_numba(
 ) -> None:
     """Arguments as `reallocate_drafts_triton` has them."""
     _reallocate(
-        confidence.numpy(), req_idx.numpy(), counts.numpy(), budget, num_bonus, logit_start.numpy(),
+        confidence.numpy(),
+        req_idx.numpy(),
+        counts.numpy(),
+        budget,
+        num_bonus,
+        logit_start.numpy(),
         row_start.numpy(),
-    )  # fmt: skip
+    )
 
 
 @njit
@@ -31,9 +36,11 @@ def _reallocate(
     confidence,  # [S, N] fp32
     req_idx,  # [R] integers
     counts,  # [2, R] int32
-    budget, num_bonus,
-    logit_start, row_start,  # [≥ R + 1] int32, written
-):  # fmt: skip
+    budget,
+    num_bonus,
+    logit_start,  # [≥ R + 1] int32, written
+    row_start,  # [≥ R + 1] int32, written
+):
     num_requests, num_drafts = len(req_idx), 0
     for request in range(num_requests):
         num_drafts += counts[0, request]

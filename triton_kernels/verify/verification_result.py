@@ -37,8 +37,18 @@ class VerificationResult:
     def arguments(self) -> tuple[torch.Tensor | int, ...]:
         """All of it, strides and lengths included, in the order of the kernels that learn."""
         return (
-            self.req_idx, self.req_idx.stride(0), self.num_run, self.num_run.stride(0),
-            self.accepted, self.accepted.stride(0), self.path, self.path.stride(0),
-            self.path.shape[1], self.score, self.origin, self.temperatures, len(self.req_idx),
+            self.req_idx,
+            self.req_idx.stride(0),
+            self.num_run,
+            self.num_run.stride(0),
+            self.accepted,
+            self.accepted.stride(0),
+            self.path,
+            self.path.stride(0),
+            self.path.shape[1],
+            self.score,
+            self.origin,
+            self.temperatures,
+            len(self.req_idx),
             self.score.shape[1],
-        )  # fmt: skip
+        )

@@ -81,10 +81,18 @@ class Batch:
     def arguments(self):
         lens = set((self.query_start[1:] - self.query_start[:-1]).tolist())
         return (
-            self.query, self.kv_cache, self.block_table, self.query_start, lens, self.seq_len,
-            int(self.seq_len.max()), self.prefix_len, self.mask_words, self.tree_start,
+            self.query,
+            self.kv_cache,
+            self.block_table,
+            self.query_start,
+            lens,
+            self.seq_len,
+            int(self.seq_len.max()),
+            self.prefix_len,
+            self.mask_words,
+            self.tree_start,
             self.query.shape[-1] ** -0.5,
-        )  # fmt: skip
+        )
 
     def oracle(self, window=None, soft_cap=0.0, key_scale=1.0, value_scale=1.0):
         """Query by query over its set of entries, in float64 -> out, log of the sums.
@@ -198,11 +206,16 @@ def check(got: torch.Tensor, batch: Batch, **rare) -> None:
 def reference(batch: Batch, max_seq_len: int = 1 << 30, **rare) -> torch.Tensor:
     """The torch reference; `rare` as in `tree_attention`."""
     plan = plan_reference(
-        batch.block_table.cpu(), batch.kv_cache.shape[2], batch.query_start.tolist(),
-        batch.seq_len.clamp(max=max_seq_len).tolist(), batch.prefix_len.cpu(),
-        batch.mask_words.cpu(), batch.tree_start.cpu(), batch.query.dtype, rare.pop("prefix_from",
-        None),
-    )  # fmt: skip
+        batch.block_table.cpu(),
+        batch.kv_cache.shape[2],
+        batch.query_start.tolist(),
+        batch.seq_len.clamp(max=max_seq_len).tolist(),
+        batch.prefix_len.cpu(),
+        batch.mask_words.cpu(),
+        batch.tree_start.cpu(),
+        batch.query.dtype,
+        rare.pop("prefix_from", None),
+    )
     query = batch.query.cpu()
     out = torch.full_like(query, torch.nan)
     return attend_reference(query, batch.kv_cache.cpu(), plan, query.shape[-1] ** -0.5, out, **rare)
@@ -213,10 +226,8 @@ MIXED = [Chunk(5, 19), Tree(37, 12), Chunk(20, 1), Tree(3, 9), Chunk(0, 4)]
 
 def load(kernels):
     """The module of the kernel, on a CPU with its parts bound to the interpreter."""
-    module = kernels.load("tree_attention", "attention_reduce")
-    part = kernels.load("attention_kernel", "attention_reduce", "attention_inner")
-    module._tree_attention_kernel = part._tree_attention_kernel
-    return module
+    parts = "attention_reduce", "attention_inner", "attention_kernel"
+    return kernels.load("tree_attention", *parts)
 
 
 def launch(kernels, batch: Batch, **rare) -> torch.Tensor:

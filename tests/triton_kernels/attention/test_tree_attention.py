@@ -70,9 +70,14 @@ def test_a_plan_serves_layers_of_any_geometry():
     one = make_batch(MIXED, layout="heads first")
     two = make_batch(MIXED, layout="entries first", num_kv_heads=3, group=2, head_size=64)
     plan = plan_reference(
-        one.block_table, 16, one.query_start.tolist(), one.seq_len.tolist(),
-        one.prefix_len, one.mask_words, one.tree_start,
-    )  # fmt: skip
+        one.block_table,
+        16,
+        one.query_start.tolist(),
+        one.seq_len.tolist(),
+        one.prefix_len,
+        one.mask_words,
+        one.tree_start,
+    )
     for batch in (one, two, one):
         out = torch.empty_like(batch.query)
         check(
@@ -125,8 +130,11 @@ def test_kernel_head_sizes(kernels, head_size):
 def test_kernel_up_to_the_last_bit_of_every_word(kernels, num_words):
     batch = make_batch(
         [Chunk(9, 1), Tree(11, 64 * num_words - 1)],
-        num_words=num_words, num_kv_heads=1, block_size=32, device=kernels.device,
-    )  # fmt: skip
+        num_words=num_words,
+        num_kv_heads=1,
+        block_size=32,
+        device=kernels.device,
+    )
     check(launch(kernels, batch), batch)
 
 
@@ -136,8 +144,10 @@ def test_kernel_layouts_and_block_sizes(kernels, layout, block_size):
     # 80 = 16 slots of a drafter with K = 5.
     batch = make_batch(
         [Tree(90, 4), Chunk(0, 11)],
-        block_size=block_size, layout=layout, device=kernels.device,
-    )  # fmt: skip
+        block_size=block_size,
+        layout=layout,
+        device=kernels.device,
+    )
     check(launch(kernels, batch), batch)
 
 

@@ -28,10 +28,17 @@ FP8 = torch.float8_e4m3fn
 
 def packed(batch, **bounds) -> TreeAttentionBatch:
     return TreeAttentionBatch(
-        batch.block_table, batch.kv_cache.shape[2], batch.query_start, batch.query_start.tolist(),
-        batch.seq_len, batch.seq_len.tolist(), batch.prefix_len, batch.mask_words, batch.tree_start,
+        batch.block_table,
+        batch.kv_cache.shape[2],
+        batch.query_start,
+        batch.query_start.tolist(),
+        batch.seq_len,
+        batch.seq_len.tolist(),
+        batch.prefix_len,
+        batch.mask_words,
+        batch.tree_start,
         **bounds,
-    )  # fmt: skip
+    )
 
 
 def windowed(batch, window: int) -> torch.Tensor:
@@ -184,8 +191,10 @@ def test_the_batches_above_are_cut_differently(short_splits):
     (alone,), crowd = plan({13}, 1), plan({1, 13, 70}, 9)
     assert alone.tile.rows == 64 and not alone.whole
     assert [(launch.tile.rows, launch.whole) for launch in crowd] == [
-        (16, True), (64, True), (128, True),
-    ]  # fmt: skip
+        (16, True),
+        (64, True),
+        (128, True),
+    ]
 
 
 def chunk_of(batch, first: int, count: int, requests: int = 0):
@@ -195,11 +204,15 @@ def chunk_of(batch, first: int, count: int, requests: int = 0):
     rows = slice(int(start[0]), int(start[-1]))
     start = torch.cat([start, start[-1:].expand(max(requests - count, 0))])
     return replace(
-        batch, query=batch.query[rows], block_table=batch.block_table[part],
-        query_start=start - start[0], seq_len=batch.seq_len[part],
-        prefix_len=batch.prefix_len[rows], mask_words=batch.mask_words[rows],
+        batch,
+        query=batch.query[rows],
+        block_table=batch.block_table[part],
+        query_start=start - start[0],
+        seq_len=batch.seq_len[part],
+        prefix_len=batch.prefix_len[rows],
+        mask_words=batch.mask_words[rows],
         tree_start=batch.tree_start[part],
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("there", [1, 7, 8, 12])

@@ -49,9 +49,15 @@ def test_it_runs_and_writes_nothing(window):
     cache = torch.randn(3, 4, 2, 16).transpose(1, 2)  # [blocks, kv heads, block size, 2D]
     before = cache.clone()
     compile_attention(
-        torch.empty(1, 4, 8), cache, torch.zeros(6, 5, dtype=torch.int32), 2, 64, 20,
-        window=window, soft_cap=4.0,
-    )  # fmt: skip
+        torch.empty(1, 4, 8),
+        cache,
+        torch.zeros(6, 5, dtype=torch.int32),
+        2,
+        64,
+        20,
+        window=window,
+        soft_cap=4.0,
+    )
     assert torch.equal(cache, before)
 
 
@@ -71,8 +77,14 @@ def test_nothing_is_left_to_compile():
         one = torch.ones(rows, dtype=torch.int32, device="cuda")
         start = [length * request for request in range(requests + 1)]
         TreeAttentionBatch(
-            table[:requests], block, torch.tensor(start, dtype=torch.int32, device="cuda"), start,
-            one[:requests], [entries] * requests, one,
-            torch.zeros(rows, 1, dtype=torch.int64, device="cuda"), one[:requests],
-        ).attend(query.new_zeros(rows, heads, size), cache, 0.1)  # fmt: skip
+            table[:requests],
+            block,
+            torch.tensor(start, dtype=torch.int32, device="cuda"),
+            start,
+            one[:requests],
+            [entries] * requests,
+            one,
+            torch.zeros(rows, 1, dtype=torch.int64, device="cuda"),
+            one[:requests],
+        ).attend(query.new_zeros(rows, heads, size), cache, 0.1)
     assert sum(len(each[0]) for each in _tree_attention_kernel.device_caches.values()) == ready

@@ -56,10 +56,12 @@ def some_starts(requests: int, starts: int, size: int, block: int, device) -> Si
     row[torch.rand(shape) < 0.2] = 0
     position = torch.randint(0, size, shape)
     valid = torch.rand(shape) > 0.2
-    return SimpleNamespace(**{
-        name: x.t().to(device)
-        for name, x in (("row", row), ("position", position), ("valid", valid))
-    })  # fmt: skip
+    return SimpleNamespace(
+        **{
+            name: x.t().to(device)
+            for name, x in (("row", row), ("position", position), ("valid", valid))
+        }
+    )
 
 
 @pytest.fixture
@@ -173,9 +175,20 @@ def test_no_rows(both, kernels):
     starts, table = none.view(0, 3), none.int().view(0, 5)
     prefix = none.view(0, len(fused.own))
     later = paged_attention.later_block_metadata_triton(
-        starts, starts, starts.bool(), none, none, fused.own, table, prefix, prefix[..., None],
-        None, 2, TOKENS, MAX,
-    )  # fmt: skip
+        starts,
+        starts,
+        starts.bool(),
+        none,
+        none,
+        fused.own,
+        table,
+        prefix,
+        prefix[..., None],
+        None,
+        2,
+        TOKENS,
+        MAX,
+    )
     shapes = [(0, 4), (1,), (0,), (0, 1), (0,), (0,), (0, 3), (0,), (0,)]
     assert [tuple(x.shape) for x in later] == shapes and later.query_start.tolist() == [0]
 

@@ -126,7 +126,8 @@ def test_growth_equals_torch(kernels, shape, make, seed):
     draw = torch.Generator().manual_seed(seed)
     device, requests = kernels.device, 2
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(growth, "Growing", kernels.load("expand", "select_tree").Growing)
+        kernel = kernels.load("expand", "attach_block", "select_tree")
+        patch.setattr(growth, "Growing", kernel.Growing)
         branching = torch.tensor(shape.branching)
         plain = Expansion(shape, branching, requests)
         fused = FusedExpansion(shape, branching.to(device), requests)

@@ -51,9 +51,19 @@ def form(forms):
 
 def launch_of(form, sharpness, verified, head):
     form.learn(
-        sharpness.log, sharpness.trees, head, verified, sharpness._limits, PRIOR, MEMORY,
-        sharpness.own, sharpness.own_trees, OWN_RANGE, OWN_PRIOR, OWN_MEMORY,
-    )  # fmt: skip
+        sharpness.log,
+        sharpness.trees,
+        head,
+        verified,
+        sharpness._limits,
+        PRIOR,
+        MEMORY,
+        sharpness.own,
+        sharpness.own_trees,
+        OWN_RANGE,
+        OWN_PRIOR,
+        OWN_MEMORY,
+    )
 
 
 # More requests than the program takes at once: 2048 / 8 nodes.

@@ -67,9 +67,16 @@ def test_wants_as_torch(kernels, count, slots, how):
         sure = torch.full((SLOTS,), 9.0, device=kernels.device)
         both = torch.zeros(SLOTS, dtype=torch.bool, device=kernels.device)
         want = launch(
-            gate.state, fall.to(kernels.device), size.to(kernels.device), how == "mean", step,
-            turn % 2 == 0, column(req_idx, kernels.device), sure, both,
-        )  # fmt: skip
+            gate.state,
+            fall.to(kernels.device),
+            size.to(kernels.device),
+            how == "mean",
+            step,
+            turn % 2 == 0,
+            column(req_idx, kernels.device),
+            sure,
+            both,
+        )
         assert step.item() == turn + 1
         known = confidence(tree, how)
         torch.testing.assert_close(sure.cpu()[req_idx], known)

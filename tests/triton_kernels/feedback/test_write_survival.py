@@ -32,9 +32,17 @@ def seen_much(device: torch.device | str, seed: int, most: float = 50.0) -> Acce
 
 def launch(kernels, req_idx, paused, temperature, table, steps, given):
     return kernels.load("write_survival", "copy_tree").write_survival_triton(
-        req_idx, paused, temperature, table.judged, table.reached, table.believed, PRIOR,
-        BINS_PER_NAT, steps, **given,
-    )  # fmt: skip
+        req_idx,
+        paused,
+        temperature,
+        table.judged,
+        table.reached,
+        table.believed,
+        PRIOR,
+        BINS_PER_NAT,
+        steps,
+        **given,
+    )
 
 
 def offered(kernels, combined: Combined, paused: torch.Tensor, heat: torch.Tensor, seed: int):
@@ -53,9 +61,14 @@ def offered(kernels, combined: Combined, paused: torch.Tensor, heat: torch.Tenso
     before = {name: x.clone() for name, x in given.items()}
     steps = torch.full((count + 2, num_nodes), -7.0, device=on)
     made = launch(
-        kernels, in_a_table(req_idx.to(on)), by_slot.to(on), in_a_table(heat.to(on)),
-        seen_much(on, seed), steps, given,
-    )  # fmt: skip
+        kernels,
+        in_a_table(req_idx.to(on)),
+        by_slot.to(on),
+        in_a_table(heat.to(on)),
+        seen_much(on, seed),
+        steps,
+        given,
+    )
     for name, x in given.items():
         assert torch.equal(x, before[name]), "the trees given stay as they are"
     assert (steps[count:] == -7).all()
@@ -128,10 +141,14 @@ def test_after_a_long_time(kernels):
     given = {name: x.to(kernels.device) for name, x in fields_of(combined).items()}
     steps, heat = torch.zeros(2, 60, device=kernels.device), torch.tensor([0.0, 0.5])
     launch(
-        kernels, torch.tensor([1, 0], device=kernels.device),
-        torch.zeros(2, dtype=torch.bool, device=kernels.device), heat.to(kernels.device), table,
-        steps, given,
-    )  # fmt: skip
+        kernels,
+        torch.tensor([1, 0], device=kernels.device),
+        torch.zeros(2, dtype=torch.bool, device=kernels.device),
+        heat.to(kernels.device),
+        table,
+        steps,
+        given,
+    )
     wanted = exact.steps(kinds(heat), combined.tree.logprob.double()).float()
     torch.testing.assert_close(steps.cpu(), wanted, atol=1e-6, rtol=3e-5)
 

@@ -93,8 +93,9 @@ def test_onto_a_sum(kernels, shape, dtype):
     got = kernels.load("fp8_linear").fp8_linear_triton(x, short, scale, residual)
     wanted = fp8_linear_reference(x.float(), short, scale, residual.float())
     assert got.dtype == dtype and torch.equal(residual, before)
-    torch.testing.assert_close(wanted - residual.float(), fp8_linear(x.float(), short, scale),
-                               atol=1e-5, rtol=1e-4)  # fmt: skip
+    torch.testing.assert_close(
+        wanted - residual.float(), fp8_linear(x.float(), short, scale), atol=1e-5, rtol=1e-4
+    )
     size = wanted.abs().amax(0)
     torch.testing.assert_close(
         got.float() / size, wanted / size, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]

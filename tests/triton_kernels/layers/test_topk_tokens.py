@@ -8,7 +8,7 @@ from vllm_specblock.triton_kernels.layers.lm_and_rank_head_reference import topk
 
 
 def load(kernels):
-    return kernels.load("topk_tokens", "lm_and_rank_head").topk_tokens_triton
+    return kernels.load("topk_tokens", "best_of_chunks").topk_tokens_triton
 
 
 def distinct_logits(lead, vocab, dtype, device):

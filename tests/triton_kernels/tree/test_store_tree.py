@@ -73,9 +73,19 @@ def both(kernels):
 def launch(kernels, kept: TreeStates, req_idx: torch.Tensor, combined: Combined) -> None:
     tree = combined.tree
     kernels.load("store_tree").store_tree_triton(
-        req_idx, tree.parent, tree.depth, tree.ancestors, tree.logprob, combined.origin,
-        kept.parent, kept.depth, kept.ancestors, kept.score, kept.origin, kept.accepted,
-    )  # fmt: skip
+        req_idx,
+        tree.parent,
+        tree.depth,
+        tree.ancestors,
+        tree.logprob,
+        combined.origin,
+        kept.parent,
+        kept.depth,
+        kept.ancestors,
+        kept.score,
+        kept.origin,
+        kept.accepted,
+    )
 
 
 @pytest.mark.parametrize("nodes", [1, 5, 60, 63, 64, 256])
@@ -119,7 +129,17 @@ def test_the_slots_take_the_kernel_where_they_lie_on_a_gpu(monkeypatch):
     slots.parent = OnGpu()
     slots.store(req_idx, combined)
     wanted = (
-        req_idx, tree.parent, tree.depth, tree.ancestors, tree.logprob, combined.origin,
-        slots.parent, slots.depth, slots.ancestors, slots.score, slots.origin, slots.accepted,
-    )  # fmt: skip
+        req_idx,
+        tree.parent,
+        tree.depth,
+        tree.ancestors,
+        tree.logprob,
+        combined.origin,
+        slots.parent,
+        slots.depth,
+        slots.ancestors,
+        slots.score,
+        slots.origin,
+        slots.accepted,
+    )
     assert len(calls) == 1 and all(a is b for a, b in zip(calls[0], wanted, strict=True))

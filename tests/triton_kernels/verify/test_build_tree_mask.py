@@ -59,9 +59,15 @@ def assert_as_torch(kernels, rows: BatchRows, depth, ancestors, column: bool = F
         table[:, 1] = req_idx
         req_idx = table[:, 1]
     launch(
-        position, query_start, seq_len, req_idx, node_start, depth.to(kernels.device),
-        ancestors.to(kernels.device), *(getattr(made, name) for name in WRITTEN),
-    )  # fmt: skip
+        position,
+        query_start,
+        seq_len,
+        req_idx,
+        node_start,
+        depth.to(kernels.device),
+        ancestors.to(kernels.device),
+        *(getattr(made, name) for name in WRITTEN),
+    )
     for name in WRITTEN:
         assert torch.equal(getattr(made, name).cpu(), getattr(wanted, name)), name
 

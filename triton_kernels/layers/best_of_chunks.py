@@ -1,0 +1,172 @@
+"""The best of a row's logits, chunk by chunk: one launch, and how a second one merges them.
+
+The draft vocabulary is cut into chunks, so that a few rows keep all SMs reading. The launch finds
+every chunk's best and its sums of exponentials; a kernel with a program per row merges them. Of
+equal logits the one with the lower index comes first.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from ..optional_triton import cdiv, jit, next_power_of_2, tl
+
+
+class MergeConstants(NamedTuple):
+    """What `merge_chunks` is compiled for."""
+
+    CHUNKS: int
+    CHUNK_PLACES: int  # >= CHUNKS
+    MERGED: int  # >= CHUNKS · TOP
+    TOP: int  # best of a chunk
+
+
+def best_of_chunks(
+    logits: torch.Tensor,
+    most: int,
+    beta: torch.Tensor | None,
+    *,
+    spread: bool = False,
+    scale: float = 1.0,
+) -> tuple[tuple[Any, ...], MergeConstants]:
+    """Launch the first kernel.
+
+    Args:
+        logits: [R, ..., Vd], of any floating dtype.
+        most: how many of the best of a row are wanted, at most Vd.
+        beta: [R] fp32, or None.
+        spread: whether the entropy over the whole vocabulary is.
+        scale: factor on the logits, above 0.
+
+    Returns:
+        the first arguments of a kernel that merges the chunks, and what it is compiled for.
+    """
+    vocab = logits.shape[-1]
+    logits = logits.detach().reshape(-1, vocab).contiguous()
+    rows = len(logits)
+    top = max(2, next_power_of_2(most))  # a top-k of 1 does not compile with Triton 3.6
+    # At most 32 chunks, so that one program can merge them; no smaller than a program is worth.
+    chunk = max(top, min(next_power_of_2(vocab), 1024), next_power_of_2(cdiv(vocab, 32)))
+    chunks = cdiv(vocab, chunk)
+    best = torch.empty(rows, chunks, top, dtype=torch.int64, device=logits.device)
+    sums = torch.empty(4, rows, chunks, dtype=torch.float32, device=logits.device)
+    rows_each = 1 if beta is None or not rows else rows // len(beta)
+    if rows:
+        _best_of_chunk_kernel[(rows, chunks)](
+            logits,
+            best,
+            sums,
+            rows * chunks,
+            vocab,
+            beta,
+            rows_each,
+            scale,
+            CHUNK=chunk,
+            TOP=top,
+            SPREAD=spread,
+            num_warps=4 if chunk <= 1024 else 8,
+        )
+    constants = MergeConstants(
+        CHUNKS=chunks,
+        CHUNK_PLACES=next_power_of_2(chunks),
+        MERGED=next_power_of_2(chunks * top),
+        TOP=top,
+    )
+    return (best, sums, rows * chunks, beta, rows_each), constants
+
+
+@jit(do_not_specialize=["num_chunks", "rows_each"])
+def _best_of_chunk_kernel(
+    logits,  # [rows, vocab]
+    best,  # [rows, chunks, TOP] int64: x as an ordered integer << 32 | (2^31 - 1 - index)
+    sums,  # [4, rows, chunks] fp32: m = max x, and with d = x - m the sums of e^d, d e^d, e^(bd)
+    num_chunks,  # rows * chunks
+    vocab,
+    beta,  # [rows / rows_each] fp32, b; None: 1
+    rows_each,
+    scale,  # of x = scale * logit
+    CHUNK: tl.constexpr,
+    TOP: tl.constexpr,
+    SPREAD: tl.constexpr,  # whether the sum of d e^d is wanted
+):
+    """One chunk of one row."""
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    out = row * tl.num_programs(1) + chunk
+    index = chunk * CHUNK + tl.arange(0, CHUNK)
+    inside = index < vocab
+    x = tl.load(logits + row * vocab + index, mask=inside, other=float("-inf"))
+    x = x.to(tl.float32) * scale
+
+    largest = tl.max(x, 0)
+    below = tl.where(inside, x - largest, 0.0)
+    weight = tl.where(inside, tl.exp(below), 0.0)
+    tl.store(sums + out, largest)
+    tl.store(sums + num_chunks + out, tl.sum(weight, 0))
+    if SPREAD:
+        tl.store(sums + 2 * num_chunks + out, tl.sum(weight * below, 0))
+    if beta is not None:
+        sharp = tl.load(beta + row // rows_each)
+        sharper = tl.where(inside, tl.exp(sharp * below), 0.0)
+        tl.store(sums + 3 * num_chunks + out, tl.sum(sharper, 0))
+
+    # A NaN may order below −inf, and then what lies beyond the vocabulary would come before it.
+    bits = tl.where(x == x, x, float("-inf")).to(tl.int32, bitcast=True)
+    # Negative floats order against their bits.
+    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
+    keys = (ordered << 32) | (0x7FFFFFFF - index).to(tl.int64)
+    tl.store(best + out * TOP + tl.arange(0, TOP), tl.topk(keys, TOP))
+
+
+@jit
+def merge_chunks(
+    best,  # as in the kernel above, down to `rows_each`
+    sums,
+    num_chunks,
+    beta,
+    rows_each,
+    offset,  # [vocab] int64
+    logprob,  # [rows, WIDTH] fp32
+    token,  # [rows, WIDTH] int64
+    row,  # int64
+    MERGE: tl.constexpr,  # MergeConstants
+    WIDTH: tl.constexpr,
+):
+    """Write one row's best tokens.
+
+    Returns its TOP best x, the largest, per chunk how far its own largest is below that and its
+    sum of e^d, and the row's sum of e^(x - largest).
+    """
+    place = tl.arange(0, MERGE.MERGED)
+    nothing: tl.constexpr = -0x8000000000000000
+    keys = tl.load(
+        best + row * (MERGE.CHUNKS * MERGE.TOP) + place,
+        mask=place < MERGE.CHUNKS * MERGE.TOP,
+        other=nothing,
+    )
+    keys = tl.topk(keys, MERGE.TOP)
+    ordered = (keys >> 32).to(tl.int32)
+    values = tl.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered).to(tl.float32, bitcast=True)
+    index = 0x7FFFFFFF - (keys & 0x7FFFFFFF)
+
+    chunk = tl.arange(0, MERGE.CHUNK_PLACES)
+    at = sums + row * MERGE.CHUNKS + chunk
+    largest = tl.load(at, mask=chunk < MERGE.CHUNKS, other=float("-inf"))
+    weight = tl.load(at + num_chunks, mask=chunk < MERGE.CHUNKS, other=0.0)
+    most = tl.max(largest, 0)
+    lower = tl.where(chunk < MERGE.CHUNKS, largest - most, 0.0)
+    total = tl.sum(weight * tl.exp(lower), 0)
+    if beta is None:
+        scores = values - (most + tl.log(total))
+    else:
+        sharp = tl.load(beta + row // rows_each)
+        sharper = tl.load(at + 3 * num_chunks, mask=chunk < MERGE.CHUNKS, other=0.0)
+        sharper = tl.sum(sharper * tl.exp(sharp * lower), 0)
+        scores = sharp * (values - most) - tl.log(sharper)
+    rank = tl.arange(0, MERGE.TOP)
+    out = row * WIDTH + rank
+    tl.store(logprob + out, scores, mask=rank < WIDTH)
+    chosen = index + tl.load(offset + index, mask=rank < WIDTH, other=0)
+    tl.store(token + out, chosen, mask=rank < WIDTH)
+    return values, most, lower, weight, total
