@@ -5,7 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from vllm_specblock.feedback.drafting_switch import _PATIENCE, _PATIENCE_MEASURED, DraftingSwitch
+from vllm_specblock.feedback.drafting_switch import (
+    _PATIENCE,
+    _PATIENCE_MEASURED,
+    _PROBE_SHARE,
+    _REPAID_IN,
+    DraftingSwitch,
+)
 
 
 def taught(survival, steps=400):
@@ -137,3 +143,26 @@ def test_what_was_measured_goes_before_costs_and_is_believed_sooner():
     assert found == [False] * (_PATIENCE_MEASURED - 1) + [True]
     assert drafting_switch.decide(1, 0.1, flat_until(64), gain=1.02)  # not worth a change
     assert not drafting_switch.decide(64, 0.1, flat_until(64), gain=1.1)
+
+
+def test_a_rest_ends_where_catching_up_is_won_back():
+    def awake(gain, catch_up):
+        switch = DraftingSwitch(3, probes=True)
+        for _ in range(_PATIENCE_MEASURED):
+            switch.decide(4, 0.1, flat_until(64), 0.9)
+        assert switch.all_paused
+        return not switch.decide(4, 0.1, flat_until(64), gain, catch_up)
+
+    assert awake(1.1, 0.0) and awake(1.1, 0.09 * _REPAID_IN)
+    assert not awake(1.1, 0.11 * _REPAID_IN) and awake(1.3, 0.11 * _REPAID_IN)
+
+
+def test_probes_are_rarer_where_catching_up_takes_long():
+    def first_probe(catch_up):
+        switch = DraftingSwitch(3, probes=True)
+        for step in range(5_000):
+            if not switch.decide(4, 0.1, flat_until(64), 0.9, catch_up) and step > 10:
+                return step
+        return None
+
+    assert first_probe(0.0) < first_probe(10.0) == pytest.approx(10 / _PROBE_SHARE, abs=10)

@@ -113,7 +113,8 @@ def tree_attention(
         key_scale,
     )
     into = OutPointers(out, lse, value_scale)
-    strides = BatchStrides(*query.stride(), block_table.stride(0), mask_words32.stride(0))
+    token, head, dim = query.stride()
+    strides = BatchStrides(token, head, dim, block_table.stride(0), mask_words32.stride(0))
     cache_strides = CacheStrides(*kv_cache.stride())
     out_strides = OutStrides(*out.stride(), *((0, 0) if lse is None else lse.stride()))
     for launch in launches:

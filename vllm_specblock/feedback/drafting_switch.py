@@ -16,6 +16,13 @@ _PROBE_AFTER, _PROBE_LATEST = 128, 1024
 """After so many steps at rest some are drafted for, to see whether the texts have changed; after
 twice as many the next time, and so on."""
 
+_PROBE_SHARE = 0.02
+"""Of the time at rest, what the catching up of a probe may take."""
+
+_REPAID_IN = 64
+"""Steps in which drafting again has to win what catching up takes: nobody knows how long requests
+go on, and the last ones of a batch are no reason to read for all of them what was missed."""
+
 _PROBE_DECAY = 0.7
 """Of what is known of trees, with every probed step."""
 
@@ -62,6 +69,7 @@ class DraftingSwitch:
         draft_cost: float,
         verify_cost: np.ndarray,
         gain: float | None = None,
+        catch_up: float = 0.0,
     ) -> bool:
         """Whether drafting is paused from now on.
 
@@ -72,6 +80,8 @@ class DraftingSwitch:
                 drafts that it has no room for are not verified.
             gain: measured speed with drafts over that without, in place of what follows from costs;
                 None: not known.
+            catch_up: time that the drafters would take to read what they have missed, in the same
+                unit.
         """
         nodes = np.arange(len(self.usual) + 1)
         tokens = num_requests * (1 + nodes)
@@ -85,11 +95,14 @@ class DraftingSwitch:
             gain = speed * verify_cost[num_requests] / num_requests
         if self.all_paused:
             self._rested += 1
-            if self.probes and self._rested >= self._wait:
+            step = verify_cost[num_requests]
+            cheap = catch_up <= _PROBE_SHARE * self._rested * step
+            repaid = catch_up <= _REPAID_IN * (gain - 1) * step
+            if self.probes and self._rested >= self._wait and cheap:
                 self._probing, self._wait = _PROBE_STEPS, min(2 * self._wait, _PROBE_LATEST)
                 self.all_paused = False
             else:
-                self.all_paused = gain < 1 + _MARGIN
+                self.all_paused = gain < 1 + _MARGIN or not repaid
         elif self._probing:
             self._probing -= 1
             self.all_paused = not self._probing and gain < 1 + _MARGIN

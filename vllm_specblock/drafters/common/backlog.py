@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -46,15 +47,17 @@ class Backlog:
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
         self.most_bytes, self.bytes = most_bytes, 0
         self.pieces: dict[int, list[_Piece]] = {}
+        self._rows: Counter[int] = Counter()
 
     def forget(self, req_idx: int) -> None:
         """The request in `kv_slot` is gone."""
+        self._rows.pop(req_idx, None)
         for piece in self.pieces.pop(req_idx, []):
             self.bytes -= len(piece) * _row_bytes(piece.states)
 
     def rows(self, req_idx: int) -> int:
         """How many rows of the request in `kv_slot` are kept."""
-        return sum(map(len, self.pieces.get(req_idx, [])))
+        return self._rows[req_idx]
 
     def has_room(self, rows: CommittedTokens) -> bool:
         """Whether all of a step's rows can be kept."""
@@ -89,6 +92,7 @@ class Backlog:
             end = begin + last[r] + 1 - rows.row_start_host[r]
             piece = _Piece(states, slice(begin, end), first[r])
             self.pieces.setdefault(slots[r], []).append(piece)
+            self._rows[slots[r]] += len(piece)
             begin = end
         return kept
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -41,12 +41,14 @@ class DraftingState:
         can_resume: whether some can.
         draft_seconds: host time of the last proposal; of use where the host is the device, as
         accepted: draft tokens that the last step has accepted.
+        missed: request slot → committed rows that its drafters have missed and can catch up with.
     """
 
     def __init__(self, num_slots: int, can_resume: bool) -> None:
         self.all_paused, self.can_resume = False, can_resume
         self.paused, self.samples = np.zeros((2, num_slots), dtype=bool)
         self.draft_seconds, self.accepted = 0.0, 0
+        self.missed: Callable[[int], int] = lambda slot: 0
 
 
 _SWITCHES: weakref.WeakKeyDictionary[RequestState, DraftingState] = weakref.WeakKeyDictionary()
@@ -105,12 +107,20 @@ class TreeBudgetManager(AdaptiveVerificationManager):
             self.drafting_switch.learn(confidence[drafted].astype(np.float64).cumprod(1))
         draft_cost, verify_cost = self.cost_tables
         self.drafting_state.all_paused = self.drafting_switch.decide(
-            len(decoding), draft_cost[len(requests)], verify_cost, self._gain(len(decoding))
+            len(decoding),
+            draft_cost[len(requests)],
+            verify_cost,
+            self._gain(len(decoding)),
+            self._catch_up(slots),
         )
 
     def _gain(self, decoding: int) -> float | None:
         """Measured speed with drafts over that without; None: not known."""
         return None
+
+    def _catch_up(self, slots: np.ndarray) -> float:
+        """Time that drafters would take to read what these requests' have missed; 0: not known."""
+        return 0.0
 
     def reallocate_drafts(
         self, req_ids: list[str], idx_mapping: torch.Tensor

@@ -46,6 +46,8 @@ class AdaptiveTrees:
         self.backlog = Backlog() if self.follow and on_host else None
         can_resume = on_host or not self.follow
         self.drafting_state = budget.drafting_state_of(states, num_slots, can_resume)
+        if self.backlog is not None:
+            self.drafting_state.missed = self.backlog.rows
         self.acceptance = AcceptanceEstimator(device)
         self.paused = torch.zeros(num_slots, dtype=torch.bool, device=device)
         if on_host:
@@ -67,9 +69,9 @@ class AdaptiveTrees:
         """Whether nothing is to be drafted at the end of this step.
 
         The manager decides in decode steps. Where nobody decodes, what it said last was about
-        requests that are gone.
+        requests that are gone; where drafters can catch up, it stands, and prompts wait with them.
         """
-        if batch.is_prefilling_np[: batch.num_reqs].all():  # a host array
+        if self.backlog is None and batch.is_prefilling_np[: batch.num_reqs].all():  # a host array
             self.drafting_state.all_paused = False
         return self.drafting_state.all_paused
 

@@ -32,6 +32,9 @@ _FIRST_STEPS = 12
 _EXPLORE_EVERY = 64
 """Later one step in so many verifies half as much as it would, or twice as much."""
 
+_MANY = 8
+"""Missed rows of a request with which drafting takes the longer for catching up."""
+
 _FEW = 16
 """Steps of more tokens than so many come in few sizes: see `round_up`."""
 
@@ -44,6 +47,7 @@ class Before(NamedTuple):
         tokens: rows of the target.
         trees: some were there to be verified.
         drafts: new ones were made.
+        missed: rows that drafters had not read when it began.
     """
 
     began: float
@@ -51,6 +55,7 @@ class Before(NamedTuple):
     tokens: int
     trees: bool
     drafts: bool
+    missed: int
 
 
 class HostBudgetManager(TreeBudgetManager):
@@ -68,6 +73,8 @@ class HostBudgetManager(TreeBudgetManager):
         self.throughput, self.sampling = Throughput(), False
         self.steps, self.explores = 0, True
         self._before: Before | None = None
+        self._row_seconds = 0.0  # of catching up, by row that was missed
+        self._missed_rows = 0  # by the batch, before this step
 
     def measured(self, verify: dict[int, float], draft: dict[int, float]) -> None:
         """Take what steps took: tokens → seconds of verification, rising; requests → seconds of
@@ -107,7 +114,8 @@ class HostBudgetManager(TreeBudgetManager):
                 )
             self.drafting_state.accepted = 0
             now = time.perf_counter()
-            self._before = Before(now, requests, tokens, trees, not self.drafting_state.all_paused)
+            drafts = not self.drafting_state.all_paused
+            self._before = Before(now, requests, tokens, trees, drafts, self._missed_rows)
         return tokens
 
     def _observe(self, requests: list[str] | None) -> None:
@@ -120,6 +128,8 @@ class HostBudgetManager(TreeBudgetManager):
             drafting = self.drafting_state.draft_seconds
             if before.trees:  # else the drafters also take in what they have missed
                 self.draft_costs.observe(count, count, drafting)
+            elif before.missed > _MANY * count:
+                self._row_seconds = drafting / before.missed
         took = time.perf_counter() - before.began
         self.verify_costs.observe(before.tokens, count, took - drafting)
         if before.trees and before.drafts:
@@ -130,6 +140,10 @@ class HostBudgetManager(TreeBudgetManager):
 
     def _gain(self, decoding: int) -> float | None:
         return self.throughput.gain(decoding, self.sampling) if decoding else None
+
+    def _catch_up(self, slots: np.ndarray) -> float:
+        self._missed_rows = sum(map(self.drafting_state.missed, slots.tolist()))
+        return self._row_seconds * self._missed_rows
 
     def _explored(self) -> int:
         """Another budget than the best one, now and then; returns the batch's tokens."""
