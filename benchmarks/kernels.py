@@ -29,7 +29,7 @@ from vllm_specblock.triton_kernels.layers.layer_shift import layer_shift, layer_
 from vllm_specblock.commit.committed_tokens import committed_sources
 from vllm_specblock.commit.move import move_path
 from vllm_specblock.drafters.common.synthetic import synthetic_tree
-from vllm_specblock.drafters.specblock.growth import TreeShape
+from vllm_specblock.drafters.specblock.tree_shape import TreeShape
 
 GOAL = 1.10
 """Tree attention over FlashAttention's time on a causal chain of the same size, at most."""

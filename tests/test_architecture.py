@@ -79,10 +79,10 @@ STEP = [
     )),
     ROOT / "vllm_specblock/drafters/interface.py",
     *(ROOT / "vllm_specblock/drafters/specblock" / f"{name}.py" for name in (
-        "drafter", "growth", "model", "paged_attention"
+        "draft_attention", "drafter", "fused_growth", "growth", "model", "tree_shape"
     )),
     *(ROOT / "vllm_specblock/drafters/common" / f"{name}.py" for name in (
-        "layers", "linear", "rope"
+        "layers", "linear", "paged_attention", "rope"
     )),
     ROOT / "vllm_specblock/drafters/ngram/drafter.py",
     *(ROOT / "vllm_specblock/combine" / f"{name}.py" for name in (

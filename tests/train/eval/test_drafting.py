@@ -12,7 +12,7 @@ from support.trees import texts
 from vllm_specblock.config import SpecBlockConfig
 from vllm_specblock.drafters.specblock.dense_cache import DenseBlockCache
 from vllm_specblock.drafters.specblock.drafter import SpecBlockDrafter
-from vllm_specblock.drafters.specblock.growth import TreeShape
+from vllm_specblock.drafters.specblock.tree_shape import TreeShape
 from vllm_specblock.feedback.calibration import DraftCalibration
 from vllm_specblock.train.eval.drafting import (
     SpecBlockDraft,

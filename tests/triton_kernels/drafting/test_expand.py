@@ -16,8 +16,10 @@ from vllm_specblock.candidates import (
     rank_key,
     select_reference,
 )
-from vllm_specblock.drafters.specblock import growth
-from vllm_specblock.drafters.specblock.growth import Expansion, FusedExpansion, TreeShape
+from vllm_specblock.drafters.specblock import fused_growth
+from vllm_specblock.drafters.specblock.fused_growth import FusedExpansion
+from vllm_specblock.drafters.specblock.growth import Expansion
+from vllm_specblock.drafters.specblock.tree_shape import TreeShape
 from vllm_specblock.tree import DraftTree
 
 EXAMPLES = settings(
@@ -126,7 +128,7 @@ def test_growth_equals_torch(kernels, shape, make, seed):
     draw = torch.Generator().manual_seed(seed)
     device, requests = kernels.device, 2
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(growth, "Growing", kernels.load("expand", "select_tree").Growing)
+        patch.setattr(fused_growth, "Growing", kernels.load("expand", "select_tree").Growing)
         branching = torch.tensor(shape.branching)
         plain = Expansion(shape, branching, requests)
         fused = FusedExpansion(shape, branching.to(device), requests)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from vllm_specblock.drafters.common.chunked_advance import MAX_ROWS
+from vllm_specblock.drafters.common.paged_attention import PagedAttention
 from vllm_specblock.drafters.interface import CacheLayer, CommittedTokens, Drafter
-from vllm_specblock.drafters.specblock.paged_attention import PagedAttention
 from vllm_specblock.triton_kernels.attention.tree_attention_batch import TreeAttentionBatch
 from vllm_specblock.triton_kernels.warm_up import compile_attention
 
