@@ -21,9 +21,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 import typer
-from rich.console import Console
-from rich.table import Table
-from synthetic_training import (
+from lib.synthetic_training import (
     FAVOURITE,
     SHAPES,
     SameText,
@@ -33,9 +31,11 @@ from synthetic_training import (
     make_text,
     online_teacher,
 )
+from lib.train_flops import Load, drafter_flops, load_of, teacher_flops
+from rich.console import Console
+from rich.table import Table
 from torch import Tensor
 from torch._dynamo.utils import counters
-from train_flops import Load, drafter_flops, load_of, teacher_flops
 
 from vllm_specblock.train import provenance
 from vllm_specblock.train.config import TrainConfig, TrainError, parse

@@ -10,7 +10,7 @@ import drafter_forward as bench
 import pytest
 import torch
 import typer
-from model_configs import MODELS, make_drafter, write_target
+from lib.model_configs import MODELS, make_drafter, write_target
 from typer.testing import CliRunner
 
 from vllm_specblock.drafters.common import paged_attention

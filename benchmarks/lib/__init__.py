@@ -1,0 +1,1 @@
+"""What several benchmarks share; a command each is one folder up, which Python then looks in."""
