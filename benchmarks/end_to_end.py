@@ -6,9 +6,9 @@
 
 With random weights nothing would be accepted. vLLM's `rejection_sample_method: "synthetic"` imposes
 it, on its own chains and on our trees alike: a first choice at depth k is right with probability
-α_k, whoever drafts it (`acceptance.py`). What is generated then means nothing; what a step costs
-is real. The paper's EAGLE-3 drafter is right more often than its SpecBlock drafter; here both have
-one profile, and so has vLLM's n-gram lookup.
+α_k, whoever drafts it (`lib/acceptance.py`). What is generated then means nothing; what a step
+costs is real. The paper's EAGLE-3 drafter is right more often than its SpecBlock drafter; here both
+have one profile, and so has vLLM's n-gram lookup.
 
 Every engine runs in a process of its own, with the same cache of keys and values. A killed run
 goes on.

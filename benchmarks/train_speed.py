@@ -2,9 +2,9 @@
 
     python benchmarks/train_speed.py [--shape 8b] [--blocks 3] [--batch 4] [--json OUT]
 
-`synthetic_training.py` says how random weights come to a trained drafter's load; `--alpha` is the
-share of positions that it gets right, and 1 counts every position, the most work there can be. All
-of the text is counted: the prompts of chat data would spare some.
+`lib/synthetic_training.py` says how random weights come to a trained drafter's load; `--alpha` is
+the share of positions that it gets right, and 1 counts every position, the most work there can be.
+All of the text is counted: the prompts of chat data would spare some.
 
 The trainer runs as it is, at a learning rate of next to nothing: the same arithmetic, and the load
 stays. Features and p* lie on the device; with `--with-target` a random target computes them anew.
