@@ -19,7 +19,7 @@ SOURCES = sorted([*ROOT.glob("vllm_specblock/**/*.py"), *ROOT.glob("triton_kerne
 ROOMS = [
     {"triton_kernels", "versions"},
     {"tree", "candidates"},
-    {"config", "parse_config", "drafters", "combine", "verify", "commit", "feedback"},
+    {"config", "drafters", "combine", "verify", "commit", "feedback"},
     {"train"},
     {"adapt"},
     {"triton_interpreter", "engine"},

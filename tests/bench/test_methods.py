@@ -8,7 +8,7 @@ import pytest
 
 from vllm_specblock.bench.config import BenchError
 from vllm_specblock.bench.methods import BUILT_IN, resolve, weights
-from vllm_specblock.parse_config import parse_combine, parse_head, split_keys
+from vllm_specblock.config import parse_combine, parse_head, split_keys
 from vllm_specblock.train.config import TrainError, parse
 
 

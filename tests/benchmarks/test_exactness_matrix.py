@@ -8,7 +8,7 @@ import exactness
 import pytest
 import typer
 
-from vllm_specblock.parse_config import parse_combine, parse_head, split_keys
+from vllm_specblock.config import parse_combine, parse_head, split_keys
 
 
 def test_every_pair_by_every_policy_with_keys_that_are_taken():

@@ -23,7 +23,7 @@ from lib.options import chosen
 from lib.spec_configs import POLICIES
 from typer.testing import CliRunner
 
-from vllm_specblock.parse_config import parse_combine, parse_head, split_keys
+from vllm_specblock.config import parse_combine, parse_head, split_keys
 
 HOW = {"num_blocks": 2, "num_starts": 4, "confidence": "sum"}
 

@@ -22,8 +22,13 @@ from transformers import AutoConfig, LlamaForCausalLM
 
 from vllm_specblock.bench.config import BenchConfig
 from vllm_specblock.cli.main import app
-from vllm_specblock.config import SOURCE_KEYS
-from vllm_specblock.parse_config import check_num_nodes, parse_combine, parse_head, split_keys
+from vllm_specblock.config import (
+    SOURCE_KEYS,
+    check_num_nodes,
+    parse_combine,
+    parse_head,
+    split_keys,
+)
 from vllm_specblock.train.config import TrainConfig, parse, read_recipe
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,8 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from vllm_specblock.adapt.book import Requests
 from vllm_specblock.adapt.policy.interface import EVERY
-from vllm_specblock.config import OptionError, Options
-from vllm_specblock.parse_config import parse_options
+from vllm_specblock.config import OptionError, Options, parse_options
 
 KEY = "adapt"
 """Of `speculative_config`, at the head that adapts."""

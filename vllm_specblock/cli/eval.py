@@ -91,9 +91,8 @@ def evaluate(
     from tqdm import tqdm
 
     from vllm_specblock.cli.report.eval_tables import print_tables
-    from vllm_specblock.config import DEFAULT_NODES
+    from vllm_specblock.config import DEFAULT_NODES, parse_head
     from vllm_specblock.drafters.specblock import checkpoint
-    from vllm_specblock.parse_config import parse_head
     from vllm_specblock.train.data.prompts import read_prompts
     from vllm_specblock.train.data.shards import replace
     from vllm_specblock.train.distributed_model import usable_device

@@ -28,11 +28,13 @@ from vllm_specblock.config import (
     ParallelSpecConfig,
     SpecBlockConfig,
     SpSConfig,
+    parse_combine,
+    parse_head,
+    split_keys,
 )
 from vllm_specblock.drafters.baselines import checkpoint as baseline_files
 from vllm_specblock.drafters.eagle3 import checkpoint as eagle3_files
 from vllm_specblock.drafters.specblock import checkpoint as specblock_files
-from vllm_specblock.parse_config import parse_combine, parse_head, split_keys
 from vllm_specblock.tree import MAX_NODES
 
 DRAFTER_FILES = ["config.json", "*.safetensors", "vocab_mapping.pt", "pytorch_model*.bin*"]

@@ -20,6 +20,7 @@ from vllm_specblock.config import (
     METHOD,
     VLLM_KEYS,
     OptionError,
+    check_num_nodes,
 )
 from vllm_specblock.engine.config.batch_sizes import capture_trees, make_room
 from vllm_specblock.engine.config.resolved_config import ResolvedConfig, resolve_config
@@ -33,7 +34,6 @@ from vllm_specblock.engine.config.validate import (
     check_weights,
     has_windows,
 )
-from vllm_specblock.parse_config import check_num_nodes
 
 PLACEHOLDER_DRAFT_CONFIG = Path(__file__).parent / "placeholder_draft_config"
 """vLLM wants a draft model's config also where no drafter has one that it can read."""

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from vllm_specblock.config import DEFAULT_NODES, Eagle3Config, SpecBlockConfig
+from vllm_specblock.config import DEFAULT_NODES, Eagle3Config, SpecBlockConfig, parse_head
 from vllm_specblock.drafters.common.target_info import check_target, describe_target, read_target
 from vllm_specblock.drafters.eagle3 import checkpoint as eagle3_files
 from vllm_specblock.drafters.eagle3.growth import DynamicTreeConfig
@@ -18,7 +18,6 @@ from vllm_specblock.drafters.specblock.config import CheckpointError, TargetInfo
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
 from vllm_specblock.drafters.specblock.tree_shape import TreeShape
 from vllm_specblock.feedback.calibration import DraftCalibration
-from vllm_specblock.parse_config import parse_head
 from vllm_specblock.train.config import TrainError
 from vllm_specblock.train.eval.drafting import SpecBlockDraft, serving_shape
 from vllm_specblock.train.eval.eagle3_drafting import Eagle3Draft, serving_growth

@@ -10,8 +10,11 @@ from vllm_specblock.config import (
     NGramConfig,
     OptionError,
     SpecBlockConfig,
+    check_num_nodes,
+    parse_combine,
+    parse_head,
+    split_keys,
 )
-from vllm_specblock.parse_config import check_num_nodes, parse_combine, parse_head, split_keys
 from vllm_specblock.versions import is_supported, supported_sentence
 
 
@@ -136,7 +139,7 @@ def test_versions():
 @pytest.mark.parametrize("kind", ["specblock", "eagle3", "medusa", "sps"])
 def test_an_old_name_is_taken_and_says_so(kind, caplog):
     given = {"learn_sharpness": False}
-    with caplog.at_level("WARNING", logger="vllm_specblock.parse_config"):
+    with caplog.at_level("WARNING", logger="vllm_specblock.config"):
         assert parse_head(given, kind, "second_head.").calibrate_drafts is False
     (said,) = caplog.messages
     assert "'second_head.learn_sharpness'" in said and "'calibrate_drafts'" in said
