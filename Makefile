@@ -46,7 +46,7 @@ two-heads: setup
 	$(ANSWER) --input $(TWO)/code.jsonl --input $(TWO)/tables.jsonl --out $(TWO)/data/both
 	$(VENV)/bin/specblock train examples/two_heads/code.yaml
 	$(VENV)/bin/specblock train examples/two_heads/tables.yaml
-	$(VENV)/bin/python benchmarks/comparison.py examples/two_heads/comparison.yaml
+	$(VENV)/bin/python research/comparison.py examples/two_heads/comparison.yaml
 
 lint: setup
 	$(VENV)/bin/ruff check .

@@ -16,7 +16,7 @@ from statistics import fmean
 from typing import Annotated, Any
 
 import typer
-from results_store import ROOT, markdown_table
+from lib.results_store import ROOT, markdown_table
 
 from vllm_specblock.adapt.policy.registry import POLICIES
 from vllm_specblock.adapt.streams import STREAMS

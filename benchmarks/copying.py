@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from engine_process import ACCEPTED, DRAFTS, Answer, EngineFailed, Request, Task, run
-from results_store import MEASURED, ROOT, ResultsStore, from_root, markdown_table, weights
-from spec_configs import NGRAM, alone, specblock, together
+from engine_process import ACCEPTED, DRAFTS, Answer, Request, Task
+from lib.cells import PLAIN, TEMPERATURES, answers_of, cell_name, cells, summary
+from lib.results_store import MEASURED, ROOT, ResultsStore, from_root, markdown_table, weights
+from lib.spec_configs import NGRAM, alone, specblock, together
 
 FOLDER = ROOT / "runs/copying"
-PLAIN, BASE = "vLLM", "SpecBlock"
+BASE = "SpecBlock"
 FORMS = ("edit", "quote")
-TEMPERATURES = (0.0, 1.0)
 GRAM = 4
 """A token is taken over from a text if it ends so many tokens in a row that are there, too."""
 ALONE = ((12, 1), (24, 1), (60, 2))
@@ -62,15 +62,6 @@ def engines(drafter: str, nodes: int, blocks: int) -> dict[str, dict[str, Any] |
         "n-gram first, lazy, sum": together(NGRAM, head, nodes, "lazy route", confidence="sum"),
         "merge trie, joint": together(head, NGRAM, nodes, "merge trie, joint"),
     }
-
-
-def cells() -> list[tuple[str, float]]:
-    """(form, temperature) of every task."""
-    return [(form, temperature) for form in FORMS for temperature in TEMPERATURES]
-
-
-def cell_name(form: str, temperature: float) -> str:
-    return f"{form}, T = {temperature:g}"
 
 
 def total(result: dict[str, dict[str, Any]], temperature: float) -> dict[str, float]:
@@ -121,15 +112,6 @@ def load_prompts(path: Path, count: int) -> dict[str, list[str]]:
     return found
 
 
-def summary(answers: list[Answer], plain: dict[str, Any] | None) -> dict[str, Any]:
-    """One engine's results by cell; `plain` are plain vLLM's, None for its own."""
-    names = [cell_name(*cell) for cell in cells()]
-    return {
-        name: answer.summary(plain and plain[name])
-        for name, answer in zip(names, answers, strict=True)
-    }
-
-
 def add_origins(
     result: dict[str, Any], answers: list[Answer], prompts: dict[str, list[str]], target: Path
 ) -> None:
@@ -137,7 +119,7 @@ def add_origins(
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(target)
-    for (form, temperature), answer in zip(cells(), answers, strict=True):
+    for (form, temperature), answer in zip(cells(FORMS), answers, strict=True):
         ids = tokenizer(prompts[form])["input_ids"]
         shares = [origins(*each) for each in zip(ids, answer.ids, strict=True)]
         cell = result[cell_name(form, temperature)]
@@ -174,20 +156,17 @@ def main(
         "kv_cache_memory_bytes": cache_mib << 20,
     }
     store = ResultsStore(out, settings)
-    tasks = [Task(texts[form], t, max_tokens, 1, repeat) for form, t in cells()]
+    tasks = [Task(texts[form], t, max_tokens, 1, repeat) for form, t in cells(FORMS)]
     measured, failed = {}, 0
     for name, speculative in engines(str(drafter), nodes, blocks).items():
         if name not in store:
-            print(f"{name} …", flush=True)
-            try:
-                answers = list(run(Request(str(target), speculative, tasks, engine)))
-            except EngineFailed as error:
-                print(f"{name}: {error}")
+            answers = answers_of(Request(str(target), speculative, tasks, engine), name)
+            if answers is None:
                 if name == PLAIN:
-                    raise typer.Exit(1) from None
+                    raise typer.Exit(1)
                 failed += 1
                 continue
-            result = summary(answers, store.results.get(PLAIN))
+            result = summary(FORMS, answers, store.results.get(PLAIN))
             if name == PLAIN:
                 add_origins(result, answers, texts, target)
             store.add(name, result)

@@ -16,7 +16,7 @@ from typing import Annotated
 
 import torch
 import typer
-from results_store import MEASURED, ResultsStore, markdown_table
+from lib.results_store import MEASURED, ResultsStore, markdown_table
 from torch import Tensor
 from vllm import _custom_ops as ops
 from vllm_specblock.triton_kernels.attention.tree_attention_batch import TreeAttentionBatch

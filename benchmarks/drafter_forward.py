@@ -18,17 +18,17 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from model_configs import MODELS, make_drafter, write_target
-from results_store import MEASURED, ResultsStore, markdown_table
-from timing import device_name, peak_bandwidth, time_call
+from lib.model_configs import MODELS, make_drafter, write_target
+from lib.options import numbers
+from lib.results_store import MEASURED, ResultsStore, markdown_table
+from lib.timing import device_name, peak_bandwidth, time_call
 from torch import Tensor
-from two_heads import numbers
 from vllm_specblock.triton_kernels.attention.tree_attention_batch import TreeAttentionBatch
 
+from vllm_specblock.drafters.common.paged_attention import PagedAttention
 from vllm_specblock.drafters.common.post_load import process_after_loading
 from vllm_specblock.drafters.specblock.config import DrafterConfig
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
-from vllm_specblock.drafters.specblock.paged_attention import PagedAttention
 
 BLOCK = 16
 """Tokens in one block of the paged cache."""

@@ -6,9 +6,9 @@
 
 With random weights nothing would be accepted. vLLM's `rejection_sample_method: "synthetic"` imposes
 it, on its own chains and on our trees alike: a first choice at depth k is right with probability
-α_k, whoever drafts it (`acceptance.py`). What is generated then means nothing; what a step costs
-is real. The paper's EAGLE-3 drafter is right more often than its SpecBlock drafter; here both have
-one profile, and so has vLLM's n-gram lookup.
+α_k, whoever drafts it (`lib/acceptance.py`). What is generated then means nothing; what a step
+costs is real. The paper's EAGLE-3 drafter is right more often than its SpecBlock drafter; here both
+have one profile, and so has vLLM's n-gram lookup.
 
 Every engine runs in a process of its own, with the same cache of keys and values. A killed run
 goes on.
@@ -28,31 +28,23 @@ from typing import Annotated, Any
 import steady_state
 import torch
 import typer
-from acceptance import PAPER_TREE, chain_tau, imposed, profile, tree_tau
 from engine_process import Answer, EngineFailed, Request, Task, run
-from model_configs import MODELS, write_drafter, write_eagle3, write_target
-from results_store import MEASURED, ROOT, ResultsStore, markdown_table
-from spec_configs import NGRAM, alone, eagle3_chain, specblock
+from lib.acceptance import PAPER_TREE, chain_tau, imposed, profile, tree_tau
+from lib.cells import PLAIN
+from lib.goals import SPEED_TAU, VERIFY_CONTEXT, goals
+from lib.model_configs import MODELS, write_drafter, write_eagle3, write_target
+from lib.options import chosen, numbers
+from lib.results_store import MEASURED, ROOT, ResultsStore, markdown_table
+from lib.spec_configs import NGRAM, alone, eagle3_chain, specblock
+from lib.timing import device_name
 from steady_state import DEVICE, DRAFTING, STEPS, TOKENS
-from timing import device_name
-from two_heads import chosen, numbers
 
 from vllm_specblock.bench.engine_arguments import BLOCK, cache_bytes
 from vllm_specblock.config import METHOD
 
-PLAIN = "vLLM"
 PAIR = "pair"
 BLOCKS, STARTS = 2, 8
 """M and S of SpecBlock."""
-
-SPEED_GOAL, SPEED_TAU = 3.5, 4.41
-"""Tokens/s over plain vLLM at batch 1, where the tree of 60 has this τ."""
-VERIFY_GOAL, VERIFY_NODES, VERIFY_CONTEXT = 1.10, 60, 2048
-"""A step without its drafting, over a plain decode step; batch 1."""
-DRAFTING_GOAL = 0.13
-"""Share of a step that drafting takes."""
-MEMORY_GOAL = 300e6
-"""Bytes beyond the drafter's weights; the cache is the same for all engines."""
 
 
 @dataclass(frozen=True)
@@ -188,39 +180,6 @@ def table(results: dict[str, dict[str, Any]]) -> str:
             f"{each['drafting_ms'] / each['step_ms']:.0%}", verify, memory,
         ])  # fmt: skip
     return markdown_table(rows)
-
-
-def goals(results: dict[str, dict[str, Any]], settings: dict[str, Any]) -> list[str]:
-    """A sentence per goal that these results can speak to."""
-    ours = {name: each for name, each in results.items() if name.startswith("SpecBlock")}
-    plain = {each["batch"]: each for name, each in results.items() if name.startswith(PLAIN + ",")}
-    best: dict[int, float] = {}
-    for each in ours.values():
-        if each["batch"] in plain:
-            speed = each["tokens_per_second"] / plain[each["batch"]]["tokens_per_second"]
-            best[each["batch"]] = max(speed, best.get(each["batch"], 0.0))
-    said = []
-    if 1 in best and settings["tau"] == SPEED_TAU:
-        said.append(f"best × vLLM at batch 1, τ = {SPEED_TAU} at 60 nodes: {best[1]:.2f} "
-                    f"(goal ≥ {SPEED_GOAL})")  # fmt: skip
-    if best:
-        worst = min(best, key=best.get)
-        said.append(f"best × vLLM at the worst batch, {worst}: {best[worst]:.2f} (goal ≥ 1.0)")
-    tree = ours.get(f"SpecBlock @ {VERIFY_NODES}, batch 1")
-    if tree is None:
-        return said
-    said.append(f"drafting share, batch 1: {tree['drafting_ms'] / tree['step_ms']:.0%} "
-                f"(goal ≤ {DRAFTING_GOAL:.0%})")  # fmt: skip
-    if 1 in plain:
-        rest = (tree["step_ms"] - tree["drafting_ms"]) / plain[1]["step_ms"]
-        at = f"batch 1, context {settings['context']}"
-        goal = f" (goal ≤ {VERIFY_GOAL})" if settings["context"] == VERIFY_CONTEXT else ""
-        said.append(f"step without drafting over a plain step, {at}: {rest:.2f}{goal}")
-        if plain[1]["device_bytes"]:
-            over = tree["device_bytes"] - plain[1]["device_bytes"] - settings["drafter_bytes"]
-            said.append(f"GPU memory beyond weights and cache: {over / 1e6:.0f} MB "
-                        f"(goal ≤ {MEMORY_GOAL / 1e6:.0f})")  # fmt: skip
-    return said
 
 
 def main(

@@ -31,7 +31,7 @@ os.environ["TRITON_F32_DEFAULT"] = "ieee"
 
 import torch
 import typer
-from spec_configs import NGRAM, POLICIES, alone, eagle3, specblock, together
+from lib.spec_configs import NGRAM, POLICIES, alone, eagle3, specblock, together
 from tqdm import tqdm
 
 from vllm_specblock.bench.questions import read_questions

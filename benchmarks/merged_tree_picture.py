@@ -20,7 +20,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import typer
 from engine_process import TARGET
-from spec_configs import together
+from lib.spec_configs import together
 
 from vllm_specblock.bench.figures.style import shown
 from vllm_specblock.bench.figures.tree_picture import Legend, TreePicture, save_tree

@@ -17,7 +17,7 @@ from statistics import median
 from typing import Annotated, Any
 
 import typer
-from sections import ORDER
+from lib.sections import ORDER
 from transformers import AutoTokenizer
 
 from vllm_specblock.bench.methods import RUNNER
@@ -26,7 +26,7 @@ from vllm_specblock.bench.questions import read_questions
 from vllm_specblock.bench.table import markdown_table
 from vllm_specblock.train.data.prompts import prompt_ids
 
-_COMMAND = (sys.executable, "-P", str(Path(__file__).with_name("sections.py")))
+_COMMAND = (sys.executable, "-P", str(Path(__file__).parent / "lib/sections.py"))
 
 
 def engines_of(drafter: str | None, nodes: int) -> dict[str, tuple[str | None, dict | None]]:

@@ -2,9 +2,9 @@
 
     python benchmarks/train_speed.py [--shape 8b] [--blocks 3] [--batch 4] [--json OUT]
 
-`synthetic_training.py` says how random weights come to a trained drafter's load; `--alpha` is the
-share of positions that it gets right, and 1 counts every position, the most work there can be. All
-of the text is counted: the prompts of chat data would spare some.
+`lib/synthetic_training.py` says how random weights come to a trained drafter's load; `--alpha` is
+the share of positions that it gets right, and 1 counts every position, the most work there can be.
+All of the text is counted: the prompts of chat data would spare some.
 
 The trainer runs as it is, at a learning rate of next to nothing: the same arithmetic, and the load
 stays. Features and p* lie on the device; with `--with-target` a random target computes them anew.
@@ -21,9 +21,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 import typer
-from rich.console import Console
-from rich.table import Table
-from synthetic_training import (
+from lib.synthetic_training import (
     FAVOURITE,
     SHAPES,
     SameText,
@@ -33,9 +31,11 @@ from synthetic_training import (
     make_text,
     online_teacher,
 )
+from lib.train_flops import Load, drafter_flops, load_of, teacher_flops
+from rich.console import Console
+from rich.table import Table
 from torch import Tensor
 from torch._dynamo.utils import counters
-from train_flops import Load, drafter_flops, load_of, teacher_flops
 
 from vllm_specblock.train import provenance
 from vllm_specblock.train.config import TrainConfig, TrainError, parse

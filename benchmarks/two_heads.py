@@ -15,18 +15,18 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from engine_process import TARGET, Answer, EngineFailed, Request, Task, run
-from results_store import MEASURED, ROOT, ResultsStore, from_root, markdown_table, weights
-from spec_configs import POLICIES, alone, eagle3, eagle3_chain, specblock, together
+from engine_process import TARGET, Request, Task
+from lib.cells import PLAIN, answers_of, cell_name, cell_names, cells, summary
+from lib.options import chosen, numbers
+from lib.results_store import MEASURED, ROOT, ResultsStore, from_root, markdown_table, weights
+from lib.spec_configs import POLICIES, alone, eagle3, eagle3_chain, specblock, together
 
 FOLDER = ROOT / "runs/two_heads"
 HEADS = ROOT / "examples/two_heads"
-PLAIN = "vLLM"
 CHAIN = "EAGLE-3 chain, vLLM's own"
 """Its rejection sampler keeps the law of a sampled output, not its tokens: only those of T = 0
 have to be plain vLLM's."""
 SLICES = ("code", "tables")
-TEMPERATURES = (0.0, 1.0)
 
 
 def engines(
@@ -55,27 +55,9 @@ def engines(
     return found
 
 
-def cells() -> list[tuple[str, float]]:
-    """(slice, temperature) of every column."""
-    return [(name, temperature) for name in SLICES for temperature in TEMPERATURES]
-
-
-def cell_name(name: str, temperature: float) -> str:
-    return f"{name}, T = {temperature:g}"
-
-
-def summary(answers: list[Answer], plain: dict[str, Any] | None) -> dict[str, Any]:
-    """One engine's results by cell; `plain` are plain vLLM's, None for its own."""
-    names = [cell_name(*cell) for cell in cells()]
-    return {
-        name: answer.summary(plain and plain[name])
-        for name, answer in zip(names, answers, strict=True)
-    }
-
-
 def markdown(results: dict[str, dict[str, Any]]) -> str:
     """A row per engine; a cell holds τ and tokens/s, and how many times plain vLLM's it is."""
-    names = [cell_name(*cell) for cell in cells()]
+    names = cell_names(SLICES)
     head = ["engine @ nodes", *names, "outputs that differ"]
     rows = [head]
     for engine, result in results.items():
@@ -101,41 +83,6 @@ def must_not_differ(results: dict[str, dict[str, Any]]) -> int:
     )
 
 
-def numbers(text: str, option: str) -> list[int]:
-    """Whole numbers above 0 with commas between them.
-
-    Raises:
-        SystemExit: it is something else.
-    """
-    parts = [part.strip() for part in text.split(",") if part.strip()]
-    if not parts or not all(part.isdigit() and int(part) for part in parts):
-        raise SystemExit(
-            f"{option} is {text!r}, but must be whole numbers with commas between them, such as "
-            "30,60,120."
-        )
-    return [int(part) for part in parts]
-
-
-def chosen(found: dict[str, Any], only: str | None) -> dict[str, Any]:
-    """Those whose name has one of `only`'s parts in it (semicolons between them), and plain vLLM.
-
-    Raises:
-        SystemExit: a part is in no name.
-    """
-    if only is None:
-        return found
-    parts = [part.strip() for part in only.split(";") if part.strip()]
-    for part in parts:
-        if not any(part in name for name in found):
-            raise SystemExit(f"--only {part!r} is in no engine's name; there are: "
-                             + "; ".join(found))  # fmt: skip
-    return {
-        name: keys
-        for name, keys in found.items()
-        if name == PLAIN or any(part in name for part in parts)
-    }
-
-
 def texts_of(path: Path, count: int) -> list[str]:
     """The first `count` prompts of a file.
 
@@ -152,13 +99,10 @@ def texts_of(path: Path, count: int) -> list[str]:
 
 def measure(request: Request, store: ResultsStore, name: str) -> bool:
     """Run one engine and keep its results; False if it failed."""
-    print(f"{name} …", flush=True)
-    try:
-        answers = list(run(request))
-    except EngineFailed as error:
-        print(f"{name}: {error}")
+    answers = answers_of(request, name)
+    if answers is None:
         return False
-    store.add(name, summary(answers, store.results.get(PLAIN)))
+    store.add(name, summary(SLICES, answers, store.results.get(PLAIN)))
     for cell, result in store.results[name].items():
         print(f"  {cell}: τ {result['tau']:.2f}, {result['tokens_per_second']:.1f} tokens/s")
     return True
@@ -213,7 +157,7 @@ def main(
         }
         path = out if size == 1 else out.with_stem(f"{out.stem}_batch{size}")
         store = ResultsStore(path, settings)
-        tasks = [Task(texts[name], t, max_tokens, size, repeat) for name, t in cells()]
+        tasks = [Task(texts[name], t, max_tokens, size, repeat) for name, t in cells(SLICES)]
         arguments = {
             "dtype": dtype,
             "enforce_eager": not graphs,

@@ -87,13 +87,7 @@ def begin(folder: Path, size: Size) -> None:
     unfinished = shutil.ignore_patterns("*.safetensors")
     shutil.copytree(EXAMPLE, folder, ignore=unfinished, dirs_exist_ok=True)
     model = LlamaForCausalLM.from_pretrained(EXAMPLE, dtype=torch.float32)
-    optimizer = torch.optim.AdamW(
-        model.parameters(),
-        lr=size.lr,
-        betas=(0.9, 0.95),
-        weight_decay=size.weight_decay,
-        fused=True,
-    )
+    optimizer = loop.optimizer_of(model, size)
     # Update 0 learns nothing; from then on the loop's own schedule says how much.
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(step, 1))
     loop._save_state(folder / "state.pt", model, optimizer, schedule, 0, 0.0)

@@ -20,7 +20,7 @@ import typer
 
 HERE = Path(__file__).resolve().parent
 BUILD = HERE.parent / "tiny_pair" / "build.py"
-COMPARISON = HERE.parents[1] / "benchmarks" / "comparison.py"
+COMPARISON = HERE.parents[1] / "research" / "comparison.py"
 SHORTEST = 0.5  # minutes; starting a program for less would be all that it does
 
 

@@ -71,6 +71,17 @@ def target_config(tokenizer: PreTrainedTokenizerFast, size: Size) -> LlamaConfig
     )
 
 
+def optimizer_of(model: LlamaForCausalLM, size: Size) -> torch.optim.AdamW:
+    """Of all that a target learns with."""
+    return torch.optim.AdamW(
+        model.parameters(),
+        lr=size.lr,
+        betas=(0.9, 0.95),
+        weight_decay=size.weight_decay,
+        fused=True,
+    )
+
+
 def train_target(
     stream: torch.Tensor,
     held_out: torch.Tensor,
@@ -105,13 +116,7 @@ def train_target(
     batch, length = size.batch, size.length
     torch.manual_seed(seed)
     model = LlamaForCausalLM(target_config(tokenizer, size)).to(device)
-    optimizer = torch.optim.AdamW(
-        model.parameters(),
-        lr=size.lr,
-        betas=(0.9, 0.95),
-        weight_decay=size.weight_decay,
-        fused=True,
-    )
+    optimizer = optimizer_of(model, size)
     warmup = max(1, steps // 50)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer,

@@ -10,11 +10,11 @@ import drafter_forward as bench
 import pytest
 import torch
 import typer
-from model_configs import MODELS, make_drafter, write_target
+from lib.model_configs import MODELS, make_drafter, write_target
 from typer.testing import CliRunner
 
+from vllm_specblock.drafters.common import paged_attention
 from vllm_specblock.drafters.common.post_load import process_after_loading
-from vllm_specblock.drafters.specblock import paged_attention
 from vllm_specblock.drafters.specblock.dense_cache import DenseCache
 
 CONTEXT, ROWS, BATCH = 5, 3, 2

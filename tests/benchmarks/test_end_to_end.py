@@ -7,13 +7,13 @@ from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
-import acceptance
 import end_to_end
 import pytest
 import steady_state
 import typer
 from end_to_end import PLAIN, SPEED_TAU, Place
 from engine_process import ACCEPTED, DRAFTS, Answer, EngineFailed, Task
+from lib import acceptance
 from steady_state import DEVICE, DRAFTING, STEPS, TOKENS
 from typer.testing import CliRunner
 

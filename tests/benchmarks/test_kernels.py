@@ -6,9 +6,9 @@ import json
 
 import kernels
 import pytest
-import timing
 import torch
-from timing import Timing
+from lib import kernel_cases, timing
+from lib.timing import Timing
 from typer.testing import CliRunner
 
 CPU = torch.device("cpu")
@@ -19,7 +19,7 @@ def in_place(case):
     return case.kernel == "commit"
 
 
-@pytest.mark.parametrize("case", kernels.cases(kernels.TINY, CPU), ids=lambda c: c.shape)
+@pytest.mark.parametrize("case", kernel_cases.cases(kernel_cases.TINY, CPU), ids=lambda c: c.shape)
 def test_every_way_computes_the_same(case):
     assert len(case.ways) >= 2 and case.moved > 0
     if in_place(case):
@@ -39,21 +39,21 @@ def test_other_splits_are_taken_for_their_own_way_only(monkeypatch):
     seen = []
 
     def attend(self, *args):
-        seen.append(kernels.attention_schedule.SPLIT_ENTRIES)
+        seen.append(kernel_cases.attention_schedule.SPLIT_ENTRIES)
 
-    monkeypatch.setattr(kernels.TreeAttentionBatch, "attend", attend)
-    ways = kernels.attention_case(kernels.TINY, 40, 1, CPU, splits=[256, 1024]).ways
+    monkeypatch.setattr(kernel_cases.TreeAttentionBatch, "attend", attend)
+    ways = kernel_cases.attention_case(kernel_cases.TINY, 40, 1, CPU, splits=[256, 1024]).ways
     for name in ("ours", "ours, splits of 256", "ours, splits of 1024", "ours"):
         ways[name]()
     assert seen == [512, 256, 1024, 512]
 
 
 def test_commits_move_the_same(monkeypatch):
-    made, caches = [], kernels.KVCacheSet
-    monkeypatch.setattr(kernels, "KVCacheSet", lambda each: made.append(each) or caches(each))
+    made, caches = [], kernel_cases.KVCacheSet
+    monkeypatch.setattr(kernel_cases, "KVCacheSet", lambda each: made.append(each) or caches(each))
     for way in ("ours", "torch, gather and scatter"):
         torch.manual_seed(3)
-        case = kernels.commit_case(kernels.TINY, 2, CPU)
+        case = kernel_cases.commit_case(kernel_cases.TINY, 2, CPU)
         before = [cache.clone() for cache in made[-1]]
         case.ways[way]()
         assert any(not torch.equal(old, new) for old, new in zip(before, made[-1]))
@@ -104,7 +104,7 @@ def test_the_command_on_a_cpu(tmp_path):
     arguments = ["--device", "cpu", "--runs", "2", "--out", str(path)]
     first = CliRunner().invoke(app, [*arguments, "--only", "shift"])
     assert first.exit_code == 0, first.output
-    assert len(json.loads(path.read_text())["results"]) == len(kernels.TINY.rows)
+    assert len(json.loads(path.read_text())["results"]) == len(kernel_cases.TINY.rows)
     second = CliRunner().invoke(app, arguments)
     assert second.exit_code == 0, second.output
     found = json.loads(path.read_text())

@@ -6,7 +6,7 @@ import json
 
 import pytest
 import step_parts
-from sections import ATTENTION, MODEL, ORDER, Sections
+from lib.sections import ATTENTION, MODEL, ORDER, Sections
 from support.engines import TARGET
 
 

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 import train_speed
-from synthetic_training import (
+from lib.synthetic_training import (
     FAVOURITE,
     SHAPES,
     StillTeacher,
@@ -15,8 +15,8 @@ from synthetic_training import (
     make_text,
     online_teacher,
 )
+from lib.train_flops import drafter_flops, load_of, teacher_flops
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
-from train_flops import drafter_flops, load_of, teacher_flops
 
 from vllm_specblock.train import attention
 from vllm_specblock.train.config import TrainConfig, TrainError

@@ -18,7 +18,9 @@ from engine_process import (
     read_counters,
     run,
 )
-from spec_configs import POLICIES
+from lib import cells
+from lib.options import chosen
+from lib.spec_configs import POLICIES
 from typer.testing import CliRunner
 
 from vllm_specblock.config import parse_combine, parse_drafter, split_keys
@@ -74,25 +76,15 @@ def test_our_own_options_take_what_is_asked(all_engines):
 
 
 def test_only_keeps_plain_vllm(all_engines):
-    kept = two_heads.chosen(all_engines, "head 1; trie, split @ 60")
+    kept = chosen(all_engines, "head 1; trie, split @ 60")
     assert list(kept) == ["vLLM", "head 1 (code) @ 30", "head 1 (code) @ 60",
                           "merge trie, split @ 60"]  # fmt: skip
     with pytest.raises(SystemExit, match=r"'hed 1' is in no engine's name; there are: vLLM;"):
-        two_heads.chosen(all_engines, "hed 1")
-
-
-def test_numbers():
-    assert two_heads.numbers("30, 60,", "--budgets") == [30, 60]
-
-
-@pytest.mark.parametrize("text", ["", "0", "30;60", "-3", "x"])
-def test_what_are_no_numbers(text):
-    with pytest.raises(SystemExit, match=r"--budgets is .* such as 30,60,120\.$"):
-        two_heads.numbers(text, "--budgets")
+        chosen(all_engines, "hed 1")
 
 
 def test_dry_run_starts_nothing(monkeypatch):
-    monkeypatch.setattr(two_heads, "run", lambda request: pytest.fail("an engine was started"))
+    monkeypatch.setattr(cells, "run", lambda request: pytest.fail("an engine was started"))
     result = cli("--dry-run", "--budgets", "12", "--only", "merge")
     assert result.exit_code == 0 and "merge disjoint @ 12: {" in result.output
 
@@ -130,12 +122,12 @@ def go(folder, *more):
 
 def test_the_table_and_a_killed_run_that_goes_on(prompts_folder, monkeypatch):
     calls = []
-    monkeypatch.setattr(two_heads, "run", fake_run(calls, failing=["tables"]))
+    monkeypatch.setattr(cells, "run", fake_run(calls, failing=["tables"]))
     first = go(prompts_folder)
     assert first.exit_code == 1 and "no such head" in first.output
     asked = [task.prompts for task in calls[0].tasks]
     assert asked == [["code 0", "code 1"]] * 2 + [["tables 0", "tables 1"]] * 2
-    monkeypatch.setattr(two_heads, "run", fake_run(calls))
+    monkeypatch.setattr(cells, "run", fake_run(calls))
     before = len(calls)
     second = go(prompts_folder)
     assert second.exit_code == 0, second.output
@@ -147,7 +139,7 @@ def test_the_table_and_a_killed_run_that_goes_on(prompts_folder, monkeypatch):
 
 
 def test_an_output_that_differs_is_counted_and_fails(prompts_folder, monkeypatch):
-    monkeypatch.setattr(two_heads, "run", fake_run([], wrong=["second_head"]))
+    monkeypatch.setattr(cells, "run", fake_run([], wrong=["second_head"]))
     result = go(prompts_folder)
     assert result.exit_code == 1
     (row,) = [line for line in result.output.splitlines() if line.startswith("| route")]

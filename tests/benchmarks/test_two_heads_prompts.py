@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 
 import pytest
+from support.scripts import load_script
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 @pytest.fixture(scope="module")
 def prompts():
-    path = EXAMPLES / "two_heads/prompts.py"
-    spec = importlib.util.spec_from_file_location("two_heads_prompts", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(EXAMPLES / "two_heads/prompts.py")
 
 
 @pytest.fixture

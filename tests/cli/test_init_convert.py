@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from support.targets import write_target
 from typer.testing import CliRunner
 
 from vllm_specblock.cli.main import app
@@ -18,22 +18,7 @@ FIXTURES = Path(__file__).parent.parent / "fixtures"
 
 @pytest.fixture
 def target(tmp_path) -> Path:
-    directory = tmp_path / "target"
-    directory.mkdir()
-    (directory / "config.json").write_text(
-        json.dumps(
-            {
-                "model_type": "llama",
-                "architectures": ["LlamaForCausalLM"],
-                "hidden_size": 64,
-                "vocab_size": 160,
-                "intermediate_size": 96,
-                "num_hidden_layers": 9,
-                "num_attention_heads": 4,
-            }
-        )
-    )
-    return directory
+    return write_target(tmp_path / "target")
 
 
 def specblock(*arguments: str | Path):

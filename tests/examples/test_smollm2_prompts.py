@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import gzip
-import importlib.util
 import json
 from collections import Counter
 from pathlib import Path
 
 import pytest
+from support.scripts import load_script
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples/smollm2/prompts.py"
 
 
 @pytest.fixture(scope="module")
 def script():
-    spec = importlib.util.spec_from_file_location("smollm2_prompts", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(SCRIPT)
 
 
 def write(path: Path, prompts: list[str]) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import multiprocessing
 import os
@@ -16,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.scripts import load_script
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -31,10 +31,7 @@ HEADS, KV_HEADS = 4, 2
 
 @pytest.fixture(scope="module")
 def example():
-    spec = importlib.util.spec_from_file_location("smollm2_target", EXAMPLE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(EXAMPLE)
 
 
 @pytest.fixture(scope="module")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
+from support.scripts import load_script
 
 SCRIPT = Path(__file__).resolve().parents[2] / "tools/setup_env.py"
 WHEELS = "https://download.pytorch.org/whl/cpu"
@@ -26,9 +26,7 @@ class Machine:
 
 @pytest.fixture
 def setup(monkeypatch, tmp_path):
-    spec = importlib.util.spec_from_file_location("setup_env", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load_script(SCRIPT)
     machine, has = Machine(), {"uv": None, "nvidia-smi": None}
     monkeypatch.setattr(module, "_call", machine)
     monkeypatch.setattr(module.shutil, "which", has.get)

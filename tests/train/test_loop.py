@@ -14,7 +14,8 @@ from vllm_specblock.drafters.specblock import checkpoint
 from vllm_specblock.train import loop, specblock
 from vllm_specblock.train.config import TrainError
 from vllm_specblock.train.data.packed_dataset import load_texts, token_counts
-from vllm_specblock.train.loop import Trainer, learning_rate
+from vllm_specblock.train.loop import Trainer
+from vllm_specblock.train.optimizers import learning_rate
 from vllm_specblock.train.run import build, train
 
 

@@ -17,10 +17,11 @@ from vllm_specblock.train.config import TrainError, parse
 from vllm_specblock.train.data import shards
 from vllm_specblock.train.data.shards import Text
 from vllm_specblock.train.learner import TrainBatch
-from vllm_specblock.train.loop import Trainer, TrainState
+from vllm_specblock.train.loop import Trainer
 from vllm_specblock.train.run import build, prepare, prompt_of, train
 from vllm_specblock.train.target import feature_store, target_rows
 from vllm_specblock.train.target.feature_store import Features, Origin
+from vllm_specblock.train.train_state import TrainState
 
 CPU = torch.device("cpu")
 LENGTH = 24

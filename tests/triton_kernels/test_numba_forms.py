@@ -21,7 +21,8 @@ from vllm_specblock.commit.committed_tokens import committed_tokens
 from vllm_specblock.commit.move import move_path
 from vllm_specblock.config import NGramConfig
 from vllm_specblock.drafters.ngram.drafter import NGramDrafter
-from vllm_specblock.drafters.specblock.growth import TreeShape, expansion
+from vllm_specblock.drafters.specblock.fused_growth import expansion
+from vllm_specblock.drafters.specblock.tree_shape import TreeShape
 from vllm_specblock.engine.metrics.counters import DrafterCounters
 from vllm_specblock.engine.runner.tree_states import TreeStates
 from vllm_specblock.feedback.verified_trees import VerifiedTrees

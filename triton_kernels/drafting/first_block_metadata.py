@@ -1,6 +1,6 @@
 """Attention metadata of a drafter's first block: KV indices, prefix lengths, RoPE positions.
 
-The torch reference is `vllm_specblock.drafters.specblock.paged_attention.DraftAttentionBuilder`,
+The torch reference is `vllm_specblock.drafters.specblock.draft_attention.DraftAttentionBuilder`,
 which also says what it means.
 """
 

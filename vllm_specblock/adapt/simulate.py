@@ -18,8 +18,8 @@ from vllm_specblock.adapt.learning.train_batches import RecordTeacher, record_of
 from vllm_specblock.adapt.policy.actions import put, trains
 from vllm_specblock.adapt.policy.interface import Action, FinishedRequest, Policy
 from vllm_specblock.adapt.streams import Stream
-from vllm_specblock.drafters.specblock.growth import TreeShape
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
+from vllm_specblock.drafters.specblock.tree_shape import TreeShape
 from vllm_specblock.feedback.calibration import DraftCalibration
 from vllm_specblock.train.eval.drafting import SpecBlockDraft, serving_shape
 from vllm_specblock.train.eval.replay import Replay, replay

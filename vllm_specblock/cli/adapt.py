@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from vllm_specblock.cli.adapt_versions import list_versions, run, use
+from vllm_specblock.cli.options import DrafterDir, TargetDir
 
 if TYPE_CHECKING:
     from vllm_specblock.adapt.simulate import Simulated
@@ -35,7 +36,7 @@ adapt.command()(use)
 
 @adapt.command()
 def simulate(
-    drafter: Annotated[Path, typer.Argument(help="Drafter directory, in either layout.")],
+    drafter: DrafterDir,
     home: Annotated[
         Path,
         typer.Option(
@@ -44,9 +45,7 @@ def simulate(
     ],
     away: Annotated[Path, typer.Option(help="Prompts of another kind.")],
     out: Annotated[Path, typer.Option(help="Folder for the JSON, the table and the plots.")],
-    target: Annotated[
-        Path | None, typer.Option(help="Folder of the target. Default: as the drafter names it.")
-    ] = None,
+    target: TargetDir = None,
     stream: Annotated[
         list[str] | None,
         typer.Option(

@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from vllm_specblock.cli.options import TargetDir
+
 DELIVERED = "delivered"
 """What `use` calls the drafter without adaptation."""
 
@@ -17,9 +19,7 @@ Out = Annotated[Path, typer.Argument(help="Folder of versions.")]
 def run(
     folder: Annotated[Path, typer.Argument(help="Where engines write requests: their `trainer`.")],
     drafter: Annotated[Path, typer.Option(help="Drafter directory, as the engine loads it.")],
-    target: Annotated[
-        Path | None, typer.Option(help="Folder of the target. Default: as the drafter names it.")
-    ] = None,
+    target: TargetDir = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder for versions. Default: FOLDER/versions.")
     ] = None,

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from vllm_specblock.cli.options import LayerIds, OutDir, TargetName
+from vllm_specblock.cli.options import DrafterDir, LayerIds, OutDir, TargetName
 
 
 class To(StrEnum):
@@ -19,7 +19,7 @@ class To(StrEnum):
 
 
 def convert(
-    source: Annotated[Path, typer.Argument(help="Drafter directory, in either layout.")],
+    source: DrafterDir,
     out: OutDir,
     to: Annotated[To, typer.Option(help="Layout to write.")] = To.OURS,
     target: Annotated[

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vllm_specblock.cli.options import Precision, four_widths
+from vllm_specblock.cli.options import DrafterDir, Precision, TargetDir, four_widths
 
 if TYPE_CHECKING:
     import torch
 
 
 def evaluate(
-    drafter: Annotated[Path, typer.Argument(help="Drafter directory, in either layout.")],
+    drafter: DrafterDir,
     data: Annotated[
         Path,
         typer.Option(
@@ -23,9 +23,7 @@ def evaluate(
             "folder made by `specblock data`."
         ),
     ],
-    target: Annotated[
-        Path | None, typer.Option(help="Folder of the target. Default: as the drafter names it.")
-    ] = None,
+    target: TargetDir = None,
     prompts: Annotated[int, typer.Option(min=1, help="How many prompts, from the first on.")] = 64,
     prompt_tokens: Annotated[
         int,

@@ -67,4 +67,10 @@ TargetName = Annotated[
     typer.Option(help="What vLLM loads as the target, folder or hub id. Default: --target."),
 ]
 
+DrafterDir = Annotated[Path, typer.Argument(help="Drafter directory, in either layout.")]
+
+TargetDir = Annotated[
+    Path | None, typer.Option(help="Folder of the target. Default: as the drafter names it.")
+]
+
 OutDir = Annotated[Path, typer.Option(help="Directory to write the drafter to.")]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import shutil
 import time
 from collections.abc import Mapping
@@ -27,8 +26,9 @@ from vllm_specblock.train.distributed import BatchCounts, world
 from vllm_specblock.train.eval.replay import mean_tau
 from vllm_specblock.train.learner import EvalSequence, Learner, TrainBatch
 from vllm_specblock.train.metrics_log import Tracker, describe
+from vllm_specblock.train.optimizers import learning_rate
 from vllm_specblock.train.target.features import Teacher
-from vllm_specblock.train.train_state import TrainState
+from vllm_specblock.train.train_state import TrainState, read_state
 
 STATE_DIR = "training"
 BEST_DIR = "best"
@@ -268,31 +268,7 @@ class Trainer:
         self._agree(path.exists(), path)
         if not path.exists():
             return
-        try:
-            state = torch.load(path, map_location="cpu", weights_only=True)
-        except Exception as error:
-            raise TrainError(f"{path} is no training state: {error}.") from None
-        if not isinstance(state, dict) or "options" not in state:
-            raise TrainError(f"{path} is no training state of this version; give another --out.")
-        before, now = json.loads(state["options"]), self.config.must_match()
-        for name, value in now.items():
-            # An option that is newer than the state had no other value than its default.
-            then = before.get(name, type(self.config).model_fields[name].default)
-            if then != value:
-                raise TrainError(
-                    f"{path} was trained with {name} = {then}, not {value}; "
-                    "give the same options, another --out, or --no-resume to start anew."
-                )
-        if state["data"] != self.windows.fingerprint:
-            raise TrainError(
-                f"{path} was trained on other data than {self.config.data}; give the same data, "
-                "another --out, or --no-resume to start anew."
-            )
-        if state["students"].keys() != self.train_states.keys():
-            raise TrainError(
-                f"{path} holds {', '.join(state['students'])}, not {', '.join(self.train_states)}; "
-                "give another --out, or --no-resume to start anew."
-            )
+        state = read_state(path, self.config, self.windows.fingerprint, self.train_states)
         for name, train_state in self.train_states.items():
             train_state.load_state(state["students"][name], self.device)
         self.step, self.seconds = state["step"], state["seconds"]
@@ -322,12 +298,3 @@ class Trainer:
 
     def _this_call(self) -> float:
         return time.monotonic() - self._began
-
-
-def learning_rate(config: RunConfig, step: int, steps: int) -> float:
-    """Rate of update `step` (0-based) of `steps`: linear warm-up, then a cosine to 0."""
-    warmup = math.ceil(config.warmup * steps)
-    if step < warmup:
-        return config.lr * (step + 1) / warmup
-    done = (step - warmup) / max(1, steps - warmup)
-    return config.lr * 0.5 * (1 + math.cos(math.pi * done))

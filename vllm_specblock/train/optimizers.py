@@ -1,7 +1,8 @@
-"""The optimisers a drafter learns with: AdamW as in the paper, or Muon beside it."""
+"""Optimisers and learning rate of a drafter: AdamW as in the paper, or Muon beside it."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -41,6 +42,15 @@ def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     """Learn at `rate` from now on, each group at its own multiple."""
     for group in optimizer.param_groups:
         group["lr"] = rate * group.get("times", 1.0)  # older states do not say
+
+
+def learning_rate(config: RunConfig, step: int, steps: int) -> float:
+    """Rate of update `step` (0-based) of `steps`: linear warm-up, then a cosine to 0."""
+    warmup = math.ceil(config.warmup * steps)
+    if step < warmup:
+        return config.lr * (step + 1) / warmup
+    done = (step - warmup) / max(1, steps - warmup)
+    return config.lr * 0.5 * (1 + math.cos(math.pi * done))
 
 
 class MuonWithAdamW(torch.optim.Optimizer):

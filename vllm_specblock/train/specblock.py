@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from vllm_specblock.drafters.specblock import checkpoint as drafter_files
-from vllm_specblock.drafters.specblock.growth import TreeShape
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
+from vllm_specblock.drafters.specblock.tree_shape import TreeShape
 from vllm_specblock.train.attention import Kernel
 from vllm_specblock.train.distributed import mean_over_ranks
 from vllm_specblock.train.eval.drafting import SpecBlockDraft, serving_shape

@@ -1,14 +1,17 @@
-"""Train state of one learner: optimiser, metrics, best result so far."""
+"""Train state of one learner: optimiser, metrics, best result so far; and a run's state on disk."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Collection
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from vllm_specblock.train.config import RunConfig
+from vllm_specblock.train.config import RunConfig, TrainError
 from vllm_specblock.train.distributed import BatchCounts
 from vllm_specblock.train.distributed_model import DistributedModel
 from vllm_specblock.train.learner import Learner, TrainBatch
@@ -73,3 +76,44 @@ class TrainState:
         self.dist_model.load_state(self.optimizer, state)
         self.metrics_log.load_state(state["journal"], device)
         self.best_tau, self.lost = state["best_tau"], state["lost"]
+
+
+def read_state(
+    path: Path, config: RunConfig, data: str, learners: Collection[str]
+) -> dict[str, Any]:
+    """What `Trainer.save` wrote to `path`, for the run that it was written by.
+
+    Args:
+        config: of the run that goes on.
+        data: the fingerprint of what it trains on.
+        learners: their names.
+
+    Raises:
+        TrainError: it is no such state, or belongs to other options, data or learners.
+    """
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise TrainError(f"{path} is no training state: {error}.") from None
+    if not isinstance(state, dict) or "options" not in state:
+        raise TrainError(f"{path} is no training state of this version; give another --out.")
+    before, now = json.loads(state["options"]), config.must_match()
+    for name, value in now.items():
+        # An option that is newer than the state had no other value than its default.
+        then = before.get(name, type(config).model_fields[name].default)
+        if then != value:
+            raise TrainError(
+                f"{path} was trained with {name} = {then}, not {value}; "
+                "give the same options, another --out, or --no-resume to start anew."
+            )
+    if state["data"] != data:
+        raise TrainError(
+            f"{path} was trained on other data than {config.data}; give the same data, "
+            "another --out, or --no-resume to start anew."
+        )
+    if state["students"].keys() != set(learners):
+        raise TrainError(
+            f"{path} holds {', '.join(state['students'])}, not {', '.join(learners)}; "
+            "give another --out, or --no-resume to start anew."
+        )
+    return state

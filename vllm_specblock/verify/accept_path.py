@@ -10,6 +10,7 @@ output is what the target samples by itself.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -135,9 +136,30 @@ def accept_path_rows(
         return accept_path_triton(*rows, parent, depth, ancestors, path, accepted)
     if takes(path):
         return accept_path_numba(*rows, parent, depth, path, accepted)
+    return walk_rows(
+        rows, parent, depth, ancestors, path, accepted, lambda _, *trees: accept_path(*trees)
+    )
+
+
+def walk_rows(
+    rows: DrawnRows,
+    parent: torch.Tensor,
+    depth: torch.Tensor,
+    ancestors: torch.Tensor,
+    path: torch.Tensor,
+    accepted: torch.Tensor,
+    walk: Callable[..., AcceptedPaths],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`accept_path_rows` in torch, by any `walk` over the batch's own trees.
+
+    Args:
+        walk: called with the row of each node [R, N+1] int64, then as `accept_path`.
+        others: as `accept_path_rows`.
+    """
     req_idx = rows.req_idx
     at, live = rows.by_node(parent.shape[1])
-    accepted_paths = accept_path(
+    accepted_paths = walk(
+        at,
         rows.token[at][:, 1:].long(),
         parent[req_idx],
         depth[req_idx],

@@ -8,12 +8,14 @@ its sampler draws, and what it drew is the bonus token.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from vllm_specblock.tree import DraftTree
 from vllm_specblock.triton_kernels.drafting.share_siblings import share_siblings_triton
 from vllm_specblock.triton_kernels.verify.accept_path import SyntheticDraws, accept_path_triton
-from vllm_specblock.verify.accept_path import AcceptedPaths, DrawnRows, accept_path
+from vllm_specblock.verify.accept_path import AcceptedPaths, DrawnRows, accept_path, walk_rows
 
 _DRAWS = 1 << 17
 _SEED_FACTOR = 0x9E3779B1
@@ -113,19 +115,8 @@ class SyntheticAcceptance:
                 self.low, self.high, self.draws, seed, _SEED_FACTOR, position
             )
             return accept_path_triton(*rows, parent, depth, ancestors, path, accepted, synthetic)
-        req_idx = rows.req_idx
-        at, live = rows.by_node(parent.shape[1])
-        accepted_paths = self.accept_path(
-            req_idx,
-            seed[req_idx],
-            position[at],
-            rows.token[at][:, 1:].long(),
-            parent[req_idx],
-            depth[req_idx],
-            ancestors[req_idx],
-            live[:, 1:],
-            rows.drawn[at],
-            path.shape[1] - 1,
-        )
-        path[req_idx], accepted[req_idx] = accepted_paths.path, accepted_paths.accepted
-        return accepted_paths.output, accepted_paths.accepted + 1
+
+        def walk(at: torch.Tensor, *trees: Any) -> AcceptedPaths:
+            return self.accept_path(rows.req_idx, seed[rows.req_idx], position[at], *trees)
+
+        return walk_rows(rows, parent, depth, ancestors, path, accepted, walk)

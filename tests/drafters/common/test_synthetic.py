@@ -12,7 +12,7 @@ from vllm_specblock.drafters.common.synthetic import (
     candidate_probabilities,
     synthetic_tree,
 )
-from vllm_specblock.drafters.specblock.growth import TreeShape
+from vllm_specblock.drafters.specblock.tree_shape import TreeShape
 from vllm_specblock.tree import DraftTree
 
 BEST = [0.8, 0.7, 0.6, 0.5, 0.75, 0.6, 0.5, 0.4]

@@ -13,7 +13,7 @@ from vllm_specblock.drafters.eagle3.config import Eagle3Shape
 from vllm_specblock.drafters.eagle3.drafter import Eagle3Drafter
 from vllm_specblock.drafters.eagle3.growth import DynamicTreeConfig
 from vllm_specblock.drafters.eagle3.model import Eagle3Model
-from vllm_specblock.drafters.specblock.paged_attention import DraftAttentionBuilder
+from vllm_specblock.drafters.specblock.draft_attention import DraftAttentionBuilder
 
 H, V, VD, PAGE, MAX_LEN = 32, 64, 40, 8, 64
 VARIANTS = {

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.targets import write_target
 from support.validation import refusal
 
 from vllm_specblock.drafters.specblock import checkpoint
@@ -33,24 +34,6 @@ def llama(tmp_path) -> Path:
 def ours(llama, tmp_path) -> Path:
     checkpoint.convert(llama, tmp_path / "ours", "ours")
     return tmp_path / "ours"
-
-
-def write_target(directory: Path, **changes) -> Path:
-    sizes = {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        "hidden_size": 64,
-        "vocab_size": 160,
-        "intermediate_size": 96,
-        "num_hidden_layers": 9,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500000.0,
-    }
-    directory.mkdir(exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(sizes | changes))
-    return directory
 
 
 @pytest.fixture

@@ -185,7 +185,7 @@ def test_proposal_reads_nothing_on_the_host():
 
 def _sight_made_outside(head):
     """Its bit patterns are computed once, on the host, before any step."""
-    from vllm_specblock.drafters.specblock.paged_attention import DraftAttentionBuilder
+    from vllm_specblock.drafters.specblock.draft_attention import DraftAttentionBuilder
 
     with unset_fake_temporarily():
         attention_builder = DraftAttentionBuilder(

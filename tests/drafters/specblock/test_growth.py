@@ -12,7 +12,8 @@ from support.trees import texts
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vllm_specblock.drafters.specblock.growth import Expansion, TreeShape
+from vllm_specblock.drafters.specblock.growth import Expansion
+from vllm_specblock.drafters.specblock.tree_shape import TreeShape
 from vllm_specblock.tree import DraftTree
 
 BRANCHINGS = [(2, 4, 10, 0), (2, 4, 6, 4), (1, 1, 1, 1), (3, 0, 0, 0)]

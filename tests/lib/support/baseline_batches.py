@@ -35,6 +35,19 @@ def vocabulary() -> tuple[Tensor, Tensor, list[int]]:
     return named - torch.arange(DRAFT_VOCAB), t2d, named.tolist()
 
 
+def two_windows(vocab: int) -> Batch:
+    """Random tokens: documents of 7 and 4 and one column to spare; one of 12, of which the first
+    three do not count."""
+    torch.manual_seed(2)
+    tokens = torch.randint(vocab, (2, 12))
+    tokens[0, 11] = -1
+    document = torch.tensor([[0] * 7 + [1] * 4 + [2], [0] * 12])
+    position = torch.tensor([[*range(7), *range(4), 0], [*range(12)]])
+    loss_mask = tokens >= 0
+    loss_mask[1, :3] = False
+    return Batch(tokens, document, position, loss_mask)
+
+
 def packed_lesson() -> TrainBatch:
     """Three windows of 18 columns: two documents, three, and two that fill it. Random tokens, of
     which most count, and random features and laws."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
-from vllm_specblock.drafters.interface import CommittedTokens
+from vllm_specblock.drafters.interface import CommittedTokens, Drafter
+from vllm_specblock.train.learner import EvalSequence
+from vllm_specblock.tree import DraftTree
 
 
 def rows_of(
@@ -83,3 +85,25 @@ def zero_rows(page: int, width: int, layers: int = 3, max_len: int = 64) -> Comm
         req_idx=torch.zeros(2, **integers),
         temperature=torch.zeros(2),
     )
+
+
+def served_trees(
+    drafter: Drafter, sequence: EvalSequence, roots: Sequence[int], pages: int, page: int
+) -> Iterator[DraftTree]:
+    """The trees of a greedy request that is committed up to each of `roots` in turn.
+
+    Args:
+        drafter: bound to caches of `pages` + 1 blocks of `page` tokens.
+    """
+    table = torch.randperm(pages)[None] + 1
+    states = torch.stack(sequence.hidden.chunk(3, dim=-1))[:, None]  # [3, 1, n, Ht]
+    done, tree, greedy = 0, None, torch.zeros(1)
+    for root in roots:
+        rows = rows_of([(done, root)], table, states, sequence.tokens[None], page)
+        if tree is not None and drafter.calibration is not None:
+            accepted = torch.tensor([root - done - 1])
+            drafter.calibration.learn(greedy, tree.logprob.exp().sum(1), accepted, accepted >= 0)
+        drafter.advance(rows)
+        tree = drafter.draft()
+        yield tree
+        done = root

@@ -6,11 +6,11 @@ Run twice: with the package as it is, and with a copy of it that takes a process
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 import sys
 from pathlib import Path
-from types import ModuleType
+
+from support.scripts import load_script
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE, MAX_LEN, NODES = 8, 32, 12
@@ -41,8 +41,8 @@ def main(out: Path) -> None:
     from vllm_specblock.drafters.ngram.drafter import NGramDrafter
 
     blocks, levels = (
-        _tests("drafters/specblock/test_drafter.py"),
-        _tests("drafters/eagle3/test_drafter.py"),
+        load_script(ROOT / "tests" / "drafters/specblock/test_drafter.py"),
+        load_script(ROOT / "tests" / "drafters/eagle3/test_drafter.py"),
     )
     options = SpecBlockConfig(num_blocks=2, num_starts=2, branching=[3, 4, 4, 2])
     by_path = options.model_copy(update={"num_blocks": 3})
@@ -74,15 +74,6 @@ def main(out: Path) -> None:
         torch.save({"package": vllm_specblock.__file__, "trees": found}, out)
 
 
-def _tests(name: str) -> ModuleType:
-    """A file of tests, for the heads that it makes."""
-    path = ROOT / "tests" / name
-    spec = importlib.util.spec_from_file_location(path.parent.name + "_" + path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 if __name__ == "__main__":
     import os
 
@@ -94,7 +85,7 @@ if __name__ == "__main__":
         if os.environ.get("TRITON_INTERPRET"):
             import triton.runtime.interpreter as interpreter
 
-            kernels = _tests("triton_kernels/conftest.py")
+            kernels = load_script(ROOT / "tests" / "triton_kernels/conftest.py")
             kernels.teach_bf16_dot(interpreter, patch)
             kernels.teach_whole_arrays(interpreter, patch)
         main(Path(sys.argv[1]))

@@ -1,6 +1,9 @@
-"""A target small enough to be asked for its whole law."""
+"""A target small enough to be asked for its whole law, and a config without any weights."""
 
 from __future__ import annotations
+
+import json
+from pathlib import Path
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -20,3 +23,22 @@ def tiny_target() -> LlamaForCausalLM:
         initializer_range=0.3,
     )
     return LlamaForCausalLM(config).eval()
+
+
+def write_target(directory: Path, **changes) -> Path:
+    """A folder with nothing but a config.json, of 9 layers and 160 tokens."""
+    sizes = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 64,
+        "vocab_size": 160,
+        "intermediate_size": 96,
+        "num_hidden_layers": 9,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+    }
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(sizes | changes))
+    return directory

@@ -6,13 +6,13 @@ import dataclasses
 
 import pytest
 import torch
-from support.committed import rows_of
+from support import committed
 from support.trees import texts
 
 from vllm_specblock.config import SpecBlockConfig
 from vllm_specblock.drafters.specblock.dense_cache import DenseBlockCache
 from vllm_specblock.drafters.specblock.drafter import SpecBlockDrafter
-from vllm_specblock.drafters.specblock.growth import TreeShape
+from vllm_specblock.drafters.specblock.tree_shape import TreeShape
 from vllm_specblock.feedback.calibration import DraftCalibration
 from vllm_specblock.train.eval.drafting import (
     SpecBlockDraft,
@@ -53,20 +53,7 @@ def served_trees(drafter, sequence, options, nodes):
     pages = 96 // PAGE
     caches = [torch.randn(pages + 1, PAGE * 4, 2, 16).transpose(1, 2) for _ in range(2)]
     head.bind(caches)  # noise in the cache: nothing of it may be seen
-    table = torch.randperm(pages)[None] + 1
-    states = torch.stack(sequence.hidden.chunk(3, dim=-1))[:, None]  # [3, 1, n, Ht]
-    done, tree, sampling_temperature = 0, None, torch.zeros(1)
-    for root in ROOTS:
-        rows = rows_of([(done, root)], table, states, sequence.tokens[None], PAGE)
-        if tree is not None and head.calibration is not None:
-            accepted = torch.tensor([root - done - 1])
-            head.calibration.learn(
-                sampling_temperature, tree.logprob.exp().sum(1), accepted, accepted >= 0
-            )
-        head.advance(rows)
-        tree = head.draft()
-        yield tree
-        done = root
+    return committed.served_trees(head, sequence, ROOTS, pages, PAGE)
 
 
 @pytest.mark.parametrize(

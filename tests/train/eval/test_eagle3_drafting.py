@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.committed import rows_of
+from support import committed
 from support.trees import texts
 
 from vllm_specblock.config import Eagle3Config
@@ -42,20 +42,7 @@ def served_trees(drafter, sequence, options, nodes):
     head = Eagle3Drafter(drafter, sequence.embed, options, nodes, max_model_len=96)
     pages = 96 // PAGE
     head.bind([torch.randn(pages + 1, PAGE, 2, 16).transpose(1, 2)])  # noise: never seen
-    table = torch.randperm(pages)[None] + 1
-    states = torch.stack(sequence.hidden.chunk(3, dim=-1))[:, None]
-    done, tree, sampling_temperature = 0, None, torch.zeros(1)
-    for root in ROOTS:
-        rows = rows_of([(done, root)], table, states, sequence.tokens[None], PAGE)
-        if tree is not None and head.calibration is not None:
-            accepted = torch.tensor([root - done - 1])
-            head.calibration.learn(
-                sampling_temperature, tree.logprob.exp().sum(1), accepted, accepted >= 0
-            )
-        head.advance(rows)
-        tree = head.draft()
-        yield tree
-        done = root
+    return committed.served_trees(head, sequence, ROOTS, pages, PAGE)
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vllm_specblock.drafters.specblock import paged_attention
-from vllm_specblock.drafters.specblock.paged_attention import DraftAttentionBuilder
+from vllm_specblock.drafters.specblock import draft_attention
+from vllm_specblock.drafters.specblock.draft_attention import DraftAttentionBuilder
 
 MAX, TOKENS, BLOCKS = 203, 8, 4  # the length limit, tokens of a cache block, M
 QUERIES = ("query_start", "seq_len", "prefix_len", "mask_words", "tree_start")
@@ -69,10 +69,10 @@ def both(kernels, monkeypatch):
     """(K, S) -> a sight by torch, and one by launches whose results begin as garbage."""
     first, later = kernels.load("first_block_metadata"), kernels.load("later_block_metadata")
     monkeypatch.setattr(
-        paged_attention, "first_block_metadata_triton", first.first_block_metadata_triton
+        draft_attention, "first_block_metadata_triton", first.first_block_metadata_triton
     )
     monkeypatch.setattr(
-        paged_attention, "later_block_metadata_triton", later.later_block_metadata_triton
+        draft_attention, "later_block_metadata_triton", later.later_block_metadata_triton
     )
     empty = torch.empty
 
@@ -168,13 +168,13 @@ def test_no_rows(both, kernels):
     (_, fused), device = both(4, 3), kernels.device
     none = torch.zeros(0, dtype=torch.int64, device=device)
     start = torch.zeros(1, dtype=torch.int32, device=device)
-    first = paged_attention.first_block_metadata_triton(none, none, start, none, 4, 1)
+    first = draft_attention.first_block_metadata_triton(none, none, start, none, 4, 1)
     shapes = [(0, 4), (1,), (0,), (0, 1), (0,), (1,), (0,), (0,)]
     assert [tuple(x.shape) for x in first] == shapes
     assert first.query_start.tolist() == first.kept_start.tolist() == [0]
     starts, table = none.view(0, 3), none.int().view(0, 5)
     prefix = none.view(0, len(fused.own))
-    later = paged_attention.later_block_metadata_triton(
+    later = draft_attention.later_block_metadata_triton(
         starts,
         starts,
         starts.bool(),

@@ -16,8 +16,10 @@ from vllm_specblock.candidates import (
     rank_key,
     select_reference,
 )
-from vllm_specblock.drafters.specblock import growth
-from vllm_specblock.drafters.specblock.growth import Expansion, FusedExpansion, TreeShape
+from vllm_specblock.drafters.specblock import fused_growth
+from vllm_specblock.drafters.specblock.fused_growth import FusedExpansion
+from vllm_specblock.drafters.specblock.growth import Expansion
+from vllm_specblock.drafters.specblock.tree_shape import TreeShape
 from vllm_specblock.tree import DraftTree
 
 EXAMPLES = settings(
@@ -127,7 +129,7 @@ def test_growth_equals_torch(kernels, shape, make, seed):
     device, requests = kernels.device, 2
     with pytest.MonkeyPatch.context() as patch:
         kernel = kernels.load("expand", "attach_block", "select_tree")
-        patch.setattr(growth, "Growing", kernel.Growing)
+        patch.setattr(fused_growth, "Growing", kernel.Growing)
         branching = torch.tensor(shape.branching)
         plain = Expansion(shape, branching, requests)
         fused = FusedExpansion(shape, branching.to(device), requests)

@@ -14,7 +14,7 @@ from vllm_specblock.triton_kernels.layers.layer_shift import beside_previous
 from vllm_specblock.triton_kernels.layers.norms import add_norm_reference, norm_pair_reference
 from vllm_specblock.triton_kernels.layers.rope import Rope, rotate_pair_reference
 
-from vllm_specblock.drafters.specblock.paged_attention import DraftAttentionBuilder
+from vllm_specblock.drafters.specblock.draft_attention import DraftAttentionBuilder
 
 pytestmark = pytest.mark.skipif(not optional_numba.AVAILABLE, reason="Numba is not installed")
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3}  # bf16: one step of 2^-8, of sums apart

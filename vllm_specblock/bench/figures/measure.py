@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from vllm_specblock.bench.figures.style import mean
-from vllm_specblock.drafters.specblock.growth import TreeShape
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
+from vllm_specblock.drafters.specblock.tree_shape import TreeShape
 from vllm_specblock.train.eval.chain import ChainFigures, chain_along
 from vllm_specblock.train.eval.loaded import LoadedDrafter
 from vllm_specblock.train.eval.main_path import MainPathFigures

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from vllm_specblock.drafters.common.chunked_advance import MAX_ROWS
+from vllm_specblock.drafters.common.layers import Sizes
+from vllm_specblock.drafters.common.paged_attention import PagedAttention
 from vllm_specblock.drafters.interface import CacheLayer, CommittedTokens, Drafter
-from vllm_specblock.drafters.specblock.paged_attention import PagedAttention
 from vllm_specblock.triton_kernels.attention.tree_attention_batch import TreeAttentionBatch
 from vllm_specblock.triton_kernels.warm_up import compile_attention
 
@@ -128,24 +129,18 @@ class CausalRows:
         )
 
 
-class Sizes(Protocol):
-    """What a network's config says of its cache."""
+class NetworkSizes(Sizes, Protocol):
+    """What a network's config says of its layers, and how many there are."""
 
     @property
     def num_hidden_layers(self) -> int: ...
-    @property
-    def num_attention_heads(self) -> int: ...
-    @property
-    def num_key_value_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
 
 
 class Causal(Protocol):
     """A network whose layers all keep one entry per token."""
 
     @property
-    def config(self) -> Sizes: ...
+    def config(self) -> NetworkSizes: ...
 
 
 class CausalDrafter(Drafter):

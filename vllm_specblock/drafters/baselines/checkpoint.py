@@ -7,7 +7,6 @@ vocabulary, that is in `vocab_mapping.pt`; without either the drafter names ever
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +18,24 @@ from vllm_specblock.drafters.baselines.falcon import FalconModel
 from vllm_specblock.drafters.baselines.medusa import MedusaModel
 from vllm_specblock.drafters.baselines.parallelspec import ParallelSpecModel
 from vllm_specblock.drafters.baselines.sps import SmallLanguageModel
-from vllm_specblock.drafters.specblock.checkpoint import (
+from vllm_specblock.drafters.common.checkpoint_files import (
     CONFIG,
+    MAPPING_NAMES,
     WEIGHTS,
+    PathLike,
     check_mapping,
     check_names,
     check_shapes,
+    identity_mapping,
     opened,
     read_mapping,
+    stored_shapes,
+    stored_tensors,
+    wanted_shapes,
+    with_weights,
 )
 from vllm_specblock.drafters.specblock.config import CheckpointError, DrafterConfig
 from vllm_specblock.drafters.specblock.config_json import checked, read_json, rope_of
-
-PathLike = str | os.PathLike[str]
 
 KIND = "specblock_head"
 """The key of config.json that names the kind."""
@@ -50,7 +54,7 @@ _DRAFTERS: dict[str, type[nn.Module]] = {
     "falcon": FalconModel,
     "sps": SmallLanguageModel,
 }
-_HEAD, _MAPPING = "lm_head.weight", ("d2t", "t2d")
+_HEAD = "lm_head.weight"
 
 
 def kind_of(directory: PathLike) -> str | None:
@@ -94,12 +98,10 @@ def check_tensors(directory: PathLike, config: Shape) -> None:
     """
     path = Path(directory) / WEIGHTS
     with opened(path) as file:
-        found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        found = stored_shapes(file)
     mapping = _mapping(Path(directory), config)
     found |= {name: tuple(tensor.shape) for name, tensor in mapping.items()}
-    with torch.device("meta"):
-        drafter = _drafter(directory, config)
-    wanted = {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
+    wanted = wanted_shapes(lambda: _drafter(directory, config))
     wanted["t2d"] = (config.vocab_size,)
     if _whole_head(config):
         wanted[_HEAD] = (config.vocab_size, config.hidden_size)
@@ -116,7 +118,7 @@ def read_tensors(directory: PathLike, config: Shape) -> dict[str, Tensor]:
     """
     check_tensors(directory, config)
     with opened(Path(directory) / WEIGHTS) as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        tensors = stored_tensors(file)
     mapping = _mapping(Path(directory), config)
     if _whole_head(config):
         tensors[_HEAD] = tensors[_HEAD][mapping["t2d"]]
@@ -136,11 +138,7 @@ def load(
     """
     config = read_config(directory)
     tensors = read_tensors(directory, config)
-    with torch.device("meta"):
-        drafter = _drafter(directory, config)
-    drafter = drafter.to(dtype).to_empty(device=device)
-    drafter.load_state_dict(tensors)
-    return drafter
+    return with_weights(lambda: _drafter(directory, config), tensors, dtype, device)
 
 
 def _drafter(directory: PathLike, config: Shape) -> nn.Module:
@@ -157,14 +155,10 @@ def _whole_head(config: Shape) -> bool:
 def _mapping(directory: Path, config: Shape) -> dict[str, Tensor]:
     """d2t [Vd] int64 and t2d [V] bool; of every token where the folder names none."""
     with opened(directory / WEIGHTS) as file:
-        found = {name: file.get_tensor(name) for name in _MAPPING if name in file.keys()}  # noqa: SIM118
+        found = {name: file.get_tensor(name) for name in MAPPING_NAMES if name in file.keys()}  # noqa: SIM118
     found = found or read_mapping(directory)
-    if not found and config.draft_vocab_size == config.vocab_size:
-        found = {
-            "d2t": torch.zeros(config.vocab_size, dtype=torch.int64),
-            "t2d": torch.ones(config.vocab_size, dtype=torch.bool),
-        }
-    if found.keys() != set(_MAPPING):
+    found = found or identity_mapping(config.draft_vocab_size, config.vocab_size)
+    if found.keys() != set(MAPPING_NAMES):
         raise CheckpointError(
             f"{directory} names a draft vocabulary of {config.draft_vocab_size} tokens, but says "
             "nowhere which they are (d2t and t2d)."

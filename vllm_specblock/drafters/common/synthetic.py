@@ -16,7 +16,8 @@ import torch
 
 from vllm_specblock.drafters.interface import CacheLayer, CommittedTokens, Drafter
 from vllm_specblock.drafters.specblock.drafter import SpecBlockDrafter
-from vllm_specblock.drafters.specblock.growth import Expansion, TreeShape
+from vllm_specblock.drafters.specblock.growth import Expansion
+from vllm_specblock.drafters.specblock.tree_shape import TreeShape
 from vllm_specblock.tree import DraftTree
 
 SECOND = 0.3

@@ -6,7 +6,6 @@ The tensors lie in `*.safetensors`, or else in `pytorch_model*.bin`. The layer i
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -14,14 +13,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from vllm_specblock.drafters.common.checkpoint_files import (
+    CONFIG,
+    PathLike,
+    check_names,
+    check_shapes,
+    opened,
+    wanted_shapes,
+    with_weights,
+)
 from vllm_specblock.drafters.eagle3 import config_json
 from vllm_specblock.drafters.eagle3.config import Eagle3Shape
 from vllm_specblock.drafters.eagle3.model import Eagle3Model
-from vllm_specblock.drafters.specblock.checkpoint import CONFIG, check_names, check_shapes, opened
 from vllm_specblock.drafters.specblock.config import CheckpointError
 from vllm_specblock.drafters.specblock.config_json import read_json
-
-PathLike = str | os.PathLike[str]
 
 _UNUSED = ("t2d", "mask_hidden", "rotary_emb.inv_freq")
 """Tensors that say nothing to a plain EAGLE-3 drafter: the mapping's other direction, what
@@ -85,11 +90,8 @@ def load(
     """
     config = read_config(directory)
     tensors = read_tensors(directory, config)
-    with torch.device("meta"):
-        drafter = Eagle3Model(config, own_embedding=_EMBEDDING in tensors)
-    drafter = drafter.to(dtype).to_empty(device=device)
-    drafter.load_state_dict(tensors)
-    return drafter
+    own = _EMBEDDING in tensors
+    return with_weights(lambda: Eagle3Model(config, own_embedding=own), tensors, dtype, device)
 
 
 def _checked(directory: Path, config: Eagle3Shape) -> dict[str, _Stored]:
@@ -99,11 +101,9 @@ def _checked(directory: Path, config: Eagle3Shape) -> dict[str, _Stored]:
     if full and _MAPPING not in stored:
         zeros = torch.zeros(config.draft_vocab_size, dtype=torch.int64)
         stored[_MAPPING] = _Stored(tuple(zeros.shape), lambda: zeros)
-    with torch.device("meta"):
-        # The target's embedding will do only where it is as wide.
-        narrow = config.hidden_size != config.target_hidden_size
-        drafter = Eagle3Model(config, own_embedding=narrow or _EMBEDDING in stored)
-    wanted = {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
+    # The target's embedding will do only where it is as wide.
+    own = _EMBEDDING in stored or config.hidden_size != config.target_hidden_size
+    wanted = wanted_shapes(lambda: Eagle3Model(config, own_embedding=own))
     found = {name: entry.shape for name, entry in stored.items()}
     check_names(found, wanted, directory)
     check_shapes(found, wanted, directory)

@@ -9,11 +9,12 @@ import torch
 from vllm_specblock.config import Eagle3Config
 from vllm_specblock.drafters.common.chunked_advance import chunked_advance
 from vllm_specblock.drafters.common.layers import Attend
+from vllm_specblock.drafters.common.paged_attention import PagedAttention
 from vllm_specblock.drafters.eagle3.growth import DynamicTreeConfig, grow
 from vllm_specblock.drafters.eagle3.model import Eagle3Model
 from vllm_specblock.drafters.interface import CacheLayer, CommittedTokens, Drafter
-from vllm_specblock.drafters.specblock.growth import Starts
-from vllm_specblock.drafters.specblock.paged_attention import DraftAttentionBuilder, PagedAttention
+from vllm_specblock.drafters.specblock.draft_attention import DraftAttentionBuilder
+from vllm_specblock.drafters.specblock.tree_shape import Starts
 from vllm_specblock.feedback.calibration import DraftCalibration
 from vllm_specblock.tree import DraftTree
 
@@ -21,7 +22,7 @@ from vllm_specblock.tree import DraftTree
 class Eagle3Drafter(Drafter):
     """Catch-up on the committed rows and level 1 are one forward; each later level is another.
 
-    A level is to the cache what a block of one position is (`paged_attention.py`).
+    A level is to the cache what a block of one position is (`draft_attention.py`).
 
     Args:
         model: the loaded model.

@@ -16,7 +16,7 @@ from vllm_specblock.candidates import NEVER, select_nodes, tree_of
 from vllm_specblock.config import Eagle3Config
 from vllm_specblock.drafters.common.layers import Attend
 from vllm_specblock.drafters.eagle3.model import Eagle3Model
-from vllm_specblock.drafters.specblock.growth import Starts
+from vllm_specblock.drafters.specblock.tree_shape import Starts
 from vllm_specblock.tree import DraftTree
 from vllm_specblock.triton_kernels.drafting.grow_level import GrowingLevels, LevelLimits
 from vllm_specblock.triton_kernels.tree.select_tree import MOST_CANDIDATES

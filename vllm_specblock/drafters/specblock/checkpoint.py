@@ -7,16 +7,31 @@ published one adds `vocab_mapping.pt`, whose d2t and t2d win over those in the s
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from vllm_specblock.drafters.common.checkpoint_files import (
+    CONFIG,
+    MAPPING,
+    MAPPING_NAMES,
+    WEIGHTS,
+    PathLike,
+    Shapes,
+    check_mapping,
+    check_names,
+    check_shapes,
+    identity_mapping,
+    opened,
+    read_mapping,
+    stored_shapes,
+    stored_tensors,
+    wanted_shapes,
+    with_weights,
+)
 from vllm_specblock.drafters.common.target_info import check_target, describe_target
 from vllm_specblock.drafters.specblock.config import CheckpointError, DrafterConfig
 from vllm_specblock.drafters.specblock.config_json import (
@@ -30,20 +45,19 @@ from vllm_specblock.drafters.specblock.model import SpecBlockModel
 from vllm_specblock.drafters.specblock.untrained import init
 
 __all__ = [
+    "CONFIG",
+    "MAPPING",
+    "WEIGHTS",
     "CheckpointError",
     "check_tensors",
     "convert",
     "init",
     "load",
+    "opened",
     "read_config",
     "read_tensors",
     "save",
 ]
-
-CONFIG, WEIGHTS, MAPPING = "config.json", "model.safetensors", "vocab_mapping.pt"
-_MAPPING_NAMES = ("d2t", "t2d")
-
-PathLike = str | os.PathLike[str]
 
 
 def read_config(directory: PathLike) -> DrafterConfig:
@@ -64,10 +78,10 @@ def check_tensors(directory: PathLike, config: DrafterConfig) -> None:
     """
     path = Path(directory) / WEIGHTS
     with opened(path) as file:
-        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-        mapping = {name: file.get_tensor(name) for name in _MAPPING_NAMES if name in shapes}
+        shapes = stored_shapes(file)
+        mapping = {name: file.get_tensor(name) for name in MAPPING_NAMES if name in shapes}
     mapping |= _mapping_file(Path(directory))
-    mapping = mapping or _identity(config)
+    mapping = mapping or identity_mapping(config.draft_vocab_size, config.vocab_size)
     shapes |= {name: tuple(tensor.shape) for name, tensor in mapping.items()}
     _check_shapes(shapes, config, path)
     check_mapping(mapping["d2t"], mapping["t2d"], directory)
@@ -81,9 +95,9 @@ def read_tensors(directory: PathLike, config: DrafterConfig) -> dict[str, Tensor
     """
     check_tensors(directory, config)
     with opened(Path(directory) / WEIGHTS) as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        tensors = stored_tensors(file)
     if "d2t" not in tensors:
-        tensors |= _identity(config)
+        tensors |= identity_mapping(config.draft_vocab_size, config.vocab_size)
     return tensors | _mapping_file(Path(directory))
 
 
@@ -99,11 +113,7 @@ def load(
     """
     config = read_config(directory)
     tensors = read_tensors(directory, config)
-    with torch.device("meta"):
-        drafter = SpecBlockModel(config)
-    drafter = drafter.to(dtype).to_empty(device=device)
-    drafter.load_state_dict(tensors)
-    return drafter
+    return with_weights(lambda: SpecBlockModel(config), tensors, dtype, device)
 
 
 def save(drafter: SpecBlockModel, directory: PathLike, layout: Layout = "ours") -> None:
@@ -162,7 +172,7 @@ def _write(
     directory.mkdir(parents=True, exist_ok=True)
     _replace(directory / WEIGHTS, lambda path: save_file(tensors, path, {"format": "pt"}))
     if layout == "published":
-        mapping = {name: tensors[name] for name in _MAPPING_NAMES}
+        mapping = {name: tensors[name] for name in MAPPING_NAMES}
         _replace(directory / MAPPING, lambda path: torch.save(mapping, path))
     text = json.dumps(raw, indent=2) + "\n"
     _replace(directory / CONFIG, lambda path: path.write_text(text, encoding="utf-8"))
@@ -178,18 +188,6 @@ def _replace(path: Path, write: Callable[[Path], object]) -> None:
     aside.replace(path)
 
 
-def opened(path: Path) -> safe_open:
-    """The safetensors file at `path`; raises CheckpointError if there is none, or half of one."""
-    if not path.is_file():
-        raise CheckpointError(
-            f"There is no {path}; a drafter directory holds {CONFIG} and {WEIGHTS}."
-        )
-    try:
-        return safe_open(path, framework="pt")
-    except SafetensorError as error:
-        raise CheckpointError(f"{path} is not a whole safetensors file ({error}).") from None
-
-
 def _mapping_file(directory: Path) -> dict[str, Tensor]:
     """d2t and t2d of vocab_mapping.pt; empty where the layout or the directory has none."""
     if not (directory / MAPPING).is_file() or layout_of(*read_json(directory / CONFIG)) == "ours":
@@ -197,64 +195,8 @@ def _mapping_file(directory: Path) -> dict[str, Tensor]:
     return read_mapping(directory)
 
 
-def read_mapping(directory: Path) -> dict[str, Tensor]:
-    """d2t and t2d of vocab_mapping.pt; empty where there is none.
-
-    Raises:
-        CheckpointError: it holds something else.
-    """
-    path = directory / MAPPING
-    if not path.is_file():
-        return {}
-    refusal = f"{path} is not a plain dict of the tensors d2t and t2d"
-    try:
-        mapping: Any = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # on foreign bytes torch's unpickler fails with anything
-        raise CheckpointError(
-            f"{refusal} (torch.load with weights_only=True: {type(error).__name__})."
-        ) from None
-    if not isinstance(mapping, dict) or not all(
-        isinstance(mapping.get(name), Tensor) for name in _MAPPING_NAMES
-    ):
-        raise CheckpointError(f"{refusal}.")
-    return {name: mapping[name] for name in _MAPPING_NAMES}
-
-
-def _identity(config: DrafterConfig) -> dict[str, Tensor]:
-    """The mapping of a drafter that names every target token; none otherwise."""
-    if config.draft_vocab_size != config.vocab_size:
-        return {}
-    return {
-        "d2t": torch.zeros(config.vocab_size, dtype=torch.int64),
-        "t2d": torch.ones(config.vocab_size, dtype=torch.bool),
-    }
-
-
-def check_names(
-    found: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]], where: PathLike
-) -> None:
-    """Raises CheckpointError unless `found` and `wanted`, shapes by name, are of the same names."""
-    if missing := sorted(wanted.keys() - found.keys()):
-        raise CheckpointError(f"{where} lacks {listed(missing)}, which its {CONFIG} asks for.")
-    if extra := sorted(found.keys() - wanted.keys()):
-        raise CheckpointError(f"{where} holds {listed(extra)}, which its {CONFIG} has no use for.")
-
-
-def check_shapes(
-    found: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]], where: PathLike
-) -> None:
-    """Raises CheckpointError unless every name in `wanted` is of that shape in `found`."""
-    for name, shape in wanted.items():
-        if found[name] != shape:
-            raise CheckpointError(
-                f"{where}: {name} has shape {list(found[name])}, but its {CONFIG} asks for "
-                f"{list(shape)}."
-            )
-
-
-def _check_shapes(found: dict[str, tuple[int, ...]], config: DrafterConfig, path: Path) -> None:
-    with torch.device("meta"):
-        wanted = {n: tuple(t.shape) for n, t in SpecBlockModel(config).state_dict().items()}
+def _check_shapes(found: Shapes, config: DrafterConfig, path: Path) -> None:
+    wanted = wanted_shapes(lambda: SpecBlockModel(config))
     check_names(found, wanted, path)
     queries = found["input_layer.position_queries.weight"]
     if queries[:1] != (config.block_size,):
@@ -263,25 +205,3 @@ def _check_shapes(found: dict[str, tuple[int, ...]], config: DrafterConfig, path
             f"its {CONFIG} (block_size, or diffspec_draft_token_num) is {config.block_size}."
         )
     check_shapes(found, wanted, path)
-
-
-def check_mapping(d2t: Tensor, t2d: Tensor, directory: PathLike) -> None:
-    """Raises CheckpointError unless d2t [Vd] offsets and t2d [V] bool are the same ascending list
-    of target ids, told twice."""
-    if d2t.dtype != torch.int64 or t2d.dtype != torch.bool:
-        raise CheckpointError(
-            f"The vocabulary mapping in {directory} has d2t of {d2t.dtype} and t2d of "
-            f"{t2d.dtype}, but they must be torch.int64 and torch.bool."
-        )
-    targets = torch.arange(len(d2t)) + d2t
-    if not torch.equal(targets, t2d.nonzero()[:, 0]):
-        raise CheckpointError(
-            f"The vocabulary mapping in {directory} contradicts itself: draft id + d2t must run "
-            "through the target ids that t2d marks, ascending (d2t holds offsets, not ids)."
-        )
-
-
-def listed(names: list[str]) -> str:
-    """The first names of a list for a sentence, and how many more there are."""
-    shown = ", ".join(names[:5])
-    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"

@@ -8,7 +8,7 @@
   that start's row, and so on. Then its own positions up to itself. Starts of one block never
   see each other, and nothing of theirs stays.
 
-Serving does the same over paged caches (`paged_attention.py`), training over whole batches.
+Serving does the same over paged caches (`draft_attention.py`), training over whole batches.
 """
 
 from __future__ import annotations

@@ -10,10 +10,11 @@ import torch
 from vllm_specblock.config import SpecBlockConfig
 from vllm_specblock.drafters.common.chunked_advance import chunked_advance
 from vllm_specblock.drafters.interface import CacheLayer, CommittedTokens, Drafter
-from vllm_specblock.drafters.specblock.growth import TreeShape, expansion
+from vllm_specblock.drafters.specblock.draft_attention import DraftAttentionBuilder
+from vllm_specblock.drafters.specblock.fused_growth import expansion
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
-from vllm_specblock.drafters.specblock.paged_attention import DraftAttentionBuilder
 from vllm_specblock.drafters.specblock.refresh import refresh
+from vllm_specblock.drafters.specblock.tree_shape import TreeShape
 from vllm_specblock.feedback.calibration import DraftCalibration
 from vllm_specblock.tree import DraftTree
 

@@ -7,8 +7,6 @@ joins equal ones, keeps the best N and puts them in order (`candidates.py`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from vllm_specblock.candidates import (
@@ -18,12 +16,9 @@ from vllm_specblock.candidates import (
     join,
     rank_key,
     select,
-    tree_of,
 )
+from vllm_specblock.drafters.specblock.tree_shape import Starts, TreeShape
 from vllm_specblock.tree import DraftTree
-from vllm_specblock.triton_kernels.drafting.expand import Growing, Limits
-from vllm_specblock.triton_kernels.drafting.expand_numba import CompiledGrowing
-from vllm_specblock.triton_kernels.optional_numba import takes
 from vllm_specblock.triton_kernels.tree.candidate_keys import (
     BUCKET_BITS,
     BUCKET_ONE,
@@ -33,94 +28,8 @@ from vllm_specblock.triton_kernels.tree.candidate_keys import (
     MAX_DEPTH,
     ROOT_HASH,
 )
-from vllm_specblock.triton_kernels.tree.select_tree import MOST_CANDIDATES
 
 _DEPTH = MAX_DEPTH * DEPTH_ONE
-
-
-@dataclass(frozen=True)
-class TreeShape:
-    """What fixes the shapes of an expansion.
-
-    Attributes:
-        block_size: K, positions per block.
-        num_blocks: M.
-        num_starts: S, rows of every block after the first.
-        branching: children per rank bucket; 0 gives up at such a position: only the chain's
-            own node is attached, and no block starts there.
-        budget: N, nodes of the tree.
-        starts_by_rank: later blocks start at the positions of the lowest predicted rank bucket
-            first, and by score among equals; otherwise by score alone.
-
-    Raises:
-        ValueError: paths of more than 255 tokens.
-    """
-
-    block_size: int
-    num_blocks: int
-    num_starts: int
-    branching: tuple[int, int, int, int]
-    budget: int
-    starts_by_rank: bool = False
-
-    def __post_init__(self) -> None:
-        if self.max_depth > MAX_DEPTH:
-            raise ValueError(
-                f"{self.num_blocks} blocks of {self.block_size} positions draft paths of "
-                f"{self.max_depth} tokens, but at most {MAX_DEPTH} are supported."
-            )
-
-    @property
-    def width(self) -> int:
-        """B, candidates that are looked at per position."""
-        return max(1, *self.branching)
-
-    @property
-    def max_depth(self) -> int:
-        """M · K, tokens on the longest path."""
-        return self.num_blocks * self.block_size
-
-    @property
-    def num_rows(self) -> int:
-        """Drafted rows: the drafting row, and S per further block."""
-        return 1 + (self.num_blocks - 1) * self.num_starts
-
-    @property
-    def candidates(self) -> int:
-        """C, the root included."""
-        return 1 + self.num_rows * self.block_size * self.width
-
-
-@dataclass(frozen=True)
-class Starts:
-    """Nodes from which the next block grows, S per request.
-
-    Attributes (each [R, S]):
-        node: int64, candidate index.
-        token: int64.
-        row: int64, the drafted row that the node came from: 0 is the drafting row, the s-th
-            start of block m is row 1 + (m − 2)·S + s.
-        position: int64, 0-based position in that row.
-        valid: bool; the others are there for the shape's sake.
-    """
-
-    node: torch.Tensor
-    token: torch.Tensor
-    row: torch.Tensor
-    position: torch.Tensor
-    valid: torch.Tensor
-
-
-def expansion(
-    shape: TreeShape, width: torch.Tensor, num_requests: int
-) -> Expansion | FusedExpansion:
-    """An expansion where `width` lies: one launch per block, on a GPU if C is not too large.
-
-    Args:
-        width: [4] int64, `shape.branching` on the device, made once by the caller.
-    """
-    fused = takes(width) or (width.is_cuda and shape.candidates <= MOST_CANDIDATES)
-    return (FusedExpansion if fused else Expansion)(shape, width, num_requests)
 
 
 class Expansion:
@@ -303,52 +212,3 @@ def by_bucket(key: torch.Tensor, bucket: torch.Tensor) -> torch.Tensor:
     low = (1 << 32) - 1
     ranked = (key >> (32 + BUCKET_BITS) << 32) + (key & low) + bucket * BUCKET_ONE
     return torch.where(key < CLOSED, ranked, key)
-
-
-class FusedExpansion:
-    """`Expansion` as one launch per block, which also does what follows the block.
-
-    The same calls with the same results, in this order. Arguments as there.
-    """
-
-    def __init__(self, shape: TreeShape, width: torch.Tensor, num_requests: int) -> None:
-        sizes = (
-            shape.block_size,
-            shape.num_blocks,
-            shape.num_starts,
-            shape.width,
-            shape.budget,
-            shape.starts_by_rank,
-        )
-        kind = Growing if width.is_cuda else CompiledGrowing
-        self.growing = kind(Limits(*sizes), width, num_requests)
-
-    def first_block(
-        self, top_logprob: torch.Tensor, top_token: torch.Tensor, bucket: torch.Tensor
-    ) -> None:
-        """As `Expansion.first_block`."""
-        one_row = (top_logprob[:, None], top_token[:, None], bucket[:, None])
-        self.grown = self.growing.attach_block(1, None, None, *one_row)
-
-    def starts(self, block: int) -> Starts:
-        """As `Expansion.starts`; `block` is the one after that which hangs."""
-        assert isinstance(self.grown, tuple)  # no tree yet
-        return Starts(*self.grown)
-
-    def next_block(
-        self,
-        starts: Starts,
-        block: int,
-        top_logprob: torch.Tensor,
-        top_token: torch.Tensor,
-        bucket: torch.Tensor,
-    ) -> None:
-        """As `Expansion.next_block`."""
-        self.grown = self.growing.attach_block(
-            block, starts.node, starts.valid, top_logprob, top_token, bucket
-        )
-
-    def finish(self) -> DraftTree:
-        """As `Expansion.finish`."""
-        assert not isinstance(self.grown, tuple)
-        return tree_of(self.grown)

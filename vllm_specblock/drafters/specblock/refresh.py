@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
+from vllm_specblock.drafters.common.checkpoint_files import listed
 from vllm_specblock.drafters.common.linear import Fp8Linear
 from vllm_specblock.drafters.common.post_load import process_after_loading
-from vllm_specblock.drafters.specblock.checkpoint import listed
 from vllm_specblock.drafters.specblock.config import DrafterConfig
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from vllm_specblock.config import DEFAULT_NODES, Eagle3Config
 from vllm_specblock.drafters.eagle3.growth import DynamicTreeConfig, grow
 from vllm_specblock.drafters.eagle3.model import Eagle3Model
-from vllm_specblock.drafters.specblock.growth import Starts
+from vllm_specblock.drafters.specblock.tree_shape import Starts
 from vllm_specblock.feedback.calibration import DraftCalibration
 from vllm_specblock.train.eval.drafting import LearnedBeta
 from vllm_specblock.train.learner import EvalSequence

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from vllm_specblock.config import DEFAULT_NODES, SpecBlockConfig
-from vllm_specblock.drafters.specblock.growth import TreeShape
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
+from vllm_specblock.drafters.specblock.tree_shape import TreeShape
 from vllm_specblock.feedback.calibration import DraftCalibration
 from vllm_specblock.train.data.batch import Batch
 from vllm_specblock.train.eval.chain import ChainFigures, chain_along

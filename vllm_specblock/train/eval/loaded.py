@@ -15,8 +15,8 @@ from vllm_specblock.drafters.eagle3.growth import DynamicTreeConfig
 from vllm_specblock.drafters.eagle3.model import Eagle3Model
 from vllm_specblock.drafters.specblock import checkpoint
 from vllm_specblock.drafters.specblock.config import CheckpointError, TargetInfo, default_layer_ids
-from vllm_specblock.drafters.specblock.growth import TreeShape
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
+from vllm_specblock.drafters.specblock.tree_shape import TreeShape
 from vllm_specblock.feedback.calibration import DraftCalibration
 from vllm_specblock.train.config import TrainError
 from vllm_specblock.train.eval.drafting import SpecBlockDraft, serving_shape

@@ -11,9 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from vllm_specblock.drafters.baselines.trunk import Trunk
 from vllm_specblock.drafters.specblock.config import TargetInfo
 from vllm_specblock.drafters.specblock.config_json import rope_of
 from vllm_specblock.train.attention import sdpa
@@ -60,13 +59,6 @@ def sizes_like(
         "target": target,
         **changes,
     }
-
-
-def draw_weights(trunk: Trunk) -> None:
-    """First weights, from the global generator: inputs are normed, and outputs of unit size."""
-    for weight in trunk.parameters():
-        if weight.dim() == 2:  # the others are norms
-            nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
 
 
 class Kept:

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 from baselines.folder import write_folder
-from baselines.groups import Kept, draw_weights, earlier_rows, group_attention, sizes_like
-from baselines.positions import PositionsLearner
+from baselines.groups import Kept, earlier_rows, group_attention, sizes_like
+from baselines.trunk_learner import TrunkLearner, passes_over
 from torch import Tensor
 
 from vllm_specblock.drafters.baselines.parallelspec import ParallelSpecModel
@@ -27,32 +27,9 @@ from vllm_specblock.train.data.batch import Batch
 from vllm_specblock.train.learner import Draft, EvalSequence, LossOutput, TrainBatch
 from vllm_specblock.tree import DraftTree
 
-_ROWS_AT_ONCE = 256
-"""Rows of one pass along a script: bounds the memory of long ones."""
 
-
-class ParallelSpec(PositionsLearner, ParallelSpecModel):
-    """See the module.
-
-    Args:
-        config: sizes; `block_size` is K. What it says of the rank head and the shift is not read.
-        d2t, t2d: draft vocabulary.
-        head: [Vd, H], first weights of the LM head, the target's final norm folded in.
-        budget: N, nodes of a drafted tree.
-    """
-
-    def __init__(
-        self,
-        config: DrafterConfig,
-        d2t: Tensor,
-        t2d: Tensor,
-        head: Tensor | None = None,
-        budget: int = 60,
-    ):
-        super().__init__(config)
-        draw_weights(self.trunk)
-        self.begin(d2t, t2d, head)
-        self.budget = budget
+class ParallelSpec(TrunkLearner, ParallelSpecModel):
+    """See the module; `config.block_size` is K."""
 
     @classmethod
     def for_target(
@@ -117,8 +94,7 @@ class ParallelSpec(PositionsLearner, ParallelSpecModel):
         # No row sees what comes after it, so all can be drafted from before the first root is
         # asked for: the numbers are those of one pass per root.
         last, passes = len(sequence.tokens) - 1, []
-        for start in range(0, last, _ROWS_AT_ONCE):
-            rows = slice(start, min(start + _ROWS_AT_ONCE, last))
+        for rows in passes_over(last):
             passes.append(
                 self.states(sequence.hidden[None, rows], embedding[:, rows], batch, rows, prefix)
             )

@@ -12,7 +12,7 @@ from vllm_specblock.train import provenance
 
 __all__ = ["MEASURED", "ROOT", "ResultsStore", "from_root", "markdown_table", "weights"]
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 MEASURED = ROOT / "runs/results"
 """Where benchmarks leave their figures unless told. Git does not know the folder: what RESULTS.md
 quotes is copied to benchmarks/results/, or a call would go on with another machine's figures."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from baselines.sps import SmallModel
+from support.baseline_batches import two_windows
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from vllm_specblock.train.data.batch import Batch
 from vllm_specblock.train.learner import EvalSequence, TrainBatch
 from vllm_specblock.train.target.features import TargetOutputs
 
@@ -60,13 +60,8 @@ def next_logprob(learner: SmallModel, tokens: list[int]) -> torch.Tensor:
 
 
 def test_loss_is_that_of_documents_apart(learner):
-    torch.manual_seed(2)
-    tokens = torch.randint(VOCAB, (2, 12))
-    tokens[0, 11] = -1
-    document = torch.tensor([[0] * 7 + [1] * 4 + [2], [0] * 12])
-    position = torch.tensor([[*range(7), *range(4), 0], [*range(12)]])
-    loss_mask = tokens >= 0
-    loss_mask[1, :3] = False
+    batch = two_windows(VOCAB)
+    tokens, loss_mask = batch.tokens, batch.loss_mask
     # Half of the documents say what the drafter would.
     for column in range(1, 12):
         if column % 2:
@@ -74,9 +69,7 @@ def test_loss_is_that_of_documents_apart(learner):
             tokens[1, column] = NAMED[best]
     target_probs = torch.randn(2, 12, len(NAMED)).softmax(-1)
     target_outputs = TargetOutputs(torch.zeros(2, 12, 3), torch.zeros(2, 12, 1), target_probs)
-    train_batch = TrainBatch(
-        Batch(tokens, document, position, loss_mask), target_outputs, refuse, 0, 0
-    )
+    train_batch = TrainBatch(batch, target_outputs, refuse, 0, 0)
 
     losses, hits = [], 0
     for window, first, length in [(0, 0, 7), (0, 7, 4), (1, 0, 12)]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import baselines.parallelspec as module
 import pytest
 import torch
+from baselines import trunk_learner
 from baselines.parallelspec import ParallelSpec
 from safetensors.torch import load_file
 from support.baseline_batches import (
@@ -64,7 +64,7 @@ def test_loss_is_that_of_every_row_alone(drafter, train_batch):
 
 @pytest.mark.parametrize("at_once", [3, 100])
 def test_drafts_what_it_was_trained_to(drafter, train_batch, monkeypatch, at_once):
-    monkeypatch.setattr(module, "_ROWS_AT_ONCE", at_once)
+    monkeypatch.setattr(trunk_learner, "_ROWS_AT_ONCE", at_once)
     named = vocabulary()[2]
     whole = drafter.draft_along(script_to(train_batch, 8))
     for root in (1, 4, 8):

@@ -13,7 +13,7 @@ from operator import mul
 from typing import Any
 
 from vllm_specblock.drafters.common.synthetic import synthetic_tree
-from vllm_specblock.drafters.specblock.growth import TreeShape
+from vllm_specblock.drafters.specblock.tree_shape import TreeShape
 
 FIRST_ALPHA = 0.80
 LAST_ALPHA = {"llama-8b": 0.544, "qwen3-8b": 0.369, "tiny": 0.544}

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from synthetic_training import SHAPES
 from transformers import PretrainedConfig, Qwen3Config
 
+from lib.synthetic_training import SHAPES
 from vllm_specblock.drafters.specblock import checkpoint
 from vllm_specblock.drafters.specblock.config import default_layer_ids
 from vllm_specblock.drafters.specblock.model import SpecBlockModel

@@ -9,11 +9,11 @@ import pytest
 import torch
 from baselines.eagle3 import DECAY, Eagle3
 from safetensors.torch import load_file
+from support.baseline_batches import two_windows
 from transformers import LlamaConfig
 
 from vllm_specblock.drafters.eagle3 import checkpoint
 from vllm_specblock.drafters.eagle3.growth import DynamicTreeConfig
-from vllm_specblock.train.data.batch import Batch
 from vllm_specblock.train.learner import EvalSequence, TrainBatch
 from vllm_specblock.train.target.features import TargetOutputs
 
@@ -118,15 +118,7 @@ def embed():
 
 @pytest.fixture
 def train_batch(embed):
-    """Two windows: documents of 7 and 4 tokens and one column to spare; one document of 12."""
-    torch.manual_seed(2)
-    tokens = torch.randint(VOCAB, (2, 12))
-    tokens[0, 11] = -1
-    document = torch.tensor([[0] * 7 + [1] * 4 + [2], [0] * 12])
-    position = torch.tensor([[*range(7), *range(4), 0], [*range(12)]])
-    loss_mask = tokens >= 0
-    loss_mask[1, :3] = False
-    batch = Batch(tokens, document, position, loss_mask)
+    batch = two_windows(VOCAB)
     target_probs = torch.randn(2, 12, len(NAMED)).softmax(-1)
     target_outputs = TargetOutputs(
         torch.randn(2, 12, 3 * HIDDEN), torch.randn(2, 12, HIDDEN), target_probs

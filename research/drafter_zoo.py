@@ -96,16 +96,8 @@ def make(name: str, run_context: RunContext) -> Learner:
         raise TrainError(f"No drafter is called {name!r}; there are {known}.")
     wanted = parameters(_specblock(run_context))
     of_target = (run_context.config, run_context.d2t, run_context.t2d, run_context.seed)
-    if name == "EAGLE-3":
-        return _matched(
-            wanted,
-            lambda width: Eagle3.for_target(
-                *of_target,
-                run_context.folded,
-                layer_ids=run_context.layer_ids,
-                intermediate_size=width,
-            ),
-        )
+    if name == "SpS":
+        return _small_model(run_context, wanted)
     if name == "Medusa":
         # Its heads have no width of their own: their depth is what can be chosen.
         return _matched(
@@ -115,29 +107,21 @@ def make(name: str, run_context: RunContext) -> Learner:
             ),
             step=1,
         )
-    if name == "ParallelSpec":
-        return _matched(
-            wanted,
-            lambda width: ParallelSpec.for_target(
-                *of_target,
-                run_context.folded,
-                budget=run_context.budget,
-                layer_ids=run_context.layer_ids,
-                intermediate_size=width,
-            ),
-        )
-    if name == "Falcon":
-        return _matched(
-            wanted,
-            lambda width: Falcon.for_target(
-                *of_target,
-                run_context.folded,
-                budget=run_context.budget,
-                layer_ids=run_context.layer_ids,
-                intermediate_size=width,
-            ),
-        )
-    return _small_model(run_context, wanted)
+    kind, options = {
+        "EAGLE-3": (Eagle3, {}),
+        "ParallelSpec": (ParallelSpec, {"budget": run_context.budget}),
+        "Falcon": (Falcon, {"budget": run_context.budget}),
+    }[name]
+    return _matched(
+        wanted,
+        lambda width: kind.for_target(
+            *of_target,
+            run_context.folded,
+            layer_ids=run_context.layer_ids,
+            intermediate_size=width,
+            **options,
+        ),
+    )
 
 
 def _small_model(run_context: RunContext, wanted: int) -> SmallModel:

@@ -1,7 +1,7 @@
 """The controlled comparison: every drafter learns from one pass over one target's features, in
 the same order, and is judged by the same replay. Tables 1 and 2 of the paper, in shape.
 
-    python benchmarks/comparison.py examples/tiny_pair/comparison.yaml
+    python research/comparison.py examples/tiny_pair/comparison.yaml
 
 Training, then one replay per drafter and temperature; each stage goes on where it was stopped.
 With `minutes` in the recipe a call ends after so many and asks to be called again. With `--after

@@ -1,6 +1,6 @@
 """Does the rank head pay? Trees whose width it sets, beside uniform ones and its own ceiling.
 
-    python benchmarks/rank_guidance.py DRAFTER --target TARGET --questions SET.jsonl
+    python research/rank_guidance.py DRAFTER --target TARGET --questions SET.jsonl
 
 The target answers chat questions at T = 0 and 1; every tree is replayed along the same answers. τ ±
 its standard error over steps, as if they were independent.

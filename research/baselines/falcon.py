@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 from baselines.folder import write_folder
-from baselines.groups import Kept, KeyValue, draw_weights, earlier_rows, group_attention, sizes_like
-from baselines.positions import PositionsLearner
+from baselines.groups import Kept, KeyValue, earlier_rows, group_attention, sizes_like
+from baselines.trunk_learner import TrunkLearner, passes_over
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -34,34 +34,13 @@ from vllm_specblock.train.data.batch import Batch
 from vllm_specblock.train.learner import Draft, EvalSequence, LossOutput, TrainBatch
 from vllm_specblock.tree import DraftTree
 
-_ROWS_AT_ONCE = 256
-"""Rows of one pass along a script: bounds the memory of long ones."""
-
 Seen = Callable[[int, Tensor, Tensor], KeyValue]
 
 
-class Falcon(PositionsLearner, FalconModel):
-    """See the module.
+class Falcon(TrunkLearner, FalconModel):
+    """See the module; `config.block_size` is k."""
 
-    Args:
-        config: sizes, k among them.
-        d2t, t2d: draft vocabulary.
-        head: [Vd, H], first weights of the LM head, the target's final norm folded in.
-        budget: N, nodes of a drafted tree.
-    """
-
-    def __init__(
-        self,
-        config: FalconShape,
-        d2t: Tensor,
-        t2d: Tensor,
-        head: Tensor | None = None,
-        budget: int = 60,
-    ):
-        super().__init__(config)
-        draw_weights(self.trunk)
-        self.begin(d2t, t2d, head)
-        self.budget = budget
+    config: FalconShape
 
     @classmethod
     def for_target(
@@ -192,8 +171,7 @@ class Falcon(PositionsLearner, FalconModel):
         # No block sees what comes after its row, so all first forwards can be run before the
         # first root is asked for: the numbers are those of one pass per root.
         passes = []
-        for start in range(0, last, _ROWS_AT_ONCE):
-            rows = slice(start, min(start + _ROWS_AT_ONCE, last))
+        for rows in passes_over(last):
             passes.append(self.first(entries[:, rows], batch, rows, prefix, Kept(dim=2)))
         first = torch.cat(passes, dim=1)[0]  # [T − 1, k, H]
         by_row = prefix.map(lambda kept: kept.unflatten(1, (last, block)), dim=1)

@@ -14,7 +14,7 @@ from vllm_specblock.candidates import (
     select,
     select_reference,
 )
-from vllm_specblock.drafters.specblock.growth import TreeShape
+from vllm_specblock.drafters.specblock.tree_shape import TreeShape
 
 
 def random_candidates(

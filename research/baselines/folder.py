@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from vllm_specblock.drafters.baselines.checkpoint import KIND
-from vllm_specblock.drafters.specblock.checkpoint import CONFIG, MAPPING, WEIGHTS
+from vllm_specblock.drafters.common.checkpoint_files import CONFIG, MAPPING, WEIGHTS
 from vllm_specblock.train.data.shards import replace
 
 
