@@ -145,7 +145,8 @@ def _tree_attention_kernel(
         half = tl.reduce(tl.load(row_mask_words32 + h, mask=row_in, other=0), 0, _or)
         reach = tl.where(half != 0, tl.maximum(reach, tree_begin + 32 * (h + 1)), reach)
         low = tl.where(half != 0, tl.minimum(low, tree_begin), low)
-        union = union + (half,)  # noqa: RUF005 (Triton knows no stars)
+        # Triton knows no stars.
+        union = union + (half,)  # type: ignore[assignment]  # noqa: RUF005
     end = tl.minimum(reach, bound)
     low = tl.maximum(low, 0) // BLOCK_N * BLOCK_N
     open = (open + BLOCK_N - 1) // BLOCK_N * BLOCK_N
@@ -283,5 +284,5 @@ def _load_mask_words32(row_mask_words32, row_in, MASK_WORDS32: tl.constexpr):
     mask_words32 = ()
     for h in tl.static_range(MASK_WORDS32):
         half = tl.load(row_mask_words32 + h, mask=row_in, other=0)
-        mask_words32 = mask_words32 + (half,)  # noqa: RUF005 (as above)
+        mask_words32 = mask_words32 + (half,)  # type: ignore[assignment]  # noqa: RUF005
     return mask_words32

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -96,7 +97,8 @@ def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that a program may use; on a CPU (interpreter) as on sm_90."""
     if device.type != "cuda":
         return HOPPER_SHARED
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    properties: Any = torch.cuda.get_device_properties(device)  # torch's stubs lack it
+    return int(properties.shared_memory_per_block_optin)
 
 
 @dataclass(frozen=True)

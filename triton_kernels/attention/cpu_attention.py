@@ -12,7 +12,7 @@ Importing this module needs numba.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -66,7 +66,7 @@ class PackedSchedule(NamedTuple):
     mask: np.ndarray
     bounds: np.ndarray
     num_rows: int
-    calls: dict[tuple, LayerCall]
+    calls: dict[Any, LayerCall]
 
 
 class LayerCall:
@@ -282,7 +282,7 @@ def _cut(
                     0 <= bit < 64 * mask_words.shape[1]
                     and (mask_words[row, bit // 64] >> (bit % 64)) & 1
                 ):
-                    seen = True
+                    seen = True  # type: ignore[assignment]
                 seen = seen and entry < seq_len[request]
                 mask[base + entry - start] = 0.0 if seen else -np.inf
     return jobs, mask

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from numba import cfunc, njit, types
@@ -36,7 +37,7 @@ def team_size() -> int:
     return torch.get_num_threads() if _parallel is not None else 1
 
 
-def on_threads(part: Callable) -> Callable[[int, int], None]:
+def on_threads(part: Callable[..., Any]) -> Callable[[int, int], None]:
     """Make a function that runs on a team of threads.
 
     Args:
@@ -54,7 +55,7 @@ def on_threads(part: Callable) -> Callable[[int, int], None]:
     address, alone = body.address, body.ctypes
 
     def run(arguments: int, threads: int) -> None:
-        if threads > 1:
+        if _parallel is not None and threads > 1:
             _parallel(address, arguments, threads, 0)
         else:
             alone(arguments)

@@ -153,7 +153,7 @@ class TreeAttentionBatch:
                 query, kv_cache, packing, self.block_table, plan, scale, out, soft_cap
             )
         metadata = self._see(window, bits_only, query)
-        rare = {
+        rare: dict[str, Any] = {
             "soft_cap": soft_cap, "key_scale": key_scale, "value_scale": value_scale, "lse": lse,
         }  # fmt: skip
         if query.is_cuda:
@@ -162,7 +162,8 @@ class TreeAttentionBatch:
                 self.max_seq_len, self.prefix_len, metadata.mask_words, self.tree_start, scale, out,
                 prefix_from=metadata.prefix_from, unknown_up_to=self.unknown_up_to, **rare,
             )  # fmt: skip
-        return attend_reference(query, kv_cache, metadata.plan, scale, out, **rare)
+        gathered: Any = metadata.plan  # never None on a CPU
+        return attend_reference(query, kv_cache, gathered, scale, out, **rare)
 
     def _see(self, window: int | None, bits_only: bool, query: torch.Tensor) -> LayerMask:
         """What is left of the queries' sight, worked out by the first layer that asks."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,12 +27,13 @@ class RequestGroup:
     num_requests: int  # G
     first: int  # when `tokens` is None: the group is the G·Q tokens from here on, unpadded
     tokens: torch.Tensor | None  # [G, Q] int64 token of each query slot; padding repeats a token
+    # With `tokens`:
     used: torch.Tensor | None  # [n] int64: the slots of the flattened [G, Q] that are no padding
     used_tokens: torch.Tensor | None  # [n] int64: their tokens
     block: torch.Tensor  # [G, L] int64
     offset: torch.Tensor  # [G, L] int64
     mask: torch.Tensor  # [G, 1, Q, L] float: 0 where visible, -inf elsewhere
-    rows: dict[tuple, torch.Tensor] = field(default_factory=dict)  # cache layout -> row numbers
+    rows: dict[Any, torch.Tensor] = field(default_factory=dict)  # cache layout -> row numbers
 
     def gather(self, kv_cache: torch.Tensor) -> torch.Tensor:
         """The group's entries of one layer's cache -> [G, nkv, L, 2D]."""
@@ -53,7 +55,8 @@ class RequestGroup:
             count = mine.shape[0] * mine.shape[1]
             whole[self.first : self.first + count].unflatten(0, mine.shape[:2]).copy_(mine)
         else:
-            whole.index_copy_(0, self.used_tokens, mine.flatten(0, 1).index_select(0, self.used))
+            used = mine.flatten(0, 1).index_select(0, self.used)  # type: ignore[arg-type]
+            whole.index_copy_(0, self.used_tokens, used)  # type: ignore[arg-type]
 
 
 @dataclass

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from vllm_specblock.feedback.calibration import DraftCalibration
 from vllm_specblock.tree import DraftTree
@@ -98,6 +99,7 @@ class Drafter(ABC):
         kind: what `speculative_config` calls such a drafter.
         num_nodes: N, nodes of every tree it yields.
         max_depth: the deepest path it can draft.
+        model: its network; None for a drafter without weights.
         calibration: what its scores are set right with, and what learns from the verdicts on its
             nodes; None for a drafter whose scores are what they are.
     """
@@ -105,6 +107,7 @@ class Drafter(ABC):
     kind: str
     num_nodes: int
     max_depth: int
+    model: nn.Module | None = None
     calibration: DraftCalibration | None = None
 
     def beta_of(self, rows: CommittedTokens) -> torch.Tensor | None:

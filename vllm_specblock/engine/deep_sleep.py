@@ -8,15 +8,15 @@ are none, and no reload brings them back.
 from __future__ import annotations
 
 from vllm_specblock.engine.config.ours import is_ours
-from vllm_specblock.engine.patches import patch
+from vllm_specblock.engine.patches import Function, patch
 
 
 def install() -> None:
     """P5: the worker refuses level 2 for engines of ours; level 1 keeps all. Idempotent."""
     from vllm.v1.worker.gpu_worker import Worker
 
-    def make(original):
-        def sleep(self, level: int = 1) -> None:
+    def make(original: Function) -> Function:
+        def sleep(self: Worker, level: int = 1) -> None:
             if level >= 2 and is_ours(self.vllm_config.speculative_config):
                 raise ValueError(
                     f"SpecBlock does not support sleep(level={level}), which discards a drafter's "

@@ -29,18 +29,20 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-PATCHES: dict[str, Callable] = {}
+Function = Callable[..., Any]
+
+PATCHES: dict[str, Function] = {}
 """Patched name → the original callable."""
 
 
-def patch(owner: Any, name: str, make: Callable[[Callable], Callable]) -> None:
+def patch(owner: Any, name: str, make: Callable[[Function], Function]) -> None:
     """Replace `owner.name` by `make(original)`, once."""
     label = f"{getattr(owner, '__module__', '')}.{owner.__name__}.{name}".lstrip(".")
     if label in PATCHES:
         return
     original = getattr(owner, name)
     PATCHES[label] = original
-    replacement = wraps(original)(make(original))
+    replacement: Any = wraps(original)(make(original))
     if isinstance(inspect.getattr_static(owner, name), classmethod):
         replacement = classmethod(replacement)
     setattr(owner, name, replacement)

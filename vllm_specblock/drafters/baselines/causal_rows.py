@@ -156,7 +156,7 @@ class CausalDrafter(Drafter):
         max_model_len: tokens of the longest request.
     """
 
-    model: Causal
+    model: Causal  # type: ignore[assignment]  # a module, which a protocol cannot say
     max_model_len: int
 
     def cache_layers(self) -> list[CacheLayer]:

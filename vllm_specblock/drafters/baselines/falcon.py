@@ -78,6 +78,7 @@ class FalconDrafter(Drafter):
     """
 
     kind = "falcon"
+    model: FalconModel
 
     def __init__(
         self,

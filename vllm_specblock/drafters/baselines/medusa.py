@@ -64,6 +64,7 @@ class MedusaDrafter(Drafter):
     """
 
     kind = "medusa"
+    model: MedusaModel
 
     def __init__(
         self,

@@ -35,6 +35,7 @@ class Eagle3Drafter(Drafter):
     """
 
     kind = "eagle3"
+    model: Eagle3Model
 
     def __init__(
         self,

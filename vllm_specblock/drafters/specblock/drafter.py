@@ -32,6 +32,7 @@ class SpecBlockDrafter(Drafter):
     """
 
     kind = "specblock"
+    model: SpecBlockModel
 
     def __init__(
         self,

@@ -24,7 +24,7 @@ from vllm.v1.worker.gpu.spec_decode import adaptive_verification
 from vllm.v1.worker.gpu.spec_decode.adaptive_verification import AdaptiveVerificationManager
 from vllm.v1.worker.gpu.states import RequestState
 
-from vllm_specblock.engine.patches import patch
+from vllm_specblock.engine.patches import Function, patch
 from vllm_specblock.feedback.drafting_switch import DraftingSwitch
 from vllm_specblock.feedback.step_cost import cost_per_request
 from vllm_specblock.triton_kernels.verify.reallocate_drafts import reallocate_drafts_triton
@@ -43,7 +43,7 @@ class DraftingState:
         accepted: draft tokens that the last step has accepted.
     """
 
-    def __init__(self, num_slots: int, can_resume: bool):
+    def __init__(self, num_slots: int, can_resume: bool) -> None:
         self.all_paused, self.can_resume = False, can_resume
         self.paused, self.samples = np.zeros((2, num_slots), dtype=bool)
         self.draft_seconds, self.accepted = 0.0, 0
@@ -70,15 +70,19 @@ class TreeBudgetManager(AdaptiveVerificationManager):
     _counts: np.ndarray | None = None
     """[2, R] int32, every request's drafts and its other tokens, as they lie on the device."""
     _counts_there: torch.Tensor
+    _batch_budget: Any
+    """vLLM's: what each request has of drafts and of other tokens, and the budget of a step."""
 
-    def __init__(self, req_states: RequestState, *args, **kwargs):
+    def __init__(self, req_states: RequestState, *args: Any, **kwargs: Any) -> None:
         super().__init__(req_states, *args, **kwargs)
         self.drafting_state = _SWITCHES[req_states]
         self.drafting_switch = DraftingSwitch(
             self.num_speculative_steps, self.drafting_state.can_resume
         )
 
-    def get_num_tokens(self, num_tokens_per_req, draft_tokens) -> int:
+    def get_num_tokens(
+        self, num_tokens_per_req: dict[str, int], draft_tokens: dict[str, list[int]]
+    ) -> int:
         if self.drafting_state.all_paused:  # there are no trees, whatever was scheduled
             drafts = {req: len(draft_tokens.get(req, ())) for req in num_tokens_per_req}
             others = {req: count - drafts[req] for req, count in num_tokens_per_req.items()}
@@ -89,7 +93,7 @@ class TreeBudgetManager(AdaptiveVerificationManager):
         self._decide(list(num_tokens_per_req), draft_tokens)
         return sum(others.values()) + budget
 
-    def _decide(self, requests: list[str], draft_tokens) -> None:
+    def _decide(self, requests: list[str], draft_tokens: dict[str, list[int]]) -> None:
         """Whether the proposal at the end of this step takes place."""
         decoding = [request for request in requests if draft_tokens.get(request)]
         index = self.req_states.req_id_to_index
@@ -126,7 +130,7 @@ class TreeBudgetManager(AdaptiveVerificationManager):
         )  # fmt: skip
         return self._cu_num_logits[: len(req_ids) + 1], self.query_start_loc, budget
 
-    def _reallocate(self, *args) -> None:
+    def _reallocate(self, *args: Any) -> None:
         """`reallocate_drafts_triton`, or what does the same here."""
         reallocate_drafts_triton(*args)
 
@@ -168,7 +172,9 @@ class DeviceBudgetManager(TreeBudgetManager):
         # Of the dtype that the runner's have.
         self.reallocate_drafts([""], self.query_start_loc.new_zeros(1, dtype=torch.int64))
 
-    def get_num_tokens(self, num_tokens_per_req, draft_tokens) -> int:
+    def get_num_tokens(
+        self, num_tokens_per_req: dict[str, int], draft_tokens: dict[str, list[int]]
+    ) -> int:
         if self._profiled is not None:
             drafting, verifying = self._profiled
             self.cost_tables = drafting, verifying + self._per_request * len(num_tokens_per_req)
@@ -177,7 +183,8 @@ class DeviceBudgetManager(TreeBudgetManager):
 
 def _medians(samples: list[StepTimingSample]) -> dict[int, tuple[float, int]]:
     """Tokens → (ms, requests): medians over the replays of a step."""
-    times, requests = defaultdict(list), {}
+    times: defaultdict[int, list[float]] = defaultdict(list)
+    requests: dict[int, int] = {}
     for sample in samples:
         times[sample.num_target_tokens].append(sample.forward_ms)
         requests[sample.num_target_tokens] = sample.num_reqs
@@ -187,8 +194,10 @@ def _medians(samples: list[StepTimingSample]) -> dict[int, tuple[float, int]]:
 def install(kind: type[TreeBudgetManager] = DeviceBudgetManager) -> None:
     """P4: the runner builds vLLM's manager by its name; engines of ours get `kind`. Idempotent."""
 
-    def make(original):
-        def build(req_states: RequestState, *args, **kwargs) -> AdaptiveVerificationManager:
+    def make(original: Function) -> Function:
+        def build(
+            req_states: RequestState, *args: Any, **kwargs: Any
+        ) -> AdaptiveVerificationManager:
             ours = req_states in _SWITCHES
             return (kind if ours else original)(req_states, *args, **kwargs)
 

@@ -39,7 +39,7 @@ class AdaptiveTrees:
         tree_states: TreeStates,
         confidence: torch.Tensor,
         device: torch.device,
-    ):
+    ) -> None:
         self.tree_states, self.confidence = tree_states, confidence
         num_slots, on_host = len(tree_states.accepted), device.type == "cpu"
         self.follow = any(drafter.cache_layers() for drafter in drafters)

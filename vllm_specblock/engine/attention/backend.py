@@ -10,6 +10,7 @@ from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
     AttentionImpl,
+    AttentionLayer,
     AttentionMetadataBuilder,
     AttentionType,
     CommonAttentionMetadata,
@@ -24,6 +25,9 @@ from vllm_specblock.triton_kernels.attention.tree_attention_batch import TreeAtt
 from vllm_specblock.verify.tree_mask import TreeMask
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
+
     from vllm_specblock.triton_kernels.attention.cpu_packing import Packing
 
 CACHE_DTYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3")
@@ -44,17 +48,26 @@ class TreeAttentionMetadata:
 class TreeAttentionMetadataBuilder(AttentionMetadataBuilder[TreeAttentionMetadata]):
     """Hands on what TreeModelState filled in; `tree_mask` is set by it before every build."""
 
+    tree_mask: TreeMask
+
     # Every tensor of the metadata is persistent and the grid depends on host numbers only.
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
 
-    def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
+    def __init__(
+        self,
+        kv_cache_spec: AttentionSpec,
+        layer_names: list[str],
+        vllm_config: VllmConfig,
+        device: torch.device,
+    ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self.tree_mask: TreeMask | None = None
         self.most_nodes = vllm_config.num_speculative_tokens
         self.by_flash = flash_causal.takes(kv_cache_spec, device)
 
     @classmethod
-    def get_varlen_cudagraph_max_query_len(cls, vllm_config, kv_cache_spec) -> int:
+    def get_varlen_cudagraph_max_query_len(
+        cls, vllm_config: VllmConfig, kv_cache_spec: KVCacheSpec
+    ) -> int:
         # The kernel takes any mixture of lengths.
         return vllm_config.num_speculative_tokens + 1
 
@@ -136,18 +149,18 @@ class TreeAttentionImpl(AttentionImpl):
 
     def __init__(
         self,
-        num_heads,
-        head_size,
-        scale,
-        num_kv_heads,
-        alibi_slopes=None,
-        sliding_window=None,
-        kv_cache_dtype="auto",
-        logits_soft_cap=None,
-        attn_type=AttentionType.DECODER,
-        kv_sharing_target_layer_name=None,
-        sinks=None,
-    ):
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
         for refused, what in (
             (alibi_slopes is not None, "ALiBi"),
             (sinks is not None, "attention sinks"),
@@ -182,16 +195,16 @@ class TreeAttentionImpl(AttentionImpl):
 
     def forward(
         self,
-        layer,
-        query,  # [T, heads, head size]
-        key,  # [T, kv heads, head size]
-        value,
-        kv_cache,  # [blocks, kv heads, block size, 2 × head size]; uint8 for fp8
+        layer: AttentionLayer,
+        query: torch.Tensor,  # [T, heads, head size]
+        key: torch.Tensor,  # [T, kv heads, head size]
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,  # [blocks, kv heads, block size, 2 × head size]; uint8 for fp8
         attn_metadata: TreeAttentionMetadata | None,
-        output,  # [T, heads, head size]
-        output_scale=None,
-        output_block_scale=None,
-    ):
+        output: torch.Tensor,  # [T, heads, head size]
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         if attn_metadata is None:  # profiling
             return output.fill_(0)
         num_rows, slots, whole = attn_metadata.num_rows, attn_metadata.slot_mapping, output
@@ -201,7 +214,8 @@ class TreeAttentionImpl(AttentionImpl):
         packed = self.packed_cache(kv_cache)
         if packed is not None:
             if attn_metadata.cpu is None:
-                attn_metadata.cpu = CpuStep(attn_metadata.queries)
+                # FlashAttention takes requests away on a GPU only.
+                attn_metadata.cpu = CpuStep(attn_metadata.queries)  # type: ignore[arg-type]
             attn_metadata.cpu.attend(
                 packed, query, key, value, slots, output, self.scale, self.window, self.soft_cap
             )
@@ -218,8 +232,9 @@ class TreeAttentionImpl(AttentionImpl):
             attend_causal(
                 flash, causal, query, kv_cache, self.scale, out, self.window, self.soft_cap
             )
-            if queries is None:
-                return whole
+        if queries is None:
+            return whole
+        if causal is not None:
             query, out = query[: causal.first_row], out[: causal.first_row]
         by_flash = flash_prefix.choose(queries, self.head_size, all_trees, self.window)
         if by_flash and not self.fp8:

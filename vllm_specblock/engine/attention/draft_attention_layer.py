@@ -11,7 +11,9 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
+    AttentionImpl,
     AttentionMetadataBuilder,
+    CommonAttentionMetadata,
 )
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
@@ -26,7 +28,7 @@ class DraftAttentionLayer(nn.Module, AttentionLayerBase):
 
     def __init__(
         self, vllm_config: VllmConfig, name: str, num_kv_heads: int, head_dim: int, block_size: int
-    ):
+    ) -> None:
         super().__init__()
         self.num_heads = num_kv_heads
         self.head_dim = head_dim
@@ -56,10 +58,21 @@ class _NoMetadataBuilder(AttentionMetadataBuilder[None]):
 
     _cudagraph_support = AttentionCGSupport.ALWAYS
 
-    def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
+    def __init__(
+        self,
+        kv_cache_spec: KVCacheSpec,
+        layer_names: list[str],
+        vllm_config: VllmConfig,
+        device: torch.device,
+    ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
 
-    def build(self, common_prefix_len, common_attn_metadata, fast_build=False) -> None:
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> None:
         return None
 
 
@@ -73,7 +86,7 @@ class DraftAttentionBackend(AttentionBackend):
         return "SPECBLOCK_DRAFTER"
 
     @staticmethod
-    def get_impl_cls():
+    def get_impl_cls() -> type[AttentionImpl]:
         raise NotImplementedError("The drafter attends by itself.")
 
     @staticmethod

@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -70,7 +71,7 @@ def after_trees(batch: CommonAttentionMetadata, num_trees: int) -> CausalRequest
 
 
 def attend_causal(
-    flash: Callable,
+    flash: Callable[..., Any],
     requests: CausalRequests,
     query: torch.Tensor,
     kv_cache: torch.Tensor,

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
+from typing import Any
 
 import torch
 from vllm.utils.torch_utils import canonicalize_singleton_dim_strides
@@ -65,7 +66,7 @@ def choose(
 
 
 @cache
-def flash_attention(head_size: int) -> Callable:
+def flash_attention(head_size: int) -> partial[Any]:
     """vLLM's FlashAttention of this GPU's version.
 
     Raises:
@@ -84,7 +85,7 @@ def keys_and_values(kv_cache: torch.Tensor, head_size: int) -> tuple[torch.Tenso
 
 
 def attend_prefix_and_tree(
-    flash: Callable,
+    flash: Callable[..., Any],
     queries: TreeAttentionBatch,
     query: torch.Tensor,
     kv_cache: torch.Tensor,

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import nn
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 _PUBLISHED = ("LlamaForCausalLMSpecBlock", "LlamaForCausalLMSpecBlockShift")
 
@@ -25,7 +30,7 @@ class SpecBlockForDrafting(nn.Module):
     `engine/runner/speculator.py`.
     """
 
-    def __init__(self, *, vllm_config, prefix: str = ""):
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         raise NotImplementedError(
             "A SpecBlock drafter is not a model of its own: name it in speculative_config, "
             'e.g. {"method": "specblock", "model": DRAFTER}.'

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from transformers import PreTrainedConfig
 from vllm.transformers_utils.configs.eagle import EAGLEConfig
 
@@ -15,7 +17,7 @@ class SpecBlockHFConfig(EAGLEConfig):
 
     model_type = "specblock"
 
-    def __init__(self, **kwargs):
+    def __init__(self, **kwargs: Any) -> None:
         self.model = None
         self.truncated_vocab_size = None
         PreTrainedConfig.__init__(self, **kwargs)

@@ -15,7 +15,7 @@ from vllm_specblock.config import METHOD
 
 def asks_for_us(speculative_config: Mapping[str, Any] | None) -> bool:
     """Whether a user's `speculative_config` names our method."""
-    return bool(speculative_config) and speculative_config.get("method") == METHOD
+    return speculative_config is not None and speculative_config.get("method") == METHOD
 
 
 def is_ours(config: Any) -> bool:

@@ -6,11 +6,18 @@
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING, Any
 
 from vllm_specblock.engine.config.architecture import DRAFT_ARCHITECTURES, SpecBlockForDrafting
 from vllm_specblock.engine.config.hf_config import SpecBlockHFConfig
 from vllm_specblock.engine.config.ours import asks_for_us, is_ours
-from vllm_specblock.engine.patches import patch
+from vllm_specblock.engine.patches import Function, patch
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig, VllmConfig
+    from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
+    from vllm.v1.worker.gpu.states import RequestState
 
 
 def register() -> None:
@@ -37,8 +44,12 @@ def _accept_method() -> None:
     """
     from vllm.engine.arg_utils import EngineArgs
 
-    def make(original):
-        def create_speculative_config(self, target_model_config, target_parallel_config):
+    def make(original: Function) -> Function:
+        def create_speculative_config(
+            self: EngineArgs,
+            target_model_config: ModelConfig,
+            target_parallel_config: ParallelConfig,
+        ) -> SpeculativeConfig | None:
             given = self.speculative_config
             if not asks_for_us(given):
                 return original(self, target_model_config, target_parallel_config)
@@ -63,8 +74,10 @@ def _build_speculator() -> None:
     """P2: the choice of a speculator is an if-chain over vLLM's own."""
     from vllm.v1.worker.gpu import spec_decode
 
-    def make(original):
-        def init_speculator(vllm_config, device, req_states):
+    def make(original: Function) -> Function:
+        def init_speculator(
+            vllm_config: VllmConfig, device: torch.device, req_states: RequestState
+        ) -> BaseSpeculator:
             if not is_ours(vllm_config.speculative_config):
                 return original(vllm_config, device, req_states)
             from vllm_specblock.engine.runner.speculator import TreeSpeculator
@@ -76,7 +89,7 @@ def _build_speculator() -> None:
     patch(spec_decode, "init_speculator", make)
     # The runner holds the function by name if it is loaded already. It is not imported here:
     # that would pull the whole runner into processes that never run a model.
-    runner = sys.modules.get("vllm.v1.worker.gpu.model_runner")
+    runner: Any = sys.modules.get("vllm.v1.worker.gpu.model_runner")
     if runner is not None:
         runner.init_speculator = spec_decode.init_speculator
 
@@ -85,8 +98,10 @@ def _accept_sampling_params() -> None:
     """P3: min_p and logit_bias are refused with any speculation; with us they are exact."""
     from vllm.sampling_params import SamplingParams
 
-    def make(original):
-        def _validate_spec_decode(self, speculative_config):
+    def make(original: Function) -> Function:
+        def _validate_spec_decode(
+            self: SamplingParams, speculative_config: SpeculativeConfig | None
+        ) -> None:
             if not is_ours(speculative_config):
                 original(self, speculative_config)
 

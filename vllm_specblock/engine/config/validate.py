@@ -172,11 +172,12 @@ def check_adapt(
     Raises:
         OptionError: they cannot.
     """
-    if resolved.adapting is None:
+    adapting = resolved.adapting
+    if adapting is None or adapting.adapt is None:
         return
     from vllm_specblock.adapt.options import KEY as ADAPT
 
-    options, key = resolved.adapting.adapt, f"speculative_config key '{ADAPT}'"
+    options, key = adapting.adapt, f"speculative_config key '{ADAPT}'"
     if sum(drafter.adapt is not None for drafter in resolved.drafters) > 1:
         raise OptionError(f"{key} is given to both heads, but one can adapt: drop it of the other.")
     if given.get("rejection_sample_method", "standard") != "standard":

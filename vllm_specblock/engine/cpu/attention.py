@@ -20,6 +20,8 @@ from vllm_specblock.triton_kernels.attention.tree_attention_batch import (
 )
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from vllm_specblock.triton_kernels.attention.cpu_packing import Packing
 
 PACKED = ("amx", "vec")
@@ -64,7 +66,7 @@ class CpuStep:
     """What is the same in every layer of a step, worked out by the first."""
 
     queries: TreeAttentionBatch
-    some_causal: bool = False
+    some_causal: bool | np.bool = False
     causal_len: torch.Tensor | None = None  # [R] int32, 0 where the request has a tree
     schedules: dict[int, torch.Tensor] = field(default_factory=dict)  # of vLLM's kernel, by window
 

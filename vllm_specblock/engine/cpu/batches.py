@@ -6,26 +6,40 @@ than what they do.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
+import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from vllm_specblock.triton_kernels.optional_numba import njit
 
+Array = npt.NDArray[Any]
 
-def flatten_sampled(flat, sampled, _0, num_sampled, first_row, num_warps=1):
+
+def flatten_sampled(
+    flat: Tensor, sampled: Tensor, _0: int, num_sampled: Tensor, first_row: Tensor,
+    num_warps: int = 1,
+) -> None:  # fmt: skip
     for request, (start, count) in enumerate(zip(first_row.tolist(), num_sampled.tolist())):
         flat[start : start + count] = sampled[request, :count]
 
 
 def gather_drafts(
-    draft, position, input_ids, positions, rows, req_idx, node, prefill_len, num_rows, BLOCK_SIZE
-):
+    draft: Tensor, position: Tensor, input_ids: Tensor, positions: Tensor, rows: Tensor,
+    req_idx: Tensor, node: Tensor, prefill_len: Tensor, num_rows: int, BLOCK_SIZE: int,
+) -> None:  # fmt: skip
     _gather_drafts(
         *_arrays(draft, position, input_ids, positions, rows, req_idx, node, prefill_len)
     )
 
 
 @njit
-def _gather_drafts(draft, position, input_ids, positions, rows, req_idx, node, prefill_len):
+def _gather_drafts(
+    draft: Array, position: Array, input_ids: Array, positions: Array, rows: Array, req_idx: Array,
+    node: Array, prefill_len: Array,
+) -> None:  # fmt: skip
     for i in range(len(rows)):
         at = positions[rows[i]]
         position[i] = at
@@ -34,9 +48,10 @@ def _gather_drafts(draft, position, input_ids, positions, rows, req_idx, node, p
 
 
 def prefill_inputs(
-    input_ids, lookahead, _0, num_lookahead, req_idx, query_start, all_token_ids, _1, prefill_len,
-    num_computed, BLOCK_SIZE, LOOKAHEAD_BLOCK,
-):  # fmt: skip
+    input_ids: Tensor, lookahead: Tensor, _0: int, num_lookahead: int, req_idx: Tensor,
+    query_start: Tensor, all_token_ids: Tensor, _1: int, prefill_len: Tensor, num_computed: Tensor,
+    BLOCK_SIZE: int, LOOKAHEAD_BLOCK: int,
+) -> None:  # fmt: skip
     _prefill_inputs(
         *_arrays(
             input_ids, lookahead, req_idx, query_start, all_token_ids, prefill_len, num_computed
@@ -47,9 +62,9 @@ def prefill_inputs(
 
 @njit
 def _prefill_inputs(
-    input_ids, lookahead, req_idx, query_start, all_token_ids, prefill_len, num_computed,
-    num_lookahead,
-):  # fmt: skip
+    input_ids: Array, lookahead: Array, req_idx: Array, query_start: Array, all_token_ids: Array,
+    prefill_len: Array, num_computed: Array, num_lookahead: int,
+) -> None:  # fmt: skip
     for request in range(len(req_idx)):
         at = req_idx[request]
         done, length = num_computed[at], prefill_len[at]
@@ -65,15 +80,19 @@ def _prefill_inputs(
 
 
 def positions_and_lengths(
-    positions, seq_lens, req_idx, query_start, num_computed, max_num_reqs, BLOCK_SIZE
-):
+    positions: Tensor, seq_lens: Tensor, req_idx: Tensor, query_start: Tensor, num_computed: Tensor,
+    max_num_reqs: int, BLOCK_SIZE: int,
+) -> None:  # fmt: skip
     _positions_and_lengths(
         *_arrays(positions, seq_lens, req_idx, query_start, num_computed), max_num_reqs
     )
 
 
 @njit
-def _positions_and_lengths(positions, seq_lens, req_idx, query_start, num_computed, max_num_reqs):
+def _positions_and_lengths(
+    positions: Array, seq_lens: Array, req_idx: Array, query_start: Array, num_computed: Array,
+    max_num_reqs: int,
+) -> None:  # fmt: skip
     for request in range(max_num_reqs):
         if request >= len(req_idx):
             seq_lens[request] = 0
@@ -86,9 +105,10 @@ def _positions_and_lengths(positions, seq_lens, req_idx, query_start, num_comput
 
 
 def combine_drafts(
-    input_ids, req_idx, last_sampled, query_start, seq_lens, prefill_len, drafts, _0, first_row,
-    rows, BLOCK_SIZE, NUM_NEW_SAMPLED_TOKENS=1,
-):  # fmt: skip
+    input_ids: Tensor, req_idx: Tensor, last_sampled: Tensor, query_start: Tensor, seq_lens: Tensor,
+    prefill_len: Tensor, drafts: Tensor, _0: int, first_row: Tensor, rows: Tensor, BLOCK_SIZE: int,
+    NUM_NEW_SAMPLED_TOKENS: int = 1,
+) -> None:  # fmt: skip
     _combine_drafts(
         *_arrays(
             input_ids, req_idx, last_sampled, query_start, seq_lens, prefill_len, drafts, first_row,
@@ -100,9 +120,9 @@ def combine_drafts(
 
 @njit
 def _combine_drafts(
-    input_ids, req_idx, last_sampled, query_start, seq_lens, prefill_len, drafts, first_row, rows,
-    num_new,
-):  # fmt: skip
+    input_ids: Array, req_idx: Array, last_sampled: Array, query_start: Array, seq_lens: Array,
+    prefill_len: Array, drafts: Array, first_row: Array, rows: Array, num_new: int,
+) -> None:  # fmt: skip
     for request in range(len(req_idx)):
         at, first = req_idx[request], first_row[request]
         count, end = first_row[request + 1] - first, query_start[request + 1]
@@ -118,14 +138,20 @@ def _combine_drafts(
             input_ids[end - num_drafts + i] = drafts[at, i]
 
 
-def sampled_and_rejected(num_sampled, num_rejected, seq_lens, first_row, req_idx, prefill_len):
+def sampled_and_rejected(
+    num_sampled: Tensor, num_rejected: Tensor, seq_lens: Tensor, first_row: Tensor, req_idx: Tensor,
+    prefill_len: Tensor,
+) -> None:  # fmt: skip
     _sampled_and_rejected(
         *_arrays(num_sampled, num_rejected, seq_lens, first_row, req_idx, prefill_len)
     )
 
 
 @njit
-def _sampled_and_rejected(num_sampled, num_rejected, seq_lens, first_row, req_idx, prefill_len):
+def _sampled_and_rejected(
+    num_sampled: Array, num_rejected: Array, seq_lens: Array, first_row: Array, req_idx: Array,
+    prefill_len: Array,
+) -> None:  # fmt: skip
     for request in range(len(num_sampled)):
         if seq_lens[request] < prefill_len[req_idx[request]]:
             num_sampled[request] = num_rejected[request] = 0
@@ -135,9 +161,11 @@ def _sampled_and_rejected(num_sampled, num_rejected, seq_lens, first_row, req_id
 
 
 def post_update(
-    req_idx, num_computed, last_sampled, output_counts, _0, sampled, _1, num_sampled, num_rejected,
-    query_start, all_token_ids, _2, total_len, num_warps=1,
-):  # fmt: skip
+    req_idx: Tensor, num_computed: Tensor, last_sampled: Tensor, output_counts: Tensor | None,
+    _0: int, sampled: Tensor, _1: int, num_sampled: Tensor, num_rejected: Tensor,
+    query_start: Tensor | None, all_token_ids: Tensor, _2: int, total_len: Tensor,
+    num_warps: int = 1,
+) -> None:  # fmt: skip
     none = torch.empty(0, dtype=torch.int32)
     counts = none[:, None] if output_counts is None else output_counts
     _post_update(
@@ -150,17 +178,17 @@ def post_update(
 
 @njit
 def _post_update(
-    req_idx,
-    num_computed,
-    last_sampled,
-    output_counts,  # empty: nobody counts
-    sampled,
-    num_sampled,
-    num_rejected,
-    query_start,  # empty: nothing was computed
-    all_token_ids,
-    total_len,
-):
+    req_idx: Array,
+    num_computed: Array,
+    last_sampled: Array,
+    output_counts: Array,  # empty: nobody counts
+    sampled: Array,
+    num_sampled: Array,
+    num_rejected: Array,
+    query_start: Array,  # empty: nothing was computed
+    all_token_ids: Array,
+    total_len: Array,
+) -> None:
     for request in range(len(req_idx)):
         at, count = req_idx[request], num_sampled[request]
         if at < 0:
@@ -180,12 +208,14 @@ def _post_update(
         num_computed[at] -= num_rejected[request]
 
 
-def expand_slots(req_idx, expanded, node, first_row, BLOCK_SIZE):
+def expand_slots(
+    req_idx: Tensor, expanded: Tensor, node: Tensor, first_row: Tensor, BLOCK_SIZE: int
+) -> None:
     _expand_slots(*_arrays(req_idx, expanded, node, first_row))
 
 
 @njit
-def _expand_slots(req_idx, expanded, node, first_row):
+def _expand_slots(req_idx: Array, expanded: Array, node: Array, first_row: Array) -> None:
     for request in range(len(req_idx)):
         first = first_row[request]
         for i in range(first_row[request + 1] - first):
@@ -193,7 +223,10 @@ def _expand_slots(req_idx, expanded, node, first_row):
             node[first + i] = i
 
 
-def apply_write(output, _0, rows, starts, contents, ends, groups, BLOCK_SIZE, MULTI_GROUP):
+def apply_write(
+    output: Tensor, _0: int, rows: Tensor, starts: Tensor, contents: Tensor, ends: Tensor,
+    groups: Tensor, BLOCK_SIZE: int, MULTI_GROUP: bool,
+) -> None:  # fmt: skip
     if MULTI_GROUP:
         raise NotImplementedError("Writes of several groups go tensor by tensor on a CPU.")
     flat = output.view(len(output), -1)
@@ -204,13 +237,9 @@ def apply_write(output, _0, rows, starts, contents, ends, groups, BLOCK_SIZE, MU
 
 
 def slot_mapping(
-    slots: torch.Tensor,
-    req_idx: torch.Tensor,
-    query_start: torch.Tensor,
-    positions: torch.Tensor,
-    table: torch.Tensor,
-    block_size: int,
-) -> None:
+    slots: Tensor, req_idx: Tensor, query_start: Tensor, positions: Tensor,
+    table: Tensor, block_size: int,
+) -> None:  # fmt: skip
     """Where each row's keys and values go.
 
     Args:
@@ -224,7 +253,10 @@ def slot_mapping(
 
 
 @njit
-def _slot_mapping(slots, req_idx, query_start, positions, table, block_size):
+def _slot_mapping(
+    slots: Array, req_idx: Array, query_start: Array, positions: Array, table: Array,
+    block_size: int,
+) -> None:  # fmt: skip
     slots[query_start[len(req_idx)] :] = -1
     for request in range(len(req_idx)):
         at = req_idx[request]
@@ -233,5 +265,5 @@ def _slot_mapping(slots, req_idx, query_start, positions, table, block_size):
             slots[row] = table[at, block] * block_size + inside if at >= 0 else -1
 
 
-def _arrays(*tensors: torch.Tensor):
+def _arrays(*tensors: Tensor) -> Iterator[Array]:
     return (tensor.numpy() for tensor in tensors)

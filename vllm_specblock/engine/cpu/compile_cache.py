@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig
 
-from vllm_specblock.engine.patches import patch
+from vllm_specblock.engine.patches import Function, patch
 
 
 def install() -> None:
     """Let such artifacts be loaded; idempotent."""
 
-    def make(original):
-        def load_compiled_function(*args, **kwargs):
+    def make(original: Function) -> Function:
+        def load_compiled_function(*args: Any, **kwargs: Any) -> Any:
             return finalisable(original(*args, **kwargs))
 
         return load_compiled_function

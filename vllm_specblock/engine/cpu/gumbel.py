@@ -13,11 +13,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from vllm_specblock.triton_kernels.optional_numba import njit
+
+Array = npt.NDArray[Any]
 
 DRAFT_SALT = 1 << 30
 _CHUNK = 1024
@@ -32,13 +37,13 @@ _SLACK = 1e-3
 """What rounding may take from a bound, in nats, and a thousandth of it per unit of the score."""
 
 
-_trees: tuple[np.ndarray, ...] | None = None
+_trees: tuple[Array, ...] | None = None
 """What `drawn_along` has set: token, first row, slot, parent."""
 
 
 @contextmanager
 def drawn_along(
-    token: torch.Tensor, first_row: torch.Tensor, req_idx: torch.Tensor, parent: torch.Tensor
+    token: Tensor, first_row: Tensor, req_idx: Tensor, parent: Tensor
 ) -> Iterator[None]:
     """Within, tokens are drawn for those rows alone that a walk comes by; −1 for the others.
 
@@ -57,10 +62,11 @@ def drawn_along(
 
 
 def gumbel_sample(
-    local_argmax, _0, local_max, _1, logits_cache, _2, _3, _4, _5, _6, logits, _7, req_idx, seeds,
-    position, temperature, vocab_size, BLOCK_SIZE, IS_DRAFTING, APPLY_TEMPERATURE, USE_FP64,
-    PER_TOKEN_COL,
-):  # fmt: skip
+    local_argmax: Tensor, _0: int, local_max: Tensor, _1: int, logits_cache: Tensor | None, _2: int,
+    _3: int, _4: object, _5: object, _6: int, logits: Tensor, _7: int, req_idx: Tensor,
+    seeds: Tensor, position: Tensor, temperature: Tensor, vocab_size: int, BLOCK_SIZE: int,
+    IS_DRAFTING: bool, APPLY_TEMPERATURE: bool, USE_FP64: bool, PER_TOKEN_COL: bool,
+) -> None:  # fmt: skip
     """vLLM takes the best of its blocks afterwards: the first block holds the row's best."""
     if logits_cache is not None or USE_FP64:
         raise NotImplementedError("Cached draft logits and fp64 noise are not there on a CPU.")
@@ -68,11 +74,11 @@ def gumbel_sample(
         logits = logits.float().contiguous()
     rows, stride = len(logits), logits.stride(0)
     flat = logits.as_strided(((rows - 1) * stride + vocab_size,), (1,)) if rows else logits[:, 0]
-    flat = (flat.view(torch.int16) if flat.dtype == torch.bfloat16 else flat).numpy()
+    bits = flat.view(torch.int16) if flat.dtype == torch.bfloat16 else flat
     local_max.fill_(float("-inf"))
     drawing = (
-        flat, stride, vocab_size, req_idx.long().numpy(), temperature.numpy(), seeds.numpy(),
-        position.long().numpy(), DRAFT_SALT if IS_DRAFTING else 0, APPLY_TEMPERATURE,
+        bits.numpy(), stride, vocab_size, req_idx.long().numpy(), temperature.numpy(),
+        seeds.numpy(), position.long().numpy(), DRAFT_SALT if IS_DRAFTING else 0, APPLY_TEMPERATURE,
         local_argmax.numpy(), local_max.numpy(),
     )  # fmt: skip
     if _trees is None:
@@ -82,7 +88,7 @@ def gumbel_sample(
 
 
 @njit
-def _mix(state, key):
+def _mix(state: np.uint32, key: np.uint32) -> np.uint32:
     """One murmur3 round."""
     key = _U(key * _U(0xCC9E2D51))
     key = _U(_U(key << _U(15)) | _U(key >> _U(17)))
@@ -92,7 +98,7 @@ def _mix(state, key):
 
 
 @njit
-def _hash(state, token):
+def _hash(state: np.uint32, token: np.uint32) -> np.uint32:
     """32 random bits of a token."""
     bits = _U(_mix(state, token) ^ _U(16))
     bits = _U(_U(bits ^ _U(bits >> _U(16))) * _U(0x85EBCA6B))
@@ -101,12 +107,12 @@ def _hash(state, token):
 
 
 @njit
-def noise_of(bits):
+def noise_of(bits: np.uint32) -> np.float32:
     """vLLM's fp32 noise, step by step as its kernel has it."""
     low = _F(_F(bits & _U(0xFFFF)) + _F(0.5)) * _F(2.0**-32)
     uniform = _F(_F(bits >> _U(16)) * _F(2.0**-16) + low)
     if uniform < _F(0.25):
-        series = _F(1 / 8)
+        series: float | np.float32 = _F(1 / 8)
         for order in range(7, 0, -1):
             series = _F(_F(1.0 / order) + _F(uniform * series))
         series = _F(-uniform * series)
@@ -116,7 +122,7 @@ def noise_of(bits):
 
 
 @njit
-def state_of(seed, position):
+def state_of(seed: int, position: int) -> np.uint32:
     """The hash's state before a token is mixed in."""
     state = _mix(_U(0), _U(seed))
     state = _mix(state, _U(seed >> 32))
@@ -124,7 +130,7 @@ def state_of(seed, position):
 
 
 @njit(fastmath=_FAST)
-def _load(flat, start, count, scores):
+def _load(flat: Array, start: int, count: int, scores: Array) -> None:
     """fp32 scores; bfloat16 comes as int16."""
     part = flat[start : start + count]  # a sum as index may be negative, which takes a gather
     if flat.itemsize == 2:
@@ -137,7 +143,7 @@ def _load(flat, start, count, scores):
 
 
 @njit
-def _any_above(scores, count, floor):
+def _any_above(scores: Array, count: int, floor: np.float32) -> np.bool:
     """Counted, not compared one by one: that is what compiles to wide instructions."""
     above = np.int32(0)
     for i in range(count):
@@ -146,7 +152,7 @@ def _any_above(scores, count, floor):
 
 
 @njit(fastmath=_FAST)
-def _bound(scores, count, state, start, bound):
+def _bound(scores: Array, count: int, state: np.uint32, start: int, bound: Array) -> None:
     """What the scores can become at most.
 
     Noise is −log(−log(1 − u)), hence below −log(u), and u no less than its leading 31 bits.
@@ -159,16 +165,17 @@ def _bound(scores, count, state, start, bound):
 
 
 @njit
-def _below(best):
+def _below(best: np.float32) -> np.float32:
     """What a bound has to exceed for its token to come into question."""
     return best - _F(_SLACK) * (_F(1) + _F(1e-3) * abs(best)) if best > -np.inf else best
 
 
 @njit
 def _draw_row(
-    row, flat, stride, vocab_size, req_idx, temperature, seed, position, salt, apply_temperature,
-    token, score, scores, bound,
-):  # fmt: skip
+    row: int, flat: Array, stride: int, vocab_size: int, req_idx: Array, temperature: Array,
+    seed: Array, position: Array, salt: int, apply_temperature: bool, token: Array, score: Array,
+    scores: Array, bound: Array,
+) -> None:  # fmt: skip
     """Arguments as in `draw_rows`, and room for a chunk's scores and their bounds."""
     at = req_idx[row]
     row_temperature = temperature[at] if at >= 0 else _F(0)
@@ -200,18 +207,18 @@ def _draw_row(
 
 @njit
 def draw_rows(
-    flat,  # fp32, or int16 for bfloat16: rows of the vocabulary
-    stride,
-    vocab_size,
-    req_idx,  # [rows] int64; negative: nobody's
-    temperature,  # [slots] fp32, 0: the largest
-    seed,  # [slots] int64
-    position,  # [rows] int64
-    salt,
-    apply_temperature,
-    token,  # [rows, blocks] int64, of which column 0 is written
-    score,  # [rows, blocks] fp32, as well
-):
+    flat: Array,  # fp32, or int16 for bfloat16: rows of the vocabulary
+    stride: int,
+    vocab_size: int,
+    req_idx: Array,  # [rows] int64; negative: nobody's
+    temperature: Array,  # [slots] fp32, 0: the largest
+    seed: Array,  # [slots] int64
+    position: Array,  # [rows] int64
+    salt: int,
+    apply_temperature: bool,
+    token: Array,  # [rows, blocks] int64, of which column 0 is written
+    score: Array,  # [rows, blocks] fp32, as well
+) -> None:
     """The token of every row, the first of equals, and its score."""
     scores, bound = np.empty(_CHUNK, np.float32), np.empty(_CHUNK, np.float32)
     for row in range(len(req_idx)):
@@ -223,13 +230,13 @@ def draw_rows(
 
 @njit
 def draw_along(
-    draft,  # [rows] integers, a node's token; negative: not to be accepted
-    first_row,  # [R+1] int32
-    owner,  # [R] integers, where a request's tree waits
-    parent,  # [S, N] int32
-    flat, stride, vocab_size, req_idx, temperature, seed, position, salt, apply_temperature,
-    token, score,
-):  # fmt: skip
+    draft: Array,  # [rows] integers, a node's token; negative: not to be accepted
+    first_row: Array,  # [R+1] int32
+    owner: Array,  # [R] integers, where a request's tree waits
+    parent: Array,  # [S, N] int32
+    flat: Array, stride: int, vocab_size: int, req_idx: Array, temperature: Array, seed: Array,
+    position: Array, salt: int, apply_temperature: bool, token: Array, score: Array,
+) -> None:  # fmt: skip
     """`draw_rows` of the roots, and of nodes whose token is what a drawn parent drew."""
     scores, bound = np.empty(_CHUNK, np.float32), np.empty(_CHUNK, np.float32)
     token[:, 0] = -1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from vllm.v1.worker.cpu_worker import CPUWorker
@@ -12,12 +12,18 @@ from vllm.v1.worker.gpu import model_runner
 from vllm_specblock.engine.adaptive import budget
 from vllm_specblock.engine.adaptive.budget import TreeBudgetManager
 from vllm_specblock.engine.cpu.measure_step_cost import measure_steps, round_up
-from vllm_specblock.engine.patches import patch
+from vllm_specblock.engine.patches import Function, patch
 from vllm_specblock.feedback.step_cost import StepCost
 from vllm_specblock.feedback.throughput import Throughput
 from vllm_specblock.triton_kernels.optional_numba import takes
 from vllm_specblock.triton_kernels.verify.reallocate_drafts import reallocate_drafts_reference
 from vllm_specblock.triton_kernels.verify.reallocate_drafts_numba import reallocate_drafts_numba
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config.compilation import CUDAGraphMode
+    from vllm.v1.worker.gpu.input_batch import InputBatch
+    from vllm.v1.worker.worker_base import CompilationTimes
 
 _FIRST_SHARES = (1.0, 0.0, 0.5, 0.25)
 """Of what is drafted, so much is verified in turn in the first steps, where costs were not measured
@@ -56,7 +62,7 @@ class HostBudgetManager(TreeBudgetManager):
     few sizes of steps.
     """
 
-    def __init__(self, *args, **kwargs):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.verify_costs, self.draft_costs = StepCost(), StepCost()
         self.throughput, self.sampling = Throughput(), False
@@ -71,7 +77,9 @@ class HostBudgetManager(TreeBudgetManager):
             self.draft_costs.observe(count, count, seconds)
         self.explores = False
 
-    def get_num_tokens(self, num_tokens_per_req, draft_tokens) -> int:
+    def get_num_tokens(
+        self, num_tokens_per_req: dict[str, int], draft_tokens: dict[str, list[int]]
+    ) -> int:
         requests = list(num_tokens_per_req)
         decodes = all(draft_tokens.get(request) for request in requests)
         index = self.req_states.req_id_to_index
@@ -140,11 +148,11 @@ class HostBudgetManager(TreeBudgetManager):
         self._batch_budget = drafts, others, budget
         return rows + budget
 
-    def _reallocate(self, *args) -> None:
+    def _reallocate(self, *args: Any) -> None:
         loop = reallocate_drafts_numba if takes(args[0]) else reallocate_drafts_reference
         loop(*args)
 
-    def record_confidences(self, confidence_probs, input_batch) -> None:
+    def record_confidences(self, confidence_probs: torch.Tensor, input_batch: InputBatch) -> None:
         slots, count = input_batch.idx_mapping, input_batch.num_reqs
         self._confidence_probs[slots] = confidence_probs[:count]
         # Host memory, as everything here.
@@ -154,16 +162,16 @@ class HostBudgetManager(TreeBudgetManager):
 def install() -> None:
     """P4 for a CPU, where vLLM takes CUDA graphs for granted; idempotent."""
 
-    def make(original):
-        def resolve_adaptive_cudagraph_mode(mode, **kwargs):
+    def make(original: Function) -> Function:
+        def resolve_adaptive_cudagraph_mode(mode: CUDAGraphMode, **kwargs: Any) -> CUDAGraphMode:
             return original(mode, **kwargs) if mode.has_full_cudagraphs() else mode
 
         return resolve_adaptive_cudagraph_mode
 
     patch(model_runner, "resolve_adaptive_cudagraph_mode", make)
 
-    def measuring(original):
-        def compile_or_warm_up_model(self):
+    def measuring(original: Function) -> Function:
+        def compile_or_warm_up_model(self: CPUWorker) -> CompilationTimes:
             if isinstance(
                 getattr(self.model_runner, "adaptive_verification", None), HostBudgetManager
             ):

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from vllm_specblock.engine.cpu import compile_cache
 from vllm_specblock.engine.cpu.batches import slot_mapping
 from vllm_specblock.engine.cpu.kernels import KERNELS
 from vllm_specblock.engine.cpu.top_k_top_p import apply_top_k_top_p
-from vllm_specblock.engine.patches import PATCHES, patch
+from vllm_specblock.engine.patches import PATCHES, Function, patch
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.block_table import BlockTables
+    from vllm.v1.worker.gpu.buffer_utils import FusedStagedWriter, StagedWriteTensor
 
 
 def install() -> None:
@@ -57,8 +64,13 @@ def _accept_custom_attention() -> None:
     from vllm.platforms.cpu import CpuPlatform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    def make(original):
-        def get_attn_backend_cls(cls, selected_backend, *args, **kwargs):
+    def make(original: Function) -> Function:
+        def get_attn_backend_cls(
+            cls: type[CpuPlatform],
+            selected_backend: AttentionBackendEnum,
+            *args: Any,
+            **kwargs: Any,
+        ) -> str:
             if selected_backend is AttentionBackendEnum.CUSTOM:
                 return AttentionBackendEnum.CUSTOM.get_path()
             return original(selected_backend, *args, **kwargs)
@@ -68,7 +80,13 @@ def _accept_custom_attention() -> None:
     patch(CpuPlatform, "get_attn_backend_cls", make)
 
 
-def _gather_block_tables(self, idx_mapping, num_reqs_padded, out=None, out_ptrs=None):
+def _gather_block_tables(
+    self: BlockTables,
+    idx_mapping: torch.Tensor,
+    num_reqs_padded: int,
+    out: tuple[torch.Tensor, ...] | None = None,
+    out_ptrs: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, ...]:
     tables = tuple(self.input_block_tables) if out is None else out
     for source, table in zip(self.block_tables, tables):
         table[: len(idx_mapping)] = source.gpu[idx_mapping]
@@ -77,8 +95,13 @@ def _gather_block_tables(self, idx_mapping, num_reqs_padded, out=None, out_ptrs=
 
 
 def _compute_slot_mappings(
-    self, idx_mapping, query_start_loc, positions, num_tokens_padded, out=None
-):
+    self: BlockTables,
+    idx_mapping: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    positions: torch.Tensor,
+    num_tokens_padded: int,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
     slots = self.slot_mappings if out is None else out
     for group, size in enumerate(self.block_sizes):
         table = self.block_tables[group].gpu
@@ -86,6 +109,11 @@ def _compute_slot_mappings(
     return slots[:, :num_tokens_padded]
 
 
-def _apply_staged_writes(self, tensors, output_ptrs, output_strides):
+def _apply_staged_writes(
+    self: FusedStagedWriter,
+    tensors: Sequence[StagedWriteTensor],
+    output_ptrs: torch.Tensor,
+    output_strides: torch.Tensor,
+) -> None:
     for tensor in tensors:
         tensor.apply_write()

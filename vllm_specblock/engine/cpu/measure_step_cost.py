@@ -68,7 +68,9 @@ def measure(
     Returns:
         Size → seconds of verification; requests → seconds of drafting. The least of the rounds.
     """
-    began, verify, draft = clock(), {}, {}
+    began = clock()
+    verify: dict[Size, float] = {}
+    draft: dict[int, float] = {}
     for turn in range(_ROUNDS + 1):
         for place, size in enumerate(wanted):
             if clock() - began > _SECONDS and (turn or place >= 2):

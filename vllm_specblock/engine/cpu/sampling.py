@@ -5,23 +5,29 @@ from __future__ import annotations
 import itertools
 
 import torch
+from torch import Tensor
 
 
-def temperature(logits, _0, req_idx, temperature, vocab_size, BLOCK_SIZE):
+def temperature(
+    logits: Tensor, _0: int, req_idx: Tensor, temperature: Tensor, vocab_size: int, BLOCK_SIZE: int
+) -> None:
     row_temperature = temperature[req_idx]
     logits /= torch.where(row_temperature == 0, 1.0, row_temperature)[:, None]
 
 
-def min_p(logits, _0, req_idx, min_p, vocab_size, BLOCK_SIZE):
+def min_p(
+    logits: Tensor, _0: int, req_idx: Tensor, min_p: Tensor, vocab_size: int, BLOCK_SIZE: int
+) -> None:
     # log(0) = −inf keeps everything, as a request without min_p wants.
     floor = logits.max(dim=1).values + min_p[req_idx].log()
     logits.masked_fill_(logits < floor[:, None], float("-inf"))
 
 
 def penalties(
-    logits, _0, req_idx, token, node, repetition, frequency, presence, prompt_mask, _1,
-    output_counts, _2, vocab_size, BLOCK_SIZE,
-):  # fmt: skip
+    logits: Tensor, _0: int, req_idx: Tensor, token: Tensor, node: Tensor, repetition: Tensor,
+    frequency: Tensor, presence: Tensor, prompt_mask: Tensor, _1: int, output_counts: Tensor,
+    _2: int, vocab_size: int, BLOCK_SIZE: int,
+) -> None:  # fmt: skip
     bits = torch.arange(32, dtype=torch.int32)
     for row, (at, place) in enumerate(zip(req_idx.tolist(), node.tolist())):
         scale, per_use, once = (float(p[at]) for p in (repetition, frequency, presence))
@@ -41,10 +47,11 @@ def penalties(
 
 
 def logit_bias(
-    logits, _0, vocab_size, req_idx, num_allowed, allowed, _1, num_biased, biased, _2, bias, _3,
-    position, min_len, num_stops, restore, stops, _4, BLOCK_SIZE, LOGITS_BLOCK_SIZE,
-    CHECK_ALL_MASKED_ROWS,
-):  # fmt: skip
+    logits: Tensor, _0: int, vocab_size: int, req_idx: Tensor, num_allowed: Tensor, allowed: Tensor,
+    _1: int, num_biased: Tensor, biased: Tensor, _2: int, bias: Tensor, _3: int, position: Tensor,
+    min_len: Tensor, num_stops: Tensor, restore: Tensor, stops: Tensor, _4: int, BLOCK_SIZE: int,
+    LOGITS_BLOCK_SIZE: int, CHECK_ALL_MASKED_ROWS: bool,
+) -> None:  # fmt: skip
     for row, (at, place) in enumerate(zip(req_idx.tolist(), position.tolist())):
         scores = logits[row, :vocab_size]
         if count := int(num_allowed[at]):
@@ -61,9 +68,10 @@ def logit_bias(
 
 
 def bad_words(
-    logits, _0, req_idx, words, _1, offsets, _2, num_words, all_token_ids, _3, prompt_len,
-    total_len, token, node,
-):  # fmt: skip
+    logits: Tensor, _0: int, req_idx: Tensor, words: Tensor, _1: int, offsets: Tensor, _2: int,
+    num_words: Tensor, all_token_ids: Tensor, _3: int, prompt_len: Tensor, total_len: Tensor,
+    token: Tensor, node: Tensor,
+) -> None:  # fmt: skip
     for row, (at, place) in enumerate(zip(req_idx.tolist(), node.tolist())):
         count = int(num_words[at])
         if not count:
@@ -77,7 +85,10 @@ def bad_words(
                 logits[row, last] = float("-inf")
 
 
-def grammar_bitmask(logits, _0, index, first_row, bitmask, _1, vocab_size, MASK_STRIDE, BLOCK_SIZE):
+def grammar_bitmask(
+    logits: Tensor, _0: int, index: Tensor, first_row: Tensor, bitmask: Tensor, _1: int,
+    vocab_size: int, MASK_STRIDE: int, BLOCK_SIZE: int,
+) -> None:  # fmt: skip
     bits = torch.arange(32, dtype=torch.int32)
     bounds = first_row.tolist()
     for allowed, where in zip(bitmask, index.tolist()):
@@ -88,12 +99,15 @@ def grammar_bitmask(logits, _0, index, first_row, bitmask, _1, vocab_size, MASK_
 
 
 def token_logprobs(
-    output, logits, _0, token_ids, _1, count, vocab_size, BLOCK_SIZE, TOPK_BLOCK_SIZE
-):
+    output: Tensor, logits: Tensor, _0: int, token_ids: Tensor, _1: int, count: int,
+    vocab_size: int, BLOCK_SIZE: int, TOPK_BLOCK_SIZE: int,
+) -> None:  # fmt: skip
     scores = logits.float()
     output.copy_(scores.gather(1, token_ids) - scores.logsumexp(dim=1, keepdim=True))
 
 
-def ranks(output, logits, _0, token_ids, vocab_size, BLOCK_SIZE):
+def ranks(
+    output: Tensor, logits: Tensor, _0: int, token_ids: Tensor, vocab_size: int, BLOCK_SIZE: int
+) -> None:
     chosen = logits.gather(1, token_ids.view(-1, 1))
     output.copy_((logits >= chosen).sum(dim=1))

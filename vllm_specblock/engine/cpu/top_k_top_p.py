@@ -7,18 +7,22 @@ sorted. A row's result depends on that row alone, so that a tree keeps what a ch
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from vllm_specblock.triton_kernels.optional_numba import njit
 
+Array = npt.NDArray[Any]
+
 
 def apply_top_k_top_p(
-    logits: torch.Tensor,
-    k: torch.Tensor | None,
-    p: torch.Tensor | None,
+    logits: Tensor, k: Tensor | None, p: Tensor | None,
     allow_cpu_sync: bool = False,
-) -> torch.Tensor:
+) -> Tensor:  # fmt: skip
     """As vLLM's `apply_top_k_top_p_pytorch`, in place.
 
     Of tokens about to be cut off that are equally likely, those with the higher ids stay, as in a
@@ -41,7 +45,7 @@ def apply_top_k_top_p(
 
 
 @njit
-def _keep(scores, chance, k, p):
+def _keep(scores: Array, chance: Array, k: Array, p: Array) -> None:
     """scores, chance: [rows, V] fp32, the latter the former's softmax; k [rows]; p [rows]."""
     size = scores.shape[1]
     number, mass = np.empty(256, np.int64), np.empty(256, np.float64)

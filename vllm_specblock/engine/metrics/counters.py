@@ -45,7 +45,7 @@ class DrafterCounters:
         max_depth: int,
         device: torch.device | str,
         sink: Callable[[Counts], None] | None = None,
-    ):
+    ) -> None:
         self.num_drafters, self.sink = num_drafters, sink
         # Nodes by origin, as (verified, accepted, first of a tree); then what `drafted` adds.
         split = _KINDS * 3
@@ -92,7 +92,7 @@ class DrafterCounters:
             return count_drafted_triton(self._drafts, sizes, second, agreed, live)
         if takes(self.total):
             return count_drafted_numba(self._drafts, sizes, second, agreed, live)
-        if second is None:
+        if second is None or agreed is None:
             second = agreed = torch.zeros_like(live)
         table = torch.stack([*sizes, second.int(), agreed.int()]) * live
         trees = table[: self.num_drafters] > 0

@@ -19,7 +19,7 @@ class DraftClock:
     kernel, and nobody waits for it. What the host sees there is as old as in `DrafterCounters`.
     """
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device) -> None:
         # Nanoseconds, steps, and when the span that is open began.
         self.total = torch.zeros(3, dtype=torch.int64, device=device)
         self._host = self.total

@@ -85,7 +85,7 @@ class DrafterMetrics:
         stem: the files' path up to "-<engine>.db".
     """
 
-    def __init__(self, stem: str):
+    def __init__(self, stem: str) -> None:
         self.stem = stem
 
     def files(self) -> list[str]:
@@ -172,7 +172,7 @@ class Sink:
         interval: seconds between two lines.
     """
 
-    def __init__(self, path: str, labels: dict[str, str], interval: float):
+    def __init__(self, path: str, labels: dict[str, str], interval: float) -> None:
         self.path, self.labels, self.interval = path, labels, interval
         self.keys: dict[tuple[str, int], str] = {}
         self.file: MmapedDict | None = None
@@ -181,13 +181,13 @@ class Sink:
 
     def __call__(self, counts: Counts) -> None:
         if self.file is None:
-            self._create(counts)
+            self.file = self._create(counts)
         for key, count in counts.items():
             self.file.write_value(self.keys[key], count, 0.0)
         if time.monotonic() - self.logged_at >= self.interval:
             self._log(counts)
 
-    def _create(self, counts: Counts) -> None:
+    def _create(self, counts: Counts) -> MmapedDict:
         for name, drafter in counts:
             labels = {**self.labels, **({"head": str(drafter)} if drafter else {})}
             metric = PREFIX + name
@@ -196,10 +196,11 @@ class Sink:
             )
         # Under its name only when complete: a reader may come at any time.
         making = f"{self.path}.new"
-        self.file = MmapedDict(making)
+        file = MmapedDict(making)
         for key in self.keys.values():
-            self.file.write_value(key, 0, 0.0)
+            file.write_value(key, 0, 0.0)
         os.replace(making, self.path)
+        return file
 
     def _log(self, counts: Counts) -> None:
         grown = {key: count - self.logged.get(key, 0) for key, count in counts.items()}

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.input_batch import InputBatch
 
 
 class Stopwatch:
@@ -18,12 +21,12 @@ class Stopwatch:
         speculator: of a Model Runner V2.
     """
 
-    def __init__(self, speculator: Any, on_gpu: bool):
+    def __init__(self, speculator: Any, on_gpu: bool) -> None:
         self.event = (lambda: torch.cuda.Event(enable_timing=True)) if on_gpu else None
         self.spans: list[tuple[Any, Any]] = []
         propose = speculator.propose
 
-        def timed(batch, *args, **kwargs):
+        def timed(batch: InputBatch, *args: Any, **kwargs: Any) -> torch.Tensor:
             start = self._now()
             result = propose(batch, *args, **kwargs)
             if not batch.has_prefill:

@@ -66,7 +66,7 @@ class Answering:
         arguments: of vLLM's `LLM`.
     """
 
-    def __init__(self, arguments: dict[str, Any]):
+    def __init__(self, arguments: dict[str, Any]) -> None:
         import torch
         from vllm import LLM
 

@@ -15,7 +15,7 @@ import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
@@ -30,9 +30,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
 )
 from vllm.platforms import current_platform
 
-from vllm_specblock.engine.patches import patch
+from vllm_specblock.engine.patches import Function, patch
 from vllm_specblock.train.config import TrainError
 from vllm_specblock.train.target.feature_store import Features
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.worker.gpu.input_batch import InputBatch
 
 CPU_CACHE_BYTES = 2 << 30
 
@@ -58,7 +63,7 @@ class FeatureExtractor:
         dtype: str,
         scratch: Path,
         engine: Mapping[str, Any] | None = None,
-    ):
+    ) -> None:
         self.scratch = scratch
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir(parents=True)
@@ -134,7 +139,9 @@ def _take(path: str, tokens: Tensor) -> Features:
 class FeatureConnector(ExampleHiddenStatesConnector):
     """vLLM's connector; the last of the states is the target's output. Works on a CPU, too."""
 
-    def __init__(self, vllm_config, role: KVConnectorRole, kv_cache_config):
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:
             _end_with_parent()
@@ -170,30 +177,31 @@ def _end_with_parent() -> None:
     """An engine in a process of its own outlives a killed parent otherwise, and a run that is
     started again finds no memory left. Its workers end with it."""
     parent = multiprocessing.parent_process()
+    if parent is None:
+        return
 
     def watch() -> None:
         parent.join()
         os.kill(os.getpid(), signal.SIGTERM)
 
-    if parent is not None:
-        threading.Thread(target=watch, daemon=True).start()
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _append_last_output() -> None:
     """What the LM head reads becomes the last of the states that are kept."""
     from vllm.v1.worker.gpu.spec_decode.extract_hidden_states import ExtractHiddenStatesSpeculator
 
-    def make(original):
+    def make(original: Function) -> Function:
         def propose(
-            self,
-            input_batch,
-            attn_metadata,
-            slot_mappings,
-            last_hidden_states,
-            aux_hidden_states,
-            *args,
-            **kwargs,
-        ):
+            self: ExtractHiddenStatesSpeculator,
+            input_batch: InputBatch,
+            attn_metadata: dict[str, Any],
+            slot_mappings: dict[str, Tensor],
+            last_hidden_states: Tensor,
+            aux_hidden_states: list[Tensor] | None,
+            *args: Any,
+            **kwargs: Any,
+        ) -> Tensor:
             if aux_hidden_states is not None:
                 aux_hidden_states = [*aux_hidden_states, last_hidden_states]
             return original(

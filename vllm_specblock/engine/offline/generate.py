@@ -37,7 +37,7 @@ class VllmAnswerer:
         top_p: float = 1.0,
         seed: int = 0,
         engine: Mapping[str, Any] | None = None,
-    ):
+    ) -> None:
         # An engine in a process of its own outlives a killed parent and keeps its memory, and
         # requests reach it at uneven times, so that no two runs compute the same batches.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")

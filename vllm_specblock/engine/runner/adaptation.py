@@ -116,7 +116,7 @@ def _start_trainer(
         target=model.model,
         policy=options.rule if options.policy == "bandit" else options.policy,
         actions=options.largest,
-        **({} if options.lr is None else {"lr": options.lr}),
+        **({} if options.lr is None else {"lr": options.lr}),  # type: ignore[arg-type]  # of all
         every=options.every,
         memory=options.memory,
         out=options.out,

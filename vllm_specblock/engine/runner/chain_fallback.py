@@ -30,7 +30,7 @@ class ChainFallback:
         everyone: all requests do: a logits processor of the user's may look at anything.
     """
 
-    def __init__(self, num_slots: int):
+    def __init__(self, num_slots: int) -> None:
         self.everyone = False
         self._slots = np.zeros(num_slots, dtype=bool)
 

@@ -84,7 +84,7 @@ class DraftPolicy(ABC):
 class SingleDrafter(DraftPolicy):
     """A single drafter: its tree is the tree."""
 
-    def __init__(self, drafter: Drafter):
+    def __init__(self, drafter: Drafter) -> None:
         self.drafters = [drafter]
 
     def combine(self, rows: CommittedTokens) -> Proposal:
@@ -95,7 +95,9 @@ class SingleDrafter(DraftPolicy):
 class RoutedDrafters(DraftPolicy):
     """Both drafters draft, the surer one's tree is verified (routing paper, §5)."""
 
-    def __init__(self, drafters: list[Drafter], options: CombineConfig, device: torch.device):
+    def __init__(
+        self, drafters: list[Drafter], options: CombineConfig, device: torch.device
+    ) -> None:
         self.drafters, self.how = drafters, options.confidence
         self.always = torch.ones(1, dtype=torch.bool, device=device)
 
@@ -126,7 +128,7 @@ class LazilyRoutedDrafters(RoutedDrafters):
 
     def __init__(
         self, drafters: list[Drafter], options: CombineConfig, num_slots: int, device: torch.device
-    ):
+    ) -> None:
         super().__init__(drafters, options, device)
         cost = options.second_head_cost
         if cost is None:
@@ -163,7 +165,8 @@ class LazilyRoutedDrafters(RoutedDrafters):
         index = wanted.nonzero()[:, 0]  # a host tensor
         if len(index) == len(wanted):
             return self.choose(first, drafter.draft(), wanted)
-        second = DraftTree.empty(*first.token.shape, wanted.device)
+        requests, nodes = first.token.shape
+        second = DraftTree.empty(requests, nodes, wanted.device)
         if len(index):
             second = second.put(index, drafter.draft(index))
         return self.choose(first, second, wanted)
@@ -199,7 +202,7 @@ class MergedDrafters(DraftPolicy):
 
     def __init__(
         self, drafters: list[Drafter], options: CombineConfig, num_nodes: int, device: torch.device
-    ):
+    ) -> None:
         self.drafters, self.how, self.num_nodes = drafters, options.merge, num_nodes
         self.always = torch.ones(1, dtype=torch.bool, device=device)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from vllm.config import VllmConfig
@@ -62,9 +62,9 @@ def load_drafter(
     )
 
 
-def build_heads(
+def build_drafters(
     resolved: ResolvedConfig,
-    budgets: list[int],
+    budgets: Sequence[int],
     embed: Callable[[torch.Tensor], torch.Tensor],
     lookahead_slots: int,
     max_model_len: int,

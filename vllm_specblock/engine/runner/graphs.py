@@ -65,7 +65,7 @@ class GraphStepBatch(StepBatch):
         known: [R, 3] int64, see `_SLOT` and its neighbours.
     """
 
-    def __init__(self, batch: InputBatch, tree_states: TreeStates, known: torch.Tensor):
+    def __init__(self, batch: InputBatch, tree_states: TreeStates, known: torch.Tensor) -> None:
         super().__init__(batch, tree_states, pad=True)
         self.known = known
 
@@ -102,7 +102,7 @@ class ProposalGraphs(CudaGraphManager):
         target_buffers: InputBuffers,
         block_tables: BlockTables,
         group: int,
-    ):
+    ) -> None:
         each = 1 if varlen else tree_states.num_nodes + 1
         super().__init__(vllm_config, device, cudagraph_mode, decode_query_len=each)
         self.tree_states, self.scratch_idx = tree_states, len(tree_states.accepted) - 1

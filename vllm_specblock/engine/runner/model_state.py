@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.core.sched.output import NewRequestData
@@ -12,6 +12,17 @@ from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm_specblock.engine.attention.backend import TreeAttentionMetadataBuilder
 from vllm_specblock.engine.runner.sampler import TreeSampler
 from vllm_specblock.verify.tree_mask import BatchRows, TreeMask
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.worker.gpu.block_table import BlockTables
+    from vllm.v1.worker.gpu.mm.encoder_cache import EncoderCache
+    from vllm.v1.worker.gpu.sample.sampler import Sampler
+    from vllm.v1.worker.gpu.states import RequestState
+    from vllm.v1.worker.utils import AttentionGroup
 
 
 def _trees_in_front(batch: InputBatch) -> int | None:
@@ -35,7 +46,13 @@ class TreeModelState(DefaultModelState):
 
     speculator: Any = None
 
-    def __init__(self, vllm_config, model, encoder_cache, device):
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        model: nn.Module,
+        encoder_cache: EncoderCache | None,
+        device: torch.device,
+    ) -> None:
         super().__init__(vllm_config, model, encoder_cache, device)
         self.tree_states = self.speculator.tree_states
         self.tree_mask = TreeMask(
@@ -58,19 +75,21 @@ class TreeModelState(DefaultModelState):
         if self.speculator.recorder is not None:
             self.speculator.recorder.end(req_id)
 
-    def initialize_kv_cache(self, kv_cache_config, block_tables) -> None:
+    def initialize_kv_cache(
+        self, kv_cache_config: KVCacheConfig, block_tables: BlockTables
+    ) -> None:
         super().initialize_kv_cache(kv_cache_config, block_tables)
         self.speculator.bind_caches()
 
     def prepare_attn(
         self,
         input_batch: InputBatch,
-        cudagraph_mode,
-        block_tables,
-        slot_mappings,
-        attn_groups,
-        *args,
-        **kwargs,
+        cudagraph_mode: CUDAGraphMode,
+        block_tables: tuple[torch.Tensor, ...],
+        slot_mappings: torch.Tensor,
+        attn_groups: list[list[AttentionGroup]],
+        *args: Any,
+        **kwargs: Any,
     ) -> dict[str, Any]:
         # Full graphs are captured of decode steps only, by dummy batches that have no drafts.
         captured = kwargs.get("for_capture", False)
@@ -104,7 +123,7 @@ class TreeModelState(DefaultModelState):
         )
         self.tree_mask.fill(rows, self.tree_states.depth, self.tree_states.ancestors)
 
-    def prepare_inputs(self, input_batch: InputBatch, req_states) -> dict[str, Any]:
+    def prepare_inputs(self, input_batch: InputBatch, req_states: RequestState) -> dict[str, Any]:
         positions = self.tree_mask.position[: input_batch.num_tokens_after_padding]
         return {**super().prepare_inputs(input_batch, req_states), "positions": positions}
 
@@ -112,7 +131,7 @@ class TreeModelState(DefaultModelState):
         inputs = super().prepare_dummy_inputs(num_reqs, num_tokens)
         return {**inputs, "positions": self.tree_mask.position[:num_tokens]}
 
-    def custom_sampler(self, sampler) -> tuple[Any, Any]:
+    def custom_sampler(self, sampler: Sampler) -> tuple[Any, Any]:
         # Beyond vLLM's own three there are the user's, and those may look at anything.
         self.speculator.chains.everyone = len(sampler.logits_processors) > 3
         combine = self.speculator.resolved.combine

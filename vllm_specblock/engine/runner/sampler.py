@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
@@ -11,6 +12,12 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 from vllm_specblock.engine.runner.tree_states import TreeStates
 from vllm_specblock.verify.accept_path import DrawnRows, accept_path_rows
 from vllm_specblock.verify.tree_mask import TreeMask
+
+if TYPE_CHECKING:
+    import numpy as np
+    from vllm.config import SpeculativeConfig
+    from vllm.v1.worker.gpu.input_batch import InputBatch
+    from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 
 class TreeSampler(RejectionSampler):
@@ -24,18 +31,26 @@ class TreeSampler(RejectionSampler):
 
     def __init__(
         self,
-        sampler,
-        spec_config,
+        sampler: Sampler,
+        spec_config: SpeculativeConfig,
         device: torch.device,
         tree_states: TreeStates,
         tree_mask: TreeMask,
         adaptive: bool,
-    ):
+    ) -> None:
         super().__init__(sampler, spec_config, device)
         self.tree_states, self.tree_mask = tree_states, tree_mask
         self.enable_adaptive_verification = adaptive
 
-    def _verify_in_chunks(self, logits, input_batch, draft_logits, draft_sampled, pos, *rest):
+    def _verify_in_chunks(
+        self,
+        logits: torch.Tensor,
+        input_batch: InputBatch,
+        draft_logits: torch.Tensor | None,
+        draft_sampled: torch.Tensor,
+        pos: torch.Tensor,
+        *rest: Any,
+    ) -> Any:
         # Noise is keyed by (seed, position): a node's is the position that its token would
         # take in plain decoding, which goes by depth. It was found for the target's forward.
         pos = self.tree_mask.node_position[: len(pos)]
@@ -45,18 +60,18 @@ class TreeSampler(RejectionSampler):
 
     def _verify(
         self,
-        logits,  # [rows, V], row = node of a request, one request after the other
-        draft_logits,
-        draft_sampled,  # [rows], the node's token; -1 where it is a placeholder
-        pos,  # [rows], position by depth
-        cu_num_logits,  # [R + 1]
-        idx_mapping,  # [R], request slot
-        idx_mapping_np,
-        expanded_idx_mapping,  # [rows], request slot
-        expanded_local_pos,  # [rows], node
-        seq_lens_upper_bound_np,
-        verify_draft_sampled,  # [rows], as draft_sampled; -1 where a grammar forbids it
-    ):
+        logits: torch.Tensor,  # [rows, V], row = node of a request, one request after the other
+        draft_logits: torch.Tensor | None,
+        draft_sampled: torch.Tensor,  # [rows], the node's token; -1 where it is a placeholder
+        pos: torch.Tensor,  # [rows], position by depth
+        cu_num_logits: torch.Tensor,  # [R + 1]
+        idx_mapping: torch.Tensor,  # [R], request slot
+        idx_mapping_np: np.ndarray,
+        expanded_idx_mapping: torch.Tensor,  # [rows], request slot
+        expanded_local_pos: torch.Tensor,  # [rows], node
+        seq_lens_upper_bound_np: np.ndarray,
+        verify_draft_sampled: torch.Tensor,  # [rows], as draft_sampled; -1: a grammar forbids it
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         tree_states = self.tree_states
         with self._drawing(verify_draft_sampled, cu_num_logits, idx_mapping):
             drawn, processed = self.sampler.sample(
@@ -97,7 +112,9 @@ class TreeSampler(RejectionSampler):
                 processed = processed[order]
         return processed, output, num_sampled
 
-    def _drawing(self, token, first_row, slot) -> AbstractContextManager[None]:
+    def _drawing(
+        self, token: torch.Tensor, first_row: torch.Tensor, slot: torch.Tensor
+    ) -> AbstractContextManager[None]:
         """Where the host draws, one row after the other, those off the path are left out."""
         if token.device.type != "cpu" or self.tree_states.synthetic_acceptance is not None:
             return nullcontext()
@@ -105,7 +122,9 @@ class TreeSampler(RejectionSampler):
 
         return drawn_along(token, first_row, slot, self.tree_states.parent)
 
-    def _path_order(self, cu_num_logits, idx_mapping, num_rows: int) -> torch.Tensor:
+    def _path_order(
+        self, cu_num_logits: torch.Tensor, idx_mapping: torch.Tensor, num_rows: int
+    ) -> torch.Tensor:
         """Row to read for every row to write, [num_rows] int64.
 
         Position j of the path (node `path[j]`) goes to row `first + j`; since only rows of

@@ -41,7 +41,7 @@ class SkippingMergedDrafters(MergedDrafters):
         num_nodes: int,
         num_slots: int,
         device: torch.device,
-    ):
+    ) -> None:
         super().__init__(drafters, options, num_nodes, device)
         (self.lookup,) = (at for at, drafter in enumerate(drafters) if not drafter.cache_layers())
         self.gate, self.behind = DrafterGate(_COST), Backlog()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,7 +19,8 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_specblock.drafters.common.synthetic import SyntheticDrafter
-from vllm_specblock.drafters.interface import CommittedTokens
+from vllm_specblock.drafters.interface import CommittedTokens, Drafter
+from vllm_specblock.drafters.specblock.drafter import SpecBlockDrafter
 from vllm_specblock.engine import deep_sleep
 from vllm_specblock.engine.adaptive.trees import AdaptiveTrees
 from vllm_specblock.engine.config.vllm_args import read_back
@@ -29,7 +31,7 @@ from vllm_specblock.engine.metrics.exporter import make_sink
 from vllm_specblock.engine.runner.adaptation import make_recorder
 from vllm_specblock.engine.runner.chain_fallback import ChainFallback
 from vllm_specblock.engine.runner.draft_policy import DraftPolicy, LazilyRoutedDrafters
-from vllm_specblock.engine.runner.drafter_loader import build_heads, register_layers
+from vllm_specblock.engine.runner.drafter_loader import build_drafters, register_layers
 from vllm_specblock.engine.runner.dummy import bind_null_caches, null_inputs, to_scratch_slot
 from vllm_specblock.engine.runner.graphs import ProposalGraphs, StepInputs
 from vllm_specblock.engine.runner.make_policy import drafter_budgets, make_draft_policy
@@ -40,6 +42,10 @@ from vllm_specblock.engine.runner.warm_up import compile_kernels
 from vllm_specblock.feedback.verified_trees import VerifiedTrees
 from vllm_specblock.triton_kernels.kv_cache.commit import KVCacheSet
 from vllm_specblock.verify.synthetic_acceptance import SyntheticAcceptance
+
+if TYPE_CHECKING:
+    from vllm.model_executor.models.interfaces_base import VllmModel
+    from vllm.v1.worker.gpu.dp_utils import DPSyncState
 
 READ_TEXT = ("ngram", "sps")
 """Kinds of drafters that read the requests' texts on the device."""
@@ -55,8 +61,11 @@ class TreeSpeculator(DraftModelSpeculator):
     """
 
     draft_policy: DraftPolicy
+    target_caches: KVCacheSet
 
-    def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: RequestState):
+    def __init__(
+        self, vllm_config: VllmConfig, device: torch.device, req_states: RequestState
+    ) -> None:
         super().__init__(vllm_config, device)
         if vllm_config.model_config.enable_sleep_mode:
             deep_sleep.install()
@@ -91,24 +100,22 @@ class TreeSpeculator(DraftModelSpeculator):
     # ---- once, at start-up ----
 
     def load_draft_model(
-        self, target_model: nn.Module, target_attn_layer_names: set[str]
+        self, target_model: VllmModel, target_attn_layer_names: set[str]
     ) -> nn.Module:
         self.target_layers = sorted(target_attn_layer_names)
         budgets = drafter_budgets(self.resolved.combine, self.num_nodes)
         sizes = self.num_nodes, self.max_model_len, self.num_slots
-        drafters = build_heads(
+        drafters: list[Drafter] = build_drafters(
             self.resolved, budgets, target_model.embed_input_ids, *sizes, self.dtype, self.device
         )
         self.drafter_layers = register_layers(self.vllm_config, drafters)
-        weights = [
-            drafter.model
-            for resolved, drafter in zip(self.resolved.drafters, drafters)
-            if resolved.folder
-        ]
+        weights = [drafter.model for drafter in drafters if drafter.model is not None]
         rates = self.speculative_config.synthetic_acceptance_rates
         if rates is not None:  # benchmarks only, and then there is one drafter
             best = unconditional_to_conditional_rates(rates)
-            drafters = [SyntheticDrafter(drafters[0], best, self.device)]
+            (drafter,) = drafters
+            assert isinstance(drafter, SpecBlockDrafter)  # `check_acceptance` has said so
+            drafters = [SyntheticDrafter(drafter, best, self.device)]
         self.draft_policy = make_draft_policy(
             drafters, self.resolved.combine, self.num_nodes, self.num_slots, self.device
         )
@@ -139,7 +146,7 @@ class TreeSpeculator(DraftModelSpeculator):
         )
         return nn.ModuleList(weights)
 
-    def load_model(self, target_model: nn.Module) -> None:
+    def load_model(self, target_model: VllmModel) -> None:
         super().load_model(target_model)
         if hasattr(target_model, "get_model_state_cls"):
             raise ValueError(
@@ -153,10 +160,10 @@ class TreeSpeculator(DraftModelSpeculator):
         state = type("TreeModelState", (TreeModelState,), {"speculator": self})
         target_model.get_model_state_cls = lambda: state
 
-    def set_attn(self, *args, **kwargs) -> None:
+    def set_attn(self, *args: Any, **kwargs: Any) -> None:
         super().set_attn(*args, **kwargs)
         # vLLM measures graphs with caches of its own, which must go before it makes the others.
-        self.target_caches = None
+        self.target_caches = None  # type: ignore[assignment]  # before a step reads them
         self._bind_null_caches()
         wanted = {self.target_layers[0], *(name for names in self.drafter_layers for name in names)}
         groups = [set(group.layer_names) for group in self.kv_cache_config.kv_cache_groups]
@@ -240,22 +247,22 @@ class TreeSpeculator(DraftModelSpeculator):
     def propose(
         self,
         input_batch: InputBatch,
-        attn_metadata,
-        slot_mappings,
-        last_hidden_states,
-        aux_hidden_states,
-        num_sampled,
-        num_rejected,
-        last_sampled,
-        next_prefill_tokens,
-        temperature,
-        seeds,
-        dp_sync_state=None,
-        dummy_run=False,
-        skip_attn_for_dummy_run=False,
-        mm_inputs=None,
-        is_profile=False,
-        num_speculative_tokens=None,
+        attn_metadata: dict[str, Any],
+        slot_mappings: dict[str, torch.Tensor],
+        last_hidden_states: torch.Tensor,
+        aux_hidden_states: list[torch.Tensor],  # vLLM's "eagle3" always has some
+        num_sampled: torch.Tensor,
+        num_rejected: torch.Tensor,
+        last_sampled: torch.Tensor,
+        next_prefill_tokens: torch.Tensor,
+        temperature: torch.Tensor,
+        seeds: torch.Tensor,
+        dp_sync_state: DPSyncState | None = None,
+        dummy_run: bool = False,
+        skip_attn_for_dummy_run: bool = False,
+        mm_inputs: tuple[list[torch.Tensor], torch.Tensor] | None = None,
+        is_profile: bool = False,
+        num_speculative_tokens: int | None = None,
     ) -> torch.Tensor:
         batch = to_scratch_slot(input_batch, self.scratch_idx) if dummy_run else input_batch
         if self.reads_last:
@@ -300,7 +307,12 @@ class TreeSpeculator(DraftModelSpeculator):
             self.counters.publish(self._more_counts)
         return tokens
 
-    def _inputs(self, batch: InputBatch, slot_mappings, hidden_states) -> StepInputs:
+    def _inputs(
+        self,
+        batch: InputBatch,
+        slot_mappings: dict[str, torch.Tensor],
+        hidden_states: list[torch.Tensor],
+    ) -> StepInputs:
         """What an eager step reads of a batch."""
         chain = self.chains.among(batch)
         return StepInputs(

@@ -46,7 +46,7 @@ class StepBatch:
     up, see `rounding`.
     """
 
-    def __init__(self, batch: InputBatch, tree_states: TreeStates, pad: bool):
+    def __init__(self, batch: InputBatch, tree_states: TreeStates, pad: bool) -> None:
         self.batch, self.tree_states = batch, tree_states
         num_reqs, device = batch.num_reqs, batch.idx_mapping.device
         drafts = batch.num_draft_tokens_per_req

@@ -34,7 +34,9 @@ class TreeStates:
 
     synthetic_acceptance: SyntheticAcceptance | None = None
 
-    def __init__(self, num_slots: int, num_nodes: int, max_depth: int, device: torch.device):
+    def __init__(
+        self, num_slots: int, num_nodes: int, max_depth: int, device: torch.device
+    ) -> None:
         self.num_nodes, self.max_depth = num_nodes, max_depth
         self._chain_parent = torch.arange(num_nodes, dtype=torch.int32, device=device)
         self._chain_depth = torch.arange(num_nodes + 1, device=device)
