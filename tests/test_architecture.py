@@ -18,7 +18,7 @@ SOURCES = sorted([*ROOT.glob("vllm_specblock/**/*.py"), *ROOT.glob("triton_kerne
 # Imports go one way: a room may import from itself and from those before it.
 ROOMS = [
     {"triton_kernels", "versions"},
-    {"tree", "candidates"},
+    {"tree", "candidates", "options"},
     {"config", "drafters", "combine", "verify", "commit", "feedback"},
     {"train"},
     {"adapt"},

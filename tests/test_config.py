@@ -12,7 +12,7 @@ from vllm_specblock.config import (
     SpecBlockConfig,
     check_num_nodes,
     parse_combine,
-    parse_head,
+    parse_drafter,
     split_keys,
 )
 from vllm_specblock.versions import is_supported, supported_sentence
@@ -28,14 +28,16 @@ def refused(call, *parts: str) -> None:
 
 
 def test_defaults():
-    assert parse_head({}, "specblock") == SpecBlockConfig()
-    assert parse_head({}, "eagle3") == Eagle3Config()
-    assert parse_head({}, "ngram") == NGramConfig()
+    assert parse_drafter({}, "specblock") == SpecBlockConfig()
+    assert parse_drafter({}, "eagle3") == Eagle3Config()
+    assert parse_drafter({}, "ngram") == NGramConfig()
     assert parse_combine({}) == CombineConfig()
 
 
 def test_given():
-    options = parse_head({"num_blocks": 3, "branching": [1, 2, 3, 0], "num_starts": 4}, "specblock")
+    options = parse_drafter(
+        {"num_blocks": 3, "branching": [1, 2, 3, 0], "num_starts": 4}, "specblock"
+    )
     assert (options.num_blocks, options.num_starts, options.branching) == (3, 4, [1, 2, 3, 0])
 
 
@@ -83,11 +85,13 @@ def test_whose_key_is_whose():
     ],
 )
 def test_wrong_options_of_a_head(kind, given, says):
-    refused(lambda: parse_head(given, kind), *says)
+    refused(lambda: parse_drafter(given, kind), *says)
 
 
 def test_a_wrong_option_of_the_second_head_says_so():
-    refused(lambda: parse_head({"depth": 0}, "eagle3", "second_head."), "'second_head.depth' is 0")
+    refused(
+        lambda: parse_drafter({"depth": 0}, "eagle3", "second_head."), "'second_head.depth' is 0"
+    )
 
 
 @pytest.mark.parametrize(
@@ -140,7 +144,7 @@ def test_versions():
 def test_an_old_name_is_taken_and_says_so(kind, caplog):
     given = {"learn_sharpness": False}
     with caplog.at_level("WARNING", logger="vllm_specblock.config"):
-        assert parse_head(given, kind, "second_head.").calibrate_drafts is False
+        assert parse_drafter(given, kind, "second_head.").calibrate_drafts is False
     (said,) = caplog.messages
     assert "'second_head.learn_sharpness'" in said and "'calibrate_drafts'" in said
     assert given == {"learn_sharpness": False}, "the caller's own"
@@ -148,9 +152,11 @@ def test_an_old_name_is_taken_and_says_so(kind, caplog):
 
 def test_an_old_name_beside_the_new_one_is_refused():
     both = {"learn_sharpness": True, "calibrate_drafts": True}
-    refused(lambda: parse_head(both, "specblock"), "learn_sharpness", "calibrate_drafts")
+    refused(lambda: parse_drafter(both, "specblock"), "learn_sharpness", "calibrate_drafts")
 
 
 def test_an_old_name_is_checked_like_the_new_one():
-    refused(lambda: parse_head({"learn_sharpness": 3}, "specblock"), "calibrate_drafts", "3")
-    refused(lambda: parse_head({"learn_sharpness": True}, "ngram"), "learn_sharpness", "not known")
+    refused(lambda: parse_drafter({"learn_sharpness": 3}, "specblock"), "calibrate_drafts", "3")
+    refused(
+        lambda: parse_drafter({"learn_sharpness": True}, "ngram"), "learn_sharpness", "not known"
+    )

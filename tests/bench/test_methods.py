@@ -8,7 +8,7 @@ import pytest
 
 from vllm_specblock.bench.config import BenchError
 from vllm_specblock.bench.methods import BUILT_IN, resolve, weights
-from vllm_specblock.config import parse_combine, parse_head, split_keys
+from vllm_specblock.config import parse_combine, parse_drafter, split_keys
 from vllm_specblock.train.config import TrainError, parse
 
 
@@ -38,7 +38,7 @@ def test_every_built_in_method_is_one_that_the_plugin_takes(make_config, drafter
     first, second, combine = split_keys(method.speculative)
     for head in filter(None, (first, second)):
         assert head.get("head") == "ngram" or Path(head["model"]).is_dir()
-        assert parse_head({k: v for k, v in head.items() if k not in ("head", "model")}, "ngram")
+        assert parse_drafter({k: v for k, v in head.items() if k not in ("head", "model")}, "ngram")
     assert parse_combine(combine)
 
 

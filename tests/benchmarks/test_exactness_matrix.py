@@ -8,7 +8,7 @@ import exactness
 import pytest
 import typer
 
-from vllm_specblock.config import parse_combine, parse_head, split_keys
+from vllm_specblock.config import parse_combine, parse_drafter, split_keys
 
 
 def test_every_pair_by_every_policy_with_keys_that_are_taken():
@@ -20,7 +20,7 @@ def test_every_pair_by_every_policy_with_keys_that_are_taken():
         for head in (first, second):
             if head:
                 head.pop("model", None)
-                parse_head(head, head.pop("head"))
+                parse_drafter(head, head.pop("head"))
         policy = parse_combine(how) if len(kinds) == 2 else None
         seen.add((kinds, policy and (policy.head_policy, policy.route, policy.merge)))
     pairs = [("specblock", "specblock"), ("specblock", "eagle3"), ("specblock", "ngram"),

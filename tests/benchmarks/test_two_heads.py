@@ -21,7 +21,7 @@ from engine_process import (
 from spec_configs import POLICIES
 from typer.testing import CliRunner
 
-from vllm_specblock.config import parse_combine, parse_head, split_keys
+from vllm_specblock.config import parse_combine, parse_drafter, split_keys
 
 HOW = {"num_blocks": 2, "num_starts": 4, "confidence": "sum"}
 
@@ -59,7 +59,7 @@ def test_our_own_options_take_what_is_asked(all_engines):
             if head is not None:
                 kind, model = head.pop("head"), head.pop("model")
                 assert model in ("one", "two", "eagle")
-                parse_head(head, kind)
+                parse_drafter(head, kind)
         if second is not None:
             policies.add(parse_combine(how))
     assert {(p.head_policy, p.route, p.merge, p.budget) for p in policies} == {

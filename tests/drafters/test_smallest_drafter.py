@@ -1,4 +1,4 @@
-"""The head that docs/extending.md shows is complete."""
+"""The drafter that docs/extending.md shows is complete."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from vllm_specblock.tree import DraftTree
 PAGE = Path(__file__).resolve().parents[2] / "docs/extending.md"
 
 
-def test_the_head_of_the_page_drafts():
+def test_the_drafter_of_the_page_drafts():
     (source,) = re.findall(r"```python\n(class Favourites.*?)```", PAGE.read_text(), re.DOTALL)
     names = {
         "torch": torch,
-        "Head": Drafter,
-        "CommittedRows": CommittedTokens,
+        "Drafter": Drafter,
+        "CommittedTokens": CommittedTokens,
         "DraftTree": DraftTree,
         "select_nodes": select_nodes,
     }
     exec(source, names)
-    head = names["Favourites"](torch.tensor([7, 3, 9]), torch.tensor([-0.5, -1.0, -2.0]))
-    head.advance(zero_rows(8, 4))
-    tree = head.draft()
+    drafter = names["Favourites"](torch.tensor([7, 3, 9]), torch.tensor([-0.5, -1.0, -2.0]))
+    drafter.advance(zero_rows(8, 4))
+    tree = drafter.draft()
     assert tree.token.tolist() == [[7, 3, 9]] * 2 and (tree.parent == 0).all()
-    assert len(head.draft(torch.tensor([1])).size) == 1
+    assert len(drafter.draft(torch.tensor([1])).size) == 1

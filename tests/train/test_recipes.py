@@ -26,7 +26,7 @@ from vllm_specblock.config import (
     SOURCE_KEYS,
     check_num_nodes,
     parse_combine,
-    parse_head,
+    parse_drafter,
     split_keys,
 )
 from vllm_specblock.train.config import TrainConfig, parse, read_recipe
@@ -151,7 +151,7 @@ def test_commands_of_a_page_exist(page, monkeypatch):
                 first, second, combine = split_keys(options)
                 for head in (first, second or {}):
                     keys = {k: v for k, v in head.items() if k not in SOURCE_KEYS}
-                    parse_head(keys, head.get("head", "specblock"))
+                    parse_drafter(keys, head.get("head", "specblock"))
                 parse_combine(combine)
                 check_num_nodes(options["num_speculative_tokens"])
             continue

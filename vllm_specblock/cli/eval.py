@@ -93,7 +93,7 @@ def evaluate(
     from tqdm import tqdm
 
     from vllm_specblock.cli.report.eval_tables import print_tables
-    from vllm_specblock.config import DEFAULT_NODES, parse_head
+    from vllm_specblock.config import DEFAULT_NODES, parse_drafter
     from vllm_specblock.drafters.specblock import checkpoint
     from vllm_specblock.train.data.prompts import read_prompts
     from vllm_specblock.train.data.shards import replace
@@ -122,7 +122,7 @@ def evaluate(
     given = {"num_blocks": blocks, "num_starts": starts, "branching": branching}
     given["calibrate_drafts"] = None if calibrate_drafts else False
     given = {key: value for key, value in given.items() if value is not None}
-    options = parse_head(given, "specblock")
+    options = parse_drafter(given, "specblock")
     budgets = list(dict.fromkeys(nodes or [DEFAULT_NODES]))
     shapes = figures_of.shapes_of(weights, options, budgets, uniform)
 

@@ -81,13 +81,10 @@ def inspect(
 def _show_files(directory: Path) -> None:
     import torch
 
-    from vllm_specblock.drafters.baselines import checkpoint as baselines
-    from vllm_specblock.drafters.eagle3 import checkpoint as eagle3
-    from vllm_specblock.drafters.specblock import checkpoint
+    from vllm_specblock.drafters.detect import kind_of
+    from vllm_specblock.drafters.registry import drafter_kind
 
-    files = eagle3 if eagle3.is_eagle3(directory) else checkpoint
-    if baselines.kind_of(directory) is not None:
-        files = baselines
+    files = drafter_kind(kind_of(directory)).load_checkpoint_module()
     config = files.read_config(directory)
     tensors = files.read_tensors(directory, config)
     typer.echo(config.model_dump_json(indent=2))

@@ -13,7 +13,6 @@ from support.committed import rows_of
 from support.host_reads import NoHostReads
 from support.trees import texts
 
-from vllm_specblock.config import HEADS
 from vllm_specblock.drafters.baselines import checkpoint
 from vllm_specblock.drafters.baselines.falcon import FalconDrafter
 from vllm_specblock.drafters.baselines.medusa import MedusaDrafter
@@ -21,6 +20,7 @@ from vllm_specblock.drafters.baselines.parallelspec import ParallelSpecDrafter
 from vllm_specblock.drafters.baselines.sps import SpSDrafter
 from vllm_specblock.drafters.common import chunked_advance
 from vllm_specblock.drafters.common.post_load import process_after_loading
+from vllm_specblock.drafters.registry import DRAFTERS
 from vllm_specblock.train.learner import EvalSequence
 
 PAGE, MAX_LEN, NODES, LAST = 16, 64, 20, 3
@@ -62,7 +62,7 @@ def serve(kind, drafter, nodes: int = NODES, lookahead: int | None = None, **opt
     if kind is SpSDrafter:
         options["depth"] = 4
     head = kind(
-        drafter, embed, HEADS[kind.kind](**options), nodes, MAX_LEN, lookahead,
+        drafter, embed, DRAFTERS[kind.kind].options(**options), nodes, MAX_LEN, lookahead,
         READS.get(kind.kind, (0, 1, 2)),
     )  # fmt: skip
     caches = [

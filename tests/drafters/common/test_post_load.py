@@ -162,7 +162,7 @@ def test_folding_an_eagle3_drafter(change, keep):
 
 
 def test_another_word_for_it_is_refused_in_one_sentence():
-    from vllm_specblock.config import OptionError, parse_head
+    from vllm_specblock.config import OptionError, parse_drafter
 
     with pytest.raises(OptionError, match="quantization"):
-        parse_head({"quantization": "int3"}, "specblock")
+        parse_drafter({"quantization": "int3"}, "specblock")

@@ -110,7 +110,7 @@ def test_options_of_a_kind(tmp_path):
     make.for_target(config, torch.zeros(2048).long(), t2d, 0, **sizes).save(tmp_path)
     plan = vllm_args.read_back(configure(tmp_path, depth=3).additional_config)
     assert plan.drafters[0].kind == "sps" and plan.drafters[0].options.depth == 3
-    with pytest.raises(OptionError, match="of a head of kind 'sps'"):
+    with pytest.raises(OptionError, match="of a drafter of kind 'sps'"):
         configure(tmp_path, top_k=3)
     with pytest.raises(OptionError, match="holds a drafter of kind 'sps'"):
         configure(tmp_path, head="medusa")

@@ -302,8 +302,8 @@ def test_a_head_without_weights():
             },
             ["cannot be split", "num_speculative_tokens"],
         ),
-        ({"head": "ngram", "model": None, "second_head": NGRAM}, ["Both heads", "n-gram"]),
-        ({"second_head": {"model": str(DRAFTER)}}, ["Both heads", "drafter", "another"]),
+        ({"head": "ngram", "model": None, "second_head": NGRAM}, ["Both drafters", "n-gram"]),
+        ({"second_head": {"model": str(DRAFTER)}}, ["Both drafters", "another"]),
         ({"second_head": NGRAM | {"revision": "main"}}, ["'second_head.revision' is 'main'"]),
     ],
 )

@@ -10,52 +10,33 @@ import os
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, SerializeAsAny
 from vllm.config import ModelConfig
 
 from vllm_specblock.adapt.options import KEY as ADAPT
 from vllm_specblock.adapt.options import AdaptConfig, parse_adapt
 from vllm_specblock.combine.budget import shares
 from vllm_specblock.config import (
-    HEADS,
     SOURCE_KEYS,
     CombineConfig,
-    Eagle3Config,
-    FalconConfig,
-    MedusaConfig,
-    NGramConfig,
     OptionError,
-    ParallelSpecConfig,
     SpecBlockConfig,
-    SpSConfig,
     parse_combine,
-    parse_head,
+    parse_drafter,
     split_keys,
 )
-from vllm_specblock.drafters.baselines import checkpoint as baseline_files
-from vllm_specblock.drafters.eagle3 import checkpoint as eagle3_files
-from vllm_specblock.drafters.specblock import checkpoint as specblock_files
+from vllm_specblock.drafters.detect import kind_of
+from vllm_specblock.drafters.registry import DrafterOptions, drafter_kind
 from vllm_specblock.tree import MAX_NODES
 
 DRAFTER_FILES = ["config.json", "*.safetensors", "vocab_mapping.pt", "pytorch_model*.bin*"]
-
-
-DrafterOptions = (
-    SpecBlockConfig
-    | Eagle3Config
-    | MedusaConfig
-    | ParallelSpecConfig
-    | FalconConfig
-    | SpSConfig
-    | NGramConfig
-)
 
 
 class ResolvedDrafter(BaseModel):
     """One drafter.
 
     Attributes:
-        kind: one of `config.HEADS`.
+        kind: a registered one.
         folder: of its checkpoint; None for a drafter without weights.
         options: how it grows its tree.
         layers: the target's layers that it reads; i is the state after i layers, and as many as
@@ -67,7 +48,7 @@ class ResolvedDrafter(BaseModel):
 
     kind: str
     folder: str | None
-    options: DrafterOptions
+    options: SerializeAsAny[DrafterOptions]
     layers: tuple[int, ...] = ()
     adapt: AdaptConfig | None = None
 
@@ -102,7 +83,12 @@ class ResolvedConfig(BaseModel):
     @classmethod
     def read(cls, dumped: dict[str, Any]) -> ResolvedConfig:
         drafters = tuple(
-            ResolvedDrafter(**{**drafter, "options": HEADS[drafter["kind"]](**drafter["options"])})
+            ResolvedDrafter(
+                **{
+                    **drafter,
+                    "options": drafter_kind(drafter["kind"]).options(**drafter["options"]),
+                }
+            )
             for drafter in dumped["drafters"]
         )
         combine = dumped["combine"]
@@ -137,8 +123,8 @@ def resolve_config(
         if drafters[0].folder == drafters[1].folder:
             what = drafters[0].folder or "the request's own text (n-gram)"
             raise OptionError(
-                f"Both heads draft from {what}, and would say the same: name another drafter for "
-                "one of them, or drop second_head."
+                f"Both drafters draft from {what}, and would say the same: name another for one "
+                "of them, or drop second_head."
             )
     adaptive = given.get("enable_adaptive_verification", False)
     if not isinstance(adaptive, bool):
@@ -184,16 +170,15 @@ def _resolve_drafter(
     model, kind = given.get("model"), given.get("head")
     keys = {key: value for key, value in given.items() if key not in SOURCE_KEYS}
     adapt = keys.pop(ADAPT, False)
-    if kind == "ngram":
+    if kind is not None and drafter_kind(kind).checkpoint is None:
         parse_adapt(adapt, kind, where)
         for key in ("model", "revision"):
             if given.get(key) is not None:
                 raise OptionError(
-                    f"speculative_config key '{where}{key}' is {given[key]!r}, but a head of kind "
-                    "'ngram' looks up the request's own text and has no weights: drop the one or "
-                    "the other."
+                    f"speculative_config key '{where}{key}' is {given[key]!r}, but a drafter "
+                    f"of kind {kind!r} has no weights: drop the one or the other."
                 )
-        return ResolvedDrafter(kind=kind, folder=None, options=parse_head(keys, kind, where))
+        return ResolvedDrafter(kind=kind, folder=None, options=parse_drafter(keys, kind, where))
     folder = fetch_drafter(model, where, revision=given.get("revision"), **hub)
     found = kind_of(folder)
     if kind not in (None, found):
@@ -201,9 +186,9 @@ def _resolve_drafter(
             f"speculative_config key '{where}head' is {kind!r}, but {model!r} holds a drafter of "
             f"kind {found!r}: drop 'head', or name another drafter."
         )
-    options = parse_head(keys, found, where, num_nodes)
+    options = parse_drafter(keys, found, where, num_nodes)
     adapt = parse_adapt(adapt, found, where)
-    files = files_of(found)
+    files = drafter_kind(found).load_checkpoint_module()
     config = files.read_config(folder)
     layers = _check_match(config, target, where)
     files.check_tensors(folder, config)
@@ -212,18 +197,6 @@ def _resolve_drafter(
     return ResolvedDrafter(
         kind=found, folder=str(folder), options=options, layers=layers, adapt=adapt
     )
-
-
-def kind_of(folder: Path) -> str:
-    """What the checkpoint in `folder` is, by its config.json; "specblock" where nothing says so."""
-    found = baseline_files.kind_of(folder)
-    return found or ("eagle3" if eagle3_files.is_eagle3(folder) else "specblock")
-
-
-def files_of(kind: str) -> Any:
-    """The module that reads checkpoints of a kind: read_config, check_tensors and load."""
-    own = {"specblock": specblock_files, "eagle3": eagle3_files}
-    return own.get(kind, baseline_files)
 
 
 def _check_policy(combine: CombineConfig, num_nodes: int) -> None:

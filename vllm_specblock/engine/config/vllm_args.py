@@ -22,6 +22,7 @@ from vllm_specblock.config import (
     OptionError,
     check_num_nodes,
 )
+from vllm_specblock.drafters.registry import drafter_kind
 from vllm_specblock.engine.config.batch_sizes import capture_trees, make_room
 from vllm_specblock.engine.config.resolved_config import ResolvedConfig, resolve_config
 from vllm_specblock.engine.config.validate import (
@@ -37,9 +38,6 @@ from vllm_specblock.engine.config.validate import (
 
 PLACEHOLDER_DRAFT_CONFIG = Path(__file__).parent / "placeholder_draft_config"
 """vLLM wants a draft model's config also where no drafter has one that it can read."""
-
-KNOWN = ("specblock", "eagle3")
-"""Kinds of drafters whose config vLLM takes for a drafter's of its method "eagle3"."""
 
 
 def translate(args: EngineArgs, target: ModelConfig, parallel: ParallelConfig) -> ResolvedConfig:
@@ -69,7 +67,11 @@ def translate(args: EngineArgs, target: ModelConfig, parallel: ParallelConfig) -
     check_adapt(given, resolved, parallel, target)
 
     folder = next(
-        (drafter.folder for drafter in resolved.drafters if drafter.kind in KNOWN),
+        (
+            drafter.folder
+            for drafter in resolved.drafters
+            if drafter_kind(drafter.kind).vllm_reads_config
+        ),
         str(PLACEHOLDER_DRAFT_CONFIG),
     )
     args.speculative_config = {
@@ -124,7 +126,7 @@ def _with_skipping(resolved: ResolvedConfig, parallel: ParallelConfig) -> Resolv
         raise OptionError(
             "speculative_config key 'skip_drafter' is true, but a drafter can be left out of "
             "steps on a CPU only, in one process, merged ('head_policy' 'merge', 'budget' 'joint') "
-            "with an n-gram head: drop the key."
+            "with an n-gram drafter: drop the key."
         )
     return resolved.model_copy(update={"combine": combine.model_copy(update={"skip_drafter": can})})
 

@@ -17,10 +17,6 @@ from vllm_specblock.feedback.verified_trees import VerifiedTrees
 from vllm_specblock.tree import DraftTree
 from vllm_specblock.triton_kernels.feedback.lazy_gate import learn_gate_triton, most_want_triton
 
-USUAL_COST = {"ngram": 0.02}
-"""What drafting a second drafter of some kind adds to a step, as a share of its time, where it is
-not the 0.15 of one with weights."""
-
 
 @dataclass(frozen=True)
 class Proposal:
@@ -132,7 +128,7 @@ class LazilyRoutedDrafters(RoutedDrafters):
         super().__init__(drafters, options, device)
         cost = options.second_head_cost
         if cost is None:
-            cost = USUAL_COST.get(drafters[1].kind, 0.15)
+            cost = drafters[1].usual_cost
         self.gate = LazyGate(device, options.confidence, cost)
         self.looks = device.type == "cpu"
         self.most_want = torch.ones(1, dtype=torch.bool, pin_memory=not self.looks)

@@ -7,30 +7,11 @@ from collections.abc import Callable, Sequence
 import torch
 from vllm.config import VllmConfig
 
-from vllm_specblock.drafters.baselines.falcon import FalconDrafter
-from vllm_specblock.drafters.baselines.medusa import MedusaDrafter
-from vllm_specblock.drafters.baselines.parallelspec import ParallelSpecDrafter
-from vllm_specblock.drafters.baselines.sps import SpSDrafter
 from vllm_specblock.drafters.common.post_load import process_after_loading
-from vllm_specblock.drafters.eagle3.drafter import Eagle3Drafter
 from vllm_specblock.drafters.interface import Drafter
-from vllm_specblock.drafters.ngram.drafter import NGramDrafter
-from vllm_specblock.drafters.specblock.drafter import SpecBlockDrafter
+from vllm_specblock.drafters.registry import drafter_kind
 from vllm_specblock.engine.attention.draft_attention_layer import DraftAttentionLayer
-from vllm_specblock.engine.config.resolved_config import ResolvedConfig, ResolvedDrafter, files_of
-
-DRAFTER_OF: dict[str, Callable[..., Drafter]] = {
-    drafter.kind: drafter
-    for drafter in (
-        SpecBlockDrafter,
-        Eagle3Drafter,
-        MedusaDrafter,
-        ParallelSpecDrafter,
-        FalconDrafter,
-        SpSDrafter,
-    )
-}
-"""Heads with weights, by kind; all are made of the same arguments."""
+from vllm_specblock.engine.config.resolved_config import ResolvedConfig, ResolvedDrafter
 
 
 def load_drafter(
@@ -52,14 +33,15 @@ def load_drafter(
         lookahead_slots: cache slots reserved after a request's root.
         max_model_len: tokens of the longest request.
     """
-    if resolved.kind == "ngram":
-        return NGramDrafter(resolved.options, num_nodes, max_model_len)
-    model = files_of(resolved.kind).load(resolved.folder, dtype=dtype, device=device).eval()
-    process_after_loading(model, resolved.options.quantization)
+    kind, options = drafter_kind(resolved.kind), resolved.options
+    make = kind.load_class()
+    if kind.checkpoint is None:
+        return make(options, num_nodes, max_model_len)
+    files = kind.load_checkpoint_module()
+    model = files.load(resolved.folder, dtype=dtype, device=device).eval()
+    process_after_loading(model, getattr(options, "quantization", None))
     columns = tuple(layers.index(layer) for layer in resolved.layers)
-    return DRAFTER_OF[resolved.kind](
-        model, embed, resolved.options, num_nodes, max_model_len, lookahead_slots, columns
-    )
+    return make(model, embed, options, num_nodes, max_model_len, lookahead_slots, columns)
 
 
 def build_drafters(

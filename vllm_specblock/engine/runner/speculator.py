@@ -20,6 +20,7 @@ from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_specblock.drafters.common.synthetic import SyntheticDrafter
 from vllm_specblock.drafters.interface import CommittedTokens, Drafter
+from vllm_specblock.drafters.registry import drafter_kind
 from vllm_specblock.drafters.specblock.drafter import SpecBlockDrafter
 from vllm_specblock.engine import deep_sleep
 from vllm_specblock.engine.adaptive.trees import AdaptiveTrees
@@ -46,9 +47,6 @@ from vllm_specblock.verify.synthetic_acceptance import SyntheticAcceptance
 if TYPE_CHECKING:
     from vllm.model_executor.models.interfaces_base import VllmModel
     from vllm.v1.worker.gpu.dp_utils import DPSyncState
-
-READ_TEXT = ("ngram", "sps")
-"""Kinds of drafters that read the requests' texts on the device."""
 
 
 class TreeSpeculator(DraftModelSpeculator):
@@ -80,8 +78,8 @@ class TreeSpeculator(DraftModelSpeculator):
             dtype=texts.dtype,
             device=device,
             # vLLM keeps the texts in host memory unless its own n-gram method reads them.
-            uva_instead_of_gpu=all(
-                drafter.kind not in READ_TEXT for drafter in self.resolved.drafters
+            uva_instead_of_gpu=not any(
+                drafter_kind(drafter.kind).reads_text for drafter in self.resolved.drafters
             ),
         )
         depth = vllm_config.model_config.hf_text_config.num_hidden_layers

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from vllm_specblock.config import DEFAULT_NODES, SpecBlockConfig, parse_head
+from vllm_specblock.config import DEFAULT_NODES, SpecBlockConfig, parse_drafter
 from vllm_specblock.drafters.specblock.dense_cache import DenseCache
 from vllm_specblock.drafters.specblock.drafter import SpecBlockDrafter
 from vllm_specblock.drafters.specblock.growth import Expansion, TreeShape
@@ -173,7 +173,7 @@ def serving_shape(
 ) -> TreeShape:
     """The trees that serving grows with `options` (default: its own) and a budget of `nodes`."""
     # The head itself decides, for it has to fit its blocks into the slots of the budget.
-    options = options or parse_head({}, "specblock", num_nodes=nodes)
+    options = options or parse_drafter({}, "specblock", num_nodes=nodes)
     return SpecBlockDrafter(drafter, lambda tokens: tokens, options, nodes, max_model_len=1).shape
 
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from vllm_specblock.config import DEFAULT_NODES, Eagle3Config, SpecBlockConfig, parse_head
+from vllm_specblock.config import DEFAULT_NODES, Eagle3Config, SpecBlockConfig, parse_drafter
 from vllm_specblock.drafters.common.target_info import check_target, describe_target, read_target
 from vllm_specblock.drafters.eagle3 import checkpoint as eagle3_files
 from vllm_specblock.drafters.eagle3.growth import DynamicTreeConfig
@@ -147,11 +147,11 @@ def load_drafter(
     key = "num_blocks" if pairing.kind == "specblock" else "depth"
     given = {} if forwards is None else {key: forwards}
     if pairing.kind == "specblock":
-        options = parse_head(given, pairing.kind, num_nodes=nodes)
+        options = parse_drafter(given, pairing.kind, num_nodes=nodes)
         model = checkpoint.load(pairing.drafter, dtype, device)
         shape = serving_shape(model, options, nodes)
         return LoadedDrafter(pairing, model, shape, _calibration(options, device))
-    levels = parse_head(given, pairing.kind, num_nodes=nodes)
+    levels = parse_drafter(given, pairing.kind, num_nodes=nodes)
     eagle3 = eagle3_files.load(pairing.drafter, dtype, device)
     growth = serving_growth(eagle3, levels, nodes)
     return LoadedDrafter(pairing, eagle3, growth, _calibration(levels, device))

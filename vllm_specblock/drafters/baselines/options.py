@@ -1,0 +1,35 @@
+"""Options of the baseline drafters."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from vllm_specblock.drafters.registry import WeightedOptions, register_drafter
+
+_HERE = "vllm_specblock.drafters.baselines"
+_FILES = f"{_HERE}.checkpoint"
+
+
+@register_drafter("medusa", f"{_HERE}.medusa:MedusaDrafter", _FILES)
+class MedusaConfig(WeightedOptions):
+    """Medusa heads draft the best nodes of the product of their distributions."""
+
+
+@register_drafter("parallelspec", f"{_HERE}.parallelspec:ParallelSpecDrafter", _FILES)
+class ParallelSpecConfig(WeightedOptions):
+    """ParallelSpec drafts as Medusa does, from positions of one forward."""
+
+
+@register_drafter("falcon", f"{_HERE}.falcon:FalconDrafter", _FILES)
+class FalconConfig(WeightedOptions):
+    """Falcon drafts a tree of fixed shape, which the checkpoint's hit rates give."""
+
+
+@register_drafter("sps", f"{_HERE}.sps:SpSDrafter", _FILES, reads_text=True)
+class SpSConfig(WeightedOptions):
+    """How a small language model drafts, as speculative sampling has it."""
+
+    depth: Annotated[int, Field(ge=1, le=32)] = 5
+    """Tokens of its chain. More nodes (`num_speculative_tokens`) than that stay empty."""

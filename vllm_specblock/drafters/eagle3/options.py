@@ -1,0 +1,33 @@
+"""Options of an EAGLE-3 drafter."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from vllm_specblock.drafters.registry import WeightedOptions, register_drafter
+
+
+@register_drafter(
+    "eagle3",
+    "vllm_specblock.drafters.eagle3.drafter:Eagle3Drafter",
+    "vllm_specblock.drafters.eagle3.checkpoint",
+    vllm_reads_config=True,
+)
+class Eagle3Config(WeightedOptions):
+    """How an EAGLE-3 drafter grows its tree: EAGLE-2's, level by level (arXiv 2406.16858).
+
+    The defaults are those of the authors' release, which counts its `depth` of 7 without the
+    first level; but for trees of fewer than 32 nodes, which do not reach so far.
+    """
+
+    depth: Annotated[int, Field(ge=1, le=32)] | None = None
+    """Drafter forwards per step, and tokens on the longest path. By default a quarter of the tree's
+    nodes, from 2 to 8: a tree of 12 accepted no more at depth 8 than at depth 3, and took 1.4 times
+    as long on a processor."""
+
+    top_k: Annotated[int, Field(ge=1, le=32)] = 10
+    """Nodes of a level that grow children, and children of each. Growing takes a cache slot per
+    such node and level after the first, of which there are as many as the tree has nodes: with
+    fewer than (depth − 1) × top_k, fewer nodes per level grow."""

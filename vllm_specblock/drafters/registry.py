@@ -1,0 +1,114 @@
+"""Registry of drafters: what has to be known of a kind before its code is loaded.
+
+A kind is registered by its options, a pydantic model that loads in every process. Its drafter and
+its checkpoints are named as text, and imported only where a model runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+
+from vllm_specblock.options import Options
+
+if TYPE_CHECKING:
+    from vllm_specblock.drafters.interface import Drafter
+
+
+class DrafterOptions(Options):
+    """Keys of one kind of drafter."""
+
+    read_elsewhere: ClassVar[frozenset[str]] = frozenset()
+    """Keys that such a drafter may have, but that are no part of these options."""
+
+    @classmethod
+    def defaults_for(cls, num_nodes: int) -> dict[str, Any]:
+        """Defaults that are others in trees of so many nodes."""
+        return {}
+
+
+class WeightedOptions(DrafterOptions):
+    """What holds for every drafter with weights."""
+
+    calibrate_drafts: bool = True
+    """Learn from what is accepted how much surer the target is than the drafter says, and grow
+    trees by that. Off: by the drafter's own probabilities, as the papers do."""
+
+    quantization: Literal["fp8"] | None = None
+    """Keep the drafter's weights in 8 bits (float8 e4m3, a scale per output): half the bytes that a
+    draft has to read. Drafts differ a little from those of the full weights, outputs do not."""
+
+
+@dataclass(frozen=True)
+class DrafterKind:
+    """One kind of drafter.
+
+    Attributes:
+        options: its keys of `speculative_config`.
+        drafter: "module:class" of the `Drafter`. It is made of (model, embed, options, nodes,
+            longest request, lookahead slots, columns of the layers it reads), see
+            `engine/runner/drafter_loader.py`; without weights of (options, nodes, longest request).
+        checkpoint: module that reads its files: `read_config`, `check_tensors`, `load`; None: it
+            has no weights.
+        reads_text: it reads the requests' tokens on the device.
+        vllm_reads_config: vLLM takes its config.json for that of a drafter of its own "eagle3".
+    """
+
+    options: type[DrafterOptions]
+    drafter: str
+    checkpoint: str | None = None
+    reads_text: bool = False
+    vllm_reads_config: bool = False
+
+    def load_class(self) -> Callable[..., Drafter]:
+        """The class of `drafter`."""
+        return resolve_name(self.drafter)
+
+    def load_checkpoint_module(self) -> Any:
+        """The module `checkpoint`."""
+        assert self.checkpoint is not None
+        return resolve_name(self.checkpoint)
+
+
+DRAFTERS: dict[str, DrafterKind] = {}
+"""Kinds by the name that `speculative_config` gives them; `drafters/__init__.py` loads ours."""
+
+_Options = TypeVar("_Options", bound=DrafterOptions)
+
+
+def register_drafter(
+    name: str,
+    drafter: str,
+    checkpoint: str | None = None,
+    *,
+    reads_text: bool = False,
+    vllm_reads_config: bool = False,
+) -> Callable[[type[_Options]], type[_Options]]:
+    """Decorator of a kind's options: makes the kind known; see `DrafterKind`.
+
+    Raises:
+        ValueError: there is another kind of that name.
+    """
+
+    def register(options: type[_Options]) -> type[_Options]:
+        if name in DRAFTERS:
+            raise ValueError(f"There is a drafter of kind {name!r} already: choose another name.")
+        DRAFTERS[name] = DrafterKind(options, drafter, checkpoint, reads_text, vllm_reads_config)
+        return options
+
+    return register
+
+
+def drafter_kind(name: str) -> DrafterKind:
+    """A kind by its name.
+
+    Raises:
+        ValueError: there is none of that name. One sentence with those that there are.
+    """
+    if name not in DRAFTERS:
+        raise ValueError(
+            f"There is no drafter of kind {name!r}: choose one of {', '.join(DRAFTERS)}."
+        )
+    return DRAFTERS[name]

@@ -1,0 +1,60 @@
+"""Base of all options: pydantic models, and the one sentence for a key that cannot be followed."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+
+class OptionError(ValueError):
+    """A key of `speculative_config` that cannot be followed; the message is one sentence."""
+
+
+class Options(BaseModel):
+    """Keys of one thing; others are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+_Kind = TypeVar("_Kind", bound=Options)
+
+
+def parse_options(
+    model: type[_Kind],
+    given: dict[str, Any],
+    where: str,
+    whose: str,
+    beside: Collection[str] = (),
+) -> _Kind:
+    """Keys as a model has them.
+
+    Args:
+        where: put before a key in messages.
+        whose: says after "accepted" what accepts them.
+        beside: keys that may stand beside the model's own, but are read by others.
+
+    Raises:
+        OptionError: one sentence on the first wrong one.
+    """
+    try:
+        return model(**given)
+    except ValidationError as error:
+        known = {*model.model_fields, *beside}
+        raise OptionError(_sentence(error, known, where, whose)) from None
+
+
+def _sentence(error: ValidationError, known: Collection[str], where: str, whose: str) -> str:
+    first = error.errors()[0]
+    if first["type"] == "value_error":
+        return f"speculative_config: {where}{first['ctx']['error']}."
+    key, *inside = first["loc"]
+    name = f"'{where}{key}'" + (f" (entry {inside[0]})" if inside else "")
+    if first["type"] == "extra_forbidden":
+        return (
+            f"speculative_config key {name} is not known; accepted{whose} are: "
+            f"{', '.join(sorted(known))}."
+        )
+    expected = first["msg"].removeprefix("Input should be ").removeprefix("List should have ")
+    return f"speculative_config key {name} is {first['input']!r}, but must be {expected}."
