@@ -132,7 +132,7 @@ def test_shares(num_nodes, policy, budget, expected):
 
 
 def test_one_node_cannot_be_split():
-    with pytest.raises(ValueError, match="A budget of 1 cannot be split between two heads"):
+    with pytest.raises(ValueError, match="A budget of 1 cannot be split between two drafters"):
         shares(1, "merge", "split")
 
 

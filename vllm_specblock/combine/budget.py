@@ -24,7 +24,7 @@ def shares(
         return num_nodes, num_nodes
     if num_nodes < 2:
         raise ValueError(
-            f"A budget of {num_nodes} cannot be split between two heads, each of which needs at "
+            f"A budget of {num_nodes} cannot be split between two drafters, each of which needs at "
             "least one node: raise num_speculative_tokens to 2 or more, or set budget to 'joint'."
         )
     second = num_nodes // 2

@@ -394,7 +394,7 @@ def test_adaptation_is_off_and_can_be_on():
         ({"second_head": NGRAM | {"adapt": True}}, ["'second_head.adapt'", "kind 'ngram'"]),
         (
             ADAPT | {"second_head": {"model": str(TABLES), "adapt": {"policy": "watch"}}},
-            ["both heads", "one can adapt"],
+            ["both drafters", "one can adapt"],
         ),
         (
             ADAPT

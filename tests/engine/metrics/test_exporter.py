@@ -396,9 +396,9 @@ def test_a_line_per_interval_tells_what_was_added(tmp_path, log):
     sink({key: value + 3 for key, value in full.items()})
     assert log == [
         "Engine 001: SpecBlock metrics: "
-        f"Head 1: {n} nodes drafted in {n} trees, {n} verified, {n} accepted, chosen {n} times; "
-        f"Head 2: {n} nodes drafted in {n} trees, {n} verified, {n} accepted, chosen {n} times; "
-        f"Both drafted: {n}, agreed: {n}, second head skipped: {n}, shared nodes: {n} of {n}"
+        f"Drafter 1: {n} nodes drafted in {n} trees, {n} verified, {n} accepted, chosen {n} times; "
+        f"Drafter 2: {n} nodes drafted in {n} trees, {n} verified, {n} accepted, chosen {n} times; "
+        f"Both drafted: {n}, agreed: {n}, second drafter skipped: {n}, shared nodes: {n} of {n}"
         for n in (10, 3)
     ]
     patient = exporter.Sink(str(tmp_path / "counter_y-1.db"), labels, interval=60.0)

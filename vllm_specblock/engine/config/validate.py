@@ -49,8 +49,8 @@ def check_runner(args: EngineArgs, parallel: ParallelConfig) -> None:
             raise OptionError(f"{name} is {size}, but SpecBlock supports 1 only.")
     if args.enable_lora:
         raise OptionError(
-            "SpecBlock does not support LoRA yet, since its heads draft for all requests with one "
-            "embedding: drop enable_lora."
+            "SpecBlock does not support LoRA yet, since its drafters draft for all requests with "
+            "one embedding: drop enable_lora."
         )
     if parallel.use_ubatching:
         raise OptionError(
@@ -59,8 +59,8 @@ def check_runner(args: EngineArgs, parallel: ParallelConfig) -> None:
         )
     if args.kv_transfer_config is not None or args.kv_offloading_size:
         raise OptionError(
-            "SpecBlock does not support KV connectors yet, since nothing brings the heads' part of "
-            "the cache along: drop kv_transfer_config and kv_offloading_size."
+            "SpecBlock does not support KV connectors yet, since nothing brings the drafters' part "
+            "of the cache along: drop kv_transfer_config and kv_offloading_size."
         )
     if parallel.enable_batch_sharded_sampling:
         raise OptionError("SpecBlock does not support enable_batch_sharded_sampling: drop it.")
@@ -110,8 +110,8 @@ def check_one_cache(args: EngineArgs) -> None:
     """For targets with windows: whether the user wants several caches."""
     if args.disable_hybrid_kv_cache_manager is False:
         raise OptionError(
-            "disable_hybrid_kv_cache_manager is False, but heads and target need one block table, "
-            "also where the target has sliding windows: drop it."
+            "disable_hybrid_kv_cache_manager is False, but drafters and target need one block "
+            "table, also where the target has sliding windows: drop it."
         )
 
 
@@ -153,7 +153,7 @@ def check_acceptance(given: dict[str, Any], resolved: ResolvedConfig) -> None:
     if resolved.combine is not None or resolved.drafters[0].kind != "specblock":
         raise OptionError(
             "speculative_config key 'rejection_sample_method' is 'synthetic', but acceptance can "
-            "be imposed on a single SpecBlock drafter only: drop the key or the other head."
+            "be imposed on a single SpecBlock drafter only: drop the key or the other drafter."
         )
     logger.warning(
         "Acceptance is imposed (rejection_sample_method 'synthetic'): the output is not the "
@@ -179,7 +179,9 @@ def check_adapt(
 
     options, key = adapting.adapt, f"speculative_config key '{ADAPT}'"
     if sum(drafter.adapt is not None for drafter in resolved.drafters) > 1:
-        raise OptionError(f"{key} is given to both heads, but one can adapt: drop it of the other.")
+        raise OptionError(
+            f"{key} is given to both drafters, but one can adapt: drop it of the other."
+        )
     if given.get("rejection_sample_method", "standard") != "standard":
         raise OptionError(
             f"{key} is given, but where acceptance is imposed (rejection_sample_method "

@@ -59,17 +59,17 @@ LEARNING = {
 """Of engines whose drafter learns while it serves."""
 
 HELP = LEARNING | {
-    "drafted_trees": "Trees of at least one node that the head drafted.",
-    "drafted_nodes": "Nodes of the trees that the head drafted.",
-    "chosen_trees": "Verified trees whose first node the head drafted.",
-    "verified_nodes": "Verified nodes that the head drafted.",
-    "accepted_nodes": "Accepted nodes that the head drafted.",
+    "drafted_trees": "Trees of at least one node that the drafter drafted.",
+    "drafted_nodes": "Nodes of the trees that the drafter drafted.",
+    "chosen_trees": "Verified trees whose first node the drafter drafted.",
+    "verified_nodes": "Verified nodes that the drafter drafted.",
+    "accepted_nodes": "Accepted nodes that the drafter drafted.",
     "tree_nodes": "Verified nodes, each once.",
-    "shared_nodes": "Verified nodes that both heads drafted.",
-    "shared_accepted_nodes": "Accepted nodes that both heads drafted.",
-    "both_drafted": "Request steps in which both heads drafted a tree.",
-    "agreed": "Request steps in which both heads' trees begin with the same token.",
-    "second_skipped": "Request steps in which the second head was not asked.",
+    "shared_nodes": "Verified nodes that both drafters drafted.",
+    "shared_accepted_nodes": "Accepted nodes that both drafters drafted.",
+    "both_drafted": "Request steps in which both drafters drafted a tree.",
+    "agreed": "Request steps in which both drafters' trees begin with the same token.",
+    "second_skipped": "Request steps in which the second drafter was not asked.",
     "drafting_nanoseconds": "Time of the drafters in steps without prompts.",
     "drafting_steps": "Steps without prompts in which trees were drafted.",
 }
@@ -148,7 +148,7 @@ def make_sink(vllm_config: Any, rank: int) -> Callable[[Counts], None] | None:
         return None
     if not os.path.isdir(os.path.dirname(stem)):
         logger.warning(
-            "The metrics of the draft heads are not shown: this engine runs on another machine "
+            "The metrics of the drafters are not shown: this engine runs on another machine "
             "(%s) than the server that it was started from.",
             socket.gethostname(),
         )
@@ -215,15 +215,15 @@ def sentence(counts: Counts) -> str:
     for drafter in sorted({drafter for _, drafter in counts if drafter}):
         of = {name: count for (name, owner), count in counts.items() if owner == drafter}
         parts.append(
-            f"Head {drafter}: {of['drafted_nodes']} nodes drafted in {of['drafted_trees']} trees, "
-            f"{of['verified_nodes']} verified, {of['accepted_nodes']} accepted, "
+            f"Drafter {drafter}: {of['drafted_nodes']} nodes drafted in {of['drafted_trees']} "
+            f"trees, {of['verified_nodes']} verified, {of['accepted_nodes']} accepted, "
             f"chosen {of['chosen_trees']} times"
         )
     both = {name: count for (name, owner), count in counts.items() if not owner}
     if "both_drafted" in both:
         parts.append(
             f"Both drafted: {both['both_drafted']}, agreed: {both['agreed']}, "
-            f"second head skipped: {both['second_skipped']}, "
+            f"second drafter skipped: {both['second_skipped']}, "
             f"shared nodes: {both['shared_nodes']} of {both['tree_nodes']}"
         )
     return "SpecBlock metrics: " + "; ".join(parts)

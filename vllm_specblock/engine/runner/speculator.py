@@ -168,7 +168,7 @@ class TreeSpeculator(DraftModelSpeculator):
         found = [index for index, names in enumerate(groups) if names >= wanted]
         if not found:
             raise ValueError(
-                "vLLM gave the target's layers and the heads' different block tables, which "
+                "vLLM gave the target's layers and the drafters' different block tables, which "
                 "SpecBlock cannot draft with: run this target without speculative_config."
             )
         self.group = found[0]
