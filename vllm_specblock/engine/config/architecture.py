@@ -27,7 +27,7 @@ class SpecBlockForDrafting(nn.Module):
     """Satisfies vLLM's inspection of a text model; never built.
 
     The drafter itself is plain torch (`drafters/specblock/model.py`) and is loaded by
-    `engine/runner/speculator.py`.
+    `engine/runner/drafter_loader.py`.
     """
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:

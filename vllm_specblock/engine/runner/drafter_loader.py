@@ -1,4 +1,4 @@
-"""Drafter loading, and registration of their layers in vLLM's cache."""
+"""What an engine drafts with: its drafters, their node budgets and cache layers, the policy."""
 
 from __future__ import annotations
 
@@ -7,11 +7,21 @@ from collections.abc import Callable, Sequence
 import torch
 from vllm.config import VllmConfig
 
+from vllm_specblock.combine.budget import shares
+from vllm_specblock.config import CombineConfig
 from vllm_specblock.drafters.common.post_load import process_after_loading
 from vllm_specblock.drafters.interface import Drafter
 from vllm_specblock.drafters.registry import drafter_kind
 from vllm_specblock.engine.attention.draft_attention_layer import DraftAttentionLayer
 from vllm_specblock.engine.config.resolved_config import ResolvedConfig, ResolvedDrafter
+from vllm_specblock.engine.runner.draft_policy import (
+    DraftPolicy,
+    LazilyRoutedDrafters,
+    MergedDrafters,
+    RoutedDrafters,
+    SingleDrafter,
+)
+from vllm_specblock.engine.runner.skipping_merge import SkippingMergedDrafters
 
 
 def load_drafter(
@@ -96,3 +106,29 @@ def register_layers(vllm_config: VllmConfig, drafters: list[Drafter]) -> list[li
             number += 1
         names.append(of_drafter)
     return names
+
+
+def drafter_budgets(options: CombineConfig | None, num_nodes: int) -> tuple[int, ...]:
+    """Nodes that each drafter drafts."""
+    if options is None:
+        return (num_nodes,)
+    return shares(num_nodes, options.head_policy, options.budget)
+
+
+def make_draft_policy(
+    drafters: list[Drafter],
+    options: CombineConfig | None,
+    num_nodes: int,
+    num_slots: int,
+    device: torch.device,
+) -> DraftPolicy:
+    """The policy of `options`; None with a single drafter."""
+    if options is None:
+        return SingleDrafter(drafters[0])
+    if options.head_policy == "merge" and options.skip_drafter:
+        return SkippingMergedDrafters(drafters, options, num_nodes, num_slots, device)
+    if options.head_policy == "merge":
+        return MergedDrafters(drafters, options, num_nodes, device)
+    if options.route == "lazy":
+        return LazilyRoutedDrafters(drafters, options, num_slots, device)
+    return RoutedDrafters(drafters, options, device)

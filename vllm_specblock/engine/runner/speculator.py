@@ -6,50 +6,23 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
-from vllm.config import VllmConfig
-from vllm.config.compilation import CUDAGraphMode
-from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.sampling_params import SamplingParams
 from vllm.utils.torch_utils import async_tensor_h2d
-from vllm.v1.spec_decode.utils import unconditional_to_conditional_rates
-from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 from vllm.v1.worker.gpu.input_batch import InputBatch
-from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
-from vllm.v1.worker.gpu.states import RequestState
 
-from vllm_specblock.drafters.common.synthetic import SyntheticDrafter
-from vllm_specblock.drafters.interface import CommittedTokens, Drafter
-from vllm_specblock.drafters.registry import drafter_kind
-from vllm_specblock.drafters.specblock.drafter import SpecBlockDrafter
-from vllm_specblock.engine import deep_sleep
-from vllm_specblock.engine.adaptive.trees import AdaptiveTrees
-from vllm_specblock.engine.config.vllm_args import read_back
-from vllm_specblock.engine.cpu.warm_up import compile_loops
-from vllm_specblock.engine.metrics.counters import Counts, DrafterCounters
-from vllm_specblock.engine.metrics.draft_clock import DraftClock
-from vllm_specblock.engine.metrics.exporter import make_sink
-from vllm_specblock.engine.runner.adaptation import make_recorder
-from vllm_specblock.engine.runner.chain_fallback import ChainFallback
-from vllm_specblock.engine.runner.draft_policy import DraftPolicy, LazilyRoutedDrafters
-from vllm_specblock.engine.runner.drafter_loader import build_drafters, register_layers
-from vllm_specblock.engine.runner.dummy import bind_null_caches, null_inputs, to_scratch_slot
-from vllm_specblock.engine.runner.graphs import ProposalGraphs, StepInputs
-from vllm_specblock.engine.runner.make_policy import drafter_budgets, make_draft_policy
-from vllm_specblock.engine.runner.model_state import TreeModelState
+from vllm_specblock.drafters.interface import CommittedTokens
+from vllm_specblock.engine.metrics.counters import Counts
+from vllm_specblock.engine.runner.dummy import null_inputs, to_scratch_slot
+from vllm_specblock.engine.runner.graphs import StepInputs
+from vllm_specblock.engine.runner.speculator_setup import SpeculatorSetup
 from vllm_specblock.engine.runner.step_batch import StepBatch
-from vllm_specblock.engine.runner.tree_states import TreeStates
-from vllm_specblock.engine.runner.warm_up import compile_kernels
 from vllm_specblock.feedback.verified_trees import VerifiedTrees
-from vllm_specblock.triton_kernels.kv_cache.commit import KVCacheSet
-from vllm_specblock.verify.synthetic_acceptance import SyntheticAcceptance
 
 if TYPE_CHECKING:
-    from vllm.model_executor.models.interfaces_base import VllmModel
     from vllm.v1.worker.gpu.dp_utils import DPSyncState
 
 
-class TreeSpeculator(DraftModelSpeculator):
+class TreeSpeculator(SpeculatorSetup):
     """DraftModelSpeculator that proposes trees.
 
     Differs from the chain drafters beside it in that it also commits: a target step over a
@@ -57,172 +30,6 @@ class TreeSpeculator(DraftModelSpeculator):
     nodes, and everything after this (vLLM's bookkeeping, the drafter, the next step) wants them
     in a row.
     """
-
-    draft_policy: DraftPolicy
-    target_caches: KVCacheSet
-
-    def __init__(
-        self, vllm_config: VllmConfig, device: torch.device, req_states: RequestState
-    ) -> None:
-        super().__init__(vllm_config, device)
-        if vllm_config.model_config.enable_sleep_mode:
-            deep_sleep.install()
-        self.req_states = req_states
-        self.resolved = read_back(vllm_config.additional_config)
-        # A slot that no request gets: rows that fill up a batch belong to it.
-        self.scratch_idx = self.max_num_reqs
-        self.num_slots = self.max_num_reqs + 1
-        texts = req_states.all_token_ids
-        req_states.all_token_ids = StagedWriteTensor(
-            (self.num_slots, texts.gpu.shape[1]),
-            dtype=texts.dtype,
-            device=device,
-            # vLLM keeps the texts in host memory unless its own n-gram method reads them.
-            uva_instead_of_gpu=not any(
-                drafter_kind(drafter.kind).reads_text for drafter in self.resolved.drafters
-            ),
-        )
-        depth = vllm_config.model_config.hf_text_config.num_hidden_layers
-        self.num_inner = sum(layer < depth for layer in self.resolved.layers)
-        self.reads_last = (
-            self.num_inner < len(self.resolved.layers) or self.resolved.adapting is not None
-        )
-        self.num_nodes = self.num_speculative_steps
-        self.pad_rows = device.type != "cpu"
-        self.enable_adaptive_verification = self.resolved.adaptive
-        self.use_acceptance_estimator = False  # a chain's
-        self.adaptive: AdaptiveTrees | None = None
-        self.temperature = torch.zeros(self.num_slots, device=device)
-        self.chains = ChainFallback(self.num_slots)
-
-    # ---- once, at start-up ----
-
-    def load_draft_model(
-        self, target_model: VllmModel, target_attn_layer_names: set[str]
-    ) -> nn.Module:
-        self.target_layers = sorted(target_attn_layer_names)
-        budgets = drafter_budgets(self.resolved.combine, self.num_nodes)
-        sizes = self.num_nodes, self.max_model_len, self.num_slots
-        drafters: list[Drafter] = build_drafters(
-            self.resolved, budgets, target_model.embed_input_ids, *sizes, self.dtype, self.device
-        )
-        self.drafter_layers = register_layers(self.vllm_config, drafters)
-        weights = [drafter.model for drafter in drafters if drafter.model is not None]
-        rates = self.speculative_config.synthetic_acceptance_rates
-        if rates is not None:  # benchmarks only, and then there is one drafter
-            best = unconditional_to_conditional_rates(rates)
-            (drafter,) = drafters
-            assert isinstance(drafter, SpecBlockDrafter)  # `check_acceptance` has said so
-            drafters = [SyntheticDrafter(drafter, best, self.device)]
-        self.draft_policy = make_draft_policy(
-            drafters, self.resolved.combine, self.num_nodes, self.num_slots, self.device
-        )
-        self.max_depth = self.draft_policy.max_depth
-        self.tree_states = TreeStates(self.num_slots, self.num_nodes, self.max_depth, self.device)
-        if rates is not None:
-            self.tree_states.synthetic_acceptance = SyntheticAcceptance(
-                self.num_slots, self.num_nodes, self.device
-            )
-        if self.resolved.adaptive:
-            self.adaptive = AdaptiveTrees(
-                drafters,
-                self.req_states,
-                self.tree_states,
-                self.draft_token_confidence_probs,
-                self.device,
-            )
-        self.counters = DrafterCounters(
-            len(drafters),
-            self.num_nodes,
-            self.max_depth,
-            self.device,
-            make_sink(self.vllm_config, get_tensor_model_parallel_rank()),
-        )
-        self.clock = DraftClock(self.device)
-        self.recorder = make_recorder(
-            self.vllm_config, self.resolved, drafters, self.tree_states.parent, self.max_depth
-        )
-        return nn.ModuleList(weights)
-
-    def load_model(self, target_model: VllmModel) -> None:
-        super().load_model(target_model)
-        if hasattr(target_model, "get_model_state_cls"):
-            raise ValueError(
-                f"{type(target_model).__name__} keeps a model state of its own, which SpecBlock "
-                "cannot verify trees with: run it without speculative_config."
-            )
-        if self.device.type == "cpu":
-            compile_loops(self.dtype)
-        # vLLM asks the model for its state's class next. It takes no argument of ours, hence
-        # a class per engine.
-        state = type("TreeModelState", (TreeModelState,), {"speculator": self})
-        target_model.get_model_state_cls = lambda: state
-
-    def set_attn(self, *args: Any, **kwargs: Any) -> None:
-        super().set_attn(*args, **kwargs)
-        # vLLM measures graphs with caches of its own, which must go before it makes the others.
-        self.target_caches = None  # type: ignore[assignment]  # before a step reads them
-        self._bind_null_caches()
-        wanted = {self.target_layers[0], *(name for names in self.drafter_layers for name in names)}
-        groups = [set(group.layer_names) for group in self.kv_cache_config.kv_cache_groups]
-        found = [index for index, names in enumerate(groups) if names >= wanted]
-        if not found:
-            raise ValueError(
-                "vLLM gave the target's layers and the drafters' different block tables, which "
-                "SpecBlock cannot draft with: run this target without speculative_config."
-            )
-        self.group = found[0]
-
-    def _bind_null_caches(self) -> None:
-        size = self.vllm_config.cache_config.block_size
-        bind_null_caches(self.draft_policy.drafters, size, self.dtype, self.device)
-
-    def bind_caches(self) -> None:
-        """The paged caches exist now: hand them to the commit and to the drafter."""
-        context = self.vllm_config.compilation_config.static_forward_context
-        layers = [context[name] for name in self.target_layers]
-        packing = layers[0].impl.packing(layers[0].kv_cache)
-        self.target_caches = KVCacheSet([layer.kv_cache for layer in layers], packing)
-        for drafter, names in zip(self.draft_policy.drafters, self.drafter_layers):
-            drafter.bind([context[name].kv_cache for name in names])
-        # Where nothing will be captured.
-        if self.device.type == "cpu" or self.vllm_config.model_config.enforce_eager:
-            self._compile_kernels()
-
-    def _compile_kernels(self) -> None:
-        compile_kernels(
-            self.vllm_config,
-            self.target_layers,
-            self.draft_policy.drafters,
-            self.num_nodes,
-            self.block_tables.input_block_tables[self.group],
-            self.target_caches,
-        )
-
-    def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
-        full = cudagraph_mode.decode_mode() == CUDAGraphMode.FULL
-        # Whether lazy routing asks its second drafter is a decision of the host, step by step.
-        if isinstance(self.draft_policy, LazilyRoutedDrafters):
-            full = False
-        self.graphs = ProposalGraphs(
-            self.vllm_config,
-            self.device,
-            CUDAGraphMode.FULL_DECODE_ONLY if full else CUDAGraphMode.NONE,
-            self.enable_adaptive_verification,
-            self.tree_states,
-            self.num_inner + self.reads_last,
-            self.target_input_buffers,
-            self.block_tables,
-            self.group,
-        )
-
-    def forget_warm_up(self) -> None:
-        """vLLM's warm-up requests, which came before, are nobody's."""
-        self.counters.total.zero_()
-        self.clock.total.zero_()
-        self.draft_policy.forget()
-        if self.adaptive is not None:
-            self.adaptive.acceptance.forget()
 
     def capture(self) -> None:
         self.forget_warm_up()
