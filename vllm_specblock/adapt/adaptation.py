@@ -145,14 +145,14 @@ class Adaptation:
         if not self.book.add(record):
             self.count("dropped_records", 1)
             return
-        if not self.policy.gated:
+        if not self.policy.judges:
             return
         depths = self.judge.depths(self.pool.kept, record)
         gain = depths[self.pool.current.number] - depths[self.pool.origin.number]
         if gain == gain:  # else the text is too short to say
             self.count("judged_requests", 1)
             self.count("judged_gain_millitokens", round(1000 * gain))
-        if (back := self.pool.judge(depths)) is not None:
+        if self.policy.gated and (back := self.pool.judge(depths)) is not None:
             self._follow(back)
 
     def _update(self, action: Action) -> None:
