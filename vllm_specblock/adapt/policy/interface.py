@@ -100,11 +100,12 @@ class Policy(ABC):
         """Called once for each finished request, in their order."""
 
     def reward(self, action: Action, gain: float, seconds: float) -> None:  # noqa: B027
-        """What the last update of an arm was worth.
+        """What the last update of an arm was worth; told to gated policies, before the next.
 
         Args:
             action: the arm.
-            gain: judged, Δτ / τ against the version that it began from.
+            gain: judged, Δτ / τ against the version that it began from, on the requests since; NaN
+                where there was no text to judge by.
             seconds: that serving lost by it.
         """
 
