@@ -1,10 +1,11 @@
-"""Adaptation while serving, simulated on the example pair: every stream with every policy.
+"""Adaptation while serving on the example pair: every stream with every policy, streams that are
+attacked, and processes that are killed.
 
-    python benchmarks/adaptation.py [--help]
+    python benchmarks/adaptation.py streams|attacks|kills [--help]
 
 The drafter knows code; tables are the other domain (`examples/two_heads/README.md` makes both
-files of prompts). Nothing is served: see `specblock adapt simulate --help`. A seed's figures are
-kept in a folder of its own, and one that is there already is not run again.
+files of prompts). `streams` and `attacks` simulate: nothing is served, see `specblock adapt
+simulate --help`. `kills` runs a trainer beside a process that stands in for an engine.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from statistics import fmean
 from typing import Annotated, Any
 
 import typer
+from adaptation_kills import kill_all, stand_in
 from lib.results_store import ROOT, markdown_table
 
 from vllm_specblock.adapt.policy.registry import POLICIES
@@ -23,6 +25,15 @@ from vllm_specblock.adapt.streams import STREAMS
 from vllm_specblock.cli.adapt import simulate
 
 FOLDER = ROOT / "runs/two_heads"
+DRAFTER, TARGET = ROOT / "examples/two_heads/code", ROOT / "examples/tiny_pair/target"
+PROMPT, ANSWER, LOOP = 64, 96, 24
+"""Tokens of a prompt, of an answer, and of what a loop repeats: more than a tenth of its text,
+below which the book refuses it."""
+
+app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False)
+Drafter = Annotated[Path, typer.Option(help="That knows home.")]
+Target = Annotated[Path, typer.Option(help="Its target.")]
+Home = Annotated[Path, typer.Option(help="Prompts of code.")]
 
 
 def table(seeds: Sequence[dict[str, Any]]) -> str:
@@ -50,11 +61,11 @@ def table(seeds: Sequence[dict[str, Any]]) -> str:
     return markdown_table(rows)
 
 
-def main(
-    drafter: Annotated[Path, typer.Option(help="That knows home.")] = ROOT
-    / "examples/two_heads/code",
-    target: Annotated[Path, typer.Option(help="Its target.")] = ROOT / "examples/tiny_pair/target",
-    home: Annotated[Path, typer.Option(help="Prompts of code.")] = FOLDER / "code.jsonl",
+@app.command()
+def streams(
+    drafter: Drafter = DRAFTER,
+    target: Target = TARGET,
+    home: Home = FOLDER / "code.jsonl",
     away: Annotated[Path, typer.Option(help="Prompts of tables.")] = FOLDER / "tables.jsonl",
     stream: Annotated[list[str] | None, typer.Option(help="Default: all.")] = None,
     policy: Annotated[list[str] | None, typer.Option(help="Default: all.")] = None,
@@ -64,7 +75,8 @@ def main(
     update_seconds: Annotated[str, typer.Option(help="Heads, full.")] = "0.1,0.2",
     out: Annotated[Path, typer.Option(help="Folder.")] = ROOT / "runs/adaptation",
 ) -> None:
-    """Simulate, and print one table over all seeds."""
+    """Simulate, and print one table over all seeds. A seed's figures are kept in a folder of its
+    own, and one that is there already is not run again."""
     found = []
     for seed in range(seeds):
         folder = out / f"seed{seed}"
@@ -87,5 +99,102 @@ def main(
     print(table(found))
 
 
+@app.command()
+def attacks(
+    drafter: Drafter = DRAFTER,
+    target: Target = TARGET,
+    home: Home = FOLDER / "code.jsonl",
+    policy: Annotated[list[str] | None, typer.Option(help="Default: always, gain.")] = None,
+    requests: Annotated[int, typer.Option(min=10, help="A fifth of them per attack.")] = 320,
+    lr: Annotated[float, typer.Option(help="The same for every policy.")] = 5e-4,
+    seed: Annotated[int, typer.Option(help="Of samples and exploration.")] = 0,
+) -> None:
+    """What clean requests keep of their speed while every other request attacks.
+
+    Asked for: 98 % of τ with a frozen drafter, and no loss for more than three windows of 8 clean
+    requests.
+    """
+    import torch
+
+    from vllm_specblock.adapt import attacks as attack
+    from vllm_specblock.adapt.learning.train_batches import RecordTeacher
+    from vllm_specblock.adapt.learning.update import UpdateConfig
+    from vllm_specblock.adapt.policy.registry import make_policy
+    from vllm_specblock.adapt.simulate import Simulation, SimulationConfig
+    from vllm_specblock.adapt.simulate import simulate as serve
+    from vllm_specblock.drafters.specblock import checkpoint
+    from vllm_specblock.train.data.prompts import read_prompts
+    from vllm_specblock.train.eval.evaluate import sequences_for, sequences_from
+    from vllm_specblock.train.eval.loaded import pair_specblock
+    from vllm_specblock.train.target import target_rows
+    from vllm_specblock.train.target.features import load_target, load_tokenizer
+
+    pairing = pair_specblock(drafter, target)
+    model, vocab = load_target(target, "fp32", torch.device("cpu")), pairing.vocab_size
+    stream = attack.attacked(requests)
+    needed = [1 + max(each.text for each in stream if each.domain == n) for n in range(4)]
+    found = read_prompts(
+        home, load_tokenizer(target), needed[0] + needed[3], prompt_tokens=PROMPT, vocab_size=vocab
+    )
+    draw, layers = torch.Generator().manual_seed(seed), pairing.layer_ids
+    clean = list(sequences_from(model, [each[:PROMPT] for each in found], ANSWER, layer_ids=layers))
+    nonsense = [torch.randint(vocab, (PROMPT,), generator=draw) for _ in range(needed[1])]
+    loops = [
+        each[:LOOP].repeat(-(-(PROMPT + ANSWER) // LOOP))[: PROMPT + ANSWER]
+        for each in found[: needed[2]]
+    ]
+    texts = [
+        clean[: needed[0]],
+        list(sequences_from(model, nonsense, ANSWER, temperature=2.0, seed=seed, layer_ids=layers)),
+        list(sequences_for(model, layers, loops, [PROMPT] * len(loops))),
+        [attack.scaled(each) for each in clean[needed[0] :]],
+    ]
+    weights = checkpoint.load(drafter, torch.float32, "cpu")
+    ids = weights.target_ids(torch.arange(weights.config.draft_vocab_size))
+    teacher = RecordTeacher(target_rows.embedding_rows(target), target_rows.head_rows(target, ids))
+    config = SimulationConfig(update=UpdateConfig(lr=lr), seed=seed)
+    rows, frozen = [], None
+    for name in ["frozen", *(policy or ["always", "gain"])]:
+        simulation = Simulation(weights, teacher, make_policy(name, seed), config)
+        served = serve(simulation, stream, texts)
+        if frozen is None:
+            frozen = served
+            continue
+        kept = attack.kept(served.served, frozen.served)
+        rows.append(
+            [
+                *(name, f"{100 * kept.share:.1f} %"),
+                *(f"{100 * each:.1f} %" for each in kept.by_phase.values()),
+                *(str(kept.longest), json.dumps(served.books), str(served.refused)),
+            ]
+        )
+    phases = list(dict.fromkeys(each.phase for each in stream if each.phase.startswith("clean")))
+    head = ["policy", "τ of clean, of frozen's", *phases, "windows of loss in a row"]
+    print(markdown_table([[*head, "records", "refused versions"], *rows]))
+
+
+@app.command()
+def kills(
+    drafter: Drafter = DRAFTER,
+    target: Target = TARGET,
+    out: Annotated[Path, typer.Option(help="Folder for versions.")] = ROOT / "runs/kills/versions",
+    trainers: Annotated[int, typer.Option(help="Times that the trainer is killed.")] = 20,
+    engines: Annotated[int, typer.Option(help="Times that the engine is killed.")] = 10,
+    seed: Annotated[int, typer.Option(help="Of the moments.")] = 0,
+) -> None:
+    """Kill trainers and engines at random moments, and look at what is left.
+
+    Asked for: nobody waits, what an engine takes is whole, the folder names a version that is
+    whole, and nothing half-written is left once somebody writes again.
+    """
+    print(json.dumps(kill_all(drafter, target, out, trainers, engines, seed), indent=1))
+
+
+@app.command(hidden=True)
+def engine(drafter: Path, target: Path, out: Path, says: Path) -> None:
+    """What `kills` kills."""
+    stand_in(drafter, target, out, says)
+
+
 if __name__ == "__main__":
-    typer.run(main)
+    app()

@@ -123,24 +123,6 @@ def test_a_batch_is_half_new_and_half_rehearsed():
     assert not batches(book, 6, 4)
 
 
-def test_requests_that_opted_out_are_nowhere():
-    book = Book(room_for(100))
-    secret = random_record("secret")
-    assert not book.add(secret, wanted=False)
-    assert book.add(random_record("other"), wanted=None)
-    assert ids(book) == ["other"]
-    assert book.counts == {"opted out": 1, "recorded": 1}
-
-
-def test_marked_records_only_those_that_asked_for_it():
-    book = Book(room_for(100), requests="marked")
-    answers = [
-        book.add(random_record(f"r{n}"), wanted=w) for n, w in enumerate((None, False, True))
-    ]
-    assert answers == [False, False, True]
-    assert ids(book) == ["r2"]
-
-
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("part", ["states", "last"])
 def test_numbers_that_are_not_finite_are_dropped_and_counted(part, value):

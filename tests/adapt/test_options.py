@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from vllm_specblock.adapt.options import AdaptConfig, parse_adapt
+from vllm_specblock.adapt.options import AdaptConfig, check_trainer, parse_adapt
 from vllm_specblock.config import OptionError
 
 
@@ -45,6 +47,8 @@ def test_given():
         ({"trainer": "cuda"}, ["trainer is 'cuda'", "cuda:1"]),
         ({"trainer": ""}, ["trainer is empty"]),
         ({"trainer": "engine", "actions": "all"}, ["'engine'", "heads only"]),
+        ({"trainer": "a/folder", "lr": 1e-4}, ["the folder 'a/folder'", "'lr'", "adapt run"]),
+        ({"trainer": "a/folder", "policy": "watch"}, ["told 'policy'", "drop the key"]),
         ({"actions": "full"}, ["'adapt.actions' is 'full'", "'all'"]),
         ({"lr": 0}, ["'adapt.lr' is 0", "greater than 0"]),
         ({"lr": float("inf")}, ["'adapt.lr' is inf"]),
@@ -66,3 +70,42 @@ def test_other_heads(kind):
     assert parse_adapt(False, kind) is None
     refused(True, f"kind {kind!r}", "only SpecBlock drafters", "drop the key", kind=kind)
     refused({}, "'second_head.adapt'", kind=kind, where="second_head.")
+
+
+@pytest.mark.parametrize(
+    ("trainer", "folder", "beside"),
+    [("cpu", None, True), ("cuda:0", None, True), ("a/folder", "a/folder", False)],
+)
+def test_where_a_trainer_is(trainer, folder, beside):
+    options = parse_adapt({"trainer": trainer, "memory": 64, "out": "versions"}, "specblock")
+    assert options.folder == (folder and Path(folder)) and options.trains_beside == beside
+    assert AdaptConfig(**options.model_dump(mode="json")) == options
+
+
+def test_who_watches_needs_a_version_to_judge():
+    assert not parse_adapt({"policy": "watch"}, "specblock").trains_beside
+    assert parse_adapt({"policy": "watch", "out": "versions"}, "specblock").trains_beside
+
+
+@pytest.mark.parametrize(
+    ("trainer", "serving", "parts"),
+    [
+        ("engine", (), ["'engine'", "not supported yet", "'cpu'", "a folder"]),
+        ("cuda:1", (0, 1), ["'cuda:1'", "vLLM serves on that GPU", "name another"]),
+        ("cuda:2", (0, 1), ["PyTorch finds 2 GPUs here"]),
+        ("cuda:0", (), None),
+        ("cuda:1", (0,), None),
+        ("cpu", (0, 1), None),
+        ("a/folder", (0, 1), None),
+    ],
+)
+def test_where_a_trainer_cannot_be(trainer, serving, parts):
+    options = parse_adapt({"trainer": trainer}, "specblock")
+    if parts is None:
+        return check_trainer(options, serving, 2)
+    with pytest.raises(OptionError) as error:
+        check_trainer(options, serving, 2)
+    sentence = str(error.value)
+    assert sentence.endswith(".") and sentence.count(". ") == 0 and "\n" not in sentence
+    assert all(part in sentence for part in parts), sentence
+    return None

@@ -1,5 +1,4 @@
-"""Simulated streams of two artificial domains, in each of which the next token is a function of the
-last: a drafter that knows one of them knows nothing of the other."""
+"""Simulated streams of two artificial domains, see `support.world`."""
 
 from __future__ import annotations
 
@@ -8,10 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.records import HIDDEN, small_drafter
+from support.world import World
 
-from vllm_specblock.adapt.learning.train_batches import RecordTeacher, record_of
-from vllm_specblock.adapt.learning.update import UpdateConfig, Updater
+from vllm_specblock.adapt.learning.update import UpdateConfig
 from vllm_specblock.adapt.policy.bandit import PaperBandit
 from vllm_specblock.adapt.policy.interface import (
     Action,
@@ -33,54 +31,17 @@ from vllm_specblock.adapt.simulate import (
 from vllm_specblock.adapt.streams import AWAY, HOME, Place, make_stream
 from vllm_specblock.cli.report.adaptation import tau_of
 from vllm_specblock.train.eval.steps import Step
-from vllm_specblock.train.learner import EvalSequence
 
-VOCAB = 32
 CONFIG = SimulationConfig(update=UpdateConfig(lr=2e-3), nodes=12)
-
-
-class World:
-    """A target whose states are noise around the token, and whose law is nearly one token."""
-
-    def __init__(self):
-        self.draw = torch.Generator().manual_seed(0)
-        self.table = torch.randn(VOCAB, HIDDEN, generator=self.draw)
-        self.mix = torch.randn(HIDDEN, 3 * HIDDEN, generator=self.draw) / HIDDEN**0.5
-        # Two cycles through all tokens.
-        orders = [torch.randperm(VOCAB, generator=self.draw) for _ in range(2)]
-        self.after = [
-            torch.empty(VOCAB, dtype=torch.int64).scatter_(0, order, order.roll(-1))
-            for order in orders
-        ]
-        self.head = torch.nn.functional.normalize(self.table, dim=1)
-        self.teacher = RecordTeacher(self.table, self.head)
-
-    def sequence(self, domain: int, length: int = 44, prompt: int = 8) -> EvalSequence:
-        token = torch.randint(VOCAB, (1,), generator=self.draw)
-        tokens = [token]
-        for _ in range(length - 1):
-            leap = float(torch.rand(1, generator=self.draw)) < 0.05
-            other = torch.randint(VOCAB, (1,), generator=self.draw)
-            tokens.append(other if leap else self.after[domain][tokens[-1]])
-        text = torch.cat(tokens)
-        noise = 0.1 * torch.randn(length, HIDDEN, generator=self.draw)
-        hidden = (self.table[text] + noise) @ self.mix
-        return EvalSequence(
-            text, prompt, hidden, 6 * self.head[text.roll(-1)] + noise, self.teacher.embed
-        )
 
 
 @pytest.fixture(scope="module")
 def world():
     """The world, a drafter that learned home, and texts of both domains."""
     made = World()
-    drafter = small_drafter(vocab=VOCAB)
-    updater = Updater(drafter, UpdateConfig(lr=5e-3))
-    for step in range(60):
-        records = [record_of(f"{step} {n}", made.sequence(HOME)) for n in range(4)]
-        updater.update(Action.FULL, [made.teacher.train_batch(records, step, step)])
+    drafter = made.drafter()
     texts = [[made.sequence(domain) for _ in range(72)] for domain in (HOME, AWAY)]
-    return made, drafter.requires_grad_(True), texts
+    return made, drafter, texts
 
 
 def run(world, policy: Policy, stream: str = "switch", length: int = 72, config=CONFIG, **more):

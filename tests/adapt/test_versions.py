@@ -117,7 +117,7 @@ def test_what_is_not_whole_is_not_used(folder, harm, message):
     folder.use(name)
     harm(folder.out / name)
     path, sentence = folder.current()
-    assert path is None and message in sentence and "as delivered" in sentence
+    assert path is None and message in sentence and "cannot be used" in sentence
     assert sentence.count(". ") == 0 and "\n" not in sentence
     with pytest.raises(TrainError, match=message):
         folder.use(name)
@@ -127,7 +127,7 @@ def test_what_is_not_whole_is_not_used(folder, harm, message):
 def test_a_current_file_that_says_nothing_is_told_of(folder, content):
     (folder.out / "current.json").write_text(content)
     path, sentence = folder.current()
-    assert path is None and "as delivered" in sentence
+    assert path is None and "cannot be used" in sentence
 
 
 @pytest.mark.parametrize("what", ["drafter", "target"])

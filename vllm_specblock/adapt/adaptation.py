@@ -7,8 +7,10 @@ to serve.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from statistics import fmean
 
 import torch
 
@@ -21,6 +23,9 @@ from vllm_specblock.adapt.policy.actions import Tensors, held, put
 from vllm_specblock.adapt.policy.evidence import FallDetector
 from vllm_specblock.adapt.policy.interface import EVERY, Action, FinishedRequest, Policy
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
+
+AGAIN = 4
+"""Texts since an update after which a version that was refused may serve after all."""
 
 Count = Callable[[str, int], None]
 """Adds to one of `link.layout.COUNTS`."""
@@ -84,6 +89,7 @@ class Adaptation:
         origin = Version(0, _on_host(held(drafter, Action.FULL)))
         self.pool, self.training = Pool(origin), origin
         self.falls = FallDetector()
+        self._weighed: _Weighed | None = None
         self.number = self.rows = self.requests = 0
 
     def finish(self, record: Record | None, request: FinishedRequest | None) -> None:
@@ -145,17 +151,49 @@ class Adaptation:
         if not self.book.add(record):
             self.count("dropped_records", 1)
             return
-        if not self.policy.gated:
+        if self._weighed is not None:
+            self._weigh(self._weighed, record)
+        if not self.policy.judges:
             return
         depths = self.judge.depths(self.pool.kept, record)
         gain = depths[self.pool.current.number] - depths[self.pool.origin.number]
         if gain == gain:  # else the text is too short to say
             self.count("judged_requests", 1)
             self.count("judged_gain_millitokens", round(1000 * gain))
-        if (back := self.pool.judge(depths)) is not None:
+        if self.policy.gated and (back := self.pool.judge(depths)) is not None:
             self._follow(back)
 
+    def _weigh(self, weighed: _Weighed, record: Record) -> None:
+        """Hold the version that an update made against that before, and against what serves, on
+        what came since."""
+        before, current = (
+            self.judge.depth(each, record) for each in (weighed.before, self.pool.current)
+        )
+        if before == before:
+            after = self.judge.depth(weighed.after, record)
+            weighed.depths.append((before, after))
+            weighed.over_current.append(after - current)
+        self._look_again(weighed)
+        if len(weighed.depths) >= self.config.every:
+            self._reward()
+
+    def _look_again(self, weighed: _Weighed) -> None:
+        """Serve a version that was refused, where the newest texts say otherwise: behind a change
+        of domain those that offers are judged by are of the one before, for dozens of requests."""
+        after, serves = weighed.after, self.pool.current
+        if after is not self.training or after is serves or serves is not weighed.serves:
+            return
+        found = weighed.over_current
+        if len(found) >= AGAIN and fmean(found) > 0:
+            self.pool.offer(after)
+
+    def _reward(self) -> None:
+        weighed, self._weighed = self._weighed, None
+        if weighed is not None:
+            self.policy.reward(weighed.action, weighed.gain, weighed.seconds)
+
     def _update(self, action: Action) -> None:
+        self._reward()  # on fewer requests, where some left no record
         config, before = self.config, self.training
         found = batches(self.book, config.every, config.batch, config.rehearsal)
         if not found:
@@ -171,29 +209,28 @@ class Adaptation:
         self.rows += sum(int(each.labels.sum()) for records in found for each in records)
         self.count(f"updates_{action}", 1)
         self.count(f"update_microseconds_{action}", round(1e6 * report.seconds))
-        gain = self._offer(action, report, before)
-        self.policy.reward(action, gain, self.seconds_lost(action))
+        self._offer(action, report, before)
+        seconds = self.seconds_lost(action)
+        if self.policy.gated:
+            current = self.pool.current
+            self._weighed = _Weighed(action, before, self.training, current, seconds)
 
-    def _offer(self, action: Action, report: UpdateReport, before: Version) -> float:
-        """Make a version of what was learned, and let it serve if it may. Returns Δτ / τ."""
+    def _offer(self, action: Action, report: UpdateReport, before: Version) -> None:
+        """Make a version of what was learned, and let it serve if it may."""
         if not report.losses:
-            return 0.0
+            return
         tensors = _on_host(held(self.updater.drafter, action, before.tensors))
         if not all(bool(torch.isfinite(each).all()) for each in tensors.values()):
             self.count("versions_refused_weights", 1)
             self._train_from(before)
-            return 0.0
+            return
         self.number += 1
         self.training = Version(self.number, tensors, action, before.number)
-        if not self.policy.gated:
-            self.pool.offer(self.training)
-            return 0.0
-        if self.judge.difference(self.training, self.pool.current, self.book) > 0:
+        judged = self.policy.gated
+        if not judged or self.judge.difference(self.training, self.pool.current, self.book) > 0:
             self.pool.offer(self.training)
         else:
             self.count("versions_refused_not_better", 1)
-        gain = self.judge.gain(self.training, before, self.book)
-        return 0.0 if gain != gain else gain
 
     def _follow(self, version: Version) -> None:
         """An earlier version serves again, and training goes on from it."""
@@ -204,6 +241,37 @@ class Adaptation:
         put(self.updater.drafter, version.tensors)
         self.updater.forget()
         self.training = version
+
+
+@dataclass
+class _Weighed:
+    """An update whose gain shows on the requests after it: like the interval of the paper's eq. 10,
+    but both versions are held against the same texts, whichever of them served.
+
+    Attributes:
+        action: the arm.
+        before, after: θ_train; the same where nothing was learned.
+        serves: the version that served then, maybe `after` itself.
+        seconds: that serving lost by it.
+        depths: of both on each text since, tokens.
+        over_current: what `after` has over the version that served, on each.
+    """
+
+    action: Action
+    before: Version
+    after: Version
+    serves: Version
+    seconds: float
+    depths: list[tuple[float, float]] = field(default_factory=list)
+    over_current: list[float] = field(default_factory=list)
+
+    @property
+    def gain(self) -> float:
+        """Δτ / τ, where τ is 1 + depth; NaN where there was no text."""
+        if not self.depths:
+            return math.nan
+        before, after = (fmean(each) for each in zip(*self.depths))
+        return (after - before) / (1 + before)
 
 
 def _on_host(tensors: Tensors) -> Tensors:

@@ -12,12 +12,9 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
-
-Requests = Literal["all", "marked"]
 
 JUDGED_EVERY = 5
 """One request in so many is judged by, and never learned from."""
@@ -121,24 +118,21 @@ class Book:
 
     Args:
         memory: bound of all rows, MiB; each of the four parts has a quarter.
-        requests: `all` records every request that did not opt out; `marked` only those that asked
-            for it.
         seed: of the samples.
 
     Attributes:
         recent, old: judged records, the newest and a sample of those before.
         reservoir: of trained records.
-        counts: records by what became of them: `recorded`, `opted out`, `not finite`, `loop`.
+        counts: records by what became of them: `recorded`, `not finite`, `loop`.
 
     Raises:
         ValueError: `memory` is not positive.
     """
 
-    def __init__(self, memory: float = 512, requests: Requests = "all", seed: int = 0) -> None:
+    def __init__(self, memory: float = 512, seed: int = 0) -> None:
         if not memory > 0:
             raise ValueError(f"memory is {memory} MiB, but must be above 0.")
         room, draw = int(memory * (1 << 20)) // 4, random.Random(seed)
-        self.requests = requests
         self.reservoir, self.old = Reservoir(room, draw), Reservoir(room, draw)
         self._new, self.recent = Queue(room, self.reservoir), Queue(room, self.old)
         self.counts: Counter[str] = Counter()
@@ -148,16 +142,13 @@ class Book:
         """Not trained on yet, the oldest first."""
         return list(self._new.records)
 
-    def add(self, record: Record, wanted: bool | None = None) -> bool:
+    def add(self, record: Record) -> bool:
         """Keep a record.
-
-        Args:
-            wanted: what the request said of adaptation; None: nothing.
 
         Returns:
             whether it is kept. Why not is counted.
         """
-        reason = self._refusal(record, wanted)
+        reason = _refusal(record)
         self.counts[reason or "recorded"] += 1
         if reason:
             return False
@@ -187,14 +178,13 @@ class Book:
         for part in (self._new, self.reservoir, self.recent, self.old):
             yield from part.records
 
-    def _refusal(self, record: Record, wanted: bool | None) -> str | None:
-        if wanted is False or (self.requests == "marked" and wanted is not True):
-            return "opted out"
-        if not (_finite(record.states) and _finite(record.last)):
-            return "not finite"
-        if len(record.tokens.unique()) < LEAST_DISTINCT * len(record.tokens):
-            return "loop"
-        return None
+
+def _refusal(record: Record) -> str | None:
+    if not (_finite(record.states) and _finite(record.last)):
+        return "not finite"
+    if len(record.tokens.unique()) < LEAST_DISTINCT * len(record.tokens):
+        return "loop"
+    return None
 
 
 def _finite(rows: Tensor) -> bool:

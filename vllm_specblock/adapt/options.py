@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from vllm_specblock.adapt.book import Requests
 from vllm_specblock.adapt.policy.interface import EVERY
 from vllm_specblock.config import OptionError, Options, parse_options
 
 KEY = "adapt"
 """Of `speculative_config`, at the head that adapts."""
 
+Requests = Literal["all", "marked"]
+
 _DEVICE = re.compile(r"cuda:\d+")
+_TOLD_ELSEWHERE = ("policy", "rule", "actions", "lr", "every")
+"""What the trainer is told that a folder belongs to, by the options of `specblock adapt run`."""
 
 
 class AdaptConfig(Options):
@@ -22,13 +27,14 @@ class AdaptConfig(Options):
 
     policy: Literal["bandit", "always", "watch"] = "bandit"
     """When to update: where it pays, every `every` requests as OSD does, or never: then requests
-    are recorded and nothing is learned."""
+    are recorded, and a version in `out` is judged on them, but nothing is learned or swapped."""
 
     rule: Literal["gain", "paper"] = "gain"
     """Of the bandit: judged gains against measured seconds, or the paper's Algorithm 1."""
 
     trainer: str = "cpu"
-    """Where updates are computed: `cpu`, `cuda:N`, `engine`, or a folder."""
+    """Where updates are computed: `cpu`, `cuda:N`, or a folder to which requests are written, for
+    `specblock adapt run`; `engine`, between its steps, is refused yet."""
 
     actions: Literal["heads", "all"] | None = None
     """The largest update. None: `heads`, and `all` on a GPU of the trainer's own."""
@@ -46,7 +52,7 @@ class AdaptConfig(Options):
     """MiB of recorded rows that are kept."""
 
     out: str | None = None
-    """Folder for versions; None: none is written."""
+    """Folder for versions; None: none is written. With a folder as trainer, `versions` in it."""
 
     @field_validator("trainer")
     @classmethod
@@ -71,7 +77,26 @@ class AdaptConfig(Options):
                 "trainer 'engine' trains heads only, but actions is 'all': take 'heads' or "
                 "another trainer"
             )
+        defaults = type(self).model_fields
+        for key in _TOLD_ELSEWHERE if self.folder is not None else ():
+            if getattr(self, key) != defaults[key].default:
+                raise ValueError(
+                    f"trainer is the folder {self.trainer!r}, whose trainer is told {key!r} by "
+                    "specblock adapt run: drop the key"
+                )
         return self
+
+    @property
+    def folder(self) -> Path | None:
+        """Where requests are written for a trainer elsewhere; None: it is a process beside."""
+        process = self.trainer in ("cpu", "engine") or _DEVICE.fullmatch(self.trainer)
+        return None if process else Path(self.trainer)
+
+    @property
+    def trains_beside(self) -> bool:
+        """Whether a process beside the engine gets what is recorded: to learn from, or to judge
+        a version by, which only `out` can have."""
+        return self.folder is None and (self.policy != "watch" or self.out is not None)
 
     @property
     def largest(self) -> str:
@@ -108,3 +133,34 @@ def parse_adapt(given: Any, kind: str, where: str = "") -> AdaptConfig | None:
         )
     keys = {} if given is True else {key.replace("-", "_"): each for key, each in given.items()}
     return parse_options(AdaptConfig, keys, f"{name}.", f" under '{name}'")
+
+
+def check_trainer(options: AdaptConfig, serving: Collection[int], present: int) -> None:
+    """Whether the trainer can be where the options want it.
+
+    Args:
+        serving: numbers of the GPUs that the engine computes on.
+        present: GPUs that PyTorch finds here.
+
+    Raises:
+        OptionError: it cannot. One sentence.
+    """
+    said = f"speculative_config key '{KEY}.trainer' is {options.trainer!r}"
+    if options.trainer == "engine":
+        # Its slices are captured in graphs of the engine's GPU, where nothing is recorded yet.
+        raise OptionError(
+            f"{said}, but updates between an engine's own steps are not supported yet: take 'cpu', "
+            "'cuda:N' or a folder."
+        )
+    if not _DEVICE.fullmatch(options.trainer):
+        return
+    number = int(options.trainer.removeprefix("cuda:"))
+    if number in serving:
+        raise OptionError(
+            f"{said}, but vLLM serves on that GPU, and two processes on one take turns: name "
+            "another, or take 'cpu'."
+        )
+    if number >= present:
+        raise OptionError(
+            f"{said}, but PyTorch finds {present} GPUs here: name one of them, or take 'cpu'."
+        )

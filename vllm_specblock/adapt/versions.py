@@ -139,7 +139,7 @@ class VersionFolder:
 
         Returns:
             a version's folder or None for the drafter as delivered, and None or the sentence that
-            says why it is that one though another was current.
+            says why what is current cannot be used.
         """
         try:
             name = read_json(self.out / CURRENT)["version"]
@@ -150,8 +150,7 @@ class VersionFolder:
         except (OSError, ValueError, KeyError, TypeError) as error:
             said = str(error) if isinstance(error, TrainError) else f"{CURRENT} cannot be read."
             return None, (
-                f"The current version in {self.out} is not used, but the drafter as delivered: "
-                f"{said}"
+                f"The current version in {self.out} cannot be used, and what serves stays: {said}"
             )
         return (None if name is None else self.out / name), None
 
@@ -162,6 +161,14 @@ class VersionFolder:
         except (OSError, ValueError):
             return {}
         return said if isinstance(said, dict) else {}
+
+    def stamp(self) -> int:
+        """Changes whenever current.json does, readable or not; 0 where there is none."""
+        try:
+            found = (self.out / CURRENT).stat()
+        except OSError:
+            return 0
+        return hash((found.st_mtime_ns, found.st_ino, found.st_size)) or 1
 
     def check(self, name: str) -> None:
         """Raises TrainError unless the version is whole, finite and of this drafter and target."""

@@ -46,7 +46,7 @@ class VersionWriter:
         self._names: dict[int, str | None] = {0: None}
         self._written = adaptation.pool.origin
         self._last = time.monotonic() - seconds
-        self._known = 0  # time of the last choice that was seen, or made here
+        self._known = 0  # stamp of the last choice that was seen, or made here
         self._requests = 0
 
     @property
@@ -81,7 +81,7 @@ class VersionWriter:
 
     def know(self) -> None:
         """What current.json says now is no news."""
-        self._known = self.folder.chosen().get("time_ns", 0)
+        self._known = self.folder.stamp()
 
     def chosen_since(self) -> bool:
         """A person chose after the state was written: what was learned till then is to be left."""
@@ -93,10 +93,10 @@ class VersionWriter:
     def chosen(self) -> Version | None:
         """The version in current.json, where somebody else put it there; one that cannot be used is
         told of, once."""
-        when = self.folder.chosen().get("time_ns", 0)
-        if when == self._known:
+        stamp = self.folder.stamp()
+        if stamp == self._known:
             return None
-        self._known = when
+        self._known = stamp
         path, sentence = self.folder.current()
         if sentence is not None:
             logger.warning("SpecBlock adaptation: %s", sentence)

@@ -90,9 +90,6 @@ def test_versions_are_compared_on_judged_records_alone():
     found = judge.difference(one, other, book)
     assert found == pytest.approx(sum(expected) / len(expected))
     assert judge.difference(other, one, book) == pytest.approx(-found)
-    before = [1 + judge.depth(other, record) for record in book.recent.records]
-    gain = judge.gain(one, other, book)
-    assert gain == pytest.approx(found / (sum(before) / len(before)))
 
 
 def test_old_and_recent_weigh_the_same():

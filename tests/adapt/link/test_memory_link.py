@@ -29,8 +29,7 @@ REQUEST = FinishedRequest(1.5, 7, 19, 0.25)
 
 
 def ends(**more) -> tuple[EngineLink, TrainerLink]:
-    requests = more.pop("requests", "all")
-    link = EngineLink(LinkSizes(SHAPES, HIDDEN, **{"slots": 4, "rows": 16, **more}), requests)
+    link = EngineLink(LinkSizes(SHAPES, HIDDEN, **{"slots": 4, "rows": 16, **more}))
     return link, TrainerLink(link.descriptor, SHAPES)
 
 
@@ -59,8 +58,6 @@ def test_requests_come_out_as_they_went_in(dtype):
         found = trainer.next()
         assert equal(found.record, record) and found.request == REQUEST
     assert trainer.next() is None
-    assert engine.counts["recorded_requests"] == 11
-    assert engine.counts["recorded_tokens"] == 66
 
 
 def test_a_request_without_rows_and_rows_of_a_request_that_goes_on():
@@ -73,44 +70,26 @@ def test_a_request_without_rows_and_rows_of_a_request_that_goes_on():
     assert not engine.offer(None, None)
 
 
-def test_a_full_ring_drops_and_counts_and_never_waits():
+def test_a_full_ring_takes_nothing_and_never_waits():
     engine, trainer = ends()
     began = time.perf_counter()
     taken = [engine.offer(random_record(f"r{n}"), REQUEST) for n in range(7)]
     assert time.perf_counter() - began < 1
     assert taken == [True] * 4 + [False] * 3
-    assert engine.counts["unrecorded_requests"] == 3
     assert trainer.next().record.request == "r0"
     assert engine.offer(random_record("r7"), REQUEST)
     assert [trainer.next().record.request for _ in range(4)] == ["r1", "r2", "r3", "r7"]
 
 
-def test_what_does_not_fit_is_dropped_and_counted():
+def test_what_does_not_fit_is_not_taken():
     engine, trainer = ends()
     assert not engine.offer(random_record("r", rows=17), REQUEST)
     record = random_record("r")
     assert not engine.offer(replace(record, states=record.states.long()), REQUEST)
-    assert engine.counts["unrecorded_requests"] == 2 and trainer.next() is None
+    assert trainer.next() is None
     name = "long " * 100
     assert engine.offer(replace(record, request=name), REQUEST)
     assert len(trainer.next().record.request) == 64  # still one for one request
-
-
-def test_who_opted_out_never_enters():
-    engine, _ = ends()
-    secret = replace(random_record("a secret"), tokens=torch.full((12,), 987_654_321))
-    assert not engine.offer(secret, REQUEST, wanted=False)
-    memory = bytes(engine._shared.memory.part(0, engine._shared.memory.size))
-    needle = secret.tokens[:2].numpy().tobytes()
-    assert needle not in memory and b"a secret" not in memory
-    assert engine.offer(secret, REQUEST)  # the search would have found it
-    memory = bytes(engine._shared.memory.part(0, engine._shared.memory.size))
-    assert needle in memory and b"a secret" in memory
-    marked, _ = ends(requests="marked")
-    assert [marked.offer(secret, REQUEST, wanted) for wanted in (None, False, True)] == [
-        False, False, True
-    ]  # fmt: skip
-    assert (engine.counts["opted_out_requests"], marked.counts["opted_out_requests"]) == (1, 2)
 
 
 def test_a_staged_version_arrives_once():

@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from vllm_specblock.adapt.policy.bandit import GainBandit, PaperBandit, Schedule
+from vllm_specblock.adapt.policy.bandit import PaperBandit, Schedule
+from vllm_specblock.adapt.policy.gain_bandit import GainBandit
 from vllm_specblock.adapt.policy.interface import Action, FinishedRequest
 
 SKIP, HEADS, FULL = Action.SKIP, Action.HEADS, Action.FULL
@@ -153,8 +154,45 @@ def test_gain_skips_weak_requests_and_takes_strong_ones():
 
 
 def test_an_alarm_ends_the_skipping():
-    bandit = GainBandit(FREE)
-    assert not serve(bandit, {HEADS: -0.01, FULL: -0.01}, {HEADS: 0.1, FULL: 0.1})
+    bandit, costs = GainBandit(FREE), {HEADS: 0.1, FULL: 0.1}
+    assert not serve(bandit, {HEADS: -0.01, FULL: -0.01}, costs)
     assert not updates(feed(bandit, 100))
     bandit.alarm()
-    assert len(updates(feed(bandit, 100))) == 1
+    assert FULL in updates(feed(bandit, 10))
+    bandit.reward(FULL, -0.01, 0.1)
+    assert not updates(feed(bandit, 100))
+    # What it gained before the alarm does not count against what it gains now.
+    bandit.alarm()
+    assert FULL in updates(feed(bandit, 10))
+    bandit.reward(FULL, 0.01, 0.1)
+    assert len(updates(feed(bandit, 80))) == 10
+
+
+def test_one_buffer_makes_an_update_every_eight_requests_whatever_they_are_pushed_to():
+    bandit = GainBandit(Schedule(warm_up=0, cooldown=0, **GREEDY))
+    feed(bandit, 8)
+    bandit.reward(FULL, 0.03, 1.0)
+    bandit.values[HEADS], bandit._known[HEADS] = 0.02, 1
+    bandit._known[HEADS] = 1
+    found = [bandit.decide(request(misses=0.5 + 9 * (n % 2))) for n in range(16)]
+    assert {each.push for each in found} == {HEADS, FULL}
+    assert [n for n, each in enumerate(found, 1) if each.update] == [8, 16]
+
+
+def test_the_larger_arm_comes_first_and_heads_where_they_might_do():
+    schedule = Schedule(warm_up=0, cooldown=0, **GREEDY)
+    for gain, then in ((0.03, FULL), (0.004, HEADS)):
+        # 64 requests of a second: 1.92 s and half of it, or 0.26 s and half of it, for 0.2 s.
+        bandit = GainBandit(schedule)
+        assert updates(feed(bandit, 8)) == [FULL]
+        bandit.reward(FULL, gain, 0.2)
+        assert updates(feed(bandit, 8)) == [then]
+
+
+def test_first_rewards_are_averaged():
+    bandit = GainBandit(Schedule(warm_up=0, **GREEDY))
+    feed(bandit, 8)
+    for gain in (-0.03, 0.06, float("nan"), 0.09):
+        bandit.reward(FULL, gain, 0.2)
+    assert bandit.values[FULL] == pytest.approx(0.04 / 0.6)
+    assert bandit.costs[FULL] == pytest.approx(0.2)

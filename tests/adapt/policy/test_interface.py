@@ -39,6 +39,8 @@ def test_a_fixed_policy_needs_an_arm_and_a_period(wrong):
 
 def test_watch_records_and_frozen_does_not():
     assert (Frozen().records, Watch().records) == (False, True)
+    assert (Frozen().judges, Watch().judges, Watch().gated) == (False, True, False)
+    assert not (Frozen().trains or Watch().trains) and Always().trains and not Always().judges
     assert not updates(Frozen(), 100) + updates(Watch(), 100)
 
 

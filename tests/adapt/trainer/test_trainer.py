@@ -111,8 +111,39 @@ def test_watch_records_and_judges_and_never_trains(pair):
     after = dict(both.trainer.adaptation.updater.drafter.named_parameters())
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert both.counts["judged_requests"] == 40
+    assert both.counts["judged_gain_millitokens"] == 0  # what serves is the start itself
     assert both.counts["updates_heads"] == both.counts["updates_full"] == 0
     assert both.counts["versions_offered"] == 0
+
+
+def test_watch_counts_what_a_version_would_gain_and_swaps_nothing(pair, tmp_path):
+    """Of a folder into which another engine writes meanwhile."""
+    out = tmp_path / "out"
+    learned = Both(pair, out=str(out), seconds=0)
+    learned.serve(range(48))
+    learned.trainer.writer.write(learned.trainer._to_write(), now=True)  # which keeps its lock
+    before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
+    both = Both(pair, policy="watch", out=str(out), seconds=0)
+    assert both.serve(range(100, 140)) == []
+    both.trainer.close()
+    gain = both.counts["judged_gain_millitokens"]
+    assert both.counts["judged_requests"] == 40
+    assert gain > 40 * 300
+    assert both.counts["versions_offered"] == both.counts["rollbacks"] == 0
+    assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
+    # A person chooses the start: there is nothing to gain.
+    VersionFolder(out, pair.drafter, pair.target).use(None, who="person")
+    both.trainer._looked = 0
+    both.trainer.step()
+    both.serve(range(140, 150))
+    assert both.counts["judged_gain_millitokens"] == gain
+
+
+def test_watch_wants_a_folder_that_is_there(pair, tmp_path):
+    config = TrainerConfig(str(pair.drafter), str(pair.target), "watch", out=str(tmp_path / "none"))
+    with pytest.raises(TrainError, match=r"no folder .*none whose version .* drop the option\.$"):
+        TrainerProcess(config, EngineLink(pair.sizes)).start()
+    assert not (tmp_path / "none").exists()
 
 
 def test_weights_that_are_not_finite_are_never_staged(pair):

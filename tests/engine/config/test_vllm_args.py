@@ -382,6 +382,8 @@ def test_adaptation_is_off_and_can_be_on():
     assert plan.adapting == plan.drafters[1]
     plan = vllm_args.read_back(configure({"adapt": True}).additional_config)
     assert plan.adapting.adapt.policy == "bandit"
+    plan = vllm_args.read_back(configure({"adapt": {"trainer": "a/folder"}}).additional_config)
+    assert str(plan.adapting.adapt.folder) == "a/folder"
 
 
 @pytest.mark.parametrize(
@@ -404,8 +406,9 @@ def test_adaptation_is_off_and_can_be_on():
             },
             ["acceptance is imposed", "nothing to learn"],
         ),
-        ({"adapt": {"trainer": "cuda:1"}}, ["'adapt.trainer' is 'cuda:1'", "'cpu' is the only"]),
-        ({"adapt": {"trainer": "some/folder"}}, ["'adapt.trainer'"]),
+        ({"adapt": {"trainer": "cuda:99"}}, ["'adapt.trainer' is 'cuda:99'", "GPUs here"]),
+        ({"adapt": {"trainer": "engine"}}, ["'adapt.trainer' is 'engine'", "or a folder"]),
+        ({"adapt": {"trainer": "some/folder", "every": 4}}, ["'every'", "adapt run"]),
         ({"num_block": 1}, ["adapt"]),
     ],
 )
@@ -418,7 +421,12 @@ def test_adaptation_elsewhere(monkeypatch):
     plan = vllm_args.read_back(configure(ADAPT).additional_config)
     learns = vllm_args.read_back(configure({"adapt": True}).additional_config)
     off = vllm_args.read_back(configure().additional_config)
-    one, two = (SimpleNamespace(tensor_parallel_size=size) for size in (1, 2))
+    busy = vllm_args.read_back(configure(ADAPT).additional_config)
+    busy.adapting.adapt.__dict__["trainer"] = "cuda:1"
+    one, two = (
+        SimpleNamespace(tensor_parallel_size=size, world_size=size, data_parallel_size_local=1)
+        for size in (1, 2)
+    )
     here, there = SimpleNamespace(model=str(TARGET)), SimpleNamespace(model="some/target")
     cpu, gpu = (SimpleNamespace(is_cpu=lambda is_cpu=is_cpu: is_cpu) for is_cpu in (True, False))
     monkeypatch.setattr("vllm.platforms.current_platform", cpu)
@@ -431,4 +439,6 @@ def test_adaptation_elsewhere(monkeypatch):
     monkeypatch.setattr("vllm.platforms.current_platform", gpu)
     with pytest.raises(OptionError, match=r"recorded on a CPU only yet: drop it\.$"):
         validate.check_adapt({}, plan, one, here)
+    with pytest.raises(OptionError, match=r"'cuda:1', but vLLM serves on that GPU.*'cpu'\.$"):
+        validate.check_adapt({}, busy, two, here)
     validate.check_adapt({}, off, two, there)

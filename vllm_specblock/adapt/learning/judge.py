@@ -80,11 +80,6 @@ class Judge:
         """
         return self._over(book, lambda each: self.depth(version, each) - self.depth(other, each))
 
-    def gain(self, version: Version, other: Version, book: Book) -> float:
-        """Δτ / τ of `version` over `other`, as `difference` weighs them; τ is 1 + depth."""
-        before = 1 + self._over(book, lambda each: self.depth(other, each))
-        return self.difference(version, other, book) / before
-
     def _over(self, book: Book, value: Callable[[Record], float]) -> float:
         means = []
         for part in (book.recent.records, book.old.records):

@@ -15,15 +15,14 @@ from collections import Counter, deque
 from contextlib import suppress
 from pathlib import Path
 
-import torch
-
-from vllm_specblock.adapt.book import Record, Requests
-from vllm_specblock.adapt.files import private_folder
+from vllm_specblock.adapt.book import Record
+from vllm_specblock.adapt.files import lock_folder, private_folder
 from vllm_specblock.adapt.link import wire
+from vllm_specblock.adapt.link.layout import COUNTS
 from vllm_specblock.adapt.link.staging import StagedVersion
+from vllm_specblock.adapt.link.stored import stored_version
 from vllm_specblock.adapt.policy.interface import Action, FinishedRequest
-from vllm_specblock.adapt.versions import PREFIX, VersionFolder
-from vllm_specblock.drafters.specblock import checkpoint
+from vllm_specblock.adapt.versions import VersionFolder
 from vllm_specblock.train.config import TrainError
 
 logger = logging.getLogger("vllm.specblock")
@@ -41,50 +40,45 @@ class FolderLink:
 
     Args:
         folder: for requests; made if it is not there.
-        versions: what the trainer writes.
-        requests: see `EngineLink`.
-        memory: MiB of requests that may lie in the folder; what comes then is dropped.
+        versions: what the trainer writes. What it says at once is there for `staged`.
+        memory: MiB of requests that may lie in the folder; what comes then is not taken.
         slots: requests that may wait to be written.
 
     Raises:
-        TrainError: the folder cannot be used.
+        TrainError: the folder cannot be used, or another engine writes to it.
     """
 
     def __init__(
-        self,
-        folder: Path,
-        versions: VersionFolder,
-        requests: Requests = "all",
-        memory: float = 512,
-        slots: int = 16,
+        self, folder: Path, versions: VersionFolder, memory: float = 512, slots: int = 16
     ) -> None:
         private_folder(folder)
+        self._lock = lock_folder(folder)
+        for left in folder.glob(f".{_STEM}*"):  # of an engine that was killed: users' text
+            left.unlink(missing_ok=True)
         logger.warning(
             "SpecBlock adaptation: rows of users' requests are written to %s, from which their "
             "text can be read; specblock adapt run deletes them.",
             folder,
         )
-        self.folder, self.versions, self.requests = folder, versions, requests
+        self.folder, self.versions = folder, versions
         self.room, self.tally = int(memory * (1 << 20)), Counter[str]()
         self._waiting: queue.Queue[wire.Finished] = queue.Queue(slots)
         self._found: deque[StagedVersion] = deque(maxlen=1)
-        self._seen = 0  # time of the choice that was looked at last
+        self._seen = self._serves = 0  # stamp and number of the choice that was looked at last
+        self._full, self._largest = False, 0
         self._written = 0
+        self._look()
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="specblock-adapt")
         self._thread.start()
 
-    def offer(
-        self, record: Record | None, finished: FinishedRequest | None, wanted: bool | None = None
-    ) -> bool:
+    def offer(self, record: Record | None, finished: FinishedRequest | None) -> bool:
         """See `EngineLink.offer`."""
-        if wanted is False or (self.requests == "marked" and wanted is not True):
-            self.tally["opted_out_requests"] += 1
+        if self._full:
             return False
         try:
             self._waiting.put_nowait(wire.Finished(record, finished))
         except queue.Full:
-            self.tally["unrecorded_requests"] += 1
             return False
         return True
 
@@ -101,18 +95,18 @@ class FolderLink:
         """See `EngineLink.refuse`."""
         self.tally[f"versions_refused_{reason.replace(' ', '_')}"] += 1
 
-    def beat(self) -> None:
-        """Nobody listens."""
-
     @property
     def counts(self) -> dict[str, int]:
-        """Of this end, by the names of `layout.COUNTS`."""
-        return dict(self.tally)
+        """By `layout.COUNTS`; what the trainer counts, the other end says when it ends."""
+        return {name: self.tally[name] for name in COUNTS}
 
     def close(self) -> None:
-        """Write what waits, and end."""
+        """Write what waits, and leave the folder to others."""
         self._ends.set()
         self._thread.join(timeout=10)
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
 
     def _run(self) -> None:
         looked = 0.0
@@ -124,16 +118,20 @@ class FolderLink:
                 if ending:
                     return
             except OSError as error:
-                self.tally["unrecorded_requests"] += 1
+                self.tally["dropped_records"] += 1
                 logger.debug("A request could not be written to %s: %s", self.folder, error)
             if not ending and time.monotonic() - looked > _LOOK:
                 looked = time.monotonic()
+                self._full = self._size() + self._largest > self.room
                 self._look()
 
     def _write(self, message: wire.Finished) -> None:
         packed = wire.pack(message)
+        self._largest = max(self._largest, len(packed or ()))
         if packed is None or self._size() + len(packed) > self.room:
-            self.tally["unrecorded_requests"] += 1
+            # It was taken already: the folder filled up while it waited.
+            self._full = packed is not None
+            self.tally["dropped_records"] += 1
             return
         self._written += 1
         name = f"{_STEM}{time.time_ns():020d}-{os.getpid()}-{self._written}{_END}"
@@ -142,9 +140,6 @@ class FolderLink:
         with open(descriptor, "wb") as file:
             file.write(packed)
         aside.rename(self.folder / name)
-        if message.record is not None:
-            self.tally["recorded_requests"] += 1
-            self.tally["recorded_tokens"] += int(message.record.labels.sum())
 
     def _size(self) -> int:
         """Bytes of the requests that lie in the folder."""
@@ -155,24 +150,22 @@ class FolderLink:
         return size
 
     def _look(self) -> None:
-        chosen = self.versions.chosen()
-        when = chosen.get("time_ns", 0)
-        if when == self._seen:
+        stamp = self.versions.stamp()
+        if stamp == self._seen:
             return
-        self._seen = when
-        folder, sentence = self.versions.current()
-        if sentence is not None:
+        try:
+            found = stored_version(self.versions)
+        except TrainError as error:
+            self._seen = stamp
             self.tally["versions_refused_checksum"] += 1
-            logger.warning("SpecBlock adaptation: %s", sentence)
-        elif (source := folder or self.versions.drafter) is not None:
-            try:
-                drafter = checkpoint.load(source, torch.float32)
-            except (checkpoint.CheckpointError, OSError):
-                self._seen = 0  # removed meanwhile, for another
-                return
-            tensors = {name: value.detach() for name, value in drafter.named_parameters()}
-            number = int(source.name.removeprefix(PREFIX)) if folder else 0
-            self._found.append(StagedVersion(number, -1, Action.FULL, tensors, when))
+            logger.warning("SpecBlock adaptation: %s", error)
+            return
+        # None: it was removed meanwhile for another, which the next look finds.
+        if found is not None:
+            self._seen = stamp
+            if found.number != self._serves:
+                self._serves = found.number
+                self._found.append(found)
 
 
 class FolderSource:

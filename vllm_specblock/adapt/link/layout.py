@@ -16,10 +16,6 @@ from vllm_specblock.drafters.specblock.config import DrafterConfig
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
 
 COUNTS = (
-    "recorded_requests",
-    "recorded_tokens",
-    "unrecorded_requests",
-    "opted_out_requests",
     "swaps",
     "swap_microseconds",
     "versions_refused_checksum",
@@ -38,9 +34,9 @@ COUNTS = (
     "judged_gain_millitokens",
     "dropped_records",
 )
-"""Each has one writer, so nothing is lost. `unrecorded_requests`: messages that found the ring
-full, or did not fit into it. `versions_refused_weights`: training made them NaN or infinite, and
-they were never staged."""
+"""Each has one writer, so nothing is lost. What was recorded, and what not, the engine's recorder
+counts. `versions_refused_weights`: training made them NaN or infinite, and they were never
+staged."""
 
 
 BEAT, SILENCE = 0.5, 300.0

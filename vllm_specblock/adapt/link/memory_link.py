@@ -2,8 +2,8 @@
 
 The engine's end, in short:
 
-    link = EngineLink(LinkSizes(shapes_of(config), hidden, dtype, item), requests)
-    link.offer(record, finished, wanted)  -> bool      False: not taken, and counted
+    link = EngineLink(LinkSizes(shapes_of(config), hidden, dtype, item))
+    link.offer(record, finished)          -> bool      False: there is no room
     link.staged()                         -> StagedVersion | None     each version once
     link.took(version, seconds)           -> None      after the turn: it serves now
     link.refuse(version, reason)          -> None      it cannot serve
@@ -20,7 +20,7 @@ from __future__ import annotations
 import threading
 import time
 
-from vllm_specblock.adapt.book import Record, Requests
+from vllm_specblock.adapt.book import Record
 from vllm_specblock.adapt.learning.pool import Version
 from vllm_specblock.adapt.link import wire
 from vllm_specblock.adapt.link.layout import COUNTS, Field, LinkSizes, Shared
@@ -35,13 +35,12 @@ class EngineLink:
 
     Args:
         sizes: see `LinkSizes`.
-        requests: `all`: of those that say nothing, too; `marked`: only of those that ask for it.
 
     Attributes:
         descriptor: of the memory, for the trainer.
     """
 
-    def __init__(self, sizes: LinkSizes, requests: Requests = "all") -> None:
+    def __init__(self, sizes: LinkSizes) -> None:
         slot = wire.slot_size(sizes.rows, 3 * sizes.hidden, sizes.hidden, sizes.item)
         ring = aligned(sizes.slots * slot, PAGE)
         memory = SharedMemory(PAGE + ring + Staging.size_of(sizes.shapes, sizes.dtype))
@@ -49,43 +48,28 @@ class EngineLink:
         head[Field.SLOTS], head[Field.SLOT_SIZE] = sizes.slots, slot
         head[Field.STAGING_AT] = PAGE + ring
         head[Field.DTYPE] = wire.DTYPES.index(sizes.dtype)
-        self.descriptor, self.requests = memory.descriptor, requests
+        self.descriptor = memory.descriptor
         self._shared = Shared(memory, sizes.shapes)
         self._examined = 0  # sequence number of the last version that was looked at
         self._reader: threading.Thread | None = None
         self._found: StagedVersion | None = None
         self.beat()
 
-    def offer(
-        self,
-        record: Record | None,
-        finished: FinishedRequest | None,
-        wanted: bool | None = None,
-    ) -> bool:
+    def offer(self, record: Record | None, finished: FinishedRequest | None) -> bool:
         """Hand a finished request to the trainer: some milliseconds at most, for the copy.
 
         Args:
             record: on the CPU; None: the request was not recorded.
             finished: None: the request goes on in another record.
-            wanted: what the request said of adaptation; None: nothing. One that opted out goes
-                nowhere, nor do its numbers.
 
         Returns:
-            whether it was taken. Why not is counted.
+            whether it was taken: the ring may be full, or the record too long for it.
         """
-        count = self._shared.count
-        if wanted is False or (self.requests == "marked" and wanted is not True):
-            count("opted_out_requests")
-            return False
         slot = self._shared.free_slot()
         if slot is None or wire.write(slot, wire.Finished(record, finished)) is not None:
-            count("unrecorded_requests")
             return False
         fence()
         self._shared.head[Field.WRITTEN] += 1
-        if record is not None:
-            count("recorded_requests")
-            count("recorded_tokens", int(record.labels.sum()))
         return True
 
     def staged(self) -> StagedVersion | None:

@@ -1,13 +1,12 @@
 """The cost-aware bandit: which arm a request is pushed to (SpecBlock §3.4, A.3, Algorithm 1).
 
 Two rules share the paper's schedule (warm-up, cold start, cooldown, buffers) and differ in what an
-arm is worth: `PaperBandit` is Algorithm 1 as printed, `GainBandit` weighs judged gains against
-measured seconds.
+arm is worth: `PaperBandit` is Algorithm 1 as printed, `gain_bandit.GainBandit` weighs judged gains
+against measured seconds.
 """
 
 from __future__ import annotations
 
-import math
 import random
 from abc import abstractmethod
 from collections import deque
@@ -67,7 +66,7 @@ class Bandit(Policy):
         self._draw = random.Random(seed)
         self._seen = self._blocked = 0
         self._buffers: dict[Action, list[FinishedRequest]] = {a: [] for a in self.schedule.arms}
-        self._exploring: Action | None = None  # until this arm's buffer is full
+        self._exploring: Action | None = None  # until an update of this arm
         self._alarmed = False
 
     @abstractmethod
@@ -77,6 +76,10 @@ class Bandit(Policy):
     @abstractmethod
     def began(self, action: Action, buffered: list[FinishedRequest]) -> None:
         """An update began, from these requests; the last of them filled the buffer."""
+
+    def arm_of(self, pushed: Action, buffered: list[FinishedRequest]) -> Action:
+        """Of the update that a full buffer makes: the arm that its last request was pushed to."""
+        return pushed
 
     def decide(self, request: FinishedRequest) -> Decision:
         self._seen += 1
@@ -91,11 +94,13 @@ class Bandit(Policy):
         buffered.append(request)
         if blocked or len(buffered) < self.schedule.buffer:
             return Decision(action)
-        self._buffers[action] = []
+        full = list(buffered)
+        buffered.clear()
+        action = self.arm_of(action, full)
         self._blocked, self.events = self.schedule.cooldown, self.events + 1
         if self._exploring is action:
             self._exploring = None
-        self.began(action, buffered)
+        self.began(action, full)
         return Decision(action, update=True)
 
     def alarm(self) -> None:
@@ -108,14 +113,24 @@ class Bandit(Policy):
         return first + (last - first) * min(1.0, self.events / self.schedule.cold_start)
 
     def _choose(self, request: FinishedRequest) -> Action:
-        predicted, arms = self.predicted(request), self.schedule.arms
-        best = max(arms, key=lambda arm: predicted[arm])  # the cheaper of equals
+        best, worth = self._best(request)
         if self.events < self.schedule.cold_start:
-            return self._draw.choice(arms) if self._draw.random() < self.epsilon else best
+            self._alarmed = False  # it explores as it is
+            return self._explored(best)
         self._consider_exploring()
         if self._exploring is not None:
             return self._exploring
-        return best if predicted[best] > 0 else Action.SKIP
+        return best if worth > 0 else Action.SKIP
+
+    def _best(self, request: FinishedRequest) -> tuple[Action, float]:
+        """The better arm and what it is worth; the cheaper of equals."""
+        predicted = self.predicted(request)
+        best = max(self.schedule.arms, key=lambda arm: predicted[arm])
+        return best, predicted[best]
+
+    def _explored(self, best: Action) -> Action:
+        """In the cold start: any arm with probability ε."""
+        return self._draw.choice(self.schedule.arms) if self._draw.random() < self.epsilon else best
 
     def _consider_exploring(self) -> None:
         # A whole update, not a request: single pushes in a hundred never fill a buffer in time.
@@ -203,67 +218,6 @@ class PaperBandit(Bandit):
         self._taus = [*self._taus[-2:], tau]
         three = len(self._taus) == 3
         return three and self._taus[0] > self._taus[1] > self._taus[2], good
-
-
-class GainBandit(Bandit):
-    """Judged gains against measured costs: net = x · v · (seconds of the next requests) − c.
-
-    v of an arm is the EWMA of the relative gain Δτ / τ of its updates per unit of x, c that of the
-    seconds that serving lost by one. Gains are judged on paired texts, so that a version's worth is
-    not drowned by the spread between requests.
-
-    An arm that was never rewarded comes first. The paper's ε per request does not do that: within
-    the 8 updates of its cold start the other arm's buffer seldom gets the 8 requests that it needs.
-
-    Args:
-        schedule, seed: see `Bandit`.
-        alpha: of both EWMAs, and of that of the seconds of a request.
-        horizon: requests over which an update is to pay for itself.
-
-    Attributes:
-        costs: c of each arm, seconds.
-    """
-
-    def __init__(
-        self,
-        schedule: Schedule | None = None,
-        seed: int = 0,
-        alpha: float = 0.10,
-        horizon: int = 64,
-    ) -> None:
-        super().__init__(schedule, seed)
-        self.alpha, self.horizon = alpha, horizon
-        self.costs = dict.fromkeys(self.values, 0.0)
-        self._rewarded: set[Action] = set()
-        self._triggered: dict[Action, float] = {}
-        self._seconds: float | None = None
-
-    def predicted(self, request: FinishedRequest) -> dict[Action, float]:
-        future = self.horizon * (self._seconds or 0.0)
-        return {
-            arm: request.miss_rate * value * future - self.costs[arm]
-            if arm in self._rewarded
-            else math.inf
-            for arm, value in self.values.items()
-        }
-
-    def decide(self, request: FinishedRequest) -> Decision:
-        before = request.seconds if self._seconds is None else self._seconds
-        self._seconds = before + self.alpha * (request.seconds - before)
-        return super().decide(request)
-
-    def began(self, action: Action, buffered: list[FinishedRequest]) -> None:
-        self._triggered[action] = sum(each.miss_rate for each in buffered) / len(buffered)
-
-    def reward(self, action: Action, gain: float, seconds: float) -> None:
-        # The first update says all that is known; from 0 on it would take ten to be believed.
-        weight = self.alpha if action in self._rewarded else 1.0
-        self._rewarded.add(action)
-        rate = self._triggered.get(action, 0.0)
-        if rate <= 0:
-            return  # no miss was seen: nothing to divide by
-        self.values[action] += weight * (gain / rate - self.values[action])
-        self.costs[action] += weight * (seconds - self.costs[action])
 
 
 def _throughput(requests: list[FinishedRequest] | deque[FinishedRequest]) -> float:

@@ -82,23 +82,30 @@ class Policy(ABC):
 
     Attributes:
         records: requests are to be recorded at all.
+        trains: there are updates at all, and versions that come of them.
         gated: a version serves only if the judge finds it better, and the pool may return to an
             earlier one. Otherwise every update serves.
     """
 
-    records = True
+    records = trains = True
     gated = False
+
+    @property
+    def judges(self) -> bool:
+        """The version in use is held against others on every recorded request."""
+        return self.gated
 
     @abstractmethod
     def decide(self, request: FinishedRequest) -> Decision:
         """Called once for each finished request, in their order."""
 
     def reward(self, action: Action, gain: float, seconds: float) -> None:  # noqa: B027
-        """What the last update of an arm was worth.
+        """What the last update of an arm was worth; told to gated policies, before the next.
 
         Args:
             action: the arm.
-            gain: judged, Δτ / τ against the version that it began from.
+            gain: judged, Δτ / τ against the version that it began from, on the requests since; NaN
+                where there was no text to judge by.
             seconds: that serving lost by it.
         """
 
@@ -109,16 +116,21 @@ class Policy(ABC):
 class Frozen(Policy):
     """Nothing is recorded, nothing is learned."""
 
-    records = False
+    records = trains = False
 
     def decide(self, request: FinishedRequest) -> Decision:
         return Decision(Action.SKIP)
 
 
 class Watch(Frozen):
-    """Records and judges, and never trains: the control for overhead."""
+    """Records, and judges a version that somebody else chose; never trains, and nothing is swapped:
+    what adaptation costs, and what a version would gain."""
 
-    records = gated = True
+    records = True
+
+    @property
+    def judges(self) -> bool:
+        return True
 
 
 class Fixed(Policy):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from vllm_specblock.adapt.policy.bandit import GainBandit, PaperBandit, Schedule
+from vllm_specblock.adapt.policy.bandit import PaperBandit, Schedule
+from vllm_specblock.adapt.policy.gain_bandit import GainBandit
 from vllm_specblock.adapt.policy.interface import (
     EVERY,
     Action,

@@ -16,6 +16,7 @@ from vllm_specblock.adapt.files import lock_folder, private_folder
 from vllm_specblock.adapt.link.layout import BEAT, SILENCE
 from vllm_specblock.adapt.link.memory_link import EngineLink
 from vllm_specblock.adapt.trainer.trainer import TrainerConfig
+from vllm_specblock.train.config import TrainError
 
 logger = logging.getLogger("vllm.specblock")
 
@@ -57,12 +58,22 @@ class TrainerProcess:
     def start(self) -> None:
         """Lock the folder for versions, and start the process; it takes some seconds to be ready.
 
+        Who only watches reads in a folder that another engine may write to.
+
         Raises:
-            TrainError: another engine or trainer has the folder, or it cannot be made.
+            TrainError: another engine or trainer has the folder, or it cannot be made; or there is
+                none to watch.
         """
-        if self.config.out is not None:
-            private_folder(Path(self.config.out))
-            self._lock = lock_folder(Path(self.config.out))
+        out = None if self.config.out is None else Path(self.config.out)
+        if out is not None and self.config.policy == "watch":
+            if not out.is_dir():
+                raise TrainError(
+                    f"There is no folder {out} whose version could be watched: give the one that "
+                    "another engine's option out names, or drop the option."
+                )
+        elif out is not None:
+            private_folder(out)
+            self._lock = lock_folder(out)
         atexit.register(self.stop)
         self._thread.start()
 

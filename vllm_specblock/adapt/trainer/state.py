@@ -22,12 +22,16 @@ from torch import Tensor
 from vllm_specblock.adapt.adaptation import Adaptation
 from vllm_specblock.adapt.files import replace_synced
 from vllm_specblock.adapt.learning.pool import Version
-from vllm_specblock.adapt.policy import bandit, interface
+from vllm_specblock.adapt.policy import bandit, gain_bandit, interface
 from vllm_specblock.train.config import TrainError
 
 FILE = "trainer.safetensors"
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
-_PLAIN = {"random.Random": random.Random, "collections.deque": collections.deque}
+_PLAIN = {
+    "random.Random": random.Random,
+    "collections.deque": collections.deque,
+    "collections.Counter": collections.Counter,
+}
 
 
 def save(out: Path, adaptation: Adaptation, fingerprints: dict[str, str]) -> None:
@@ -121,7 +125,7 @@ class _Unpickler(pickle.Unpickler):
     """Makes policies and what they consist of, and nothing else: the folder may be from others."""
 
     def find_class(self, module: str, name: str) -> Any:
-        for ours in (interface, bandit):
+        for ours in (interface, bandit, gain_bandit):
             if module == ours.__name__ and isinstance(getattr(ours, name, None), type):
                 return getattr(ours, name)
         found = _PLAIN.get(f"{module}.{name}")

@@ -106,7 +106,9 @@ class Trainer:
     """Learns from the requests of a source, and offers versions.
 
     Over a link, `pool.current` is staged as soon as it is another, and the last good version goes
-    to `out`. Over a folder the current one goes to `out`: that is how the engine gets it.
+    to `out`. Over a folder the current one goes to `out`: that is how the engine gets it. Where the
+    policy only watches, the version that `out` says is current is judged, whoever writes there, and
+    neither staged nor written.
 
     Args:
         config: see `TrainerConfig`.
@@ -126,7 +128,7 @@ class Trainer:
         policy = serving_policy(config.policy, config.seed, LARGEST[config.actions], config.every)
         out = Path(config.out) if config.out else None
         folder = out and VersionFolder(out, Path(config.drafter), Path(config.target))
-        if folder:
+        if folder and policy.trains:
             folder.lock(lock)
         drafter = checkpoint.load(config.drafter, torch.float32, config.device)
         self._columns = drafter.config.target_hidden_size
@@ -165,7 +167,8 @@ class Trainer:
         if self.writer and time.monotonic() - self._looked > LOOK:
             self._looked = time.monotonic()
             self._choose()
-            self.writer.write(self._to_write())
+            if self.adaptation.policy.trains:
+                self.writer.write(self._to_write())
         self._offer()
         return message is not None
 
@@ -178,7 +181,7 @@ class Trainer:
 
     def close(self) -> None:
         """Write what was not written yet."""
-        if self.writer:
+        if self.writer and self.adaptation.policy.trains:
             self.writer.write(self._to_write(), now=True)
             self.writer.folder.unlock()
 
@@ -203,7 +206,7 @@ class Trainer:
             else:
                 self.writer.know()  # what serves is newer
             try:
-                if not self.writer.chosen_since():
+                if self.adaptation.policy.trains and not self.writer.chosen_since():
                     state.restore(self.writer.folder.out, adaptation, self.writer.fingerprints)
             except TrainError as error:
                 logger.warning("SpecBlock adaptation: %s", error)
@@ -216,7 +219,8 @@ class Trainer:
 
     def _offer(self) -> None:
         current = self.adaptation.pool.current
-        if self.link and current is not self._staged:
+        trains = self.adaptation.policy.trains
+        if self.link and trains and current is not self._staged:
             self.link.stage(current)
             self._staged = current
 

@@ -6,6 +6,7 @@ import logging
 import os
 from typing import Any
 
+import torch
 from vllm import envs
 from vllm.config import ModelConfig, ParallelConfig
 from vllm.engine.arg_utils import EngineArgs
@@ -161,6 +162,15 @@ def check_acceptance(given: dict[str, Any], resolved: ResolvedConfig) -> None:
     )
 
 
+def gpus_of(parallel: ParallelConfig) -> range:
+    """Numbers of the GPUs on this machine that vLLM computes on."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        return range(0)
+    return range(parallel.world_size * parallel.data_parallel_size_local)
+
+
 def check_adapt(
     given: dict[str, Any], resolved: ResolvedConfig, parallel: ParallelConfig, target: ModelConfig
 ) -> None:
@@ -176,6 +186,7 @@ def check_adapt(
     if adapting is None or adapting.adapt is None:
         return
     from vllm_specblock.adapt.options import KEY as ADAPT
+    from vllm_specblock.adapt.options import check_trainer
 
     options, key = adapting.adapt, f"speculative_config key '{ADAPT}'"
     if sum(drafter.adapt is not None for drafter in resolved.drafters) > 1:
@@ -189,6 +200,7 @@ def check_adapt(
         )
     from vllm.platforms import current_platform
 
+    check_trainer(options, gpus_of(parallel), torch.cuda.device_count())
     if not current_platform.is_cpu():
         raise OptionError(f"{key} is given, but requests are recorded on a CPU only yet: drop it.")
     if parallel.tensor_parallel_size > 1:
@@ -197,13 +209,8 @@ def check_adapt(
             "ranks would have to change their weights together, which is not supported yet: drop "
             "one of them."
         )
-    if options.policy == "watch":
+    if options.folder is None and not options.trains_beside:
         return
-    if options.trainer != "cpu":
-        raise OptionError(
-            f"speculative_config key '{ADAPT}.trainer' is {options.trainer!r}, but 'cpu' is the "
-            "only trainer yet: drop the key."
-        )
     if not os.path.isdir(target.model):
         raise OptionError(
             f"{key} is given, but the trainer reads the target's files, and {target.model!r} is "

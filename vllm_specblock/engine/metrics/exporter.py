@@ -43,7 +43,7 @@ LEARNING = {
     "adapt_update_microseconds_heads": "Time of the trainer in updates of heads.",
     "adapt_update_microseconds_full": "Time of the trainer in updates of all.",
     "adapt_versions_offered": "Versions that the trainer offered to the engine.",
-    "adapt_versions_refused_checksum": "Versions that arrived torn.",
+    "adapt_versions_refused_checksum": "Versions that arrived torn, or are of others.",
     "adapt_versions_refused_not_finite": "Versions that held NaN or infinite numbers.",
     "adapt_versions_refused_not_better": "Versions that the judge found no better.",
     "adapt_versions_refused_weights": "Updates after which weights were not finite.",

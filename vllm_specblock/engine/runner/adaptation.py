@@ -2,29 +2,54 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import time
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
 
 import torch
 from vllm.config import VllmConfig
 
+from vllm_specblock.adapt.book import Record
+from vllm_specblock.adapt.link.folder_link import VERSIONS, FolderLink
 from vllm_specblock.adapt.link.layout import LinkSizes, shapes_of
 from vllm_specblock.adapt.link.memory_link import EngineLink
+from vllm_specblock.adapt.link.staging import StagedVersion
+from vllm_specblock.adapt.link.stored import stored_version
 from vllm_specblock.adapt.options import AdaptConfig
-from vllm_specblock.adapt.policy.interface import Action
+from vllm_specblock.adapt.policy.interface import Action, FinishedRequest
 from vllm_specblock.adapt.slabs import Slabs
 from vllm_specblock.adapt.trainer.process import TrainerProcess
 from vllm_specblock.adapt.trainer.trainer import TrainerConfig
+from vllm_specblock.adapt.versions import VersionFolder
 from vllm_specblock.drafters.interface import Drafter
 from vllm_specblock.drafters.specblock.drafter import SpecBlockDrafter
 from vllm_specblock.drafters.specblock.refresh import RefreshError
+from vllm_specblock.engine import draft_updates
 from vllm_specblock.engine.config.resolved_config import ResolvedConfig, ResolvedDrafter
 from vllm_specblock.engine.metrics.counters import Counts
 from vllm_specblock.engine.metrics.exporter import HELP
 from vllm_specblock.engine.runner.recording import Nobody, Recorder
+from vllm_specblock.train.config import TrainError
 
 logger = logging.getLogger("vllm.specblock")
+
+
+class Link(Protocol):
+    """The engine's end of shared memory, or of a folder."""
+
+    def offer(self, record: Record | None, finished: FinishedRequest | None) -> bool: ...
+
+    def staged(self) -> StagedVersion | None: ...
+
+    def took(self, version: StagedVersion, seconds: float = 0.0) -> None: ...
+
+    def refuse(self, version: StagedVersion, reason: str = "not finite") -> None: ...
+
+    @property
+    def counts(self) -> dict[str, int]: ...
 
 
 class Versions:
@@ -32,18 +57,21 @@ class Versions:
 
     Args:
         drafter: that adapts.
-        link: the engine's end.
-        trainer: started; it ends with the engine.
+        link: to the trainer.
+        trainer: started, of what ends with the engine; None: it is elsewhere.
     """
 
-    def __init__(self, drafter: Drafter, link: EngineLink, trainer: TrainerProcess) -> None:
+    def __init__(self, drafter: Drafter, link: Link, trainer: TrainerProcess | None = None) -> None:
         self.drafter, self.link, self.trainer = drafter, link, trainer
 
     def turn(self) -> None:
         """Between two steps: take a version if one waits, in one call."""
         found = self.link.staged()
-        if found is None:
-            return
+        if found is not None:
+            self.take(found)
+
+    def take(self, found: StagedVersion) -> None:
+        """Let a version serve, unless it holds what is not finite in the dtype that serves."""
         began = time.perf_counter()
         try:
             self.drafter.refresh(found.tensors)
@@ -81,6 +109,7 @@ def make_recorder(
     Raises:
         TrainError: the folder for versions cannot be used.
     """
+    draft_updates.install()
     adapting = resolved.adapting
     if adapting is None or adapting.adapt is None:
         return None
@@ -88,9 +117,10 @@ def make_recorder(
     low, mid, high = (resolved.layers.index(layer) for layer in adapting.layers)
     slabs = Slabs(len(parent), model.get_hidden_size(), model.dtype)
     versions = None
-    if options.policy != "watch":
+    if options.trains_beside or options.folder is not None:
         drafter = drafters[resolved.drafters.index(adapting)]
-        versions = _start_trainer(config, adapting, options, drafter)
+        assert isinstance(drafter, SpecBlockDrafter)
+        versions = link_up(config, adapting, options, drafter)
     return Recorder(
         slabs,
         (low, mid, high),
@@ -102,18 +132,55 @@ def make_recorder(
     )
 
 
-def _start_trainer(
-    config: VllmConfig, resolved: ResolvedDrafter, options: AdaptConfig, drafter: Drafter
+def link_up(
+    config: VllmConfig, resolved: ResolvedDrafter, options: AdaptConfig, drafter: SpecBlockDrafter
 ) -> Versions:
-    assert isinstance(drafter, SpecBlockDrafter) and resolved.folder is not None
-    model = config.model_config
+    """Link a drafter to its trainer: one that is started beside the engine, or one elsewhere.
+
+    The version that its folder says is to serve does from the first step on, whether a trainer
+    comes up or not.
+
+    Raises:
+        TrainError: the folder for requests or that for versions cannot be used.
+    """
+    assert resolved.folder is not None
+    source, model = Path(resolved.folder), config.model_config
+    target = Path(model.model)
+    if options.folder is not None:
+        out = Path(options.out) if options.out else options.folder / VERSIONS
+        folder = FolderLink(options.folder, VersionFolder(out, source, target), options.memory)
+        atexit.register(folder.close)
+        versions = Versions(drafter, folder)
+        versions.turn()
+        return versions
     sizes = LinkSizes(
         shapes_of(drafter.model.config), model.get_hidden_size(), model.dtype, model.dtype.itemsize
     )
     link = EngineLink(sizes)
-    wanted = TrainerConfig(
-        drafter=resolved.folder,
-        target=model.model,
+    trainer = TrainerProcess(trainer_config(options, resolved.folder, model.model), link)
+    versions = Versions(drafter, link, trainer)
+    # Who only watches serves the drafter as delivered.
+    if options.out and options.policy != "watch":
+        try:
+            found = stored_version(VersionFolder(Path(options.out), source, target))
+        except TrainError as error:
+            logger.warning("SpecBlock adaptation: %s", error)
+        else:
+            if found is not None and found.number:
+                versions.take(found)
+    trainer.start()  # it goes on from the number of what serves
+    return versions
+
+
+def trainer_config(options: AdaptConfig, drafter: str, target: str) -> TrainerConfig:
+    """What the options say to a trainer beside the engine.
+
+    Args:
+        drafter, target: folders.
+    """
+    return TrainerConfig(
+        drafter=drafter,
+        target=target,
         policy=options.rule if options.policy == "bandit" else options.policy,
         actions=options.largest,
         **({} if options.lr is None else {"lr": options.lr}),  # type: ignore[arg-type]  # of all
@@ -122,6 +189,3 @@ def _start_trainer(
         out=options.out,
         device=options.trainer,
     )
-    trainer = TrainerProcess(wanted, link)
-    trainer.start()
-    return Versions(drafter, link, trainer)

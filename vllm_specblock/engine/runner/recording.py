@@ -15,7 +15,8 @@ import torch
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import NewRequestData
 
-from vllm_specblock.adapt.book import Record, Requests
+from vllm_specblock.adapt.book import Record
+from vllm_specblock.adapt.options import Requests
 from vllm_specblock.adapt.policy.interface import FinishedRequest
 from vllm_specblock.adapt.slabs import Slabs
 from vllm_specblock.drafters.interface import CommittedTokens

@@ -1,0 +1,84 @@
+"""What an update gained: shown by the requests after it, on the same texts for both versions."""
+
+from __future__ import annotations
+
+from statistics import fmean
+
+import pytest
+from support.adapting import Pair
+
+from vllm_specblock.adapt.adaptation import Adaptation, AdaptationConfig
+from vllm_specblock.adapt.learning.update import UpdateConfig
+from vllm_specblock.adapt.policy.interface import Action, Fixed
+from vllm_specblock.drafters.specblock import checkpoint
+
+EVERY = 4
+
+
+class Weighs(Fixed):
+    """Updates every four requests, and keeps what it is told of them."""
+
+    def __init__(self) -> None:
+        super().__init__(Action.FULL, EVERY)
+        self.told: list[tuple[Action, float, float]] = []
+
+    def reward(self, action: Action, gain: float, seconds: float) -> None:
+        self.told.append((action, gain, seconds))
+
+
+@pytest.fixture
+def pair(tmp_path) -> Pair:
+    return Pair.make(tmp_path)
+
+
+def adapting(pair: Pair) -> Adaptation:
+    return Adaptation(
+        checkpoint.load(pair.drafter),
+        pair.teacher,
+        Weighs(),
+        AdaptationConfig(UpdateConfig(lr=3e-3), every=EVERY),
+        seconds_lost=lambda action: 0.25,
+    )
+
+
+def test_a_gain_is_that_of_the_requests_after_the_update(pair):
+    adaptation = adapting(pair)
+    versions = [adaptation.training]
+    for number in range(5 * EVERY):
+        adaptation.finish(*pair.request(number))
+        if (number + 1) % EVERY == 0:
+            versions.append(adaptation.training)
+    told, depth = adaptation.policy.told, adaptation.judge.depth
+    assert len(told) == 4 and {each[0] for each in told} == {Action.FULL}
+    assert {each[2] for each in told} == {0.25}
+    for update, (_, gain, _) in enumerate(told, 1):
+        before, after = versions[update - 1 : update + 1]
+        records = [pair.record(number) for number in range(update * EVERY, (update + 1) * EVERY)]
+        depths = [fmean(depth(each, record) for record in records) for each in (before, after)]
+        assert gain == pytest.approx((depths[1] - depths[0]) / (1 + depths[0]), abs=1e-5)
+    assert sum(gain for _, gain, _ in told) > 0.1
+
+
+def test_requests_without_rows_leave_a_gain_unknown(pair):
+    adaptation = adapting(pair)
+    for number in range(EVERY):
+        adaptation.finish(*pair.request(number))
+    _, request = pair.request(0)
+    for _ in range(EVERY):
+        adaptation.finish(None, request)
+    ((_, gain, seconds),) = adaptation.policy.told
+    assert gain != gain and seconds == 0.25
+
+
+def test_a_version_that_old_texts_refused_serves_once_new_ones_want_it(pair, monkeypatch):
+    """What it is judged by is of a domain that is gone: there it is worse."""
+    adaptation = adapting(pair)
+    monkeypatch.setattr(adaptation.judge, "difference", lambda *_: -1.0)
+    serving, refused = [], []
+    monkeypatch.setattr(adaptation, "count", lambda name, by: refused.append(name))
+    for number in range(2 * EVERY):
+        adaptation.finish(*pair.request(number))
+        serving.append(adaptation.pool.current.number)
+    assert refused.count("versions_refused_not_better") == 2
+    # The first of them, as soon as the last of four new texts was held against it.
+    assert serving == [0] * (2 * EVERY - 1) + [1]

@@ -1,0 +1,30 @@
+"""What the options of adaptation say to a trainer beside the engine."""
+
+from __future__ import annotations
+
+import pytest
+
+from vllm_specblock.adapt.options import parse_adapt
+from vllm_specblock.engine.runner.adaptation import trainer_config
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, {"policy": "gain", "actions": "heads", "device": "cpu", "lr": 5e-4, "out": None}),
+        ({"trainer": "cuda:1"}, {"device": "cuda:1", "actions": "all"}),
+        (
+            {"policy": "always", "every": 4, "lr": 1e-3},
+            {"policy": "always", "every": 4, "lr": 1e-3},
+        ),
+        (
+            {"rule": "paper", "memory": 64, "out": "x"},
+            {"policy": "paper", "memory": 64, "out": "x"},
+        ),
+        ({"policy": "watch", "out": "x"}, {"policy": "watch", "out": "x"}),
+    ],
+)
+def test_a_trainer_is_told_what_the_options_say(given, said):
+    config = trainer_config(parse_adapt(given, "specblock"), "drafter", "target")
+    assert (config.drafter, config.target) == ("drafter", "target")
+    assert {name: getattr(config, name) for name in said} == said

@@ -1,0 +1,137 @@
+"""Versions in a folder, and a trainer elsewhere: what an engine serves after a start or a sleep."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support import compared
+from support.engines import DRAFTER, ROOT, TARGET, Engine, make_engine
+from support.matrix import PROMPTS, Checker, params
+
+from vllm_specblock.adapt.link.folder_link import FolderSource
+from vllm_specblock.adapt.trainer.trainer import Trainer, TrainerConfig
+from vllm_specblock.adapt.versions import VersionFolder
+from vllm_specblock.drafters.common.post_load import process_after_loading
+from vllm_specblock.drafters.specblock import checkpoint
+from vllm_specblock.engine.runner import recording
+from vllm_specblock.engine.runner.adaptation import make_recorder
+from vllm_specblock.train.config import TrainError
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="recorded on a CPU only yet")
+TABLES = ROOT / "examples/two_heads/tables"
+NODES = {"num_speculative_tokens": 10}
+check = Checker()
+compared.counters.append(check)
+
+
+@pytest.fixture
+def out(tmp_path):
+    """A folder in which a person chose another drafter's weights."""
+    versions = VersionFolder(tmp_path / "out", DRAFTER, TARGET)
+    versions.lock()
+    versions.use(versions.write(checkpoint.load(TABLES), {"parent": None}), who="person")
+    versions.unlock()
+    return versions.out
+
+
+def served(engine: Engine) -> dict[str, torch.Tensor]:
+    """Weights of the drafter that serves."""
+    drafter = engine.speculator.draft_policy.drafters[0].model
+    return {name: value.clone() for name, value in drafter.named_parameters()}
+
+
+def assert_serves(engine: Engine, folder) -> None:
+    made_ready = process_after_loading(checkpoint.load(folder, torch.float32), None)
+    wanted, found = dict(made_ready.named_parameters()), served(engine)
+    assert found.keys() == wanted.keys() and found
+    assert all(torch.equal(value, wanted[name]) for name, value in found.items())
+
+
+def end(engine: Engine) -> None:
+    """Leave the folder to others, as the end of an engine's process does."""
+    versions = engine.speculator.recorder.versions
+    if versions.trainer is None:
+        versions.link.close()
+    else:
+        versions.trainer.stop()
+
+
+def another(engine: Engine):
+    """What a second engine with the same options would begin with."""
+    ours = engine.speculator
+    return make_recorder(
+        ours.vllm_config,
+        ours.resolved,
+        ours.draft_policy.drafters,
+        ours.tree_states.parent,
+        ours.max_depth,
+    )
+
+
+def counts(engine: Engine) -> dict[str, int]:
+    return {name: count for (name, _), count in engine.speculator.recorder.counts().items()}
+
+
+@pytest.mark.parametrize("trainer", ["cpu", "folder"])
+def test_a_start_and_a_sleep_serve_what_is_current(out, tmp_path, reference, trainer):
+    """From the first step on, whether a trainer comes up or not."""
+    adapt = {"out": str(out)}
+    if trainer == "folder":
+        adapt["trainer"] = str(tmp_path / "requests")
+    requests, texts = params(2, max_tokens=20), PROMPTS[:2]
+    expected = reference("two to start with", requests, texts)
+    engine = make_engine({**NODES, "adapt": adapt})
+    assert_serves(engine, TABLES)
+    assert counts(engine)["adapt_swaps"] >= 1
+    check(engine, requests, expected, texts)
+    engine.llm.sleep(level=1)
+    engine.llm.wake_up()
+    assert_serves(engine, TABLES)
+    check(engine, requests, expected, texts)
+    assert_serves(engine, TABLES)
+    with pytest.raises(TrainError, match=r"Another engine or trainer uses the folder"):
+        another(engine)
+    end(engine)
+    # The same folder after an end, with what was chosen since.
+    VersionFolder(out).use(None, who="person")
+    again = make_engine({**NODES, "adapt": adapt})
+    assert_serves(again, DRAFTER)
+    end(again)
+
+
+def test_a_trainer_elsewhere(tmp_path, reference):
+    """Requests go out by a folder, and a version comes back by it; who opted out is in none."""
+    folder = tmp_path / "requests"
+    engine = make_engine({**NODES, "adapt": {"trainer": str(folder)}})
+    requests, texts = params(4, max_tokens=40), PROMPTS[:4]
+    requests[3].extra_args = {recording.SAYS: 0}
+    expected = reference("four, of which one opts out", requests, texts)
+    before = served(engine)
+    for _ in range(3):
+        check(engine, requests, expected, texts)
+    # A finished request is handed on with the next step.
+    link = engine.speculator.recorder.versions.link
+    while len([*folder.glob("request-*")]) < counts(engine)["adapt_recorded_requests"]:
+        link._thread.join(0.05)
+    config = TrainerConfig(
+        str(DRAFTER), str(TARGET), "always", every=2, out=str(folder / "versions"), seconds=0
+    )
+    trainer = Trainer(config, FolderSource(folder))
+    taken = 0
+    while trainer.step():
+        taken += 1
+    trainer.close()
+    found = counts(engine)
+    assert taken == found["adapt_recorded_requests"] >= 6
+    assert found["adapt_opted_out_requests"] == 3 and trainer.source.tally["updates_heads"] >= 2
+    link._look()
+    check(engine, requests, expected, texts)
+    assert counts(engine)["adapt_swaps"] >= 1
+    assert any(not torch.equal(value, before[name]) for name, value in served(engine).items())
+    assert_serves(engine, VersionFolder(folder / "versions", DRAFTER, TARGET).current()[0])
+    end(engine)
+
+
+def test_enough_tokens():
+    """The session fails at its end if fewer tokens were compared, of which none differed."""
+    compared.require(600)
