@@ -181,3 +181,13 @@ def test_a_miss_is_a_step_that_ends_at_a_node_with_children():
     ]
     assert [misses_of([step]) for step in steps] == [1, 1, 0, 0]
     assert misses_of(steps) == 2
+
+
+def test_a_refused_version_that_new_texts_want_serves_between_two_updates(world, monkeypatch):
+    made, drafter, texts = world
+    simulation = Simulation(drafter, made.teacher, Fixed(Action.FULL, 8), CONFIG)
+    monkeypatch.setattr(simulation.adaptation.judge, "difference", lambda *_: -1.0)
+    found = simulate(simulation, [Place("away", AWAY, n) for n in range(15)], texts)
+    versions = [each.version for each in found.served]
+    assert 12 <= versions.index(1) < 15 and found.swaps == found.refused == 1
+    assert simulation.served.number == 1

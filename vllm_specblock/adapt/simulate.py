@@ -155,6 +155,8 @@ class Simulation:
         request = FinishedRequest(misses_of(steps), len(steps), tokens, seconds)
         record = self._record(sequence, request) if self.policy.records else None
         self.adaptation.finish(record, request)
+        if self.pool.current is not self.served:  # without an update: one that was refused before
+            self.stall += self._swap()
         return served
 
     def tau(self, sequences: Sequence[EvalSequence]) -> float:
