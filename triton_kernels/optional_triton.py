@@ -10,6 +10,8 @@ for parameters alone, not for what is in a group: what is not to be specialized 
 
 Kernels take what belongs together as one NamedTuple: pointers, strides, or constants where the
 parameter is a `tl.constexpr`. It is taken apart when a kernel is compiled, and costs nothing there.
+To Triton 3.6 a member of such a constant is a plain number, which `tl.static_range` and functions
+of Triton's library that take a list (`tl.zeros`) refuse: name it as a `tl.constexpr`, or `tl.full`.
 """
 
 from __future__ import annotations

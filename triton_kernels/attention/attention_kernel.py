@@ -142,7 +142,8 @@ def _tree_attention_kernel(
     )
     span = low, reach
     union = ()
-    for h in tl.static_range(READ.MASK_WORDS32):
+    MASK_WORDS32: tl.constexpr = READ.MASK_WORDS32  # see `optional_triton.py`
+    for h in tl.static_range(MASK_WORDS32):
         half = tl.reduce(tl.load(row_mask_words32 + h, mask=row_in, other=0), 0, _or)
         reach = tl.where(half != 0, tl.maximum(reach, tree_begin + 32 * (h + 1)), reach)
         low = tl.where(half != 0, tl.minimum(low, tree_begin), low)

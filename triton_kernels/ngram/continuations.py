@@ -164,8 +164,9 @@ def _follow_kernel(
     source = _source(place[:, None], k[None, :], length, width)
     token = tl.load(text + source, mask=inside, other=0)
 
-    before = tl.zeros([FOLLOW.BRANCHES, FOLLOW.DEPTH], tl.float32)  # votes at each node's parent
-    votes = tl.zeros([FOLLOW.BRANCHES, FOLLOW.DEPTH], tl.float32)
+    # Votes for each node, and at its parent.
+    votes = tl.full([FOLLOW.BRANCHES, FOLLOW.DEPTH], 0.0, tl.float32)
+    before = tl.full([FOLLOW.BRANCHES, FOLLOW.DEPTH], 0.0, tl.float32)
     # A continuation hangs from the first of those before it that it agrees with for longest.
     parts, leader = tl.full([FOLLOW.BRANCHES], 0, tl.int32), tl.full([FOLLOW.BRANCHES], 0, tl.int32)
     weight = vote * tl.exp2(-0.25 * tl.log2((b + 1).to(tl.float32)))

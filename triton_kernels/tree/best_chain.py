@@ -59,9 +59,10 @@ def _best_chain_kernel(
 
     if tl.load(chain + request * chain_stride) != 0:
         # What a path is worth: the sum of the probabilities of its nodes, found by their bits.
-        gain = tl.zeros([TREE.NODES], tl.float32)
+        gain = tl.full([TREE.NODES], 0.0, tl.float32)
         bit = tl.arange(0, 64)
-        for index in tl.static_range(TREE.W):
+        W: tl.constexpr = TREE.W  # see `optional_triton.py`
+        for index in tl.static_range(W):
             other = index * 64 + bit
             real = (other > 0) & (other <= TREE.NUM_NODES)
             chance = tl.exp(tl.load(logprob + other, mask=real, other=float("-inf")))

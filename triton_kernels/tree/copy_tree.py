@@ -109,7 +109,8 @@ def copy_tree(
     new_ancestors = made.ancestors + request * (TREE.NUM_NODES + 1) * TREE.W
     # 1 << 63 is the sign bit.
     own = tl.full([TREE.NODES], 1, tl.int64) << (node % 64).to(tl.int64)
-    for word in tl.static_range(TREE.W):
+    W: tl.constexpr = TREE.W  # see `optional_triton.py`
+    for word in tl.static_range(W):
         at = ancestors + node * node_stride + word
         value = tl.load(at, mask=node <= last, other=0)
         alone = tl.where(node // 64 == word, own, 0) | (word == 0)

@@ -138,8 +138,7 @@ def select_triton(
 
     C is at most MOST_CANDIDATES; rows may be strided, entries of a row are consecutive.
     """
-    fields = [token, parent, score, key]
-    fields = [x if x.stride(1) == 1 else x.contiguous() for x in fields]
+    fields = [x if x.stride(1) == 1 else x.contiguous() for x in (token, parent, score, key)]
     joins = path_hash is not None
     fields.append(fields[3] if path_hash is None else path_hash.contiguous())
     num_requests, count = key.shape
@@ -263,7 +262,8 @@ def select_part(
     own = (slot[:, None] // 64 == word[None, :]) & (slot > 0)[:, None]
     path = tl.where(own, bit[:, None], 0)
     depth = (slot > 0).to(tl.int32)
-    for step in tl.static_range(SELECT.STEPS):
+    STEPS: tl.constexpr = SELECT.STEPS  # see `optional_triton.py`
+    for step in tl.static_range(STEPS):
         if step > 0:
             jump = tl.gather(jump, jump, 0)
         path += tl.gather(path, tl.broadcast_to(jump[:, None], [SELECT.NODES, SELECT.WORDS]), 0)
