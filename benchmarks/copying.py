@@ -80,8 +80,7 @@ def markdown(results: dict[str, dict[str, Any]]) -> str:
     totals = {name: [total(result, t) for t in TEMPERATURES] for name, result in results.items()}
     bases = [each for name, each in totals.items() if name.startswith(BASE)]
     fastest = [max((each[i]["speed"] for each in bases), default=None) for i in range(2)]
-    head = [f"{what}, T = {t:g}" for t in TEMPERATURES
-            for what in ("τ", "tokens/s", "× SpecBlock")]  # fmt: skip
+    head = [f"{what}, T = {t:g}" for t in TEMPERATURES for what in ("τ", "tokens/s", "× SpecBlock")]
     rows = [["engine", *head, "outputs that differ"]]
     for name, each in totals.items():
         row = [name]
@@ -174,8 +173,10 @@ def main(
     for cell, result in measured[PLAIN].items():
         copied, repeated = (sum(result[key]) / prompts for key in ("copied", "repeated"))
         print(f"{cell}: {copied:.0%} copied from the prompt, {repeated:.0%} the answer's own again")
-    print(f"\n{len(FORMS) * prompts} prompts, {max_tokens} tokens each, batch 1, {dtype}; "
-          f"two heads: N = {nodes}, M = {blocks}\n\n{markdown(measured)}")  # fmt: skip
+    print(
+        f"\n{len(FORMS) * prompts} prompts, {max_tokens} tokens each, batch 1, {dtype}; "
+        f"two heads: N = {nodes}, M = {blocks}\n\n{markdown(measured)}"
+    )
     different = any(cell.get("different") for found in measured.values() for cell in found.values())
     if failed or different:
         raise typer.Exit(1)

@@ -38,9 +38,16 @@ def queries_of(tables: Tensor, context: int, mask_words: Tensor) -> TreeAttentio
     before = torch.full((batch * rows,), context, dtype=torch.int32)
     length = before[:batch] + rows
     return TreeAttentionBatch(
-        tables, BLOCK, start, start.tolist(), length, length.tolist(), before,
-        mask_words.flatten(0, 1), before[:batch],
-    )  # fmt: skip
+        tables,
+        BLOCK,
+        start,
+        start.tolist(),
+        length,
+        length.tolist(),
+        before,
+        mask_words.flatten(0, 1),
+        before[:batch],
+    )
 
 
 def ways(
@@ -111,8 +118,14 @@ def main(
 ) -> None:
     """Time one layer's attention, print microseconds of CPU time, write JSON."""
     torch.set_num_threads(threads)
-    settings = {"rows": rows, "heads": heads, "kv_heads": kv_heads, "size": size,
-                "threads": threads, "runs": runs}  # fmt: skip
+    settings = {
+        "rows": rows,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "size": size,
+        "threads": threads,
+        "runs": runs,
+    }
     store = ResultsStore(out, settings)
     for (name, dtype), batch, context in itertools.product(
         DTYPES.items(), BATCHES, contexts or CONTEXTS

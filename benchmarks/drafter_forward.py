@@ -41,9 +41,14 @@ FIRST, LATER = "catch-up and block 1", "later block"
 
 
 def attention_builder(
-    config: DrafterConfig, context: int, batch: int, rows: int, keep: bool, where: torch.device,
+    config: DrafterConfig,
+    context: int,
+    batch: int,
+    rows: int,
+    keep: bool,
+    where: torch.device,
     dtype: torch.dtype,
-) -> PagedAttention:  # fmt: skip
+) -> PagedAttention:
     """What `rows` rows of each of `batch` requests see: the context's entries, and each other.
 
     keep: the last layer answers for the last row of each request only.
@@ -51,10 +56,11 @@ def attention_builder(
     K, length = config.block_size, context + rows
     blocks = -(-length // BLOCK)
     storage = [
-        torch.randn(batch * blocks, BLOCK * K, config.num_key_value_heads, 2 * config.head_dim,
-                    device=where).to(dtype)
+        torch.randn(
+            batch * blocks, BLOCK * K, config.num_key_value_heads, 2 * config.head_dim, device=where
+        ).to(dtype)
         for _ in range(config.num_hidden_layers)
-    ]  # fmt: skip
+    ]
     caches = [each.transpose(1, 2) for each in storage]
     table = torch.arange(batch * blocks, dtype=torch.int32, device=where).view(batch, blocks)
     position = torch.arange(context, length, device=where)
@@ -69,10 +75,16 @@ def attention_builder(
         host = [seen.numel() * request for request in range(batch + 1)]
         seen = seen.flatten().repeat(batch)
         return TreeAttentionBatch(
-            table, BLOCK * K, torch.tensor(host, dtype=torch.int32, device=where), host, lengths,
-            [length * K] * batch, seen, torch.zeros(len(seen), 1, dtype=torch.int64, device=where),
+            table,
+            BLOCK * K,
+            torch.tensor(host, dtype=torch.int32, device=where),
+            host,
             lengths,
-        )  # fmt: skip
+            [length * K] * batch,
+            seen,
+            torch.zeros(len(seen), 1, dtype=torch.int64, device=where),
+            lengths,
+        )
 
     return PagedAttention(caches, kv_index, queries(see), queries(see[-1:]) if keep else None)
 
@@ -118,11 +130,17 @@ def table(results: dict[str, dict[str, Any]]) -> str:
     rows = [["forward", "batch", "rows each", "context", "µs", "bound µs", "times the bound"]]
     for each in results.values():
         bound = each["bound_us"]
-        rows.append([
-            each["form"], str(each["batch"]), str(each["rows"]), str(each["context"]),
-            f"{each['median_us']:.1f}", "–" if bound is None else f"{bound:.1f}",
-            "–" if bound is None else f"{each['median_us'] / bound:.2f}",
-        ])  # fmt: skip
+        rows.append(
+            [
+                each["form"],
+                str(each["batch"]),
+                str(each["rows"]),
+                str(each["context"]),
+                f"{each['median_us']:.1f}",
+                "–" if bound is None else f"{bound:.1f}",
+                "–" if bound is None else f"{each['median_us'] / bound:.2f}",
+            ]
+        )
     return markdown_table(rows)
 
 
@@ -149,8 +167,14 @@ def main(
     where = torch.device(device)
     name = model or ("tiny" if where.type == "cpu" else "llama-8b")
     dtype = torch.float32 if where.type == "cpu" else torch.bfloat16
-    settings = {"device": device_name(where), "model": name, "dtype": str(dtype),
-                "context": context, "runs": runs, "quantization": quantization}  # fmt: skip
+    settings = {
+        "device": device_name(where),
+        "model": name,
+        "dtype": str(dtype),
+        "context": context,
+        "runs": runs,
+        "quantization": quantization,
+    }
     store = ResultsStore(out, settings)
     with TemporaryDirectory() as folder:
         drafter = make_drafter(write_target(Path(folder), MODELS[name], 0), MODELS[name])
@@ -166,10 +190,18 @@ def main(
         least = bytes_to_read(drafter, form, context, batch)
         with torch.inference_mode():
             took = time_call(forward(drafter, form, context, batch, count), where, runs)
-        store.add(key, asdict(took) | {
-            "form": form, "batch": batch, "rows": count, "context": context, "bytes": least,
-            "bound_us": least / peak * 1e6 if peak else None,
-        })  # fmt: skip
+        store.add(
+            key,
+            asdict(took)
+            | {
+                "form": form,
+                "batch": batch,
+                "rows": count,
+                "context": context,
+                "bytes": least,
+                "bound_us": least / peak * 1e6 if peak else None,
+            },
+        )
     print(f"{settings}\n\n{table(store.results)}")
 
 

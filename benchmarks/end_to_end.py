@@ -95,9 +95,11 @@ def engines(
     for tokens in chains:
         if gpu:
             found[f"n-gram @ {tokens}"] = {
-                "method": "ngram_gpu", "num_speculative_tokens": tokens,
-                "prompt_lookup_min": 2, "prompt_lookup_max": 5,
-            }  # fmt: skip
+                "method": "ngram_gpu",
+                "num_speculative_tokens": tokens,
+                "prompt_lookup_min": 2,
+                "prompt_lookup_max": 5,
+            }
         found[f"EAGLE-3 chain @ {tokens}"] = eagle3_chain(place.eagle, tokens)
     tree = specblock(place.drafter, num_blocks=BLOCKS, num_starts=STARTS)
     for count in nodes:
@@ -161,8 +163,20 @@ def table(results: dict[str, dict[str, Any]]) -> str:
     τ is of all passes, per tree; tokens per step, of a request, are of the quickest pass, as times
     are. Where heads rest now and then, the two are far apart.
     """
-    rows = [["batch", "engine", "tokens/s", "× vLLM", "τ", "tokens per step", "ms per step",
-             "drafting", "rest / vLLM's step", "GPU GB over vLLM's"]]  # fmt: skip
+    rows = [
+        [
+            "batch",
+            "engine",
+            "tokens/s",
+            "× vLLM",
+            "τ",
+            "tokens per step",
+            "ms per step",
+            "drafting",
+            "rest / vLLM's step",
+            "GPU GB over vLLM's",
+        ]
+    ]
     for name, each in results.items():
         plain = results.get(f"{PLAIN}, batch {each['batch']}")
         rest = each["step_ms"] - each["drafting_ms"]
@@ -174,11 +188,20 @@ def table(results: dict[str, dict[str, Any]]) -> str:
             verify = f"{rest / plain['step_ms']:.2f}"
             if plain["device_bytes"]:
                 memory = f"{(each['device_bytes'] - plain['device_bytes']) / 1e9:.2f}"
-        rows.append([
-            str(each["batch"]), name.rpartition(", batch")[0], f"{each['tokens_per_second']:.0f}",
-            speed, tau, f"{each['tokens_per_step']:.2f}", f"{each['step_ms']:.2f}",
-            f"{each['drafting_ms'] / each['step_ms']:.0%}", verify, memory,
-        ])  # fmt: skip
+        rows.append(
+            [
+                str(each["batch"]),
+                name.rpartition(", batch")[0],
+                f"{each['tokens_per_second']:.0f}",
+                speed,
+                tau,
+                f"{each['tokens_per_step']:.2f}",
+                f"{each['step_ms']:.2f}",
+                f"{each['drafting_ms'] / each['step_ms']:.0%}",
+                verify,
+                memory,
+            ]
+        )
     return markdown_table(rows)
 
 
@@ -213,12 +236,17 @@ def main(
 
         config = AutoConfig.from_pretrained(place.target)
         settings = {
-            "model": model, "device": device_name(torch.device("cuda" if gpu else "cpu")),
-            "dtype": "bfloat16" if gpu else "float32", "graphs": graphs and gpu,
-            "tau": tau, "alpha": place.best, "context": context, "tokens": tokens,
+            "model": model,
+            "device": device_name(torch.device("cuda" if gpu else "cpu")),
+            "dtype": "bfloat16" if gpu else "float32",
+            "graphs": graphs and gpu,
+            "tau": tau,
+            "alpha": place.best,
+            "context": context,
+            "tokens": tokens,
             "repeat": repeat,
             "drafter_bytes": (place.drafter / "model.safetensors").stat().st_size,
-        }  # fmt: skip
+        }
         more = json.loads(engine)
         settings |= {"engine": more} if more else {}
         store, failed = ResultsStore(path, settings), []

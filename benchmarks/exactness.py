@@ -184,19 +184,31 @@ def main(
         adaptive = known[combination].get("enable_adaptive_verification", False)
         graphs = graphs or (adaptive and torch.cuda.is_available())
         compared, seconds = compare(known[combination], tokens, graphs, target, questions)
-        print(f"{combination}: {compared} tokens compared in {seconds:.0f} s, 0 different "
-              f"(float32, batch 8{', CUDA graphs' if graphs else ''})", flush=True)  # fmt: skip
+        print(
+            f"{combination}: {compared} tokens compared in {seconds:.0f} s, 0 different "
+            f"(float32, batch 8{', CUDA graphs' if graphs else ''})",
+            flush=True,
+        )
         return
-    options = [f"--tokens={tokens}", f"--nodes={nodes}", f"--drafter={drafter}",
-               f"--second={second}", f"--eagle3={eagle}", f"--target={target}",
-               *[f"--questions={questions}"] * bool(questions), *["--graphs"] * graphs]  # fmt: skip
+    options = [
+        f"--tokens={tokens}",
+        f"--nodes={nodes}",
+        f"--drafter={drafter}",
+        f"--second={second}",
+        f"--eagle3={eagle}",
+        f"--target={target}",
+        *[f"--questions={questions}"] * bool(questions),
+        *["--graphs"] * graphs,
+    ]
     failed = [
         name
         for name in known
         if subprocess.run([sys.executable, __file__, f"--combination={name}", *options]).returncode
     ]
-    print(f"{len(known) - len(failed)} of {len(known)} combinations are exact"
-          + "".join(f"\nnot exact, or failed: {name}" for name in failed))  # fmt: skip
+    print(
+        f"{len(known) - len(failed)} of {len(known)} combinations are exact"
+        + "".join(f"\nnot exact, or failed: {name}" for name in failed)
+    )
     raise typer.Exit(bool(failed))
 
 

@@ -43,8 +43,17 @@ def table(results: dict[str, dict[str, Any]]) -> str:
             ratio = "–" if over is None else f"{over:.2f}"
             if "FlashAttention" in name:
                 ratio += f" (goal ≤ {GOAL:.2f}: {'met' if over <= GOAL else 'missed'})"
-            rows.append([case["kernel"], case["shape"], name, f"{each['median_us']:.1f}",
-                         f"{each['gb_s']:.0f}", share, ratio])  # fmt: skip
+            rows.append(
+                [
+                    case["kernel"],
+                    case["shape"],
+                    name,
+                    f"{each['median_us']:.1f}",
+                    f"{each['gb_s']:.0f}",
+                    share,
+                    ratio,
+                ]
+            )
     return markdown_table(rows)
 
 
@@ -63,8 +72,13 @@ def main(
     """Time every kernel, print a table, write JSON."""
     where = torch.device(device)
     sizes = TINY if where.type == "cpu" else LARGE
-    settings = {"device": device_name(where), "tiny": sizes is TINY, "runs": runs,
-                "dtype": str(sizes.dtype), "splits": splits or []}  # fmt: skip
+    settings = {
+        "device": device_name(where),
+        "tiny": sizes is TINY,
+        "runs": runs,
+        "dtype": str(sizes.dtype),
+        "splits": splits or [],
+    }
     store = ResultsStore(out, settings)
     for case in cases(sizes, where, splits or []):
         name = f"{case.kernel}, {case.shape}"

@@ -113,8 +113,10 @@ def main(
     pictures = record(speculative, target, prompt, new_tokens)
     best = max(pictures, key=mix)
     save_tree(best, LEGEND, out)
-    print(f"{out}: tree {pictures.index(best) + 1} of {len(pictures)}, {len(best.text) - 1} nodes, "
-          f"{len(best.accepted) - 1} accepted")  # fmt: skip
+    print(
+        f"{out}: tree {pictures.index(best) + 1} of {len(pictures)}, {len(best.text) - 1} nodes, "
+        f"{len(best.accepted) - 1} accepted"
+    )
 
 
 if __name__ == "__main__":

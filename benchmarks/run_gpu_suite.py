@@ -64,8 +64,14 @@ def bench(name: str, options: str, estimate: int, limit: int, *words: str) -> St
 def exact(combination: str, estimate: int, *options: str) -> Step:
     """Two engines of the example pair, float32."""
     name = " ".join(("exact:", combination, *options))
-    return bench(name, "exactness --tokens=1500", estimate, 2 * estimate,
-                 f"--combination={combination}", *options)  # fmt: skip
+    return bench(
+        name,
+        "exactness --tokens=1500",
+        estimate,
+        2 * estimate,
+        f"--combination={combination}",
+        *options,
+    )
 
 
 def tests(name: str, estimate: int, limit: int, words: str, *more: str) -> Step:
@@ -77,13 +83,19 @@ def serving(model: str, batches: str, only: str, estimate: int, limit: int) -> S
     """Per engine and batch a start of half a minute and seconds of work; drafters of random
     weights take half a minute more, once."""
     options = f"end_to_end --model={model} --batches={batches} --repeat=2 --out {RESULT}"
-    return bench(f"{model}, batch {batches}", options, estimate, limit, f"--only={only}",
-                 f"--engine={QUICK}")  # fmt: skip
+    return bench(
+        f"{model}, batch {batches}", options, estimate, limit, f"--only={only}", f"--engine={QUICK}"
+    )
 
 
 def idle(batch: int) -> Step:
-    return bench(f"idle share, batch {batch}", f"gpu_idle --batch={batch} --json {RESULT}", 30,
-                 90, f"--engine={QUICK}")  # fmt: skip
+    return bench(
+        f"idle share, batch {batch}",
+        f"gpu_idle --batch={batch} --json {RESULT}",
+        30,
+        90,
+        f"--engine={QUICK}",
+    )
 
 
 PARTS: dict[int, list[Step]] = {
@@ -93,13 +105,17 @@ PARTS: dict[int, list[Step]] = {
         exact("SpecBlock", 40, "--graphs"),
         tests("adaptive", 60, 120, "tests/engine/adaptive/test_trees.py"),
         tests("kernels", 120, 200, "-n8 tests/triton_kernels -k", "cuda or compile"),
-        bench("attention",
-              f"kernels --only=attention --runs=30 --splits=256 --out {RESULT}",
-              70, 110),
+        bench(
+            "attention", f"kernels --only=attention --runs=30 --splits=256 --out {RESULT}", 70, 110
+        ),
         exact("EAGLE-3", 35, "--graphs"),
         exact("SpecBlock + n-gram, merge trie, joint", 35, "--graphs"),
-        tests("waits, graphs", 75, 120, "tests/engine/runner/test_no_sync.py "
-              "tests/engine/runner/test_graphs.py"),
+        tests(
+            "waits, graphs",
+            75,
+            120,
+            "tests/engine/runner/test_no_sync.py tests/engine/runner/test_graphs.py",
+        ),
         idle(1),
     ],
     2: [  # how fast it is
@@ -107,8 +123,12 @@ PARTS: dict[int, list[Step]] = {
         idle(8),
         bench("drafter", f"drafter_forward --rows=1,8,64 --batches=1,8,32 --out {RESULT}", 60, 100),
         bench("kernels", f"kernels --runs=30 --out {RESULT}", 75, 120),
-        bench("drafter, 8 bits",
-              f"drafter_forward --quantization=fp8 --rows=8 --batches=1,8 --out {RESULT}", 35, 80),
+        bench(
+            "drafter, 8 bits",
+            f"drafter_forward --quantization=fp8 --rows=8 --batches=1,8 --out {RESULT}",
+            35,
+            80,
+        ),
         serving("llama-8b", "8", "SpecBlock @ 12", 90, 200),
     ],
     3: [  # more of both
@@ -120,11 +140,16 @@ PARTS: dict[int, list[Step]] = {
     ],
     4: [  # what can wait
         Step("prompts", ("examples/two_heads/prompts.py", "runs/two_heads"), 5, 30),
-        bench("two heads", "two_heads --dtype=bfloat16 --graphs --batch=1 --budgets=60 --chains=3 "
-              f"--prompts=8 --out {RESULT}", 300, 400),
+        bench(
+            "two heads",
+            "two_heads --dtype=bfloat16 --graphs --batch=1 --budgets=60 --chains=3 "
+            f"--prompts=8 --out {RESULT}",
+            300,
+            400,
+        ),
         serving("llama-8b", "128", "SpecBlock @ 12; adaptive", 130, 200),
     ],
-}  # fmt: skip
+}
 
 
 def ended(command: list[str], log: Any, limit: float) -> int | None:
@@ -133,9 +158,14 @@ def ended(command: list[str], log: Any, limit: float) -> int | None:
     What it left running is killed in any case: engines hold the GPU's memory.
     """
     process = subprocess.Popen(
-        command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
-        start_new_session=True, env=os.environ | {"PYTHONUNBUFFERED": "1"},
-    )  # fmt: skip
+        command,
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},
+    )
     try:
         return process.wait(limit)
     except subprocess.TimeoutExpired:
@@ -168,8 +198,9 @@ def run(steps: list[Step], log_path: Path, json_path: Path, seconds: float) -> l
             took = round(time.monotonic() - began, 1)
             print(f"===== {step.name}: {state}, {took} s", file=log, flush=True)
             print(f"{step.name}: {state}, {took} s", flush=True)
-            summary.append({"step": step.name, "exit": state, "seconds": took,
-                            "estimate": step.estimate})  # fmt: skip
+            summary.append(
+                {"step": step.name, "exit": state, "seconds": took, "estimate": step.estimate}
+            )
             if found.exists():  # also of a step that was killed: ledgers are whole at any time
                 results[step.name] = json.loads(found.read_text(encoding="utf-8"))
             text = json.dumps({"summary": summary, "results": results}, indent=1)

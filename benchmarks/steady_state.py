@@ -33,11 +33,15 @@ def params_of(task: Task, count: int) -> list[Any]:
 
     return [
         SamplingParams(
-            temperature=task.temperature, max_tokens=count, seed=index, ignore_eos=True,
-            detokenize=False, output_kind=RequestOutputKind.DELTA,
+            temperature=task.temperature,
+            max_tokens=count,
+            seed=index,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
         )
         for index in range(task.batch)
-    ]  # fmt: skip
+    ]
 
 
 def window(llm: Any, task: Task, name: str, stopwatch: Any) -> tuple[float, Counter]:

@@ -31,8 +31,11 @@ _COMMAND = (sys.executable, "-P", str(Path(__file__).parent / "lib/sections.py")
 
 def engines_of(drafter: str | None, nodes: int) -> dict[str, tuple[str | None, dict | None]]:
     """By name: which runner is asked for, and vLLM's `speculative_config`."""
-    trees = {"method": "specblock", "num_speculative_tokens": nodes,
-             "enable_adaptive_verification": False}  # fmt: skip
+    trees = {
+        "method": "specblock",
+        "num_speculative_tokens": nodes,
+        "enable_adaptive_verification": False,
+    }
     found: dict[str, tuple[str | None, dict | None]] = {
         "default runner": (None, None),
         "V2, plain": ("1", None),
@@ -57,15 +60,25 @@ def start(
 ) -> dict[str, EngineProcess]:
     """All engines, each ready and at rest."""
     logs.mkdir(parents=True, exist_ok=True)
-    settings = {"model": target, "dtype": dtype, "max_model_len": 1024, "max_num_seqs": batch,
-                "kv_cache_memory_bytes": 512 << 20, "enable_prefix_caching": False,
-                "disable_log_stats": False, "distributed_executor_backend": "uni",
-                "enforce_eager": eager}  # fmt: skip
+    settings = {
+        "model": target,
+        "dtype": dtype,
+        "max_model_len": 1024,
+        "max_num_seqs": batch,
+        "kv_cache_memory_bytes": 512 << 20,
+        "enable_prefix_caching": False,
+        "disable_log_stats": False,
+        "distributed_executor_backend": "uni",
+        "enforce_eager": eager,
+    }
     engines: dict[str, EngineProcess] = {}
     try:
         for number, (name, (runner, speculative)) in enumerate(which.items()):
-            environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR",
-                           RUNNER: runner}  # fmt: skip
+            environment = {
+                "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+                "VLLM_LOGGING_LEVEL": "ERROR",
+                RUNNER: runner,
+            }
             arguments = settings | {"speculative_config": speculative}
             log = logs / f"{number}.log"
             engines[name] = EngineProcess(name, arguments, environment, log, _COMMAND)
@@ -83,8 +96,13 @@ def take_turns(
     rounds: int,
 ) -> dict[str, dict[str, Any]]:
     """By engine: milliseconds of a step, section by section, and τ; medians over rounds."""
-    job = {"prompts": prompts, "seeds": [*range(len(prompts))], "temperature": sampling_temperature,
-           "max_tokens": tokens, "ignore_eos": True}  # fmt: skip
+    job = {
+        "prompts": prompts,
+        "seeds": [*range(len(prompts))],
+        "temperature": sampling_temperature,
+        "max_tokens": tokens,
+        "ignore_eos": True,
+    }
     for engine in engines.values():
         engine.ask(job | {"max_tokens": 24})
     said = [{name: engine.ask(job) for name, engine in engines.items()} for _ in range(rounds)]

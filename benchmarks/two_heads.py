@@ -171,8 +171,10 @@ def main(
                 if name == PLAIN:
                     raise typer.Exit(1)
         different += must_not_differ(store.results)
-        print(f"\nbatch {size}, {dtype}, {len(texts[SLICES[0]])} prompts a slice, "
-              f"{max_tokens} tokens each\n\n{markdown(store.results)}\n")  # fmt: skip
+        print(
+            f"\nbatch {size}, {dtype}, {len(texts[SLICES[0]])} prompts a slice, "
+            f"{max_tokens} tokens each\n\n{markdown(store.results)}\n"
+        )
     if failed or different:
         print(f"failed: {', '.join(failed) or 'none'}", file=sys.stderr)
         print(f"outputs that must not differ and do: {different}", file=sys.stderr)

@@ -140,8 +140,12 @@ def start(
     }
     # In one process, a second thread of torch only spins beside vLLM's own. As vLLM's own attention
     # would on a GPU, kernels in Triton would round float32 to TF32.
-    common = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR",
-              "OMP_NUM_THREADS": "1", "TRITON_F32_DEFAULT": "ieee"}  # fmt: skip
+    common = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "OMP_NUM_THREADS": "1",
+        "TRITON_F32_DEFAULT": "ieee",
+    }
     print(f"{NAME} in {dtype}: starting vLLM twice, plain and with {label(speculative)}.")
     print("That takes a minute or two, longer the first time: vLLM compiles the model.", flush=True)
     began = time.perf_counter()
@@ -184,8 +188,14 @@ def ask(
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": message}], add_generation_prompt=True, return_dict=False
     )
-    job = {"prompts": [prompt], "seeds": [0], "temperature": 0.0, "max_tokens": max_tokens,
-           "ignore_eos": False, "stream": True}  # fmt: skip
+    job = {
+        "prompts": [prompt],
+        "seeds": [0],
+        "temperature": 0.0,
+        "max_tokens": max_tokens,
+        "ignore_eos": False,
+        "stream": True,
+    }
     found = engine.ask(job, listener.hear)
     counters = found["counters"]
     return Answer(

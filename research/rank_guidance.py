@@ -54,9 +54,14 @@ def answered(
 
 
 def measure(
-    drafter: Path, target: Path, questions: list[Path], count: int, tokens: int,
-    nodes: list[int], blocks: int,
-) -> list[dict]:  # fmt: skip
+    drafter: Path,
+    target: Path,
+    questions: list[Path],
+    count: int,
+    tokens: int,
+    nodes: list[int],
+    blocks: int,
+) -> list[dict]:
     """A row per temperature, N and tree."""
     model = checkpoint.load(drafter, torch.bfloat16, "cpu").eval()
     rows = []

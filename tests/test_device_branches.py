@@ -33,8 +33,10 @@ def drafted(out, first_on_the_path, **environment) -> tuple[list[dict[str, torch
     paths = os.pathsep.join(map(str, (*first_on_the_path, ROOT / "tests/lib")))
     subprocess.run(
         [sys.executable, "-m", "support.device_branches", out],
-        env=os.environ | {"PYTHONPATH": paths} | environment, check=True, cwd=out.parent,
-    )  # fmt: skip
+        env=os.environ | {"PYTHONPATH": paths} | environment,
+        check=True,
+        cwd=out.parent,
+    )
     found = torch.load(out)
     return found["trees"], Path(found["package"])
 

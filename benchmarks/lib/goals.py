@@ -27,16 +27,20 @@ def goals(results: dict[str, dict[str, Any]], settings: dict[str, Any]) -> list[
             best[each["batch"]] = max(speed, best.get(each["batch"], 0.0))
     said = []
     if 1 in best and settings["tau"] == SPEED_TAU:
-        said.append(f"best × vLLM at batch 1, τ = {SPEED_TAU} at 60 nodes: {best[1]:.2f} "
-                    f"(goal ≥ {SPEED_GOAL})")  # fmt: skip
+        said.append(
+            f"best × vLLM at batch 1, τ = {SPEED_TAU} at 60 nodes: {best[1]:.2f} "
+            f"(goal ≥ {SPEED_GOAL})"
+        )
     if best:
         worst = min(best, key=best.get)
         said.append(f"best × vLLM at the worst batch, {worst}: {best[worst]:.2f} (goal ≥ 1.0)")
     tree = ours.get(f"SpecBlock @ {VERIFY_NODES}, batch 1")
     if tree is None:
         return said
-    said.append(f"drafting share, batch 1: {tree['drafting_ms'] / tree['step_ms']:.0%} "
-                f"(goal ≤ {DRAFTING_GOAL:.0%})")  # fmt: skip
+    said.append(
+        f"drafting share, batch 1: {tree['drafting_ms'] / tree['step_ms']:.0%} "
+        f"(goal ≤ {DRAFTING_GOAL:.0%})"
+    )
     if 1 in plain:
         rest = (tree["step_ms"] - tree["drafting_ms"]) / plain[1]["step_ms"]
         at = f"batch 1, context {settings['context']}"
@@ -44,6 +48,8 @@ def goals(results: dict[str, dict[str, Any]], settings: dict[str, Any]) -> list[
         said.append(f"step without drafting over a plain step, {at}: {rest:.2f}{goal}")
         if plain[1]["device_bytes"]:
             over = tree["device_bytes"] - plain[1]["device_bytes"] - settings["drafter_bytes"]
-            said.append(f"GPU memory beyond weights and cache: {over / 1e6:.0f} MB "
-                        f"(goal ≤ {MEMORY_GOAL / 1e6:.0f})")  # fmt: skip
+            said.append(
+                f"GPU memory beyond weights and cache: {over / 1e6:.0f} MB "
+                f"(goal ≤ {MEMORY_GOAL / 1e6:.0f})"
+            )
     return said

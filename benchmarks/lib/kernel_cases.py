@@ -52,9 +52,18 @@ class Sizes:
 
 
 LARGE = Sizes(
-    torch.bfloat16, 32, 8, 128, 60, (512, 2048, 8192, 32768), (1, 2, 4, 8, 16, 32), 32, 4096, 14336,
+    torch.bfloat16,
+    32,
+    8,
+    128,
+    60,
+    (512, 2048, 8192, 32768),
+    (1, 2, 4, 8, 16, 32),
+    32,
+    4096,
+    14336,
     (1, 4, 8, 16, 32, 64),
-)  # fmt: skip
+)
 TINY = Sizes(torch.float32, 4, 2, 16, 12, (40,), (1, 2), 2, 32, 48, (1, 3))
 
 
@@ -142,9 +151,18 @@ def _flash(query, storage, start, lengths, length, table) -> Callable[[], Tensor
     key, value = (each.contiguous() for each in storage.chunk(2, dim=-1))
     out, queries = torch.empty_like(query), len(query) // len(table)
     return lambda: flash_attn_varlen_func(
-        query, key, value, queries, start, length, seqused_k=lengths, causal=True,
-        block_table=table, out=out, fa_version=get_flash_attn_version(),
-    )  # fmt: skip
+        query,
+        key,
+        value,
+        queries,
+        start,
+        length,
+        seqused_k=lengths,
+        causal=True,
+        block_table=table,
+        out=out,
+        fa_version=get_flash_attn_version(),
+    )
 
 
 def _flash_prefix(packed, query, cache, scale) -> Callable[[], Tensor]:

@@ -89,9 +89,15 @@ def write_eagle3(folder: Path, model: Model) -> Path:
     target, folder = model.target, Path(folder)
     layers = list(default_layer_ids(target.num_hidden_layers))
     kept = (
-        "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
-        "head_dim", "vocab_size", "rms_norm_eps", "max_position_embeddings",
-    )  # fmt: skip
+        "hidden_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "vocab_size",
+        "rms_norm_eps",
+        "max_position_embeddings",
+    )
     raw = {name: getattr(target, name) for name in kept} | {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",

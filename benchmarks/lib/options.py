@@ -33,8 +33,9 @@ def chosen(found: dict[str, Any], only: str | None) -> dict[str, Any]:
     parts = [part.strip() for part in only.split(";") if part.strip()]
     for part in parts:
         if not any(part in name for name in found):
-            raise SystemExit(f"--only {part!r} is in no engine's name; there are: "
-                             + "; ".join(found))  # fmt: skip
+            raise SystemExit(
+                f"--only {part!r} is in no engine's name; there are: " + "; ".join(found)
+            )
     return {
         name: keys
         for name, keys in found.items()

@@ -180,9 +180,15 @@ class Eagle3(Learner, Eagle3Model):
     def _config_json(self) -> dict[str, Any]:
         shape = self.config
         of_layer = (
-            "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim",
-            "intermediate_size", "vocab_size", "draft_vocab_size", "rms_norm_eps",
-        )  # fmt: skip
+            "hidden_size",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "intermediate_size",
+            "vocab_size",
+            "draft_vocab_size",
+            "rms_norm_eps",
+        )
         rope = {
             "rope_type": "default",
             **(shape.rope_scaling or {}),

@@ -44,9 +44,19 @@ class Falcon(TrunkLearner, FalconModel):
 
     @classmethod
     def for_target(
-        cls, target_config: Any, d2t: Tensor, t2d: Tensor, seed: int, head: Tensor | None = None,
-        *, block: int = 2, forwards: int = 3, lstm_layers: int = 1, budget: int = 60, **sizes: Any,
-    ) -> Falcon:  # fmt: skip
+        cls,
+        target_config: Any,
+        d2t: Tensor,
+        t2d: Tensor,
+        seed: int,
+        head: Tensor | None = None,
+        *,
+        block: int = 2,
+        forwards: int = 3,
+        lstm_layers: int = 1,
+        budget: int = 60,
+        **sizes: Any,
+    ) -> Falcon:
         """A drafter for a target with this transformers config.
 
         Args:

@@ -65,9 +65,14 @@ class Medusa(PositionsLearner, MedusaModel):
 
     @classmethod
     def for_target(
-        cls, target_config: Any, d2t: Tensor, t2d: Tensor, seed: int, head: Tensor | None = None,
+        cls,
+        target_config: Any,
+        d2t: Tensor,
+        t2d: Tensor,
+        seed: int,
+        head: Tensor | None = None,
         **sizes: Any,
-    ) -> Medusa:  # fmt: skip
+    ) -> Medusa:
         """Heads for a target with this transformers config; `seed` of the weights."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)

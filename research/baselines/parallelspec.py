@@ -33,9 +33,17 @@ class ParallelSpec(TrunkLearner, ParallelSpecModel):
 
     @classmethod
     def for_target(
-        cls, target_config: Any, d2t: Tensor, t2d: Tensor, seed: int, head: Tensor | None = None,
-        *, positions: int = 8, budget: int = 60, **sizes: Any,
-    ) -> ParallelSpec:  # fmt: skip
+        cls,
+        target_config: Any,
+        d2t: Tensor,
+        t2d: Tensor,
+        seed: int,
+        head: Tensor | None = None,
+        *,
+        positions: int = 8,
+        budget: int = 60,
+        **sizes: Any,
+    ) -> ParallelSpec:
         """A drafter for a target with this transformers config.
 
         Args:

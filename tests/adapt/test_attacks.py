@@ -25,9 +25,10 @@ def served(phase: str, tokens: int) -> Served:
 def test_half_of_the_requests_attack_and_no_text_comes_twice():
     stream = attacked(100)
     assert Counter(place.phase for place in stream) == {
-        "clean, before": 20, "clean, after": 20,
+        "clean, before": 20,
+        "clean, after": 20,
         **{name: 10 for each in ATTACKS for name in (each, f"clean, {each}")},
-    }  # fmt: skip
+    }
     assert len({(place.domain, place.text) for place in stream}) == len(stream) == 100
     assert {place.domain for place in stream if place.phase.startswith(CLEAN)} == {HOME}
     assert [place.domain for place in stream if place.phase in ATTACKS] == [1] * 10 + [2] * 10 + [

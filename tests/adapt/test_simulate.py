@@ -115,8 +115,13 @@ def test_what_training_costs_is_charged_to_the_next_request(world):
     assert [n for n, each in enumerate(found.served) if each.training] == [8, 16]
     assert {each.training for each in found.served} == {0.0, 8.0}
     assert all(each.seconds == each.training + 0.5 * each.steps for each in found.served)
-    heads = run(world, Fixed(Action.HEADS, 8, gated=False), "stationary", 9,
-                config=replace(CONFIG, cost=cost))  # fmt: skip
+    heads = run(
+        world,
+        Fixed(Action.HEADS, 8, gated=False),
+        "stationary",
+        9,
+        config=replace(CONFIG, cost=cost),
+    )
     assert heads.served[-1].training == 2.25
 
 

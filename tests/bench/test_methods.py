@@ -45,8 +45,10 @@ def test_every_built_in_method_is_one_that_the_plugin_takes(make_config, drafter
 def test_a_chain_keeps_its_own_length(make_config, drafters):
     chain = methods(make_config, "eagle3-chain", drafter=drafters, nodes=24)["eagle3-chain"]
     assert chain.speculative == {
-        "method": "eagle3", "model": str(drafters["eagle3"]), "num_speculative_tokens": 3
-    }  # fmt: skip
+        "method": "eagle3",
+        "model": str(drafters["eagle3"]),
+        "num_speculative_tokens": 3,
+    }
 
 
 def test_plain_vllm_comes_first(make_config):

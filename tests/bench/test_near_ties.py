@@ -36,9 +36,11 @@ def test_every_one_is_found_once(make_bench):
     found = differences(bench, plain_of(bench))
     # Second turns of the chats come after other answers: there is nothing to compare.
     assert {(each.method, each.set, each.question) for each in found} == {
-        ("other", "chats", "a"), ("other", "chats", "b"), ("other", "single", "q0"),
+        ("other", "chats", "a"),
+        ("other", "chats", "b"),
+        ("other", "single", "q0"),
         ("other", "single", "q2"),
-    }  # fmt: skip
+    }
     assert len(found) == 4
     for each in found:
         assert len(each.plain) == len(each.ours) == 4

@@ -40,9 +40,11 @@ def tokenizer(template: str | None):
             return {"input_ids": list(map(ord, text))}
 
     return Letters(
-        bos_token_id=1, eos_token_id=2, chat_template=template,
+        bos_token_id=1,
+        eos_token_id=2,
+        chat_template=template,
         apply_chat_template=apply_chat_template,
-    )  # fmt: skip
+    )
 
 
 def reader(template: str | None = TEMPLATE, raw: bool = False, **options) -> Reader:
@@ -133,8 +135,11 @@ def test_room_for_the_longest_chat():
 def test_seeds_are_the_questions_own():
     seeds = {
         seed_of(name, Question(ident, ("x",)), turn, seed)
-        for name in ("s", "t") for ident in ("a", "b") for turn in (0, 1) for seed in (0, 1)
-    }  # fmt: skip
+        for name in ("s", "t")
+        for ident in ("a", "b")
+        for turn in (0, 1)
+        for seed in (0, 1)
+    }
     assert len(seeds) == 16 and seed_of("s", CHAT, 0, 0) == seed_of("s", CHAT, 0, 0)
 
 

@@ -145,8 +145,11 @@ def test_all_files_of_a_run(make_bench):
     quiet(bench)
     text, files = write_results(bench)
     assert [path.name for path in files] == [
-        "results.json", "table.md", "speedup_T0.png", "tau_T0.png"
-    ]  # fmt: skip
+        "results.json",
+        "table.md",
+        "speedup_T0.png",
+        "tau_T0.png",
+    ]
     assert all(path.stat().st_size for path in files)
     assert files[1].read_text() == text
     # Seconds per token: plain 1, plain-v2 2, ours 1/2, other 2; τ 2; 2 ms per step.
@@ -164,6 +167,8 @@ def test_all_files_of_a_run(make_bench):
     assert whole["quickest_plain"] == "plain" and whole["rounds"] == 2
     ours = [each for each in whole["figures"] if each["method"] == "ours"]
     assert [(each["set"], each["speedup"]) for each in ours] == [
-        ("chats", 2.0), ("single", 2.0), ("mean", 2.0)
-    ]  # fmt: skip
+        ("chats", 2.0),
+        ("single", 2.0),
+        ("mean", 2.0),
+    ]
     assert whole["machine"]["cpu"] and whole["commands"] and whole["revision"] != ""

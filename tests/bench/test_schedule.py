@@ -19,11 +19,14 @@ def short(config):
 def test_sets_take_turns_and_chats_go_on(make_config):
     found = short(make_config(questions=2, rounds=2, temperature=(0.0, 1.0)))
     assert found[:7] == [
-        (0, "chats", "a", 0.0, 0), (0, "chats", "a", 0.0, 1),
-        (0, "chats", "a", 1.0, 0), (0, "chats", "a", 1.0, 1),
-        (0, "single", "q0", 0.0, 0), (0, "single", "q0", 1.0, 0),
+        (0, "chats", "a", 0.0, 0),
+        (0, "chats", "a", 0.0, 1),
+        (0, "chats", "a", 1.0, 0),
+        (0, "chats", "a", 1.0, 1),
+        (0, "single", "q0", 0.0, 0),
+        (0, "single", "q0", 1.0, 0),
         (0, "chats", "b", 0.0, 0),
-    ]  # fmt: skip
+    ]
     assert len(found) == 2 * 2 * (2 * 2 + 2) == len({*found})
     assert [each[0] for each in found] == [0] * 12 + [1] * 12
 
@@ -39,8 +42,12 @@ def test_batches_have_as_many_turns(make_config):
     every = units(config, {"s": mixed})
     found = [(",".join(q.id for q in unit.questions), unit.turn, unit.last) for unit in every]
     assert found == [
-        ("0,1", 0, True), ("2", 0, True), ("3,4", 0, False), ("3,4", 1, True), ("5", 0, True)
-    ]  # fmt: skip
+        ("0,1", 0, True),
+        ("2", 0, True),
+        ("3,4", 0, False),
+        ("3,4", 1, True),
+        ("5", 0, True),
+    ]
 
 
 def test_keys_tell_units_apart(make_config):
@@ -60,6 +67,9 @@ def test_plain_vllm_is_in_every_group():
 
 def test_everybody_comes_first_at_times():
     assert [rotated("abc", by) for by in range(4)] == [
-        ["a", "b", "c"], ["b", "c", "a"], ["c", "a", "b"], ["a", "b", "c"]
-    ]  # fmt: skip
+        ["a", "b", "c"],
+        ["b", "c", "a"],
+        ["c", "a", "b"],
+        ["a", "b", "c"],
+    ]
     assert rotated([], 3) == []

@@ -87,12 +87,14 @@ def test_totals_weigh_by_steps_and_by_time():
 
 
 def test_table_compares_with_the_fastest_specblock_alone():
-    rows = copying.markdown({
-        copying.PLAIN: result((2.0, 0, 0), (2.0, 0, 0)),
-        f"{copying.BASE}, N = 12, M = 1": result((1.0, 50, 50), (1.0, 50, 50), different=0),
-        f"{copying.BASE}, N = 60, M = 2": result((2.0, 25, 75), (2.0, 25, 75), different=0),
-        "n-gram": result((0.5, 25, 75), (0.5, 25, 75), different=1),
-    }).splitlines()  # fmt: skip
+    rows = copying.markdown(
+        {
+            copying.PLAIN: result((2.0, 0, 0), (2.0, 0, 0)),
+            f"{copying.BASE}, N = 12, M = 1": result((1.0, 50, 50), (1.0, 50, 50), different=0),
+            f"{copying.BASE}, N = 60, M = 2": result((2.0, 25, 75), (2.0, 25, 75), different=0),
+            "n-gram": result((0.5, 25, 75), (0.5, 25, 75), different=1),
+        }
+    ).splitlines()
     assert rows[2] == "| vLLM | 1.00 | 50.0 | 0.50 | 1.00 | 25.0 | 0.50 | – |"
     assert rows[4].startswith(f"| {copying.BASE}, N = 60, M = 2 | 4.00 | 50.0 | 0.50 |")
     assert rows[5] == "| n-gram | 4.00 | 200.0 | 2.00 | 4.00 | 100.0 | 2.00 | 4 of 4 |"

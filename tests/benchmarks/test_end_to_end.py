@@ -58,9 +58,15 @@ def place(best):
 
 def test_every_engine_that_drafts_is_imposed_upon_and_plain_vllm_is_not():
     found = end_to_end.engines(place([0.8, 0.7]), [12, 60], [3], gpu=True)
-    assert list(found) == [PLAIN, "n-gram @ 3", "EAGLE-3 chain @ 3", "SpecBlock @ 12",
-                           "SpecBlock @ 60", "SpecBlock, 8 bits @ 60",
-                           "SpecBlock, adaptive @ 60"]  # fmt: skip
+    assert list(found) == [
+        PLAIN,
+        "n-gram @ 3",
+        "EAGLE-3 chain @ 3",
+        "SpecBlock @ 12",
+        "SpecBlock @ 60",
+        "SpecBlock, 8 bits @ 60",
+        "SpecBlock, adaptive @ 60",
+    ]
     assert found.pop(PLAIN) is None
     for keys in found.values():
         assert len(keys["synthetic_acceptance_rates"]) == keys["num_speculative_tokens"]
@@ -83,8 +89,10 @@ def test_without_a_gpu_our_n_gram_head_looks_up_and_is_accepted_as_it_is():
 def test_a_tree_is_promised_more_than_a_chain_of_its_depth():
     where = place(acceptance.profile("llama-8b", SPEED_TAU))
     found = end_to_end.engines(where, [60], [8], gpu=True)
-    tree, chain = (end_to_end.expected_tau(where, found[name])
-                   for name in ("SpecBlock @ 60", "EAGLE-3 chain @ 8"))  # fmt: skip
+    tree, chain = (
+        end_to_end.expected_tau(where, found[name])
+        for name in ("SpecBlock @ 60", "EAGLE-3 chain @ 8")
+    )
     assert tree == pytest.approx(SPEED_TAU, abs=1e-3) and 2 < chain < tree
 
 
@@ -141,9 +149,17 @@ def test_a_request_that_ends_too_early_is_an_error(no_vllm):
 
 
 def result(speed, batch=1, step=10.0, drafting=0.0, memory=0, tau=1.0, imposed=None, each=1.0):
-    return {"tokens_per_second": speed, "step_ms": step, "drafting_ms": drafting, "tau": tau,
-            "tau_imposed": imposed, "tokens_per_step": each, "device_bytes": memory,
-            "steps": 9, "batch": batch}  # fmt: skip
+    return {
+        "tokens_per_second": speed,
+        "step_ms": step,
+        "drafting_ms": drafting,
+        "tau": tau,
+        "tau_imposed": imposed,
+        "tokens_per_step": each,
+        "device_bytes": memory,
+        "steps": 9,
+        "batch": batch,
+    }
 
 
 RESULTS = {
@@ -176,8 +192,10 @@ def test_no_goal_is_held_against_another_setting():
 
 def test_the_table():
     lines = end_to_end.table(RESULTS).splitlines()
-    assert lines[4] == ("| 1 | SpecBlock @ 60 | 360 | 3.60 | 4.40 (4.41 imposed) | 4.30 | 12.00 |"
-                        " 12% | 1.05 | 1.70 |")  # fmt: skip
+    assert lines[4] == (
+        "| 1 | SpecBlock @ 60 | 360 | 3.60 | 4.40 (4.41 imposed) | 4.30 | 12.00 |"
+        " 12% | 1.05 | 1.70 |"
+    )
 
 
 def fake_run(calls, failing=()):
@@ -185,16 +203,36 @@ def fake_run(calls, failing=()):
         calls.append(request)
         if any(part in json.dumps(request.speculative) for part in failing):
             raise EngineFailed("The engine ended with code 1: no memory")
-        counters = {TOKENS: 400, STEPS: 100, DRAFTING: 50_000_000, DEVICE: 0, DRAFTS: 100,
-                    ACCEPTED: 300}  # fmt: skip
+        counters = {
+            TOKENS: 400,
+            STEPS: 100,
+            DRAFTING: 50_000_000,
+            DEVICE: 0,
+            DRAFTS: 100,
+            ACCEPTED: 300,
+        }
         yield Answer([], 2.0, counters)
 
     return run
 
 
 def test_a_failed_engine_is_named_and_a_second_run_goes_on(tmp_path, monkeypatch):
-    out = ["--model", "tiny", "--out", str(tmp_path / "e.json"), "--batches", "1,2", "--nodes",
-           "12", "--chains", "3", "--context", "40", "--tokens", "32"]  # fmt: skip
+    out = [
+        "--model",
+        "tiny",
+        "--out",
+        str(tmp_path / "e.json"),
+        "--batches",
+        "1,2",
+        "--nodes",
+        "12",
+        "--chains",
+        "3",
+        "--context",
+        "40",
+        "--tokens",
+        "32",
+    ]
     calls = []
     monkeypatch.setattr(end_to_end, "run", fake_run(calls, failing=["eagle3"]))
     first = cli(*out)
@@ -229,14 +267,29 @@ def test_one_real_engine_of_random_weights(tmp_path, monkeypatch):
     pytest.importorskip("vllm", reason="runs real vLLM")
     instead, really = fake_run([]), end_to_end.run  # a start takes most of the time
     monkeypatch.setattr(
-        end_to_end, "run",
+        end_to_end,
+        "run",
         lambda request, script: (really if request.speculative else instead)(request, script),
-    )  # fmt: skip
+    )
     path = tmp_path / "e.json"
     found = cli(
-        "--model", "tiny", "--only", "SpecBlock @ 12", "--nodes", "12", "--batches", "2",
-        "--context", "40", "--tokens", "200", "--repeat", "1", "--out", str(path),
-    )  # fmt: skip
+        "--model",
+        "tiny",
+        "--only",
+        "SpecBlock @ 12",
+        "--nodes",
+        "12",
+        "--batches",
+        "2",
+        "--context",
+        "40",
+        "--tokens",
+        "200",
+        "--repeat",
+        "1",
+        "--out",
+        str(path),
+    )
     assert found.exit_code == 0, found.output
     results = json.loads(path.read_text())["results"]
     ours = results["SpecBlock @ 12, batch 2"]

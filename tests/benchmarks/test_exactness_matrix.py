@@ -23,10 +23,18 @@ def test_every_pair_by_every_policy_with_keys_that_are_taken():
                 parse_drafter(head, head.pop("head"))
         policy = parse_combine(how) if len(kinds) == 2 else None
         seen.add((kinds, policy and (policy.head_policy, policy.route, policy.merge)))
-    pairs = [("specblock", "specblock"), ("specblock", "eagle3"), ("specblock", "ngram"),
-             ("eagle3", "ngram")]  # fmt: skip
-    ways = [("route", "eager", "trie"), ("route", "lazy", "trie"), ("merge", "eager", "disjoint"),
-            ("merge", "eager", "trie")]  # fmt: skip
+    pairs = [
+        ("specblock", "specblock"),
+        ("specblock", "eagle3"),
+        ("specblock", "ngram"),
+        ("eagle3", "ngram"),
+    ]
+    ways = [
+        ("route", "eager", "trie"),
+        ("route", "lazy", "trie"),
+        ("merge", "eager", "disjoint"),
+        ("merge", "eager", "trie"),
+    ]
     assert seen == {((kind,), None) for kind in ("specblock", "eagle3", "ngram")} | {
         (pair, way) for pair in pairs for way in ways
     }

@@ -85,8 +85,12 @@ def test_the_median_counts(monkeypatch):
 def case_result(over):
     each = {"median_us": 10.0, "least_us": 9.0, "runs": 3, "bytes": 1, "gb_s": 1.0, "share": 0.5}
     name = "FlashAttention, chain"
-    return {"kernel": "tree attention", "shape": "s", "ways": {"ours": each, name: each},
-            "ours_over": {name: over}}  # fmt: skip
+    return {
+        "kernel": "tree attention",
+        "shape": "s",
+        "ways": {"ours": each, name: each},
+        "ours_over": {name: over},
+    }
 
 
 @pytest.mark.parametrize("over, said", [(1.1, "met"), (1.11, "missed")])
@@ -110,8 +114,12 @@ def test_the_command_on_a_cpu(tmp_path):
     found = json.loads(path.read_text())
     assert found["settings"]["tiny"] is True
     assert {each["kernel"] for each in found["results"].values()} == {
-        "tree attention", "layer shift", "linear, 8 bits", "commit", "tree selection",
-    }  # fmt: skip
+        "tree attention",
+        "layer shift",
+        "linear, 8 bits",
+        "commit",
+        "tree selection",
+    }
     for each in found["results"].values():
         assert all(way["median_us"] > 0 for way in each["ways"].values())
 

@@ -124,9 +124,19 @@ def test_a_path_ends_where_the_drafter_is_wrong():
 def trainer_of(updates, **options):
     here = "."
     config = TrainConfig(
-        target=here, data=here, out=here, batch=2, length=40, steps=updates, rank_from=0,
-        num_blocks=3, lr=train_speed._RATE, warmup=0, device="cpu", **options,
-    )  # fmt: skip
+        target=here,
+        data=here,
+        out=here,
+        batch=2,
+        length=40,
+        steps=updates,
+        rank_from=0,
+        num_blocks=3,
+        lr=train_speed._RATE,
+        warmup=0,
+        device="cpu",
+        **options,
+    )
     text = make_text(TINY, 2, 40, 0.7)
     teacher = StillTeacher(TINY, text, CPU, torch.bfloat16)
     return train_speed.make_trainer(config, TINY, teacher, text, CPU), text
@@ -169,9 +179,16 @@ def test_other_choices_give_no_figures():
 def test_the_command_writes_its_figures(tmp_path, capsys, with_target):
     path = tmp_path / "speed.json"
     train_speed.main(
-        "tiny", "cpu", blocks=2, updates=2, warmup=1, length=24, with_target=with_target,
-        peak=2.0, json_path=path,
-    )  # fmt: skip
+        "tiny",
+        "cpu",
+        blocks=2,
+        updates=2,
+        warmup=1,
+        length=24,
+        with_target=with_target,
+        peak=2.0,
+        json_path=path,
+    )
     assert "tokens/s" in capsys.readouterr().out
     found = json.loads(path.read_text())
     assert found["device"] == "cpu" and found["runs"] == 2 and found["length"] == 24

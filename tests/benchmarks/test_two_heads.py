@@ -77,8 +77,12 @@ def test_our_own_options_take_what_is_asked(all_engines):
 
 def test_only_keeps_plain_vllm(all_engines):
     kept = chosen(all_engines, "head 1; trie, split @ 60")
-    assert list(kept) == ["vLLM", "head 1 (code) @ 30", "head 1 (code) @ 60",
-                          "merge trie, split @ 60"]  # fmt: skip
+    assert list(kept) == [
+        "vLLM",
+        "head 1 (code) @ 30",
+        "head 1 (code) @ 60",
+        "merge trie, split @ 60",
+    ]
     with pytest.raises(SystemExit, match=r"'hed 1' is in no engine's name; there are: vLLM;"):
         chosen(all_engines, "hed 1")
 
@@ -99,8 +103,10 @@ def fake_run(calls, wrong=(), failing=()):
             raise EngineFailed("The engine ended with code 1: no such head")
         for place, task in enumerate(request.tasks):
             bad = any(part in name for part in wrong) and place == 3
-            ids = [[index, place, 7 if bad and index == 1 else 5] for index, _ in
-                   enumerate(task.prompts)]  # fmt: skip
+            ids = [
+                [index, place, 7 if bad and index == 1 else 5]
+                for index, _ in enumerate(task.prompts)
+            ]
             drafts = {DRAFTS: 4, ACCEPTED: 6} if request.speculative else {}
             yield Answer(ids, 0.5 if request.speculative else 1.0, drafts)
 
@@ -116,8 +122,21 @@ def prompts_folder(tmp_path):
 
 
 def go(folder, *more):
-    return cli("--prompts-from", str(folder), "--out", str(folder / "r.json"), "--prompts", "2",
-               "--budgets", "8", "--chains", "3", "--only", "head; route @", *more)  # fmt: skip
+    return cli(
+        "--prompts-from",
+        str(folder),
+        "--out",
+        str(folder / "r.json"),
+        "--prompts",
+        "2",
+        "--budgets",
+        "8",
+        "--chains",
+        "3",
+        "--only",
+        "head; route @",
+        *more,
+    )
 
 
 def test_the_table_and_a_killed_run_that_goes_on(prompts_folder, monkeypatch):
@@ -161,15 +180,19 @@ def test_counters_are_told_apart_by_head():
         return SimpleNamespace(name=name, value=value, labels=labels)
 
     before = read_counters([counter(DRAFTS, 3), counter("vllm:prompt_tokens", 9)])
-    after = read_counters([
-        counter(DRAFTS, 8),
-        counter("specblock:drafted", 2, head="1"),
-        counter("specblock:drafted", 5, head="2"),
-        SimpleNamespace(name="vllm:spec_decode_num_accepted_tokens_per_pos", values=[1, 2]),
-    ])  # fmt: skip
+    after = read_counters(
+        [
+            counter(DRAFTS, 8),
+            counter("specblock:drafted", 2, head="1"),
+            counter("specblock:drafted", 5, head="2"),
+            SimpleNamespace(name="vllm:spec_decode_num_accepted_tokens_per_pos", values=[1, 2]),
+        ]
+    )
     assert grown(before, after) == {
-        DRAFTS: 5, "specblock:drafted{head=1}": 2, "specblock:drafted{head=2}": 5
-    }  # fmt: skip
+        DRAFTS: 5,
+        "specblock:drafted{head=1}": 2,
+        "specblock:drafted{head=2}": 5,
+    }
 
 
 def script(tmp_path, text):
@@ -180,22 +203,29 @@ def script(tmp_path, text):
 
 def test_an_engine_in_a_process_of_its_own(tmp_path):
     request = Request("m", {"x": 1}, [Task(["a"], 0.0, 4)], {"dtype": "float32"})
-    echo = script(tmp_path, (
-        "import json, sys\n"
-        "r = json.load(sys.stdin)\n"
-        "assert r['speculative'] == {'x': 1} and r['tasks'][0]['prompts'] == ['a']\n"
-        "print('loading')\n"
-        "print('engine_process:' + json.dumps({'ids': [[1, 2]], 'seconds': 0.5, 'counters': {}}))\n"
-    ))  # fmt: skip
+    echo = script(
+        tmp_path,
+        (
+            "import json, sys\n"
+            "r = json.load(sys.stdin)\n"
+            "assert r['speculative'] == {'x': 1} and r['tasks'][0]['prompts'] == ['a']\n"
+            "print('loading')\n"
+            "answer = {'ids': [[1, 2]], 'seconds': 0.5, 'counters': {}}\n"
+            "print('engine_process:' + json.dumps(answer))\n"
+        ),
+    )
     (answer,) = run(request, echo)
     assert answer.ids == [[1, 2]] and answer.tau == 1.0
     assert answer.summary(None)["tokens_per_second"] == 4.0
 
 
-@pytest.mark.parametrize("text, said", [
-    ("import sys; sys.stdin.read(); sys.exit('no such model')", "code 1: no such model"),
-    ("import sys; sys.stdin.read(); print('silent')", "code 0: silent"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("import sys; sys.stdin.read(); sys.exit('no such model')", "code 1: no such model"),
+        ("import sys; sys.stdin.read(); print('silent')", "code 0: silent"),
+    ],
+)
 def test_an_engine_that_fails_says_why(tmp_path, text, said):
     with pytest.raises(EngineFailed, match=said):
         list(run(Request("m", None, [Task(["a"], 0.0, 4)]), script(tmp_path, text)))

@@ -43,12 +43,33 @@ def bench(*arguments: str | Path):
 
 def test_options_of_every_kind(called):
     bench(
-        *FIRST, "--set", "b=U", "--method", "plain", "--method", "wide", "--drafter", "specblock=D",
-        "--drafter", "eagle3=E", "--define", '{"wide": {"base": "specblock"}}',
-        "--temperature", "0", "--temperature", "0.7", "--raw", "--no-in-process",
-        "--template-options", '{"enable_thinking": false}', "--at-once", "4", "--nodes", "12",
+        *FIRST,
+        "--set",
+        "b=U",
+        "--method",
+        "plain",
+        "--method",
+        "wide",
+        "--drafter",
+        "specblock=D",
+        "--drafter",
+        "eagle3=E",
+        "--define",
+        '{"wide": {"base": "specblock"}}',
+        "--temperature",
+        "0",
+        "--temperature",
+        "0.7",
+        "--raw",
+        "--no-in-process",
+        "--template-options",
+        '{"enable_thinking": false}',
+        "--at-once",
+        "4",
+        "--nodes",
+        "12",
         "--fresh",
-    )  # fmt: skip
+    )
     ((config, fresh),) = called
     assert fresh and config.set == ("S", "b=U") and config.method == ("plain", "wide")
     assert config.drafter == {"specblock": Path("D"), "eagle3": Path("E")}
@@ -126,12 +147,18 @@ def test_ctrl_c_ends_the_engines_and_the_same_command_goes_on(tmp_path):
     recipe.write_text(
         json.dumps(
             {
-                "target": str(TARGET), "set": [str(questions)], "raw": True, "rounds": 1,
-                "method": ["plain", "slow"], "define": {"slow": {"speculative": slow}},
-                "temperature": [0], "max_new_tokens": 2, "out": str(tmp_path / "out"),
+                "target": str(TARGET),
+                "set": [str(questions)],
+                "raw": True,
+                "rounds": 1,
+                "method": ["plain", "slow"],
+                "define": {"slow": {"speculative": slow}},
+                "temperature": [0],
+                "max_new_tokens": 2,
+                "out": str(tmp_path / "out"),
             }
         )
-    )  # fmt: skip
+    )
     code = (
         "import vllm_specblock.bench.run as run; from vllm_specblock.cli.main import app\n"
         f"run.Bench.__init__.__defaults__ = (({sys.executable!r}, {fake_engine.__file__!r}), "

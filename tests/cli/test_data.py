@@ -39,9 +39,23 @@ def specblock_data(source: Path, out: Path, *more: str | int | Path):
     """The command as a user gives it, in a process of its own."""
     engine = {"enforce_eager": True, "kv_cache_memory_bytes": 64 << 20}
     arguments = [
-        "data", "--target", TARGET, "--input", source, "--out", out, "--max-length", 256,
-        "--max-new-tokens", NEW, "--dtype", "float32", "--engine", json.dumps(engine), *more,
-    ]  # fmt: skip
+        "data",
+        "--target",
+        TARGET,
+        "--input",
+        source,
+        "--out",
+        out,
+        "--max-length",
+        256,
+        "--max-new-tokens",
+        NEW,
+        "--dtype",
+        "float32",
+        "--engine",
+        json.dumps(engine),
+        *more,
+    ]
     # As in a user's shell, where nothing has chosen how vLLM runs its engine.
     hidden = ("VLLM_ENABLE_V1_MULTIPROCESSING", "TRITON_INTERPRET")
     environment = {name: value for name, value in os.environ.items() if name not in hidden}

@@ -37,11 +37,35 @@ def prompts(tmp_path) -> Path:
 def test_table_and_file_say_what_replay_finds(prompts, tmp_path):
     out = tmp_path / "new" / "figures.json"
     result = specblock(
-        "eval", DRAFTER, "--target", TARGET, "--data", prompts, "--prompts", 2,
-        "--new-tokens", 40, "--temperature", 0, "--temperature", 0.8, "--nodes", 16,
-        "--nodes", 30, "--blocks", 3, "--starts", 4, "--uniform", "--seed", 5, "--json", out,
+        "eval",
+        DRAFTER,
+        "--target",
+        TARGET,
+        "--data",
+        prompts,
+        "--prompts",
+        2,
+        "--new-tokens",
+        40,
+        "--temperature",
+        0,
+        "--temperature",
+        0.8,
+        "--nodes",
+        16,
+        "--nodes",
+        30,
+        "--blocks",
+        3,
+        "--starts",
+        4,
+        "--uniform",
+        "--seed",
+        5,
+        "--json",
+        out,
         "--no-learn-sharpness",
-    )  # fmt: skip
+    )
     assert result.exit_code == 0, result.output
     figures = json.loads(out.read_text())
     assert (figures["device"], figures["dtype"], figures["prompts"]) == ("cpu", "float32", 2)
@@ -72,9 +96,24 @@ def test_scores_are_set_right_unless_told_otherwise(prompts, tmp_path):
     for extra in ((), ("--no-learn-sharpness",)):
         out = tmp_path / "figures.json"
         result = specblock(
-            "eval", DRAFTER, "--target", TARGET, "--data", prompts, "--prompts", 2,
-            "--new-tokens", 60, "--temperature", 0, "--nodes", 12, "--json", out, *extra,
-        )  # fmt: skip
+            "eval",
+            DRAFTER,
+            "--target",
+            TARGET,
+            "--data",
+            prompts,
+            "--prompts",
+            2,
+            "--new-tokens",
+            60,
+            "--temperature",
+            0,
+            "--nodes",
+            12,
+            "--json",
+            out,
+            *extra,
+        )
         assert result.exit_code == 0, result.output
         found.append(json.loads(out.read_text())["results"][0]["trees"]["tree of 12"])
     served, drafted = found

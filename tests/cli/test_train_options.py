@@ -63,9 +63,24 @@ def test_how_to_run(called, recipe):
 
 def test_options_of_every_kind(called):
     result = train(
-        "--target", "T", "--data", "D", "--out", "O", "--layer-ids", "2,5,8", "--rank-topk", "full",
-        "--rank-loss", "ordinal", "--minutes", "2.5", "--no-valid-prefix", "--features", "F",
-    )  # fmt: skip
+        "--target",
+        "T",
+        "--data",
+        "D",
+        "--out",
+        "O",
+        "--layer-ids",
+        "2,5,8",
+        "--rank-topk",
+        "full",
+        "--rank-loss",
+        "ordinal",
+        "--minutes",
+        "2.5",
+        "--no-valid-prefix",
+        "--features",
+        "F",
+    )
     assert result.exit_code == 0, result.output
     config = called[0][0]
     assert (config.layer_ids, config.rank_topk, config.rank_loss) == ((2, 5, 8), "full", "ordinal")

@@ -163,9 +163,14 @@ def test_reading_the_heads(read, vocab, width, scope, dtype, sharp, seed, share)
         if fill is not None:
             logits[0] = fill
         logprob, token, bucket = read(
-            torch.full((3, 2, size), NAN, dtype=dtype), logits.to(dtype), offset, head, width,
-            scope, beta,
-        )  # fmt: skip
+            torch.full((3, 2, size), NAN, dtype=dtype),
+            logits.to(dtype),
+            offset,
+            head,
+            width,
+            scope,
+            beta,
+        )
         assert logprob.shape == token.shape == (3, 2, width)
         assert ((token >= 0) & (token <= 2 * (vocab - 1)) & (token % 2 == 0)).all()
         assert ((bucket >= 0) & (bucket < classes)).all()

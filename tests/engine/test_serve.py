@@ -33,11 +33,25 @@ def server(tmp_path_factory):
         if name not in ("VLLM_ENABLE_V1_MULTIPROCESSING", "TRITON_INTERPRET")
     }
     command = [
-        str(Path(sys.executable).with_name("vllm")), "serve", DRAFTER, "--port", str(port),
-        "--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager", "--max-model-len", "512",
-        "--kv-cache-memory-bytes", str(256 << 20), "--max-num-seqs", "8",
-        "--gpu-memory-utilization", "0.3",
-    ]  # fmt: skip
+        str(Path(sys.executable).with_name("vllm")),
+        "serve",
+        DRAFTER,
+        "--port",
+        str(port),
+        "--host",
+        "127.0.0.1",
+        "--dtype",
+        "float32",
+        "--enforce-eager",
+        "--max-model-len",
+        "512",
+        "--kv-cache-memory-bytes",
+        str(256 << 20),
+        "--max-num-seqs",
+        "8",
+        "--gpu-memory-utilization",
+        "0.3",
+    ]
     with log.open("w") as output:
         process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT
@@ -66,8 +80,10 @@ def post(url: str, **body) -> dict:
     return json.load(urllib.request.urlopen(request, timeout=120))
 
 
-@pytest.mark.skipif(shutil.which("vllm", path=str(Path(sys.executable).parent)) is None,
-                    reason="the vllm command is not installed")  # fmt: skip
+@pytest.mark.skipif(
+    shutil.which("vllm", path=str(Path(sys.executable).parent)) is None,
+    reason="the vllm command is not installed",
+)
 def test_a_user_session(server, plain):
     prompt = "class Reader:\n    def __init__(self, name):\n"
     (model,) = [

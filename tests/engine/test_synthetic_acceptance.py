@@ -26,11 +26,13 @@ def imposed():
     said = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(validate.logger, "warning", said.append)
-        engine = make_engine({
-            "num_speculative_tokens": NODES,
-            "rejection_sample_method": "synthetic",
-            "synthetic_acceptance_rates": rates(BEST, NODES),
-        })  # fmt: skip
+        engine = make_engine(
+            {
+                "num_speculative_tokens": NODES,
+                "rejection_sample_method": "synthetic",
+                "synthetic_acceptance_rates": rates(BEST, NODES),
+            }
+        )
     assert any("not the target's" in each for each in said)
     return engine
 

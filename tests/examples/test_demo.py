@@ -209,9 +209,11 @@ def test_mistakes_are_one_sentence_and_start_nothing(run, capsys, options, said)
 def test_options_become_vllms(run):
     answers = [answer_of(ids) for ids in FOUR]
     assert run(answers, answers, drafter="ngram", nodes=9)[1][1] == {
-        "method": "specblock", "num_speculative_tokens": 9, "head": "ngram",
+        "method": "specblock",
+        "num_speculative_tokens": 9,
+        "head": "ngram",
         "enable_adaptive_verification": False,
-    }  # fmt: skip
+    }
     assert run(answers, answers, blocks=3)[1][1]["num_blocks"] == 3
     both = run(answers, answers, lookup=True)[1][1]
     assert both["second_head"] == {"head": "ngram"} and both["head_policy"] == "merge"

@@ -187,9 +187,16 @@ def test_the_table_takes_the_kernels_where_it_lies_on_a_gpu(monkeypatch):
     table.write_survival(combined, temperatures, req_idx, paused, steps)
     ((args, named),) = calls
     wanted = (
-        req_idx, paused, temperatures, table.judged, table.reached, table.believed, PRIOR,
-        BINS_PER_NAT, steps
-    )  # fmt: skip
+        req_idx,
+        paused,
+        temperatures,
+        table.judged,
+        table.reached,
+        table.believed,
+        PRIOR,
+        BINS_PER_NAT,
+        steps,
+    )
     assert all(a is b for a, b in zip(args, wanted, strict=True))
     assert named.keys() == {*vars(combined.tree), "origin"}
     for name, mine in named.items():

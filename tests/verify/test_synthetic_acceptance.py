@@ -37,9 +37,17 @@ def walked(seed, position, live=None, drawn=99):
     depth = torch.nn.functional.pad(tree.depth, (1, 0)).long()
     live = torch.ones(tree.token.shape, dtype=torch.bool) if live is None else live
     return imposed.accept_path(
-        slots, seed, position[:, None] + depth, tree.token, tree.parent, depth, tree.ancestors,
-        live, torch.full((len(position), 7), drawn), 2,
-    )  # fmt: skip
+        slots,
+        seed,
+        position[:, None] + depth,
+        tree.token,
+        tree.parent,
+        depth,
+        tree.ancestors,
+        live,
+        torch.full((len(position), 7), drawn),
+        2,
+    )
 
 
 def test_every_node_is_reached_as_often_as_its_score_says():

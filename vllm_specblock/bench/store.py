@@ -91,10 +91,13 @@ class Store:
             shutil.rmtree(folder / "logs", ignore_errors=True)
         facts = provenance()
         self.head: dict[str, Any] = {
-            "settings": settings, "provenance": facts, "commands": [], "engines": {},
+            "settings": settings,
+            "provenance": facts,
+            "commands": [],
+            "engines": {},
             # New files do not count: the results may well lie in the repository.
             "revision": revision(Path(__file__).parent, new_files=False),
-        }  # fmt: skip
+        }
         if (folder / RUN).exists():
             known = json.loads((folder / RUN).read_text(encoding="utf-8"))
             self._refuse_others(known)

@@ -63,16 +63,37 @@ def _cells(each: Figures | None) -> list[str]:
 
 def details(figures: Sequence[Figures]) -> str:
     """A row per method, set and temperature."""
-    rows = [["set", "T", "method", "Spd", "Spd per CPU second", "Φ", "τ", "T_D", "tokens",
-             "outputs that differ"]]  # fmt: skip
+    rows = [
+        [
+            "set",
+            "T",
+            "method",
+            "Spd",
+            "Spd per CPU second",
+            "Φ",
+            "τ",
+            "T_D",
+            "tokens",
+            "outputs that differ",
+        ]
+    ]
     for each in sorted(figures, key=_place(figures)):
         differ = _NONE if each.different is None else f"{each.different} of {each.outputs}"
         tau = f"{each.tau:.2f}" + (_between(each.tau_spread) if each.tau > 1 else "")
-        rows.append([
-            each.set, f"{each.temperature:g}", each.method,
-            _times(each.speedup, each.speedup_spread), _times(each.speedup_cpu),
-            f"{each.throughput:.1f}", tau, _drafting(each), f"{each.tokens:,}", differ,
-        ])  # fmt: skip
+        rows.append(
+            [
+                each.set,
+                f"{each.temperature:g}",
+                each.method,
+                _times(each.speedup, each.speedup_spread),
+                _times(each.speedup_cpu),
+                f"{each.throughput:.1f}",
+                tau,
+                _drafting(each),
+                f"{each.tokens:,}",
+                differ,
+            ]
+        )
     return markdown_table(rows)
 
 

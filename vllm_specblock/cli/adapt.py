@@ -166,12 +166,17 @@ def simulate(
         "new_tokens": new_tokens,
         "seconds": {"step": step_seconds, "update": costs.update, "swap": costs.swap},
         "options": {
-            "lr": lr, "anchor": anchor, "batch": batch, "rehearsal": rehearsal,
-            "memory": memory, "nodes": nodes, "seed": seed,
+            "lr": lr,
+            "anchor": anchor,
+            "batch": batch,
+            "rehearsal": rehearsal,
+            "memory": memory,
+            "nodes": nodes,
+            "seed": seed,
         },
         "results": {},
         **provenance(),
-    }  # fmt: skip
+    }
     for stream_name, places in streams.items():
         frozen: Simulated | None = None
         results: dict[str, Figures] = {}

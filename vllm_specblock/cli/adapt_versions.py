@@ -53,10 +53,19 @@ def run(
     source = FolderSource(folder)
     pairing = pair_specblock(drafter, target)
     config = TrainerConfig(
-        str(drafter), str(pairing.target), policy, actions,
-        lr=lr, every=every, memory=memory, out=str(out or folder / VERSIONS), seconds=seconds,
-        device=device, threads=threads, seed=seed,
-    )  # fmt: skip
+        str(drafter),
+        str(pairing.target),
+        policy,
+        actions,
+        lr=lr,
+        every=every,
+        memory=memory,
+        out=str(out or folder / VERSIONS),
+        seconds=seconds,
+        device=device,
+        threads=threads,
+        seed=seed,
+    )
     trainer = Trainer(config, source)
     try:
         while (found := trainer.step()) or not once:

@@ -78,9 +78,20 @@ def committed_tokens(
     if path.is_cuda or takes(path):
         op = committed_tokens_triton if path.is_cuda else committed_tokens_numba
         return op(
-            request, local, row_start, query_start, base, path, accepted, num_rows, positions,
-            slot_mapping, req_idx, text, temperature,
-        )  # fmt: skip
+            request,
+            local,
+            row_start,
+            query_start,
+            base,
+            path,
+            accepted,
+            num_rows,
+            positions,
+            slot_mapping,
+            req_idx,
+            text,
+            temperature,
+        )
     start = query_start[request]
     beyond = local - base[request] + 1  # position on the path, ≤ 0 up to the root
     on_path = path[request, beyond.clamp(min=0)]

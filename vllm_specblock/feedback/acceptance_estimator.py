@@ -154,18 +154,33 @@ class AcceptanceEstimator:
         """
         if self.judged.is_cuda:
             *tree, origin = write_survival_triton(
-                req_idx, paused, temperature, self.judged, self.reached, self.believed, PRIOR,
-                BINS_PER_NAT, steps, origin=combined.origin, **vars(combined.tree),
-            )  # fmt: skip
+                req_idx,
+                paused,
+                temperature,
+                self.judged,
+                self.reached,
+                self.believed,
+                PRIOR,
+                BINS_PER_NAT,
+                steps,
+                origin=combined.origin,
+                **vars(combined.tree),
+            )
             return Combined(DraftTree(*tree), origin)
         if takes(self.judged):
             paused = paused.index_select(0, req_idx)
             if paused.any():  # a host tensor
                 combined = combined.empty_where(paused)
             node_steps_numba(
-                temperature, self.judged, self.reached, self.believed, PRIOR, BINS_PER_NAT,
-                combined.tree.logprob, steps,
-            )  # fmt: skip
+                temperature,
+                self.judged,
+                self.reached,
+                self.believed,
+                PRIOR,
+                BINS_PER_NAT,
+                combined.tree.logprob,
+                steps,
+            )
             return combined
         combined = combined.empty_where(paused[req_idx])
         steps[: len(req_idx)] = self.steps(kinds(temperature), combined.tree.logprob)

@@ -117,9 +117,19 @@ class DraftCalibration:
         else:
             return self.learn(verified.temperature, *verified.of_drafter(drafter), verified.req_idx)
         launch(
-            self.log, self.trees, drafter, verified, self._limits, PRIOR, MEMORY, self.own,
-            self.own_trees, OWN_RANGE, OWN_PRIOR, OWN_MEMORY,
-        )  # fmt: skip
+            self.log,
+            self.trees,
+            drafter,
+            verified,
+            self._limits,
+            PRIOR,
+            MEMORY,
+            self.own,
+            self.own_trees,
+            OWN_RANGE,
+            OWN_PRIOR,
+            OWN_MEMORY,
+        )
 
     def learn(
         self,

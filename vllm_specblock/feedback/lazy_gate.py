@@ -65,9 +65,15 @@ class LazyGate:
     def state(self) -> GateState:
         """What the kernels take: they decide and learn on a GPU, in a launch each."""
         return GateState(
-            self.steps, self.accepted, self.threshold, self._offset, self.cost, self.decay,
-            _SPREAD, _EXPLORE_BITS,
-        )  # fmt: skip
+            self.steps,
+            self.accepted,
+            self.threshold,
+            self._offset,
+            self.cost,
+            self.decay,
+            _SPREAD,
+            _EXPLORE_BITS,
+        )
 
     def wants(self, confidence: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         """Whether the second drafter is to draft.

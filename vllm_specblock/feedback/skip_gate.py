@@ -72,8 +72,10 @@ class DrafterGate:
             return
         place = _bucket(sure)
         for total, of_step in (
-            (self.seen, np.ones(len(sure))), (self.right, right), (self.accepted, right * accepted),
-        ):  # fmt: skip
+            (self.seen, np.ones(len(sure))),
+            (self.right, right),
+            (self.accepted, right * accepted),
+        ):
             total *= self.decay
             np.add.at(total, place, of_step)
         wrong = asked & ~right

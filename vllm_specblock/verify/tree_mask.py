@@ -87,14 +87,27 @@ class TreeMask:
         """
         if rows.position.is_cuda:
             build_tree_mask_triton(
-                *rows[:5], depth, ancestors, self.prefix_len, self.mask_words, self.tree_start,
-                self.position, self.node_position,
-            )  # fmt: skip
+                *rows[:5],
+                depth,
+                ancestors,
+                self.prefix_len,
+                self.mask_words,
+                self.tree_start,
+                self.position,
+                self.node_position,
+            )
         elif takes(rows.position):
             build_tree_mask_numba(
-                rows.position, *rows[2:], depth, ancestors, self.prefix_len, self.mask_words,
-                self.tree_start, self.position, self.node_position,
-            )  # fmt: skip
+                rows.position,
+                *rows[2:],
+                depth,
+                ancestors,
+                self.prefix_len,
+                self.mask_words,
+                self.tree_start,
+                self.position,
+                self.node_position,
+            )
         else:
             self._fill(rows, depth, ancestors)
 

@@ -186,9 +186,14 @@ def test_the_engine_follows_the_versions(pair, folder):
     while link._waiting.qsize():
         time.sleep(0.01)
     config = TrainerConfig(
-        str(pair.drafter), str(pair.target), "always", "all", out=str(folder / "versions"),
-        seconds=0, lr=3e-3,
-    )  # fmt: skip
+        str(pair.drafter),
+        str(pair.target),
+        "always",
+        "all",
+        out=str(folder / "versions"),
+        seconds=0,
+        lr=3e-3,
+    )
     trainer = Trainer(config, FolderSource(folder))
     while trainer.step():
         pass

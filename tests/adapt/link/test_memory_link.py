@@ -43,8 +43,11 @@ def equal(record, other) -> bool:
     tensors = ("states", "last", "tokens", "labels")
     pairs = [(getattr(record, name), getattr(other, name)) for name in tensors]
     return all(one.dtype == two.dtype and torch.equal(one, two) for one, two in pairs) and (
-        record.request, record.misses, record.steps, record.committed
-    ) == (other.request, other.misses, other.steps, other.committed)  # fmt: skip
+        record.request,
+        record.misses,
+        record.steps,
+        record.committed,
+    ) == (other.request, other.misses, other.steps, other.committed)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

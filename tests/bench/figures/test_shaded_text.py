@@ -33,9 +33,14 @@ def step(root: int, tokens: list[int], accepted: int, bonus: int | None) -> Step
 def test_a_bonus_token_is_the_next_root_and_counts_once():
     steps = [step(1, [2, 3, 4], 2, 5), step(5, [6], 0, 7), step(7, [8, 9], 2, None)]
     assert committed_tokens(steps) == [
-        (1, PREFILL), (2, ACCEPTED), (3, ACCEPTED), (5, BONUS), (7, BONUS), (8, ACCEPTED),
+        (1, PREFILL),
+        (2, ACCEPTED),
+        (3, ACCEPTED),
+        (5, BONUS),
+        (7, BONUS),
+        (8, ACCEPTED),
         (9, ACCEPTED),
-    ]  # fmt: skip
+    ]
     assert committed_tokens([]) == []
 
 

@@ -19,9 +19,12 @@ from vllm_specblock.drafters.baselines import checkpoint
 from vllm_specblock.drafters.specblock.config import CheckpointError
 
 SMALL = {
-    "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "intermediate_size": 24,
-}  # fmt: skip
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 24,
+}
 MAKE = {
     "medusa": (Medusa, {}),
     "parallelspec": (ParallelSpec, {"layer_ids": (1, 3, 5)}),

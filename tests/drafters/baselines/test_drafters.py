@@ -25,9 +25,12 @@ from vllm_specblock.train.learner import EvalSequence
 
 PAGE, MAX_LEN, NODES, LAST = 16, 64, 20, 3
 SMALL = {
-    "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "intermediate_size": 24,
-}  # fmt: skip
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 24,
+}
 CASES = {
     "medusa": (Medusa, MedusaDrafter, {"num_heads": 3, "num_layers": 2, "budget": NODES}),
     "parallelspec": (ParallelSpec, ParallelSpecDrafter, {"positions": 4, "budget": NODES}),
@@ -62,9 +65,14 @@ def serve(kind, drafter, nodes: int = NODES, lookahead: int | None = None, **opt
     if kind is SpSDrafter:
         options["depth"] = 4
     head = kind(
-        drafter, embed, DRAFTERS[kind.kind].options(**options), nodes, MAX_LEN, lookahead,
+        drafter,
+        embed,
+        DRAFTERS[kind.kind].options(**options),
+        nodes,
+        MAX_LEN,
+        lookahead,
         READS.get(kind.kind, (0, 1, 2)),
-    )  # fmt: skip
+    )
     caches = [
         torch.randn(
             12, PAGE * layer.entries_per_token, layer.num_kv_heads, 2 * layer.head_dim

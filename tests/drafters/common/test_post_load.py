@@ -80,8 +80,10 @@ def test_a_folded_layer_is_held_once(drafter):
         patch.setattr(Attention, "fold", watched)
         process_after_loading(folded, None)
     assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == len(sizes) > 1
-    count = {name: sum(p.numel() for p in model.parameters()) for name, model in
-             (("before", drafter), ("after", folded))}  # fmt: skip
+    count = {
+        name: sum(p.numel() for p in model.parameters())
+        for name, model in (("before", drafter), ("after", folded))
+    }
     assert count["after"] == count["before"] - drafter.config.hidden_size**2, "the queries' part"
 
 
@@ -140,9 +142,16 @@ def test_an_eagle3_drafter_too():
 def test_folding_an_eagle3_drafter(change, keep):
     torch.manual_seed(0)
     shape = Eagle3Shape(
-        hidden_size=32, target_hidden_size=32, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=8, intermediate_size=48, vocab_size=20, draft_vocab_size=14, **change,
-    )  # fmt: skip
+        hidden_size=32,
+        target_hidden_size=32,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        intermediate_size=48,
+        vocab_size=20,
+        draft_vocab_size=14,
+        **change,
+    )
     plain = Eagle3Model(shape).eval()
     for parameter in plain.parameters():
         parameter.normal_(std=0.3)

@@ -68,8 +68,9 @@ def test_a_head_drafts_and_is_overruled():
         asked.append(requests)
         return DraftTree.empty(3, 20, "cpu")
 
-    inner = SimpleNamespace(kind="specblock", num_nodes=20, max_depth=8, shape=shape_of(20),
-                            draft=draft)  # fmt: skip
+    inner = SimpleNamespace(
+        kind="specblock", num_nodes=20, max_depth=8, shape=shape_of(20), draft=draft
+    )
     head = SyntheticDrafter(inner, BEST, torch.device("cpu"))
     wanted = synthetic_tree(shape_of(20), BEST)
     tree = head.draft(torch.tensor([0, 2, 3]))

@@ -18,10 +18,16 @@ from vllm_specblock.drafters.specblock.config import CheckpointError
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 SIZES = {
-    "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "num_hidden_layers": 1, "vocab_size": 64, "rms_norm_eps": 1e-5,
-    "hidden_act": "silu", "max_position_embeddings": 2048,
-}  # fmt: skip
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 1,
+    "vocab_size": 64,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "max_position_embeddings": 2048,
+}
 OFFICIAL = SIZES | {
     "architectures": ["LlamaForCausalLMEagle3"],
     "model_type": "llama",
@@ -196,9 +202,12 @@ def test_where_layer_ids_stand(changes, ids):
 
 def test_rope_and_norm_before_fc():
     llama3 = {
-        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
-    }  # fmt: skip
+    }
     raw = OFFICIAL | {
         "rope_theta": 5e5,
         "rope_scaling": llama3,
@@ -213,21 +222,42 @@ def test_rope_and_norm_before_fc():
 
 PUBLISHED = {
     "EAGLE3-LLaMA3.1-Instruct-8B": {
-        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_act": "silu",
-        "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "num_hidden_layers": 1, "rms_norm_eps": 1e-5,
-        "vocab_size": 128256, "draft_vocab_size": 32000, "max_position_embeddings": 2048,
-        "tie_word_embeddings": False, "torch_dtype": "float16",
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "num_hidden_layers": 1,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": 128256,
+        "draft_vocab_size": 32000,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float16",
     },
     "Qwen3-8B_eagle3": {
-        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_act": "silu",
-        "attention_bias": False, "hidden_size": 4096, "intermediate_size": 12288,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
-        "num_hidden_layers": 1, "rms_norm_eps": 1e-6, "rope_scaling": None,
-        "rope_theta": 1000000, "sliding_window": None, "use_sliding_window": False,
-        "vocab_size": 151936, "draft_vocab_size": 32000, "torch_dtype": "bfloat16",
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "num_hidden_layers": 1,
+        "rms_norm_eps": 1e-6,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "sliding_window": None,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+        "draft_vocab_size": 32000,
+        "torch_dtype": "bfloat16",
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -244,12 +274,17 @@ def test_sizes_of_published_heads(name):
     assert shapes["lm_head.weight"] == (32000, 4096) and shapes["d2t"] == (32000,)
     assert sorted(shapes) == sorted(
         [
-            "d2t", "fc.weight", "lm_head.weight", "norm.weight", "midlayer.hidden_norm.weight",
-            "midlayer.input_layernorm.weight", "midlayer.post_attention_layernorm.weight",
+            "d2t",
+            "fc.weight",
+            "lm_head.weight",
+            "norm.weight",
+            "midlayer.hidden_norm.weight",
+            "midlayer.input_layernorm.weight",
+            "midlayer.post_attention_layernorm.weight",
             *(f"midlayer.mlp.{x}_proj.weight" for x in ("down", "gate", "up")),
             *(f"midlayer.self_attn.{x}_proj.weight" for x in "kqvo"),
         ]
-    )  # fmt: skip
+    )
 
 
 def test_head_dim_that_is_left_out_is_that_of_the_architecture():
@@ -362,6 +397,13 @@ def test_missing_and_broken_files(tmp_path):
 def test_a_config_refused_by_itself():
     with pytest.raises(ValueError, match="in ascending order"):
         Eagle3Shape(
-            hidden_size=8, target_hidden_size=8, num_attention_heads=1, num_key_value_heads=1,
-            head_dim=8, intermediate_size=8, vocab_size=8, draft_vocab_size=8, layer_ids=(-1, 2, 3),
-        )  # fmt: skip
+            hidden_size=8,
+            target_hidden_size=8,
+            num_attention_heads=1,
+            num_key_value_heads=1,
+            head_dim=8,
+            intermediate_size=8,
+            vocab_size=8,
+            draft_vocab_size=8,
+            layer_ids=(-1, 2, 3),
+        )

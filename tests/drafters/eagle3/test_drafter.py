@@ -31,11 +31,18 @@ def make_drafter(own_embedding: bool = False, **changes) -> Eagle3Model:
     torch.manual_seed(0)
     shape = Eagle3Shape(
         **{
-            "hidden_size": H, "target_hidden_size": H, "num_attention_heads": 4,
-            "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 48, "vocab_size": V,
-            "draft_vocab_size": VD, "rms_norm_eps": 1e-5, **changes,
+            "hidden_size": H,
+            "target_hidden_size": H,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "intermediate_size": 48,
+            "vocab_size": V,
+            "draft_vocab_size": VD,
+            "rms_norm_eps": 1e-5,
+            **changes,
         }
-    )  # fmt: skip
+    )
     drafter = Eagle3Model(shape, own_embedding).eval()
     with torch.no_grad():
         for parameter in drafter.parameters():

@@ -23,11 +23,19 @@ H, V, K, PAGE, MAX_LEN = 32, 64, 4, 8, 64
 def make_drafter(**changes) -> SpecBlockModel:
     torch.manual_seed(0)
     config = DrafterConfig(
-        hidden_size=H, target_hidden_size=H, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=8, intermediate_size=48, num_hidden_layers=2, block_size=K, vocab_size=V,
-        draft_vocab_size=V, target=TargetInfo(hidden_size=H, vocab_size=V, layer_ids=(1, 2, 3)),
+        hidden_size=H,
+        target_hidden_size=H,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        block_size=K,
+        vocab_size=V,
+        draft_vocab_size=V,
+        target=TargetInfo(hidden_size=H, vocab_size=V, layer_ids=(1, 2, 3)),
         **changes,
-    )  # fmt: skip
+    )
     drafter = SpecBlockModel(config).eval()
     with torch.no_grad():
         for parameter in drafter.parameters():

@@ -245,9 +245,17 @@ def test_a_node_is_of_the_forward_whose_candidate_was_kept():
     selection = expansion.select()
     found = dict(zip(texts(selection.tree, 0), expansion.blocks(selection)[0].tolist()))
     assert found == {
-        (5,): 1, (6,): 1, (5, 7): 2, (5, 8): 1,
-        (5, 7, 1): 2, (5, 7, 2): 2, (5, 7, 1, 3): 2, (5, 7, 1, 4): 2, (5, 7, 9): 2, (5, 7, 10): 2,
-    }  # fmt: skip
+        (5,): 1,
+        (6,): 1,
+        (5, 7): 2,
+        (5, 8): 1,
+        (5, 7, 1): 2,
+        (5, 7, 2): 2,
+        (5, 7, 1, 3): 2,
+        (5, 7, 1, 4): 2,
+        (5, 7, 9): 2,
+        (5, 7, 10): 2,
+    }
     assert expansion.blocks(selection)[0, int(selection.tree.size[0]) :].tolist() == [0] * 10
 
 

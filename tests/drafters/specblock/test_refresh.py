@@ -74,13 +74,20 @@ def write(tmp_path):
     def writing(seed: int, dtype: torch.dtype = torch.float32, **changes) -> str:
         config = DrafterConfig(
             **{
-                "hidden_size": 32, "target_hidden_size": 24, "num_attention_heads": 4,
-                "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 48,
-                "num_hidden_layers": 3, "block_size": 5, "vocab_size": 70,
+                "hidden_size": 32,
+                "target_hidden_size": 24,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "head_dim": 8,
+                "intermediate_size": 48,
+                "num_hidden_layers": 3,
+                "block_size": 5,
+                "vocab_size": 70,
                 "draft_vocab_size": 40,
                 "target": TargetInfo(hidden_size=24, vocab_size=70, layer_ids=(1, 2, 3)),
-            } | changes
-        )  # fmt: skip
+            }
+            | changes
+        )
         drafter, draw = SpecBlockModel(config), torch.Generator().manual_seed(seed)
         for parameter in drafter.parameters():
             parameter.data.normal_(std=0.3, generator=draw)

@@ -230,10 +230,12 @@ def test_crowded(reference):
 
 def test_vllms_own_schedule_by_batch_size(reference, monkeypatch):
     """Whole trees for up to two requests, their best three nodes for up to five, then none."""
-    scheduled = make_engine({
-        "num_speculative_tokens": 10,
-        "num_speculative_tokens_per_batch_size": [[1, 2, 10], [3, 5, 3], [6, 8, 0]],
-    })  # fmt: skip
+    scheduled = make_engine(
+        {
+            "num_speculative_tokens": 10,
+            "num_speculative_tokens_per_batch_size": [[1, 2, 10], [3, 5, 3], [6, 8, 0]],
+        }
+    )
     counts, propose = set(), scheduled.speculator.propose
     drafted = note_proposals(scheduled, monkeypatch)
 

@@ -24,10 +24,16 @@ def prompt_queries() -> TreeAttentionBatch:
     bound = torch.tensor([TOKENS], dtype=torch.int32)
     start = torch.tensor([0, TOKENS], dtype=torch.int32)
     return TreeAttentionBatch(
-        torch.tensor([[3, 1, 2]], dtype=torch.int32), 16, start, [0, TOKENS], bound, [TOKENS],
-        torch.arange(1, TOKENS + 1, dtype=torch.int32), torch.zeros(TOKENS, 1, dtype=torch.int64),
+        torch.tensor([[3, 1, 2]], dtype=torch.int32),
+        16,
+        start,
+        [0, TOKENS],
         bound,
-    )  # fmt: skip
+        [TOKENS],
+        torch.arange(1, TOKENS + 1, dtype=torch.int32),
+        torch.zeros(TOKENS, 1, dtype=torch.int64),
+        bound,
+    )
 
 
 @pytest.mark.parametrize("window", [None, 7])
@@ -42,9 +48,14 @@ def test_layer_attends_as_its_options_say(window, soft_cap, cache_dtype):
     kept = {"auto": torch.float32, "fp8": torch.uint8}[cache_dtype]
     cache = torch.zeros(4, 16, KV_HEADS, 2 * SIZE, dtype=kept).transpose(1, 2)
     impl = TreeAttentionImpl(
-        HEADS, SIZE, 0.25, KV_HEADS, sliding_window=window, kv_cache_dtype=cache_dtype,
+        HEADS,
+        SIZE,
+        0.25,
+        KV_HEADS,
+        sliding_window=window,
+        kv_cache_dtype=cache_dtype,
         logits_soft_cap=soft_cap,
-    )  # fmt: skip
+    )
     slot = torch.cat([torch.arange(48, 64), torch.arange(16, 40)])
     out = torch.empty_like(query)
     metadata = TreeAttentionMetadata(TOKENS, slot, prompt_queries())
@@ -71,9 +82,22 @@ def test_other_quantised_caches_are_refused(cache_dtype):
 
 
 def stand_in_flash(
-    query, key, value, *, cu_seqlens_q, seqused_k, max_seqlen_q, max_seqlen_k, softmax_scale,
-    causal, softcap, block_table, return_softmax_lse=False, window_size=(-1, -1), out=None,
-):  # fmt: skip
+    query,
+    key,
+    value,
+    *,
+    cu_seqlens_q,
+    seqused_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    softmax_scale,
+    causal,
+    softcap,
+    block_table,
+    return_softmax_lse=False,
+    window_size=(-1, -1),
+    out=None,
+):
     """What FlashAttention's interface promises, for a paged cache."""
     assert return_softmax_lse != causal and key.stride(-1) == value.stride(-1) == 1
     out = torch.full_like(query, torch.nan) if out is None else out
@@ -105,9 +129,16 @@ def stand_in_flash(
 def test_prefix_by_flash_attention_and_tree_by_ours(soft_cap):
     batch = make_batch([Tree(37, 12), Tree(0, 5), Tree(20, 0), Tree(64, 9)], group=2)
     queries = TreeAttentionBatch(
-        batch.block_table, 16, batch.query_start, batch.query_start.tolist(), batch.seq_len,
-        batch.seq_len.tolist(), batch.prefix_len, batch.mask_words, batch.tree_start,
-    )  # fmt: skip
+        batch.block_table,
+        16,
+        batch.query_start,
+        batch.query_start.tolist(),
+        batch.seq_len,
+        batch.seq_len.tolist(),
+        batch.prefix_len,
+        batch.mask_words,
+        batch.tree_start,
+    )
     out = torch.empty_like(batch.query)
     flash_prefix.attend_prefix_and_tree(
         stand_in_flash, queries, batch.query, batch.kv_cache, 32**-0.5, out, soft_cap
@@ -118,9 +149,16 @@ def test_prefix_by_flash_attention_and_tree_by_ours(soft_cap):
 def test_flash_attention_is_chosen_where_it_is_legal_and_was_faster(monkeypatch):
     batch = make_batch([Tree(37, 12), Chunk(20, 1)])
     queries = TreeAttentionBatch(
-        batch.block_table, 16, batch.query_start, batch.query_start.tolist(), batch.seq_len,
-        batch.seq_len.tolist(), batch.prefix_len, batch.mask_words, batch.tree_start,
-    )  # fmt: skip
+        batch.block_table,
+        16,
+        batch.query_start,
+        batch.query_start.tolist(),
+        batch.seq_len,
+        batch.seq_len.tolist(),
+        batch.prefix_len,
+        batch.mask_words,
+        batch.tree_start,
+    )
     assert not flash_prefix.choose(queries, 128, True, None)  # nothing was measured
     monkeypatch.setattr(flash_prefix, "FASTER", (flash_prefix.Shapes(128, 13, 50, 2),))
     assert flash_prefix.choose(queries, 128, True, None)
@@ -138,10 +176,13 @@ def test_requests_without_trees_by_flash_attention(window, soft_cap):
     """The rows before theirs stay as they are."""
     batch = make_batch([Chunk(9, 3), Chunk(37, 12), Chunk(0, 5), Chunk(20, 1)], group=2)
     metadata = SimpleNamespace(
-        num_reqs=4, query_start_loc=batch.query_start, query_start_loc_cpu=batch.query_start,
-        seq_lens=batch.seq_len, seq_lens_cpu_upper_bound=batch.seq_len + 2,
+        num_reqs=4,
+        query_start_loc=batch.query_start,
+        query_start_loc_cpu=batch.query_start,
+        seq_lens=batch.seq_len,
+        seq_lens_cpu_upper_bound=batch.seq_len + 2,
         block_table_tensor=batch.block_table,
-    )  # fmt: skip
+    )
     out = torch.full_like(batch.query, 7.0)
     rest = flash_causal.after_trees(metadata, 1)
     assert (rest.first_row, rest.max_query_len, rest.max_seq_len) == (3, 12, 51)

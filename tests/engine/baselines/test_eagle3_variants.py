@@ -31,12 +31,20 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 def layer_json(**changes) -> dict:
     target = json.loads((TARGET / "config.json").read_text())
     return {
-        "hidden_size": target["hidden_size"], "vocab_size": target["vocab_size"],
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
-        "intermediate_size": 128, "num_hidden_layers": 1, "rms_norm_eps": 1e-5,
-        "hidden_act": "silu", "max_position_embeddings": 512, "tie_word_embeddings": False,
-        "torch_dtype": "float32", **changes,
-    }  # fmt: skip
+        "hidden_size": target["hidden_size"],
+        "vocab_size": target["vocab_size"],
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "intermediate_size": 128,
+        "num_hidden_layers": 1,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+        **changes,
+    }
 
 
 def flat() -> dict:
@@ -47,12 +55,15 @@ def flat() -> dict:
         attention_bias=True,
         rope_theta=5000.0,
         rope_scaling={
-            "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
         },
         eagle_aux_hidden_state_layer_ids=LAYERS,
         eagle_config={"norm_before_fc": True, "use_aux_hidden_state": True},
-    )  # fmt: skip
+    )
 
 
 def speculators() -> dict:
@@ -107,9 +118,12 @@ def test_step_by_step_the_same_draft(make, own_embedding, teacher, tmp_path, mon
     )
     drafts = record_drafts(engine, monkeypatch)
     head = Eagle3Drafter(
-        checkpoint.load(tmp_path), teacher.embed, Eagle3Config(depth=DRAFTED, top_k=1), DRAFTED,
+        checkpoint.load(tmp_path),
+        teacher.embed,
+        Eagle3Config(depth=DRAFTED, top_k=1),
+        DRAFTED,
         MAX_LEN,
-    )  # fmt: skip
+    )
     layer = head.cache_layers()[0]
     pages = MAX_LEN // PAGE + 1
     cache = torch.zeros(pages, PAGE, layer.num_kv_heads, 2 * layer.head_dim).transpose(1, 2)

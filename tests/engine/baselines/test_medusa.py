@@ -44,10 +44,11 @@ def medusa_folder(tmp_path_factory):
     torch.manual_seed(0)
     target = load_target(TARGET, "fp32", torch.device("cpu"))
     texts = [
-        target.generate(torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False,
-                        eos_token_id=None)[0]
+        target.generate(
+            torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None
+        )[0]
         for prompt in asked()
-    ]  # fmt: skip
+    ]
     batch = Batch.of(torch.nn.utils.rnn.pad_sequence(texts, batch_first=True, padding_value=-1))
     counts = batch.tokens[batch.tokens >= 0].bincount(minlength=target.config.vocab_size)
     d2t, t2d = most_frequent(counts, DRAFT_VOCAB)
@@ -80,8 +81,11 @@ def test_vllm_drafts_with_the_saved_heads(medusa_folder):
     }
     done = subprocess.run(
         [sys.executable, "-c", SERVE, *arguments],
-        env=environment, capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     plain, drafted, accepted = json.loads(done.stdout.splitlines()[-1])
     assert drafted == plain

@@ -26,9 +26,17 @@ MAKE = {
     "medusa": (Medusa, {"num_heads": 4}),
     "parallelspec": (ParallelSpec, {"positions": 4, "layer_ids": LAYERS, "num_hidden_layers": 1}),
     "falcon": (Falcon, {"layer_ids": LAYERS, "num_hidden_layers": 1}),
-    "sps": (SmallModel, {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1,
-                         "num_hidden_layers": 2, "intermediate_size": 128}),
-}  # fmt: skip
+    "sps": (
+        SmallModel,
+        {
+            "hidden_size": 64,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "num_hidden_layers": 2,
+            "intermediate_size": 128,
+        },
+    ),
+}
 SECOND = {
     "falcon": {"second_head": {"model": str(DRAFTER)}, "head_policy": "merge"},
     "sps": {"second_head": {"model": str(DRAFTER)}, "head_policy": "route"},
@@ -83,9 +91,12 @@ def configure(folder, **given):
     """vLLM's own way from arguments to a config; loads no weight."""
     speculative = {"method": "specblock", "model": str(folder), "num_speculative_tokens": 12}
     return EngineArgs(
-        model=str(TARGET), dtype="float32", enforce_eager=True, max_model_len=512,
+        model=str(TARGET),
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=512,
         speculative_config=speculative | given,
-    ).create_engine_config()  # fmt: skip
+    ).create_engine_config()
 
 
 @pytest.mark.parametrize("kind", MAKE)
@@ -93,9 +104,13 @@ def test_a_drafter_of_another_target(kind, tmp_path):
     """One sentence, before any weight is loaded."""
     make, sizes = MAKE[kind]
     other = LlamaConfig(
-        hidden_size=64, vocab_size=100, num_hidden_layers=9, num_attention_heads=2,
-        num_key_value_heads=2, intermediate_size=64,
-    )  # fmt: skip
+        hidden_size=64,
+        vocab_size=100,
+        num_hidden_layers=9,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        intermediate_size=64,
+    )
     t2d = torch.ones(100, dtype=torch.bool)
     make.for_target(other, torch.zeros(100).long(), t2d, 0, **sizes).save(tmp_path)
     with pytest.raises(ValueError, match=r"was made for a target of [a-z]+ size") as error:

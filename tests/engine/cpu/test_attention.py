@@ -47,16 +47,31 @@ def causal_only(batch, rows: slice, cache) -> torch.Tensor:
     length, query = batch.seq_len[request : request + 1], batch.query[rows]
     common = {"query_start_loc": start, "seq_lens": length, "causal": True}
     schedule = ops.cpu_attn_get_scheduler_metadata(
-        num_reqs=1, num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=SIZE, dtype=query.dtype,
-        sliding_window_size=-1, isa=packed.isa, enable_kv_split=True, **common,
-    )  # fmt: skip
+        num_reqs=1,
+        num_heads=HEADS,
+        num_kv_heads=KV_HEADS,
+        head_dim=SIZE,
+        dtype=query.dtype,
+        sliding_window_size=-1,
+        isa=packed.isa,
+        enable_kv_split=True,
+        **common,
+    )
     out = torch.empty_like(query)
     ops.cpu_attention_with_kv_cache(
-        query=query, key_cache=packed.keys, value_cache=packed.values, output=out,
-        scale=SIZE**-0.5, alibi_slopes=None, sliding_window=-1, softcap=0.0, s_aux=None,
-        block_table=batch.block_table[request : request + 1], scheduler_metadata=schedule,
+        query=query,
+        key_cache=packed.keys,
+        value_cache=packed.values,
+        output=out,
+        scale=SIZE**-0.5,
+        alibi_slopes=None,
+        sliding_window=-1,
+        softcap=0.0,
+        s_aux=None,
+        block_table=batch.block_table[request : request + 1],
+        scheduler_metadata=schedule,
         **common,
-    )  # fmt: skip
+    )
     return out
 
 
@@ -65,9 +80,15 @@ def test_a_layer_beside_vllms_kernel(dtype):
     """Trees are right, and causal rows between them have the very bits of vLLM's kernel."""
     requests = [Chunk(0, 70), Tree(300, 12), Chunk(200, 1), Tree(37, 30), Tree(90, 0)]
     batch = make_batch(
-        requests, num_kv_heads=KV_HEADS, group=HEADS // KV_HEADS, head_size=SIZE,
-        block_size=BLOCK, dtype=dtype, layout="entries first", tail=2,
-    )  # fmt: skip
+        requests,
+        num_kv_heads=KV_HEADS,
+        group=HEADS // KV_HEADS,
+        head_size=SIZE,
+        block_size=BLOCK,
+        dtype=dtype,
+        layout="entries first",
+        tail=2,
+    )
     cache = torch.zeros_like(batch.kv_cache)
     packed = packed_cache(cache, "auto")
     if packed is None:
@@ -83,9 +104,16 @@ def test_a_layer_beside_vllms_kernel(dtype):
     slots = torch.tensor([*slots, -1, -1])
     key, value = entries[slots].chunk(2, dim=-1)
     queries = TreeAttentionBatch(
-        batch.block_table, BLOCK, batch.query_start, start, batch.seq_len, batch.seq_len.tolist(),
-        batch.prefix_len, batch.mask_words, batch.tree_start,
-    )  # fmt: skip
+        batch.block_table,
+        BLOCK,
+        batch.query_start,
+        start,
+        batch.seq_len,
+        batch.seq_len.tolist(),
+        batch.prefix_len,
+        batch.mask_words,
+        batch.tree_start,
+    )
     impl = TreeAttentionImpl(HEADS, SIZE, SIZE**-0.5, KV_HEADS)
     out = torch.full_like(batch.query, torch.nan)
     metadata = TreeAttentionMetadata(len(out), slots, queries)

@@ -53,12 +53,18 @@ def test_gumbel_noise_is_the_kernels(both):
     def call():
         tokens = [
             gumbel.gumbel_sample(
-                logits(), SLOT, heat, seeds, torch.arange(start, start + 5),
-                apply_temperature=apply, is_drafting=False, use_fp64=False,
+                logits(),
+                SLOT,
+                heat,
+                seeds,
+                torch.arange(start, start + 5),
+                apply_temperature=apply,
+                is_drafting=False,
+                use_fp64=False,
             )
             for start in (0, 1000, 1 << 20)
             for apply in (False, True)
-        ]  # fmt: skip
+        ]
         return torch.stack(tokens)
 
     ours, theirs = both(gumbel, "_gumbel_sample_kernel", call)
@@ -79,9 +85,15 @@ def test_only_tokens_that_can_win_get_their_noise(both, dtype, scale):
 
     def call():
         return gumbel.gumbel_sample(
-            scores[:, :5001], req_idx, torch.tensor([0.0, 0.6, 1.0]), torch.tensor([1, -(1 << 61),
-            3]), torch.arange(9) * 1001, apply_temperature=True, is_drafting=False, use_fp64=False,
-        )  # fmt: skip
+            scores[:, :5001],
+            req_idx,
+            torch.tensor([0.0, 0.6, 1.0]),
+            torch.tensor([1, -(1 << 61), 3]),
+            torch.arange(9) * 1001,
+            apply_temperature=True,
+            is_drafting=False,
+            use_fp64=False,
+        )
 
     assert torch.equal(*both(gumbel, "_gumbel_sample_kernel", call))
 
@@ -91,9 +103,15 @@ def test_greedy_rows_take_the_first_of_equals(both):
         scores = logits()
         scores[:, 40:44] = 50.0
         return gumbel.gumbel_sample(
-            scores, SLOT, torch.tensor([0.0, 0.0, 1.0]), torch.tensor([1, 2, 3]), torch.arange(5),
-            apply_temperature=False, is_drafting=False, use_fp64=False,
-        )  # fmt: skip
+            scores,
+            SLOT,
+            torch.tensor([0.0, 0.0, 1.0]),
+            torch.tensor([1, 2, 3]),
+            torch.arange(5),
+            apply_temperature=False,
+            is_drafting=False,
+            use_fp64=False,
+        )
 
     ours, theirs = both(gumbel, "_gumbel_sample_kernel", call)
     assert torch.equal(ours, theirs) and ours[2] == 40
@@ -120,9 +138,15 @@ def along_a_tree(turn: int, heat: float) -> tuple[int, int]:
 
     def sample():
         return gumbel.gumbel_sample(
-            scores, req_idx.repeat_interleave(count), torch.full((5,), heat), torch.arange(5),
-            torch.arange(rows) + turn, apply_temperature=True, is_drafting=False, use_fp64=False,
-        )  # fmt: skip
+            scores,
+            req_idx.repeat_interleave(count),
+            torch.full((5,), heat),
+            torch.arange(5),
+            torch.arange(rows) + turn,
+            apply_temperature=True,
+            is_drafting=False,
+            use_fp64=False,
+        )
 
     def walked(drawn):
         path, accepted = torch.zeros(5, nodes + 1, dtype=torch.int64), torch.zeros(5).int()
@@ -201,10 +225,17 @@ def test_penalties(both):
     tokens = torch.tensor([3, 9, 5, 7, 9])
     call = changed(
         lambda scores: penalties.apply_penalties(
-            scores, SLOT, tokens, NODE, torch.tensor([1.0, 1.3, 0.8]),
-            torch.tensor([0.0, 0.5, 0.0]), torch.tensor([0.7, 0.0, 0.0]), mask, counts,
+            scores,
+            SLOT,
+            tokens,
+            NODE,
+            torch.tensor([1.0, 1.3, 0.8]),
+            torch.tensor([0.0, 0.5, 0.0]),
+            torch.tensor([0.7, 0.0, 0.0]),
+            mask,
+            counts,
         )
-    )  # fmt: skip
+    )
     torch.testing.assert_close(*both(penalties, "_penalties_kernel", call))
 
 
@@ -220,11 +251,19 @@ def test_bad_words(both):
     )
     call = changed(
         lambda scores: bad_words.apply_bad_words(
-            scores, SLOT, words, offsets, torch.tensor([2, 2, 1]).int(), history,
-            torch.tensor([1, 1, 1]).int(), torch.tensor([4, 5, 4]).int(),
-            torch.tensor([7, 9, 4, 5, 13]), NODE, 2,
+            scores,
+            SLOT,
+            words,
+            offsets,
+            torch.tensor([2, 2, 1]).int(),
+            history,
+            torch.tensor([1, 1, 1]).int(),
+            torch.tensor([4, 5, 4]).int(),
+            torch.tensor([7, 9, 4, 5, 13]),
+            NODE,
+            2,
         )
-    )  # fmt: skip
+    )
     ours, theirs = both(bad_words, "_bad_words_kernel", call)
     assert torch.equal(ours, theirs) and torch.isneginf(ours).any()
 
@@ -239,14 +278,21 @@ def test_logit_bias(both):
     def call(check):
         return changed(
             lambda scores: logit_bias.apply_logit_bias(
-                scores, SLOT, torch.tensor([3, 9, 4, 30, 31]),
-                torch.tensor([0, 2, 0]).int(), ids([], [4, 8], []),
-                torch.tensor([2, 0, 1]).int(), ids([1, 2], [], [90]),
+                scores,
+                SLOT,
+                torch.tensor([3, 9, 4, 30, 31]),
+                torch.tensor([0, 2, 0]).int(),
+                ids([], [4, 8], []),
+                torch.tensor([2, 0, 1]).int(),
+                ids([1, 2], [], [90]),
                 torch.tensor([[0.5, -3.0, 0, 0], [0.0] * 4, [7.0, 0, 0, 0]]),
-                torch.tensor([10, 99, 4]).int(), torch.tensor([1, 2, 1]).int(),
-                torch.tensor([True, True, False]), ids([5], [4, 8], [6]), check,
+                torch.tensor([10, 99, 4]).int(),
+                torch.tensor([1, 2, 1]).int(),
+                torch.tensor([True, True, False]),
+                ids([5], [4, 8], [6]),
+                check,
             )
-        )  # fmt: skip
+        )
 
     for check in (False, True):
         torch.testing.assert_close(*both(logit_bias, "_bias_kernel", call(check)))
@@ -297,9 +343,16 @@ def test_positions_and_drafts(both):
         ids = torch.zeros(8, dtype=torch.int32)
         lengths = torch.tensor([7, 12, 7], dtype=torch.int32)
         rows = input_batch.combine_sampled_and_draft_tokens(
-            ids, b.req_idx, torch.tensor([[50], [51], [52]]), b.query_start, lengths, b.prefill,
-            torch.tensor([[60, 61], [62, 63], [64, 65]]), b.first_row, 5,
-        )  # fmt: skip
+            ids,
+            b.req_idx,
+            torch.tensor([[50], [51], [52]]),
+            b.query_start,
+            lengths,
+            b.prefill,
+            torch.tensor([[60, 61], [62, 63], [64, 65]]),
+            b.first_row,
+            5,
+        )
         return torch.cat([ids, rows])
 
     assert torch.equal(*both(input_batch, "_combine_sampled_and_draft_tokens_kernel", drafts))
@@ -326,10 +379,17 @@ def test_bookkeeping_after_a_step(both):
         last, total = torch.zeros(3, 1, dtype=torch.int64), torch.tensor([9, 7, 5]).int()
         counts = torch.zeros(3, VOCAB, dtype=torch.int32)
         input_batch.post_update(
-            b.req_idx, b.computed, last, counts, torch.tensor([[1, 2, 3], [4, 5, 6], [7, 8, 9]]),
-            torch.tensor([0, 3, 1]).int(), torch.tensor([0, 0, 0]).int(), b.query_start,
-            b.history, total,
-        )  # fmt: skip
+            b.req_idx,
+            b.computed,
+            last,
+            counts,
+            torch.tensor([[1, 2, 3], [4, 5, 6], [7, 8, 9]]),
+            torch.tensor([0, 3, 1]).int(),
+            torch.tensor([0, 0, 0]).int(),
+            b.query_start,
+            b.history,
+            total,
+        )
         parts = (b.computed, last, counts, b.history, total)
         return torch.cat([part.flatten().long() for part in parts])
 

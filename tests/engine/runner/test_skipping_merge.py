@@ -23,8 +23,10 @@ from vllm_specblock.engine.runner.skipping_merge import SkippingMergedDrafters
 pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="for a host's memory")
 NODES = 24
 MERGED = {
-    "num_speculative_tokens": NODES, "head_policy": "merge", "second_head": {"head": "ngram"},
-}  # fmt: skip
+    "num_speculative_tokens": NODES,
+    "head_policy": "merge",
+    "second_head": {"head": "ngram"},
+}
 
 
 @pytest.fixture(scope="module")

@@ -51,11 +51,12 @@ def main(out: Path) -> None:
             blocks.make_head(blocks.make_drafter(), options, NODES)[0],
             blocks.make_head(
                 blocks.make_drafter(block_rope="path", qk_norm=True, layer_shift=False),
-                by_path, NODES,
+                by_path,
+                NODES,
             )[0],
             levels.make_head(levels.make_drafter(), NODES, depth=3, top_k=3),
             NGramDrafter(NGramConfig(), NODES, MAX_LEN),
-        ]  # fmt: skip
+        ]
         draw = torch.Generator().manual_seed(2)
         states = torch.randn(3, 2, MAX_LEN, blocks.H, generator=draw)
         text = torch.randint(0, 7, (2, MAX_LEN + 1), generator=draw)  # which repeats itself

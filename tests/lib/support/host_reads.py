@@ -28,16 +28,37 @@ CPU_ONLY = f"{ROOT / 'vllm_specblock' / 'engine' / 'cpu'}/"
 _METHODS = {
     getattr(torch.Tensor, name)
     for name in (
-        "item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__",
-        "__len__", "__iter__", "cpu", "is_nonzero", "__contains__",
+        "item",
+        "tolist",
+        "numpy",
+        "__bool__",
+        "__int__",
+        "__float__",
+        "__index__",
+        "__array__",
+        "__len__",
+        "__iter__",
+        "cpu",
+        "is_nonzero",
+        "__contains__",
     )
-} - {torch.Tensor.__len__, torch.Tensor.__iter__}  # fmt: skip
+} - {torch.Tensor.__len__, torch.Tensor.__iter__}
 _OPS = {
-    "aten::_local_scalar_dense", "aten::item", "aten::is_nonzero", "aten::nonzero",
-    "aten::nonzero_numpy", "aten::masked_select", "aten::_unique2", "aten::unique_dim",
-    "aten::unique_consecutive", "aten::equal", "aten::repeat_interleave.Tensor",
-    "aten::bincount", "aten::argwhere", "aten::allclose",
-}  # fmt: skip
+    "aten::_local_scalar_dense",
+    "aten::item",
+    "aten::is_nonzero",
+    "aten::nonzero",
+    "aten::nonzero_numpy",
+    "aten::masked_select",
+    "aten::_unique2",
+    "aten::unique_dim",
+    "aten::unique_consecutive",
+    "aten::equal",
+    "aten::repeat_interleave.Tensor",
+    "aten::bincount",
+    "aten::argwhere",
+    "aten::allclose",
+}
 
 
 class HostRead(AssertionError):

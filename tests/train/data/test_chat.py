@@ -105,8 +105,10 @@ def test_usable_lines_are_found_again(files):
     assert lines.broken == len(reports) == 2
     assert reports[0].startswith(f"{files[0]}:3: ") and reports[1].startswith(f"{files[1]}:1: ")
     assert [lines.where(line) for line in lines.usable] == [
-        f"{files[0]}:1", f"{files[0]}:4", f"{files[1]}:2"
-    ]  # fmt: skip
+        f"{files[0]}:1",
+        f"{files[0]}:4",
+        f"{files[1]}:2",
+    ]
     assert chat.find_lines(files, 1, True, reports.append).usable == lines.usable[:1]
 
 

@@ -22,9 +22,15 @@ ROOTS = (6, 7, 11, 20)
 def scene(own_embedding: bool) -> tuple[Eagle3Model, EvalSequence]:
     torch.manual_seed(0)
     shape = Eagle3Shape(
-        hidden_size=H, target_hidden_size=H, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=8, intermediate_size=48, vocab_size=V, draft_vocab_size=VD,
-    )  # fmt: skip
+        hidden_size=H,
+        target_hidden_size=H,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        intermediate_size=48,
+        vocab_size=V,
+        draft_vocab_size=VD,
+    )
     drafter = Eagle3Model(shape, own_embedding).eval()
     with torch.no_grad():
         for parameter in drafter.parameters():

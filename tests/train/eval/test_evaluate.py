@@ -68,9 +68,11 @@ def forced_chain(drafter, sequence, root: int, blocks: int):
             start = sequence.tokens[root + block * K]
             path = block * K if drafter.config.block_rope == "path" else 0
             hidden = drafter(
-                hidden[-1:], sequence.embed(start[None]), torch.tensor([root + path]),
+                hidden[-1:],
+                sequence.embed(start[None]),
+                torch.tensor([root + path]),
                 growth.starts(torch.tensor([block - 1]), torch.tensor([K - 1])),
-            )[0]  # fmt: skip
+            )[0]
         for k in range(K):
             place = root + block * K + k + 1
             if place < len(sequence.tokens):
@@ -157,9 +159,13 @@ def test_figures_of_several_trees_in_one_pass(scene):
     options = SpecBlockConfig(num_starts=3)
     shapes = shapes_of(drafter, options, (12, 30), uniform=True)
     assert list(shapes) == [
-        "chain of 1 block", "chain of 2 blocks", "tree of 12", "uniform tree of 12",
-        "tree of 30", "uniform tree of 30",
-    ]  # fmt: skip
+        "chain of 1 block",
+        "chain of 2 blocks",
+        "tree of 12",
+        "uniform tree of 12",
+        "tree of 30",
+        "uniform tree of 30",
+    ]
     figures = evaluate(drafter, iter(sequences), shapes, 2)
     assert (figures.texts, figures.new_tokens) == (2, 2 * (LENGTH - PROMPT))
     for name, shape in shapes.items():

@@ -13,8 +13,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 FORWARDS = (
-    "#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#17a2b8", "#c9a227", "#9c755f", "#e377c2",
-)  # fmt: skip
+    "#4e79a7",
+    "#f28e2b",
+    "#59a14f",
+    "#b07aa1",
+    "#17a2b8",
+    "#c9a227",
+    "#9c755f",
+    "#e377c2",
+)
 """Of drafter forward 1, 2, …, again from the first on where there are more."""
 ACCEPTED = "#c1121f"
 """Edges and borders of the accepted path."""

@@ -133,8 +133,14 @@ def draw_tree(axes: Axes, picture: TreePicture, legend: Legend) -> None:
     if picture.bonus is not None:
         keys.append(Patch(facecolor=BONUS, label="bonus token"))
     deepest, leaves = max(x for x, _ in places), 1 - min(y for _, y in places)
-    axes.legend(handles=keys, loc="lower center", ncols=5, fontsize=8, frameon=False,
-                bbox_to_anchor=(0.5, 1.0))  # fmt: skip
+    axes.legend(
+        handles=keys,
+        loc="lower center",
+        ncols=5,
+        fontsize=8,
+        frameon=False,
+        bbox_to_anchor=(0.5, 1.0),
+    )
     axes.set_xlim(-0.5, deepest + 0.5)
     axes.set_ylim(-leaves + 0.3, 0.7)
     axes.axis("off")

@@ -68,9 +68,16 @@ class CausalRows:
         see = (position + 1).int()
         mask_words = see.new_zeros(len(see), 1, dtype=torch.int64)
         queries = TreeAttentionBatch(
-            torch.cat([rows.block_table, rows.block_table]), rows.block_size, start, host, ends,
-            [bound] * (2 * requests), see, mask_words, ends,
-        )  # fmt: skip
+            torch.cat([rows.block_table, rows.block_table]),
+            rows.block_size,
+            start,
+            host,
+            ends,
+            [bound] * (2 * requests),
+            see,
+            mask_words,
+            ends,
+        )
         kept = self._queries(rows.block_table, see[keep], rows.block_size, bound)
         kv_index = torch.cat([rows.kv_slot, kv_slot.flatten()])[:, None]
         return PagedAttention(self.caches, kv_index, queries, kept), position, keep.flatten()

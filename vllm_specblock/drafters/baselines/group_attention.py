@@ -99,11 +99,16 @@ class GroupAttentionBuilder:
         see = ((position // k + 1) * k).minimum(ends[request[order]]).int()
         bound = self._bound(rows.max_position, 0)
         queries = TreeAttentionBatch(
-            table.flatten(0, 1).int(), self.block_size, start.int(), host,
-            _each(ends, k).int(), [bound] * (requests * k),
-            _each(see, k), see.new_zeros(len(see) * k, 1, dtype=torch.int64),
+            table.flatten(0, 1).int(),
+            self.block_size,
+            start.int(),
+            host,
             _each(ends, k).int(),
-        )  # fmt: skip
+            [bound] * (requests * k),
+            _each(see, k),
+            see.new_zeros(len(see) * k, 1, dtype=torch.int64),
+            _each(ends, k).int(),
+        )
         kept = self._queries(
             newest, rows.block_table, 1, bound, see.new_zeros(k, 1, dtype=torch.int64)
         )
@@ -188,11 +193,16 @@ class GroupAttentionBuilder:
         if len(mask_words) != requests * each:
             mask_words = mask_words.repeat(requests, 1)
         return TreeAttentionBatch(
-            (table * k + (newest % k)[:, None]).int(), self.block_size, start,
+            (table * k + (newest % k)[:, None]).int(),
+            self.block_size,
+            start,
             [each * request for request in range(requests + 1)],
-            (ends + more).clamp(max=self._most), [bound] * requests,
-            _each(ends, each), mask_words, ends,
-        )  # fmt: skip
+            (ends + more).clamp(max=self._most),
+            [bound] * requests,
+            _each(ends, each),
+            mask_words,
+            ends,
+        )
 
 
 def _cut(cache: Tensor, size: int) -> Tensor:

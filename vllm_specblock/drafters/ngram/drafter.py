@@ -81,9 +81,16 @@ class NGramDrafter(Drafter):
     def following(self) -> Following:
         """What the kernels are compiled for."""
         return Following(
-            self.options.min_match, self.options.max_match, self.options.branches, self.max_depth,
-            self.num_nodes, VOTE, POWER, _VOTES, _NATS,
-        )  # fmt: skip
+            self.options.min_match,
+            self.options.max_match,
+            self.options.branches,
+            self.max_depth,
+            self.num_nodes,
+            VOTE,
+            POWER,
+            _VOTES,
+            _NATS,
+        )
 
     def advance(self, rows: CommittedTokens) -> None:
         self.texts = Texts(

@@ -134,13 +134,27 @@ class DraftAttentionBuilder:
         each = [K * r for r in range(num_requests + 1)]
         limit = [(rows.max_position + 1) * K] * num_requests
         queries = TreeAttentionBatch(
-            table, size, metadata.query_start, start, metadata.ends, limit, metadata.prefix_len,
-            metadata.mask_words, metadata.ends,
-        )  # fmt: skip
+            table,
+            size,
+            metadata.query_start,
+            start,
+            metadata.ends,
+            limit,
+            metadata.prefix_len,
+            metadata.mask_words,
+            metadata.ends,
+        )
         kept = TreeAttentionBatch(
-            table, size, metadata.kept_start, each, metadata.ends, limit, metadata.kept_prefix,
-            metadata.mask_words, metadata.ends,
-        )  # fmt: skip
+            table,
+            size,
+            metadata.kept_start,
+            each,
+            metadata.ends,
+            limit,
+            metadata.kept_prefix,
+            metadata.mask_words,
+            metadata.ends,
+        )
         return PagedAttention(self.caches, metadata.kv_index, queries, kept), metadata.base
 
     def _first(self, rows: CommittedTokens) -> FirstBlockMetadata:
@@ -163,9 +177,14 @@ class DraftAttentionBuilder:
         cache = self.caches[0]
         query = cache.new_empty(1, num_heads, cache.shape[-1] // 2)
         compile_attention(
-            query, cache, block_table, self.own.shape[-1], min(most_rows, MAX_ROWS) * self.K,
-            self.max_position * self.K, packing=packing_on_cpu(cache),
-        )  # fmt: skip
+            query,
+            cache,
+            block_table,
+            self.own.shape[-1],
+            min(most_rows, MAX_ROWS) * self.K,
+            self.max_position * self.K,
+            packing=packing_on_cpu(cache),
+        )
 
     def begin(self, requests: torch.Tensor | None) -> None:
         """Say for which requests ([n] int64; None: all of the step) later blocks are drafted."""
@@ -192,10 +211,20 @@ class DraftAttentionBuilder:
         K, S, table = self.K, self.S, self.block_table
         if self.fused:
             metadata = later_block_metadata_triton(
-                starts.row, starts.position, starts.valid, self.position, self.last,
-                self.own, table, self.prefix, self.mask_words, self.reach, block, self.token_block,
+                starts.row,
+                starts.position,
+                starts.valid,
+                self.position,
+                self.last,
+                self.own,
+                table,
+                self.prefix,
+                self.mask_words,
+                self.reach,
+                block,
+                self.token_block,
                 self.max_position,
-            )  # fmt: skip
+            )
         else:
             metadata = self._later(block, starts)
         each = [S * K * r for r in range(self.requests + 1)]

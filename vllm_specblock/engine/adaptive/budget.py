@@ -135,9 +135,14 @@ class TreeBudgetManager(AdaptiveVerificationManager):
             self._counts = counts
             self._counts_there = async_tensor_h2d(counts, device=idx_mapping.device)
         self._reallocate(
-            self._confidence_probs, idx_mapping, self._counts_there, budget,
-            self.num_bonus_tokens, self._cu_num_logits, self.query_start_loc,
-        )  # fmt: skip
+            self._confidence_probs,
+            idx_mapping,
+            self._counts_there,
+            budget,
+            self.num_bonus_tokens,
+            self._cu_num_logits,
+            self.query_start_loc,
+        )
         return self._cu_num_logits[: len(req_ids) + 1], self.query_start_loc, budget
 
     def _reallocate(self, *args: Any) -> None:

@@ -244,7 +244,12 @@ class TreeAttentionImpl(AttentionImpl):
             )
         else:
             queries.attend(
-                query, kv_cache, self.scale, out,
-                window=self.window, soft_cap=self.soft_cap, **scales,
-            )  # fmt: skip
+                query,
+                kv_cache,
+                self.scale,
+                out,
+                window=self.window,
+                soft_cap=self.soft_cap,
+                **scales,
+            )
         return whole

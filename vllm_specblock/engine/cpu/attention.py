@@ -92,9 +92,15 @@ class CpuStep:
         """
         ops.cpu_attn_reshape_and_cache(key, value, cache.keys, cache.values, slots, cache.isa)
         self.queries.attend(
-            query, cache.keys, scale, out,
-            window=window, soft_cap=soft_cap, packing=cache.packing, causal_elsewhere=True,
-        )  # fmt: skip
+            query,
+            cache.keys,
+            scale,
+            out,
+            window=window,
+            soft_cap=soft_cap,
+            packing=cache.packing,
+            causal_elsewhere=True,
+        )
         self.attend_causal(cache, query, out, scale, -1 if window is None else window, soft_cap)
 
     def attend_causal(

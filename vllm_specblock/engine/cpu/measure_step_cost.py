@@ -116,6 +116,9 @@ def measure_steps(runner: GPUModelRunner) -> None:
     logger.info(
         "A step with a tree of %d nodes takes %.2f times a plain one, %.0f %% of it for drafting "
         "(%d sizes measured in %.1f s).",
-        nodes, (tree + drafting) / plain, 100 * drafting / (tree + drafting), len(found),
+        nodes,
+        (tree + drafting) / plain,
+        100 * drafting / (tree + drafting),
+        len(found),
         time.perf_counter() - began,
-    )  # fmt: skip
+    )

@@ -24,10 +24,21 @@ def min_p(
 
 
 def penalties(
-    logits: Tensor, _0: int, req_idx: Tensor, token: Tensor, node: Tensor, repetition: Tensor,
-    frequency: Tensor, presence: Tensor, prompt_mask: Tensor, _1: int, output_counts: Tensor,
-    _2: int, vocab_size: int, BLOCK_SIZE: int,
-) -> None:  # fmt: skip
+    logits: Tensor,
+    _0: int,
+    req_idx: Tensor,
+    token: Tensor,
+    node: Tensor,
+    repetition: Tensor,
+    frequency: Tensor,
+    presence: Tensor,
+    prompt_mask: Tensor,
+    _1: int,
+    output_counts: Tensor,
+    _2: int,
+    vocab_size: int,
+    BLOCK_SIZE: int,
+) -> None:
     bits = torch.arange(32, dtype=torch.int32)
     for row, (at, place) in enumerate(zip(req_idx.tolist(), node.tolist())):
         scale, per_use, once = (float(p[at]) for p in (repetition, frequency, presence))
@@ -47,11 +58,28 @@ def penalties(
 
 
 def logit_bias(
-    logits: Tensor, _0: int, vocab_size: int, req_idx: Tensor, num_allowed: Tensor, allowed: Tensor,
-    _1: int, num_biased: Tensor, biased: Tensor, _2: int, bias: Tensor, _3: int, position: Tensor,
-    min_len: Tensor, num_stops: Tensor, restore: Tensor, stops: Tensor, _4: int, BLOCK_SIZE: int,
-    LOGITS_BLOCK_SIZE: int, CHECK_ALL_MASKED_ROWS: bool,
-) -> None:  # fmt: skip
+    logits: Tensor,
+    _0: int,
+    vocab_size: int,
+    req_idx: Tensor,
+    num_allowed: Tensor,
+    allowed: Tensor,
+    _1: int,
+    num_biased: Tensor,
+    biased: Tensor,
+    _2: int,
+    bias: Tensor,
+    _3: int,
+    position: Tensor,
+    min_len: Tensor,
+    num_stops: Tensor,
+    restore: Tensor,
+    stops: Tensor,
+    _4: int,
+    BLOCK_SIZE: int,
+    LOGITS_BLOCK_SIZE: int,
+    CHECK_ALL_MASKED_ROWS: bool,
+) -> None:
     for row, (at, place) in enumerate(zip(req_idx.tolist(), position.tolist())):
         scores = logits[row, :vocab_size]
         if count := int(num_allowed[at]):
@@ -68,10 +96,21 @@ def logit_bias(
 
 
 def bad_words(
-    logits: Tensor, _0: int, req_idx: Tensor, words: Tensor, _1: int, offsets: Tensor, _2: int,
-    num_words: Tensor, all_token_ids: Tensor, _3: int, prompt_len: Tensor, total_len: Tensor,
-    token: Tensor, node: Tensor,
-) -> None:  # fmt: skip
+    logits: Tensor,
+    _0: int,
+    req_idx: Tensor,
+    words: Tensor,
+    _1: int,
+    offsets: Tensor,
+    _2: int,
+    num_words: Tensor,
+    all_token_ids: Tensor,
+    _3: int,
+    prompt_len: Tensor,
+    total_len: Tensor,
+    token: Tensor,
+    node: Tensor,
+) -> None:
     for row, (at, place) in enumerate(zip(req_idx.tolist(), node.tolist())):
         count = int(num_words[at])
         if not count:
@@ -86,9 +125,16 @@ def bad_words(
 
 
 def grammar_bitmask(
-    logits: Tensor, _0: int, index: Tensor, first_row: Tensor, bitmask: Tensor, _1: int,
-    vocab_size: int, MASK_STRIDE: int, BLOCK_SIZE: int,
-) -> None:  # fmt: skip
+    logits: Tensor,
+    _0: int,
+    index: Tensor,
+    first_row: Tensor,
+    bitmask: Tensor,
+    _1: int,
+    vocab_size: int,
+    MASK_STRIDE: int,
+    BLOCK_SIZE: int,
+) -> None:
     bits = torch.arange(32, dtype=torch.int32)
     bounds = first_row.tolist()
     for allowed, where in zip(bitmask, index.tolist()):
@@ -99,9 +145,16 @@ def grammar_bitmask(
 
 
 def token_logprobs(
-    output: Tensor, logits: Tensor, _0: int, token_ids: Tensor, _1: int, count: int,
-    vocab_size: int, BLOCK_SIZE: int, TOPK_BLOCK_SIZE: int,
-) -> None:  # fmt: skip
+    output: Tensor,
+    logits: Tensor,
+    _0: int,
+    token_ids: Tensor,
+    _1: int,
+    count: int,
+    vocab_size: int,
+    BLOCK_SIZE: int,
+    TOPK_BLOCK_SIZE: int,
+) -> None:
     scores = logits.float()
     output.copy_(scores.gather(1, token_ids) - scores.logsumexp(dim=1, keepdim=True))
 

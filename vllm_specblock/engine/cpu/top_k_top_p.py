@@ -20,9 +20,11 @@ Array = npt.NDArray[Any]
 
 
 def apply_top_k_top_p(
-    logits: Tensor, k: Tensor | None, p: Tensor | None,
+    logits: Tensor,
+    k: Tensor | None,
+    p: Tensor | None,
     allow_cpu_sync: bool = False,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """As vLLM's `apply_top_k_top_p_pytorch`, in place.
 
     Of tokens about to be cut off that are equally likely, those with the higher ids stay, as in a

@@ -15,7 +15,27 @@ def compile_loops(dtype: torch.dtype) -> None:
     for each in {dtype, torch.float32}:
         logits = torch.zeros(1, 2, dtype=each)
         gumbel_sample(
-            token, 0, score, 0, None, 0, 0, 0, 0, 0, logits, 0, one, one, position,
-            torch.ones(1), 2, 2, False, False, False, False,
-        )  # fmt: skip
+            token,
+            0,
+            score,
+            0,
+            None,
+            0,
+            0,
+            0,
+            0,
+            0,
+            logits,
+            0,
+            one,
+            one,
+            position,
+            torch.ones(1),
+            2,
+            2,
+            False,
+            False,
+            False,
+            False,
+        )
     apply_top_k_top_p(torch.zeros(1, 2), torch.ones(1, dtype=torch.int32), torch.full((1,), 0.5))

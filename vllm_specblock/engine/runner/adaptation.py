@@ -82,9 +82,11 @@ class Versions:
         self.link.took(found, seconds)
         logger.info(
             "SpecBlock adaptation: version %d (%s, from %d) swapped in in %.1f ms.",
-            found.number, "heads" if found.action is Action.HEADS else "all", found.parent,
+            found.number,
+            "heads" if found.action is Action.HEADS else "all",
+            found.parent,
             1e3 * seconds,
-        )  # fmt: skip
+        )
 
     def counts(self) -> Counts:
         """What the trainer did; what was recorded, the recorder counts itself."""

@@ -182,9 +182,16 @@ class LazilyRoutedDrafters(RoutedDrafters):
         """[1] bool, whether most want the second drafter; keeps how sure the first one is."""
         if self.sure.is_cuda:
             return most_want_triton(
-                self.gate.state, first.logprob, first.size, self.how == "mean", self.step, asked,
-                req_idx, self.sure, self.both,
-            )  # fmt: skip
+                self.gate.state,
+                first.logprob,
+                first.size,
+                self.how == "mean",
+                self.step,
+                asked,
+                req_idx,
+                self.sure,
+                self.both,
+            )
         sure = confidence(first, self.how)
         self.step += 1
         self.sure[req_idx] = sure

@@ -80,9 +80,13 @@ class StepBatch:
     def read_accepted(self, slot: torch.Tensor) -> None:
         """Take in what waits for the requests; `kv_slot` [R] int64. Without a root: no drafts."""
         self.path, self.accepted, self.query_start, self.drafts = read_accepted(
-            slot, self.goes_on, self.batch.query_start_loc[: len(slot) + 1], self.base,
-            self.tree_states.path, self.tree_states.accepted,
-        )  # fmt: skip
+            slot,
+            self.goes_on,
+            self.batch.query_start_loc[: len(slot) + 1],
+            self.base,
+            self.tree_states.path,
+            self.tree_states.accepted,
+        )
 
     def verified(self, temperature: torch.Tensor) -> VerifiedTrees:
         """What became of the trees; `temperature` [slots] fp32."""
@@ -99,9 +103,14 @@ class StepBatch:
     def move(self, kv_caches: KVCacheSet, slot_mapping: torch.Tensor) -> None:
         """Bring the accepted paths together in the target's caches; slot_mapping [batch rows]."""
         move_path(
-            kv_caches, slot_mapping, self.query_start, self.base, self.path, self.accepted,
+            kv_caches,
+            slot_mapping,
+            self.query_start,
+            self.base,
+            self.path,
+            self.accepted,
             self.batch.num_tokens,
-        )  # fmt: skip
+        )
 
     def committed(
         self,
@@ -124,10 +133,20 @@ class StepBatch:
         """
         batch = self.batch
         source, token, position, slot, last, req_temperature = committed_tokens(
-            self.request, self.local, self.row_start, self.query_start, self.base, self.path,
-            self.accepted, batch.num_tokens, batch.positions, slot_mapping,
-            batch.idx_mapping, all_token_ids, temperature,
-        )  # fmt: skip
+            self.request,
+            self.local,
+            self.row_start,
+            self.query_start,
+            self.base,
+            self.path,
+            self.accepted,
+            batch.num_tokens,
+            batch.positions,
+            slot_mapping,
+            batch.idx_mapping,
+            all_token_ids,
+            temperature,
+        )
         bound = batch.seq_lens_cpu_upper_bound[: batch.num_reqs]
         return CommittedTokens(
             states=tuple(hidden_states),

@@ -78,9 +78,19 @@ class TreeStates:
         if self.parent.is_cuda or takes(self.parent):
             op = store_tree_triton if self.parent.is_cuda else store_tree_numba
             op(
-                req_idx, tree.parent, tree.depth, tree.ancestors, tree.logprob, combined.origin,
-                self.parent, self.depth, self.ancestors, self.score, self.origin, self.accepted,
-            )  # fmt: skip
+                req_idx,
+                tree.parent,
+                tree.depth,
+                tree.ancestors,
+                tree.logprob,
+                combined.origin,
+                self.parent,
+                self.depth,
+                self.ancestors,
+                self.score,
+                self.origin,
+                self.accepted,
+            )
         else:
             self.parent[req_idx] = tree.parent
             self.depth[req_idx, 1:] = tree.depth.long()

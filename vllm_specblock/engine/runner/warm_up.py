@@ -55,9 +55,17 @@ def compile_kernels(
             device=cache.device,
         )
         compile_attention(
-            query, cache, block_table, words_for(num_nodes), rows, length,
-            window=impl.window, soft_cap=impl.soft_cap, packing=impl.packing(cache), **scales,
-        )  # fmt: skip
+            query,
+            cache,
+            block_table,
+            words_for(num_nodes),
+            rows,
+            length,
+            window=impl.window,
+            soft_cap=impl.soft_cap,
+            packing=impl.packing(cache),
+            **scales,
+        )
     for drafter in drafters:
         drafter.warm_up(block_table, rows)
     if block_table.device.type == "cpu":
