@@ -9,7 +9,8 @@ taken. Where drafts clearly pay, nobody asks; elsewhere one step in `EVERY` goes
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
+from dataclasses import dataclass, field
 from statistics import median
 
 CLEAR = 1.25
@@ -45,6 +46,8 @@ class _Steps:
 
     def forget(self) -> None:
         """All but what the tokens are on average, which counts as one step."""
+        if not self._weight:
+            return
         self.seconds.clear()
         self._weight, self._tokens = 1.0, self._tokens / self._weight
         self.enough = _ENOUGH_AGAIN
@@ -52,6 +55,29 @@ class _Steps:
     @property
     def speed(self) -> float:
         return self._tokens / self._weight / median(self.seconds)
+
+
+@dataclass
+class _Class:
+    """Batches that are compared with each other.
+
+    since_plain: steps with drafts since the last plain one; at_rest: plain ones since the last with
+    drafts; settled: the gain of a rest, once it has lasted.
+    """
+
+    drafting: _Steps = field(default_factory=lambda: _Steps(_LAST_DRAFTING))
+    plain: _Steps = field(default_factory=lambda: _Steps(_LAST_PLAIN))
+    since_plain: int = EVERY
+    at_rest: int = 0
+    settled: float | None = None
+
+    @property
+    def gain(self) -> float | None:
+        if self.settled is not None:
+            return self.settled
+        if not self.plain.seconds or len(self.drafting.seconds) < self.drafting.enough:
+            return None
+        return self.drafting.speed / self.plain.speed
 
 
 class Throughput:
@@ -63,11 +89,7 @@ class Throughput:
     """
 
     def __init__(self) -> None:
-        self._drafting: dict[tuple[int, bool], _Steps] = {}
-        self._plain: dict[tuple[int, bool], _Steps] = {}
-        self._since: dict[tuple[int, bool], int] = {}  # steps with drafts since the last plain one
-        self._at_rest: dict[tuple[int, bool], int] = {}  # plain steps since the last with drafts
-        self._settled: dict[tuple[int, bool], float] = {}
+        self._classes: defaultdict[tuple[int, bool], _Class] = defaultdict(_Class)
 
     def observe(
         self,
@@ -84,26 +106,23 @@ class Throughput:
                 making them is taken off.
             sampling: most of its requests do.
         """
-        key = _class_of(requests, sampling)
+        of = self._classes[_class_of(requests, sampling)]
         if drafting:
-            steps = self._drafting.setdefault(key, _Steps(_LAST_DRAFTING))
-            steps.add(tokens / requests, seconds, 0.98 ** min(requests, 8))
-            self._since[key] = self._since.get(key, EVERY) + 1
-            self._at_rest[key] = 0
-            self._settled.pop(key, None)
+            of.drafting.add(tokens / requests, seconds, 0.98 ** min(requests, 8))
+            of.since_plain += 1
+            of.at_rest, of.settled = 0, None
         else:
-            self._plain.setdefault(key, _Steps(_LAST_PLAIN)).add(tokens / requests, seconds, 0.6)
-            self._since[key] = 0
-            self._at_rest[key] = self._at_rest.get(key, 0) + 1
-            if self._at_rest[key] == _LAST_PLAIN and (gain := self.gain(requests, sampling)):
-                self._settled[key] = gain
+            of.plain.add(tokens / requests, seconds, 0.6)
+            of.since_plain = 0
+            of.at_rest += 1
+            if of.at_rest == _LAST_PLAIN:
+                of.settled = of.gain
 
     def forget_drafting(self, requests: int, sampling: bool = False) -> None:
         """What is seen from now on counts, what was seen before hardly."""
-        key = _class_of(requests, sampling)
-        self._settled.pop(key, None)
-        if key in self._drafting:
-            self._drafting[key].forget()
+        of = self._classes[_class_of(requests, sampling)]
+        of.settled = None
+        of.drafting.forget()
 
     def gain(self, requests: int, sampling: bool = False) -> float | None:
         """Speed with drafts over that without; None where one of them is not known.
@@ -111,21 +130,14 @@ class Throughput:
         In a long rest it stays what it was near the last drafts: else a machine that becomes slower
         meanwhile would seem to be one on which drafts pay.
         """
-        key = _class_of(requests, sampling)
-        if key in self._settled:
-            return self._settled[key]
-        drafting, plain = self._drafting.get(key), self._plain.get(key)
-        if drafting is None or plain is None or len(drafting.seconds) < drafting.enough:
-            return None
-        return drafting.speed / plain.speed
+        return self._classes[_class_of(requests, sampling)].gain
 
     def wants_plain(self, requests: int, sampling: bool = False) -> bool:
         """Whether the next step is to be a plain one, to be timed."""
-        key = _class_of(requests, sampling)
-        if key not in self._plain:
+        of = self._classes[_class_of(requests, sampling)]
+        if not of.plain.seconds:
             return True
-        gain = self.gain(requests, sampling)
-        return self._since.get(key, 0) >= EVERY and gain is not None and gain < CLEAR
+        return of.since_plain >= EVERY and of.gain is not None and of.gain < CLEAR
 
 
 def _class_of(requests: int, sampling: bool) -> tuple[int, bool]:

@@ -142,6 +142,7 @@ class HostBudgetManager(TreeBudgetManager):
         return self.throughput.gain(decoding, self.sampling) if decoding else None
 
     def _catch_up(self, slots: np.ndarray) -> float:
+        # A host array.
         self._missed_rows = sum(map(self.drafting_state.missed, slots.tolist()))
         return self._row_seconds * self._missed_rows
 
