@@ -9,7 +9,7 @@ from support.committed import rows_of
 from support.lone_drafters import MAX_LEN, PAGE, head_of
 from support.trees import texts
 
-from vllm_specblock.drafters.common.backlog import Backlog
+from vllm_specblock.drafters.common.backlog import Backlog, MissedRows
 
 EVERYONE = np.ones(3, dtype=bool)
 
@@ -42,7 +42,7 @@ def test_drafts_are_the_same(kind, padding):
         for _ in range(4):
             rows = course.step()
             if rests:
-                assert backlog.keep(rows, EVERYONE).all()
+                assert backlog.keep(MissedRows.of(rows), EVERYONE).all()
             else:
                 head.advance(rows)
         rows = backlog.catch_up(course.step())
@@ -58,7 +58,7 @@ def test_drafts_are_the_same(kind, padding):
 
 def test_only_those_that_rested_catch_up():
     course, backlog = Course(8), Backlog()
-    kept = backlog.keep(course.step(), np.array([True, False, True]))
+    kept = backlog.keep(MissedRows.of(course.step()), np.array([True, False, True]))
     assert kept.tolist() == [True, False, True]
     rows = backlog.catch_up(course.step())
     assert rows.row_start_host == [0, 4, 5, 11]
@@ -74,7 +74,7 @@ def test_only_those_that_rested_catch_up():
 
 def test_a_request_that_is_gone_leaves_nothing_behind():
     course, backlog = Course(8), Backlog()
-    backlog.keep(course.step(), EVERYONE)
+    backlog.keep(MissedRows.of(course.step()), EVERYONE)
     for slot in range(3):
         backlog.forget(slot)
     assert backlog.bytes == 0
@@ -86,6 +86,6 @@ def test_what_finds_no_room_loses_its_request_all_it_had():
     course = Course(8)
     row = 64 + 3 * 8 * 4  # bytes: three layers of eight float32
     backlog = Backlog(most_bytes=8 * row)
-    assert backlog.keep(course.step(), EVERYONE).all()  # 6 rows
-    assert backlog.keep(course.step(), EVERYONE).tolist() == [True, False, False]
+    assert backlog.keep(MissedRows.of(course.step()), EVERYONE).all()  # 6 rows
+    assert backlog.keep(MissedRows.of(course.step()), EVERYONE).tolist() == [True, False, False]
     assert backlog.bytes == 4 * row and set(backlog.pieces) == {0}

@@ -20,6 +20,38 @@ _ROW = 64
 """Bytes of a row for its own sake."""
 
 
+class MissedRows(NamedTuple):
+    """What a step has committed, by request, as lists on the host.
+
+    Attributes:
+        req_idx: R request slots.
+        states: L × [n, Ht].
+        source: [T] int64, which of these rows each committed one is; None: they are the same.
+        begin, length: R each, a request's committed rows among those T.
+        position: R, of the first of them.
+    """
+
+    req_idx: list[int]
+    states: tuple[Tensor, ...]
+    source: Tensor | None
+    begin: list[int]
+    length: list[int]
+    position: list[int]
+
+    @classmethod
+    def of(cls, rows: CommittedTokens) -> MissedRows:
+        """Those of a step as drafters see it."""
+        begin = rows.row_start_host[:-1]
+        return cls(
+            rows.req_idx.tolist(),  # a host tensor
+            rows.states,
+            rows.source,
+            begin,
+            [last + 1 - first for first, last in zip(begin, rows.last.tolist())],  # a host tensor
+            rows.position[begin].tolist(),  # a host tensor
+        )
+
+
 class _Piece(NamedTuple):
     """Rows of one request in one step.
 
@@ -63,7 +95,7 @@ class Backlog:
         """Whether all of a step's rows can be kept."""
         return self.bytes + len(rows.token) * _row_bytes(rows.states) <= self.most_bytes
 
-    def keep(self, rows: CommittedTokens, wanted: np.ndarray) -> np.ndarray:
+    def keep(self, rows: MissedRows, wanted: np.ndarray) -> np.ndarray:
         """Keep a step's rows of some requests.
 
         Args:
@@ -73,27 +105,26 @@ class Backlog:
         Returns:
             [R] bool, whose were kept. A request whose rows were not has lost what it had.
         """
-        slots, last = rows.req_idx.tolist(), rows.last.tolist()  # a host tensor each
-        first = rows.position[rows.row_start[:-1].long()].tolist()  # a host tensor
         # Only what is kept is gathered: a piece holds its whole step's states.
         size, kept = _row_bytes(rows.states), wanted.copy()
         chosen: list[int] = []
-        for r, req_idx in enumerate(slots):
-            here = range(rows.row_start_host[r], last[r] + 1)
-            kept[r] &= self.bytes + len(here) * size <= self.most_bytes
+        for r, (req_idx, begin, count) in enumerate(zip(rows.req_idx, rows.begin, rows.length)):
+            kept[r] &= self.bytes + count * size <= self.most_bytes
             if kept[r]:
-                self.bytes += len(here) * size
-                chosen += here
+                self.bytes += count * size
+                chosen += range(begin, begin + count)
             else:
                 self.forget(req_idx)
-        states = tuple(state[rows.source[chosen]] for state in rows.states)
-        begin = 0
-        for r in np.flatnonzero(kept):
-            end = begin + last[r] + 1 - rows.row_start_host[r]
-            piece = _Piece(states, slice(begin, end), first[r])
-            self.pieces.setdefault(slots[r], []).append(piece)
-            self._rows[slots[r]] += len(piece)
-            begin = end
+        index = torch.tensor(chosen, dtype=torch.int64)
+        source = index if rows.source is None else rows.source[index]
+        states = tuple(state[source] for state in rows.states)
+        first = 0
+        for r in kept.nonzero()[0].tolist():  # a host array
+            end = first + rows.length[r]
+            piece = _Piece(states, slice(first, end), rows.position[r])
+            self.pieces.setdefault(rows.req_idx[r], []).append(piece)
+            self._rows[rows.req_idx[r]] += len(piece)
+            first = end
         return kept
 
     def catch_up(self, rows: CommittedTokens) -> CommittedTokens:

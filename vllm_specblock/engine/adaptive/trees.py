@@ -9,7 +9,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_specblock.combine.combined import Combined
-from vllm_specblock.drafters.common.backlog import Backlog
+from vllm_specblock.drafters.common.backlog import Backlog, MissedRows
 from vllm_specblock.drafters.interface import CommittedTokens, Drafter
 from vllm_specblock.engine.adaptive import budget
 from vllm_specblock.engine.runner.tree_states import TreeStates
@@ -102,7 +102,7 @@ class AdaptiveTrees:
         """A step's rows, with those before them that drafting was paused for."""
         return rows if self.backlog is None else self.backlog.catch_up(rows)
 
-    def pause(self, batch: InputBatch, rows: Callable[[], CommittedTokens]) -> None:
+    def pause(self, batch: InputBatch, rows: Callable[[], MissedRows]) -> None:
         """Nothing is drafted at the end of this step.
 
         Args:

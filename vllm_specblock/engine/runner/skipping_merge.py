@@ -7,7 +7,7 @@ import torch
 
 from vllm_specblock.combine.combined import Combined
 from vllm_specblock.config import CombineConfig
-from vllm_specblock.drafters.common.backlog import Backlog
+from vllm_specblock.drafters.common.backlog import Backlog, MissedRows
 from vllm_specblock.drafters.interface import CommittedTokens, Drafter
 from vllm_specblock.engine.runner.draft_policy import MergedDrafters, Proposal
 from vllm_specblock.feedback.skip_gate import DrafterGate, first_token
@@ -77,7 +77,7 @@ class SkippingMergedDrafters(MergedDrafters):
         if self.asked:
             drafter.advance(self.behind.catch_up(rows))
         else:
-            self.behind.keep(rows, np.ones(len(rows.last), dtype=bool))
+            self.behind.keep(MissedRows.of(rows), np.ones(len(rows.last), dtype=bool))
 
     def combine(self, rows: CommittedTokens) -> Proposal:
         found, drafter = self.found, self.drafters[1 - self.lookup]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,12 +11,13 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
+from vllm_specblock.drafters.common.backlog import MissedRows
 from vllm_specblock.drafters.interface import CommittedTokens
 from vllm_specblock.engine.metrics.counters import Counts
 from vllm_specblock.engine.runner.dummy import null_inputs, to_scratch_slot
 from vllm_specblock.engine.runner.graphs import StepInputs
 from vllm_specblock.engine.runner.speculator_setup import SpeculatorSetup
-from vllm_specblock.engine.runner.step_batch import StepBatch
+from vllm_specblock.engine.runner.step_batch import StepBatch, missed_rows
 from vllm_specblock.feedback.verified_trees import VerifiedTrees
 
 if TYPE_CHECKING:
@@ -81,18 +83,14 @@ class TreeSpeculator(SpeculatorSetup):
             rows = StepBatch(batch, self.tree_states, self.pad_rows)
             return self.step(null_inputs(rows, aux_hidden_states, size, self.max_model_len))
         if not dummy_run and self.adaptive is not None and self.adaptive.is_paused(batch):
-            inputs = None
             if self.recorder is not None:
                 self.recorder.rest(batch.idx_mapping_np)
+            missed = partial(missed_rows, batch, aux_hidden_states[: len(self.resolved.layers)])
             if batch.num_draft_tokens:  # of the step before the rest
                 inputs = self._inputs(batch, slot_mappings, aux_hidden_states)
                 self.settle(inputs)
-            self.adaptive.pause(
-                batch,
-                lambda: self._committed(
-                    inputs or self._inputs(batch, slot_mappings, aux_hidden_states)
-                ),
-            )
+                missed = partial(MissedRows.of, self._committed(inputs))
+            self.adaptive.pause(batch, missed)
             tokens = self.draft_tokens[: batch.num_reqs]
         else:
             began = time.perf_counter()

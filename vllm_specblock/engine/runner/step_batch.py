@@ -10,6 +10,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm_specblock.commit.accepted_paths import read_accepted
 from vllm_specblock.commit.committed_tokens import committed_tokens
 from vllm_specblock.commit.move import move_path
+from vllm_specblock.drafters.common.backlog import MissedRows
 from vllm_specblock.drafters.interface import CommittedTokens
 from vllm_specblock.engine.runner.tree_states import TreeStates
 from vllm_specblock.feedback.verified_trees import VerifiedTrees
@@ -34,6 +35,33 @@ def rounding(rows: int, room: np.ndarray) -> np.ndarray:
     return np.clip(wanted - before, 0, room)
 
 
+def missed_rows(batch: InputBatch, hidden_states: list[torch.Tensor]) -> MissedRows:
+    """A step without drafts on a CPU, of which all rows are committed, in their order.
+
+    Args:
+        hidden_states: per layer [batch rows, Ht].
+    """
+    base = rows_without_drafts(batch)
+    begin = base.cumsum() - base
+    return MissedRows(
+        batch.idx_mapping_np[: batch.num_reqs].tolist(),  # a host array
+        tuple(hidden_states),
+        None,
+        begin.tolist(),  # a host array
+        base.tolist(),  # a host array
+        batch.positions.numpy()[begin].tolist(),  # a host tensor
+    )
+
+
+def rows_without_drafts(batch: InputBatch) -> np.ndarray:
+    """[R] integers: each request's rows up to and including its root.
+
+    vLLM's counts on the host hold whatever drafts were scheduled, verified or not.
+    """
+    scheduled, drafts = batch.num_scheduled_tokens[: batch.num_reqs], batch.num_draft_tokens_per_req
+    return scheduled if drafts is None else scheduled - drafts
+
+
 class StepBatch:
     """Index arithmetic over one batch of the target.
 
@@ -53,7 +81,7 @@ class StepBatch:
         if drafts is None:
             drafts = np.zeros(num_reqs, dtype=np.int32)
         self.has_drafts = batch.num_draft_tokens > 0
-        base = batch.num_scheduled_tokens[:num_reqs] - drafts
+        base = rows_without_drafts(batch)
 
         def put(array: np.ndarray, dtype: type = np.int64) -> torch.Tensor:
             return async_tensor_h2d(array.astype(dtype), device=device)
