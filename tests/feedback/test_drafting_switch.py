@@ -145,6 +145,14 @@ def test_what_was_measured_goes_before_costs_and_is_believed_sooner():
     assert not drafting_switch.decide(64, 0.1, flat_until(64), gain=1.1)
 
 
+def test_prompts_wait_where_drafting_is_known_not_to_pay():
+    def rests(gain):
+        return DraftingSwitch(3).decide(64, 0.1, flat_until(64), gain, can_wait=True)
+
+    assert rests(0.9) and not rests(1.1)
+    assert not rests(None), "what costs say has to be seen several times"
+
+
 def test_a_rest_ends_where_catching_up_is_won_back():
     def awake(gain, catch_up):
         switch = DraftingSwitch(3, probes=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_specblock.feedback.throughput import CLEAR, EVERY, Throughput
+from vllm_specblock.feedback.throughput import CLEAR, EVERY, SELDOM, Throughput
 
 
 def steps(meter: Throughput, requests: int, count: int, tokens: float, seconds: float) -> None:
@@ -36,7 +36,7 @@ def test_plain_steps_are_timed_again_where_there_is_little_to_win():
             meter.observe(2, True, 2 * gain, 1.0)
         return None
 
-    assert until_plain(CLEAR + 0.05) is None
+    assert until_plain(CLEAR + 0.05) == SELDOM * EVERY, "seldom, but not never"
     assert until_plain(1.05) == until_plain(0.5) == EVERY
 
 
@@ -112,3 +112,14 @@ def test_a_probe_begins_anew():
     steps(meter, 8, 4, 24, 1.5)
     assert meter.gain(8) == pytest.approx(2.0, rel=0.25)
     meter.forget_drafting(1)  # of which nothing is known
+
+
+def test_what_drafters_take_for_prompts_is_spread_over_the_steps():
+    meter = Throughput()
+    meter.observe(8, False, 8, 1.0)
+    steps(meter, 8, 10, 12, 1.0)
+    assert meter.gain(8) == pytest.approx(1.5)
+    meter.observe_prompts(64.0)  # half a second for each of 128 steps
+    assert meter.gain(8) == pytest.approx(1.5 / 1.5, rel=0.1)
+    steps(meter, 8, 1000, 12, 1.0)
+    assert meter.gain(8) == pytest.approx(1.5, rel=0.01), "these prompts are long done"

@@ -70,11 +70,12 @@ class DraftingSwitch:
         verify_cost: np.ndarray,
         gain: float | None = None,
         catch_up: float = 0.0,
+        can_wait: bool = False,
     ) -> bool:
         """Whether drafting is paused from now on.
 
         Args:
-            num_requests: requests that decode.
+            num_requests: requests that decode after this step.
             draft_cost: time of one step's drafting for them.
             verify_cost: [T] times of a target forward over 0 … T − 1 tokens, in the same unit;
                 drafts that it has no room for are not verified.
@@ -82,7 +83,10 @@ class DraftingSwitch:
                 None: not known.
             catch_up: time that the drafters would take to read what they have missed, in the same
                 unit.
+            can_wait: drafters have not read the last step, or there are prompts for them to read:
+                where `gain` is known, nobody has to see it several times in a row.
         """
+        paused = self.all_paused or (can_wait and gain is not None)
         nodes = np.arange(len(self.usual) + 1)
         tokens = num_requests * (1 + nodes)
         fits = tokens < len(verify_cost)
@@ -93,7 +97,9 @@ class DraftingSwitch:
         if gain is None:
             speed = (gained[fits] / (draft_cost + verify_cost[tokens[fits]])).max()
             gain = speed * verify_cost[num_requests] / num_requests
-        if self.all_paused:
+        if paused:
+            if not self.all_paused:
+                self._wait = _PROBE_AFTER
             self._rested += 1
             step = verify_cost[num_requests]
             cheap = catch_up <= _PROBE_SHARE * self._rested * step

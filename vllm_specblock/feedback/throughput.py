@@ -4,7 +4,7 @@ Batches that sample count apart from greedy ones: a sampled text is followed les
 
 A model of what steps take is off by more than a draft wins where there is little to win: on a
 busy processor a step's time is not its rows' alone. So both ways are timed, and the quicker one is
-taken. Where drafts clearly pay, nobody asks; elsewhere one step in `EVERY` goes without them.
+taken. Where drafts pay little, plain decoding is timed again every `EVERY` steps.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from statistics import median
 
-CLEAR = 1.25
-"""Where drafting is so many times as quick as plain decoding, that is not timed again."""
-
 EVERY = 48
-"""Steps after which it is, elsewhere."""
+"""Steps after which plain decoding is timed again."""
+
+CLEAR, SELDOM = 1.25, 4
+"""Where drafting is so many times as quick, that is after so many times as many steps. Never would
+not do: a machine that was slow at the time makes drafts seem to pay for good."""
 
 _LAST_DRAFTING, _LAST_PLAIN = 15, 7
 """Of so many steps the median time counts: a pause of the machine is no time of ours."""
@@ -25,6 +26,9 @@ _LAST_DRAFTING, _LAST_PLAIN = 15, 7
 _ENOUGH, _ENOUGH_AGAIN = 8, 4
 """Steps with drafts before they say something: the first ones also prepare what they compute
 with."""
+
+_PROMPT_STEPS = 128
+"""Steps with drafts that what drafters take for prompts is spread over: a rest saves that, too."""
 
 
 class _Steps:
@@ -52,9 +56,9 @@ class _Steps:
         self._weight, self._tokens = 1.0, self._tokens / self._weight
         self.enough = _ENOUGH_AGAIN
 
-    @property
-    def speed(self) -> float:
-        return self._tokens / self._weight / median(self.seconds)
+    def speed(self, beside: float = 0.0) -> float:
+        """Tokens per second of a request; `beside`: seconds that every step costs elsewhere."""
+        return self._tokens / self._weight / (median(self.seconds) + beside)
 
 
 @dataclass
@@ -71,13 +75,12 @@ class _Class:
     at_rest: int = 0
     settled: float | None = None
 
-    @property
-    def gain(self) -> float | None:
+    def gain(self, beside: float) -> float | None:
         if self.settled is not None:
             return self.settled
         if not self.plain.seconds or len(self.drafting.seconds) < self.drafting.enough:
             return None
-        return self.drafting.speed / self.plain.speed
+        return self.drafting.speed(beside) / self.plain.speed()
 
 
 class Throughput:
@@ -90,6 +93,8 @@ class Throughput:
 
     def __init__(self) -> None:
         self._classes: defaultdict[tuple[int, bool], _Class] = defaultdict(_Class)
+        # As if there had been many steps: the first prompts come before the first steps.
+        self._prompt_seconds, self._steps = 0.0, float(_PROMPT_STEPS)
 
     def observe(
         self,
@@ -102,12 +107,14 @@ class Throughput:
         """A step of so many requests committed so many tokens.
 
         Args:
-            drafting: it verified trees, and made new ones. Else it did neither, or the time of
-                making them is taken off.
+            drafting: it verified trees, and made new ones. Else it did neither: a step that only
+                makes some takes a quarter longer than a plain one and that together.
             sampling: most of its requests do.
         """
         of = self._classes[_class_of(requests, sampling)]
         if drafting:
+            keep = 1 - 1 / _PROMPT_STEPS
+            self._prompt_seconds, self._steps = keep * self._prompt_seconds, keep * self._steps + 1
             of.drafting.add(tokens / requests, seconds, 0.98 ** min(requests, 8))
             of.since_plain += 1
             of.at_rest, of.settled = 0, None
@@ -116,7 +123,15 @@ class Throughput:
             of.since_plain = 0
             of.at_rest += 1
             if of.at_rest == _LAST_PLAIN:
-                of.settled = of.gain
+                of.settled = of.gain(self._beside)
+
+    def observe_prompts(self, seconds: float) -> None:
+        """Take note of a step in which drafters read prompts: what that took."""
+        self._prompt_seconds += seconds
+
+    @property
+    def _beside(self) -> float:
+        return self._prompt_seconds / self._steps
 
     def forget_drafting(self, requests: int, sampling: bool = False) -> None:
         """What is seen from now on counts, what was seen before hardly."""
@@ -130,14 +145,15 @@ class Throughput:
         In a long rest it stays what it was near the last drafts: else a machine that becomes slower
         meanwhile would seem to be one on which drafts pay.
         """
-        return self._classes[_class_of(requests, sampling)].gain
+        return self._classes[_class_of(requests, sampling)].gain(self._beside)
 
     def wants_plain(self, requests: int, sampling: bool = False) -> bool:
         """Whether the next step is to be a plain one, to be timed."""
         of = self._classes[_class_of(requests, sampling)]
         if not of.plain.seconds:
             return True
-        return of.since_plain >= EVERY and of.gain is not None and of.gain < CLEAR
+        gain = of.gain(self._beside)
+        return gain is not None and of.since_plain >= EVERY * (1 if gain < CLEAR else SELDOM)
 
 
 def _class_of(requests: int, sampling: bool) -> tuple[int, bool]:

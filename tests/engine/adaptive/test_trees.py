@@ -59,6 +59,8 @@ class Untimed:
     def observe(self, *_):
         pass
 
+    observe_prompts = observe
+
     def gain(self, requests, sampling):
         return None
 
@@ -330,13 +332,16 @@ def test_what_was_timed_decides_and_changes_no_token(engine, reference, monkeypa
         assert not sampling
         observe(requests, drafting, tokens, 100.0 if drafting else 1.0, sampling)
 
+    prompts = []
     monkeypatch.setattr(meter, "observe", slow)
+    monkeypatch.setattr(meter, "observe_prompts", prompts.append)
     requests = params(temperature=0.0)
     Checker()(engine, requests, reference("timed", requests))
     plain, drafted = ([n for d, n in seen if d == way] for way in (False, True))
     assert len(drafted) >= 8 and len(plain) > 10
     assert max(drafted) > max(plain), "accepted drafts count"
     assert meter.gain(8) < 0.1
+    assert prompts and min(prompts) >= 0, "what the drafters took for them"
 
 
 @on_the_host

@@ -107,14 +107,15 @@ class TreeBudgetManager(AdaptiveVerificationManager):
             self.drafting_switch.learn(confidence[drafted].astype(np.float64).cumprod(1))
         draft_cost, verify_cost = self.cost_tables
         self.drafting_state.all_paused = self.drafting_switch.decide(
-            len(decoding),
+            len(requests),
             draft_cost[len(requests)],
             verify_cost,
-            self._gain(len(decoding)),
+            self._gain(len(requests)),
             self._catch_up(slots),
+            self.drafting_state.all_paused or len(decoding) < len(requests),
         )
 
-    def _gain(self, decoding: int) -> float | None:
+    def _gain(self, requests: int) -> float | None:
         """Measured speed with drafts over that without; None: not known."""
         return None
 

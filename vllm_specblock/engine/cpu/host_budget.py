@@ -32,6 +32,9 @@ _FIRST_STEPS = 12
 _EXPLORE_EVERY = 64
 """Later one step in so many verifies half as much as it would, or twice as much."""
 
+_PLAIN_STEPS = 2
+"""In a row, where one is to be timed: the first verifies the trees that are there."""
+
 _MANY = 8
 """Missed rows of a request with which drafting takes the longer for catching up."""
 
@@ -75,6 +78,9 @@ class HostBudgetManager(TreeBudgetManager):
         self._before: Before | None = None
         self._row_seconds = 0.0  # of catching up, by row that was missed
         self._missed_rows = 0  # by the batch, before this step
+        self._plain_steps = 0  # that are still to be taken, to be timed
+        # Of a step with prompts and drafts: seconds that drafting takes without prompts.
+        self._usual_drafting: float | None = None
 
     def measured(self, verify: dict[int, float], draft: dict[int, float]) -> None:
         """Take what steps took: tokens → seconds of verification, rising; requests → seconds of
@@ -108,19 +114,26 @@ class HostBudgetManager(TreeBudgetManager):
                 tokens = self._explored()
             if probing and not self.drafting_switch.all_paused:
                 self.throughput.forget_drafting(len(requests), self.sampling)
-            if not self.drafting_state.all_paused and trees:
-                self.drafting_state.all_paused = self.throughput.wants_plain(
-                    len(requests), self.sampling
-                )
+            if not self.drafting_state.all_paused:
+                if trees and self.throughput.wants_plain(len(requests), self.sampling):
+                    self._plain_steps = _PLAIN_STEPS
+                self.drafting_state.all_paused = self._plain_steps > 0
+                self._plain_steps -= self.drafting_state.all_paused
             self.drafting_state.accepted = 0
             now = time.perf_counter()
             drafts = not self.drafting_state.all_paused
             self._before = Before(now, requests, tokens, trees, drafts, self._missed_rows)
+        elif not self.drafting_state.all_paused:
+            self._usual_drafting = float(self.cost_tables[0][len(requests)])  # a host array
         return tokens
 
     def _observe(self, requests: list[str] | None) -> None:
         """Learn from the last step, if this one follows it: the same requests, still decoding."""
         before, self._before = self._before, None
+        if self._usual_drafting is not None:
+            reading = self.drafting_state.draft_seconds - self._usual_drafting
+            self.throughput.observe_prompts(max(0.0, reading))
+            self._usual_drafting = None
         if before is None or requests != before.requests:
             return
         count, drafting = len(requests), 0.0
@@ -131,15 +144,16 @@ class HostBudgetManager(TreeBudgetManager):
             elif before.missed > _MANY * count:
                 self._row_seconds = drafting / before.missed
         took = time.perf_counter() - before.began
-        self.verify_costs.observe(before.tokens, count, took - drafting)
+        if before.trees or not before.drafts:  # else it took a quarter longer than a plain step
+            self.verify_costs.observe(before.tokens, count, took - drafting)
         if before.trees and before.drafts:
             accepted = self.drafting_state.accepted
             self.throughput.observe(count, True, count + accepted, took, self.sampling)
-        elif not before.trees:
-            self.throughput.observe(count, False, count, took - drafting, self.sampling)
+        elif not before.trees and not before.drafts:
+            self.throughput.observe(count, False, count, took, self.sampling)
 
-    def _gain(self, decoding: int) -> float | None:
-        return self.throughput.gain(decoding, self.sampling) if decoding else None
+    def _gain(self, requests: int) -> float | None:
+        return self.throughput.gain(requests, self.sampling)
 
     def _catch_up(self, slots: np.ndarray) -> float:
         # A host array.
