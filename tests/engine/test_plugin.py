@@ -72,6 +72,7 @@ def test_register_twice_patches_once():
     of_a_cpu = {
         "vllm.v1.sample.ops.topk_topp_sampler.apply_top_k_top_p_pytorch",
         "torch.compiler.load_compiled_function",
+        "vllm.distributed.device_communicators.shm_broadcast.SpinCondition.notify",
         "vllm.distributed.device_communicators.shm_broadcast.SpinCondition.__init__",
         "vllm.distributed.device_communicators.shm_broadcast.SpinCondition.wait",
     }

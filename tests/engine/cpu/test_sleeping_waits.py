@@ -55,3 +55,22 @@ def test_a_lost_ring_costs_a_look(queues, monkeypatch):
     start = time.monotonic()
     assert received(reader, 20)[0] == "second"
     assert time.monotonic() - start < 5
+
+
+def test_of_two_messages_in_a_row_none_waits_for_a_look(queues, monkeypatch):
+    """The second ring within a millisecond is one that vLLM's socket would drop."""
+    monkeypatch.setattr(sleeping_waits, "LOOK", 1_000)
+    writer, reader = queues
+    found: list[int] = []
+    thread = threading.Thread(
+        target=lambda: [found.append(reader.dequeue(timeout=20)) for _ in range(20)]
+    )
+    thread.start()
+    start = time.monotonic()
+    for number in range(20):
+        time.sleep(0.0002 if number % 2 else 0.01)
+        writer.enqueue(number)
+        while len(found) <= number:
+            time.sleep(0)
+    thread.join()
+    assert found == list(range(20)) and time.monotonic() - start < 1

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import zmq
 from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 
 from vllm_specblock.engine.patches import patch
@@ -21,9 +22,10 @@ is sent before the reader's socket has connected, which vLLM's second of looking
 
 
 def install() -> None:
-    """Let readers sleep from the first look on; idempotent."""
+    """Let readers sleep from the first look on, and every ring reach them; idempotent."""
     patch(SpinCondition, "__init__", _without_looking)
     patch(SpinCondition, "wait", _not_for_long)
+    patch(SpinCondition, "notify", _never_dropped)
 
 
 def _without_looking(original: Any) -> Any:
@@ -39,3 +41,14 @@ def _not_for_long(original: Any) -> Any:
         original(self, LOOK if timeout_ms is None else min(timeout_ms, LOOK))
 
     return wait
+
+
+def _never_dropped(original: Any) -> Any:
+    def notify(self: SpinCondition) -> None:
+        # vLLM's socket has room for one ring, and sees that the last has left only now and then:
+        # of two within a millisecond the second was dropped, and an engine with drafts, which sends
+        # its worker two messages a step, waited 50 ms in every one. Asking for events looks.
+        self.local_notify_socket.getsockopt(zmq.EVENTS)
+        original(self)
+
+    return notify
