@@ -54,6 +54,8 @@ class DrafterKind:
             has no weights.
         reads_text: it reads the requests' tokens on the device.
         vllm_reads_config: vLLM takes its config.json for that of a drafter of its own "eagle3".
+        adapts: it can learn while it serves (`adapt/`).
+        imposes: acceptance can be imposed on its trees, in benchmarks.
     """
 
     options: type[DrafterOptions]
@@ -61,6 +63,8 @@ class DrafterKind:
     checkpoint: str | None = None
     reads_text: bool = False
     vllm_reads_config: bool = False
+    adapts: bool = False
+    imposes: bool = False
 
     def load_class(self) -> Callable[..., Drafter]:
         """The class of `drafter`."""
@@ -85,6 +89,8 @@ def register_drafter(
     *,
     reads_text: bool = False,
     vllm_reads_config: bool = False,
+    adapts: bool = False,
+    imposes: bool = False,
 ) -> Callable[[type[_Options]], type[_Options]]:
     """Decorator of a kind's options: makes the kind known; see `DrafterKind`.
 
@@ -95,7 +101,9 @@ def register_drafter(
     def register(options: type[_Options]) -> type[_Options]:
         if name in DRAFTERS:
             raise ValueError(f"There is a drafter of kind {name!r} already: choose another name.")
-        DRAFTERS[name] = DrafterKind(options, drafter, checkpoint, reads_text, vllm_reads_config)
+        DRAFTERS[name] = DrafterKind(
+            options, drafter, checkpoint, reads_text, vllm_reads_config, adapts, imposes
+        )
         return options
 
     return register
@@ -112,3 +120,8 @@ def drafter_kind(name: str) -> DrafterKind:
             f"There is no drafter of kind {name!r}: choose one of {', '.join(DRAFTERS)}."
         )
     return DRAFTERS[name]
+
+
+def kinds_that(attribute: str) -> str:
+    """The names of the kinds with an attribute, for a sentence."""
+    return ", ".join(name for name, kind in DRAFTERS.items() if getattr(kind, attribute))

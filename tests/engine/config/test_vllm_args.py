@@ -109,7 +109,7 @@ def test_other_methods_are_left_alone():
         ({"rejection_sample_method": "block"}, ["'rejection_sample_method' is 'block'"]),
         (
             {"rejection_sample_method": "synthetic", "second_head": {"head": "ngram"}},
-            ["'synthetic'", "single SpecBlock drafter"],
+            ["'synthetic'", "single drafter of kind specblock"],
         ),
         ({"draft_sample_method": "probabilistic"}, ["'draft_sample_method'", "not known"]),
         (
@@ -391,8 +391,8 @@ def test_adaptation_is_off_and_can_be_on():
     [
         ({"adapt": {"policies": "watch"}}, ["'adapt.policies' is not known", "memory"]),
         ({"adapt": "watch"}, ["'adapt' is 'watch'", "dictionary"]),
-        ({"model": str(EAGLE3), "adapt": True}, ["kind 'eagle3'", "only SpecBlock"]),
-        ({"head": "ngram", "model": None, "adapt": True}, ["kind 'ngram'", "only SpecBlock"]),
+        ({"model": str(EAGLE3), "adapt": True}, ["kind 'eagle3'", "only specblock"]),
+        ({"head": "ngram", "model": None, "adapt": True}, ["kind 'ngram'", "only specblock"]),
         ({"second_head": NGRAM | {"adapt": True}}, ["'second_head.adapt'", "kind 'ngram'"]),
         (
             ADAPT | {"second_head": {"model": str(TABLES), "adapt": {"policy": "watch"}}},

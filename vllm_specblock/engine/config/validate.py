@@ -13,6 +13,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_specblock.config import OptionError
+from vllm_specblock.drafters.registry import drafter_kind, kinds_that
 from vllm_specblock.engine.config.resolved_config import ResolvedConfig
 
 logger = logging.getLogger("vllm.specblock")
@@ -140,8 +141,8 @@ def check_acceptance(given: dict[str, Any], resolved: ResolvedConfig) -> None:
     `verify/synthetic_acceptance.py` how one is taken.
 
     Raises:
-        OptionError: a method that trees do not have; acceptance imposed on other drafters than one
-            SpecBlock drafter.
+        OptionError: a method that trees do not have; acceptance imposed on two drafters, or on one
+            whose kind does not take it.
     """
     method = given.get("rejection_sample_method", "standard")
     if method not in ("standard", "synthetic"):
@@ -151,10 +152,11 @@ def check_acceptance(given: dict[str, Any], resolved: ResolvedConfig) -> None:
         )
     if method == "standard":
         return
-    if resolved.combine is not None or resolved.drafters[0].kind != "specblock":
+    if resolved.combine is not None or not drafter_kind(resolved.drafters[0].kind).imposes:
         raise OptionError(
             "speculative_config key 'rejection_sample_method' is 'synthetic', but acceptance can "
-            "be imposed on a single SpecBlock drafter only: drop the key or the other drafter."
+            f"be imposed on a single drafter of kind {kinds_that('imposes')} only: drop the key or "
+            "the other drafter."
         )
     logger.warning(
         "Acceptance is imposed (rejection_sample_method 'synthetic'): the output is not the "
