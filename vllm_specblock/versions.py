@@ -14,9 +14,9 @@ def is_supported(version: str) -> bool:
 
 
 def supported_sentence(version: str) -> str:
-    """The one warning for everybody else."""
+    """What whoever asks for us with another one is told."""
     table = ", ".join(f"{minor}.x" for minor in SUPPORTED_VLLM)
     return (
-        f"vllm_specblock steps aside: it supports vLLM {table}, and this is {version}. "
-        "vLLM runs without it; install a supported version of either to draft with SpecBlock."
+        f"vllm_specblock supports vLLM {table}, and this is {version}: install a version of "
+        "either that goes with the other, or drop method 'specblock' from speculative_config."
     )
