@@ -5,7 +5,7 @@ VENV := .venv
 # Model Runner V2 is vLLM's default on a GPU; its CPU build has to be told.
 export VLLM_USE_V2_MODEL_RUNNER ?= 1
 
-.PHONY: demo test test-fast first-drafter two-heads lint types setup clean
+.PHONY: demo test test-fast contract first-drafter two-heads lint types setup clean
 
 demo: setup
 	$(VENV)/bin/python examples/demo.py
@@ -23,6 +23,11 @@ test: setup
 test-fast: setup
 	$(VENV)/bin/pytest --numprocesses $(WORKERS) --dist worksteal --ignore tests/engine \
 		--ignore $(COMPILED) -m "not engine"
+
+# What the plugin leans on in vLLM, held against the installed one, or against the sources of any
+# other: make contract VLLM=0.33.0. Nothing of it is installed or run.
+contract: setup
+	$(VENV)/bin/python tools/contract.py $(VLLM)
 
 FIRST := runs/first_drafter
 first-drafter: setup

@@ -135,9 +135,10 @@ def test_right_number_of_nodes(value):
 
 
 def test_versions():
-    assert is_supported("0.32.0") and is_supported("0.32.4+cpu")
-    assert not is_supported("0.33.0") and not is_supported("unknown")
-    assert "0.32.x" in supported_sentence("0.33.0") and "0.33.0" in supported_sentence("0.33.0")
+    assert is_supported("0.32.0") and is_supported("0.32.4+cpu") and is_supported("0.33.1")
+    assert not is_supported("0.31.9") and not is_supported("unknown")
+    said = supported_sentence("0.34.0")
+    assert "0.32.x, 0.33.x" in said and "this is 0.34.0" in said
 
 
 @pytest.mark.parametrize("kind", ["specblock", "eagle3", "medusa", "sps"])

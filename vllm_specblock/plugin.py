@@ -6,13 +6,10 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from importlib.metadata import PackageNotFoundError, version
 
-from vllm_specblock.versions import is_supported, supported_sentence
-
-logger = logging.getLogger("vllm.specblock")
+from vllm_specblock.versions import is_supported
 
 
 def _vllm_version() -> str:
@@ -23,10 +20,16 @@ def _vllm_version() -> str:
 
 
 def register() -> None:
-    """Make `method: "specblock"` known to this process; idempotent."""
+    """Make `method: "specblock"` known to this process; idempotent.
+
+    With a release that is not supported, known as what fails: an engine without drafts would be
+    taken for one that has them.
+    """
     found = _vllm_version()
     if not is_supported(found):
-        logger.warning(supported_sentence(found))
+        from vllm_specblock.engine.config import unsupported
+
+        unsupported.refuse(found)
         return
     from vllm_specblock.engine.config import registration
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 SUPPORTED_VLLM: dict[str, str] = {
     "0.32": "Model Runner V2, on CUDA, and on CPU builds with VLLM_USE_V2_MODEL_RUNNER=1",
+    "0.33": "Model Runner V2, on CUDA; there is no CPU build of it",
 }
-"""Minor release of vLLM → where its exactness suite passes."""
+"""Minor release of vLLM → where engines of it can draft."""
 
 
 def is_supported(version: str) -> bool:
@@ -14,9 +15,9 @@ def is_supported(version: str) -> bool:
 
 
 def supported_sentence(version: str) -> str:
-    """The one warning for everybody else."""
+    """What whoever asks for us with another one is told."""
     table = ", ".join(f"{minor}.x" for minor in SUPPORTED_VLLM)
     return (
-        f"vllm_specblock steps aside: it supports vLLM {table}, and this is {version}. "
-        "vLLM runs without it; install a supported version of either to draft with SpecBlock."
+        f"vllm_specblock supports vLLM {table}, and this is {version}: install a version of "
+        "either that goes with the other, or drop method 'specblock' from speculative_config."
     )

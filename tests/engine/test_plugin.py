@@ -82,17 +82,65 @@ def test_register_twice_patches_once():
     }
 
 
-@pytest.mark.parametrize("version", ["0.31.2", "0.33.0", "unknown"])
-def test_other_versions_step_aside_with_one_warning(version, monkeypatch):
-    said = []
-    monkeypatch.setattr(plugin, "_vllm_version", lambda: version)
-    monkeypatch.setattr(plugin.logger, "warning", said.append)
-    monkeypatch.setattr(
-        "vllm_specblock.engine.config.registration.register", lambda: pytest.fail("no")
+ELSEWHERE = """
+import json, sys
+from vllm_specblock import plugin
+plugin._vllm_version = lambda: sys.argv[1]
+plugin.register()
+plugin.register()
+plugin.prepare_cpu()
+from vllm.engine.arg_utils import EngineArgs
+from vllm_specblock.engine.patches import PATCHES
+found = {"patches": sorted(PATCHES)}
+for name, given in json.loads(sys.argv[3]).items():
+    try:
+        args = EngineArgs(model=sys.argv[2], max_model_len=256, speculative_config=given)
+        config = args.create_engine_config().speculative_config
+        found[name] = "plain" if config is None else config.method
+    except ValueError as error:
+        found[name] = f"{type(error).__name__}: {error}"
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.parametrize("version", ["0.31.2", "0.34.0+cpu", "unknown"])
+def test_other_versions_refuse_those_who_ask_and_leave_the_others_alone(version):
+    """Without the plugin's own registration: this process is of the release that it says."""
+    asked = {
+        "ours": {"method": "specblock", "head": "ngram", "num_speculative_tokens": 4},
+        "ours with a drafter": {"method": "specblock", "model": "no-such/drafter"},
+        "vllm's": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3},
+        "nobody's": {"method": "no such method", "num_speculative_tokens": 4},
+        "none": None,
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", ELSEWHERE, version, str(TARGET), json.dumps(asked)],
+        env=os.environ | {"VLLM_PLUGINS": "", "VLLM_USE_V2_MODEL_RUNNER": "0"},
+        capture_output=True,
+        text=True,
     )
-    plugin.register()
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    for name in ("ours", "ours with a drafter"):
+        kind, _, sentence = found[name].partition(": ")
+        assert kind == "OptionError" and sentence.endswith(".") and "\n" not in sentence
+        assert "0.32.x" in sentence and f"this is {version}:" in sentence
+    assert (found["vllm's"], found["none"]) == ("ngram", "plain")
+    assert found["nobody's"].startswith("ValidationError")
+    assert found["patches"] == ["vllm.engine.arg_utils.EngineArgs.create_speculative_config"]
+
+
+def test_releases_that_make_no_such_config_get_a_warning(monkeypatch):
+    from vllm.engine import arg_utils
+
+    from vllm_specblock.engine.config import unsupported
+
+    said = []
+    monkeypatch.setattr(arg_utils, "EngineArgs", type("EngineArgs", (), {}))
+    monkeypatch.setattr(unsupported.logger, "warning", said.append)
+    unsupported.refuse("9.9.9")
     (sentence,) = said
-    assert "steps aside" in sentence and "0.32.x" in sentence and version in sentence
+    assert "0.32.x" in sentence and "9.9.9" in sentence
 
 
 def test_plain_processes_load_no_drafter_and_no_numba():

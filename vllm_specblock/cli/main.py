@@ -14,6 +14,7 @@ from vllm_specblock.cli.adapt import adapt
 from vllm_specblock.cli.bench import bench
 from vllm_specblock.cli.convert import convert
 from vllm_specblock.cli.data import data
+from vllm_specblock.cli.doctor import doctor
 from vllm_specblock.cli.eval import evaluate
 from vllm_specblock.cli.features import features
 from vllm_specblock.cli.figures import figures
@@ -55,4 +56,5 @@ app.command()(train)
 app.command("eval")(evaluate)
 app.command()(bench)
 app.command()(figures)
+app.command()(doctor)
 app.add_typer(adapt, name="adapt")

@@ -1,7 +1,7 @@
 """Patches of vLLM: each callable once, and the original kept.
 
-vLLM 0.32 has registries for draft architectures, model configs and attention backends. What it has
-no registry for is patched; every call that is not about SpecBlock goes to the original.
+vLLM has registries for draft architectures, model configs and attention backends. What it has no
+registry for is patched; every call that is not about SpecBlock goes to the original.
 
 At start-up (`registration.py`):
     EngineArgs.create_speculative_config: "method" is a Literal, until methods can be registered.
@@ -13,6 +13,8 @@ At start-up on a CPU (`cpu/install.py`, `cpu/compile_cache.py`, `cpu/sleeping_wa
     CpuPlatform.get_attn_backend_cls: answers CPU_ATTN whatever was asked for.
     torch.compiler.load_compiled_function: a compiled model is not found again on a CPU.
     SpinCondition: waiting processes take the cores that the model needs.
+With the first engine on a CPU (`cpu/warm_up.py`):
+    warmup_kernels: made-up requests, so that Triton compiles what is interpreted there.
 With the first engine whose budgets adapt (`budget.py`, on a CPU `host_budget.py`):
     AdaptiveVerificationManager: built by its name, until a speculator can bring its own.
     resolve_adaptive_cudagraph_mode: takes CUDA graphs for granted, on a CPU, too.

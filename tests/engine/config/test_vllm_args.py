@@ -111,6 +111,9 @@ def test_other_methods_are_left_alone():
             {"rejection_sample_method": "synthetic", "second_head": {"head": "ngram"}},
             ["'synthetic'", "single drafter of kind specblock"],
         ),
+        # Lossy, and vLLM's own from 0.33 on, as the key below.
+        ({"rejection_sample_method": "fly"}, ["'rejection_sample_method' is 'fly'"]),
+        ({"draft_lm_head_quantization": "fp8"}, ["'draft_lm_head_quantization'", "not known"]),
         ({"draft_sample_method": "probabilistic"}, ["'draft_sample_method'", "not known"]),
         (
             {"num_speculative_tokens": 60, "num_blocks": 8, "num_starts": 32},

@@ -25,6 +25,7 @@ from vllm.v1.worker.gpu.spec_decode.adaptive_verification import AdaptiveVerific
 from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_specblock.engine.patches import Function, patch
+from vllm_specblock.engine.releases import reallocated
 from vllm_specblock.feedback.drafting_switch import DraftingSwitch
 from vllm_specblock.feedback.step_cost import cost_per_request
 from vllm_specblock.triton_kernels.verify.reallocate_drafts import reallocate_drafts_triton
@@ -123,9 +124,7 @@ class TreeBudgetManager(AdaptiveVerificationManager):
         """Time that drafters would take to read what these requests' have missed; 0: not known."""
         return 0.0
 
-    def reallocate_drafts(
-        self, req_ids: list[str], idx_mapping: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, int]:
+    def reallocate_drafts(self, req_ids: list[str], idx_mapping: torch.Tensor) -> Any:
         (drafts, others, budget), self._batch_budget = self._batch_budget, None
         counts = np.array(
             [[drafts[request] for request in req_ids], [others[request] for request in req_ids]],
@@ -144,7 +143,7 @@ class TreeBudgetManager(AdaptiveVerificationManager):
             self._cu_num_logits,
             self.query_start_loc,
         )
-        return self._cu_num_logits[: len(req_ids) + 1], self.query_start_loc, budget
+        return reallocated(self._cu_num_logits[: len(req_ids) + 1], self.query_start_loc, budget)
 
     def _reallocate(self, *args: Any) -> None:
         """`reallocate_drafts_triton`, or what does the same here."""

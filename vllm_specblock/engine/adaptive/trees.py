@@ -98,6 +98,11 @@ class AdaptiveTrees:
             combined, temperature, req_idx, self.paused, self.confidence
         )
 
+    def nothing_drafted(self, num_reqs: int) -> None:
+        """Nobody wanted drafts: the manager learns nothing, as of new requests, rather than from
+        what stands there of others."""
+        self.confidence[:num_reqs] = 1
+
     def catch_up(self, rows: CommittedTokens) -> CommittedTokens:
         """A step's rows, with those before them that drafting was paused for."""
         return rows if self.backlog is None else self.backlog.catch_up(rows)

@@ -164,8 +164,13 @@ def post_update(
     req_idx: Tensor, num_computed: Tensor, last_sampled: Tensor, output_counts: Tensor | None,
     _0: int, sampled: Tensor, _1: int, num_sampled: Tensor, num_rejected: Tensor,
     query_start: Tensor | None, all_token_ids: Tensor, _2: int, total_len: Tensor,
+    draft: Tensor | None = None, draft_out: Tensor | None = None, num_drafts: int = 0,
     num_warps: int = 1,
 ) -> None:  # fmt: skip
+    """The drafts, from 0.33 on, are those that the last rank of a pipeline has sent."""
+    if draft is not None and draft_out is not None:
+        owned = req_idx >= 0
+        draft_out[req_idx[owned].long()] = draft[owned].to(draft_out.dtype)
     none = torch.empty(0, dtype=torch.int32)
     counts = none[:, None] if output_counts is None else output_counts
     _post_update(

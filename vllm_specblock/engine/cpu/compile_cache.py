@@ -1,6 +1,6 @@
 """Starting again on a CPU: what vLLM has compiled is read from disk, and not compiled anew.
 
-vLLM 0.32 keeps the compiled model, and then cannot load it on a CPU: it asks what it has loaded to
+vLLM keeps the compiled model, and then cannot load it on a CPU: it asks what it has loaded to
 `finalize_loading`, as its own backend's artifacts can. A CPU compiles with `DYNAMO_TRACE_ONCE`
 through Inductor, whose artifact is a plain function, with nothing to finalise. So every start took
 a minute more than it has to.

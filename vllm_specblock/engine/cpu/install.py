@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from vllm_specblock.engine import releases
 from vllm_specblock.engine.cpu import compile_cache, sleeping_waits
 from vllm_specblock.engine.cpu.batches import slot_mapping
 from vllm_specblock.engine.cpu.kernels import KERNELS
@@ -87,11 +88,20 @@ def _gather_block_tables(
     num_reqs_padded: int,
     out: tuple[torch.Tensor, ...] | None = None,
     out_ptrs: torch.Tensor | None = None,
+    num_computed_tokens: torch.Tensor | None = None,  # [S], for windows; from 0.33 on
 ) -> tuple[torch.Tensor, ...]:
-    tables = tuple(self.input_block_tables) if out is None else out
-    for source, table in zip(self.block_tables, tables):
-        table[: len(idx_mapping)] = source.gpu[idx_mapping]
-        table[len(idx_mapping) : num_reqs_padded] = 0
+    count, rows = len(idx_mapping), num_reqs_padded
+    tables = out
+    if tables is None:
+        tables = tuple(self.input_block_tables)
+        rows = max(rows, releases.rows_left_over(self, count))
+    reaches = releases.window_reach(self)
+    for source, table, reach, size in zip(self.block_tables, tables, reaches, self.block_sizes):
+        table[:count] = source.gpu[idx_mapping]
+        table[count:rows] = 0
+        if reach > 0 and num_computed_tokens is not None:
+            first = (num_computed_tokens[idx_mapping] - reach).clamp(min=0) // size
+            table[:count].masked_fill_(torch.arange(table.shape[1]) < first[:, None], 0)
     return tuple(table[:num_reqs_padded] for table in tables)
 
 

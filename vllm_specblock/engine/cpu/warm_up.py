@@ -1,11 +1,36 @@
-"""Compiling what requests may need and vLLM's warm-up does not ask for, or reading it from disk."""
+"""Compiling what requests may need, or reading it from disk; and nothing else to warm up."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import torch
 
+from vllm_specblock.engine.config.ours import is_ours
 from vllm_specblock.engine.cpu.gumbel import gumbel_sample
 from vllm_specblock.engine.cpu.top_k_top_p import apply_top_k_top_p
+from vllm_specblock.engine.patches import Function, patch
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+
+def without_made_up_requests() -> None:
+    """P7: engines of ours are not warmed up by requests; idempotent.
+
+    From 0.33 on a CPU's worker serves some before all others, so that Triton compiles its kernels.
+    Here it interprets them: that would take seconds, and drafters would learn from those texts.
+    """
+    from vllm.v1.worker.gpu import warmup
+
+    def make(original: Function) -> Function:
+        def warmup_kernels(model_runner: GPUModelRunner, *args: Any, **kwargs: Any) -> None:
+            if not is_ours(model_runner.vllm_config.speculative_config):
+                original(model_runner, *args, **kwargs)
+
+        return warmup_kernels
+
+    patch(warmup, "warmup_kernels", make)
 
 
 def compile_loops(dtype: torch.dtype) -> None:

@@ -91,10 +91,11 @@ class TreeSpeculator(SpeculatorSetup):
                 self.settle(inputs)
                 missed = partial(MissedRows.of, self._committed(inputs))
             self.adaptive.pause(batch, missed)
-            tokens = self.draft_tokens[: batch.num_reqs]
+            tokens = self._no_trees(batch.num_reqs)
         else:
             began = time.perf_counter()
-            # vLLM's schedule by batch size may want no drafts at all.
+            # None may be wanted: by vLLM's schedule by batch size and, from 0.33 on, where nobody
+            # could use them, in chunks of prompts and at the end of the answers.
             draft = num_speculative_tokens != 0
             graph = self.graphs.find(batch, dummy_run) if draft else None
             if graph is None:
@@ -148,7 +149,9 @@ class TreeSpeculator(SpeculatorSetup):
         if not draft:
             # Whatever is scheduled next has no verdict.
             self.tree_states.accepted.index_fill_(0, req_idx, 0)
-            return self.draft_tokens[: len(req_idx)]
+            if self.adaptive is not None:
+                self.adaptive.nothing_drafted(len(req_idx))
+            return self._no_trees(len(req_idx))
         proposal = self.draft_policy.combine(committed)
         # With a prompt, most of it is the drafters' reading that.
         if not rows.batch.has_prefill:
@@ -161,6 +164,11 @@ class TreeSpeculator(SpeculatorSetup):
         self.tree_states.store(req_idx, combined)
         self.counters.drafted(proposal.drafted, proposal.second, proposal.agreed, rows.goes_on)
         return combined.tree.token
+
+    def _no_trees(self, num_reqs: int) -> torch.Tensor:
+        """[R, N] int64, valid tokens of no tree: a copy, since vLLM marks in place, by −1, drafts
+        that it did not want, and would read these marks as tokens in a later step."""
+        return self.draft_tokens[:num_reqs].clone()
 
     def _committed(self, inputs: StepInputs) -> CommittedTokens:
         return inputs.rows.committed(

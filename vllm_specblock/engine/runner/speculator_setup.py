@@ -21,7 +21,7 @@ from vllm_specblock.drafters.specblock.drafter import SpecBlockDrafter
 from vllm_specblock.engine import deep_sleep
 from vllm_specblock.engine.adaptive.trees import AdaptiveTrees
 from vllm_specblock.engine.config.vllm_args import read_back
-from vllm_specblock.engine.cpu.warm_up import compile_loops
+from vllm_specblock.engine.cpu.warm_up import compile_loops, without_made_up_requests
 from vllm_specblock.engine.metrics.counters import DrafterCounters
 from vllm_specblock.engine.metrics.draft_clock import DraftClock
 from vllm_specblock.engine.metrics.exporter import make_sink
@@ -142,6 +142,7 @@ class SpeculatorSetup(DraftModelSpeculator):
             )
         if self.device.type == "cpu":
             compile_loops(self.dtype)
+            without_made_up_requests()
         # vLLM asks the model for its state's class next. It takes no argument of ours, hence
         # a class per engine.
         state = type("TreeModelState", (TreeModelState,), {"speculator": self})

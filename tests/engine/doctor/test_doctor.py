@@ -1,0 +1,219 @@
+"""`specblock doctor` says what an engine would, before there is one, and exits by it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.engines import DRAFTER, ROOT, TARGET
+from typer.testing import CliRunner
+from vllm import envs
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
+
+from vllm_specblock.cli.main import app
+from vllm_specblock.engine.contract.check import Broken, hooks
+from vllm_specblock.engine.doctor import examine, kernels, pair, versions
+from vllm_specblock.engine.doctor import hooks as hook_findings
+from vllm_specblock.engine.doctor.finding import Finding
+
+on_a_cpu = pytest.mark.skipif(not current_platform.is_cpu(), reason="of a CPU build")
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    envs.disable_envs_cache()  # an engine of an earlier test switches it on
+
+
+def doctor(*arguments: str | Path) -> tuple[int, str]:
+    done = CliRunner().invoke(app, ["doctor", *map(str, arguments)])
+    return done.exit_code, done.output
+
+
+def by_name(target=None, drafter=None) -> dict[str, Finding]:
+    text = [None if each is None else str(each) for each in (target, drafter)]
+    return {finding.name: finding for finding in examine.examine(*text)}
+
+
+def edited(folder: Path, to: Path, **changes) -> Path:
+    shutil.copytree(folder, to)
+    raw = json.loads((to / "config.json").read_text())
+    (to / "config.json").write_text(json.dumps(raw | changes))
+    return to
+
+
+def test_a_pair_that_goes_together():
+    code, said = doctor("--target", TARGET, "--model", DRAFTER)
+    assert code == 0, said
+    assert "Nothing is wrong." in said and "✗" not in said
+    count = len(hooks())
+    assert f"{count} of {count} are in vLLM" in said
+    assert "reads target layers 2, 3, 4" in said and "LlamaForCausalLM" in said
+    assert all(name in said for name in ("Python", "torch", "transformers", "vLLM", "triton"))
+
+
+def test_memory_is_that_of_the_files_and_of_an_engine(tree):
+    found = by_name(TARGET, DRAFTER)["memory"]
+    assert found.verdict in ("right", "note")
+    weights, own, beside = map(
+        float, re.search(r"([\d.]+) MiB; .* ([\d.]+) KiB .* ([\d.]+) of", found.found).groups()
+    )
+    stored = sum(
+        tensor.numel() * 2  # bfloat16, as the target has it
+        for tensor in load_file(DRAFTER / "model.safetensors").values()
+        if tensor.is_floating_point()
+    )
+    assert weights == pytest.approx(stored / 2**20, rel=0.1)
+    context = tree.runner.vllm_config.compilation_config.static_forward_context
+    size = tree.runner.vllm_config.cache_config.block_size
+
+    def per_token(names) -> float:  # the engine's is in float32
+        caches = [context[name].kv_cache for name in names]
+        return sum(cache[0].numel() for cache in caches) / size * 2 / 2**10
+
+    names = [name for each in tree.speculator.drafter_layers for name in each]
+    assert own == pytest.approx(per_token(names), abs=0.06)
+    assert beside == pytest.approx(per_token(tree.speculator.target_layers), abs=0.06)
+
+
+def refusal(target: Path, drafter: Path) -> str:
+    """The sentence with which an engine's arguments are refused."""
+    given = {"method": "specblock", "model": str(drafter)}
+    with pytest.raises(ValueError) as error:
+        EngineArgs(
+            model=str(target), max_model_len=512, speculative_config=given
+        ).create_engine_config()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("which", ["target", "drafter", "files"])
+def test_a_pair_that_does_not_says_what_an_engine_would(which, tmp_path):
+    target, drafter = TARGET, DRAFTER
+    if which == "target":
+        target = edited(TARGET, tmp_path / "target", vocab_size=2049)
+    elif which == "drafter":
+        drafter = edited(DRAFTER, tmp_path / "drafter", block_size=5)
+    else:
+        drafter = edited(DRAFTER, tmp_path / "drafter")
+        (drafter / "model.safetensors").unlink()
+    sentence = refusal(target, drafter)
+    code, said = doctor("--target", target, "--model", drafter)
+    assert code == 1 and sentence in said
+    found = by_name(target, drafter)
+    assert found["drafter"].verdict == "wrong" and "memory" not in found
+
+
+def test_a_target_that_cannot_be_verified(monkeypatch, tmp_path):
+    code, said = doctor("--target", tmp_path / "nowhere")
+    assert code == 1 and "vLLM does not take it" in said
+    from vllm.config import ModelConfig
+
+    monkeypatch.setattr(ModelConfig, "uses_alibi", True)
+    found = by_name(TARGET, DRAFTER)
+    assert found["target"].verdict == "wrong" and "ALiBi positions" in found["target"].advice
+    assert "drafter" not in found
+
+
+def test_a_drafter_alone(tmp_path):
+    found = by_name(drafter=DRAFTER)
+    assert found["drafter"].verdict == "note" and "--target" in found["drafter"].advice
+    assert doctor("--model", DRAFTER)[0] == 0
+    spoilt = edited(DRAFTER, tmp_path / "drafter", block_size=5)
+    assert "block_size" in by_name(drafter=spoilt)["drafter"].advice
+    assert doctor("--model", spoilt)[0] == 1
+    eagle = by_name(TARGET, ROOT / "examples/two_heads/eagle3")
+    assert "eagle3" in eagle["drafter"].found and eagle["memory"].found.startswith("weights")
+
+
+def test_another_release_is_wrong_and_nothing_is_imported_then(monkeypatch):
+    real = versions.installed
+    monkeypatch.setattr(
+        versions, "installed", lambda name: "0.31.2" if name == "vllm" else real(name)
+    )
+    monkeypatch.setattr(pair, "pair", lambda *_: pytest.fail("it looked at the pair"))
+    found = by_name(TARGET, DRAFTER)
+    assert found["vLLM"].verdict == "wrong" and "this is 0.31.2" in found["vLLM"].advice
+    assert "runner" not in found and found["target, drafter"].verdict == "wrong"
+    assert doctor()[0] == 1
+
+
+@pytest.mark.parametrize("package", ["torch", "transformers", "vllm", "triton"])
+def test_a_package_that_is_not_there(package, monkeypatch):
+    real = versions.installed
+    monkeypatch.setattr(versions, "installed", lambda name: real(name) if name != package else None)
+    name = {"vllm": "vLLM"}.get(package, package)
+    (finding,) = [each for each in versions.versions() if each.name == name]
+    assert finding.verdict == "wrong" and "nstall" in finding.advice
+
+
+def test_a_package_that_is_too_old(monkeypatch):
+    monkeypatch.setattr(versions, "installed", lambda name: "1.0")
+    found = {finding.name: finding for finding in versions.versions()}
+    assert {name for name, each in found.items() if each.verdict == "wrong"} >= {
+        "torch", "transformers", "vLLM",
+    }  # fmt: skip
+    assert found["torch"].advice.startswith("Install torch>=")
+
+
+def test_a_plugin_that_vllm_does_not_load(monkeypatch):
+    monkeypatch.setenv("VLLM_PLUGINS", "another")
+    found = by_name()
+    assert found["vllm-specblock"].verdict == "wrong"
+    assert "VLLM_PLUGINS" in found["vllm-specblock"].advice
+    assert "runner" in found, "what is left is looked at"
+    monkeypatch.setenv("VLLM_PLUGINS", "another,specblock")
+    assert versions.plugin().verdict == "right"
+    monkeypatch.setattr(versions, "entry_points", lambda group: [])
+    assert "entry point" in versions.plugin().found
+
+
+def test_hooks_that_are_not_there_are_named(monkeypatch):
+    gone = [Broken(hook, f"trouble {at}") for at, hook in enumerate(hooks()[:5])]
+    monkeypatch.setattr(hook_findings, "broken", lambda root: iter(gone))
+    found = hook_findings.hooks()
+    assert found.verdict == "wrong" and found.found.startswith("5 of ")
+    assert "trouble 2" in found.found and "trouble 3" not in found.found
+    assert "and 2 more" in found.found
+
+
+def test_what_runs_the_kernels(monkeypatch):
+    on = {"gpu": True, "compiler": "/usr/bin/gcc", "vllm": "0.32.0", "numba": True}
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: on["gpu"])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(kernels.shutil, "which", lambda name: on["compiler"])
+    monkeypatch.setattr(kernels, "installed", lambda name: on["vllm"])
+    assert "compiles them for sm_90" in kernels.kernels().found
+    on["compiler"] = None
+    assert kernels.kernels().verdict == "wrong" and "C compiler" in kernels.kernels().found
+    on["gpu"] = False
+    assert kernels.kernels().verdict == "wrong" and "no GPU answers" in kernels.kernels().found
+    on["vllm"] = "0.32.0+cpu"
+    assert "compiles loops" in kernels.kernels().found
+    monkeypatch.setattr("vllm_specblock.triton_kernels.optional_numba.AVAILABLE", False)
+    assert kernels.kernels().verdict == "note" and "interpreter" in kernels.kernels().found
+
+
+@on_a_cpu
+def test_a_cpu_that_was_not_told_to_use_the_runner():
+    """In a process of its own: vLLM asks once, when it is imported."""
+    env = {
+        k: v
+        for k, v in os.environ.items()
+        if k not in ("VLLM_USE_V2_MODEL_RUNNER", "TRITON_INTERPRET")
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "vllm_specblock", "doctor"], capture_output=True, text=True, env=env
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "set VLLM_USE_V2_MODEL_RUNNER=1 before Python starts." in done.stdout
+    assert done.stdout.rstrip().endswith("1 wrong.")

@@ -1,0 +1,95 @@
+"""Hold what the plugin leans on against a vLLM that need not be installed.
+
+    python tools/contract.py             # the one that is
+    python tools/contract.py 0.33.0      # pip downloads its wheel (some 340 MB), nothing is run
+    python tools/contract.py FOLDER      # a folder `vllm` of sources, or the folder above it
+
+Says which hooks are not as they have to be; exit status 1 if there are any.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+from vllm_specblock.engine.contract.check import broken, hooks
+from vllm_specblock.engine.contract.sources import PACKAGE, installed
+
+KEPT = Path(__file__).resolve().parent.parent / "build" / "contract"
+
+
+class ContractError(Exception):
+    """One sentence for the user."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "what", nargs="?", help="a release, or a folder; default: what is installed"
+    )
+    what = parser.parse_args(arguments).what
+    try:
+        root = folder_of(what)
+    except ContractError as error:
+        print(f"contract: {error}", file=sys.stderr)
+        return 1
+    troubles = [str(each) for each in broken(root)]
+    for trouble in troubles:
+        print(trouble)
+    count = len(hooks())
+    print(f"{count - len(troubles)} of {count} hooks hold in {what or 'the installed vLLM'}.")
+    return 1 if troubles else 0
+
+
+def folder_of(what: str | None) -> Path:
+    """The folder `vllm` that is meant.
+
+    Raises:
+        ContractError: there is none, and none can be had.
+    """
+    if not what:
+        root = installed()
+        if root is None:
+            raise ContractError(
+                "vLLM is not installed: name a release, such as 0.33.0, or a folder."
+            )
+        return root
+    given = Path(what)
+    if given.is_dir():
+        below = given / PACKAGE
+        return below if below.is_dir() else given
+    root = KEPT / what / PACKAGE
+    if not root.is_dir():
+        download(what, KEPT / what)
+    return root
+
+
+def download(version: str, folder: Path) -> None:
+    """The Python sources of a release's wheel, into `folder`.
+
+    Raises:
+        ContractError: pip cannot download it.
+    """
+    wheels = folder / "wheel"
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--no-deps"]
+    done = subprocess.run([*pip, "--quiet", "--dest", str(wheels), f"{PACKAGE}=={version}"])
+    if done.returncode:
+        raise ContractError(f"pip could not download {PACKAGE}=={version}; its message is above.")
+    for wheel in wheels.glob("*.whl"):
+        unpack(wheel, folder)
+    shutil.rmtree(wheels)
+
+
+def unpack(wheel: Path, folder: Path) -> None:
+    """Only what can be read: the rest is a gigabyte."""
+    with zipfile.ZipFile(wheel) as packed:
+        names = [name for name in packed.namelist() if name.endswith(".py")]
+        packed.extractall(folder, [name for name in names if name.startswith(f"{PACKAGE}/")])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,37 @@
+"""Releases of vLLM that are not supported: whoever asks for SpecBlock there is told so."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from vllm_specblock.engine.config.ours import asks_for_us
+from vllm_specblock.engine.patches import Function, patch
+from vllm_specblock.options import OptionError
+from vllm_specblock.versions import supported_sentence
+
+logger = logging.getLogger("vllm.specblock")
+
+
+def refuse(version: str) -> None:
+    """Let engines that ask for us fail with one sentence; all others are vLLM's alone. Idempotent.
+
+    Leans on as little as can be: that engine arguments make a speculative config, by a method that
+    releases have had for long. Where it is gone the sentence is a warning.
+    """
+    from vllm.engine import arg_utils
+
+    def make(original: Function) -> Function:
+        def create_speculative_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+            given = self.speculative_config
+            if isinstance(given, Mapping) and asks_for_us(given):
+                raise OptionError(supported_sentence(version))
+            return original(self, *args, **kwargs)
+
+        return create_speculative_config
+
+    try:
+        patch(arg_utils.EngineArgs, "create_speculative_config", make)
+    except AttributeError:
+        logger.warning(supported_sentence(version))

@@ -1,0 +1,64 @@
+"""What only a CPU leans on: its platform, its worker, vLLM's attention kernels for it."""
+
+from __future__ import annotations
+
+from vllm_specblock.engine.contract.hook import Has, Hook, IsClassMethod, Says, Takes
+
+_OPS = "_custom_ops.py"
+_PLATFORM = "platforms/cpu.py"
+_TABLES = "v1/worker/gpu/block_table.py"
+
+ON_A_CPU: tuple[Hook, ...] = (
+    IsClassMethod("cpu/install.py", _PLATFORM, "CpuPlatform.get_attn_backend_cls"),
+    IsClassMethod("cpu/install.py", _PLATFORM, "CpuPlatform.check_and_update_config"),
+    Takes("cpu/install.py", "triton_utils/dispatcher.py", "register_kernels", "overrides"),
+    # ---- methods that are replaced ----
+    Takes("cpu/install.py", _TABLES, "BlockTables.gather_block_tables",
+          "self idx_mapping num_reqs_padded out out_ptrs", "first"),
+    Takes("cpu/install.py", _TABLES, "BlockTables.compute_slot_mappings",
+          "self idx_mapping query_start_loc positions num_tokens_padded out"),
+    Takes("cpu/install.py", "v1/worker/gpu/buffer_utils.py", "FusedStagedWriter.apply",
+          "self tensors output_ptrs output_strides"),
+    Takes("cpu/install.py", "v1/worker/gpu/buffer_utils.py", "StagedWriteTensor.apply_write",
+          "self"),
+    Takes("cpu/top_k_top_p.py", "v1/sample/ops/topk_topp_sampler.py",
+          "apply_top_k_top_p_pytorch", "logits k p allow_cpu_sync"),
+    Says("cpu/install.py", "v1/sample/ops/topk_topp_sampler.py", "apply_top_k_top_p",
+         ("if HAS_TRITON:", "return apply_top_k_top_p_pytorch(")),
+    Takes("cpu/warm_up.py", "v1/worker/gpu/warmup.py", "warmup_kernels", "model_runner", "first"),
+    Takes("cpu/host_budget.py", "v1/worker/cpu_worker.py", "CPUWorker.compile_or_warm_up_model",
+          "self"),
+    Has("cpu/host_budget.py", "v1/worker/gpu/model_runner.py", "",
+        "resolve_adaptive_cudagraph_mode"),
+    Takes("cpu/sleeping_waits.py", "distributed/device_communicators/shm_broadcast.py",
+          "SpinCondition.wait", "self timeout_ms"),
+    Says("cpu/sleeping_waits.py", "distributed/device_communicators/shm_broadcast.py",
+         "SpinCondition.__init__", ("self.busy_loop_s = ",)),
+    Says("cpu/compile_cache.py", "compilation/decorators.py", "",
+         ("torch.compiler.load_compiled_function(", "._artifacts.compiled_fn.finalize_loading(")),
+    # ---- vLLM's attention kernels, over a cache packed as its backend says ----
+    Takes("cpu/attention.py", "v1/attention/backends/cpu_attn.py", "_get_attn_isa",
+          "dtype block_size head_size kv_cache_dtype"),
+    Has("cpu/attention.py", "v1/attention/backends/cpu_attn.py", "CPUAttentionBackend",
+        "get_supported_head_sizes"),
+    Has("cpu/attention.py", "envs.py", "", "VLLM_CPU_ATTN_SPLIT_KV VLLM_USE_V2_MODEL_RUNNER"),
+    Takes("cpu/attention.py", _OPS, "cpu_attn_reshape_and_cache",
+          "key value key_cache value_cache slot_mapping isa", "first"),
+    Takes(
+        "cpu/attention.py",
+        _OPS,
+        "cpu_attn_get_scheduler_metadata",
+        "num_reqs num_heads num_kv_heads head_dim seq_lens dtype query_start_loc causal "
+        "sliding_window_size isa enable_kv_split",
+        "first",
+    ),
+    Takes(
+        "cpu/attention.py",
+        _OPS,
+        "cpu_attention_with_kv_cache",
+        "query key_cache value_cache output query_start_loc seq_lens scale causal alibi_slopes "
+        "sliding_window block_table softcap scheduler_metadata s_aux",
+        "first",
+    ),
+)  # fmt: skip
+"""Beside the kernels that `cpu/kernels.py` replaces, see `imports.py`."""

@@ -1,0 +1,130 @@
+"""What an engine leans on before and beside its steps: arguments, sizes, sleep, offline use."""
+
+from __future__ import annotations
+
+from vllm_specblock.engine.contract.hook import Attributes, Has, Hook, Says, SaysNot, Takes
+
+_ARGS = "engine/arg_utils.py"
+_SPECULATIVE = "config/speculative.py"
+_WORKER = "v1/worker/gpu_worker.py"
+_EXTRACT = "v1/worker/gpu/spec_decode/extract_hidden_states.py"
+_CONNECTOR = "distributed/kv_transfer/kv_connector/v1/example_hidden_states_connector.py"
+_EXAMPLE = "ExampleHiddenStatesConnector"
+_CLIENT = "v1/engine/core_client.py"
+
+OF_ENGINES: tuple[Hook, ...] = (
+    # ---- arguments ----
+    Takes("config/registration.py", _ARGS, "EngineArgs.create_speculative_config",
+          "self target_model_config target_parallel_config"),
+    Has(
+        "config/vllm_args.py",
+        _ARGS,
+        "EngineArgs",
+        "speculative_config additional_config attention_backend attention_config "
+        "max_num_batched_tokens kv_cache_dtype disable_log_stats hf_token download_dir "
+        "enable_lora disable_hybrid_kv_cache_manager",
+    ),
+    Has(
+        "config/batch_sizes.py",
+        _ARGS,
+        "EngineArgs",
+        "max_num_batched_tokens max_num_seqs cudagraph_capture_sizes max_cudagraph_capture_size "
+        "enable_chunked_prefill kv_transfer_config kv_offloading_size compilation_config "
+        "enforce_eager",
+    ),
+    Takes("config/batch_sizes.py", _ARGS, "EngineArgs.get_batch_defaults", "cls world_size"),
+    # The plugin is asked before vLLM fills in what is unset.
+    Says(
+        "config/batch_sizes.py",
+        _ARGS,
+        "EngineArgs.create_engine_config",
+        ("self.create_speculative_config(", "self._set_default_max_num_seqs_and_batched"),
+    ),
+    Takes("config/registration.py", "sampling_params.py", "SamplingParams._validate_spec_decode",
+          "self speculative_config"),
+    # ---- what is refused ----
+    Has(
+        "config/validate.py",
+        "config/model.py",
+        "ModelConfig",
+        "is_encoder_decoder use_mla is_hybrid is_attention_free uses_mrope "
+        "supports_multimodal_inputs uses_alibi hf_text_config "
+        "get_sliding_window get_hidden_size get_vocab_size max_model_len",
+    ),
+    Attributes("config/validate.py", "config/model.py", "ModelConfig", "attention_chunk_size="),
+    Has(
+        "config/validate.py",
+        "config/parallel.py",
+        "ParallelConfig",
+        "pipeline_parallel_size decode_context_parallel_size prefill_context_parallel_size "
+        "tensor_parallel_size world_size data_parallel_size_local use_ubatching "
+        "enable_batch_sharded_sampling",
+    ),
+    Has("runner/model_state.py", "config/vllm.py", "VllmConfig",
+        "num_speculative_tokens additional_config kernel_config speculative_config "
+        "compilation_config scheduler_config cache_config use_v2_model_runner"),
+    # ---- speculative config ----
+    Says("config/resolved_config.py", _SPECULATIVE, "", ('"standard", "synthetic"',)),
+    Has(
+        "config/vllm_args.py",
+        _SPECULATIVE,
+        "SpeculativeConfig",
+        "rejection_sample_method synthetic_acceptance_rates draft_model_config "
+        "num_speculative_tokens num_speculative_tokens_per_batch_size update_arch_",
+    ),
+    Says("config/validate.py", _SPECULATIVE, "",
+         ('rejection_sample_method: RejectionSampleMethod = "standard"',)),
+    Says("runner/speculator_setup.py", _SPECULATIVE, "",
+         ("synthetic_acceptance_rates: list[float] | None = None",)),
+    Takes("runner/speculator_setup.py", "v1/spec_decode/utils.py",
+          "unconditional_to_conditional_rates", "rates"),
+    # ---- sleep and weights ----
+    Takes("deep_sleep.py", _WORKER, "Worker.sleep", "self level"),
+    Takes("draft_updates.py", _WORKER, "Worker.start_draft_weight_update", "self"),
+    Takes("draft_updates.py", _WORKER, "Worker.supports_draft_weight_updates", "self"),
+    # ---- offline ----
+    Takes(
+        "offline/extract.py",
+        _EXTRACT,
+        "ExtractHiddenStatesSpeculator.propose",
+        "self input_batch attn_metadata slot_mappings last_hidden_states aux_hidden_states",
+        "first",
+    ),
+    Says("offline/extract.py", _EXTRACT, "", ("eagle_aux_hidden_state_layer_ids",)),
+    Says("offline/extract.py", _SPECULATIVE, "", ("extract_hidden_states",)),
+    Has("offline/extract.py", "config/kv_transfer.py", "KVTransferConfig",
+        "kv_connector kv_connector_module_path kv_role kv_connector_extra_config"),
+    Takes("offline/extract.py", _CONNECTOR, f"{_EXAMPLE}.__init__",
+          "self vllm_config role kv_cache_config"),
+    Takes("offline/extract.py", _CONNECTOR, f"{_EXAMPLE}.register_kv_caches", "self kv_caches"),
+    Takes("offline/extract.py", _CONNECTOR, f"{_EXAMPLE}._submit_async_write", "self pending"),
+    Takes("offline/extract.py", _CONNECTOR, f"{_EXAMPLE}._write_tensors",
+          "tensors event filename lock_fd"),
+    Has("offline/extract.py", _CONNECTOR, "PendingSave", "req_id filename token_ids block_ids"),
+    Attributes("offline/extract.py", _CONNECTOR, _EXAMPLE,
+               "_kv_cache: _lock_fds: _req_copy_events:"),
+    # The stand-in for a copy's event answers to these and to nothing else.
+    Says("offline/extract.py", _CONNECTOR, "", ("event.synchronize(",)),
+    SaysNot("offline/extract.py", _CONNECTOR, "", "event.wait("),
+    SaysNot("offline/extract.py", _CONNECTOR, "", "event.elapsed_time("),
+    Says("offline/extract.py", _CONNECTOR, _EXAMPLE, ('"shared_storage_path"',)),
+    Says("offline/extract.py", _CONNECTOR, _EXAMPLE, ('"hidden_states_path"',)),
+    Takes("offline/extract.py", _CONNECTOR, "load_hidden_states", "path"),
+    Takes("offline/extract.py", _CONNECTOR, "cleanup_hidden_states", "path", "first"),
+    # An engine in this process can be stepped until its connector was told of every request.
+    Says("offline/extract.py", _CLIENT, "InprocClient.__init__",
+         ("self.engine_core = EngineCore(",)),
+    Takes("offline/extract.py", _CLIENT, "InprocClient.get_output", "self"),
+    Takes("offline/extract.py", _CLIENT, "InprocClient.shutdown", "self", "first"),
+    SaysNot("offline/extract.py", _CLIENT, "MPClient", "self.engine_core ="),
+    Says("offline/extract.py", "v1/engine/core.py", "EngineCore.__init__", ("self.scheduler",)),
+    Takes("offline/extract.py", "v1/core/sched/interface.py", "SchedulerInterface.has_requests",
+          "self"),
+    Has("offline/generate.py", "sampling_params.py", "SamplingParams",
+        "temperature top_p max_tokens seed detokenize"),
+    Takes("offline/generate.py", "entrypoints/llm.py", "LLM.generate",
+          "self prompts sampling_params", "first"),
+    Takes("offline/generate.py", "entrypoints/llm.py", "LLM.generate", "use_tqdm", "among"),
+    Has("offline/generate.py", "outputs.py", "CompletionOutput", "token_ids"),
+)  # fmt: skip
+"""In the order in which they are used."""

@@ -1,0 +1,1 @@
+"""What keeps an engine from drafting, or would: found before one is started."""
