@@ -9,6 +9,11 @@ and the EAGLE-3 one. Another target answers chat questions:
 
     python benchmarks/exactness.py --target TARGET --questions FOLDER --drafter DRAFTER \
       --combination "SpecBlock + n-gram, merge trie, joint"
+
+With --swaps the SpecBlock drafters get other weights twice in every step (`lib/weight_swaps.py`),
+every batch comes a second time from the prefix cache, and prompts come in chunks:
+
+    python benchmarks/exactness.py --swaps --tokens 2200
 """
 
 from __future__ import annotations
@@ -32,6 +37,7 @@ os.environ["TRITON_F32_DEFAULT"] = "ieee"
 import torch
 import typer
 from lib.spec_configs import NGRAM, POLICIES, alone, eagle3, specblock, together
+from lib.weight_swaps import Swaps, make_versions
 from tqdm import tqdm
 
 from vllm_specblock.bench.questions import read_questions
@@ -43,6 +49,8 @@ sys.path.insert(0, str(PAIR))
 TEMPERATURES = (0.0, 0.7, 1.0, 0.0)
 _LONGEST = 1024
 _MOST_NEW = 100 + 40 * 7
+CHUNK = 256
+"""Tokens of a step while weights are swapped: prompts of a batch have several times as many."""
 FULL_GRAPHS = {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
 
 
@@ -72,17 +80,28 @@ def combinations(drafter: str, second: str, eagle: str, nodes: int) -> dict[str,
     return found | budgets
 
 
+def swapped(known: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Those whose first drafter can get other weights."""
+    return {name: keys for name, keys in known.items() if keys["head"] == "specblock"}
+
+
 def compare(
-    speculative: dict[str, Any], tokens: int, graphs: bool, target: Path, questions: Path | None
-) -> tuple[int, float]:
+    speculative: dict[str, Any],
+    tokens: int,
+    graphs: bool,
+    target: Path,
+    questions: Path | None,
+    other: Path | None = None,
+) -> tuple[int, float, Swaps | None]:
     """Generate the same requests with and without drafts, until `tokens` are compared.
 
     Args:
         questions: folder of sets of chat questions; None: the example pair's own text.
         graphs: decode from CUDA graphs. vLLM's compiler stays off: it would change sums.
+        other: a drafter of the same shape: weights are swapped in every step, some of them its.
 
     Returns:
-        Tokens compared, and the seconds it took.
+        Tokens compared, the seconds it took, and what was swapped.
 
     Raises:
         SystemExit: a token differs.
@@ -96,6 +115,7 @@ def compare(
             **(FULL_GRAPHS if graphs else {"enforce_eager": True}),
             max_model_len=_LONGEST,
             max_num_seqs=8,
+            **({"max_num_batched_tokens": CHUNK} if other else {}),
             kv_cache_memory_bytes=(256 if questions is None else 1024) << 20,
             distributed_executor_backend="uni",
             speculative_config=speculative,
@@ -103,6 +123,7 @@ def compare(
 
     plain, tree = engine(None), engine(speculative)
     texts = pair_texts() if questions is None else chat_texts(questions, plain.get_tokenizer())
+    swaps = start_swaps(tree, speculative, other) if other else None
     compared, batch, began = 0, 0, time.monotonic()
     with tqdm(total=tokens, unit="token") as bar:
         while compared < tokens:
@@ -117,15 +138,33 @@ def compare(
                 )
                 for i in range(8)
             ]
-            ours = tree.generate(prompts, params, use_tqdm=False)
             theirs = plain.generate(prompts, params, use_tqdm=False)
-            for mine, other in zip(ours, theirs):
-                if mine.outputs[0].token_ids != other.outputs[0].token_ids:
-                    raise SystemExit(f"different: batch {batch}, prompt {mine.prompt!r}")
-                compared += len(mine.outputs[0].token_ids)
-                bar.update(len(mine.outputs[0].token_ids))
+            for _ in range(1 if swaps is None else 2):
+                ours = tree.generate(prompts, params, use_tqdm=False)
+                for mine, right in zip(ours, theirs, strict=True):
+                    if mine.outputs[0].token_ids != right.outputs[0].token_ids:
+                        raise SystemExit(f"different: batch {batch}, prompt {mine.prompt!r}")
+                    compared += len(mine.outputs[0].token_ids)
+                    bar.update(len(mine.outputs[0].token_ids))
             batch += 1
-    return compared, time.monotonic() - began
+    if swaps is not None:
+        swaps.require(swaps=100, accepted=compared // 100)
+    return compared, time.monotonic() - began, swaps
+
+
+def start_swaps(engine: Any, speculative: dict[str, Any], other: Path) -> Swaps:
+    """Let every step of an engine swap weights from now on."""
+    runner = engine.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    runner = runner.model_runner
+    two = speculative.get("second_head", {}).get("head") == "specblock"
+    versions = make_versions(Path(speculative["model"]), other)
+    swaps = Swaps(runner.speculator, versions, (0, 1) if two else (0,))
+    runner.speculator.propose = swaps.around(runner.speculator.propose)
+    adaptive = getattr(runner, "adaptive_verification", None)
+    if adaptive is not None and not torch.cuda.is_available():
+        # Drafts this poor are soon not worth their time, and then there are none to compare.
+        adaptive.drafting_switch.decide = lambda *_: False
+    return swaps
 
 
 def pair_texts() -> list[str]:
@@ -168,10 +207,14 @@ def main(
     graphs: Annotated[
         bool, typer.Option(help="Decode from CUDA graphs; adaptive on a GPU does anyway.")
     ] = False,
+    swaps: Annotated[
+        bool, typer.Option(help="Give SpecBlock drafters other weights twice in every step.")
+    ] = False,
     list_all: Annotated[bool, typer.Option("--list", help="Only name the combinations.")] = False,
 ) -> None:
     """Compare one combination, or all of them."""
     known = combinations(str(drafter), str(second), str(eagle), nodes)
+    known = swapped(known) if swaps else known
     if list_all:
         print("\n".join(known))
         return
@@ -183,10 +226,13 @@ def main(
         # vLLM has no adaptive verification without graphs, save on a CPU.
         adaptive = known[combination].get("enable_adaptive_verification", False)
         graphs = graphs or (adaptive and torch.cuda.is_available())
-        compared, seconds = compare(known[combination], tokens, graphs, target, questions)
+        compared, seconds, done = compare(
+            known[combination], tokens, graphs, target, questions, second if swaps else None
+        )
         print(
             f"{combination}: {compared} tokens compared in {seconds:.0f} s, 0 different "
-            f"(float32, batch 8{', CUDA graphs' if graphs else ''})",
+            f"(float32, batch 8{', CUDA graphs' if graphs else ''}"
+            f"{f', {done.count.total()} swaps, {done.accepted} drafts accepted' if done else ''})",
             flush=True,
         )
         return
@@ -199,6 +245,7 @@ def main(
         f"--target={target}",
         *[f"--questions={questions}"] * bool(questions),
         *["--graphs"] * graphs,
+        *["--swaps"] * swaps,
     ]
     failed = [
         name

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from statistics import fmean
+from statistics import fmean, stdev
 
 import pytest
 from support.adapting import Pair
@@ -20,10 +20,10 @@ class Weighs(Fixed):
 
     def __init__(self) -> None:
         super().__init__(Action.FULL, EVERY)
-        self.told: list[tuple[Action, float, float]] = []
+        self.told: list[tuple[Action, float, float, float]] = []
 
-    def reward(self, action: Action, gain: float, seconds: float) -> None:
-        self.told.append((action, gain, seconds))
+    def reward(self, action: Action, gain: float, seconds: float, error: float) -> None:
+        self.told.append((action, gain, seconds, error))
 
 
 @pytest.fixture
@@ -51,12 +51,14 @@ def test_a_gain_is_that_of_the_requests_after_the_update(pair):
     told, depth = adaptation.policy.told, adaptation.judge.depth
     assert len(told) == 4 and {each[0] for each in told} == {Action.FULL}
     assert {each[2] for each in told} == {0.25}
-    for update, (_, gain, _) in enumerate(told, 1):
+    for update, (_, gain, _, error) in enumerate(told, 1):
         before, after = versions[update - 1 : update + 1]
         records = [pair.record(number) for number in range(update * EVERY, (update + 1) * EVERY)]
-        depths = [fmean(depth(each, record) for record in records) for each in (before, after)]
-        assert gain == pytest.approx((depths[1] - depths[0]) / (1 + depths[0]), abs=1e-5)
-    assert sum(gain for _, gain, _ in told) > 0.1
+        gains = [depth(after, record) - depth(before, record) for record in records]
+        tau = 1 + fmean(depth(before, record) for record in records)
+        assert gain == pytest.approx(fmean(gains) / tau, abs=1e-5)
+        assert error == pytest.approx(stdev(gains) / EVERY**0.5 / tau, abs=1e-5) and error > 0
+    assert sum(gain for _, gain, *_ in told) > 0.1
 
 
 def test_requests_without_rows_leave_a_gain_unknown(pair):
@@ -66,8 +68,8 @@ def test_requests_without_rows_leave_a_gain_unknown(pair):
     _, request = pair.request(0)
     for _ in range(EVERY):
         adaptation.finish(None, request)
-    ((_, gain, seconds),) = adaptation.policy.told
-    assert gain != gain and seconds == 0.25
+    ((_, gain, seconds, error),) = adaptation.policy.told
+    assert gain != gain and error != error and seconds == 0.25
 
 
 def test_a_version_that_old_texts_refused_serves_once_new_ones_want_it(pair, monkeypatch):

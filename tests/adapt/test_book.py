@@ -100,6 +100,17 @@ def test_the_reservoir_is_a_uniform_sample():
     assert all(60 < counts[name] < 140 for name in names)
 
 
+def test_an_update_learns_from_the_newest_requests_and_rehearses_those_before():
+    """Behind a rest an update would learn from texts of a domain that is gone."""
+    book, names = Book(room_for(30)), learned(12)
+    for name in (*names, names[2], names[-1]):
+        book.add(random_record(name))
+    ((*new, _, _),) = batches(book, 2, 4)  # the third request is among the newest again
+    assert ids(new) == [names[2], names[-1]]
+    assert ids(book.new) == [names[2], names[-1]]  # a second record of each
+    assert sorted(ids(book.reservoir.records)) == sorted(names)
+
+
 def test_only_one_record_of_a_request_goes_into_an_update():
     book, (one, other) = Book(room_for(9)), learned(2)
     for name in (one, one, other):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
+import sys
 
 import exactness
 import pytest
@@ -57,6 +59,34 @@ def test_all_runs_each_and_fails_with_any(monkeypatch, capsys):
     said = capsys.readouterr().out
     assert f"{len(known) - 2} of {len(known)} combinations are exact" in said
     assert "not exact, or failed: EAGLE-3 + n-gram, lazy route" in said
+
+
+def test_swaps_are_of_combinations_whose_first_drafter_takes_weights(monkeypatch, capsys):
+    exactness.main(swaps=True, list_all=True, drafter="a", second="b", eagle="c", nodes=9)
+    names = capsys.readouterr().out.splitlines()
+    assert len(names) == 23 and all(name.startswith("SpecBlock") for name in names)
+    calls = []
+    done = subprocess.CompletedProcess([], 0)
+    monkeypatch.setattr(exactness.subprocess, "run", lambda command: calls.append(command) or done)
+    with pytest.raises(typer.Exit) as ended:
+        exactness.main("all", swaps=True)
+    assert ended.value.exit_code == 0 and len(calls) == 23
+    assert all("--swaps" in command for command in calls)
+
+
+@pytest.mark.engine
+def test_one_combination_under_swaps():
+    """The short form; all of them are compared by `benchmarks/exactness.py --swaps`."""
+    command = [sys.executable, exactness.__file__, "--swaps", "--tokens=100"]
+    said = subprocess.run([*command, "--combination=SpecBlock"], capture_output=True, text=True)
+    found = re.fullmatch(
+        r"SpecBlock: (\d+) tokens compared in \d+ s, 0 different \(float32, batch 8, "
+        r"(\d+) swaps, (\d+) drafts accepted\)\n",
+        said.stdout,
+    )
+    assert found and not said.returncode, said.stderr
+    compared, swaps, accepted = map(int, found.groups())
+    assert compared >= 3840 and swaps > 500 and accepted > 300
 
 
 def test_an_unknown_combination_is_one_sentence():

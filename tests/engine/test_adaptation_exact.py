@@ -1,26 +1,19 @@
 """Whatever weights a drafter has, and whenever they change: the tokens are vLLM's own.
 
-Weights change twice in every step: before a tree is drafted, and again while it waits for the
-target's verdict. Some are trained, some noise, some a hundred times too large, some of the heads
-alone; some hold NaN, and are refused.
+What changes when: `lib.weight_swaps`. `benchmarks/exactness.py --swaps` compares more tokens.
 """
 
 from __future__ import annotations
 
-import random
-from collections import Counter
-
 import pytest
 import torch
+from lib.weight_swaps import Swaps, Versions, make_versions
 from support import compared
 from support.engines import DRAFTER, ROOT, Engine, make_engine, record_preemptions
 from support.matrix import CASES, PROMPTS, Checker, crowded_engine, params, to_the_limit
 from support.recorded_graph import stand_in
 from vllm.config.compilation import CUDAGraphMode
 from vllm.platforms import current_platform
-
-from vllm_specblock.drafters.specblock import checkpoint
-from vllm_specblock.drafters.specblock.refresh import HEADS, RefreshError, Staged
 
 TABLES = ROOT / "examples/two_heads/tables"
 EAGLE3 = str(ROOT / "examples/two_heads/eagle3")
@@ -31,85 +24,19 @@ NAMES = [
     "sampled log-probabilities",
     "presence penalty, sampled",
 ]
-WHOLE = ("trained", "trained on other texts", "noise", "too large")
 check = Checker()
 compared.counters.append(check)
 
 
-def weights(directory) -> dict[str, torch.Tensor]:
-    config = checkpoint.read_config(directory)
-    tensors = checkpoint.read_tensors(directory, config)
-    return {name: each.float() for name, each in tensors.items() if name not in ("d2t", "t2d")}
-
-
 @pytest.fixture(scope="module")
-def versions() -> dict[str, dict[str, torch.Tensor]]:
-    trained, draw = weights(DRAFTER), torch.Generator().manual_seed(0)
-    noise = {
-        name: torch.randn(each.shape, generator=draw) * each.std() for name, each in trained.items()
-    }
-    return {
-        "trained": trained,
-        "trained on other texts": weights(TABLES),
-        "noise": noise,
-        "too large": {name: 100 * each for name, each in trained.items()},
-        "noise in the heads": {
-            name: each for name, each in noise.items() if name.startswith(HEADS)
-        },
-        "NaN": trained | {"rank_head.2.weight": trained["rank_head.2.weight"] * float("nan")},
-    }
+def versions() -> Versions:
+    return make_versions(DRAFTER, TABLES)
 
 
-class Swaps:
-    """Refreshes heads of an engine around every step that proposes.
-
-    Args:
-        drafters: which of the engine's.
-    """
-
-    def __init__(self, engine: Engine, versions, monkeypatch, heads=(0,), seed=0):
-        self.engine, self.versions = engine, versions
-        self.drafters = [engine.speculator.draft_policy.drafters[head] for head in heads]
-        # Made ready once: hundreds of them are written in a test.
-        self.staged = [
-            {name: Staged(head.model, versions[name]) for name in WHOLE} for head in self.drafters
-        ]
-        self.draw, self.count = random.Random(seed), Counter()
-        self.accepted_before = self._accepted()
-        propose = engine.speculator.propose
-
-        def swapping(*args, **kwargs):
-            self._swap("trained" if self.draw.random() < 0.7 else None)
-            tokens = propose(*args, **kwargs)
-            self._swap()
-            return tokens
-
-        monkeypatch.setattr(engine.speculator, "propose", swapping)
-
-    def _swap(self, name: str | None = None) -> None:
-        which = self.draw.randrange(len(self.drafters))
-        name = name or self.draw.choice(sorted(self.versions))
-        self.count[name] += 1
-        if name in WHOLE:
-            self.staged[which][name].write()
-        elif name == "NaN":
-            with pytest.raises(RefreshError):
-                self.drafters[which].refresh(self.versions[name])
-        else:
-            self.drafters[which].refresh(self.versions[name])
-
-    def _accepted(self) -> int:
-        counts = self.engine.speculator.counters.as_dict()
-        return sum(n for name, n in counts.items() if name.startswith("accepted_nodes"))
-
-    @property
-    def accepted(self) -> int:
-        """Tokens that were drafted since, by whatever weights, and accepted."""
-        return self._accepted() - self.accepted_before
-
-    def require(self, swaps: int, accepted: int) -> None:
-        assert self.count.total() >= swaps and self.count.keys() == self.versions.keys()
-        assert self.accepted >= accepted
+def swapping(engine: Engine, versions: Versions, monkeypatch, heads=(0,), seed=0) -> Swaps:
+    swaps = Swaps(engine.speculator, versions, heads, seed)
+    monkeypatch.setattr(engine.speculator, "propose", swaps.around(engine.speculator.propose))
+    return swaps
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +51,7 @@ def compare(engine: Engine, reference, name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_sampling_parameters(engine, versions, reference, monkeypatch, name):
-    swaps = Swaps(engine, versions, monkeypatch, seed=NAMES.index(name))
+    swaps = swapping(engine, versions, monkeypatch, seed=NAMES.index(name))
     compare(engine, reference, name)
     swaps.require(100, accepted=20)
 
@@ -134,7 +61,7 @@ def test_prefix_cache_hits(engine, plain, versions, monkeypatch):
     texts = [PROMPTS[9], PROMPTS[7], PROMPTS[9][:160], PROMPTS[9] + PROMPTS[2]]
     requests = params(len(texts))
     expected = plain.generate(texts, requests)
-    swaps = Swaps(engine, versions, monkeypatch)
+    swaps = swapping(engine, versions, monkeypatch)
     for _ in range(2):
         check(engine, requests, expected, texts)
     swaps.require(100, accepted=20)
@@ -145,7 +72,7 @@ def test_crowded(versions, reference, monkeypatch, temperature):
     """Chunked prompts, preemption and the length limit at once."""
     crowded = crowded_engine({"num_speculative_tokens": 10})
     preempted = record_preemptions(crowded)
-    swaps = Swaps(crowded, versions, monkeypatch)
+    swaps = swapping(crowded, versions, monkeypatch)
     requests = to_the_limit(temperature)[:8]
     check(
         crowded, requests, reference(f"crowded {temperature}", requests, PROMPTS[:8]), PROMPTS[:8]
@@ -170,7 +97,7 @@ def test_combinations(versions, reference, monkeypatch, combination):
         # Drafts this poor are soon not worth their time.
         manager = combined.runner.adaptive_verification
         monkeypatch.setattr(manager.drafting_switch, "decide", lambda *_: False)
-    swaps = Swaps(combined, versions, monkeypatch, heads)
+    swaps = swapping(combined, versions, monkeypatch, heads)
     for name in ("greedy", "temperature 1"):
         compare(combined, reference, name)
     swaps.require(200, accepted=40)
@@ -204,7 +131,7 @@ def test_a_graph_drafts_by_the_new_weights(versions, reference, monkeypatch):
                 return torch.tensor(found[-1])
 
             patch.setattr(speculator, "propose", noting)
-            Swaps(graphed, versions, patch).count.clear()
+            swapping(graphed, versions, patch)
             check(graphed, requests, expected, PROMPTS[:3])
         return found
 

@@ -10,7 +10,7 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from statistics import fmean
+from statistics import fmean, stdev
 
 import torch
 
@@ -190,7 +190,7 @@ class Adaptation:
     def _reward(self) -> None:
         weighed, self._weighed = self._weighed, None
         if weighed is not None:
-            self.policy.reward(weighed.action, weighed.gain, weighed.seconds)
+            self.policy.reward(weighed.action, weighed.gain, weighed.seconds, weighed.error)
 
     def _update(self, action: Action) -> None:
         self._reward()  # on fewer requests, where some left no record
@@ -272,6 +272,15 @@ class _Weighed:
             return math.nan
         before, after = (fmean(each) for each in zip(*self.depths))
         return (after - before) / (1 + before)
+
+    @property
+    def error(self) -> float:
+        """Standard error of the gain, by how texts differ in it; NaN below two of them."""
+        if len(self.depths) < 2:
+            return math.nan
+        spread = stdev(after - before for before, after in self.depths)
+        before = fmean(each for each, _ in self.depths)
+        return spread / math.sqrt(len(self.depths)) / (1 + before)
 
 
 def _on_host(tensors: Tensors) -> Tensors:

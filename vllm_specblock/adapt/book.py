@@ -155,6 +155,15 @@ class Book:
         (self.recent if record.judged else self._new).add(record)
         return True
 
+    def pass_over(self, count: int) -> None:
+        """Leave new records to the reservoir, but for those of the newest `count` requests: where
+        nobody learned for a while, what is learned next is what is served now."""
+        newest = list(dict.fromkeys(each.request for each in reversed(self._new.records)))[:count]
+        for record in self.new:
+            if record.request not in newest:
+                self._new.records.remove(record)
+                self.reservoir.add(record)
+
     def take(self, count: int) -> list[Record]:
         """Up to `count` new records, of as many requests, the oldest first. They leave the new
         ones for the reservoir: so `sample` it before, lest a batch holds a record twice."""

@@ -111,13 +111,15 @@ def record_of(
 def batches(book: Book, count: int, size: int, rehearsal: bool = True) -> list[list[Record]]:
     """The batches of one update, and the new records taken out of the book.
 
-    One pass over the new records; without new ones there is no batch.
+    One pass over the newest records, older ones that waited are for rehearsal; without new ones
+    there is no batch.
 
     Args:
         count: new records at most.
         size: records of a batch, half of them new and half from the reservoir where it has them.
         rehearsal: False: new records only.
     """
+    book.pass_over(count)
     half = -(-size // 2) if rehearsal else size
     expected = -(-min(count, len(book.new)) // half)
     old = book.reservoir.sample(expected * (size - half))

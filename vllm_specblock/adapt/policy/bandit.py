@@ -1,8 +1,7 @@
 """The cost-aware bandit: which arm a request is pushed to (SpecBlock §3.4, A.3, Algorithm 1).
 
-Two rules share the paper's schedule (warm-up, cold start, cooldown, buffers) and differ in what an
-arm is worth: `PaperBandit` is Algorithm 1 as printed, `gain_bandit.GainBandit` weighs judged gains
-against measured seconds.
+Two rules share the paper's buffers and cooldown: `PaperBandit` is Algorithm 1 as printed, with its
+warm-up and cold start; `gain_bandit.GainBandit` weighs judged gains against measured seconds.
 """
 
 from __future__ import annotations
@@ -46,32 +45,25 @@ class Schedule:
 
 
 class Bandit(Policy):
-    """The schedule of A.3; a rule says what arms are worth.
+    """Buffers and cooldown of A.3; a rule says which arm a request is pushed to.
 
     Args:
         schedule: see there.
-        seed: of the exploration.
 
     Attributes:
         events: updates so far.
-        values: v of each arm.
     """
 
     gated = True
 
-    def __init__(self, schedule: Schedule | None = None, seed: int = 0) -> None:
+    def __init__(self, schedule: Schedule | None = None) -> None:
         self.schedule = schedule or Schedule()
-        self.events = 0
-        self.values = dict.fromkeys(self.schedule.arms, 0.0)
-        self._draw = random.Random(seed)
-        self._seen = self._blocked = 0
+        self.events = self._blocked = 0
         self._buffers: dict[Action, list[FinishedRequest]] = {a: [] for a in self.schedule.arms}
-        self._exploring: Action | None = None  # until an update of this arm
-        self._alarmed = False
 
     @abstractmethod
-    def predicted(self, request: FinishedRequest) -> dict[Action, float]:
-        """What an update of each arm is expected to gain; ≤ 0: not worth it [SpecBlock, eq. 9]."""
+    def choose(self, request: FinishedRequest) -> Action:
+        """The arm that a request is pushed to."""
 
     @abstractmethod
     def began(self, action: Action, buffered: list[FinishedRequest]) -> None:
@@ -82,12 +74,9 @@ class Bandit(Policy):
         return pushed
 
     def decide(self, request: FinishedRequest) -> Decision:
-        self._seen += 1
         blocked = self._blocked > 0
         self._blocked = max(0, self._blocked - 1)
-        if self._seen <= self.schedule.warm_up:
-            return Decision(Action.SKIP)
-        action = self._choose(request)
+        action = self.choose(request)
         if action is Action.SKIP:
             return Decision(action)
         buffered = self._buffers[action]
@@ -98,46 +87,8 @@ class Bandit(Policy):
         buffered.clear()
         action = self.arm_of(action, full)
         self._blocked, self.events = self.schedule.cooldown, self.events + 1
-        if self._exploring is action:
-            self._exploring = None
         self.began(action, full)
         return Decision(action, update=True)
-
-    def alarm(self) -> None:
-        self._alarmed = True
-
-    @property
-    def epsilon(self) -> float:
-        """Share of requests that explore now."""
-        first, last = self.schedule.epsilon
-        return first + (last - first) * min(1.0, self.events / self.schedule.cold_start)
-
-    def _choose(self, request: FinishedRequest) -> Action:
-        best, worth = self._best(request)
-        if self.events < self.schedule.cold_start:
-            self._alarmed = False  # it explores as it is
-            return self._explored(best)
-        self._consider_exploring()
-        if self._exploring is not None:
-            return self._exploring
-        return best if worth > 0 else Action.SKIP
-
-    def _best(self, request: FinishedRequest) -> tuple[Action, float]:
-        """The better arm and what it is worth; the cheaper of equals."""
-        predicted = self.predicted(request)
-        best = max(self.schedule.arms, key=lambda arm: predicted[arm])
-        return best, predicted[best]
-
-    def _explored(self, best: Action) -> Action:
-        """In the cold start: any arm with probability ε."""
-        return self._draw.choice(self.schedule.arms) if self._draw.random() < self.epsilon else best
-
-    def _consider_exploring(self) -> None:
-        # A whole update, not a request: single pushes in a hundred never fill a buffer in time.
-        due = self._seen % self.schedule.explore_every == 0
-        if self._alarmed or (due and self._draw.random() < self.epsilon):
-            self._alarmed = False
-            self._exploring = self._exploring or self._draw.choice(self.schedule.arms)
 
 
 class PaperBandit(Bandit):
@@ -148,12 +99,14 @@ class PaperBandit(Bandit):
     the algorithm keeps one s_trig.
 
     Args:
-        schedule, seed: see `Bandit`.
+        schedule: see `Bandit`.
+        seed: of the exploration.
         alpha: of the EWMA [SpecBlock, eq. 10].
         least_signal: s_min; below, an update teaches nothing.
         interval: N, requests of a measurement and of a window of τ.
 
     Attributes:
+        values: v of each arm.
         roll_backs: so far.
     """
 
@@ -167,7 +120,11 @@ class PaperBandit(Bandit):
         least_signal: float = 5.0,
         interval: int = 8,
     ) -> None:
-        super().__init__(schedule, seed)
+        super().__init__(schedule)
+        self.values = dict.fromkeys(self.schedule.arms, 0.0)
+        self._draw, self._seen = random.Random(seed), 0
+        self._exploring: Action | None = None  # until an update of this arm
+        self._alarmed = False
         self.alpha, self.least_signal, self.interval = alpha, least_signal, interval
         self.roll_backs = 0
         self._recent: deque[FinishedRequest] = deque(maxlen=interval)
@@ -176,10 +133,39 @@ class PaperBandit(Bandit):
         self._window: list[FinishedRequest] = []
         self._taus: list[float] = []
 
-    def predicted(self, request: FinishedRequest) -> dict[Action, float]:
-        return {arm: request.misses * value for arm, value in self.values.items()}
+    @property
+    def epsilon(self) -> float:
+        """Share of requests that explore now."""
+        first, last = self.schedule.epsilon
+        return first + (last - first) * min(1.0, self.events / self.schedule.cold_start)
+
+    def alarm(self) -> None:
+        self._alarmed = True
+
+    def choose(self, request: FinishedRequest) -> Action:
+        if self._seen <= self.schedule.warm_up:
+            return Action.SKIP
+        # Δ̂ of eq. 9; the cheaper of equals.
+        predicted = {arm: request.misses * value for arm, value in self.values.items()}
+        best = max(self.schedule.arms, key=predicted.__getitem__)
+        if self.events < self.schedule.cold_start:
+            self._alarmed = False  # it explores as it is
+            explores = self._draw.random() < self.epsilon
+            return self._draw.choice(self.schedule.arms) if explores else best
+        self._consider_exploring()
+        if self._exploring is not None:
+            return self._exploring
+        return best if predicted[best] > 0 else Action.SKIP
+
+    def _consider_exploring(self) -> None:
+        # A whole update, not a request: single pushes in a hundred never fill a buffer in time.
+        due = self._seen % self.schedule.explore_every == 0
+        if self._alarmed or (due and self._draw.random() < self.epsilon):
+            self._alarmed = False
+            self._exploring = self._exploring or self._draw.choice(self.schedule.arms)
 
     def decide(self, request: FinishedRequest) -> Decision:
+        self._seen += 1
         self._recent.append(request)
         self._measure(request)
         falls, good = self._close_window(request)
@@ -192,6 +178,8 @@ class PaperBandit(Bandit):
         return Decision(decision.push, decision.update, falls, good)
 
     def began(self, action: Action, buffered: list[FinishedRequest]) -> None:
+        if self._exploring is action:
+            self._exploring = None
         self._trigger = action, buffered[-1].misses, _throughput(self._recent)
         self._after = []
 

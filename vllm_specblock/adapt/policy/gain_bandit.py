@@ -6,113 +6,138 @@ import math
 from collections import Counter
 
 from vllm_specblock.adapt.policy.bandit import Bandit, Schedule
+from vllm_specblock.adapt.policy.gain_belief import GainBelief
 from vllm_specblock.adapt.policy.interface import Action, Decision, FinishedRequest
 
-SHARE_OF_HEADS = 0.5
-"""Of a full update's gain that one of heads is taken to bring until it was tried: between 35 and
-66 % were measured."""
+EXPLORING = 0.005
+"""Share of serving's time that updates may take of which is not expected that they pay."""
+
+TRIES = 3
+"""Of them after a start or an alarm whatever they take: somebody has to see what updates gain."""
+
+HOPE = 2.0
+"""Standard deviations above what an arm is believed to gain that it may gain. Only an arm that
+would not pay even then is not tried."""
+
+FORGOTTEN = 1 / 1024
+"""Share of what is known of gains that a request takes along: they shrink while a drafter learns,
+and grow with other texts, which not every time set off an alarm."""
 
 
 class GainBandit(Bandit):
-    """Judged gains against measured costs: net = x · v · (seconds of the next requests) − c.
+    """Judged gains against measured costs: worth = x · v · (seconds of the next requests) − c.
 
-    v of an arm is the relative gain Δτ / τ of its updates per unit of x, c the seconds that serving
-    lost by one: means of the first 1 / α updates, then EWMAs. A gain is judged on the requests
-    after its update, whose texts nothing was trained on: so the spread between requests does not
-    drown it, and behind a change of domain it is that of the new one.
+    v of an arm is the relative gain Δτ / τ of its updates per unit of x, as it is believed to be
+    (`GainBelief`); c the seconds that serving lost by one, the mean of the first 1 / α updates,
+    then an EWMA. A gain is judged on the requests after its update, whose texts nothing was trained
+    on: so the spread between requests does not drown it, and behind a change of domain it is that
+    of the new one. A negative v costs no more than c: a version that is worse does not serve.
+
+    One bad observation must not end an arm. So an arm is tried, too, that might be the best one
+    though it is not believed to be; what that is expected to cost is taken from an account that
+    grows by a share of serving's time. The loss is bounded by that share, and no arm is given up
+    for good. No die is cast.
 
     Both arms learn from the same records, so there is one buffer: its requests decide together,
-    when it is full, which arm the update is of, and ε is drawn then. Two buffers would only split
-    the count of requests, and make updates late where they matter most: behind a change of domain
-    requests of one kind fill the one and those of another kind the other.
+    when it is full, which arm the update is of. Two buffers would only split the count of requests,
+    and make updates late where they matter most: behind a change of domain requests of one kind
+    fill the one and those of another kind the other.
 
-    The larger arm comes first, for it learns what heads do, too; heads are tried where they might
-    do for less. An alarm says that the text is another one: then the gains of before say nothing.
+    An alarm says that the text is another one: then the gains of before say nothing, nor does that
+    of an update that is still being judged, on texts of both kinds.
 
     Args:
-        schedule, seed: see `Bandit`.
-        alpha: of both EWMAs, and of that of the seconds of a request.
+        schedule: of which only cooldown, buffer and largest count.
+        alpha: of the EWMAs of costs and of a request's seconds.
         horizon: requests over which an update is to pay for itself.
 
     Attributes:
+        belief: in v of each arm.
         costs: c of each arm, seconds.
+        account: seconds that exploring may take now.
+        tries: updates that may explore without the account.
     """
 
     def __init__(
-        self,
-        schedule: Schedule | None = None,
-        seed: int = 0,
-        alpha: float = 0.10,
-        horizon: int = 64,
+        self, schedule: Schedule | None = None, alpha: float = 0.10, horizon: int = 64
     ) -> None:
-        super().__init__(schedule, seed)
+        super().__init__(schedule)
         self.alpha, self.horizon = alpha, horizon
-        self.costs = dict.fromkeys(self.values, 0.0)
         together: list[FinishedRequest] = []
         self._buffers = dict.fromkeys(self.schedule.arms, together)
-        self._known: Counter[Action] = Counter()  # rewards that v is the mean of
-        self._priced: Counter[Action] = Counter()  # and c
-        self._triggered: dict[Action, float] = {}
+        self.belief = GainBelief(self.schedule.arms)
+        self.costs = dict.fromkeys(self.schedule.arms, 0.0)
+        self.account, self.tries = 0.0, TRIES
+        self._priced: Counter[Action] = Counter()  # costs that c is the mean of
+        self._triggered: dict[Action, float] = {}  # x that an update was made at
         self._seconds: float | None = None
 
-    def predicted(self, request: FinishedRequest) -> dict[Action, float]:
+    def worth(self, request: FinishedRequest, hope: float = 0.0) -> dict[Action, float]:
+        """Seconds that an update of each arm is worth, at so many standard deviations above what
+        it is believed to gain."""
         future = request.miss_rate * self.horizon * (self._seconds or 0.0)
-        largest = self.schedule.largest
-        worth = {}
-        for arm, value in self.values.items():
-            if self._known[arm]:
-                worth[arm] = value * future - self.costs[arm]
-            elif arm is largest or not self._known[largest]:
-                worth[arm] = math.inf
-            else:
-                worth[arm] = SHARE_OF_HEADS * self.values[largest] * future - self.costs[arm]
-        return worth
+        return {
+            arm: max(0.0, self.belief.mean[arm] + hope * self.belief.spread(arm)) * future
+            - self.costs[arm]
+            for arm in self.schedule.arms
+        }
 
     def decide(self, request: FinishedRequest) -> Decision:
         before = request.seconds if self._seconds is None else self._seconds
         self._seconds = before + self.alpha * (request.seconds - before)
+        # No more than some tries: what a long rest saves is not spent at once behind it.
+        most = TRIES * max(self.costs.values())
+        self.account = min(most, self.account + EXPLORING * request.seconds)
+        self.belief.forget(FORGOTTEN)
         return super().decide(request)
 
-    def arm_of(self, pushed: Action, buffered: list[FinishedRequest]) -> Action:
-        if self._exploring is not None:
-            return self._exploring
-        together = FinishedRequest(
-            sum(each.misses for each in buffered),
-            sum(each.steps for each in buffered),
-            sum(each.tokens for each in buffered),
-            sum(each.seconds for each in buffered),
-        )
-        best, _ = self._best(together)
-        return self._explored(best) if self.events < self.schedule.cold_start else best
+    def choose(self, request: FinishedRequest) -> Action:
+        """The most hopeful arm, if it is believed to be the best, or exploring may cost that."""
+        expected, hoped = self.worth(request), self.worth(request, HOPE)
+        for arm in sorted(reversed(self.schedule.arms), key=hoped.__getitem__, reverse=True):
+            short = _shortfall(expected, arm)
+            if short <= self.account or self.tries:
+                return arm
+        best = max(reversed(self.schedule.arms), key=expected.__getitem__)
+        return best if expected[best] > 0 else Action.SKIP
 
-    def alarm(self) -> None:
-        self._known.clear()  # so both arms are worth an update, however little they gained before
+    def arm_of(self, pushed: Action, buffered: list[FinishedRequest]) -> Action:
+        chosen = self.choose(_together(buffered))
+        return pushed if chosen is Action.SKIP else chosen
 
     def began(self, action: Action, buffered: list[FinishedRequest]) -> None:
-        self._triggered[action] = sum(each.miss_rate for each in buffered) / len(buffered)
+        together = _together(buffered)
+        short = _shortfall(self.worth(together), action)
+        if short > self.account:
+            self.tries = max(0, self.tries - 1)
+        else:
+            self.account -= short
+        self._triggered[action] = together.miss_rate
 
-    def reward(self, action: Action, gain: float, seconds: float) -> None:
+    def alarm(self) -> None:
+        self.belief.reset()
+        self._triggered.clear()
+        self.tries = TRIES
+
+    def reward(self, action: Action, gain: float, seconds: float, error: float) -> None:
         self._priced[action] += 1
-        self.costs[action] += self._weight(self._priced[action]) * (seconds - self.costs[action])
-        rate = self._triggered.get(action, 0.0)
-        if rate <= 0 or math.isnan(gain):
-            return  # no miss was seen, or no text: nothing to learn
-        self._known[action] += 1
-        self.values[action] += self._weight(self._known[action]) * (
-            gain / rate - self.values[action]
-        )
+        # From 0 on an EWMA would take ten to be believed.
+        weight = max(self.alpha, 1 / self._priced[action])
+        self.costs[action] += weight * (seconds - self.costs[action])
+        rate = self._triggered.pop(action, 0.0)
+        if rate > 0 and not math.isnan(gain):  # else nothing was missed, or nothing was read
+            self.belief.learn(action, gain / rate, error / rate)
 
-    def _choose(self, request: FinishedRequest) -> Action:
-        if self.events < self.schedule.cold_start:
-            return self._best(request)[0]  # whether another arm is explored shows when it is full
-        return super()._choose(request)
 
-    def _best(self, request: FinishedRequest) -> tuple[Action, float]:
-        """Of equals the larger: nothing is known of both."""
-        predicted = self.predicted(request)
-        best = max(reversed(self.schedule.arms), key=lambda arm: predicted[arm])
-        return best, predicted[best]
+def _shortfall(expected: dict[Action, float], arm: Action) -> float:
+    """Seconds by which an arm is worth less than the best there is, which may be to skip."""
+    return max(0.0, *expected.values()) - expected[arm]
 
-    def _weight(self, count: int) -> float:
-        """Of the newest of so many rewards: from 0 on an EWMA would take ten to be believed."""
-        return max(self.alpha, 1 / count)
+
+def _together(requests: list[FinishedRequest]) -> FinishedRequest:
+    return FinishedRequest(
+        sum(each.misses for each in requests),
+        sum(each.steps for each in requests),
+        sum(each.tokens for each in requests),
+        sum(each.seconds for each in requests),
+    )

@@ -99,7 +99,9 @@ class Policy(ABC):
     def decide(self, request: FinishedRequest) -> Decision:
         """Called once for each finished request, in their order."""
 
-    def reward(self, action: Action, gain: float, seconds: float) -> None:  # noqa: B027
+    def reward(  # noqa: B027
+        self, action: Action, gain: float, seconds: float, error: float
+    ) -> None:
         """What the last update of an arm was worth; told to gated policies, before the next.
 
         Args:
@@ -107,6 +109,7 @@ class Policy(ABC):
             gain: judged, Δτ / τ against the version that it began from, on the requests since; NaN
                 where there was no text to judge by.
             seconds: that serving lost by it.
+            error: standard error of the gain; NaN below two texts.
         """
 
     def alarm(self) -> None:  # noqa: B027

@@ -25,7 +25,7 @@ POLICIES: dict[str, Callable[[int], Policy]] = {
     "full every 8": lambda seed: Fixed(Action.FULL, 8),
     "heads every 8": lambda seed: Fixed(Action.HEADS, 8),
     "paper": lambda seed: PaperBandit(seed=seed),
-    "gain": lambda seed: GainBandit(seed=seed),
+    "gain": lambda seed: GainBandit(),
 }
 """By name: seed of the exploration -> a policy at its beginning."""
 
@@ -55,7 +55,7 @@ def serving_policy(name: str, seed: int, largest: Action, every: int = EVERY) ->
     """
     schedule = Schedule(buffer=every, largest=largest)
     made: dict[str, Callable[[], Policy]] = {
-        "gain": lambda: GainBandit(schedule, seed),
+        "gain": lambda: GainBandit(schedule),
         "paper": lambda: PaperBandit(schedule, seed),
         "always": lambda: Fixed(largest, every, gated=False),
         "fixed": lambda: Fixed(largest, every),

@@ -22,7 +22,7 @@ from torch import Tensor
 from vllm_specblock.adapt.adaptation import Adaptation
 from vllm_specblock.adapt.files import replace_synced
 from vllm_specblock.adapt.learning.pool import Version
-from vllm_specblock.adapt.policy import bandit, gain_bandit, interface
+from vllm_specblock.adapt.policy import bandit, gain_bandit, gain_belief, interface
 from vllm_specblock.train.config import TrainError
 
 FILE = "trainer.safetensors"
@@ -125,7 +125,7 @@ class _Unpickler(pickle.Unpickler):
     """Makes policies and what they consist of, and nothing else: the folder may be from others."""
 
     def find_class(self, module: str, name: str) -> Any:
-        for ours in (interface, bandit, gain_bandit):
+        for ours in (interface, bandit, gain_bandit, gain_belief):
             if module == ours.__name__ and isinstance(getattr(ours, name, None), type):
                 return getattr(ours, name)
         found = _PLAIN.get(f"{module}.{name}")
