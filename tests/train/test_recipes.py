@@ -40,7 +40,7 @@ PAGES = sorted(
         *ROOT.glob("*.md"),
         *ROOT.glob("docs/*.md"),
         *ROOT.glob("examples/**/*.md"),
-        *ROOT.glob("benchmarks/*.md"),
+        *ROOT.glob("benchmarks/**/*.md"),
     ]
 )
 

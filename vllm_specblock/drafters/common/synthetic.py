@@ -22,7 +22,7 @@ from vllm_specblock.tree import DraftTree
 
 SECOND = 0.3
 """Share of what the best candidate leaves that the second one has, and so on down the ranks. The
-shipped example drafter at T = 0 (`benchmarks/RESULTS.md`, "The rank head") leaves 21 %, of which
+shipped example drafter at T = 0 (`benchmarks/results/rank_and_scores.md`) leaves 21 %, of which
 ranks 2–4 have 62 % and 5–10 have 17 %; 0.3 gives them 66 % and 30 %."""
 
 
