@@ -46,9 +46,10 @@ METHOD = "specblock"
 """The value of `speculative_config["method"]` that asks for this plugin."""
 
 DEFAULT_NODES = 60
+"""Draft nodes per request and step when `num_speculative_tokens` is not given (paper, §4.1)."""
+
 DEFAULT_NODES_ON_CPU = 12
 """A root and 12 nodes cost a processor's products what one row costs; every row beyond 16 costs."""
-"""Draft nodes per request and step when `num_speculative_tokens` is not given (paper, §4.1)."""
 
 VLLM_KEYS = frozenset(
     {

@@ -14,10 +14,15 @@ def is_supported(version: str) -> bool:
     return ".".join(version.split("+")[0].split(".")[:2]) in SUPPORTED_VLLM
 
 
+def supported_releases() -> str:
+    """For a sentence, e.g. "0.32.x, 0.33.x"."""
+    return ", ".join(f"{minor}.x" for minor in SUPPORTED_VLLM)
+
+
 def supported_sentence(version: str) -> str:
     """What whoever asks for us with another one is told."""
-    table = ", ".join(f"{minor}.x" for minor in SUPPORTED_VLLM)
     return (
-        f"vllm_specblock supports vLLM {table}, and this is {version}: install a version of "
-        "either that goes with the other, or drop method 'specblock' from speculative_config."
+        f"vllm_specblock supports vLLM {supported_releases()}, and this is {version}: install a "
+        "version of either that goes with the other, or drop method 'specblock' from "
+        "speculative_config."
     )

@@ -101,7 +101,7 @@ def test_combinations(versions, reference, monkeypatch, combination):
     swaps = swapping(combined, versions, monkeypatch, heads)
     for name in ("greedy", "temperature 1"):
         compare(combined, reference, name)
-    swaps.require(200, accepted=20)
+    swaps.require(200, accepted=40)
 
 
 def test_another_kind_of_head_refuses(versions):

@@ -335,7 +335,8 @@ def test_what_was_timed_decides_and_changes_no_token(engine, reference, monkeypa
     prompts = []
     monkeypatch.setattr(meter, "observe", slow)
     monkeypatch.setattr(meter, "observe_prompts", prompts.append)
-    requests = params(temperature=0.0)
+    requests = params(temperature=0.0, max_tokens=120)  # both ways want their steps
+    requests[0].max_tokens = 10  # and prompts that come while there are drafts
     Checker()(engine, requests, reference("timed", requests))
     plain, drafted = ([n for d, n in seen if d == way] for way in (False, True))
     assert len(drafted) >= 8 and len(plain) > 10

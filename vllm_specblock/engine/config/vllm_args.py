@@ -52,8 +52,7 @@ def translate(args: EngineArgs, target: ModelConfig, parallel: ParallelConfig) -
         CheckpointError: the drafter's files are not what their config says.
     """
     given = {key.replace("-", "_"): value for key, value in args.speculative_config.items()}
-    default = DEFAULT_NODES_ON_CPU if current_platform.is_cpu() else DEFAULT_NODES
-    nodes = check_num_nodes(given.get("num_speculative_tokens", default))
+    nodes = check_num_nodes(given.get("num_speculative_tokens", default_nodes()))
     check_batch(args, nodes)
     check_runner(args, parallel)
     check_target(target)
@@ -93,6 +92,11 @@ def translate(args: EngineArgs, target: ModelConfig, parallel: ParallelConfig) -
         check_one_cache(args)
         args.disable_hybrid_kv_cache_manager = True
     return resolved
+
+
+def default_nodes() -> int:
+    """Draft nodes where nobody says how many."""
+    return DEFAULT_NODES_ON_CPU if current_platform.is_cpu() else DEFAULT_NODES
 
 
 def _adapts(given: dict[str, Any], parallel: ParallelConfig) -> bool:

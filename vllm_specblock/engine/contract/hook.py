@@ -56,10 +56,10 @@ class Takes(Hook):
         }
         if right[self.how]:
             return None
-        word = {"only": "takes", "first": "begins with", "among": "lacks"}[self.how]
         if self.how == "among":
-            wanted, found = [name for name in wanted if name not in found], []
-            return f"{self.name} lacks {', '.join(wanted)}"
+            missing = [name for name in wanted if name not in found]
+            return f"{self.name} lacks {', '.join(missing)}"
+        word = "takes" if self.how == "only" else "begins with"
         return f"{self.name} {word} ({', '.join(found)}), not ({', '.join(wanted)})"
 
 

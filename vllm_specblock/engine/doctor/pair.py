@@ -11,9 +11,8 @@ from pathlib import Path
 import torch
 from vllm.config import ModelConfig, ParallelConfig
 from vllm.engine.arg_utils import EngineArgs
-from vllm.platforms import current_platform
 
-from vllm_specblock.config import DEFAULT_NODES, DEFAULT_NODES_ON_CPU, METHOD, OptionError
+from vllm_specblock.config import METHOD, OptionError
 from vllm_specblock.drafters.detect import kind_of
 from vllm_specblock.drafters.interface import CacheLayer
 from vllm_specblock.drafters.registry import drafter_kind
@@ -24,6 +23,7 @@ from vllm_specblock.engine.config.resolved_config import (
     resolve_config,
 )
 from vllm_specblock.engine.config.validate import check_runner, check_target, check_weights
+from vllm_specblock.engine.config.vllm_args import default_nodes
 from vllm_specblock.engine.doctor.finding import Finding, as_line, wrong
 
 Refused = (OptionError, CheckpointError)
@@ -62,7 +62,7 @@ def pair(target: str | None, drafter: str | None) -> Iterator[Finding]:
     if model is None:
         yield alone(drafter)
         return
-    nodes = DEFAULT_NODES_ON_CPU if current_platform.is_cpu() else DEFAULT_NODES
+    nodes = default_nodes()
     given = {"method": METHOD, "model": drafter, "num_speculative_tokens": nodes}
     try:
         resolved = resolve_config(given, nodes, model, {})

@@ -11,7 +11,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from vllm_specblock.engine.doctor.finding import Finding, wrong
-from vllm_specblock.versions import SUPPORTED_VLLM, is_supported, supported_sentence
+from vllm_specblock.versions import is_supported, supported_releases, supported_sentence
 
 OURS = "vllm-specblock"
 PLUGINS = "vllm.general_plugins"
@@ -45,8 +45,10 @@ def vllm() -> Finding:
     """The release that is installed."""
     found = installed("vllm")
     if found is None:
-        releases = ", ".join(f"{minor}.x" for minor in SUPPORTED_VLLM)
-        advice = f"Install vLLM {releases}; on a CPU tools/setup_env.py shows what that takes."
+        advice = (
+            f"Install vLLM {supported_releases()}; on a CPU tools/setup_env.py shows what that "
+            "takes."
+        )
         return wrong("vLLM", "not installed", advice)
     if not is_supported(found):
         return wrong("vLLM", found, supported_sentence(found))
