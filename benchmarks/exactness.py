@@ -82,7 +82,7 @@ def combinations(drafter: str, second: str, eagle: str, nodes: int) -> dict[str,
 
 def swapped(known: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Those whose first drafter can get other weights."""
-    return {name: keys for name, keys in known.items() if keys["head"] == "specblock"}
+    return {name: keys for name, keys in known.items() if keys["kind"] == "specblock"}
 
 
 def compare(
@@ -156,7 +156,7 @@ def start_swaps(engine: Any, speculative: dict[str, Any], other: Path) -> Swaps:
     """Let every step of an engine swap weights from now on."""
     runner = engine.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
     runner = runner.model_runner
-    two = speculative.get("second_head", {}).get("head") == "specblock"
+    two = speculative.get("second_drafter", {}).get("kind") == "specblock"
     versions = make_versions(Path(speculative["model"]), other)
     swaps = Swaps(runner.speculator, versions, (0, 1) if two else (0,))
     runner.speculator.propose = swaps.around(runner.speculator.propose)

@@ -39,11 +39,11 @@ def engines_of(drafter: str | None, nodes: int) -> dict[str, tuple[str | None, d
     found: dict[str, tuple[str | None, dict | None]] = {
         "default runner": (None, None),
         "V2, plain": ("1", None),
-        f"n-gram tree of {nodes}": ("1", trees | {"head": "ngram"}),
+        f"n-gram tree of {nodes}": ("1", trees | {"kind": "ngram"}),
     }
     if drafter is not None:
         drafting = trees | {"model": drafter, "num_blocks": 1}
-        merged = drafting | {"second_head": {"head": "ngram"}, "head_policy": "merge"}
+        merged = drafting | {"second_drafter": {"kind": "ngram"}, "draft_policy": "merge"}
         found[f"SpecBlock tree of {nodes}, M = 1"] = "1", drafting
         found["merged with n-grams"] = "1", merged
         found["merged, adaptive"] = "1", merged | {"enable_adaptive_verification": True}

@@ -50,7 +50,7 @@ def engines(
         found[f"head 2 (tables) @ {nodes}"] = alone(second, nodes)
         found[f"EAGLE-3 tree @ {nodes}"] = alone(eagle3(eagle), nodes)
         for policy, keys in POLICIES.items():
-            sure = {"confidence": how["confidence"]} if keys["head_policy"] == "route" else {}
+            sure = {"confidence": how["confidence"]} if keys["draft_policy"] == "route" else {}
             found[f"{policy} @ {nodes}"] = together(first, second, nodes, policy, **sure)
     return found
 

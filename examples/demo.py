@@ -107,9 +107,9 @@ def draft_options(drafter: str, lookup: bool, nodes: int, blocks: int) -> dict[s
         "enable_adaptive_verification": False,
     }
     if drafter == "ngram":
-        return options | {"head": "ngram"}
+        return options | {"kind": "ngram"}
     if lookup:
-        options |= {"second_head": {"head": "ngram"}, "head_policy": "merge"}
+        options |= {"second_drafter": {"kind": "ngram"}, "draft_policy": "merge"}
     if not (Path(drafter) / "config.json").exists():
         fail(
             f"there is no drafter in {drafter}: examples/smollm2/README.md says how to train one, "
@@ -230,8 +230,8 @@ class Shown(Hidden):
 
 
 def label(speculative: dict[str, Any]) -> str:
-    head = "n-grams" if speculative.get("head") == "ngram" else "SpecBlock"
-    head += " + n-grams" if "second_head" in speculative else ""
+    head = "n-grams" if speculative.get("kind") == "ngram" else "SpecBlock"
+    head += " + n-grams" if "second_drafter" in speculative else ""
     return f"{head} ({speculative['num_speculative_tokens']})"
 
 

@@ -49,14 +49,14 @@ def test_whose_key_is_whose():
             "revision": "main",
             "num_speculative_tokens": 60,
             "num_blocks": 3,
-            "second_head": {"head": "ngram", "min-match": 3},
-            "head_policy": "merge",
+            "second_drafter": {"kind": "ngram", "min-match": 3},
+            "draft_policy": "merge",
             "merge": "disjoint",
         }
     )
     assert first == {"model": "a", "revision": "main", "num_blocks": 3}
-    assert second == {"head": "ngram", "min_match": 3}
-    assert combine == {"head_policy": "merge", "merge": "disjoint"}
+    assert second == {"kind": "ngram", "min_match": 3}
+    assert combine == {"draft_policy": "merge", "merge": "disjoint"}
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_whose_key_is_whose():
         (
             "specblock",
             {"num_block": 2},
-            ["'num_block'", "not known", "num_blocks", "num_starts", "branching", "second_head"],
+            ["'num_block'", "not known", "num_blocks", "num_starts", "branching", "second_drafter"],
         ),
         ("specblock", {"num_blocks": 0}, ["'num_blocks' is 0", "greater than or equal to 1"]),
         ("specblock", {"num_blocks": 9}, ["'num_blocks' is 9", "less than or equal to 8"]),
@@ -88,16 +88,17 @@ def test_wrong_options_of_a_head(kind, given, says):
     refused(lambda: parse_drafter(given, kind), *says)
 
 
-def test_a_wrong_option_of_the_second_head_says_so():
+def test_a_wrong_option_of_the_second_drafter_says_so():
     refused(
-        lambda: parse_drafter({"depth": 0}, "eagle3", "second_head."), "'second_head.depth' is 0"
+        lambda: parse_drafter({"depth": 0}, "eagle3", "second_drafter."),
+        "'second_drafter.depth' is 0",
     )
 
 
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"head_policy": "vote"}, ["'head_policy' is 'vote'", "'route' or 'merge'"]),
+        ({"draft_policy": "vote"}, ["'draft_policy' is 'vote'", "'route' or 'merge'"]),
         ({"merge": "tree"}, ["'merge' is 'tree'", "'disjoint' or 'trie'"]),
         ({"budget": 3}, ["'budget' is 3", "'split' or 'joint'"]),
         ({"route": True}, ["'route' is True", "'eager' or 'lazy'"]),
@@ -110,13 +111,13 @@ def test_wrong_policies(given, says):
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"second_head": "ngram"}, ["'second_head' is 'ngram'", "dictionary"]),
-        ({"head_policy": "merge"}, ["'head_policy'", "there is one", "'second_head'"]),
+        ({"second_drafter": "ngram"}, ["'second_drafter' is 'ngram'", "dictionary"]),
+        ({"draft_policy": "merge"}, ["'draft_policy'", "there is one", "'second_drafter'"]),
         (
-            {"head": "eagle"},
-            ["'head' is 'eagle'", "eagle3, medusa, parallelspec, falcon, sps, ngram"],
+            {"kind": "eagle"},
+            ["'kind' is 'eagle'", "eagle3, medusa, parallelspec, falcon, sps, ngram"],
         ),
-        ({"second_head": {"head": "hydra"}}, ["'second_head.head' is 'hydra'", "ngram"]),
+        ({"second_drafter": {"kind": "hydra"}}, ["'second_drafter.kind' is 'hydra'", "ngram"]),
     ],
 )
 def test_heads_that_cannot_be_told_apart(given, says):
@@ -145,10 +146,29 @@ def test_versions():
 def test_an_old_name_is_taken_and_says_so(kind, caplog):
     given = {"learn_sharpness": False}
     with caplog.at_level("WARNING", logger="vllm_specblock.config"):
-        assert parse_drafter(given, kind, "second_head.").calibrate_drafts is False
+        assert parse_drafter(given, kind, "second_drafter.").calibrate_drafts is False
     (said,) = caplog.messages
-    assert "'second_head.learn_sharpness'" in said and "'calibrate_drafts'" in said
+    assert "'second_drafter.learn_sharpness'" in said and "'calibrate_drafts'" in said
     assert given == {"learn_sharpness": False}, "the caller's own"
+
+
+def test_old_names_of_where_drafters_come_from_and_how_they_go_together(caplog):
+    old = {
+        "model": "a",
+        "second_head": {"head": "ngram"},
+        "head_policy": "route",
+        "route": "lazy",
+        "second_head_cost": 0.1,
+    }
+    with caplog.at_level("WARNING", logger="vllm_specblock.config"):
+        _, second, combine = split_keys(old)
+    assert second == {"kind": "ngram"}
+    assert combine == {"draft_policy": "route", "route": "lazy", "second_drafter_cost": 0.1}
+    said = {message.split("'")[1] for message in caplog.messages}
+    assert said == {"second_head", "head_policy", "second_head_cost", "second_drafter.head"}
+    assert split_keys({"head": "ngram"})[0] == {"kind": "ngram"}
+    both = {"second_head": {}, "second_drafter": {}}
+    refused(lambda: split_keys(both), "'second_head' and 'second_drafter' are one option")
 
 
 def test_an_old_name_beside_the_new_one_is_refused():

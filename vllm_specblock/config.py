@@ -1,14 +1,15 @@
 """Every option of ours, its default, and the sentence for a wrong one.
 
 The keys stand beside vLLM's own in `speculative_config`: those of the first drafter and those that
-say how two drafters go together at the top, those of the second under `second_head`. What a kind of
-drafter takes is in its folder, `drafters/*/options.py`. Nothing here imports vLLM; what must be
+say how two drafters go together at the top, those of the second under `second_drafter`. What a kind
+of drafter takes is in its folder, `drafters/*/options.py`. Nothing here imports vLLM; what must be
 held against the target is in `engine/config/vllm_args.py`.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from typing import Annotated, Any, Literal, overload
 
 from pydantic import Field
@@ -66,20 +67,20 @@ VLLM_KEYS = frozenset(
 )
 """Keys of `speculative_config` that vLLM itself reads and that hold with draft trees."""
 
-SOURCE_KEYS = frozenset({"head", "model", "revision"})
+SOURCE_KEYS = frozenset({"kind", "model", "revision"})
 """Keys that say where a drafter comes from: its kind, and its checkpoint."""
 
 
 class CombineConfig(Options):
     """How the trees of two drafters become one (routing and merged-tree papers)."""
 
-    head_policy: Literal["route", "merge"] = "route"
+    draft_policy: Literal["route", "merge"] = "route"
     """Verify the tree of the surer drafter, or both trees at once under the root they share."""
 
     route: Literal["eager", "lazy"] = "eager"
     """Draft with both in every step, or with the second one only where the first is not sure."""
 
-    second_head_cost: Annotated[float, Field(ge=0, le=4)] | None = None
+    second_drafter_cost: Annotated[float, Field(ge=0, le=4)] | None = None
     """For a lazy route: what the second drafter adds to a step, as a share of its time. None: 0.15,
     or 0.02 for an n-gram drafter. `benchmarks/two_heads.py` shows how to find it. With
     `skip_drafter` the same of the drafter that is left out; None: 0.2."""
@@ -100,18 +101,23 @@ class CombineConfig(Options):
     steps for which what was looked up is sure enough. None: there, yes."""
 
 
-AT_THE_TOP = frozenset({*VLLM_KEYS, *CombineConfig.model_fields, "second_head"})
+AT_THE_TOP = frozenset({*VLLM_KEYS, *CombineConfig.model_fields, "second_drafter"})
 """Keys that stand beside those of the first drafter."""
 
-OLD_NAMES = {"learn_sharpness": "calibrate_drafts"}
+OLD_NAMES = {
+    "learn_sharpness": "calibrate_drafts",
+    "head": "kind",
+    "second_head": "second_drafter",
+    "second_head_cost": "second_drafter_cost",
+    "head_policy": "draft_policy",
+}
 """Keys that are called otherwise now, and are still taken."""
 
 
-def _with_new_names(
-    given: dict[str, Any], options: type[DrafterOptions], where: str
-) -> dict[str, Any]:
+def _with_new_names(given: dict[str, Any], known: Collection[str], where: str) -> dict[str, Any]:
+    """`given` with the new names of those of its keys whose new ones are among `known`."""
     for old, new in OLD_NAMES.items():
-        if old not in given or new not in options.model_fields:
+        if old not in given or new not in known:
             continue
         if new in given:
             raise OptionError(
@@ -148,7 +154,7 @@ def parse_drafter(
     Args:
         given: its keys, without those of `SOURCE_KEYS`.
         kind: a registered one.
-        where: put before a key in messages, e.g. "second_head.".
+        where: put before a key in messages, e.g. "second_drafter.".
         num_nodes: of its trees, by which some defaults go.
 
     Raises:
@@ -156,7 +162,7 @@ def parse_drafter(
             names the key, what was given and what is accepted.
     """
     options = drafter_kind(kind).options
-    given = _with_new_names(given, options, where)
+    given = _with_new_names(given, options.model_fields, where)
     if num_nodes is not None:
         given = options.defaults_for(num_nodes) | given
     beside = SOURCE_KEYS | options.read_elsewhere
@@ -176,29 +182,31 @@ def split_keys(
     """A `speculative_config` as (first drafter, second or None, how they go together).
 
     Raises:
-        OptionError: `second_head` is no dictionary; keys for two drafters are given without it;
+        OptionError: `second_drafter` is no dictionary; keys for two drafters are given without it;
             an unknown kind of drafter.
     """
+    given = _with_new_names(given, {*SOURCE_KEYS, *AT_THE_TOP}, "")
     ours = {k: v for k, v in given.items() if k not in VLLM_KEYS or k in SOURCE_KEYS}
-    second = ours.pop("second_head", None)
+    second = ours.pop("second_drafter", None)
     combine = {k: ours.pop(k) for k in list(ours) if k in CombineConfig.model_fields}
     if second is not None and not isinstance(second, dict):
         raise OptionError(
-            f"speculative_config key 'second_head' is {second!r}, but must be a dictionary, such "
-            'as {"model": DRAFTER} or {"head": "ngram"}.'
+            f"speculative_config key 'second_drafter' is {second!r}, but must be a dictionary, "
+            'such as {"model": DRAFTER} or {"kind": "ngram"}.'
         )
     if combine and second is None:
         raise OptionError(
             f"speculative_config key '{next(iter(combine))}' says how two drafters go together, "
-            "but there is one: name the other under 'second_head', or drop the key."
+            "but there is one: name the other under 'second_drafter', or drop the key."
         )
     if second is not None:
         second = {key.replace("-", "_"): value for key, value in second.items()}
-    for drafter, where in ((ours, ""), (second or {}, "second_head.")):
-        kind = drafter.get("head")
+        second = _with_new_names(second, SOURCE_KEYS, "second_drafter.")
+    for drafter, where in ((ours, ""), (second or {}, "second_drafter.")):
+        kind = drafter.get("kind")
         if kind is not None and kind not in DRAFTERS:
             raise OptionError(
-                f"speculative_config key '{where}head' is {kind!r}, but must be one of "
+                f"speculative_config key '{where}kind' is {kind!r}, but must be one of "
                 f"{', '.join(DRAFTERS)}."
             )
     return ours, second, combine

@@ -5,27 +5,27 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-NGRAM = {"head": "ngram"}
+NGRAM = {"kind": "ngram"}
 
 POLICIES: dict[str, dict[str, str]] = {
-    "route": {"head_policy": "route"},
-    "lazy route": {"head_policy": "route", "route": "lazy"},
-    "merge disjoint": {"head_policy": "merge", "merge": "disjoint", "budget": "joint"},
-    "merge disjoint, split": {"head_policy": "merge", "merge": "disjoint", "budget": "split"},
-    "merge trie, joint": {"head_policy": "merge", "merge": "trie", "budget": "joint"},
-    "merge trie, split": {"head_policy": "merge", "merge": "trie", "budget": "split"},
+    "route": {"draft_policy": "route"},
+    "lazy route": {"draft_policy": "route", "route": "lazy"},
+    "merge disjoint": {"draft_policy": "merge", "merge": "disjoint", "budget": "joint"},
+    "merge disjoint, split": {"draft_policy": "merge", "merge": "disjoint", "budget": "split"},
+    "merge trie, joint": {"draft_policy": "merge", "merge": "trie", "budget": "joint"},
+    "merge trie, split": {"draft_policy": "merge", "merge": "trie", "budget": "split"},
 }
 """Ways of two heads to go together; the merged-tree paper's own is "merge disjoint, split"."""
 
 
 def specblock(folder: Path | str, **options: Any) -> dict[str, Any]:
     """A SpecBlock head."""
-    return {"head": "specblock", "model": str(folder), **options}
+    return {"kind": "specblock", "model": str(folder), **options}
 
 
 def eagle3(folder: Path | str, **options: Any) -> dict[str, Any]:
     """An EAGLE-3 head, whose tree grows level by level."""
-    return {"head": "eagle3", "model": str(folder), **options}
+    return {"kind": "eagle3", "model": str(folder), **options}
 
 
 def alone(head: dict[str, Any], nodes: int) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def together(
     first: dict[str, Any], second: dict[str, Any], nodes: int, policy: str, **how: str
 ) -> dict[str, Any]:
     """Two heads by one of `POLICIES`; `how` adds to its keys."""
-    return alone(first, nodes) | {"second_head": second} | POLICIES[policy] | how
+    return alone(first, nodes) | {"second_drafter": second} | POLICIES[policy] | how
 
 
 def eagle3_chain(folder: Path | str, tokens: int) -> dict[str, Any]:

@@ -37,8 +37,8 @@ def test_every_built_in_method_is_one_that_the_plugin_takes(make_config, drafter
     assert method.speculative["num_speculative_tokens"] == 24
     first, second, combine = split_keys(method.speculative)
     for head in filter(None, (first, second)):
-        assert head.get("head") == "ngram" or Path(head["model"]).is_dir()
-        assert parse_drafter({k: v for k, v in head.items() if k not in ("head", "model")}, "ngram")
+        assert head.get("kind") == "ngram" or Path(head["model"]).is_dir()
+        assert parse_drafter({k: v for k, v in head.items() if k not in ("kind", "model")}, "ngram")
     assert parse_combine(combine)
 
 
@@ -65,7 +65,7 @@ def test_a_method_of_ones_own_changes_another(make_config):
     common = {
         "method": "specblock",
         "enable_adaptive_verification": False,
-        "head": "ngram",
+        "kind": "ngram",
         "branches": 2,
     }
     assert found["ngram"].speculative == common | {"num_speculative_tokens": 7}

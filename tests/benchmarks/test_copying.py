@@ -57,10 +57,10 @@ def test_all_prompts_of_a_form_count_in_the_files_order(tmp_path):
 def test_every_engine_of_two_heads_has_one_of_each_kind():
     found = copying.engines("folder", 24, 1)
     assert found[copying.PLAIN] is None
-    pairs = [keys for keys in found.values() if keys and "second_head" in keys]
+    pairs = [keys for keys in found.values() if keys and "second_drafter" in keys]
     assert len(pairs) == 5
     for keys in pairs:
-        assert {keys["head"], keys["second_head"]["head"]} == {"specblock", "ngram"}
+        assert {keys["kind"], keys["second_drafter"]["kind"]} == {"specblock", "ngram"}
         assert keys["num_speculative_tokens"] == 24
     alone = [name for name in found if name.startswith(copying.BASE)]
     assert len(alone) == len(copying.ALONE)

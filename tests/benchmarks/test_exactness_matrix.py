@@ -18,13 +18,13 @@ def test_every_pair_by_every_policy_with_keys_that_are_taken():
     seen = set()
     for keys in known.values():
         first, second, how = split_keys(keys)
-        kinds = tuple(head["head"] for head in (first, second) if head)
+        kinds = tuple(head["kind"] for head in (first, second) if head)
         for head in (first, second):
             if head:
                 head.pop("model", None)
-                parse_drafter(head, head.pop("head"))
+                parse_drafter(head, head.pop("kind"))
         policy = parse_combine(how) if len(kinds) == 2 else None
-        seen.add((kinds, policy and (policy.head_policy, policy.route, policy.merge)))
+        seen.add((kinds, policy and (policy.draft_policy, policy.route, policy.merge)))
     pairs = [
         ("specblock", "specblock"),
         ("specblock", "eagle3"),

@@ -59,12 +59,12 @@ def test_our_own_options_take_what_is_asked(all_engines):
         first, second, how = split_keys(keys)
         for head in (first, second):
             if head is not None:
-                kind, model = head.pop("head"), head.pop("model")
+                kind, model = head.pop("kind"), head.pop("model")
                 assert model in ("one", "two", "eagle")
                 parse_drafter(head, kind)
         if second is not None:
             policies.add(parse_combine(how))
-    assert {(p.head_policy, p.route, p.merge, p.budget) for p in policies} == {
+    assert {(p.draft_policy, p.route, p.merge, p.budget) for p in policies} == {
         ("route", "eager", "trie", "joint"),
         ("route", "lazy", "trie", "joint"),
         ("merge", "eager", "disjoint", "joint"),
@@ -72,7 +72,7 @@ def test_our_own_options_take_what_is_asked(all_engines):
         ("merge", "eager", "trie", "joint"),
         ("merge", "eager", "trie", "split"),
     }
-    assert {p.confidence for p in policies if p.head_policy == "route"} == {"sum"}
+    assert {p.confidence for p in policies if p.draft_policy == "route"} == {"sum"}
 
 
 def test_only_keeps_plain_vllm(all_engines):
@@ -158,7 +158,7 @@ def test_the_table_and_a_killed_run_that_goes_on(prompts_folder, monkeypatch):
 
 
 def test_an_output_that_differs_is_counted_and_fails(prompts_folder, monkeypatch):
-    monkeypatch.setattr(cells, "run", fake_run([], wrong=["second_head"]))
+    monkeypatch.setattr(cells, "run", fake_run([], wrong=["second_drafter"]))
     result = go(prompts_folder)
     assert result.exit_code == 1
     (row,) = [line for line in result.output.splitlines() if line.startswith("| route")]

@@ -40,8 +40,8 @@ def toy(monkeypatch):
 
 
 def test_a_registered_drafter_is_found_by_its_name(toy):
-    first, second, _ = split_keys({"method": "specblock", "head": "toy", "width": 3})
-    assert first == {"head": "toy", "width": 3} and second is None
+    first, second, _ = split_keys({"method": "specblock", "kind": "toy", "width": 3})
+    assert first == {"kind": "toy", "width": 3} and second is None
     assert parse_drafter({"width": 3}, "toy") == toy(width=3)
     assert parse_drafter({}, "toy", num_nodes=9).width == 9
     found = drafter_kind("toy")
@@ -55,8 +55,8 @@ def test_an_unknown_name_is_told_from_those_that_are_known(toy):
     with pytest.raises(ValueError) as error:
         drafter_kind("hydra")
     assert str(error.value) == f"There is no drafter of kind 'hydra': choose one of {known}."
-    with pytest.raises(OptionError, match=f"'head' is 'hydra', but must be one of {known}"):
-        split_keys({"head": "hydra"})
+    with pytest.raises(OptionError, match=f"'kind' is 'hydra', but must be one of {known}"):
+        split_keys({"kind": "hydra"})
 
 
 def test_a_name_is_registered_once(toy):

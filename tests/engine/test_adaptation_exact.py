@@ -82,9 +82,9 @@ def test_crowded(versions, reference, monkeypatch, temperature):
 
 
 COMBINATIONS = {
-    "merge": ({"second_head": {"model": str(TABLES)}, "head_policy": "merge"}, (0, 1)),
-    "route": ({"second_head": {"model": str(TABLES)}}, (0, 1)),
-    "route, one of two": ({"second_head": {"model": EAGLE3}}, (0,)),
+    "merge": ({"second_drafter": {"model": str(TABLES)}, "draft_policy": "merge"}, (0, 1)),
+    "route": ({"second_drafter": {"model": str(TABLES)}}, (0, 1)),
+    "route, one of two": ({"second_drafter": {"model": EAGLE3}}, (0,)),
     "adaptive verification": ({"enable_adaptive_verification": True}, (0,)),
 }
 
@@ -105,7 +105,7 @@ def test_combinations(versions, reference, monkeypatch, combination):
 
 
 def test_another_kind_of_head_refuses(versions):
-    beside = make_engine({"num_speculative_tokens": 4, "second_head": {"model": EAGLE3}})
+    beside = make_engine({"num_speculative_tokens": 4, "second_drafter": {"model": EAGLE3}})
     second = beside.speculator.draft_policy.drafters[1]
     with pytest.raises(ValueError, match=r"^Eagle3Drafter keeps the weights"):
         second.refresh(versions["trained"])

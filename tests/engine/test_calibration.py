@@ -50,8 +50,11 @@ def test_two_heads_learn_each_for_itself(plain):
         {
             "num_speculative_tokens": 24,
             "calibrate_drafts": False,
-            "second_head": {"head": "specblock", "model": str(ROOT / "examples/two_heads/tables")},
-            "head_policy": "merge",
+            "second_drafter": {
+                "kind": "specblock",
+                "model": str(ROOT / "examples/two_heads/tables"),
+            },
+            "draft_policy": "merge",
         }
     )
     serve(engine, plain, 0.0)

@@ -107,7 +107,7 @@ print(json.dumps(found))
 def test_other_versions_refuse_those_who_ask_and_leave_the_others_alone(version):
     """Without the plugin's own registration: this process is of the release that it says."""
     asked = {
-        "ours": {"method": "specblock", "head": "ngram", "num_speculative_tokens": 4},
+        "ours": {"method": "specblock", "kind": "ngram", "num_speculative_tokens": 4},
         "ours with a drafter": {"method": "specblock", "model": "no-such/drafter"},
         "vllm's": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3},
         "nobody's": {"method": "no such method", "num_speculative_tokens": 4},

@@ -149,7 +149,7 @@ def test_the_table(run, capsys):
     drafted = [answer_of(ids, wall=0.25, drafts=2, accepted=3) for ids in FOUR]
     code, (target, speculative, dtype, eager) = run(plain, drafted)
     assert (code, target, dtype, eager) == (0, TARGET, "float32", False)
-    assert speculative["num_speculative_tokens"] == 16 and "second_head" not in speculative
+    assert speculative["num_speculative_tokens"] == 16 and "second_drafter" not in speculative
     lines = capsys.readouterr().out.splitlines()
     rows = [line.split() for line in lines]
     assert ["vLLM", "10.0", "200.0", "1.00"] in rows
@@ -211,12 +211,12 @@ def test_options_become_vllms(run):
     assert run(answers, answers, drafter="ngram", nodes=9)[1][1] == {
         "method": "specblock",
         "num_speculative_tokens": 9,
-        "head": "ngram",
+        "kind": "ngram",
         "enable_adaptive_verification": False,
     }
     assert run(answers, answers, blocks=3)[1][1]["num_blocks"] == 3
     both = run(answers, answers, lookup=True)[1][1]
-    assert both["second_head"] == {"head": "ngram"} and both["head_policy"] == "merge"
+    assert both["second_drafter"] == {"kind": "ngram"} and both["draft_policy"] == "merge"
 
 
 def test_a_missing_target_is_one_sentence(run, capsys, monkeypatch):

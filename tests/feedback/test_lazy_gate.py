@@ -114,7 +114,7 @@ def test_a_threshold_is_monotone():
         assert gate.wants(SURE, key).tolist() == [b < threshold for b in range(BUCKETS)]
 
 
-def test_an_empty_tree_always_asks_the_second_head():
+def test_an_empty_tree_always_asks_the_second_drafter():
     gate = LazyGate("cpu")
     gate.threshold.zero_()
     key = torch.arange(1000)

@@ -151,7 +151,7 @@ def test_commands_of_a_page_exist(page, monkeypatch):
                 first, second, combine = split_keys(options)
                 for head in (first, second or {}):
                     keys = {k: v for k, v in head.items() if k not in SOURCE_KEYS}
-                    parse_drafter(keys, head.get("head", "specblock"))
+                    parse_drafter(keys, head.get("kind", "specblock"))
                 parse_combine(combine)
                 check_num_nodes(options["num_speculative_tokens"])
             continue

@@ -111,7 +111,7 @@ def parse_adapt(given: Any, kind: str, where: str = "") -> AdaptConfig | None:
     Args:
         given: false, true, or a dictionary.
         kind: of the head.
-        where: put before a key in messages, e.g. "second_head.".
+        where: put before a key in messages, e.g. "second_drafter.".
 
     Returns:
         None: it does not adapt.

@@ -23,16 +23,16 @@ def _tree(**keys: Any) -> MethodSpec:
 
 
 def _two(second: dict[str, str], **how: str) -> MethodSpec:
-    return _tree(model="{specblock}", second_head=second, **how)
+    return _tree(model="{specblock}", second_drafter=second, **how)
 
 
-_EAGLE, _LOOKUP = {"model": "{eagle3}"}, {"head": "ngram"}
+_EAGLE, _LOOKUP = {"model": "{eagle3}"}, {"kind": "ngram"}
 
 BUILT_IN: dict[str, MethodSpec] = {
     # Whichever runner vLLM takes here unless told.
     "plain": MethodSpec(env={RUNNER: None}),
     "plain-v2": MethodSpec(env=_V2),
-    "ngram": _tree(head="ngram"),
+    "ngram": _tree(kind="ngram"),
     **{
         name: _tree(model=f"{{{name}}}")
         for name in ("sps", "medusa", "parallelspec", "falcon", "eagle3", "specblock")
@@ -41,12 +41,12 @@ BUILT_IN: dict[str, MethodSpec] = {
     "eagle3-chain": MethodSpec(
         speculative={"method": "eagle3", "model": "{eagle3}", "num_speculative_tokens": 3}, env=_V2
     ),
-    "route": _two(_EAGLE, head_policy="route"),
-    "route-ngram": _two(_LOOKUP, head_policy="route"),
-    "merge": _two(_EAGLE, head_policy="merge"),
-    "merge-ngram": _two(_LOOKUP, head_policy="merge"),
+    "route": _two(_EAGLE, draft_policy="route"),
+    "route-ngram": _two(_LOOKUP, draft_policy="route"),
+    "merge": _two(_EAGLE, draft_policy="merge"),
+    "merge-ngram": _two(_LOOKUP, draft_policy="merge"),
     # The pair of the merged-tree paper itself.
-    "merge-disjoint": _two(_EAGLE, head_policy="merge", merge="disjoint", budget="split"),
+    "merge-disjoint": _two(_EAGLE, draft_policy="merge", merge="disjoint", budget="split"),
     "adaptive": _tree(model="{specblock}", enable_adaptive_verification=True),
 }
 

@@ -15,7 +15,7 @@ def shares(
 
     Args:
         num_nodes: N, nodes of the verified tree.
-        policy, budget: `CombineConfig.head_policy` and `.budget`; routing ignores the budget.
+        policy, budget: `CombineConfig.draft_policy` and `.budget`; routing ignores the budget.
 
     Raises:
         ValueError: a split of fewer than two nodes.

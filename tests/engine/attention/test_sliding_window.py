@@ -39,7 +39,7 @@ def plain(target):
 
 
 @pytest.mark.parametrize(
-    "heads", [{"model": str(DRAFTER), "second_head": {"head": "ngram"}}, {"head": "ngram"}]
+    "heads", [{"model": str(DRAFTER), "second_drafter": {"kind": "ngram"}}, {"kind": "ngram"}]
 )
 def test_tokens_are_vllms_own(target, plain, heads):
     ours = make_engine({"num_speculative_tokens": 12, "model": None, **heads}, model=str(target))

@@ -38,8 +38,8 @@ MAKE = {
     ),
 }
 SECOND = {
-    "falcon": {"second_head": {"model": str(DRAFTER)}, "head_policy": "merge"},
-    "sps": {"second_head": {"model": str(DRAFTER)}, "head_policy": "route"},
+    "falcon": {"second_drafter": {"model": str(DRAFTER)}, "draft_policy": "merge"},
+    "sps": {"second_drafter": {"model": str(DRAFTER)}, "draft_policy": "route"},
 }
 
 
@@ -128,7 +128,7 @@ def test_options_of_a_kind(tmp_path):
     with pytest.raises(OptionError, match="of a drafter of kind 'sps'"):
         configure(tmp_path, top_k=3)
     with pytest.raises(OptionError, match="holds a drafter of kind 'sps'"):
-        configure(tmp_path, head="medusa")
+        configure(tmp_path, kind="medusa")
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ def test_default_numbers_of_nodes_and_blocks():
 
 
 def test_keys_with_dashes():
-    given = {"num-blocks": 1, "second-head": {"head": "ngram", "max-match": 5}}
+    given = {"num-blocks": 1, "second-drafter": {"kind": "ngram", "max-match": 5}}
     plan = vllm_args.read_back(configure(given).additional_config)
     assert plan.drafters[0].options.num_blocks == 1 and plan.drafters[1].options.max_match == 5
 
@@ -108,7 +108,7 @@ def test_other_methods_are_left_alone():
         ({"model": "no/such"}, ["'model' is 'no/such'", "neither a folder"]),
         ({"rejection_sample_method": "block"}, ["'rejection_sample_method' is 'block'"]),
         (
-            {"rejection_sample_method": "synthetic", "second_head": {"head": "ngram"}},
+            {"rejection_sample_method": "synthetic", "second_drafter": {"kind": "ngram"}},
             ["'synthetic'", "single drafter of kind specblock"],
         ),
         # Lossy, and vLLM's own from 0.33 on, as the key below.
@@ -256,20 +256,20 @@ def test_mapping_that_is_not_plain_tensors(copied):
     refused("vocab_mapping.pt", speculative={"model": str(published)})
 
 
-NGRAM = {"head": "ngram"}
+NGRAM = {"kind": "ngram"}
 TABLES, EAGLE3 = ROOT / "examples/two_heads/tables", ROOT / "examples/two_heads/eagle3"
 
 
 def test_two_heads():
-    given = {"second_head": NGRAM, "head_policy": "merge", "budget": "split"}
+    given = {"second_drafter": NGRAM, "draft_policy": "merge", "budget": "split"}
     plan = vllm_args.read_back(configure(given).additional_config)
     assert [head.kind for head in plan.drafters] == ["specblock", "ngram"]
-    assert plan.combine.head_policy == "merge" and plan.combine.budget == "split"
+    assert plan.combine.draft_policy == "merge" and plan.combine.budget == "split"
     assert plan.layers == (2, 3, 4)
 
 
 def test_a_head_without_weights():
-    config = configure({"head": "ngram", "model": None})
+    config = configure({"kind": "ngram", "model": None})
     plan = vllm_args.read_back(config.additional_config)
     assert plan.drafters[0].folder is None and plan.layers == ()
     draft = config.speculative_config.draft_model_config
@@ -280,34 +280,40 @@ def test_a_head_without_weights():
 @pytest.mark.parametrize(
     ("speculative", "parts"),
     [
-        ({"second_head": "ngram"}, ["'second_head' is 'ngram'", "dictionary"]),
-        ({"second_head": {}}, ["'second_head.model' is missing"]),
-        ({"second_head": {"model": "no/such"}}, ["'second_head.model' is 'no/such'"]),
-        ({"second_head": {"head": "hydra"}}, ["'second_head.head' is 'hydra'", "eagle3"]),
-        ({"second_head": NGRAM | {"model": "x"}}, ["'ngram'", "no weights"]),
-        ({"second_head": NGRAM | {"depth": 0}}, ["'second_head.depth' is 0"]),
-        ({"second_head": NGRAM | {"num_blocks": 2}}, ["'second_head.num_blocks'", "not known"]),
-        ({"head": "eagle3"}, ["'head' is 'eagle3'", "kind 'specblock'"]),
-        ({"head_policy": "merge"}, ["'head_policy'", "'second_head'"]),
-        ({"second_head": NGRAM, "head_policy": "vote"}, ["'head_policy' is 'vote'"]),
-        ({"second_head": NGRAM, "merge": "trie"}, ["'merge'", "head_policy is 'route'"]),
-        ({"second_head": NGRAM, "second_head_cost": 0.1}, ["'second_head_cost'", "'lazy'"]),
+        ({"second_drafter": "ngram"}, ["'second_drafter' is 'ngram'", "dictionary"]),
+        ({"second_drafter": {}}, ["'second_drafter.model' is missing"]),
+        ({"second_drafter": {"model": "no/such"}}, ["'second_drafter.model' is 'no/such'"]),
+        ({"second_drafter": {"kind": "hydra"}}, ["'second_drafter.kind' is 'hydra'", "eagle3"]),
+        ({"second_drafter": NGRAM | {"model": "x"}}, ["'ngram'", "no weights"]),
+        ({"second_drafter": NGRAM | {"depth": 0}}, ["'second_drafter.depth' is 0"]),
         (
-            {"second_head": NGRAM, "head_policy": "merge", "route": "lazy"},
-            ["'route'", "head_policy is 'merge'"],
+            {"second_drafter": NGRAM | {"num_blocks": 2}},
+            ["'second_drafter.num_blocks'", "not known"],
+        ),
+        ({"kind": "eagle3"}, ["'kind' is 'eagle3'", "kind 'specblock'"]),
+        ({"draft_policy": "merge"}, ["'draft_policy'", "'second_drafter'"]),
+        ({"second_drafter": NGRAM, "draft_policy": "vote"}, ["'draft_policy' is 'vote'"]),
+        ({"second_drafter": NGRAM, "merge": "trie"}, ["'merge'", "draft_policy is 'route'"]),
+        (
+            {"second_drafter": NGRAM, "second_drafter_cost": 0.1},
+            ["'second_drafter_cost'", "'lazy'"],
+        ),
+        (
+            {"second_drafter": NGRAM, "draft_policy": "merge", "route": "lazy"},
+            ["'route'", "draft_policy is 'merge'"],
         ),
         (
             {
-                "second_head": NGRAM,
-                "head_policy": "merge",
+                "second_drafter": NGRAM,
+                "draft_policy": "merge",
                 "budget": "split",
                 "num_speculative_tokens": 1,
             },
             ["cannot be split", "num_speculative_tokens"],
         ),
-        ({"head": "ngram", "model": None, "second_head": NGRAM}, ["Both drafters", "n-gram"]),
-        ({"second_head": {"model": str(DRAFTER)}}, ["Both drafters", "another"]),
-        ({"second_head": NGRAM | {"revision": "main"}}, ["'second_head.revision' is 'main'"]),
+        ({"kind": "ngram", "model": None, "second_drafter": NGRAM}, ["Both drafters", "n-gram"]),
+        ({"second_drafter": {"model": str(DRAFTER)}}, ["Both drafters", "another"]),
+        ({"second_drafter": NGRAM | {"revision": "main"}}, ["'second_drafter.revision' is 'main'"]),
     ],
 )
 def test_wrong_combinations(speculative, parts):
@@ -318,7 +324,7 @@ def test_lazy_routing_over_several_devices():
     refused(
         "'route' is 'lazy'",
         "tensor_parallel_size is 2",
-        speculative={"second_head": NGRAM, "route": "lazy"},
+        speculative={"second_drafter": NGRAM, "route": "lazy"},
         tensor_parallel_size=2,
         distributed_executor_backend="mp",
     )
@@ -364,10 +370,10 @@ def test_two_configs_of_the_same_arguments():
 def test_second_head_of_another_target(copied):
     edit(copied, vocab_size=2049, target__vocab_size=2049)
     refused(
-        "second_head",
+        "second_drafter",
         "vocabulary size 2049",
         "has 2048",
-        speculative={"second_head": {"model": str(copied)}},
+        speculative={"second_drafter": {"model": str(copied)}},
     )
 
 
@@ -381,7 +387,7 @@ def test_adaptation_is_off_and_can_be_on():
     plan = vllm_args.read_back(configure(ADAPT).additional_config)
     assert plan.adapting == plan.drafters[0] and plan.adapting.adapt.requests == "marked"
     second = {"model": str(TABLES), "adapt": {"policy": "watch"}}
-    plan = vllm_args.read_back(configure({"second_head": second}).additional_config)
+    plan = vllm_args.read_back(configure({"second_drafter": second}).additional_config)
     assert plan.adapting == plan.drafters[1]
     plan = vllm_args.read_back(configure({"adapt": True}).additional_config)
     assert plan.adapting.adapt.policy == "bandit"
@@ -395,10 +401,10 @@ def test_adaptation_is_off_and_can_be_on():
         ({"adapt": {"policies": "watch"}}, ["'adapt.policies' is not known", "memory"]),
         ({"adapt": "watch"}, ["'adapt' is 'watch'", "dictionary"]),
         ({"model": str(EAGLE3), "adapt": True}, ["kind 'eagle3'", "only specblock"]),
-        ({"head": "ngram", "model": None, "adapt": True}, ["kind 'ngram'", "only specblock"]),
-        ({"second_head": NGRAM | {"adapt": True}}, ["'second_head.adapt'", "kind 'ngram'"]),
+        ({"kind": "ngram", "model": None, "adapt": True}, ["kind 'ngram'", "only specblock"]),
+        ({"second_drafter": NGRAM | {"adapt": True}}, ["'second_drafter.adapt'", "kind 'ngram'"]),
         (
-            ADAPT | {"second_head": {"model": str(TABLES), "adapt": {"policy": "watch"}}},
+            ADAPT | {"second_drafter": {"model": str(TABLES), "adapt": {"policy": "watch"}}},
             ["both drafters", "one can adapt"],
         ),
         (

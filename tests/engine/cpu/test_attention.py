@@ -130,7 +130,7 @@ def test_prompts_have_vllms_bits():
     from support.matrix import PROMPTS, params
 
     answers = []
-    for speculative in (None, {"num_speculative_tokens": 8, "head": "ngram", "model": None}):
+    for speculative in (None, {"num_speculative_tokens": 8, "kind": "ngram", "model": None}):
         engine = make_engine(speculative, dtype="bfloat16")
         requests = params(6, max_tokens=1, logprobs=5)
         answers.append([each[0].logprobs for each in engine.generate(PROMPTS[:6], requests)])

@@ -431,7 +431,7 @@ def test_a_real_run_agrees_with_vllms_own_counters():
 @pytest.mark.parametrize("how", ["eager", "lazy"])
 def test_shares_of_a_real_router(how):
     engine = make_engine(
-        {"num_speculative_tokens": 24, "second_head": {"head": "ngram"}, "route": how}
+        {"num_speculative_tokens": 24, "second_drafter": {"kind": "ngram"}, "route": how}
     )
     for params in (GREEDY, SAMPLED):
         engine.generate(prompts(4), params)
@@ -447,7 +447,7 @@ def test_shares_of_a_real_router(how):
 
 def test_what_both_heads_say_is_counted_for_both():
     engine = make_engine(
-        {"num_speculative_tokens": 24, "second_head": {"head": "ngram"}, "head_policy": "merge"}
+        {"num_speculative_tokens": 24, "second_drafter": {"kind": "ngram"}, "draft_policy": "merge"}
     )
     engine.generate(prompts(4), GREEDY)
     got = counted(engine)

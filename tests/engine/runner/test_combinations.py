@@ -15,28 +15,28 @@ from support.trees import texts
 
 SECOND = str(ROOT / "examples/two_heads/tables")
 EAGLE3 = str(ROOT / "examples/two_heads/eagle3")
-NGRAM = {"head": "ngram"}
-ONLY_NGRAM = {"head": "ngram", "model": None}
+NGRAM = {"kind": "ngram"}
+ONLY_NGRAM = {"kind": "ngram", "model": None}
 
 COMBINATIONS = {
     "EAGLE-3": {"model": EAGLE3},
     "n-gram": ONLY_NGRAM,
-    "two SpecBlocks, route": {"second_head": {"model": SECOND}},
-    "two SpecBlocks, lazy": {"second_head": {"model": SECOND}, "route": "lazy"},
-    "SpecBlock and EAGLE-3, trie": {"second_head": {"model": EAGLE3}, "head_policy": "merge"},
+    "two SpecBlocks, route": {"second_drafter": {"model": SECOND}},
+    "two SpecBlocks, lazy": {"second_drafter": {"model": SECOND}, "route": "lazy"},
+    "SpecBlock and EAGLE-3, trie": {"second_drafter": {"model": EAGLE3}, "draft_policy": "merge"},
     "SpecBlock and EAGLE-3, disjoint, split": {
-        "second_head": {"model": EAGLE3},
-        "head_policy": "merge",
+        "second_drafter": {"model": EAGLE3},
+        "draft_policy": "merge",
         "merge": "disjoint",
         "budget": "split",
     },
-    "SpecBlock and n-gram, lazy": {"second_head": NGRAM, "route": "lazy", "confidence": "sum"},
+    "SpecBlock and n-gram, lazy": {"second_drafter": NGRAM, "route": "lazy", "confidence": "sum"},
     "n-gram and SpecBlock, trie": {
         **ONLY_NGRAM,
-        "second_head": {"model": str(DRAFTER)},
-        "head_policy": "merge",
+        "second_drafter": {"model": str(DRAFTER)},
+        "draft_policy": "merge",
     },
-    "EAGLE-3 and n-gram, route": {"model": EAGLE3, "second_head": NGRAM, "confidence": "sum"},
+    "EAGLE-3 and n-gram, route": {"model": EAGLE3, "second_drafter": NGRAM, "confidence": "sum"},
 }
 
 
@@ -112,7 +112,7 @@ def test_second_head_drafts_what_it_would_alone(second):
     common = {"max_num_batched_tokens": 64, "enable_prefix_caching": True}
     # What it learns depends on which of its trees were verified.
     second = {**second, "calibrate_drafts": False}
-    both = make_engine({"num_speculative_tokens": 16, "second_head": second}, **common)
+    both = make_engine({"num_speculative_tokens": 16, "second_drafter": second}, **common)
     alone = make_engine({"num_speculative_tokens": 16, **second}, **common)
     requests = params(max_tokens=60)
     found = record(both.speculator.draft_policy.drafters[1])

@@ -9,7 +9,7 @@ from support.matrix import PROMPTS, params
 
 HEADS = {
     "SpecBlock": {},
-    "lazy": {"second_head": {"model": str(ROOT / "examples/two_heads/eagle3")}, "route": "lazy"},
+    "lazy": {"second_drafter": {"model": str(ROOT / "examples/two_heads/eagle3")}, "route": "lazy"},
 }
 
 

@@ -16,10 +16,10 @@ SECOND = {"model": str(ROOT / "examples/two_heads/eagle3")}
 HEADS = {
     "SpecBlock": {},
     "EAGLE-3": SECOND,
-    "n-gram": {"head": "ngram", "model": None},
-    "route": {"second_head": SECOND},
+    "n-gram": {"kind": "ngram", "model": None},
+    "route": {"second_drafter": SECOND},
     # As on a GPU, where nobody may decide on the host whether a drafter is left out.
-    "trie": {"second_head": {"head": "ngram"}, "head_policy": "merge", "skip_drafter": False},
+    "trie": {"second_drafter": {"kind": "ngram"}, "draft_policy": "merge", "skip_drafter": False},
 }
 
 stands_in = pytest.mark.skipif(

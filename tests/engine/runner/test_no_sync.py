@@ -18,10 +18,10 @@ SECOND = {"model": str(ROOT / "examples/two_heads/eagle3")}
 HEADS = {
     "SpecBlock": {},
     "EAGLE-3": SECOND,
-    "n-gram": {"head": "ngram", "model": None},
-    "lazy": {"second_head": SECOND, "route": "lazy"},
+    "n-gram": {"kind": "ngram", "model": None},
+    "lazy": {"second_drafter": SECOND, "route": "lazy"},
     # As on a GPU, where nobody may decide on the host whether a drafter is left out.
-    "trie": {"second_head": {"head": "ngram"}, "head_policy": "merge", "skip_drafter": False},
+    "trie": {"second_drafter": {"kind": "ngram"}, "draft_policy": "merge", "skip_drafter": False},
     "adaptive": {"enable_adaptive_verification": True},
     "recorded": {"adapt": {"policy": "watch"}},
 }

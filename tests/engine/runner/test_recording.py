@@ -188,11 +188,11 @@ def test_more_requests_than_slabs(watching, monkeypatch):
 
 
 COMBINATIONS = {
-    "second head adapts": {"second_head": TABLES | WATCH, "head_policy": "merge"},
-    "first of two": {"second_head": TABLES, **WATCH},
+    "second head adapts": {"second_drafter": TABLES | WATCH, "draft_policy": "merge"},
+    "first of two": {"second_drafter": TABLES, **WATCH},
     "beside looking up": {
-        "second_head": {"head": "ngram"},
-        "head_policy": "merge",
+        "second_drafter": {"kind": "ngram"},
+        "draft_policy": "merge",
         "skip_drafter": False,  # left out by the time that steps take
         **WATCH,
     },
@@ -204,7 +204,7 @@ def test_combinations(monkeypatch, reference, name):
     given = {"num_speculative_tokens": 10, **COMBINATIONS[name]}
     plain = {key: each for key, each in given.items() if key != "adapt"}
     if name == "second head adapts":
-        plain["second_head"] = TABLES
+        plain["second_drafter"] = TABLES
     engines = make_engine(given), make_engine(plain)
     requests, texts = params(8, max_tokens=90), PROMPTS[:8]
     expected = reference("greedy, 90", requests, texts)

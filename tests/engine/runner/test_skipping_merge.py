@@ -24,8 +24,8 @@ pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="for a hos
 NODES = 24
 MERGED = {
     "num_speculative_tokens": NODES,
-    "head_policy": "merge",
-    "second_head": {"head": "ngram"},
+    "draft_policy": "merge",
+    "second_drafter": {"kind": "ngram"},
 }
 
 
@@ -90,7 +90,7 @@ def test_it_drafts_what_one_drafts_that_was_never_left_out(monkeypatch):
     always, width = head_of("specblock")
     sometimes, _ = head_of("specblock")
     lookup = NGramDrafter(NGramConfig(), NODES, MAX_LEN)
-    options = CombineConfig(head_policy="merge", skip_drafter=True)
+    options = CombineConfig(draft_policy="merge", skip_drafter=True)
     merged = SkippingMergedDrafters([sometimes, lookup], options, NODES, 4, torch.device("cpu"))
     turns = iter([False, False, True, False, True, False, False, True])  # the prompt asks itself
     merged.gate = SimpleNamespace(asks=lambda sure: next(turns), learn=lambda *_: None)
@@ -128,7 +128,7 @@ def a_plan(**changes) -> ResolvedConfig:
         ResolvedDrafter(kind="ngram", folder=None, options=NGramConfig()),
     )
     return ResolvedConfig(
-        drafters=heads, combine=CombineConfig(**{"head_policy": "merge", **changes})
+        drafters=heads, combine=CombineConfig(**{"draft_policy": "merge", **changes})
     )
 
 
@@ -140,11 +140,11 @@ def test_where_a_drafter_is_left_out():
 
     assert skips(a_plan()) is True and skips(a_plan(skip_drafter=False)) is False
     assert not skips(a_plan(), two)
-    assert not skips(a_plan(head_policy="route")) and not skips(a_plan(budget="split"))
+    assert not skips(a_plan(draft_policy="route")) and not skips(a_plan(budget="split"))
     for changes, parallel in (
         ({"budget": "split"}, one),
         ({}, two),
-        ({"head_policy": "route"}, one),
+        ({"draft_policy": "route"}, one),
     ):
         with pytest.raises(OptionError, match=r"'skip_drafter' is true, but .*: drop the key\.$"):
             skips(a_plan(skip_drafter=True, **changes), parallel)

@@ -12,7 +12,8 @@ from vllm_specblock.config import OptionError
 from vllm_specblock.drafters.specblock.config import CheckpointError
 from vllm_specblock.train.config import TrainError
 from vllm_specblock.train.eval.evaluate import sequences_for
-from vllm_specblock.train.eval.loaded import load_drafter, pair, pair_specblock
+from vllm_specblock.train.eval.load_specblock import pair as pair_specblock
+from vllm_specblock.train.eval.loaded import load_drafter, pair
 from vllm_specblock.train.eval.replay import replay
 from vllm_specblock.train.eval.steps import steps_along
 from vllm_specblock.train.target.answers import continue_prompts
@@ -83,6 +84,9 @@ def test_what_does_not_belong_together_is_refused_before_weights_are_read(tmp_pa
         pair(eagle3, tmp_path)
     with pytest.raises(CheckpointError):
         pair_specblock(eagle3, TARGET)
+    (tmp_path / "config.json").write_text('{"specblock_head": "falcon"}')
+    with pytest.raises(TrainError, match="kind 'falcon', but drafting along texts takes one of"):
+        pair(tmp_path, TARGET)
     with pytest.raises(OptionError, match="num_blocks"):
         pairing = pair(DRAFTERS["specblock"], TARGET)
         load_drafter(pairing, torch.float32, torch.device("cpu"), forwards=9)

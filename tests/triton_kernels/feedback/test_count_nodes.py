@@ -75,7 +75,7 @@ def test_drafted_as_torch_counts(kernels, count, heads):
     assert len(set(theirs._drafts.tolist())) > 2 + heads or count < 256, "all the same"
 
 
-def test_no_second_head(kernels):
+def test_no_second_drafter(kernels):
     mine, theirs = DrafterCounters(1, 3, 2, kernels.device), DrafterCounters(1, 3, 2, "cpu")
     size, live = torch.tensor([2, 3, 1], dtype=torch.int32), torch.tensor([True, False, True])
     theirs.drafted([size], None, None, live)

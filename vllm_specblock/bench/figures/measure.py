@@ -10,9 +10,7 @@ from typing import Any
 import torch
 
 from vllm_specblock.bench.figures.style import mean
-from vllm_specblock.drafters.specblock.model import SpecBlockModel
-from vllm_specblock.drafters.specblock.tree_shape import TreeShape
-from vllm_specblock.train.eval.chain import ChainFigures, chain_along
+from vllm_specblock.train.eval.chain import ChainFigures
 from vllm_specblock.train.eval.loaded import LoadedDrafter
 from vllm_specblock.train.eval.main_path import MainPathFigures
 from vllm_specblock.train.eval.replay import Replay, check_steps
@@ -102,9 +100,8 @@ def measure(drafter: LoadedDrafter, sequences: Iterable[EvalSequence], depth: in
     for sequence in sequences:
         found = list(steps_along(drafter.along(sequence), sequence, depth))
         steps += found
-        shape = drafter.shape
-        if found and isinstance(drafter.model, SpecBlockModel) and isinstance(shape, TreeShape):
-            chain = chain_along(drafter.model, sequence, shape.num_blocks)
+        if found and drafter.chain is not None:
+            chain = drafter.chain(sequence)
             roots = torch.tensor([step.root for step in found]) - sequence.prompt
             chains.append(chain.of_roots(roots.to(chain.seen.device)))
     whole = Replay([step.accepted_length for step in steps], [step.nodes for step in steps])
@@ -113,5 +110,5 @@ def measure(drafter: LoadedDrafter, sequences: Iterable[EvalSequence], depth: in
         whole.tau,
         len(steps),
         MainPathFigures.of(steps, drafter.depth),
-        ChainFigures.of(chains, drafter.model.config.block_size) if chains else None,
+        ChainFigures.of(chains, drafter.block_size) if chains else None,
     )

@@ -119,12 +119,12 @@ def resolve_config(
         _check_policy(combine, num_nodes)
     drafters = [_resolve_drafter(first, target, "", hub, num_nodes)]
     if second is not None:
-        drafters.append(_resolve_drafter(second, target, "second_head.", hub, num_nodes))
+        drafters.append(_resolve_drafter(second, target, "second_drafter.", hub, num_nodes))
         if drafters[0].folder == drafters[1].folder:
             what = drafters[0].folder or "the request's own text (n-gram)"
             raise OptionError(
                 f"Both drafters draft from {what}, and would say the same: name another for one "
-                "of them, or drop second_head."
+                "of them, or drop second_drafter."
             )
     adaptive = given.get("enable_adaptive_verification", False)
     if not isinstance(adaptive, bool):
@@ -148,7 +148,7 @@ def fetch_drafter(model: Any, where: str = "", **hub: Any) -> Path:
     if not isinstance(model, str) or not model:
         raise OptionError(
             f"speculative_config key '{where}model' is missing: name a SpecBlock or EAGLE-3 "
-            "drafter, as a folder or as a hub id, or give head 'ngram', which needs none."
+            "drafter, as a folder or as a hub id, or give kind 'ngram', which needs none."
         )
     if os.path.isdir(model):
         return Path(model).resolve()
@@ -167,7 +167,7 @@ def fetch_drafter(model: Any, where: str = "", **hub: Any) -> Path:
 def _resolve_drafter(
     given: dict[str, Any], target: ModelConfig, where: str, hub: dict[str, Any], num_nodes: int
 ) -> ResolvedDrafter:
-    model, kind = given.get("model"), given.get("head")
+    model, kind = given.get("model"), given.get("kind")
     keys = {key: value for key, value in given.items() if key not in SOURCE_KEYS}
     adapt = keys.pop(ADAPT, False)
     if kind is not None and drafter_kind(kind).checkpoint is None:
@@ -183,8 +183,8 @@ def _resolve_drafter(
     found = kind_of(folder)
     if kind not in (None, found):
         raise OptionError(
-            f"speculative_config key '{where}head' is {kind!r}, but {model!r} holds a drafter of "
-            f"kind {found!r}: drop 'head', or name another drafter."
+            f"speculative_config key '{where}kind' is {kind!r}, but {model!r} holds a drafter of "
+            f"kind {found!r}: drop 'kind', or name another drafter."
         )
     options = parse_drafter(keys, found, where, num_nodes)
     adapt = parse_adapt(adapt, found, where)
@@ -200,21 +200,21 @@ def _resolve_drafter(
 
 
 def _check_policy(combine: CombineConfig, num_nodes: int) -> None:
-    policy = combine.head_policy
+    policy = combine.draft_policy
     of_policy = {
-        "route": ("route", "confidence", "second_head_cost"),
+        "route": ("route", "confidence", "second_drafter_cost"),
         "merge": ("merge", "budget"),
     }
     for other, keys in of_policy.items():
         given = [key for key in keys if key in combine.model_fields_set]
         if other != policy and given:
             raise OptionError(
-                f"speculative_config key '{given[0]}' goes with head_policy '{other}', but "
-                f"head_policy is '{policy}': change the one or drop the other."
+                f"speculative_config key '{given[0]}' goes with draft_policy '{other}', but "
+                f"draft_policy is '{policy}': change the one or drop the other."
             )
-    if combine.route == "eager" and combine.second_head_cost is not None:
+    if combine.route == "eager" and combine.second_drafter_cost is not None:
         raise OptionError(
-            "speculative_config key 'second_head_cost' goes with route 'lazy', but route is "
+            "speculative_config key 'second_drafter_cost' goes with route 'lazy', but route is "
             "'eager': change the one or drop the other."
         )
     try:
@@ -235,7 +235,7 @@ def _check_window(options: SpecBlockConfig, config: Any, where: str) -> None:
 
 def _check_match(config: Any, target: ModelConfig, where: str) -> tuple[int, ...]:
     """Hold a drafter against the target; returns the target layers that it reads."""
-    whose = "The drafter of second_head" if where else "The drafter"
+    whose = "The drafter of second_drafter" if where else "The drafter"
     for what, made_for, found in (
         ("hidden size", config.target_hidden_size, target.get_hidden_size()),
         ("vocabulary size", config.vocab_size, target.get_vocab_size()),

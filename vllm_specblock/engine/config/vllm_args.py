@@ -123,14 +123,14 @@ def _with_skipping(resolved: ResolvedConfig, parallel: ParallelConfig) -> Resolv
     can = (
         current_platform.is_cpu()
         and parallel.tensor_parallel_size == 1
-        and (combine.head_policy, combine.budget) == ("merge", "joint")
+        and (combine.draft_policy, combine.budget) == ("merge", "joint")
         and without_weights == 1
     )
     if combine.skip_drafter and not can:
         raise OptionError(
             "speculative_config key 'skip_drafter' is true, but a drafter can be left out of "
-            "steps on a CPU only, in one process, merged ('head_policy' 'merge', 'budget' 'joint') "
-            "with an n-gram drafter: drop the key."
+            "steps on a CPU only, in one process, merged ('draft_policy' 'merge', 'budget' 'joint')"
+            " with an n-gram drafter: drop the key."
         )
     return resolved.model_copy(update={"combine": combine.model_copy(update={"skip_drafter": can})})
 

@@ -126,7 +126,7 @@ class LazilyRoutedDrafters(RoutedDrafters):
         self, drafters: list[Drafter], options: CombineConfig, num_slots: int, device: torch.device
     ) -> None:
         super().__init__(drafters, options, device)
-        cost = options.second_head_cost
+        cost = options.second_drafter_cost
         if cost is None:
             cost = drafters[1].usual_cost
         self.gate = LazyGate(device, options.confidence, cost)

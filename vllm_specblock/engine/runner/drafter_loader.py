@@ -112,7 +112,7 @@ def drafter_budgets(options: CombineConfig | None, num_nodes: int) -> tuple[int,
     """Nodes that each drafter drafts."""
     if options is None:
         return (num_nodes,)
-    return shares(num_nodes, options.head_policy, options.budget)
+    return shares(num_nodes, options.draft_policy, options.budget)
 
 
 def make_draft_policy(
@@ -125,9 +125,9 @@ def make_draft_policy(
     """The policy of `options`; None with a single drafter."""
     if options is None:
         return SingleDrafter(drafters[0])
-    if options.head_policy == "merge" and options.skip_drafter:
+    if options.draft_policy == "merge" and options.skip_drafter:
         return SkippingMergedDrafters(drafters, options, num_nodes, num_slots, device)
-    if options.head_policy == "merge":
+    if options.draft_policy == "merge":
         return MergedDrafters(drafters, options, num_nodes, device)
     if options.route == "lazy":
         return LazilyRoutedDrafters(drafters, options, num_slots, device)

@@ -135,7 +135,7 @@ class TreeModelState(DefaultModelState):
         # Beyond vLLM's own three there are the user's, and those may look at anything.
         self.speculator.chains.everyone = len(sampler.logits_processors) > 3
         combine = self.speculator.resolved.combine
-        if combine is not None and (combine.head_policy, combine.merge) == ("merge", "disjoint"):
+        if combine is not None and (combine.draft_policy, combine.merge) == ("merge", "disjoint"):
             # Two nodes may be of equal text, and have to draw the same. FlashInfer's sampler
             # draws for every row apart.
             sampler.use_flashinfer = False

@@ -1,94 +1,30 @@
-"""Loading of a drafter of any kind for evaluation."""
+"""Loading of a drafter of any kind for drafting along texts."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import torch
 
-from vllm_specblock.config import DEFAULT_NODES, Eagle3Config, SpecBlockConfig, parse_drafter
-from vllm_specblock.drafters.common.target_info import check_target, describe_target, read_target
-from vllm_specblock.drafters.eagle3 import checkpoint as eagle3_files
-from vllm_specblock.drafters.eagle3.growth import DynamicTreeConfig
-from vllm_specblock.drafters.eagle3.model import Eagle3Model
-from vllm_specblock.drafters.specblock import checkpoint
-from vllm_specblock.drafters.specblock.config import CheckpointError, TargetInfo, default_layer_ids
-from vllm_specblock.drafters.specblock.model import SpecBlockModel
-from vllm_specblock.drafters.specblock.tree_shape import TreeShape
+from vllm_specblock.config import DEFAULT_NODES
+from vllm_specblock.drafters.detect import kind_of
 from vllm_specblock.feedback.calibration import DraftCalibration
 from vllm_specblock.train.config import TrainError
-from vllm_specblock.train.eval.drafting import SpecBlockDraft, serving_shape
-from vllm_specblock.train.eval.eagle3_drafting import Eagle3Draft, serving_growth
+from vllm_specblock.train.eval.chain import Chain
+from vllm_specblock.train.eval.pairing import Pairing
 from vllm_specblock.train.eval.steps import TreeDraft
 from vllm_specblock.train.learner import EvalSequence
 
-
-@dataclass(frozen=True)
-class Pairing:
-    """A drafter's folder and its target's, found to belong together before a weight is read.
-
-    Attributes:
-        kind: "specblock" or "eagle3".
-        layer_ids: target layers whose states the drafter reads, low ones first.
-        vocab_size: of the target.
-    """
-
-    drafter: Path
-    target: Path
-    kind: Literal["specblock", "eagle3"]
-    layer_ids: tuple[int, ...]
-    vocab_size: int
-
-
-def pair(drafter: Path, target: Path | None) -> Pairing:
-    """Find a drafter's target (default: the one that its config names), and compare their sizes.
-
-    Raises:
-        TrainError: there is no target.
-        CheckpointError: one of the configs cannot be used, or they do not belong together.
-    """
-    kind = _pair_eagle3 if eagle3_files.is_eagle3(drafter) else pair_specblock
-    return kind(drafter, target)
-
-
-def pair_specblock(drafter: Path, target: Path | None) -> Pairing:
-    """`pair` for those who want no other kind of drafter."""
-    config = checkpoint.read_config(drafter)
-    target = _named(drafter, config.target.name) if target is None else target
-    info = describe_target(target, layer_ids=config.target.layer_ids)
-    check_target(drafter, config.target, target, info)
-    assert info.layer_ids is not None  # it is described
-    return Pairing(drafter, target, "specblock", info.layer_ids, info.vocab_size)
-
-
-def _pair_eagle3(drafter: Path, target: Path | None) -> Pairing:
-    config = eagle3_files.read_config(drafter)
-    target = _named(drafter, None) if target is None else target
-    raw = read_target(target)
-    sizes = [
-        TargetInfo(hidden_size=hidden, vocab_size=vocab)
-        for hidden, vocab in (
-            (config.target_hidden_size, config.vocab_size),
-            (raw["hidden_size"], raw["vocab_size"]),
-        )
-    ]
-    check_target(drafter, sizes[0], target, sizes[1])
-    layers = config.layer_ids or default_layer_ids(raw["num_hidden_layers"])
-    if layers[-1] >= raw["num_hidden_layers"]:
-        raise CheckpointError(
-            f"The drafter in {drafter} reads target layers {list(layers)}, but {target} has only "
-            f"layers 0 to {raw['num_hidden_layers'] - 1}."
-        )
-    return Pairing(drafter, target, "eagle3", layers, raw["vocab_size"])
-
-
-def _named(drafter: Path, name: str | None) -> Path:
-    if name is None or not Path(name).is_dir():
-        said = "names no target" if name is None else f"is for {name}, which is no folder here"
-        raise TrainError(f"The drafter in {drafter} {said}; give the target's with --target.")
-    return Path(name)
+ALONG_TEXTS = {
+    "specblock": "vllm_specblock.train.eval.load_specblock",
+    "eagle3": "vllm_specblock.train.eval.load_eagle3",
+}
+"""Kinds that draft along a text, without an engine: modules of a `pair` and a `load`, each called
+as the functions of that name here."""
 
 
 @dataclass(frozen=True)
@@ -97,34 +33,43 @@ class LoadedDrafter:
 
     Attributes:
         pairing: with its target.
-        model: in the dtype of the arithmetic.
-        shape: of its trees.
+        depth: tokens on the longest path of its trees.
+        forward_name: what a drafter forward adds to a tree, for people.
+        draft: makes of (text, calibration, temperature at which the target wrote it) what drafts
+            along it; the text's states are of `pairing.layer_ids`.
         calibration: what is learned of its scores, from text to text; None: nothing.
+        chain: drafts chains of whole blocks along a text; None: it has no blocks.
+        block_size: K, tokens of a forward; 1 without blocks.
     """
 
     pairing: Pairing
-    model: SpecBlockModel | Eagle3Model
-    shape: TreeShape | DynamicTreeConfig
+    depth: int
+    forward_name: str
+    draft: Callable[[EvalSequence, DraftCalibration | None, float], TreeDraft]
     calibration: DraftCalibration | None
-
-    @property
-    def depth(self) -> int:
-        """Tokens on the longest path: K·M, or EAGLE-3's levels."""
-        return self.shape.max_depth if isinstance(self.shape, TreeShape) else self.shape.depth
-
-    @property
-    def forward_name(self) -> str:
-        """What a drafter forward adds to the tree."""
-        return "block" if isinstance(self.shape, TreeShape) else "level"
+    chain: Callable[[EvalSequence], Chain] | None = None
+    block_size: int = 1
 
     def along(self, sequence: EvalSequence, temperature: float = 0.0) -> TreeDraft:
-        """Draft along one text; the sequence's states are of `pairing.layer_ids`."""
-        model, shape = self.model, self.shape
-        if isinstance(model, SpecBlockModel):
-            assert isinstance(shape, TreeShape)
-            return SpecBlockDraft(model, sequence, shape, self.calibration, temperature)
-        assert isinstance(shape, DynamicTreeConfig)
-        return Eagle3Draft(model, sequence, shape, self.calibration, temperature)
+        """Draft along one text."""
+        return self.draft(sequence, self.calibration, temperature)
+
+
+def pair(drafter: Path, target: Path | None) -> Pairing:
+    """Find a drafter's target (default: the one that its config names), and compare their sizes.
+
+    Raises:
+        TrainError: there is no target, or a drafter of this kind drafts in engines only.
+        CheckpointError: one of the configs cannot be used, or they do not belong together.
+    """
+    kind = kind_of(drafter)
+    if kind not in ALONG_TEXTS:
+        raise TrainError(
+            f"The drafter in {drafter} is of kind {kind!r}, but drafting along texts takes one of "
+            f"{', '.join(ALONG_TEXTS)}: measure it served, with `specblock bench`."
+        )
+    pairing: Pairing = _module(kind).pair(drafter, target)
+    return pairing
 
 
 def load_drafter(
@@ -137,6 +82,7 @@ def load_drafter(
     """Read the weights.
 
     Args:
+        dtype: of the arithmetic.
         nodes: N, budget of the trees.
         forwards: per step: blocks of SpecBlock, levels of EAGLE-3. Default: as in serving.
 
@@ -144,20 +90,14 @@ def load_drafter(
         CheckpointError: the tensors are not what the config says.
         OptionError: more forwards than are supported.
     """
-    key = "num_blocks" if pairing.kind == "specblock" else "depth"
-    given = {} if forwards is None else {key: forwards}
-    if pairing.kind == "specblock":
-        options = parse_drafter(given, pairing.kind, num_nodes=nodes)
-        model = checkpoint.load(pairing.drafter, dtype, device)
-        shape = serving_shape(model, options, nodes)
-        return LoadedDrafter(pairing, model, shape, _calibration(options, device))
-    levels = parse_drafter(given, pairing.kind, num_nodes=nodes)
-    eagle3 = eagle3_files.load(pairing.drafter, dtype, device)
-    growth = serving_growth(eagle3, levels, nodes)
-    return LoadedDrafter(pairing, eagle3, growth, _calibration(levels, device))
+    loaded: LoadedDrafter = _module(pairing.kind).load(pairing, dtype, device, nodes, forwards)
+    return loaded
 
 
-def _calibration(
-    options: SpecBlockConfig | Eagle3Config, device: torch.device
-) -> DraftCalibration | None:
-    return DraftCalibration(device, num_slots=1) if options.calibrate_drafts else None
+def calibration_for(calibrates: bool, device: torch.device) -> DraftCalibration | None:
+    """What a drafter's scores are learned with along texts, one at a time."""
+    return DraftCalibration(device, num_slots=1) if calibrates else None
+
+
+def _module(kind: str) -> Any:
+    return import_module(ALONG_TEXTS[kind])
