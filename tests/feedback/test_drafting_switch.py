@@ -9,6 +9,7 @@ from vllm_specblock.feedback.drafting_switch import (
     _PATIENCE,
     _PATIENCE_MEASURED,
     _PROBE_SHARE,
+    _PROBE_STEPS,
     _REPAID_IN,
     DraftingSwitch,
 )
@@ -166,11 +167,16 @@ def test_a_rest_ends_where_catching_up_is_won_back():
 
 
 def test_probes_are_rarer_where_catching_up_takes_long():
-    def first_probe(catch_up):
+    def first_probe(catch_up, gain=0.9):
         switch = DraftingSwitch(3, probes=True)
         for step in range(5_000):
-            if not switch.decide(4, 0.1, flat_until(64), 0.9, catch_up) and step > 10:
+            if not switch.decide(4, 0.1, flat_until(64), gain, catch_up) and step > 10:
                 return step
         return None
 
-    assert first_probe(0.0) < first_probe(10.0) == pytest.approx(10 / _PROBE_SHARE, abs=10)
+    later = first_probe(10.0) - first_probe(0.0)
+    assert later == pytest.approx(10 / _PROBE_SHARE, abs=10)
+    steps = _PROBE_STEPS * 4  # of four requests, each with three nodes
+    assert first_probe(0.0, 0.8) == pytest.approx(steps * (1 / 0.8 - 1) / _PROBE_SHARE, abs=10)
+    slow = first_probe(0.0, 0.01)
+    assert first_probe(0.0, 0.8) < slow < 5_000, "one slow measurement is not for good"

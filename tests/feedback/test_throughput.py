@@ -26,6 +26,35 @@ def test_nothing_is_said_of_what_was_not_timed():
     assert meter.gain(4, sampling=True) is None and meter.wants_plain(4, sampling=True)
 
 
+def lost(meter: Throughput, requests: int, gain: float, sampling: bool = False) -> None:
+    meter.observe(requests, False, requests, 1.0, sampling)
+    for _ in range(8):
+        meter.observe(requests, True, gain * requests, 1.0, sampling)
+
+
+def test_where_the_neighbours_lose_nobody_tries():
+    meter = Throughput()
+    lost(meter, 8, 0.7)
+    for requests, known in (2, None), (4, 0.7), (8, 0.7), (16, 0.7), (32, None):
+        assert meter.gain(requests) == (known and pytest.approx(known)), requests
+    assert meter.gain(8, sampling=True) == pytest.approx(0.7), "of greedy ones more is accepted"
+    assert meter.gain(4, sampling=True) is None
+    lost(meter, 2, 0.9)
+    assert meter.gain(4) == pytest.approx(0.9), "of two the one that loses less"
+    lost(meter, 4, 1.5)
+    assert meter.gain(4) == pytest.approx(1.5), "what was timed counts alone"
+
+
+def test_neighbours_for_which_drafts_pay_say_nothing():
+    meter = Throughput()
+    lost(meter, 8, 1.3)
+    lost(meter, 2, 0.7)
+    lost(meter, 1, 0.7, sampling=True)
+    assert meter.gain(4) is None and meter.gain(16) is None
+    assert meter.gain(1) == pytest.approx(0.7), "two requests that lose"
+    assert meter.gain(2, sampling=True) == pytest.approx(0.7)
+
+
 def test_plain_steps_are_timed_again_where_there_is_little_to_win():
     def until_plain(gain):
         meter = Throughput()

@@ -17,7 +17,11 @@ _PROBE_AFTER, _PROBE_LATEST = 128, 1024
 twice as many the next time, and so on."""
 
 _PROBE_SHARE = 0.02
-"""Of the time at rest, what the catching up of a probe may take."""
+"""Of the time at rest, what a probe may lose: by catching up, and by its steps."""
+
+_WORST = 1 / 3
+"""Gain below which a probe is thought to lose no more: a single slow measurement must not be one
+for good."""
 
 _REPAID_IN = 64
 """Steps in which drafting again has to win what catching up takes: nobody knows how long requests
@@ -102,7 +106,9 @@ class DraftingSwitch:
                 self._wait = _PROBE_AFTER
             self._rested += 1
             step = verify_cost[num_requests]
-            cheap = catch_up <= _PROBE_SHARE * self._rested * step
+            plain_steps = _PROBE_STEPS * (1 + self.usual.sum())  # for the tokens of a probe
+            lost = catch_up + plain_steps * max(0.0, 1 / max(gain, _WORST) - 1) * step
+            cheap = lost <= _PROBE_SHARE * self._rested * step
             repaid = catch_up <= _REPAID_IN * (gain - 1) * step
             if self.probes and self._rested >= self._wait and cheap:
                 self._probing, self._wait = _PROBE_STEPS, min(2 * self._wait, _PROBE_LATEST)

@@ -143,9 +143,19 @@ class Throughput:
         """Speed with drafts over that without; None where one of them is not known.
 
         In a long rest it stays what it was near the last drafts: else a machine that becomes slower
-        meanwhile would seem to be one on which drafts pay.
+        meanwhile would seem to be one on which drafts pay. Of batches that were not timed: what it
+        is of their neighbours if drafts lose in all that were, since to time them costs most there.
         """
-        return self._classes[_class_of(requests, sampling)].gain(self._beside)
+        size, _ = own = _class_of(requests, sampling)
+        found = self._classes[own].gain(self._beside)
+        if found is not None:
+            return found
+        near = [(size - 1, sampling), (size + 1, sampling)]
+        if sampling:  # of greedy ones more is accepted
+            near.append((size, False))
+        gains = [self._classes[each].gain(self._beside) for each in near if each in self._classes]
+        known = [gain for gain in gains if gain is not None]
+        return max(known) if known and max(known) < 1 else None
 
     def wants_plain(self, requests: int, sampling: bool = False) -> bool:
         """Whether the next step is to be a plain one, to be timed."""
