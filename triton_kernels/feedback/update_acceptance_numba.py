@@ -22,13 +22,7 @@ def update_acceptance_numba(
     _learn(
         judged.numpy(),
         reached.numpy(),
-        result.req_idx.long().numpy(),
-        result.num_run.long().numpy(),
-        result.accepted.long().numpy(),
-        result.path.numpy(),
-        result.score.numpy(),
-        result.origin.numpy(),
-        result.temperatures.numpy(),
+        *result.on_host(),
         bins_per_nat,
         decay,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 
@@ -52,3 +53,9 @@ class VerificationResult:
             len(self.req_idx),
             self.score.shape[1],
         )
+
+    def on_host(self) -> tuple[np.ndarray, ...]:
+        """As loops on a CPU take it: the fields in their order, requests' integers as int64."""
+        rows = (each.long() for each in (self.req_idx, self.num_run, self.accepted))
+        rest = (self.path, self.score, self.origin, self.temperatures)
+        return tuple(each.numpy() for each in (*rows, *rest))
