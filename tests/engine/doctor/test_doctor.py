@@ -38,9 +38,12 @@ def doctor(*arguments: str | Path) -> tuple[int, str]:
     return done.exit_code, done.output
 
 
-def by_name(target=None, drafter=None) -> dict[str, Finding]:
-    text = [None if each is None else str(each) for each in (target, drafter)]
-    return {finding.name: finding for finding in examine.examine(*text)}
+def by_name(target=None, drafter=None, **given) -> dict[str, Finding]:
+    """given: of a `speculative_config` beside the drafter's folder."""
+    if drafter is not None:
+        given["model"] = str(drafter)
+    found = examine.examine(None if target is None else str(target), given or None)
+    return {finding.name: finding for finding in found}
 
 
 def edited(folder: Path, to: Path, **changes) -> Path:
@@ -131,6 +134,51 @@ def test_a_drafter_alone(tmp_path):
     assert doctor("--model", spoilt)[0] == 1
     eagle = by_name(TARGET, ROOT / "examples/two_heads/eagle3")
     assert "eagle3" in eagle["drafter"].found and eagle["memory"].found.startswith("weights")
+
+
+EAGLE3 = ROOT / "examples/two_heads/eagle3"
+
+
+def test_two_drafters_and_what_each_takes():
+    second = {"model": str(EAGLE3)}
+    found = by_name(TARGET, DRAFTER, second_drafter=second, draft_policy="merge")
+    assert found["drafter 1"].found.startswith(f"{DRAFTER}: specblock")
+    assert found["drafter 2"].found.startswith(f"{EAGLE3}: eagle3")
+    assert found["memory 1"].found == by_name(TARGET, DRAFTER)["memory"].found
+    assert found["memory 2"].found == by_name(TARGET, EAGLE3)["memory"].found
+    given = json.dumps({"model": str(DRAFTER), "second_drafter": {"kind": "ngram"}})
+    code, said = doctor("--target", TARGET, "--speculative-config", given)
+    assert code == 0 and "ngram, reads the requests' own text" in said, said
+
+
+def test_weights_in_8_bits_take_less():
+    def weights(**given) -> float:
+        found = by_name(TARGET, DRAFTER, **given)["memory"].found
+        return float(re.match(r"weights ([\d.]+) MiB", found)[1])
+
+    assert 0.4 * weights() < weights(quantization="fp8") < 0.8 * weights()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"num_speculative_tokens": 0}, "'num_speculative_tokens' is 0"),
+        ({"second_drafter": {"kind": "hydra"}}, "'second_drafter.kind' is 'hydra'"),
+        ({"method": "eagle3"}, "'method' is 'eagle3', but must be 'specblock' here"),
+    ],
+)
+def test_a_wrong_config_says_what_an_engine_would(given, said):
+    found = by_name(TARGET, DRAFTER, **given)["drafter"]
+    assert found.verdict == "wrong" and said in found.advice
+
+
+def test_a_config_wants_a_target_and_no_model_beside():
+    found = by_name(kind="ngram")["drafter"]
+    assert found.verdict == "wrong" and "--target" in found.advice
+    code, said = doctor("--model", DRAFTER, "--speculative-config", "{}")
+    assert code == 2 and "both given" in said
+    code, said = doctor("--speculative-config", "ngram")
+    assert code == 2 and "not a JSON object" in said
 
 
 def test_another_release_is_wrong_and_nothing_is_imported_then(monkeypatch):

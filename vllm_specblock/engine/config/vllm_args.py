@@ -51,19 +51,12 @@ def translate(args: EngineArgs, target: ModelConfig, parallel: ParallelConfig) -
             cannot verify trees; a drafter that was made for another target.
         CheckpointError: the drafter's files are not what their config says.
     """
-    given = {key.replace("-", "_"): value for key, value in args.speculative_config.items()}
-    nodes = check_num_nodes(given.get("num_speculative_tokens", default_nodes()))
+    given, nodes = read_request(args)
     check_batch(args, nodes)
     check_runner(args, parallel)
     check_target(target)
     given.setdefault("enable_adaptive_verification", _adapts(given, parallel))
-    hub = {"token": args.hf_token, "cache_dir": args.download_dir}
-    resolved = resolve_config(given, nodes, target, hub)
-    _check_ranks(resolved, parallel)
-    resolved = _with_skipping(resolved, parallel)
-    check_weights(resolved)
-    check_acceptance(given, resolved)
-    check_adapt(given, resolved, parallel, target)
+    resolved = resolve_request(given, nodes, args, target, parallel)
 
     folder = next(
         (
@@ -94,9 +87,37 @@ def translate(args: EngineArgs, target: ModelConfig, parallel: ParallelConfig) -
     return resolved
 
 
-def default_nodes() -> int:
-    """Draft nodes where nobody says how many."""
-    return DEFAULT_NODES_ON_CPU if current_platform.is_cpu() else DEFAULT_NODES
+def read_request(args: EngineArgs) -> tuple[dict[str, Any], int]:
+    """The user's `speculative_config`, dashes in keys replaced, and its nodes N.
+
+    Raises:
+        OptionError: N is no number of nodes.
+    """
+    given = {key.replace("-", "_"): value for key, value in args.speculative_config.items()}
+    default = DEFAULT_NODES_ON_CPU if current_platform.is_cpu() else DEFAULT_NODES
+    return given, check_num_nodes(given.get("num_speculative_tokens", default))
+
+
+def resolve_request(
+    given: dict[str, Any],
+    nodes: int,
+    args: EngineArgs,
+    target: ModelConfig,
+    parallel: ParallelConfig,
+) -> ResolvedConfig:
+    """Drafters and how they go together, held against the target and the device.
+
+    Raises:
+        OptionError, CheckpointError: as `translate`.
+    """
+    hub = {"token": args.hf_token, "cache_dir": args.download_dir}
+    resolved = resolve_config(given, nodes, target, hub)
+    _check_ranks(resolved, parallel)
+    resolved = _with_skipping(resolved, parallel)
+    check_weights(resolved)
+    check_acceptance(given, resolved)
+    check_adapt(given, resolved, parallel, target)
+    return resolved
 
 
 def _adapts(given: dict[str, Any], parallel: ParallelConfig) -> bool:

@@ -7,23 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from vllm.config import ModelConfig, ParallelConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from vllm_specblock.config import METHOD, OptionError
+from vllm_specblock.drafters.common.post_load import process_after_loading
 from vllm_specblock.drafters.detect import kind_of
 from vllm_specblock.drafters.interface import CacheLayer
 from vllm_specblock.drafters.registry import drafter_kind
 from vllm_specblock.drafters.specblock.config import CheckpointError
-from vllm_specblock.engine.config.resolved_config import (
-    ResolvedDrafter,
-    fetch_drafter,
-    resolve_config,
-)
-from vllm_specblock.engine.config.validate import check_runner, check_target, check_weights
-from vllm_specblock.engine.config.vllm_args import default_nodes
+from vllm_specblock.engine.config.resolved_config import ResolvedDrafter, fetch_drafter
+from vllm_specblock.engine.config.validate import check_runner, check_target
+from vllm_specblock.engine.config.vllm_args import read_request, resolve_request
 from vllm_specblock.engine.doctor.finding import Finding, as_line, wrong
 
 Refused = (OptionError, CheckpointError)
@@ -38,16 +36,17 @@ def runner() -> Finding:
     return Finding("runner", "Model Runner V2")
 
 
-def pair(target: str | None, drafter: str | None) -> Iterator[Finding]:
-    """Findings about either, and about both together.
+def pair(target: str | None, given: dict[str, Any] | None) -> Iterator[Finding]:
+    """Findings about a target, about drafters, and about all of them together.
 
     Args:
-        target, drafter: folders or hub ids.
+        target: a folder or a hub id.
+        given: a `speculative_config`; None: no drafter is asked about.
     """
-    model = None
+    model, args = None, EngineArgs() if target is None else EngineArgs(model=target)
     if target is not None:
         try:
-            model = EngineArgs(model=target).create_model_config()
+            model = args.create_model_config()
         except Exception as error:  # whatever vLLM and transformers think of it
             yield wrong("target", target, f"vLLM does not take it: {as_line(error)}")
             return
@@ -57,44 +56,60 @@ def pair(target: str | None, drafter: str | None) -> Iterator[Finding]:
             yield wrong("target", target, as_line(error))
             return
         yield Finding("target", f"{target}: {model.architecture}, {_dtype(model.dtype)}")
-    if drafter is None:
+    if given is None:
         return
     if model is None:
-        yield alone(drafter)
+        yield alone(given)
         return
-    nodes = default_nodes()
-    given = {"method": METHOD, "model": drafter, "num_speculative_tokens": nodes}
+    args.speculative_config = {"method": METHOD, **given}
     try:
-        resolved = resolve_config(given, nodes, model, {})
-        check_weights(resolved)
+        given, nodes = read_request(args)
+        if given["method"] != METHOD:
+            raise OptionError(f"'method' is {given['method']!r}, but must be {METHOD!r} here.")
+        resolved = resolve_request(given, nodes, args, model, ParallelConfig())
     except Refused as error:
-        yield wrong("drafter", drafter, as_line(error))
+        yield wrong("drafter", _named(given), as_line(error))
         return
-    (one,) = resolved.drafters
-    layers = ", ".join(map(str, one.layers)) or "none"
-    yield Finding("drafter", f"{drafter}: {one.kind}, reads target layers {layers}")
-    yield memory(one, model, nodes)
+    for number, drafter in enumerate(resolved.drafters, 1):
+        which = f" {number}" if resolved.combine else ""
+        yield Finding(f"drafter{which}", _described(drafter))
+        if drafter.folder is not None:
+            yield memory(drafter, model, nodes, f"memory{which}")
 
 
-def alone(drafter: str) -> Finding:
+def alone(given: dict[str, Any]) -> Finding:
     """A drafter without a target to hold it against."""
+    advice = "Give --target to hold it against one."
+    if set(given) != {"model"}:
+        return wrong("drafter", "not looked at", advice)
     try:
-        folder = fetch_drafter(drafter)
+        folder = fetch_drafter(given["model"])
         kind = kind_of(folder)
         files = drafter_kind(kind).load_checkpoint_module()
         files.check_tensors(folder, files.read_config(folder))
     except Refused as error:
-        return wrong("drafter", drafter, as_line(error))
-    return Finding(
-        "drafter", f"{drafter}: {kind}, whole", "note", "Give --target to hold it against one."
-    )
+        return wrong("drafter", _named(given), as_line(error))
+    return Finding("drafter", f"{_named(given)}: {kind}, whole", "note", advice)
 
 
-def memory(drafter: ResolvedDrafter, target: ModelConfig, nodes: int) -> Finding:
+def _named(given: dict[str, Any]) -> str:
+    return str(given.get("model") or "without a model")
+
+
+def _described(drafter: ResolvedDrafter) -> str:
+    if drafter.folder is None:
+        return f"{drafter.kind}, reads the requests' own text"
+    layers = ", ".join(map(str, drafter.layers)) or "none"
+    return f"{drafter.folder}: {drafter.kind}, reads target layers {layers}"
+
+
+def memory(drafter: ResolvedDrafter, target: ModelConfig, nodes: int, name: str) -> Finding:
     """Weights and cache of a drafter, beside the target's cache; of one device that holds all."""
     kind, dtype = drafter_kind(drafter.kind), target.dtype
     assert drafter.folder is not None
     model = kind.load_checkpoint_module().load(Path(drafter.folder), dtype=dtype)
+    if getattr(drafter.options, "quantization", None) is not None:
+        process_after_loading(model, drafter.options.quantization)
     weights = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
     columns = tuple(range(len(drafter.layers)))
     made = kind.load_class()(
@@ -110,13 +125,13 @@ def memory(drafter: ResolvedDrafter, target: ModelConfig, nodes: int) -> Finding
     )
     if own > beside:
         return Finding(
-            "memory",
+            name,
             found,
             "note",
             "Less than half of the texts fit that fit without drafts: a drafter of fewer layers, "
             "heads or positions takes less.",
         )
-    return Finding("memory", found)
+    return Finding(name, found)
 
 
 def entries(layer: CacheLayer) -> int:
