@@ -34,7 +34,7 @@ from .cpu_attention_loop import (
     attention_loop,
     scratch_size,
 )
-from .cpu_packing import GROUP, Packing
+from .cpu_packing import ELEMENTS, GROUP, Packing
 from .cpu_threads import team_size
 
 _LEAST_WORK = 2048
@@ -77,6 +77,8 @@ class LayerCall:
     Args (strides in elements):
         query_stride, out_stride: of [T, heads, D].
         block_stride: of the cache.
+        value_scale: values are what the cache holds times this.
+        element: `ELEMENTS` of query and output.
         group: query heads per KV head.
         block_table: [R, max blocks] int32, the same in all layers.
     """
@@ -90,6 +92,8 @@ class LayerCall:
         packing: Packing,
         scale: float,
         soft_cap: float,
+        value_scale: float,
+        element: int,
         group: int,
         block_table: torch.Tensor,
     ):
@@ -99,11 +103,12 @@ class LayerCall:
         numbers += [block_table.data_ptr(), block_table.stride(0)]
         numbers += [x.ctypes.data for x in (plan.mask, plan.jobs, plan.bounds)]
         numbers += [self.threads, packing.kv_heads, group, packing.head_dim, packing.block_size]
-        numbers += [0, 0, scratch.ctypes.data, scratch.shape[1], config.ctypes.data]
+        numbers += [0, 0, scratch.ctypes.data, scratch.shape[1], config.ctypes.data, 0]
         self.arguments = np.array(numbers)
-        self.arguments[19:21].view(np.float64)[:] = scale, soft_cap
+        reals = self.arguments.view(np.float64)
+        reals[19:21], reals[24] = (scale, soft_cap), value_scale
         self.address = self.arguments.ctypes.data
-        self.loop = attention_loop(packing.element, packing.amx)
+        self.loop = attention_loop(element, packing.amx, packing.element)
 
     def __call__(self, query: int, out: int, cache: int) -> None:
         """Attend a layer whose tensors lie at these addresses."""
@@ -159,13 +164,17 @@ def attend_packed(
     scale: float,
     out: torch.Tensor,
     soft_cap: float = 0.0,
+    value_scale: float = 1.0,
 ) -> torch.Tensor:
     """One layer's attention of the plan's rows; arguments as in `tree_attention`.
+
+    The scale of keys, where a cache of 8 bits has one, is a factor of `scale` already.
 
     Rows past the plan's last become zeros; those of requests that were left out stay as they are.
     """
     if len(plan.jobs):
-        layout = query.stride(), out.stride(), kv_cache.stride(0), packing, scale, soft_cap
+        strides, element = (query.stride(), out.stride(), kv_cache.stride(0)), ELEMENTS[query.dtype]
+        layout = *strides, packing, scale, soft_cap, value_scale, element
         call = plan.calls.get(layout)
         if call is None:
             call = plan.calls[layout] = LayerCall(

@@ -12,7 +12,7 @@ from functools import lru_cache
 import numpy as np
 from numba import njit, types
 
-from .cpu_ir import BF16, FP32, view_of
+from .cpu_ir import BF16, FP8, FP32, view_of
 from .cpu_threads import doubles, integers, on_threads
 from .cpu_vectors import (
     COLUMNS,
@@ -49,19 +49,20 @@ def scratch_size(group: int, head_dim: int) -> int:
 
 
 @lru_cache
-def attention_loop(element: int, amx: bool):
+def attention_loop(element: int, amx: bool, stored: int):
     """→ f(arguments, threads): what `cpu_attention.LayerCall` calls for every layer.
 
-    element: of query, cache and output. amx: the cache is packed for AMX tiles (bf16 only),
-    otherwise keys by dimension and values by entry. The arguments are those of `share` below.
+    element: of query and output; stored: of the cache. amx: the cache is packed for AMX tiles (bf16
+    only), otherwise keys by dimension and values by entry. `share` below says the arguments.
     """
     size = 4 if element == FP32 else 2
+    stored_size = {FP32: 4, FP8: 1}.get(stored, 2)
     tile_rows = TILE_ROWS if amx else ROWS
     held = BF16 if amx else FP32  # queries and weights as the multiplications want them
     held_size = 2 if amx else 4
     take, give = scale_row(element, held), scale_row(FP32, element)
     block_ids, floats = view_of(types.int32), view_of(types.float32)
-    weigh, products = row_exp2(held), multiply(element)
+    weigh, products = row_exp2(held), multiply(stored)
 
     @njit(nogil=True, error_model="numpy")
     def scores(q, keys, c, rows, tokens, head_dim, block_size):
@@ -84,7 +85,7 @@ def attention_loop(element: int, amx: bool):
                     products(
                         q + row * head_dim * 4,
                         head_dim,
-                        keys + token * size,
+                        keys + token * stored_size,
                         block_size,
                         at,
                         PITCH,
@@ -111,7 +112,14 @@ def attention_loop(element: int, amx: bool):
                     )
                 else:
                     products(
-                        weights, PITCH, values + dim * size, head_dim, at, head_dim, tokens, add
+                        weights,
+                        PITCH,
+                        values + dim * stored_size,
+                        head_dim,
+                        at,
+                        head_dim,
+                        tokens,
+                        add,
                     )
 
     @njit(nogil=True, error_model="numpy")
@@ -136,6 +144,7 @@ def attention_loop(element: int, amx: bool):
         scale,
         soft_cap,
         scratch,
+        value_scale,
     ):
         """The rows of one job, and the query heads of one KV head."""
         most = rows_at_once(group)
@@ -166,7 +175,13 @@ def attention_loop(element: int, amx: bool):
                 # `within` is a multiple of 32.
                 place += within * head_dim if amx else within
                 scores(
-                    q, cache + place * size, s + (at - tile) * 4, rows, tokens, head_dim, block_size
+                    q,
+                    cache + place * stored_size,
+                    s + (at - tile) * 4,
+                    rows,
+                    tokens,
+                    head_dim,
+                    block_size,
                 )
                 at += tokens
             if cap > 0:
@@ -196,7 +211,7 @@ def attention_loop(element: int, amx: bool):
                 place += within * TILE_ROWS if amx else within * head_dim
                 values(
                     s + (at - tile) * held_size,
-                    cache + place * size,
+                    cache + place * stored_size,
                     o,
                     rows,
                     tokens,
@@ -212,13 +227,13 @@ def attention_loop(element: int, amx: bool):
                 o + row * head_dim * 4,
                 out + at * size,
                 head_dim,
-                np.float32(1.0) / total if total > 0 else np.float32(0.0),
+                np.float32(value_scale) / total if total > 0 else np.float32(0.0),
             )
 
     @njit(nogil=True, error_model="numpy")
     def share(arguments, thread, threads):
         """What one thread of a team does: a run of jobs × KV heads, by `bounds`."""
-        a, d = integers(arguments, 24), doubles(arguments, 24)
+        a, d = integers(arguments, 25), doubles(arguments, 25)
         jobs, bounds, parts, kv_heads = a[12], a[13], a[14], a[15]
         scratch = a[21] + thread * a[22] * 4
         if amx:
@@ -247,6 +262,7 @@ def attention_loop(element: int, amx: bool):
                     d[19],
                     d[20],
                     scratch,
+                    d[24],
                 )
         if amx:
             amx_end()

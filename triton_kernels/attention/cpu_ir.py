@@ -13,7 +13,7 @@ from numba.extending import intrinsic
 
 LANES = 16
 
-FP32, BF16, FP16 = 0, 1, 2
+FP32, BF16, FP16, FP8 = 0, 1, 2, 3  # FP8: e4m3 without infinities, read only
 
 _HOST = binding.get_host_cpu_features()
 
@@ -35,7 +35,7 @@ class _BFloat(ir.Type):
     __hash__ = ir.Type.__hash__
 
 
-_BYTES = {FP32: 4, BF16: 2, FP16: 2}
+_BYTES = {FP32: 4, BF16: 2, FP16: 2, FP8: 1}
 
 
 def _call(builder, name, result, *arguments):
@@ -69,7 +69,17 @@ def _read(builder, address, element=FP32):
         raw = builder.load(_pointer(builder, address, ir.VectorType(_I16, LANES)), align=2)
         wide = builder.shl(builder.zext(raw, _VI), _const(16))
         return builder.bitcast(wide, _V)
-    raw = builder.load(_pointer(builder, address, ir.VectorType(ir.HalfType(), LANES)), align=2)
+    halves = ir.VectorType(ir.HalfType(), LANES)
+    if element == FP8:
+        # In a half's places the exponent, its bias 8 smaller, is 2^-8 of the number. Subnormals
+        # of half stay exact, whatever the processor does to those of fp32.
+        raw = builder.load(_pointer(builder, address, ir.VectorType(_I8, LANES)), align=1)
+        wide = builder.sext(raw, ir.VectorType(_I16, LANES))
+        sign, rest = (ir.Constant(wide.type, [mask] * LANES) for mask in (-(1 << 15), 0x3F80))
+        seven = ir.Constant(wide.type, [7] * LANES)
+        bits = builder.or_(builder.and_(wide, sign), builder.and_(builder.shl(wide, seven), rest))
+        return builder.fmul(builder.fpext(builder.bitcast(bits, halves), _V), _const(256.0))
+    raw = builder.load(_pointer(builder, address, halves), align=2)
     return builder.fpext(raw, _V)
 
 

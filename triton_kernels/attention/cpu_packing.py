@@ -5,7 +5,7 @@ of its N entries of D numbers each:
 
 * for AMX tiles (bf16) keys as [N/16, D/2, 16 entries, 2], values as [D/16, N/2, 16 numbers, 2],
   so that two numbers that are multiplied and added together are neighbours;
-* for other vector units keys as [D, N] and values as [N, D].
+* for other vector units, and for 8-bit caches, keys as [D, N] and values as [N, D].
 
 Both fill a page of vLLM's cache exactly, whatever order of heads and entries the page was made for.
 The loops here store and move entries; attention over them is `cpu_attention.py`. Importing this
@@ -20,9 +20,14 @@ from typing import NamedTuple
 import torch
 from numba import njit, types
 
-from .cpu_ir import BF16, FP16, FP32, view_of
+from .cpu_ir import BF16, FP8, FP16, FP32, view_of
 
-ELEMENTS = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
+ELEMENTS = {
+    torch.float32: FP32,
+    torch.bfloat16: BF16,
+    torch.float16: FP16,
+    torch.float8_e4m3fn: FP8,
+}
 GROUP = 32  # entries, and head dimensions, that the kernels take together
 
 
@@ -70,7 +75,8 @@ def store_packed(
     key: torch.Tensor,
     value: torch.Tensor,
 ) -> None:
-    """Store keys and values [T, H, D] at their entries [T] int64; negative: nowhere."""
+    """Store keys and values [T, H, D], of the cache's dtype, at their entries [T] int64; negative:
+    nowhere."""
     key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (key, value))
     store, _ = _loops(kv_cache.element_size(), packing.amx)
     store(
@@ -107,7 +113,7 @@ def move_packed(
         block_stride: elements from block to block, in every layer.
         source, target: [...] int64, alike; negative: nothing moves.
     """
-    size = {FP32: 4}.get(packing.element, 2)
+    size = {FP32: 4, FP8: 1}.get(packing.element, 2)
     _, move = _loops(size, packing.amx)
     source, target = source.contiguous(), target.contiguous()
     move(
@@ -127,7 +133,7 @@ def move_packed(
 @lru_cache
 def _loops(size: int, amx: bool):
     """(store, move) of elements of `size` bytes."""
-    elements = view_of(types.int16 if size == 2 else types.int32)
+    elements = view_of({1: types.int8, 2: types.int16, 4: types.int32}[size])
     longs = view_of(types.int64)
 
     @njit(nogil=True)

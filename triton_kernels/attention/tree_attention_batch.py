@@ -137,8 +137,8 @@ class TreeAttentionBatch:
             window: a query sees only the last so many entries of what it would see.
             bits_only: leave the prefix out, for a caller that attends it by other means.
             soft_cap, key_scale, value_scale, lse: see `tree_attention`.
-            packing: how the cache is packed, on a CPU; None: it is not. A packed cache knows no
-                scales, and `bits_only` and `lse` are not for it.
+            packing: how the cache is packed, on a CPU; None: it is not. `bits_only` and `lse` are
+                not for a packed cache.
             causal_elsewhere: leave the rows of `causal` requests as they are. Of a packed cache.
 
         Returns:
@@ -149,8 +149,12 @@ class TreeAttentionBatch:
         if packing is not None:
             group = query.shape[1] // packing.kv_heads
             plan = self._plan_packed(window, group, packing.kv_heads, causal_elsewhere)
+            value_factor = 1.0
+            if key_scale is not None and value_scale is not None:
+                scale *= key_scale.item()  # a host tensor
+                value_factor = value_scale.item()  # a host tensor
             return _loops().attend_packed(
-                query, kv_cache, packing, self.block_table, plan, scale, out, soft_cap
+                query, kv_cache, packing, self.block_table, plan, scale, out, soft_cap, value_factor
             )
         metadata = self._see(window, bits_only, query)
         rare: dict[str, Any] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.attention import MIXED, Blind, Chunk, Tree, check, make_batch
+from support.attention import MIXED, TOLERANCE, Blind, Chunk, Tree, check, make_batch
 
 pytest.importorskip("numba")
 
@@ -22,6 +22,7 @@ from vllm_specblock.triton_kernels.attention.cpu_packing import (
 )
 from vllm_specblock.triton_kernels.attention.sliding_window import see_last
 
+FP8 = torch.float8_e4m3fn
 FORMS = {
     "fp32": (torch.float32, False),
     "bf16": (torch.bfloat16, False),
@@ -42,13 +43,20 @@ def pack(kv_cache: torch.Tensor, amx: bool) -> tuple[torch.Tensor, Packing]:
     """A packed copy of a cache [blocks, H, N, 2D]; what nobody wrote becomes 0."""
     packed = torch.zeros_like(kv_cache.transpose(1, 2).contiguous()).transpose(1, 2)
     packing = packing_of(packed, amx)
-    entries = kv_cache.nan_to_num().transpose(1, 2).flatten(0, 1)
+    entries = kv_cache.float().nan_to_num().to(kv_cache.dtype).transpose(1, 2).flatten(0, 1)
     key, value = entries.chunk(2, dim=-1)
     store_packed(packed, packing, torch.arange(len(entries)), key, value)
     return packed, packing
 
 
-def attend(batch, amx: bool, window: int | None = None, soft_cap: float = 0.0, left_out=None):
+def attend(
+    batch,
+    amx: bool,
+    window: int | None = None,
+    soft_cap: float = 0.0,
+    left_out=None,
+    scales=(1.0, 1.0),
+):
     cache, packing = pack(batch.kv_cache, amx)
     prefix_from, mask_words = None, batch.mask_words
     if window is not None:
@@ -60,8 +68,9 @@ def attend(batch, amx: bool, window: int | None = None, soft_cap: float = 0.0, l
     group = batch.query.shape[1] // kv_heads
     plan = plan_packed(rows, group, kv_heads, left_out, prefix_from)
     out = torch.full_like(batch.query, torch.nan)
-    scale = batch.query.shape[-1] ** -0.5
-    return attend_packed(batch.query, cache, packing, batch.block_table, plan, scale, out, soft_cap)
+    scale = batch.query.shape[-1] ** -0.5 * scales[0]
+    table = batch.block_table
+    return attend_packed(batch.query, cache, packing, table, plan, scale, out, soft_cap, scales[1])
 
 
 @pytest.mark.parametrize("group, head_size", [(1, 32), (3, 64), (9, 96)])
@@ -77,6 +86,31 @@ def test_more_entries_than_one_tile_holds(form):
     dtype, amx = form
     batch = make_batch([Tree(2100, 40), Chunk(1020, 70)], block_size=96, dtype=dtype, num_words=2)
     check(attend(batch, amx), batch)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_cache_of_8_bits(dtype):
+    """Keys and values by scales of their own, behind a soft cap, too."""
+    batch = make_batch([*MIXED, Blind(3)], group=3, block_size=32, dtype=dtype, cache_dtype=FP8)
+    tolerance = {"atol": 3 * TOLERANCE[dtype], "rtol": TOLERANCE[dtype]}  # values of three times
+    for soft_cap in (0.0, 2.0):
+        wanted = batch.oracle(key_scale=0.5, value_scale=3.0, soft_cap=soft_cap)[0]
+        got = attend(batch, False, soft_cap=soft_cap, scales=(0.5, 3.0))
+        torch.testing.assert_close(got.double(), wanted, **tolerance)
+
+
+def test_every_number_of_8_bits_is_read():
+    """Rows that see one entry get its values, subnormals and all; there are no infinities."""
+    numbers = torch.arange(256, dtype=torch.uint8)
+    numbers[numbers & 0x7F == 0x7F] = 0  # NaN, which vLLM's kernel does not store
+    numbers = numbers.view(8, 32).view(FP8)
+    batch = make_batch([Chunk(0, 8)], num_kv_heads=1, head_size=32, block_size=32, cache_dtype=FP8)
+    block = int(batch.block_table[0, 0])
+    batch.kv_cache[block, 0, :8, 32:] = numbers
+    batch.prefix_len[:] = 0
+    batch.mask_words[:, 0] = 1 << torch.arange(8)
+    got = attend(batch, False)
+    assert torch.equal(got[:, 0], numbers.float()) and got.abs().max() == 448
 
 
 @pytest.mark.parametrize("window", [1, 7, 1500])
