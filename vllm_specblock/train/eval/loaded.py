@@ -23,6 +23,7 @@ from vllm_specblock.train.eval.drafting import SpecBlockDraft, serving_shape
 from vllm_specblock.train.eval.eagle3_drafting import Eagle3Draft, serving_growth
 from vllm_specblock.train.eval.steps import TreeDraft
 from vllm_specblock.train.learner import EvalSequence
+from vllm_specblock.train.target import target_rows
 
 
 @dataclass(frozen=True)
@@ -153,6 +154,9 @@ def load_drafter(
         return LoadedDrafter(pairing, model, shape, _calibration(options, device))
     levels = parse_drafter(given, pairing.kind, num_nodes=nodes)
     eagle3 = eagle3_files.load(pairing.drafter, dtype, device)
+    if eagle3.wants_head:
+        every = torch.arange(pairing.vocab_size)
+        eagle3.share_head(target_rows.head_rows(pairing.target, every).to(device))
     growth = serving_growth(eagle3, levels, nodes)
     return LoadedDrafter(pairing, eagle3, growth, _calibration(levels, device))
 
