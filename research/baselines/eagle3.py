@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from vllm_specblock.drafters.eagle3.config import Eagle3Shape
 from vllm_specblock.drafters.eagle3.growth import DynamicTreeConfig
 from vllm_specblock.drafters.eagle3.model import Eagle3Model
-from vllm_specblock.drafters.specblock.config import default_layer_ids
+from vllm_specblock.drafters.specblock.config import check_rope_scaling, default_layer_ids
 from vllm_specblock.drafters.specblock.config_json import rope_of
 from vllm_specblock.train.data.batch import Batch
 from vllm_specblock.train.data.labels import draft_labels
@@ -91,6 +91,7 @@ class Eagle3(Learner, Eagle3Model):
             sizes: fields of `Eagle3Shape` that shall not be the target's.
         """
         theta, scaling = rope_of(target_config.to_dict())
+        check_rope_scaling(scaling)  # YaRN's factor is put into weights that are loaded
         size, heads = target_config.hidden_size, target_config.num_attention_heads
         of_target = {
             "hidden_size": size,
@@ -226,7 +227,7 @@ class UnrolledSight:
         self.first: KeyValue | None = None  # of step 0
         self.own = Kept(dim=2)  # of the steps after it
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def __call__(self, _layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if self.first is None:
             self.first = key, value
             return masked_attention(query, key, value, self.mask)

@@ -78,6 +78,7 @@ def test_register_twice_patches_once():
     }
     assert ours - of_a_cpu == {
         "vllm.engine.arg_utils.EngineArgs.create_speculative_config",
+        "vllm.engine.arg_utils.maybe_override_with_speculators",
         "vllm.sampling_params.SamplingParams._validate_spec_decode",
     }
 

@@ -5,6 +5,7 @@ registry for is patched; every call that is not about SpecBlock goes to the orig
 
 At start-up (`registration.py`):
     EngineArgs.create_speculative_config: "method" is a Literal, until methods can be registered.
+    arg_utils.maybe_override_with_speculators: a checkpoint's method overrules the user's.
     spec_decode.init_speculator: an if-chain over vLLM's own, until they can be registered.
     SamplingParams._validate_spec_decode: refuses min_p and logit_bias with any speculation; with
         trees they are exact.

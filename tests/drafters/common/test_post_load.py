@@ -122,7 +122,7 @@ def test_an_eagle3_drafter_too():
     features = torch.randn(5, full.fc.in_features)
     embedding = torch.randn(5, full.config.hidden_size)
 
-    def alone(query, key, value):
+    def alone(_layer, query, key, value):
         return value.repeat_interleave(query.shape[-2] // value.shape[-2], -2)
 
     found = []
@@ -159,7 +159,7 @@ def test_folding_an_eagle3_drafter(change, keep):
     embedding, feature = torch.randn(2, 5, 32)
     keep = None if keep is None else torch.tensor(keep)
 
-    def attend(query, key, value):
+    def attend(_layer, query, key, value):
         kept = slice(None) if keep is None else keep
         score = (query.unflatten(1, (2, 2)) * key[kept, :, None]).sum(-1, keepdim=True)
         return (score.sigmoid() * value[kept, :, None]).flatten(1, 2)

@@ -175,6 +175,62 @@ def test_sharded_files_are_read_together(tmp_path):
     assert_loads(directory, drafter)
 
 
+def test_files_that_an_index_does_not_name_do_not_count(tmp_path):
+    drafter = drafter_of(OFFICIAL)
+    directory = write(tmp_path / "it", OFFICIAL, drafter.state_dict())
+    named = dict.fromkeys(drafter.state_dict(), "model.safetensors")
+    index = directory / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": named}))
+    save_file({"fc.weight": torch.zeros(1)}, directory / "consolidated.safetensors")
+    assert_loads(directory, drafter)
+
+
+def test_without_an_lm_head(tmp_path):
+    """It is the target's, where the drafter names the target's tokens from the target's width."""
+    raw = {k: v for k, v in OFFICIAL.items() if k != "draft_vocab_size"}
+    whole = drafter_of(raw)
+    whole.d2t.zero_()
+    tensors = whole.state_dict()
+    head = tensors.pop("lm_head.weight")
+    loaded = checkpoint.load(write(tmp_path / "it", raw, tensors))
+    assert loaded.wants_head and not whole.wants_head
+    loaded.share_head(head)
+    assert not loaded.wants_head and loaded.lm_head.weight.data_ptr() == head.data_ptr()
+    state = torch.randn(3, 32)
+    assert torch.equal(loaded.logits(state), whole.logits(state))
+
+
+def test_a_mapping_told_the_other_way_alone(tmp_path):
+    drafter = drafter_of(OFFICIAL)
+    tensors = drafter.state_dict()
+    t2d = torch.zeros(64, dtype=torch.bool)
+    t2d[tensors.pop("d2t") + torch.arange(40)] = True
+    assert_loads(write(tmp_path / "it", OFFICIAL, tensors | {"t2d": t2d}), drafter)
+
+
+def test_fc_with_a_bias(tmp_path):
+    """SGLang's trainers may write one, and no key of the config says so."""
+    tensors = drafter_of(OFFICIAL).state_dict()
+    tensors["fc.bias"] = torch.randn(32)
+    loaded = checkpoint.load(write(tmp_path / "it", OFFICIAL, tensors))
+    states = torch.randn(5, 96)
+    wanted = states @ tensors["fc.weight"].T + tensors["fc.bias"]
+    torch.testing.assert_close(loaded.fuse(states), wanted)
+
+
+def test_several_layers_and_biases_of_the_mlp(tmp_path):
+    raw = OFFICIAL | {"num_hidden_layers": 3, "mlp_bias": True, "attention_bias": True}
+    drafter = drafter_of(raw)
+    assert drafter.layers["2"].mlp.down_proj.bias is not None
+    assert drafter.layers["1"].self_attn.q_proj.weight.shape == (32, 32)
+    tensors = {n.replace("midlayer", "layers.0"): t for n, t in drafter.state_dict().items()}
+    # vLLM's layers all have this norm, and read it in the first.
+    tensors["layers.1.hidden_norm.weight"] = torch.ones(32)
+    assert_loads(write(tmp_path / "it", raw, tensors), drafter)
+    del tensors["layers.2.mlp.up_proj.bias"]
+    assert "lacks layers.2.mlp.up_proj.bias" in refused(write(tmp_path / "less", raw, tensors))
+
+
 # --- config --------------------------------------------------------------------------------
 
 
@@ -310,17 +366,17 @@ def test_plain_models_are_none(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"num_hidden_layers": 2}, "has 2 decoder layers, but only heads of one layer"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantised weights"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state = false"),
         ({"parallel_drafting": True}, "parallel drafting"),
         ({"architectures": ["PeagleLlamaForCausalLM"]}, "drafts in parallel (P-EAGLE)"),
         ({"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, "must be one of LlamaForCausalLMEagl"),
         ({"layer_types": ["sliding_attention"]}, "sliding-window attention"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
-        ({"mlp_bias": True}, "mlp_bias"),
+        ({"partial_rotary_factor": 1.5}, "turns 12 dimensions of a head, which has 8"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "must be one of default, linear"),
+        ({"rope_scaling": {"rope_type": "dynamic"}}, "one of default, linear, llama3, yarn"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "has factor = None"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_fast": "x"}}, "beta_fast"),
         ({"hidden_size": None}, "lacks the key 'hidden_size'"),
         ({"num_attention_heads": 0}, "'num_attention_heads' = 0"),
         ({"num_key_value_heads": 3}, "must be a multiple of num_key_value_heads, 3"),
@@ -358,6 +414,7 @@ def edited(tmp_path: Path, edit) -> str:
 
 
 def test_tensors_that_do_not_fit(tmp_path):
+    # The target's LM head names other tokens, and has another place for each.
     assert "lacks lm_head.weight" in edited(tmp_path, lambda t: t.pop("lm_head.weight"))
     assert "lacks d2t" in edited(tmp_path, lambda t: t.pop("d2t"))
     message = edited(tmp_path, lambda t: t.update({"layers.1.norm.weight": torch.zeros(1)}))
@@ -377,6 +434,17 @@ def test_a_target_of_another_width_needs_an_embedding_of_its_own(tmp_path):
     raw = OFFICIAL | {"target_hidden_size": 24}
     message = refused(write(tmp_path, raw, drafter_of(raw).state_dict()))
     assert "lacks embed_tokens.weight" in message
+
+
+def test_indices_that_are_none(tmp_path):
+    directory = write(tmp_path, OFFICIAL, drafter_of(OFFICIAL).state_dict())
+    index = directory / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"fc.weight": "model-2.safetensors"}}))
+    assert "names model-2.safetensors, which is no file in" in refused(directory)
+    index.write_text(json.dumps({"weight_map": {"fc.weight": "../model.safetensors"}}))
+    assert "names ../model.safetensors, which is no file in" in refused(directory)
+    index.write_text("{}")
+    assert "has no weight_map" in refused(directory)
 
 
 def test_missing_and_broken_files(tmp_path):

@@ -23,6 +23,7 @@ VARIANTS = {
     "norm_output": True,
     "qk_norm": True,
     "qkv_bias": True,
+    "mlp_bias": True,
     "logit_scale": 0.5,
 }
 
@@ -62,7 +63,7 @@ def make_head(drafter, nodes: int = 40, lookahead: int | None = None, **options)
         drafter, lambda ids: table[ids], Eagle3Config(**options), nodes, MAX_LEN, lookahead
     )
     # Noise in the cache: nothing of it may be seen.
-    head.bind([torch.randn(20, PAGE, 2, 16).transpose(1, 2)])
+    head.bind([torch.randn(20, PAGE, 2, 16).transpose(1, 2) for _ in head.cache_layers()])
     return head
 
 
@@ -76,11 +77,13 @@ class Plain:
     def state(self, path: list[int]) -> torch.Tensor:
         """[H], after the committed text and `path`."""
         drafter, end = self.drafter, self.end
-        seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+        seen: list[list[tuple[torch.Tensor, torch.Tensor]]] = [
+            [] for _ in range(drafter.config.num_hidden_layers)
+        ]
 
-        def attend(query, key, value):
-            seen.append((key[0], value[0]))
-            return self._attention(query[0], seen)[None]
+        def attend(layer, query, key, value):
+            seen[layer].append((key[0], value[0]))
+            return self._attention(query[0], seen[layer])[None]
 
         def row(token, feature, position):
             at = torch.tensor([position])
@@ -148,6 +151,7 @@ def world(requests: int):
         ({"depth": 5, "top_k": 1}, {}),
         ({"depth": 4, "top_k": 3, "calibrate_drafts": False}, {}),
         ({"depth": 3, "top_k": 3}, VARIANTS),
+        ({"depth": 3, "top_k": 3}, {"num_hidden_layers": 3}),
         ({"depth": 3, "top_k": 2}, {"num_features": 2, "layer_ids": (1, 3)}),
     ],
 )

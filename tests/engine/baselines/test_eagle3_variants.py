@@ -1,4 +1,5 @@
-"""Our EAGLE-3 head computes what vLLM's own `eagle3` computes, whatever a checkpoint varies.
+"""Our EAGLE-3 head computes what vLLM's own `eagle3` computes, whatever a checkpoint varies, and
+its trees change no token.
 
 Heads are random, so that nearly every draft is wrong and each step is another text to compare.
 """
@@ -12,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from support.committed import rows_of
-from support.engines import TARGET, make_engine, prompts, record_drafts
+from support.engines import TARGET, assert_identical, make_engine, prompts, record_drafts
 from vllm import SamplingParams
 
 from vllm_specblock.config import Eagle3Config
@@ -20,12 +21,14 @@ from vllm_specblock.drafters.eagle3 import checkpoint
 from vllm_specblock.drafters.eagle3.config_json import from_json
 from vllm_specblock.drafters.eagle3.drafter import Eagle3Drafter
 from vllm_specblock.drafters.eagle3.model import Eagle3Model
+from vllm_specblock.engine.runner.speculator import TreeSpeculator
 from vllm_specblock.train.data.batch import Batch
 from vllm_specblock.train.target.features import OnlineTeacher, load_target
 
 DRAFTED, LAYERS, PAGE, MAX_LEN = 3, (2, 3, 4), 16, 256
 PROMPTS = prompts(3)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=0.9, seed=7, max_tokens=24, ignore_eos=True)
 
 
 def layer_json(**changes) -> dict:
@@ -48,11 +51,14 @@ def layer_json(**changes) -> dict:
 
 
 def flat() -> dict:
-    """The authors' layout, with biases, one norm before fc, llama3 RoPE, no mapping."""
+    """The authors' layout: two layers, every bias, one norm before fc, llama3 RoPE; embedding, LM
+    head and vocabulary are the target's."""
     return layer_json(
         architectures=["LlamaForCausalLMEagle3"],
         model_type="llama",
+        num_hidden_layers=2,
         attention_bias=True,
+        mlp_bias=True,
         rope_theta=5000.0,
         rope_scaling={
             "rope_type": "llama3",
@@ -67,7 +73,7 @@ def flat() -> dict:
 
 
 def speculators() -> dict:
-    """Qwen3, every other norm, a mapping and an embedding of its own."""
+    """Qwen3, every other norm, YaRN over half of each head, a mapping, LM head and embedding."""
     return {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
@@ -76,7 +82,16 @@ def speculators() -> dict:
         "fc_norm": True,
         "norm_output": True,
         "eagle_aux_hidden_state_layer_ids": LAYERS,
-        "transformer_layer_config": layer_json(model_type="qwen3", rope_theta=5000.0),
+        "transformer_layer_config": layer_json(
+            model_type="qwen3",
+            rope_parameters={
+                "rope_type": "yarn",
+                "rope_theta": 5000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+                "partial_rotary_factor": 0.5,
+            },
+        ),
         "speculators_config": {
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
@@ -87,9 +102,10 @@ def speculators() -> dict:
     }
 
 
-def write(directory: Path, raw: dict, own_embedding: bool) -> None:
+def write(directory: Path, raw: dict, whole: bool) -> None:
+    """whole: with embedding, LM head and mapping, as safetensors; else without, in two .bin."""
     torch.manual_seed(0)
-    drafter = Eagle3Model(from_json(raw, "config.json"), own_embedding)
+    drafter = Eagle3Model(from_json(raw, "config.json"), own_embedding=whole)
     with torch.no_grad():
         for weight in drafter.parameters():
             # Large enough for every part of the layer to tell.
@@ -98,9 +114,14 @@ def write(directory: Path, raw: dict, own_embedding: bool) -> None:
     named = torch.randperm(shape.vocab_size)[: shape.draft_vocab_size].sort().values
     drafter.d2t.copy_(named - torch.arange(len(named)))
     tensors = {n.replace("midlayer", "layers.0"): t for n, t in drafter.state_dict().items()}
-    if shape.draft_vocab_size == shape.vocab_size:
-        del tensors["d2t"]
-    save_file(tensors, directory / "model.safetensors")
+    if whole:
+        save_file(tensors, directory / "model.safetensors")
+    else:
+        del tensors["d2t"], tensors["lm_head.weight"]
+        names = sorted(tensors)
+        for part, chosen in enumerate((names[:9], names[9:]), start=1):
+            shard = {name: tensors[name] for name in chosen}
+            torch.save(shard, directory / f"pytorch_model-0000{part}-of-00002.bin")
     (directory / "config.json").write_text(json.dumps(raw))
 
 
@@ -110,24 +131,33 @@ def teacher() -> OnlineTeacher:
     return OnlineTeacher(target, LAYERS, torch.arange(2048))
 
 
-@pytest.mark.parametrize(("make", "own_embedding"), [(flat, False), (speculators, True)])
-def test_step_by_step_the_same_draft(make, own_embedding, teacher, tmp_path, monkeypatch):
-    write(tmp_path, make(), own_embedding)
-    engine = make_engine(
-        {"method": "eagle3", "model": str(tmp_path), "num_speculative_tokens": DRAFTED}
-    )
+@pytest.mark.parametrize(("make", "whole"), [(flat, False), (speculators, True)])
+def test_step_by_step_the_same_draft(make, whole, teacher, plain, tmp_path, monkeypatch):
+    write(tmp_path, make(), whole)
+    # Where it names its target vLLM finds it, and its method.
+    asked = {"method": "eagle3", "num_speculative_tokens": DRAFTED}
+    named = {"model": str(tmp_path)}
+    engine = make_engine(asked, **named) if whole else make_engine(asked | named)
+    assert not isinstance(engine.speculator, TreeSpeculator)
     drafts = record_drafts(engine, monkeypatch)
+    model = checkpoint.load(tmp_path)
+    assert model.wants_head is not whole
+    if model.wants_head:
+        model.share_head(teacher.head)
     head = Eagle3Drafter(
-        checkpoint.load(tmp_path),
+        model,
         teacher.embed,
         Eagle3Config(depth=DRAFTED, top_k=1),
         DRAFTED,
         MAX_LEN,
     )
-    layer = head.cache_layers()[0]
     pages = MAX_LEN // PAGE + 1
-    cache = torch.zeros(pages, PAGE, layer.num_kv_heads, 2 * layer.head_dim).transpose(1, 2)
-    head.bind([cache])
+    head.bind(
+        [
+            torch.zeros(pages, PAGE, layer.num_kv_heads, 2 * layer.head_dim).transpose(1, 2)
+            for layer in head.cache_layers()
+        ]
+    )
     table = torch.arange(1, pages)[None]
     same = steps = 0
     for prompt in PROMPTS:
@@ -150,3 +180,14 @@ def test_step_by_step_the_same_draft(make, own_embedding, teacher, tmp_path, mon
     assert steps > 40
     # Two tokens that score the same to the last bits may change places.
     assert same >= steps - 1, f"{same} of {steps}"
+    chain = drafts[0]
+
+    trees = {"num_speculative_tokens": 8}
+    engine = make_engine(trees, **named) if whole else make_engine(trees | named)
+    assert isinstance(engine.speculator, TreeSpeculator)
+    drafts = record_drafts(engine, monkeypatch)
+    assert_identical(engine.generate(PROMPTS, SAMPLED), plain.generate(PROMPTS, SAMPLED))
+    assert_identical(engine.generate(PROMPTS, GREEDY), plain.generate(PROMPTS, GREEDY))
+    drafts.clear()
+    engine.generate([PROMPTS[-1]], GREEDY)
+    assert drafts[0][0] == chain[0]  # the best node is the chain's first token

@@ -121,14 +121,18 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SiLU-gated feed-forward layer."""
+    """SiLU-gated feed-forward layer.
 
-    def __init__(self, sizes: Sizes) -> None:
+    Args:
+        bias: of the projections.
+    """
+
+    def __init__(self, sizes: Sizes, bias: bool = False) -> None:
         super().__init__()
         size, inner = sizes.hidden_size, sizes.intermediate_size
-        self.gate_proj = nn.Linear(size, inner, bias=False)
-        self.up_proj = nn.Linear(size, inner, bias=False)
-        self.down_proj = nn.Linear(inner, size, bias=False)
+        self.gate_proj = nn.Linear(size, inner, bias=bias)
+        self.up_proj = nn.Linear(size, inner, bias=bias)
+        self.down_proj = nn.Linear(inner, size, bias=bias)
         self.gate_up: Stacked | None = None
 
     def fold(self) -> None:

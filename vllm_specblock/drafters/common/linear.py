@@ -106,12 +106,12 @@ class Stacked(nn.Module):
 
 
 def add_linear(residual: Tensor, x: Tensor, linear: nn.Linear | Fp8Linear | PackedLinear) -> Tensor:
-    """residual + linear(x) without a gradient or a bias; on CUDA one launch.
+    """residual + linear(x) without a gradient; on CUDA one launch, unless there is a bias.
 
     residual [..., out] and x [..., in], contiguous. There the sum may take the place of
     `residual`, and is rounded once where two launches round twice.
     """
-    if not residual.is_cuda:
+    if not residual.is_cuda or linear.bias is not None:
         return residual + linear(x)
     if isinstance(linear, Fp8Linear):
         return fp8_linear(x, linear.weight, linear.scale, residual)

@@ -1,14 +1,14 @@
 """EAGLE-3 checkpoints: detect, check and load.
 
-The tensors lie in `*.safetensors`, or else in `pytorch_model*.bin`. The layer is called
-`midlayer` or `layers.0`, with or without `model.` before it, and its projections may be fused.
+The first layer is called `midlayer` or `layers.0`, with or without `model.` before it, and
+projections may be fused. Embedding, LM head and vocabulary mapping are there or are not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Collection
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,27 +18,22 @@ from vllm_specblock.drafters.common.checkpoint_files import (
     PathLike,
     check_names,
     check_shapes,
-    opened,
     wanted_shapes,
     with_weights,
 )
 from vllm_specblock.drafters.eagle3 import config_json
 from vllm_specblock.drafters.eagle3.config import Eagle3Shape
 from vllm_specblock.drafters.eagle3.model import Eagle3Model
+from vllm_specblock.drafters.eagle3.rewritten import rewritten
+from vllm_specblock.drafters.eagle3.stored import Stored, stored_in
 from vllm_specblock.drafters.specblock.config import CheckpointError
 from vllm_specblock.drafters.specblock.config_json import read_json
 
 _UNUSED = ("t2d", "mask_hidden", "rotary_emb.inv_freq")
 """Tensors that say nothing to a plain EAGLE-3 drafter: the mapping's other direction, what
 parallel drafting reads, and RoPE, which is computed."""
-_EMBEDDING, _MAPPING = "embed_tokens.weight", "d2t"
-
-
-class _Stored(NamedTuple):
-    """A tensor in a file: its shape, and how to read it."""
-
-    shape: tuple[int, ...]
-    read: Callable[[], Tensor]
+_EMBEDDING, _HEAD, _FC_BIAS = "embed_tokens.weight", "lm_head.weight", "fc.bias"
+_MAPPING, _MARKS = "d2t", "t2d"
 
 
 def is_eagle3(directory: PathLike) -> bool:
@@ -85,72 +80,56 @@ def load(
 ) -> Eagle3Model:
     """A drafter with its weights cast to `dtype`, on `device`.
 
+    Without an LM head of its own it wants the target's (`Eagle3Model.wants_head`).
+
     Raises:
         CheckpointError: as `read_config` and `check_tensors`.
     """
     config = read_config(directory)
     tensors = read_tensors(directory, config)
-    own = _EMBEDDING in tensors
-    return with_weights(lambda: Eagle3Model(config, own_embedding=own), tensors, dtype, device)
+    make = partial(_model, config, tensors.keys())
+    return with_weights(make, rewritten(tensors, config), dtype, device)
 
 
-def _checked(directory: Path, config: Eagle3Shape) -> dict[str, _Stored]:
+def _model(config: Eagle3Shape, names: Collection[str]) -> Eagle3Model:
+    """The model that a checkpoint with tensors of these names is for."""
+    # The target's embedding will do only where it is as wide, and its LM head where it also names
+    # the same tokens.
+    narrow = config.hidden_size != config.target_hidden_size
+    return Eagle3Model(
+        config,
+        own_embedding=_EMBEDDING in names or narrow,
+        own_head=_HEAD in names or narrow or config.draft_vocab_size != config.vocab_size,
+        fc_bias=_FC_BIAS in names,
+    )
+
+
+def _checked(directory: Path, config: Eagle3Shape) -> dict[str, Stored]:
     """The drafter's tensors under its own names; the mapping alone has been read."""
-    stored = _named(_stored(directory), config)
-    full = config.draft_vocab_size == config.vocab_size
-    if full and _MAPPING not in stored:
-        zeros = torch.zeros(config.draft_vocab_size, dtype=torch.int64)
-        stored[_MAPPING] = _Stored(tuple(zeros.shape), lambda: zeros)
-    # The target's embedding will do only where it is as wide.
-    own = _EMBEDDING in stored or config.hidden_size != config.target_hidden_size
-    wanted = wanted_shapes(lambda: Eagle3Model(config, own_embedding=own))
-    found = {name: entry.shape for name, entry in stored.items()}
-    check_names(found, wanted, directory)
-    check_shapes(found, wanted, directory)
+    found = stored_in(directory)
+    stored = _named(found, config)
+    if _MAPPING not in stored and (mapping := _other_mapping(found, config)) is not None:
+        stored[_MAPPING] = Stored(tuple(mapping.shape), lambda: mapping)
+    wanted = wanted_shapes(partial(_model, config, stored.keys()))
+    shapes = {name: entry.shape for name, entry in stored.items()}
+    check_names(shapes, wanted, directory)
+    check_shapes(shapes, wanted, directory)
     _check_mapping(stored[_MAPPING].read(), config.vocab_size, directory)
     return stored
 
 
-def _stored(directory: Path) -> dict[str, _Stored]:
-    """Every tensor of the checkpoint, by the name that it has there."""
-    if files := sorted(directory.glob("*.safetensors")):
-        return {name: entry for path in files for name, entry in _safetensors(path).items()}
-    if files := sorted(directory.glob("pytorch_model*.bin")):
-        return {name: entry for path in files for name, entry in _pickled(path).items()}
-    raise CheckpointError(
-        f"There is neither a .safetensors file nor a pytorch_model.bin in {directory}."
-    )
+def _other_mapping(found: dict[str, Stored], config: Eagle3Shape) -> Tensor | None:
+    """d2t of a checkpoint that has none: of its t2d, or with nothing to map; None: neither."""
+    if config.draft_vocab_size == config.vocab_size:
+        return torch.zeros(config.draft_vocab_size, dtype=torch.int64)
+    marks = next((entry for name, entry in found.items() if name.endswith(_MARKS)), None)
+    if marks is None:
+        return None
+    targets = marks.read().nonzero()[:, 0]
+    return targets - torch.arange(len(targets))
 
 
-def _safetensors(path: Path) -> dict[str, _Stored]:
-    file = opened(path)
-
-    def entry(name: str) -> _Stored:
-        shape = tuple(file.get_slice(name).get_shape())
-        return _Stored(shape, lambda: file.get_tensor(name))
-
-    return {name: entry(name) for name in file.keys()}  # noqa: SIM118
-
-
-def _pickled(path: Path) -> dict[str, _Stored]:
-    try:
-        # Mapped: bytes are read from the disk when a tensor is.
-        tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # on foreign bytes torch's unpickler fails with anything
-        raise CheckpointError(
-            f"{path} is not a plain dict of tensors (torch.load with weights_only=True and "
-            f"mmap=True: {type(error).__name__}); save it anew, best as safetensors."
-        ) from None
-    if not isinstance(tensors, dict) or not all(isinstance(t, Tensor) for t in tensors.values()):
-        raise CheckpointError(f"{path} is not a plain dict of tensors.")
-
-    def entry(tensor: Tensor) -> _Stored:
-        return _Stored(tuple(tensor.shape), lambda: tensor)
-
-    return {name: entry(tensor) for name, tensor in tensors.items()}
-
-
-def _named(stored: dict[str, _Stored], config: Eagle3Shape) -> dict[str, _Stored]:
+def _named(stored: dict[str, Stored], config: Eagle3Shape) -> dict[str, Stored]:
     """The same under the drafter's names, unused ones left out and fused ones taken apart."""
     heads = config.num_attention_heads * config.head_dim
     kv_heads = config.num_key_value_heads * config.head_dim
@@ -168,19 +147,17 @@ def _named(stored: dict[str, _Stored], config: Eagle3Shape) -> dict[str, _Stored
         name = name.removeprefix("model.")
         if name.startswith("layers.0."):
             name = "midlayer." + name.removeprefix("layers.0.")
+        if name.startswith("layers.") and ".hidden_norm." in name:
+            continue  # of a feature, which only the first layer reads
         whole = next((key for key in fused if key in name), None)
         if whole is None or entry.shape[:1] != (sum(fused[whole].values()),):
             out[name] = entry
             continue
         first = 0
         for part, rows in fused[whole].items():
-            out[name.replace(whole, part)] = _rows(entry, first, rows)
+            out[name.replace(whole, part)] = entry.rows(first, rows)
             first += rows
     return out
-
-
-def _rows(entry: _Stored, first: int, count: int) -> _Stored:
-    return _Stored((count, *entry.shape[1:]), lambda: entry.read()[first : first + count])
 
 
 def _check_mapping(d2t: Tensor, vocab_size: int, directory: Path) -> None:

@@ -15,18 +15,21 @@ from vllm_specblock.drafters.specblock.config import (
 
 
 class Eagle3Shape(BaseModel):
-    """One decoder layer over embedding and feature, and what checkpoints vary about it.
+    """Decoder layers over embedding and feature, and what checkpoints vary about them.
 
     Attributes:
         target_hidden_size: Ht, width of the target's hidden states.
         vocab_size: V of the target.
+        num_hidden_layers: L. Only the first layer reads the embedding.
         draft_vocab_size: Vd, width of the LM head; equal to `vocab_size` means no mapping.
+        rotary_dim: dimensions of a head that RoPE turns, its first ones; None: all of them.
         num_features: hidden states of the target that are fused.
         layer_ids: which ones: i is the residual stream after i layers. None if the checkpoint
             leaves it to the target: `default_layer_ids` of its layer count.
         qk_norm: whether queries and keys are RMS-normed per head, as in Qwen3.
         qkv_bias, output_bias: of the attention's projections.
-        norm_before_residual: whether the layer's residual is the feature after its norm.
+        mlp_bias: of the MLP's projections.
+        norm_before_residual: whether the first layer's residual is the feature after its norm.
         norm_before_fc: whether the fused features are normed together before `fc`.
         fc_norm: whether each of them is normed by itself before `fc`.
         norm_output: whether a later step's feature is the state after the final norm.
@@ -41,16 +44,19 @@ class Eagle3Shape(BaseModel):
     num_key_value_heads: Count
     head_dim: Annotated[int, Field(ge=2, multiple_of=2)]
     intermediate_size: Count
+    num_hidden_layers: Count = 1
     vocab_size: Count
     draft_vocab_size: Count
     rms_norm_eps: Annotated[float, Field(gt=0)] = 1e-6
     rope_theta: Annotated[float, Field(gt=0)] = 10000.0
     rope_scaling: dict[str, Any] | None = None
+    rotary_dim: Annotated[int, Field(ge=2, multiple_of=2)] | None = None
     num_features: Count = 3
     layer_ids: tuple[int, ...] | None = None
     qk_norm: bool = False
     qkv_bias: bool = False
     output_bias: bool = False
+    mlp_bias: bool = False
     norm_before_residual: bool = False
     norm_before_fc: bool = False
     fc_norm: bool = False
@@ -84,5 +90,9 @@ class Eagle3Shape(BaseModel):
                 f"it fuses {self.num_features} hidden states of the target, but names {named} "
                 "layers (the default is 3)"
             )
-        check_rope_scaling(self.rope_scaling)
+        if self.rotary_dim is not None and self.rotary_dim > self.head_dim:
+            raise ValueError(
+                f"RoPE turns {self.rotary_dim} dimensions of a head, which has {self.head_dim}"
+            )
+        check_rope_scaling(self.rope_scaling, yarn=True)
         return self

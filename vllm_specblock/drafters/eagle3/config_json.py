@@ -9,19 +9,23 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_specblock.drafters.eagle3.config import Eagle3Shape
-from vllm_specblock.drafters.specblock.config import CheckpointError
+from vllm_specblock.drafters.specblock.config import CheckpointError, rope_type
 from vllm_specblock.drafters.specblock.config_json import checked, rope_of
 
 _KINDS = {
     "LlamaForCausalLMEagle3": "llama",
     "Eagle3LlamaForCausalLM": "llama",
     "Eagle3Qwen3ForCausalLM": "qwen3",
+    "Eagle3MiniMaxM2ForCausalLM": "llama",
     # Named after the layer alone, and taken for EAGLE-3 because there is a draft vocabulary.
     "LlamaForCausalLM": "llama",
     "Qwen3ForCausalLM": "qwen3",
 }
 _HEAD_DIM_OF_QWEN3 = 128
 """What a Qwen3 config means that leaves `head_dim` out."""
+_THETA_OF_QWEN3 = 1e6
+"""What vLLM takes for a Qwen3 layer in the speculators layout that says nothing of RoPE; in the
+flat layout transformers has filled in its 10000 by then."""
 
 # Key of the speculators layout's top level → value when it is missing.
 _SPECULATORS_KEYS = {
@@ -59,7 +63,6 @@ def from_json(raw: dict[str, Any], where: str) -> Eagle3Shape:
         head_dim = _HEAD_DIM_OF_QWEN3
     elif head_dim is None and isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
         head_dim = hidden // heads
-    theta, scaling = rope_of(raw)
     eagle, layer_ids = _eagle(raw), _layer_ids(raw)
     bias = bool(raw.get("attention_bias"))
     keys = {
@@ -68,12 +71,12 @@ def from_json(raw: dict[str, Any], where: str) -> Eagle3Shape:
         "num_attention_heads": heads,
         "num_key_value_heads": raw.get("num_key_value_heads") or heads,
         "head_dim": head_dim,
+        "num_hidden_layers": raw.get("num_hidden_layers"),
         "intermediate_size": raw.get("intermediate_size"),
         "vocab_size": raw.get("vocab_size"),
         "draft_vocab_size": raw.get("draft_vocab_size") or raw.get("vocab_size"),
         "rms_norm_eps": raw.get("rms_norm_eps"),
-        "rope_theta": theta,
-        "rope_scaling": scaling,
+        **_rope(raw, kind, head_dim),
         "num_features": raw.get("num_aux_hidden_states")
         or raw.get("num_aux_layers")
         or (len(layer_ids) if isinstance(layer_ids, list) else 3),
@@ -81,6 +84,7 @@ def from_json(raw: dict[str, Any], where: str) -> Eagle3Shape:
         "qk_norm": kind == "qwen3",
         "qkv_bias": bias,
         "output_bias": bias and kind == "llama",
+        "mlp_bias": bool(raw.get("mlp_bias")) and kind == "llama",
         "norm_before_residual": bool(raw.get("norm_before_residual")),
         "norm_before_fc": bool(eagle.get("norm_before_fc", raw.get("norm_before_fc"))),
         "fc_norm": bool(raw.get("fc_norm")),
@@ -105,7 +109,8 @@ def _flat(raw: dict[str, Any], where: str) -> dict[str, Any]:
             f"{where} has transformer_layer_config = {layer!r}, but it must be an object that "
             "describes the drafter's layer."
         )
-    flat = layer | {key: raw.get(key, missing) for key, missing in _SPECULATORS_KEYS.items()}
+    flat = layer | {"speculators_model_type": kind}
+    flat |= {key: raw.get(key, missing) for key, missing in _SPECULATORS_KEYS.items()}
     for key in ("target_hidden_size", "eagle_aux_hidden_state_layer_ids", "quantization_config"):
         if raw.get(key):
             flat[key] = raw[key]
@@ -131,13 +136,9 @@ def _kind(raw: dict[str, Any], where: str) -> str:
 
 
 def _refuse_variants(raw: dict[str, Any], where: str) -> None:
-    layers = raw.get("num_hidden_layers", 1)
-    sliding = "sliding_attention" in (raw.get("layer_types") or [])[:1]
-    partial = raw.get("partial_rotary_factor") or (raw.get("rope_parameters") or {}).get(
-        "partial_rotary_factor"
-    )
+    own_layers = (raw.get("layer_types") or [])[: raw.get("num_hidden_layers") or 1]
+    sliding = "sliding_attention" in own_layers
     for refused, what, supported in (
-        (layers != 1, f"{layers} decoder layers", "heads of one layer"),
         (raw.get("quantization_config"), "quantised weights", "plain ones"),
         (raw.get("parallel_drafting"), "parallel drafting", "plain EAGLE-3"),
         (
@@ -146,8 +147,6 @@ def _refuse_variants(raw: dict[str, Any], where: str) -> None:
             "heads that read the target's inner hidden states",
         ),
         (sliding, "sliding-window attention", "full attention"),
-        (partial not in (None, 1), f"partial_rotary_factor = {partial}", "RoPE over whole heads"),
-        (raw.get("mlp_bias"), "mlp_bias = true", "an MLP without biases"),
         (
             raw.get("hidden_act", "silu") != "silu",
             f"hidden_act = {raw.get('hidden_act')!r}",
@@ -156,6 +155,24 @@ def _refuse_variants(raw: dict[str, Any], where: str) -> None:
     ):
         if refused:
             raise CheckpointError(f"{where} has {what}, but only {supported} can be drafted with.")
+
+
+def _rope(raw: dict[str, Any], kind: str, head_dim: Any) -> dict[str, Any]:
+    """Fields of RoPE, with what transformers and vLLM take for keys that are missing."""
+    theta, scaling = rope_of(raw)
+    said = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    if kind == "qwen3" and "speculators_model_type" in raw and not (said or "rope_theta" in raw):
+        theta = _THETA_OF_QWEN3
+    if scaling is not None and rope_type(scaling) in ("llama3", "yarn"):
+        trained = raw.get("original_max_position_embeddings") or scaling.get(
+            "original_max_position_embeddings", raw.get("max_position_embeddings")
+        )
+        scaling = scaling | {"original_max_position_embeddings": trained}
+    partial = said.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1
+    rotary_dim = None
+    if partial != 1 and isinstance(partial, (int, float)) and isinstance(head_dim, int):
+        rotary_dim = int(head_dim * partial)
+    return {"rope_theta": theta, "rope_scaling": scaling, "rotary_dim": rotary_dim}
 
 
 def _eagle(raw: dict[str, Any]) -> dict[str, Any]:

@@ -8,10 +8,9 @@ import torch
 
 from vllm_specblock.config import Eagle3Config
 from vllm_specblock.drafters.common.chunked_advance import chunked_advance
-from vllm_specblock.drafters.common.layers import Attend
 from vllm_specblock.drafters.common.paged_attention import PagedAttention
 from vllm_specblock.drafters.eagle3.growth import DynamicTreeConfig, grow
-from vllm_specblock.drafters.eagle3.model import Eagle3Model
+from vllm_specblock.drafters.eagle3.model import AttendInLayer, Eagle3Model
 from vllm_specblock.drafters.interface import CacheLayer, CommittedTokens, Drafter
 from vllm_specblock.drafters.specblock.draft_attention import DraftAttentionBuilder
 from vllm_specblock.drafters.specblock.tree_shape import Starts
@@ -58,11 +57,12 @@ class Eagle3Drafter(Drafter):
         )
         self.max_depth = self.growth.depth
         if options.calibrate_drafts:
-            self.calibration = DraftCalibration(model.lm_head.weight.device)
+            self.calibration = DraftCalibration(model.norm.weight.device)
 
     def cache_layers(self) -> list[CacheLayer]:
         config = self.model.config
-        return [CacheLayer(config.num_key_value_heads, config.head_dim, 1)]
+        layer = CacheLayer(config.num_key_value_heads, config.head_dim, 1)
+        return [layer] * config.num_hidden_layers
 
     def bind(self, caches: list[torch.Tensor]) -> None:
         self.attention_builder = DraftAttentionBuilder(
@@ -98,11 +98,11 @@ class Eagle3Drafter(Drafter):
         self.attention_builder.begin(requests)
         return grow(self.model, self.embed, self.growth, state, position, self._level, beta)
 
-    def _level(self, level: int, rows: Starts) -> tuple[Attend, torch.Tensor]:
+    def _level(self, level: int, rows: Starts) -> tuple[AttendInLayer, torch.Tensor]:
         there = self.attention_builder.next(level, rows)
         return _per_row(there.attend), there.valid
 
 
-def _per_row(attend: PagedAttention) -> Attend:
+def _per_row(attend: PagedAttention) -> AttendInLayer:
     """One position per row, without the dimension that counts them."""
-    return lambda query, key, value: attend(0, query[:, None], key[:, None], value[:, None])[:, 0]
+    return lambda layer, *states: attend(layer, *(x[:, None] for x in states))[:, 0]

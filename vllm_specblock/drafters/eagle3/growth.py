@@ -14,8 +14,7 @@ import torch
 
 from vllm_specblock.candidates import NEVER, select_nodes, tree_of
 from vllm_specblock.config import Eagle3Config
-from vllm_specblock.drafters.common.layers import Attend
-from vllm_specblock.drafters.eagle3.model import Eagle3Model
+from vllm_specblock.drafters.eagle3.model import AttendInLayer, Eagle3Model
 from vllm_specblock.drafters.specblock.tree_shape import Starts
 from vllm_specblock.tree import DraftTree
 from vllm_specblock.triton_kernels.drafting.grow_level import GrowingLevels, LevelLimits
@@ -72,7 +71,7 @@ class DynamicTreeConfig:
         return replace(self, top_k=min(self.top_k, draft_vocab_size))
 
 
-AttentionBuilder = Callable[[int, Starts], tuple[Attend, torch.Tensor | None]]
+AttentionBuilder = Callable[[int, Starts], tuple[AttendInLayer, torch.Tensor | None]]
 """sight(level, rows) -> what the rows of level ≥ 2 attend with, and [R, width] bool: which of them
 have a place in the cache at all (None: all)."""
 

@@ -26,6 +26,9 @@ _ROPE_PARAMETERS = {
     ),
 }
 
+_YARN_PARAMETERS = {"yarn": ("factor", "original_max_position_embeddings")}
+_YARN_OPTIONAL = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor")
+
 Count = Annotated[int, Field(ge=1)]
 
 
@@ -158,16 +161,19 @@ def rope_type(scaling: dict[str, Any]) -> str | None:
     return scaling.get("rope_type", scaling.get("type"))
 
 
-def check_rope_scaling(scaling: dict[str, Any] | None) -> None:
-    """Raises ValueError for a `rope_scaling` entry of a kind that `rope.py` does not compute."""
+def check_rope_scaling(scaling: dict[str, Any] | None, yarn: bool = False) -> None:
+    """Raises ValueError for a `rope_scaling` entry of a kind that a drafter does not compute.
+
+    yarn: whether it computes YaRN.
+    """
     if scaling is None:
         return
     kind = rope_type(scaling)
-    if kind not in _ROPE_PARAMETERS:
-        raise ValueError(
-            f"rope_scaling is of type {kind!r}, but must be one of {', '.join(_ROPE_PARAMETERS)}"
-        )
-    for key in _ROPE_PARAMETERS[kind]:
+    known = _ROPE_PARAMETERS | (_YARN_PARAMETERS if yarn else {})
+    if kind not in known:
+        raise ValueError(f"rope_scaling is of type {kind!r}, but must be one of {', '.join(known)}")
+    optional = [key for key in _YARN_OPTIONAL if kind == "yarn" and scaling.get(key) is not None]
+    for key in (*known[kind], *optional):
         value = scaling.get(key)
         if not isinstance(value, (int, float)) or value <= 0:
             raise ValueError(

@@ -151,11 +151,12 @@ def rope_of(raw: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
     transformers 5 moves `rope_theta` into `rope_parameters` on saving, and a config object
     then has no `rope_theta` at all: hence the raw JSON.
     """
-    parameters = dict(raw.get("rope_parameters") or {})
-    theta = raw.get("rope_theta") or parameters.pop("rope_theta", None) or 10000.0
-    parameters.pop("rope_theta", None)
-    scaling = raw.get("rope_scaling") or parameters or None
-    return theta, None if scaling and rope_type(scaling) == "default" else scaling
+    parameters = raw.get("rope_parameters") or {}
+    scaling = dict(raw.get("rope_scaling") or parameters)
+    # As transformers does: what stands inside wins.
+    inside = scaling.pop("rope_theta", None)
+    theta = inside or raw.get("rope_theta") or parameters.get("rope_theta") or 10000.0
+    return theta, scaling if scaling and rope_type(scaling) != "default" else None
 
 
 def _ours(config: DrafterConfig, torch_dtype: str) -> dict[str, Any]:

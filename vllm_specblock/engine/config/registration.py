@@ -1,4 +1,4 @@
-"""Registration with vLLM at start-up: names, and three small patches.
+"""Registration with vLLM at start-up: names, and four small patches.
 
 `patches.py` lists these and all that come later.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
+from vllm_specblock.config import METHOD
 from vllm_specblock.engine.config.architecture import DRAFT_ARCHITECTURES, SpecBlockForDrafting
 from vllm_specblock.engine.config.hf_config import SpecBlockHFConfig
 from vllm_specblock.engine.config.ours import asks_for_us, is_ours
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig, VllmConfig
     from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
     from vllm.v1.worker.gpu.states import RequestState
+
+
+_NODES = "num_speculative_tokens"
 
 
 def register() -> None:
@@ -32,6 +36,7 @@ def register() -> None:
         AttentionBackendEnum.CUSTOM, "vllm_specblock.engine.attention.backend.TreeAttentionBackend"
     )
     _accept_method()
+    _keep_method()
     _build_speculator()
     _accept_sampling_params()
 
@@ -68,6 +73,28 @@ def _accept_method() -> None:
         return create_speculative_config
 
     patch(EngineArgs, "create_speculative_config", make)
+
+
+def _keep_method() -> None:
+    """P4: a checkpoint in the speculators layout, served by itself, overrules the method that was
+    asked for; an EAGLE-3 one shall draft a tree for those who ask for us."""
+    from vllm.engine import arg_utils
+
+    def make(original: Function) -> Function:
+        def maybe_override_with_speculators(
+            *args: Any, vllm_speculative_config: dict[str, Any] | None = None, **kwargs: Any
+        ) -> tuple[str, str | None, dict[str, Any] | None]:
+            given = vllm_speculative_config
+            model, tokenizer, found = original(*args, vllm_speculative_config=given, **kwargs)
+            if found is not None and given is not None and asks_for_us(given):
+                if found["method"] != METHOD and _NODES not in given:
+                    del found[_NODES]  # the length of a chain
+                found["method"] = METHOD
+            return model, tokenizer, found
+
+        return maybe_override_with_speculators
+
+    patch(arg_utils, "maybe_override_with_speculators", make)
 
 
 def _build_speculator() -> None:

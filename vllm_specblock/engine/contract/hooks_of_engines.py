@@ -16,6 +16,15 @@ OF_ENGINES: tuple[Hook, ...] = (
     # ---- arguments ----
     Takes("config/registration.py", _ARGS, "EngineArgs.create_speculative_config",
           "self target_model_config target_parallel_config"),
+    Takes("config/registration.py", "transformers_utils/config.py",
+          "maybe_override_with_speculators",
+          "model tokenizer revision trust_remote_code vllm_speculative_config hf_token", "among"),
+    Says(
+        "config/registration.py",
+        _ARGS,
+        "EngineArgs.create_engine_config",
+        ("maybe_override_with_speculators(", "vllm_speculative_config=self.speculative_config"),
+    ),
     Has(
         "config/vllm_args.py",
         _ARGS,

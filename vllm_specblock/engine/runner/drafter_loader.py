@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import VllmConfig
+from vllm.distributed import tensor_model_parallel_all_gather
 
 from vllm_specblock.combine.budget import shares
 from vllm_specblock.config import CombineConfig
@@ -23,6 +25,9 @@ from vllm_specblock.engine.runner.draft_policy import (
 )
 from vllm_specblock.engine.runner.skipping_merge import SkippingMergedDrafters
 
+if TYPE_CHECKING:
+    from vllm.model_executor.models.interfaces_base import VllmModel
+
 
 def load_drafter(
     resolved: ResolvedDrafter,
@@ -33,6 +38,7 @@ def load_drafter(
     max_model_len: int,
     dtype: torch.dtype,
     device: torch.device,
+    head: Callable[[], torch.Tensor] | None = None,
 ) -> Drafter:
     """Load one drafter.
 
@@ -42,6 +48,7 @@ def load_drafter(
         num_nodes: nodes of each of its trees.
         lookahead_slots: cache slots reserved after a request's root.
         max_model_len: tokens of the longest request.
+        head: → [V, H], the target's LM head, for a checkpoint without one.
     """
     kind, options = drafter_kind(resolved.kind), resolved.options
     make = kind.load_class()
@@ -49,6 +56,9 @@ def load_drafter(
         return make(options, num_nodes, max_model_len)
     files = kind.load_checkpoint_module()
     model = files.load(resolved.folder, dtype=dtype, device=device).eval()
+    if getattr(model, "wants_head", False):
+        assert head is not None  # an engine has a target
+        model.share_head(head())
     process_after_loading(model, getattr(options, "quantization", None))
     columns = tuple(layers.index(layer) for layer in resolved.layers)
     return make(model, embed, options, num_nodes, max_model_len, lookahead_slots, columns)
@@ -63,6 +73,7 @@ def build_drafters(
     num_slots: int,
     dtype: torch.dtype,
     device: torch.device,
+    head: Callable[[], torch.Tensor] | None = None,
 ) -> list[Drafter]:
     """Load all drafters of a plan.
 
@@ -80,6 +91,7 @@ def build_drafters(
             max_model_len,
             dtype,
             device,
+            head,
         )
         for drafter, num_nodes in zip(resolved.drafters, budgets)
     ]
@@ -87,6 +99,28 @@ def build_drafters(
         if drafter.calibration is not None:
             drafter.calibration.make_room(num_slots)
     return drafters
+
+
+def target_head_weight(target_model: VllmModel) -> torch.Tensor:
+    """[V, Ht], the target's own memory; among several ranks a copy of what all of them hold.
+
+    Raises:
+        ValueError: the LM head is quantised, or there is none.
+    """
+    inner: Any = target_model
+    if hasattr(inner, "get_language_model"):
+        inner = inner.get_language_model()
+    head = getattr(inner, "lm_head", None)
+    head = getattr(head, "base_layer", head)  # under a LoRA
+    weight = getattr(head, "weight", None)
+    if weight is None or weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(
+            f"The drafter has no LM head of its own, and that of {type(target_model).__name__} is "
+            "quantised or not to be found: use a drafter whose checkpoint holds lm_head.weight."
+        )
+    if head.tp_size > 1:
+        weight = tensor_model_parallel_all_gather(weight.data, 0)
+    return weight[: head.org_vocab_size]
 
 
 def register_layers(vllm_config: VllmConfig, drafters: list[Drafter]) -> list[list[str]]:

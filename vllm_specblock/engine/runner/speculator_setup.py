@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,6 +35,7 @@ from vllm_specblock.engine.runner.drafter_loader import (
     drafter_budgets,
     make_draft_policy,
     register_layers,
+    target_head_weight,
 )
 from vllm_specblock.engine.runner.dummy import bind_null_caches
 from vllm_specblock.engine.runner.graphs import ProposalGraphs
@@ -99,7 +101,13 @@ class SpeculatorSetup(DraftModelSpeculator):
             lora.install()
             embed = embed_without_adapters(target_model)
         drafters: list[Drafter] = build_drafters(
-            self.resolved, budgets, embed, *sizes, self.dtype, self.device
+            self.resolved,
+            budgets,
+            embed,
+            *sizes,
+            self.dtype,
+            self.device,
+            partial(target_head_weight, target_model),
         )
         self.drafter_layers = register_layers(self.vllm_config, drafters)
         weights = [drafter.model for drafter in drafters if drafter.model is not None]

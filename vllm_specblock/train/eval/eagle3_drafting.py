@@ -60,10 +60,8 @@ class Eagle3Draft:
 
     def _catch_up(self, root: int) -> Tensor:
         """Run the committed rows that were not yet, at least the newest one: its state [1, H]."""
-        self.attention_builder.cut(min(len(self.attention_builder.key), root - 1))
-        row = torch.arange(
-            len(self.attention_builder.key), root, device=self.sequence.tokens.device
-        )
+        self.attention_builder.cut(min(self.attention_builder.rows, root - 1))
+        row = torch.arange(self.attention_builder.rows, root, device=self.sequence.tokens.device)
         self.attention_builder.mask = torch.arange(root, device=row.device) <= row[:, None]
         embedding = self.embed(self.sequence.tokens[row + 1])
         feature = self.drafter.fuse(self.sequence.hidden[row])
@@ -74,26 +72,31 @@ class CachedAttentionBuilder:
     """`attend` over one text's rows so far and new ones.
 
     Attributes:
-        key, value: [n, nkv, D].
+        key, value: [n, nkv, D] of each layer.
         mask: [new, n + new] bool, to be set before each forward.
     """
 
     def __init__(self, drafter: Eagle3Model) -> None:
         weight, shape = drafter.fc.weight, drafter.config
         sizes = (0, shape.num_key_value_heads, shape.head_dim)
-        self.key = torch.empty(sizes, dtype=weight.dtype, device=weight.device)
-        self.value = torch.empty_like(self.key)
+        empty = torch.empty(sizes, dtype=weight.dtype, device=weight.device)
+        self.key, self.value = ([empty] * shape.num_hidden_layers for _ in range(2))
         self.mask: Tensor
+
+    @property
+    def rows(self) -> int:
+        """n."""
+        return len(self.key[0])
 
     def cut(self, rows: int) -> None:
         """Forget all but the first `rows`."""
-        self.key, self.value = self.key[:rows], self.value[:rows]
+        self.key, self.value = ([x[:rows] for x in kept] for kept in (self.key, self.value))
 
     def begin(self) -> None:
         """From here on, rows of levels: they see what is there now, and their ancestors."""
-        self.committed = len(self.key)
+        self.committed = self.rows
         # Drafted row 0 is the newest committed one, and hides nothing from those below it.
-        self.path = torch.zeros(1, 0, dtype=torch.bool, device=self.key.device)
+        self.path = torch.zeros(1, 0, dtype=torch.bool, device=self.key[0].device)
 
     def level(self, _level: int, rows: Starts) -> tuple[CachedAttentionBuilder, None]:
         """Set the mask for `rows` ([1, width]) of the next level."""
@@ -104,10 +107,10 @@ class CachedAttentionBuilder:
         self.mask = F.pad(path, (self.committed, 0), value=True)
         return self, None
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        self.key = torch.cat([self.key.to(key.dtype), key])
-        self.value = torch.cat([self.value.to(value.dtype), value])
-        return masked_attention(query[None], self.key[None], self.value[None], self.mask[None])[0]
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        self.key[layer] = key = torch.cat([self.key[layer].to(key.dtype), key])
+        self.value[layer] = value = torch.cat([self.value[layer].to(value.dtype), value])
+        return masked_attention(query[None], key[None], value[None], self.mask[None])[0]
 
 
 def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:

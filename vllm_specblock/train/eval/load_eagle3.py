@@ -13,6 +13,7 @@ from vllm_specblock.drafters.specblock.config import CheckpointError, TargetInfo
 from vllm_specblock.train.eval.eagle3_drafting import Eagle3Draft, serving_growth
 from vllm_specblock.train.eval.loaded import LoadedDrafter, calibration_for
 from vllm_specblock.train.eval.pairing import Pairing, target_of
+from vllm_specblock.train.target import target_rows
 
 
 def pair(drafter: Path, target: Path | None) -> Pairing:
@@ -44,6 +45,9 @@ def load(
     given = {} if forwards is None else {"depth": forwards}
     options = parse_drafter(given, "eagle3", num_nodes=nodes)
     model = checkpoint.load(pairing.drafter, dtype, device)
+    if model.wants_head:
+        every = torch.arange(pairing.vocab_size)
+        model.share_head(target_rows.head_rows(pairing.target, every).to(device))
     growth = serving_growth(model, options, nodes)
     return LoadedDrafter(
         pairing,

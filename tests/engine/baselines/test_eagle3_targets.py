@@ -1,0 +1,116 @@
+"""EAGLE-3 trees for random targets of the families that published heads are for.
+
+A lookup goes with the drafter, so that paths are accepted: random targets soon repeat themselves.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from support.engines import TARGET, assert_identical, make_engine, prompts, record_drafts
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+from vllm import SamplingParams
+
+from vllm_specblock.drafters.eagle3.config_json import from_json
+from vllm_specblock.drafters.eagle3.model import Eagle3Model
+
+H, V, DRAFT_V = 64, 2048, 1500
+SIZES = {
+    "vocab_size": V,
+    "hidden_size": H,
+    "intermediate_size": 96,
+    "num_hidden_layers": 7,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+    "tie_word_embeddings": False,
+    "eos_token_id": None,
+    "bos_token_id": None,
+}
+TARGETS = {
+    "llama": LlamaConfig(**SIZES),
+    "qwen3": Qwen3Config(**SIZES),
+    "qwen3-moe": Qwen3MoeConfig(
+        **SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64
+    ),
+}
+PROMPTS = prompts(4)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=0.3, seed=11, max_tokens=24, ignore_eos=True)
+
+
+def write_target(folder: Path, config: PreTrainedConfig) -> None:
+    torch.manual_seed(3)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    for path in TARGET.glob("*token*"):
+        shutil.copy(path, folder)
+
+
+def write_drafter(folder: Path) -> None:
+    """As the EAGLE authors and SpecForge write one: it reads the layers that the target offers."""
+    raw = SIZES | {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "draft_vocab_size": DRAFT_V,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "torch_dtype": "float32",
+    }
+    torch.manual_seed(4)
+    drafter = Eagle3Model(from_json(raw, "config.json"))
+    named = torch.randperm(V)[:DRAFT_V].sort().values
+    drafter.d2t.copy_(named - torch.arange(DRAFT_V))
+    t2d = torch.zeros(V, dtype=torch.bool)
+    t2d[named] = True
+    folder.mkdir()
+    save_file(drafter.state_dict() | {"t2d": t2d}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(raw))
+
+
+@pytest.mark.parametrize("family", TARGETS)
+def test_a_tree_for_it(family, tmp_path, monkeypatch):
+    write_target(tmp_path / "target", TARGETS[family])
+    write_drafter(tmp_path / "drafter")
+    target, drafter = str(tmp_path / "target"), str(tmp_path / "drafter")
+
+    chain = make_engine(
+        {"method": "eagle3", "model": drafter, "num_speculative_tokens": 3}, model=target
+    )
+    wanted = record_drafts(chain, monkeypatch)
+    expected = chain.generate(PROMPTS[-1:], GREEDY)
+
+    alone = make_engine({"model": drafter, "num_speculative_tokens": 6}, model=target)
+    drafts = record_drafts(alone, monkeypatch)
+    assert_identical(alone.generate(PROMPTS[-1:], GREEDY), expected)
+    # Of the first step each: after it they may go on from different texts.
+    assert drafts[0][0] == wanted[0][0]
+
+    plain = make_engine(None, model=target)
+    merged = make_engine(
+        {
+            "model": drafter,
+            "num_speculative_tokens": 12,
+            "second_head": {"head": "ngram"},
+            "head_policy": "merge",
+        },
+        model=target,
+    )
+    for params in (GREEDY, SAMPLED):
+        assert_identical(merged.generate(PROMPTS, params), plain.generate(PROMPTS, params))
+    drafts = record_drafts(merged, monkeypatch)
+    ((answer,),) = merged.generate(PROMPTS[-1:], GREEDY)
+    assert len(drafts) < len(answer.tokens)  # something was accepted
