@@ -9,6 +9,7 @@ import time
 import pytest
 import torch
 from support import compared
+from support.dashboard import unanswered
 from support.engines import Engine, make_engine
 from support.matrix import PROMPTS, Checker, params
 
@@ -18,6 +19,17 @@ from vllm_specblock.engine.metrics import exporter
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="recorded on a CPU only yet")
 check = Checker()
 compared.counters.append(check)
+ONLY_OF_TWO = {
+    f"{exporter.PREFIX}{name}_total"
+    for name in (
+        "agreed",
+        "both_drafted",
+        "second_skipped",
+        "shared_nodes",
+        "shared_accepted_nodes",
+    )
+}
+"""Metrics of engines with two drafters."""
 LIMIT = 240.0
 """Seconds: the trainer is started beside everything else that a machine does."""
 
@@ -61,6 +73,8 @@ def test_it_takes_what_its_trainer_offers(learning, reference, request):
     else:
         assert any(not name.startswith(HEADS) for name in changed)
     assert set(counts(learning)) == exporter.LEARNING.keys()
+    # The dashboard's, as far as one drafter has them.
+    assert unanswered() == ONLY_OF_TWO
     os.kill(trainer.pid, signal.SIGKILL)
     serve_until(lambda: counts(learning)["adapt_trainer_restarts"] == 1)
     swaps = counts(learning)["adapt_swaps"]

@@ -15,6 +15,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from support.dashboard import unanswered
 from support.engines import ROOT
 
 DRAFTER = "examples/tiny_pair/drafter"
@@ -22,7 +23,7 @@ DRAFTER = "examples/tiny_pair/drafter"
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    """The address of a server that was told nothing but the drafter's folder."""
+    """The address of a server that was told nothing of speculation but the drafter's folder."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -51,6 +52,8 @@ def server(tmp_path_factory):
         "8",
         "--gpu-memory-utilization",
         "0.3",
+        "--per-request-spec-decode-metrics",
+        "detailed",
     ]
     with log.open("w") as output:
         process = subprocess.Popen(
@@ -89,14 +92,21 @@ def test_a_user_session(server, plain):
     (model,) = [
         entry["id"] for entry in json.load(urllib.request.urlopen(f"{server}/v1/models"))["data"]
     ]
-    answer = post(
+    whole = post(
         f"{server}/v1/completions", model=model, prompt=prompt, max_tokens=64, temperature=0
-    )["choices"][0]
+    )
+    (answer,) = whole["choices"]
     from vllm import SamplingParams
 
     ids = plain.llm.get_tokenizer()(prompt)["input_ids"]
     (expected,) = plain.generate([ids], SamplingParams(temperature=0, max_tokens=64))[0]
     assert answer["text"] == expected.text
+
+    # The first token is the prompt's; each step after it adds its accepted nodes and one.
+    own = whole["metrics"]["speculative_decoding"]
+    assert own["num_spec_steps"] == len(own["per_step_accepted"]) > 0
+    tokens = 1 + own["num_accepted_draft_tokens"] + own["num_spec_steps"]
+    assert 64 <= tokens <= 64 + own["num_spec_tokens"]
 
     from openai import OpenAI
 
@@ -121,3 +131,7 @@ def test_a_user_session(server, plain):
     assert by_depth[0] <= drafts and by_depth == sorted(by_depth, reverse=True)
     assert sum(by_depth) == accepted and not any(by_depth[8:]), "two blocks of four go no deeper"
     assert model == DRAFTER
+
+    dashboard = unanswered(metrics)
+    assert not {name for name in dashboard if "specblock" not in name}, "vLLM's own"
+    assert "vllm:specblock_chosen_trees_total" not in dashboard

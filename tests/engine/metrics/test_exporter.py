@@ -18,6 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import REGISTRY
+from support.dashboard import asked, of_adaptation, unanswered
 from support.engines import TARGET, Engine, make_engine, prompts
 from support.trees import nodes, path_to
 from support.verification import to_be_counted
@@ -446,6 +447,7 @@ def test_shares_of_a_real_router(how):
 
 
 def test_what_both_heads_say_is_counted_for_both():
+    """And the dashboard asks for nothing that this engine, or one that learns, does not show."""
     engine = make_engine(
         {"num_speculative_tokens": 24, "second_drafter": {"kind": "ngram"}, "draft_policy": "merge"}
     )
@@ -457,3 +459,4 @@ def test_what_both_heads_say_is_counted_for_both():
     accepted = sum(got["specblock_accepted_nodes", head] for head in "12")
     shared = got["specblock_shared_accepted_nodes", None]
     assert accepted - shared == got["spec_decode_num_accepted_tokens", None]
+    assert unanswered() == {name for name in asked() if of_adaptation(name)}
