@@ -19,7 +19,7 @@ Steps = dict[str, list[tuple[int, int, int]]]
 def engine():
     """Of trees that seldom fill their slots, since many are empty: a lookup finds what it finds."""
     return make_engine(
-        {"head": "ngram", "model": None, "num_speculative_tokens": NODES},
+        {"kind": "ngram", "model": None, "num_speculative_tokens": NODES},
         per_request_spec_decode_metrics="detailed",
     )
 
