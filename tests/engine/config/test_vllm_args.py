@@ -255,6 +255,19 @@ def test_targets_in_float8_want_tiles(monkeypatch, quantization, said, refused):
         validate.check_quantization(target)
 
 
+@pytest.mark.parametrize("activations", [None, {"num_bits": 8, "type": "int"}])
+def test_rounded_activations_are_warned_of(monkeypatch, activations):
+    group = {"weights": {"type": "int", "num_bits": 8}, "input_activations": activations}
+    said = COMPRESSED | {"config_groups": {"group_0": group}}
+    config = SimpleNamespace(quantization_config=said)
+    warnings = []
+    monkeypatch.setattr(validate.logger, "warning", warnings.append)
+    validate.check_quantization(
+        SimpleNamespace(model="some/target", quantization="compressed-tensors", hf_config=config)
+    )
+    assert len(warnings) == (activations is not None)
+
+
 @pytest.fixture
 def copied(tmp_path):
     """A drafter whose config.json and tensors a test may spoil."""

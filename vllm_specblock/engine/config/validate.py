@@ -130,17 +130,24 @@ def check_target(target: ModelConfig) -> None:
 def check_quantization(target: ModelConfig) -> None:
     """For targets with weights in 8-bit floats: whether vLLM multiplies by them on this CPU.
 
-    Without tiles it rounds activations by a kernel that it does not have, after loading.
+    Without tiles it rounds activations by a kernel that it does not have, after loading. A target
+    that rounds them by one that there is, is warned of.
 
     Raises:
         OptionError: it does not.
     """
     from vllm.platforms import current_platform
 
+    said = getattr(target.hf_config, "quantization_config", None) or {}
+    groups = said.get("config_groups", {}).values()
+    if any(group.get("input_activations") for group in groups):
+        logger.warning(
+            "The target rounds activations: by a sum's last bit, a token may be another than in "
+            "plain decoding."
+        )
     if not current_platform.is_cpu() or torch.cpu._is_amx_tile_supported():
         return
-    said = getattr(target.hf_config, "quantization_config", None) or {}
-    weights = [group.get("weights") or {} for group in said.get("config_groups", {}).values()]
+    weights = [group.get("weights") or {} for group in groups]
     if target.quantization in ("fp8", "fbgemm_fp8") or any(
         (each.get("type"), each.get("num_bits")) == ("float", 8) for each in weights
     ):

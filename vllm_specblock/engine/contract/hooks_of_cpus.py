@@ -72,12 +72,12 @@ ON_A_CPU: tuple[Hook, ...] = (
               "inputs lora_b_weights output_tensor lora_indices_tensor", "first")
         for name in ("bgmv_shrink", "bgmv_expand", "bgmv_expand_slice")
     ),
-    Attributes("runner/target_lora.py", "lora/punica_wrapper/punica_base.py", "PunicaWrapperBase",
+    Attributes("target_lora.py", "lora/punica_wrapper/punica_base.py", "PunicaWrapperBase",
                "_sampler_indices _token_lora_indices indices_len"),
-    Has("runner/target_lora.py", "lora/layers/__init__.py", "",
+    Has("target_lora.py", "lora/layers/__init__.py", "",
         "LogitsProcessorWithLoRA VocabParallelEmbeddingWithLoRA"),
     # Adapters are mapped before the attention of a step is prepared, when ours are.
-    Says("runner/target_lora.py", "v1/worker/gpu/model_runner.py", "",
+    Says("target_lora.py", "v1/worker/gpu/model_runner.py", "",
          ("self._set_active_loras(*lora_inputs)", "self.model_state.prepare_attn(")),
 )  # fmt: skip
 """Beside the kernels that `cpu/kernels.py` replaces, see `imports.py`."""

@@ -11,7 +11,7 @@ from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from vllm_specblock.engine.attention.backend import TreeAttentionMetadataBuilder
 from vllm_specblock.engine.runner.sampler import TreeSampler
-from vllm_specblock.engine.runner.target_lora import LogitsAdapters
+from vllm_specblock.engine.target_lora import LogitsAdapters
 from vllm_specblock.verify.tree_mask import BatchRows, TreeMask
 
 if TYPE_CHECKING:

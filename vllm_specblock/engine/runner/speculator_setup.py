@@ -40,9 +40,9 @@ from vllm_specblock.engine.runner.drafter_loader import (
 from vllm_specblock.engine.runner.dummy import bind_null_caches
 from vllm_specblock.engine.runner.graphs import ProposalGraphs
 from vllm_specblock.engine.runner.model_state import TreeModelState
-from vllm_specblock.engine.runner.target_lora import embed_without_adapters
 from vllm_specblock.engine.runner.tree_states import TreeStates
 from vllm_specblock.engine.runner.warm_up import compile_kernels
+from vllm_specblock.engine.target_lora import embed_without_adapters
 from vllm_specblock.triton_kernels.kv_cache.commit import KVCacheSet
 from vllm_specblock.verify.synthetic_acceptance import SyntheticAcceptance
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -47,15 +47,15 @@ def embed_without_adapters(model: VllmModel) -> Callable[[torch.Tensor], torch.T
     Drafters were trained on that one, and what they embed is no row of vLLM's batch, by which it
     would look for an adapter.
     """
-    assert isinstance(model, nn.Module)
+    view: Any = model
     names = [
         name
         for name, each in model.named_modules()
         if isinstance(each, VocabParallelEmbeddingWithLoRA)
     ]
     for name in names:
-        model = _with(model, name.split("."), model.get_submodule(name).base_layer)
-    return model.embed_input_ids
+        view = _with(view, name.split("."), view.get_submodule(name).base_layer)
+    return view.embed_input_ids
 
 
 def _with(module: nn.Module, path: list[str], leaf: nn.Module) -> nn.Module:
