@@ -15,6 +15,8 @@ At start-up on a CPU (`cpu/install.py`, `cpu/compile_cache.py`, `cpu/sleeping_wa
     SpinCondition: waiting processes take the cores that the model needs.
 With the first engine on a CPU (`cpu/warm_up.py`):
     warmup_kernels: made-up requests, so that Triton compiles what is interpreted there.
+With the first engine on a CPU that takes LoRA adapters (`cpu/lora.py`):
+    bgmv_shrink, bgmv_expand, bgmv_expand_slice: take −1, no adapter, for the last one.
 With the first engine whose budgets adapt (`budget.py`, on a CPU `host_budget.py`):
     AdaptiveVerificationManager: built by its name, until a speculator can bring its own.
     resolve_adaptive_cudagraph_mode: takes CUDA graphs for granted, on a CPU, too.

@@ -130,9 +130,17 @@ def test_wrong_options(speculative, parts):
     [
         ({"max_num_batched_tokens": 20}, ["max_num_batched_tokens is 20", "25 tokens"]),
         ({"attention_backend": "TRITON_ATTN"}, ["attention_backend is TRITON_ATTN"]),
-        ({"kv_cache_dtype": "fp8"}, ["kv_cache_dtype is 'fp8'"]),
-        ({"kv_cache_dtype": "bfloat16"}, ["kv_cache_dtype is 'bfloat16'", "'auto' only"]),
-        ({"enable_lora": True}, ["LoRA", "enable_lora"]),
+        ({"kv_cache_dtype": "fp8_e5m2"}, ["kv_cache_dtype is 'fp8_e5m2'", "supports 'auto'"]),
+        ({"kv_cache_dtype": "bfloat16"}, ["kv_cache_dtype is 'bfloat16'", "supports 'auto'"]),
+        (
+            {"enable_lora": True, "speculative": {"enable_adaptive_verification": True}},
+            ["'enable_adaptive_verification' is true and enable_lora", "drop one of them"],
+        ),
+        (
+            {"enable_lora": True, "speculative": {"adapt": True}},
+            ["'adapt' is given and enable_lora", "drop one of them"],
+        ),
+        ({"pipeline_parallel_size": 2}, ["pipeline_parallel_size is 2", "supports 1 only"]),
         ({"kv_offloading_size": 1.0}, ["KV connectors", "drop kv_transfer_config"]),
         (
             {
@@ -146,6 +154,25 @@ def test_wrong_options(speculative, parts):
 )
 def test_wrong_surroundings(changes, parts):
     refused(*parts, **changes)
+
+
+def test_a_cache_of_8_bits_that_this_machine_cannot_have(monkeypatch):
+    args, target = EngineArgs(model=str(TARGET), kv_cache_dtype="fp8"), SimpleNamespace()
+    target.get_head_size = lambda: 40
+    with pytest.raises(OptionError, match=r"multiples of 32 \(here 40 and 32\): take 'auto'\.$"):
+        validate.check_cache(args, target)
+    gpu = SimpleNamespace(is_cpu=lambda: False)
+    monkeypatch.setattr("vllm.platforms.current_platform", gpu)
+    with pytest.raises(OptionError, match=r"on a CPU only yet.*take 'auto'\.$"):
+        validate.check_cache(args, target)
+
+
+def test_adapters_on_a_gpu(monkeypatch):
+    parallel = EngineArgs(model=str(TARGET)).create_engine_config().parallel_config
+    gpu = SimpleNamespace(is_cpu=lambda: False)
+    monkeypatch.setattr("vllm.platforms.current_platform", gpu)
+    with pytest.raises(OptionError, match=r"LoRA on a CPU only yet.*drop enable_lora\.$"):
+        validate.check_runner(EngineArgs(model=str(TARGET), enable_lora=True), parallel)
 
 
 @pytest.mark.parametrize("key", ["enable_dbo", "ubatch_size"])
@@ -196,6 +223,49 @@ def test_targets_that_cannot_be_verified_as_trees(kind, says):
     validate.check_target(SimpleNamespace(**TARGET_KIND))
     with pytest.raises(OptionError, match=f"'some/target' has .*{says}.*cannot verify"):
         validate.check_target(SimpleNamespace(**TARGET_KIND | kind))
+
+
+COMPRESSED = {"quant_method": "compressed-tensors", "config_groups": {}}
+
+
+@pytest.mark.parametrize(
+    ("quantization", "said", "refused"),
+    [
+        (None, None, False),
+        ("fp8", {"quant_method": "fp8"}, True),
+        ("fp8", None, True),  # asked for while a checkpoint of more bits is loaded
+        ("awq", {"quant_method": "awq", "bits": 4}, False),
+        ("compressed-tensors", {"weights": {"type": "float", "num_bits": 8}}, True),
+        ("compressed-tensors", {"weights": {"type": "int", "num_bits": 8}}, False),
+    ],
+)
+@pytest.mark.skipif(not current_platform.is_cpu(), reason="of vLLM's CPU build")
+def test_targets_in_float8_want_tiles(monkeypatch, quantization, said, refused):
+    if quantization == "compressed-tensors":
+        said = COMPRESSED | {"config_groups": {"group_0": said}}
+    config = SimpleNamespace(quantization_config=said) if said else SimpleNamespace()
+    target = SimpleNamespace(model="some/target", quantization=quantization, hf_config=config)
+    monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: True)
+    validate.check_quantization(target)
+    monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: False)
+    if not refused:
+        validate.check_quantization(target)
+        return
+    with pytest.raises(OptionError, match=r"weights in float8.*AMX tiles only.*as it was\.$"):
+        validate.check_quantization(target)
+
+
+@pytest.mark.parametrize("activations", [None, {"num_bits": 8, "type": "int"}])
+def test_rounded_activations_are_warned_of(monkeypatch, activations):
+    group = {"weights": {"type": "int", "num_bits": 8}, "input_activations": activations}
+    said = COMPRESSED | {"config_groups": {"group_0": group}}
+    config = SimpleNamespace(quantization_config=said)
+    warnings = []
+    monkeypatch.setattr(validate.logger, "warning", warnings.append)
+    validate.check_quantization(
+        SimpleNamespace(model="some/target", quantization="compressed-tensors", hf_config=config)
+    )
+    assert len(warnings) == (activations is not None)
 
 
 @pytest.fixture
@@ -332,6 +402,7 @@ def test_lazy_routing_over_several_devices():
         ({"enable_adaptive_verification": False}, {}, False),
         ({"num_speculative_tokens_per_batch_size": [[1, 8, 24]]}, {}, False),
         ({}, {"tensor_parallel_size": 2}, False),
+        ({}, {"enable_lora": True}, False),
     ],
 )
 def test_budgets_follow_from_costs_on_a_cpu_unless_somebody_says_otherwise(given, changes, adapts):

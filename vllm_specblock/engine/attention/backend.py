@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm_specblock.commit.store import store_kv
 from vllm_specblock.engine.attention import flash_causal, flash_prefix
 from vllm_specblock.engine.attention.flash_causal import CausalRequests, attend_causal
-from vllm_specblock.engine.cpu.attention import CpuStep, PackedCache, packed_cache
+from vllm_specblock.engine.cpu.attention import CpuStep, PackedCache, Scales, packed_cache
 from vllm_specblock.triton_kernels.attention.tree_attention_batch import TreeAttentionBatch
 from vllm_specblock.verify.tree_mask import TreeMask
 
@@ -217,7 +217,16 @@ class TreeAttentionImpl(AttentionImpl):
                 # FlashAttention takes requests away on a GPU only.
                 attn_metadata.cpu = CpuStep(attn_metadata.queries)  # type: ignore[arg-type]
             attn_metadata.cpu.attend(
-                packed, query, key, value, slots, output, self.scale, self.window, self.soft_cap
+                packed,
+                query,
+                key,
+                value,
+                slots,
+                output,
+                self.scale,
+                self.window,
+                self.soft_cap,
+                Scales(layer._k_scale, layer._v_scale) if self.fp8 else None,
             )
             return whole
         scales = {}

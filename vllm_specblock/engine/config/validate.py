@@ -49,10 +49,10 @@ def check_runner(args: EngineArgs, parallel: ParallelConfig) -> None:
     ):
         if size > 1:
             raise OptionError(f"{name} is {size}, but SpecBlock supports 1 only.")
-    if args.enable_lora:
+    if args.enable_lora and not current_platform.is_cpu():
         raise OptionError(
-            "SpecBlock does not support LoRA yet, since its drafters draft for all requests with "
-            "one embedding: drop enable_lora."
+            "SpecBlock supports LoRA on a CPU only yet, since vLLM's kernels for GPUs map rows of "
+            "logits to adapters in a way that was not tried with trees: drop enable_lora."
         )
     if parallel.use_ubatching:
         raise OptionError(
@@ -74,9 +74,34 @@ def check_runner(args: EngineArgs, parallel: ParallelConfig) -> None:
             f"attention_backend is {getattr(chosen, 'name', chosen)}, but draft trees need "
             "SpecBlock's own attention: leave it unset."
         )
-    if args.kv_cache_dtype != "auto":
+
+
+def check_cache(args: EngineArgs, target: ModelConfig) -> None:
+    """Whether trees can be attended in the cache that the user asks for.
+
+    Raises:
+        OptionError: they cannot.
+    """
+    from vllm.platforms import current_platform
+
+    dtype = args.kv_cache_dtype
+    if dtype == "auto":
+        return
+    if dtype not in ("fp8", "fp8_e4m3"):
         raise OptionError(
-            f"kv_cache_dtype is {args.kv_cache_dtype!r}, but SpecBlock supports 'auto' only."
+            f"kv_cache_dtype is {dtype!r}, but SpecBlock supports 'auto', and on a CPU 'fp8' and "
+            "'fp8_e4m3'."
+        )
+    if not current_platform.is_cpu():
+        raise OptionError(
+            f"kv_cache_dtype is {dtype!r}, which SpecBlock supports on a CPU only yet, since on a "
+            "GPU vLLM may round queries to 8 bits as well, and our kernel does not: take 'auto'."
+        )
+    size, block = target.get_head_size(), args.block_size or 32
+    if not torch.cpu._is_avx512_supported() or size % 32 or block % 32:
+        raise OptionError(
+            f"kv_cache_dtype is {dtype!r}, but on a CPU that takes AVX-512, and a head size and a "
+            f"block_size that are multiples of 32 (here {size} and {block}): take 'auto'."
         )
 
 
@@ -102,10 +127,62 @@ def check_target(target: ModelConfig) -> None:
             )
 
 
+def check_quantization(target: ModelConfig) -> None:
+    """For targets with weights in 8-bit floats: whether vLLM multiplies by them on this CPU.
+
+    Without tiles it rounds activations by a kernel that it does not have, after loading. A target
+    that rounds them by one that there is, is warned of.
+
+    Raises:
+        OptionError: it does not.
+    """
+    from vllm.platforms import current_platform
+
+    said = getattr(target.hf_config, "quantization_config", None) or {}
+    groups = said.get("config_groups", {}).values()
+    if any(group.get("input_activations") for group in groups):
+        logger.warning(
+            "The target rounds activations: by a sum's last bit, a token may be another than in "
+            "plain decoding."
+        )
+    if not current_platform.is_cpu() or torch.cpu._is_amx_tile_supported():
+        return
+    weights = [group.get("weights") or {} for group in groups]
+    if target.quantization in ("fp8", "fbgemm_fp8") or any(
+        (each.get("type"), each.get("num_bits")) == ("float", 8) for each in weights
+    ):
+        raise OptionError(
+            f"The target {target.model!r} has weights in float8, which vLLM multiplies by on CPUs "
+            "with AMX tiles only, and this one has none: take the target in 4 bits (AWQ, GPTQ, "
+            "compressed-tensors), in int8, or as it was."
+        )
+
+
 def has_windows(target: ModelConfig) -> bool:
     """Whether some of the target's layers look back only so far."""
     layer_types = getattr(target.hf_text_config, "layer_types", None) or ()
     return target.get_sliding_window() is not None or "sliding_attention" in layer_types
+
+
+def check_lora(args: EngineArgs, resolved: ResolvedConfig) -> None:
+    """For targets with adapters: whether rows keep theirs, also where a drafter learns from them.
+
+    Raises:
+        OptionError: they do not.
+    """
+    if not args.enable_lora:
+        return
+    if resolved.adaptive:
+        raise OptionError(
+            "speculative_config key 'enable_adaptive_verification' is true and enable_lora is set, "
+            "but vLLM maps tokens to adapters before it knows how many nodes of each tree are "
+            "verified: drop one of them."
+        )
+    if resolved.adapting is not None:
+        raise OptionError(
+            "speculative_config key 'adapt' is given and enable_lora is set, but a drafter learns "
+            "from the target as its files have it, without adapters: drop one of them."
+        )
 
 
 def check_one_cache(args: EngineArgs) -> None:

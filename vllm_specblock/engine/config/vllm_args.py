@@ -29,7 +29,10 @@ from vllm_specblock.engine.config.validate import (
     check_acceptance,
     check_adapt,
     check_batch,
+    check_cache,
+    check_lora,
     check_one_cache,
+    check_quantization,
     check_runner,
     check_target,
     check_weights,
@@ -56,10 +59,13 @@ def translate(args: EngineArgs, target: ModelConfig, parallel: ParallelConfig) -
     check_batch(args, nodes)
     check_runner(args, parallel)
     check_target(target)
-    given.setdefault("enable_adaptive_verification", _adapts(given, parallel))
+    check_quantization(target)
+    check_cache(args, target)
+    given.setdefault("enable_adaptive_verification", _adapts(given, args, parallel))
     hub = {"token": args.hf_token, "cache_dir": args.download_dir}
     resolved = resolve_config(given, nodes, target, hub)
     _check_ranks(resolved, parallel)
+    check_lora(args, resolved)
     resolved = _with_skipping(resolved, parallel)
     check_weights(resolved)
     check_acceptance(given, resolved)
@@ -82,6 +88,8 @@ def translate(args: EngineArgs, target: ModelConfig, parallel: ParallelConfig) -
     if current_platform.is_cpu():
         # vLLM wants CUDA graphs with it; `host_budget.py` does without.
         args.speculative_config.pop("enable_adaptive_verification", None)
+        if args.enable_lora:  # vLLM refuses a smaller step than all requests' drafts take
+            make_room(args, nodes, parallel)
     else:
         make_room(args, nodes, parallel)
         capture_trees(args, nodes)
@@ -99,14 +107,14 @@ def default_nodes() -> int:
     return DEFAULT_NODES_ON_CPU if current_platform.is_cpu() else DEFAULT_NODES
 
 
-def _adapts(given: dict[str, Any], parallel: ParallelConfig) -> bool:
+def _adapts(given: dict[str, Any], args: EngineArgs, parallel: ParallelConfig) -> bool:
     """Whether budgets follow from costs where nobody says so.
 
     They do on a CPU, where every verified row takes time, and few rows are as good as free. Not
     where somebody has said how many drafts there are to be, or how many are accepted, and not among
-    ranks, see `_check_ranks`.
+    ranks, see `_check_ranks`, or with adapters, see `check_lora`.
     """
-    one = current_platform.is_cpu() and parallel.tensor_parallel_size == 1
+    one = current_platform.is_cpu() and parallel.tensor_parallel_size == 1 and not args.enable_lora
     return one and not any(given.get(key) is not None for key in _SAYS_HOW_MANY)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vllm_specblock.engine.contract.hook import Has, Hook, IsClassMethod, Says, Takes
+from vllm_specblock.engine.contract.hook import Attributes, Has, Hook, IsClassMethod, Says, Takes
 
 _OPS = "_custom_ops.py"
 _PLATFORM = "platforms/cpu.py"
@@ -60,5 +60,24 @@ ON_A_CPU: tuple[Hook, ...] = (
         "sliding_window block_table softcap scheduler_metadata s_aux",
         "first",
     ),
+    # A cache of 8 bits.
+    *(
+        Takes("cpu/attention.py", _OPS, name, "k_scale v_scale kv_cache_dtype", "among")
+        for name in ("cpu_attn_reshape_and_cache", "cpu_attention_with_kv_cache")
+    ),
+    Takes("cpu/attention.py", _OPS, "cpu_attn_get_scheduler_metadata", "kv_cache_dtype", "among"),
+    # ---- LoRA on the target ----
+    *(
+        Takes("cpu/lora.py", "lora/ops/torch_ops/lora_ops.py", name,
+              "inputs lora_b_weights output_tensor lora_indices_tensor", "first")
+        for name in ("bgmv_shrink", "bgmv_expand", "bgmv_expand_slice")
+    ),
+    Attributes("target_lora.py", "lora/punica_wrapper/punica_base.py", "PunicaWrapperBase",
+               "_sampler_indices _token_lora_indices indices_len"),
+    Has("target_lora.py", "lora/layers/__init__.py", "",
+        "LogitsProcessorWithLoRA VocabParallelEmbeddingWithLoRA"),
+    # Adapters are mapped before the attention of a step is prepared, when ours are.
+    Says("target_lora.py", "v1/worker/gpu/model_runner.py", "",
+         ("self._set_active_loras(*lora_inputs)", "self.model_state.prepare_attn(")),
 )  # fmt: skip
 """Beside the kernels that `cpu/kernels.py` replaces, see `imports.py`."""

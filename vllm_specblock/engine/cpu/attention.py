@@ -8,7 +8,7 @@ kernel of ours that reads the same cache in place.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from vllm import _custom_ops as ops
@@ -28,21 +28,35 @@ PACKED = ("amx", "vec")
 """vLLM's names of the packings that `cpu_packing.py` knows, of the eight there are."""
 
 
+class Scales(NamedTuple):
+    """What keys and values in a cache of 8 bits are multiplied by: [] fp32 each, on the host."""
+
+    key: torch.Tensor
+    value: torch.Tensor
+
+    def of_vllm(self) -> dict[str, float]:
+        return {"k_scale": self.key.item(), "v_scale": self.value.item()}  # a host tensor each
+
+
 @dataclass
 class PackedCache:
     """One layer's cache, and its packing twice: as ours and as vLLM's kernel take it."""
 
     packing: Packing
     isa: str
+    dtype: str  # vLLM's name of it
     keys: torch.Tensor  # [blocks, kv heads, block size, D], packed inside a block
-    values: torch.Tensor
+    values: torch.Tensor  # likewise; both uint8 for a cache of 8 bits
 
 
 def packed_cache(kv_cache: torch.Tensor, cache_dtype: str) -> PackedCache | None:
     """How a layer's cache [blocks, kv heads, block size, 2D] is packed; None: it is not.
 
-    It is not where vLLM's kernel, or ours, does not know the dtype, the head size or the processor,
-    and without numba.
+    It is not where vLLM's kernel, or ours, does not know the head size or the processor, and
+    without numba.
+
+    Raises:
+        NotImplementedError: a cache of 8 bits that is not: only vLLM's kernel rounds as vLLM does.
     """
     # A GPU's process has no use for that backend.
     from vllm.v1.attention.backends import cpu_attn
@@ -50,15 +64,24 @@ def packed_cache(kv_cache: torch.Tensor, cache_dtype: str) -> PackedCache | None
     blocks, kv_heads, block_size, width = kv_cache.shape
     head_dim = width // 2
     sizes = cpu_attn.CPUAttentionBackend.get_supported_head_sizes()
-    if cache_dtype != "auto" or block_size % 32 or head_dim not in sizes:
-        return None
-    isa = cpu_attn._get_attn_isa(kv_cache.dtype, block_size, head_dim, cache_dtype)
-    packing = packing_on_cpu(kv_cache, isa == "amx") if isa in PACKED else None
+    fp8 = cache_dtype.startswith("fp8")  # of these, layers take e4m3 only
+    packing = None
+    if (fp8 or cache_dtype == "auto") and block_size % 32 == 0 and head_dim in sizes:
+        isa = cpu_attn._get_attn_isa(kv_cache.dtype, block_size, head_dim, cache_dtype)
+        if fp8 and isa == "amx":  # which ours cannot read in 8 bits
+            isa = "vec"
+        entries = kv_cache.view(torch.float8_e4m3fn) if fp8 else kv_cache
+        packing = packing_on_cpu(entries, isa == "amx") if isa in PACKED else None
     if packing is None:
+        if fp8:
+            raise NotImplementedError(
+                "SpecBlock reads an fp8 KV cache on a CPU as vLLM packs it for AVX-512, in blocks "
+                "of a multiple of 32 tokens, and with numba: drop kv_cache_dtype."
+            )
         return None
     strides = kv_cache.stride(0), packing.head_stride, head_dim, 1
     whole = kv_cache.as_strided((blocks, kv_heads, 2 * block_size, head_dim), strides)
-    return PackedCache(packing, isa, *whole.chunk(2, dim=2))
+    return PackedCache(packing, isa, cache_dtype, *whole.chunk(2, dim=2))
 
 
 @dataclass
@@ -81,6 +104,7 @@ class CpuStep:
         scale: float,
         window: int | None,
         soft_cap: float,
+        scales: Scales | None = None,
     ) -> None:
         """Store and attend one layer.
 
@@ -89,8 +113,14 @@ class CpuStep:
             key, value: [T, kv heads, D].
             slots: [T] int64.
             window, soft_cap: as in `TreeAttentionBatch.attend`.
+            scales: of a cache of 8 bits.
         """
-        ops.cpu_attn_reshape_and_cache(key, value, cache.keys, cache.values, slots, cache.isa)
+        eight: dict[str, Any] = {}
+        if scales is not None:
+            eight = {"kv_cache_dtype": cache.dtype, **scales.of_vllm()}
+        ops.cpu_attn_reshape_and_cache(
+            key, value, cache.keys, cache.values, slots, cache.isa, **eight
+        )
         self.queries.attend(
             query,
             cache.keys,
@@ -100,8 +130,11 @@ class CpuStep:
             soft_cap=soft_cap,
             packing=cache.packing,
             causal_elsewhere=True,
+            key_scale=None if scales is None else scales.key,
+            value_scale=None if scales is None else scales.value,
         )
-        self.attend_causal(cache, query, out, scale, -1 if window is None else window, soft_cap)
+        last = -1 if window is None else window
+        self.attend_causal(cache, query, out, scale, last, soft_cap, **eight)
 
     def attend_causal(
         self,
@@ -111,8 +144,12 @@ class CpuStep:
         scale: float,
         window: int = -1,
         soft_cap: float = 0.0,
+        **eight: Any,
     ) -> None:
-        """The rows that see all up to their own, by vLLM's kernel; the others stay as they are."""
+        """The rows that see all up to their own, by vLLM's kernel; the others stay as they are.
+
+        eight: for a cache of 8 bits, what vLLM's kernel wants to know of it.
+        """
         queries = self.queries
         if self.causal_len is None:
             causal = queries.causal()
@@ -134,6 +171,7 @@ class CpuStep:
                 sliding_window_size=window,
                 isa=cache.isa,
                 enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
+                kv_cache_dtype=cache.dtype,
             )
         ops.cpu_attention_with_kv_cache(
             query=query,
@@ -150,4 +188,5 @@ class CpuStep:
             softcap=soft_cap,
             scheduler_metadata=self.schedules[window],
             s_aux=None,
+            **eight,
         )

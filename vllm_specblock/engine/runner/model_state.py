@@ -11,6 +11,7 @@ from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from vllm_specblock.engine.attention.backend import TreeAttentionMetadataBuilder
 from vllm_specblock.engine.runner.sampler import TreeSampler
+from vllm_specblock.engine.target_lora import LogitsAdapters
 from vllm_specblock.verify.tree_mask import BatchRows, TreeMask
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ class TreeModelState(DefaultModelState):
     ) -> None:
         super().__init__(vllm_config, model, encoder_cache, device)
         self.tree_states = self.speculator.tree_states
+        self.adapters = LogitsAdapters(model) if vllm_config.lora_config else None
         self.tree_mask = TreeMask(
             self.max_num_tokens,
             self.max_num_reqs,
@@ -94,6 +96,8 @@ class TreeModelState(DefaultModelState):
         # Full graphs are captured of decode steps only, by dummy batches that have no drafts.
         captured = kwargs.get("for_capture", False)
         self._build_tree_mask(input_batch, all_trees=captured)
+        if self.adapters is not None:
+            self.adapters.map_rows(input_batch)
         graph = captured or cudagraph_mode == CUDAGraphMode.FULL
         self.tree_mask.num_trees = None if graph else _trees_in_front(input_batch)
         for groups in attn_groups:

@@ -21,6 +21,7 @@ from vllm_specblock.drafters.specblock.drafter import SpecBlockDrafter
 from vllm_specblock.engine import deep_sleep
 from vllm_specblock.engine.adaptive.trees import AdaptiveTrees
 from vllm_specblock.engine.config.vllm_args import read_back
+from vllm_specblock.engine.cpu import lora
 from vllm_specblock.engine.cpu.warm_up import compile_loops, without_made_up_requests
 from vllm_specblock.engine.metrics.counters import DrafterCounters
 from vllm_specblock.engine.metrics.draft_clock import DraftClock
@@ -39,6 +40,7 @@ from vllm_specblock.engine.runner.graphs import ProposalGraphs
 from vllm_specblock.engine.runner.model_state import TreeModelState
 from vllm_specblock.engine.runner.tree_states import TreeStates
 from vllm_specblock.engine.runner.warm_up import compile_kernels
+from vllm_specblock.engine.target_lora import embed_without_adapters
 from vllm_specblock.triton_kernels.kv_cache.commit import KVCacheSet
 from vllm_specblock.verify.synthetic_acceptance import SyntheticAcceptance
 
@@ -92,8 +94,12 @@ class SpeculatorSetup(DraftModelSpeculator):
         self.target_layers = sorted(target_attn_layer_names)
         budgets = drafter_budgets(self.resolved.combine, self.num_nodes)
         sizes = self.num_nodes, self.max_model_len, self.num_slots
+        embed = target_model.embed_input_ids
+        if self.vllm_config.lora_config is not None:
+            lora.install()
+            embed = embed_without_adapters(target_model)
         drafters: list[Drafter] = build_drafters(
-            self.resolved, budgets, target_model.embed_input_ids, *sizes, self.dtype, self.device
+            self.resolved, budgets, embed, *sizes, self.dtype, self.device
         )
         self.drafter_layers = register_layers(self.vllm_config, drafters)
         weights = [drafter.model for drafter in drafters if drafter.model is not None]

@@ -1,0 +1,101 @@
+"""LoRA adapters on the target: two of them and requests without any, in one batch of trees."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support.adapters import RANK, write_adapter
+from support.engines import make_engine
+from support.matrix import PROMPTS, params
+from torch import nn
+from vllm.lora.layers import VocabParallelEmbeddingWithLoRA
+from vllm.lora.ops.torch_ops import lora_ops
+from vllm.lora.request import LoRARequest
+
+from vllm_specblock.engine.cpu import lora
+from vllm_specblock.engine.target_lora import LogitsAdapters, embed_without_adapters
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="refused on a GPU")
+
+# As many adapters as there are slots: none of them is empty.
+LORA = {"enable_lora": True, "max_loras": 2, "max_lora_rank": RANK}
+LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory) -> list[LoRARequest | None]:
+    """None, one of all linear layers, and one of few layers, embedding and LM head."""
+    folder = tmp_path_factory.mktemp("adapters")
+    one = write_adapter(folder / "one", 1, LINEAR)
+    two = write_adapter(folder / "two", 2, ["q_proj", "v_proj", "embed_tokens", "lm_head"])
+    return [None, LoRARequest("one", 1, str(one)), LoRARequest("two", 2, str(two))]
+
+
+@pytest.fixture(scope="module")
+def ours(adapters):
+    return make_engine({"num_speculative_tokens": 24}, **LORA)
+
+
+@pytest.fixture(scope="module")
+def adapted(ours, adapters):
+    """vLLM without us, once its kernels leave requests without an adapter alone."""
+    return make_engine(None, **LORA)
+
+
+def say(engine, requests, adapters) -> list[list[int]]:
+    """Tokens of all prompts; the adapters take turns."""
+    turns = [adapters[index % len(adapters)] for index in range(len(PROMPTS))]
+    texts = [{"prompt_token_ids": text} for text in PROMPTS]
+    answers = engine.llm.generate(texts, requests, lora_request=turns, use_tqdm=False)
+    return [list(answer.outputs[0].token_ids) for answer in answers]
+
+
+@pytest.mark.parametrize(("name", "temperature"), [("greedy", 0.0), ("temperature 1", 1.0)])
+def test_tokens_are_vllms_own(ours, adapted, adapters, reference, name, temperature):
+    requests = params(temperature=temperature)
+    before = ours.speculator.counters.as_dict()["accepted_nodes_1"]
+    expected = say(adapted, requests, adapters)
+    got = say(ours, requests, adapters)
+    assert got == expected
+    without = [answer.tokens for (answer,) in reference(name, requests)]
+    for index, (mine, base) in enumerate(zip(got, without)):
+        assert (mine == base) == (index % len(adapters) == 0), "adapters change what is said"
+    accepted = ours.speculator.counters.as_dict()["accepted_nodes_1"] - before
+    assert accepted > 200, "hardly a tree was right: this tested little"
+
+
+def test_a_row_of_logits_has_the_adapter_of_its_token():
+    """Also where vLLM, for an unchanged batch, leaves its mapping as the last step left it."""
+    mapping = SimpleNamespace(
+        _token_lora_indices=torch.tensor([1, 1, 1, -1, 0, 0, 9, 9]),
+        _sampler_indices=torch.full((8,), 7),
+        indices_len=[6, 3],
+    )
+    rows = LogitsAdapters(nn.Module())
+    rows.mappings = [mapping]
+    for wanted in ([1, 1, -1, 0, 0], [1, -1, 0]):
+        places = torch.tensor([0, 2, 3, 4, 5] if len(wanted) == 5 else [2, 3, 5])
+        rows.map_rows(SimpleNamespace(logits_indices=places))
+        assert mapping._sampler_indices[: len(wanted)].tolist() == wanted
+        assert mapping.indices_len == [6, len(wanted)]
+
+
+def test_drafters_embed_without_adapters(ours):
+    """Whatever adapter vLLM has mapped to the first tokens of its batch; as many as one asks."""
+    model = ours.runner.model
+    embed = embed_without_adapters(model)
+    (layer,) = (x for x in model.modules() if isinstance(x, VocabParallelEmbeddingWithLoRA))
+    token = torch.arange(2048).repeat(3)
+    assert torch.equal(embed(token), layer.base_layer.weight[token])
+    assert model.model.embed_tokens is layer, "the target keeps its adapters"
+
+
+def test_tokens_without_an_adapter_get_none(ours):
+    x, output = torch.randn(3, 4), torch.zeros(3, 2)
+    lora_ops.bgmv_shrink(x, torch.ones(2, 1, 2, 4), output, torch.tensor([0, -1, 1]))
+    assert not output[1].any() and output[0].any() and output[2].any()
+    before = lora_ops.bgmv_shrink
+    lora.install()
+    assert lora_ops.bgmv_shrink is before

@@ -1,0 +1,68 @@
+"""LoRA adapters on the target: the rows of logits, and embeddings without adapters.
+
+Model Runner V2 maps tokens to adapters by request, which is right for trees, and rows of logits one
+per request, which is not: with drafts a request has as many as it has nodes, and one.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from vllm.lora.layers import LogitsProcessorWithLoRA, VocabParallelEmbeddingWithLoRA
+
+if TYPE_CHECKING:
+    from vllm.model_executor.models.interfaces_base import VllmModel
+    from vllm.v1.worker.gpu.input_batch import InputBatch
+
+
+class LogitsAdapters:
+    """The adapter of every row of logits, for targets whose LM head takes adapters.
+
+    model: the target, its layers wrapped by vLLM.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        wrapped = (each for each in model.modules() if isinstance(each, LogitsProcessorWithLoRA))
+        self.mappings = {id(each.punica_wrapper): each.punica_wrapper for each in wrapped}.values()
+
+    def map_rows(self, batch: InputBatch) -> None:
+        """Give each row of logits the adapter of its token.
+
+        In every step: where the same requests come in the same order, vLLM leaves its mapping as it
+        was, and so as the last step left it.
+        """
+        rows = batch.logits_indices
+        for mapping in self.mappings:
+            mapping._sampler_indices[: len(rows)] = mapping._token_lora_indices[rows]
+            mapping.indices_len[1] = len(rows)
+
+
+def embed_without_adapters(model: VllmModel) -> Callable[[torch.Tensor], torch.Tensor]:
+    """→ f: [n] target token ids → [n, H], the target's embedding as its checkpoint has it.
+
+    Drafters were trained on that one, and what they embed is no row of vLLM's batch, by which it
+    would look for an adapter.
+    """
+    view: Any = model
+    names = [
+        name
+        for name, each in model.named_modules()
+        if isinstance(each, VocabParallelEmbeddingWithLoRA)
+    ]
+    for name in names:
+        view = _with(view, name.split("."), view.get_submodule(name).base_layer)
+    return view.embed_input_ids
+
+
+def _with(module: nn.Module, path: list[str], leaf: nn.Module) -> nn.Module:
+    """`module` with another leaf; it shares all else with the given one, which stays as it is."""
+    if not path:
+        return leaf
+    name, *rest = path
+    other = copy.copy(module)
+    other._modules = {**module._modules, name: _with(module.get_submodule(name), rest, leaf)}
+    return other
