@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 
 from vllm_specblock.config import DEFAULT_NODES, Eagle3Config, SpecBlockConfig, parse_drafter
+from vllm_specblock.drafters.common.hub import drafter_folder, target_folder
 from vllm_specblock.drafters.common.target_info import check_target, describe_target, read_target
 from vllm_specblock.drafters.eagle3 import checkpoint as eagle3_files
 from vllm_specblock.drafters.eagle3.growth import DynamicTreeConfig
@@ -46,18 +47,23 @@ class Pairing:
 def pair(drafter: Path, target: Path | None) -> Pairing:
     """Find a drafter's target (default: the one that its config names), and compare their sizes.
 
+    Args:
+        drafter, target: folders or hub ids; those of the pairing are folders.
+
     Raises:
         TrainError: there is no target.
         CheckpointError: one of the configs cannot be used, or they do not belong together.
     """
+    drafter = drafter_folder(drafter)
     kind = _pair_eagle3 if eagle3_files.is_eagle3(drafter) else pair_specblock
     return kind(drafter, target)
 
 
 def pair_specblock(drafter: Path, target: Path | None) -> Pairing:
     """`pair` for those who want no other kind of drafter."""
+    drafter = drafter_folder(drafter)
     config = checkpoint.read_config(drafter)
-    target = _named(drafter, config.target.name) if target is None else target
+    target = _named(drafter, config.target.name) if target is None else target_folder(target)
     info = describe_target(target, layer_ids=config.target.layer_ids)
     check_target(drafter, config.target, target, info)
     assert info.layer_ids is not None  # it is described
@@ -66,7 +72,7 @@ def pair_specblock(drafter: Path, target: Path | None) -> Pairing:
 
 def _pair_eagle3(drafter: Path, target: Path | None) -> Pairing:
     config = eagle3_files.read_config(drafter)
-    target = _named(drafter, None) if target is None else target
+    target = _named(drafter, None) if target is None else target_folder(target)
     raw = read_target(target)
     sizes = [
         TargetInfo(hidden_size=hidden, vocab_size=vocab)
@@ -86,10 +92,11 @@ def _pair_eagle3(drafter: Path, target: Path | None) -> Pairing:
 
 
 def _named(drafter: Path, name: str | None) -> Path:
-    if name is None or not Path(name).is_dir():
+    folder = None if name is None else target_folder(name)
+    if folder is None or not folder.is_dir():
         said = "names no target" if name is None else f"is for {name}, which is no folder here"
         raise TrainError(f"The drafter in {drafter} {said}; give the target's with --target.")
-    return Path(name)
+    return folder
 
 
 @dataclass(frozen=True)
