@@ -39,7 +39,7 @@ class BenchConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    target: Path = Field(description="Folder of the target model.")
+    target: Path = Field(description="Folder or hub id of the target model.")
     set: tuple[str, ...] = Field(
         min_length=1,
         description="Questions, NAME=FILE: a .jsonl of lines with id and turns. Or a folder of "

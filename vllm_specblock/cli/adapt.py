@@ -141,7 +141,7 @@ def simulate(
         kept = list(tqdm(sequences, f"texts of {path.stem}", total=wanted, unit="text"))
         texts.append(kept[:needed])
         last.append(kept[needed:])
-    weights = checkpoint.load(drafter, torch.float32, "cpu")
+    weights = checkpoint.load(pairing.drafter, torch.float32, "cpu")
     draft_ids = weights.target_ids(torch.arange(weights.config.draft_vocab_size))
     teacher = RecordTeacher(
         target_rows.embedding_rows(pairing.target),

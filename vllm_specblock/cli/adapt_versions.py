@@ -18,7 +18,7 @@ Out = Annotated[Path, typer.Argument(help="Folder of versions.")]
 
 def run(
     folder: Annotated[Path, typer.Argument(help="Where engines write requests: their `trainer`.")],
-    drafter: Annotated[Path, typer.Option(help="Drafter directory, as the engine loads it.")],
+    drafter: Annotated[Path, typer.Option(help="Drafter, as the engine loads it.")],
     target: TargetDir = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder for versions. Default: FOLDER/versions.")
@@ -53,7 +53,7 @@ def run(
     source = FolderSource(folder)
     pairing = pair_specblock(drafter, target)
     config = TrainerConfig(
-        str(drafter),
+        str(pairing.drafter),
         str(pairing.target),
         policy,
         actions,

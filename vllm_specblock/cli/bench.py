@@ -33,6 +33,11 @@ def bench(
     # Here and not above: torch and transformers take seconds, `--help` should not.
     from vllm_specblock.bench.results import write_results
     from vllm_specblock.bench.run import measure, prepare
+    from vllm_specblock.drafters.common.hub import drafter_folder, target_folder
+
+    drafters = {name: drafter_folder(model) for name, model in config.drafter.items()}
+    target = target_folder(config.target)
+    config = config.model_copy(update={"target": target, "drafter": drafters})
 
     # Asked to end, it ends its engines first, as with Ctrl-C; under nohup it goes on.
     for number in (signal.SIGTERM, signal.SIGHUP):

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def data(
-    target: Annotated[Path, typer.Option(help="Folder of the target model.")],
+    target: Annotated[Path, typer.Option(help="Folder or hub id of the target model.")],
     out: Annotated[Path, typer.Option(help="Folder to write the shards to.")],
     input: Annotated[
         list[Path] | None,
@@ -83,13 +83,14 @@ def data(
     Killed and started again with the same options, it goes on where it was.
     """
     # Here and not above: torch and transformers take seconds, `--help` should not.
+    from vllm_specblock.drafters.common.hub import target_folder
     from vllm_specblock.train.config import parse
     from vllm_specblock.train.data.make_data import coverage, make_data
     from vllm_specblock.train.data.options import DataOptions
 
     options = parse(
         DataOptions,
-        target=target,
+        target=target_folder(target),
         input=tuple(input or ()),
         self_prompts=self_prompts,
         out=out,

@@ -116,7 +116,7 @@ def evaluate(
     if json_file is not None:
         json_file.parent.mkdir(parents=True, exist_ok=True)
     model = load_target(target, precision.value, where)
-    weights = checkpoint.load(drafter, model.dtype, where)
+    weights = checkpoint.load(pairing.drafter, model.dtype, where)
     given = {"num_blocks": blocks, "num_starts": starts, "branching": branching}
     given["calibrate_drafts"] = None if calibrate_drafts else False
     given = {key: value for key, value in given.items() if value is not None}

@@ -22,7 +22,7 @@ class Dtype(StrEnum):
 
 
 def features(
-    target: Annotated[Path, typer.Option(help="Folder of the target model.")],
+    target: Annotated[Path, typer.Option(help="Folder or hub id of the target model.")],
     data: Annotated[Path, typer.Option(help="Training data, as `specblock train` takes it.")],
     out: Annotated[Path, typer.Option(help="Folder to write the features to.")],
     length: Annotated[
@@ -58,11 +58,13 @@ def features(
     # Here and not above: torch and vLLM take seconds, `--help` should not.
     from tqdm import tqdm
 
+    from vllm_specblock.drafters.common.hub import target_folder
     from vllm_specblock.drafters.common.target_info import describe_target, read_target
     from vllm_specblock.train.data.packed_dataset import load_texts
     from vllm_specblock.train.target import feature_store, target_rows
     from vllm_specblock.train.target.features import load_tokenizer
 
+    target = target_folder(target)
     raw = read_target(target)
     _check_length(length, raw)
     texts = load_texts(data, lambda: load_tokenizer(target), raw["vocab_size"])

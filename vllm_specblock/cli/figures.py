@@ -20,7 +20,8 @@ def figures(
         list[str],
         typer.Option(
             metavar="NAME=DIR",
-            help="A drafter, SpecBlock or EAGLE-3, and what to call it. Repeatable.",
+            help="A drafter, SpecBlock or EAGLE-3, and what to call it; a hub id will do. "
+            "Repeatable.",
         ),
     ],
     data: Annotated[
@@ -34,7 +35,9 @@ def figures(
     out: Annotated[Path, typer.Option(help="Folder of the figures and of figures.json.")],
     target: Annotated[
         Path | None,
-        typer.Option(help="Folder of the target. Default: as the first drafter names it."),
+        typer.Option(
+            help="Folder or hub id of the target. Default: as the first drafter names it."
+        ),
     ] = None,
     prompts: Annotated[int, typer.Option(min=1, help="Of each set, from the first on.")] = 16,
     prompt_tokens: Annotated[

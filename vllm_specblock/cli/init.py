@@ -11,7 +11,7 @@ from vllm_specblock.cli.options import LayerIds, OutDir, TargetName
 
 
 def init(
-    target: Annotated[Path, typer.Option(help="Hugging Face directory of the target.")],
+    target: Annotated[Path, typer.Option(help="Folder or hub id of the target.")],
     out: OutDir,
     block_size: Annotated[int, typer.Option(help="K, draft positions per forward.")] = 4,
     layers: Annotated[int, typer.Option(help="L, decoder layers of the drafter.")] = 2,
@@ -32,15 +32,16 @@ def init(
     It drafts from the first --draft-vocab-size token ids. `specblock train` without --init makes
     its own, which drafts from the most frequent ones of its data.
     """
+    from vllm_specblock.drafters.common.hub import target_folder
     from vllm_specblock.drafters.specblock import checkpoint
 
     drafter = checkpoint.init(
-        target,
+        target_folder(target),
         block_size=block_size,
         num_layers=layers,
         draft_vocab_size=draft_vocab_size,
         layer_ids=layer_ids,
-        target_name=target_name,
+        target_name=target_name or str(target),
         qk_norm=qk_norm,
         seed=seed,
     )

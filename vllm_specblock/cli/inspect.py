@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 
 def inspect(
     directory: Annotated[
-        Path, typer.Argument(help="Of a SpecBlock drafter in either layout, or of another kind.")
+        Path,
+        typer.Argument(
+            help="Folder or hub id of a SpecBlock drafter in either layout, or of another kind."
+        ),
     ],
     prompt: Annotated[
         str | None, typer.Option(help="Show the draft tree after this prompt instead.")
@@ -25,7 +28,7 @@ def inspect(
     ] = None,
     target: Annotated[
         Path | None,
-        typer.Option(help="Folder of the target. Default: as the drafter names it."),
+        typer.Option(help="Folder or hub id of the target. Default: as the drafter names it."),
     ] = None,
     chat: Annotated[
         bool | None,
@@ -81,9 +84,11 @@ def inspect(
 def _show_files(directory: Path) -> None:
     import torch
 
+    from vllm_specblock.drafters.common.hub import drafter_folder
     from vllm_specblock.drafters.detect import kind_of
     from vllm_specblock.drafters.registry import drafter_kind
 
+    directory = drafter_folder(directory)
     files = drafter_kind(kind_of(directory)).load_checkpoint_module()
     config = files.read_config(directory)
     tensors = files.read_tensors(directory, config)

@@ -67,10 +67,13 @@ TargetName = Annotated[
     typer.Option(help="What vLLM loads as the target, folder or hub id. Default: --target."),
 ]
 
-DrafterDir = Annotated[Path, typer.Argument(help="Drafter directory, in either layout.")]
+DrafterDir = Annotated[
+    Path, typer.Argument(help="Drafter, in either layout: a folder or a hub id.")
+]
 
 TargetDir = Annotated[
-    Path | None, typer.Option(help="Folder of the target. Default: as the drafter names it.")
+    Path | None,
+    typer.Option(help="Folder or hub id of the target. Default: as the drafter names it."),
 ]
 
 OutDir = Annotated[Path, typer.Option(help="Directory to write the drafter to.")]

@@ -34,6 +34,14 @@ def train(
     """
     config = parse(**(read_recipe(recipe) if recipe else {}) | given)
     # Here and not above: torch and transformers take seconds, `--help` should not.
+    from vllm_specblock.drafters.common.hub import drafter_folder, target_folder
     from vllm_specblock.train.run import train as run
 
+    config = config.model_copy(
+        update={
+            "target": target_folder(config.target),
+            "target_name": config.target_name or str(config.target),
+            "init": config.init and drafter_folder(config.init),
+        }
+    )
     run(config, resume=resume, dry_run=dry_run)

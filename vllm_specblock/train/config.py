@@ -20,7 +20,7 @@ class RunConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    target: Path = Field(description="Folder of the frozen target model.")
+    target: Path = Field(description="Folder or hub id of the frozen target model.")
     data: Path = Field(
         description="What `specblock data` wrote, a folder of text files, a .jsonl with a text or "
         "input_ids in every line, or a .safetensors with tokens and lengths."

@@ -25,11 +25,10 @@ from vllm_specblock.config import (
     parse_drafter,
     split_keys,
 )
+from vllm_specblock.drafters.common.hub import DRAFTER_FILES, NotDownloadedError, snapshot
 from vllm_specblock.drafters.detect import kind_of
 from vllm_specblock.drafters.registry import DrafterOptions, drafter_kind
 from vllm_specblock.tree import MAX_NODES
-
-DRAFTER_FILES = ["config.json", "*.safetensors", "vocab_mapping.pt", "pytorch_model*.bin*"]
 
 
 class ResolvedDrafter(BaseModel):
@@ -152,15 +151,12 @@ def fetch_drafter(model: Any, where: str = "", **hub: Any) -> Path:
         )
     if os.path.isdir(model):
         return Path(model).resolve()
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
     try:
-        return Path(snapshot_download(model, allow_patterns=DRAFTER_FILES, **hub))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        return snapshot(model, DRAFTER_FILES, **hub)
+    except NotDownloadedError as error:
         raise OptionError(
             f"speculative_config key '{where}model' is {model!r}, which is neither a folder here "
-            f"nor a hub id that could be downloaded ({type(error).__name__})."
+            f"nor a hub id that could be downloaded ({error})."
         ) from None
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from vllm_specblock.config import parse_drafter
+from vllm_specblock.drafters.common.hub import drafter_folder
 from vllm_specblock.drafters.common.target_info import check_target, describe_target
 from vllm_specblock.drafters.specblock import checkpoint
 from vllm_specblock.train.eval.chain import chain_along
@@ -17,6 +18,7 @@ from vllm_specblock.train.eval.pairing import Pairing, target_of
 
 def pair(drafter: Path, target: Path | None) -> Pairing:
     """`loaded.pair` for those who want no other kind of drafter."""
+    drafter = drafter_folder(drafter)
     config = checkpoint.read_config(drafter)
     target = target_of(drafter, target, config.target.name)
     info = describe_target(target, layer_ids=config.target.layer_ids)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from vllm_specblock.config import DEFAULT_NODES
+from vllm_specblock.drafters.common.hub import drafter_folder
 from vllm_specblock.drafters.detect import kind_of
 from vllm_specblock.feedback.calibration import DraftCalibration
 from vllm_specblock.train.config import TrainError
@@ -58,10 +59,14 @@ class LoadedDrafter:
 def pair(drafter: Path, target: Path | None) -> Pairing:
     """Find a drafter's target (default: the one that its config names), and compare their sizes.
 
+    Args:
+        drafter, target: folders or hub ids; those of the pairing are folders.
+
     Raises:
         TrainError: there is no target, or a drafter of this kind drafts in engines only.
         CheckpointError: one of the configs cannot be used, or they do not belong together.
     """
+    drafter = drafter_folder(drafter)
     kind = kind_of(drafter)
     if kind not in ALONG_TEXTS:
         raise TrainError(

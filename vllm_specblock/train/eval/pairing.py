@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from vllm_specblock.drafters.common.hub import target_folder
 from vllm_specblock.train.config import TrainError
 
 
@@ -28,12 +29,16 @@ class Pairing:
 def target_of(drafter: Path, target: Path | None, name: str | None) -> Path:
     """The folder of a drafter's target: the one that is given, or the one its config names.
 
+    Args:
+        target, name: folders or hub ids.
+
     Raises:
         TrainError: neither is a folder here.
     """
     if target is not None:
-        return target
-    if name is None or not Path(name).is_dir():
+        return target_folder(target)
+    folder = None if name is None else target_folder(name)
+    if folder is None or not folder.is_dir():
         said = "names no target" if name is None else f"is for {name}, which is no folder here"
         raise TrainError(f"The drafter in {drafter} {said}; give the target's with --target.")
-    return Path(name)
+    return folder

@@ -1,0 +1,127 @@
+"""Every command that takes the folder of a drafter or a target takes a hub id, too; no network."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
+from typer.testing import CliRunner
+
+from vllm_specblock.cli.main import app
+from vllm_specblock.drafters.common import hub
+
+PAIR = Path(__file__).parents[2] / "examples" / "tiny_pair"
+PROMPTS = '{"prompt": "def main(argv):"}\n'
+TEXTS = '{"text": "def main(argv):\\n    parser = ArgumentParser(argv)"}\n'
+
+
+@pytest.fixture
+def asked(monkeypatch, tmp_path) -> list[str]:
+    """Ids that a made-up hub was asked for: it has the example pair as somebody/drafter and
+    somebody/target. What is not among the allowed files stays there."""
+    ids: list[str] = []
+
+    def download(name, allow_patterns, ignore_patterns=None, **_):
+        ids.append(name)
+        if name not in ("somebody/drafter", "somebody/target"):
+            raise LocalEntryNotFoundError("offline")
+        place = tmp_path / "hub" / name
+        place.mkdir(parents=True, exist_ok=True)
+        for path in (PAIR / name.split("/")[1]).iterdir():
+            allowed = any(path.match(pattern) for pattern in allow_patterns)
+            if allowed and not any(path.match(each) for each in ignore_patterns or ()):
+                shutil.copy(path, place)
+        return str(place)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    # Whatever is asked for by its id is not to be found here by chance.
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "prompts.jsonl").write_text(PROMPTS * 4)
+    (tmp_path / "texts.jsonl").write_text(TEXTS * 4)
+    return ids
+
+
+COMMANDS = {
+    "init": "init --target somebody/target --out out",
+    "convert": "convert somebody/drafter --to ours --target somebody/target --out out",
+    "inspect": "inspect somebody/drafter",
+    "inspect a prompt": "inspect somebody/drafter --target somebody/target --prompt a --raw",
+    "eval": "eval somebody/drafter --target somebody/target --data prompts.jsonl --prompts 1 "
+    "--new-tokens 24 --temperature 0",
+    "data": "data --target somebody/target --out out --input prompts.jsonl --answers keep",
+    "train": "train --target somebody/target --init somebody/drafter --out out --dry-run "
+    "--data texts.jsonl --length 16",
+    "features": "features --target somebody/target --data prompts.jsonl --length 999999 --out out",
+    "bench": "bench --target somebody/target --drafter specblock=somebody/drafter "
+    "--set x=prompts.jsonl --method nowhere",
+    "figures": "figures --drafter a=somebody/drafter --target somebody/target --set x=none.jsonl "
+    "--out out",
+    "simulate": "adapt simulate somebody/drafter --target somebody/target --home none.jsonl "
+    "--away none.jsonl --out out",
+    "adapt run": "adapt run queue --drafter somebody/drafter --target somebody/target --once",
+}
+END_LATER = {
+    "data": "None of the lines",
+    "features": "needs a position more",
+    "bench": "nowhere",
+    "figures": "none.jsonl",
+    "simulate": "none.jsonl",
+}
+"""Commands that end with an error which they only find when they have read config.json: what else
+they do takes an engine, or minutes."""
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_hub_id_will_do(name, asked, tmp_path):
+    (tmp_path / "queue").mkdir()
+    result = CliRunner().invoke(app, COMMANDS[name].split())
+    if name in END_LATER:
+        assert result.exit_code and END_LATER[name] in result.output, result.output
+    else:
+        assert result.exit_code == 0, (result.output, result.exception)
+    assert set(asked) == {word.split("=")[-1] for word in COMMANDS[name].split() if "body" in word}
+
+
+def test_a_drafter_made_for_a_hub_id_names_it(asked, tmp_path):
+    result = CliRunner().invoke(app, COMMANDS["init"].split())
+    assert result.exit_code == 0, result.output
+    named = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert named["target"]["name"] == "somebody/target"
+    assert named["speculators_config"]["verifier"]["name_or_path"] == "somebody/target"
+    # And so its target is found.
+    asked.clear()
+    words = COMMANDS["eval"].replace(" --target somebody/target", "").split()
+    words[1] = "out"
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, (result.output, result.exception)
+    assert set(asked) == {"somebody/target"}
+
+
+@pytest.mark.parametrize("name", ["inspect", "init"])
+def test_one_sentence_where_there_is_none(name, asked):
+    words = COMMANDS[name].replace("somebody/", "nobody/").split()
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 1
+    said = "is neither a folder here nor a hub id that could be downloaded (LocalEntryNotFound"
+    assert said in result.output and result.output.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["no/such/folder", "./a/b", "/a/b", "gone", "~/x"])
+def test_what_is_no_hub_id_is_a_folder(name, asked):
+    assert hub.drafter_folder(name) == hub.target_folder(name) == Path(name)
+    assert not asked
+
+
+def test_a_folder_of_the_same_name_wins(asked, tmp_path):
+    (tmp_path / "somebody" / "drafter").mkdir(parents=True)
+    assert hub.drafter_folder("somebody/drafter") == Path("somebody/drafter")
+    assert not asked
+
+
+def test_what_is_fetched_of_a_target(asked):
+    folder = hub.target_folder("somebody/target")
+    assert {"config.json", "model.safetensors"} <= {path.name for path in folder.iterdir()}

@@ -1,0 +1,72 @@
+"""Folders of drafters and targets that are named by their hub id."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from vllm_specblock.drafters.specblock.config import CheckpointError
+
+DRAFTER_FILES = [
+    "config.json",
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "vocab_mapping.pt",
+    "pytorch_model*.bin*",
+]
+TARGET_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+_OTHER_COPIES = ["original/*", "consolidated*"]
+"""Of a target's weights, in layouts that transformers does not read."""
+
+_HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
+
+
+class NotDownloadedError(Exception):
+    """A hub id that cannot be had; the message is the name of what the hub client raised."""
+
+
+def snapshot(model: str, files: list[str], **hub: Any) -> Path:
+    """Download a repository's `files`, or find them downloaded; returns their folder.
+
+    Args:
+        hub: keywords of `snapshot_download`.
+
+    Raises:
+        NotDownloadedError: no hub id, no such repository, no network.
+    """
+    # Here and not above: it takes half a second.
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=files, **hub))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise NotDownloadedError(type(error).__name__) from None
+
+
+def drafter_folder(model: str | Path) -> Path:
+    """A drafter's folder; a hub id (organisation/name) that is none here is downloaded.
+
+    Raises:
+        CheckpointError: it looks like a hub id, but cannot be downloaded.
+    """
+    return _folder(model, "drafter", DRAFTER_FILES)
+
+
+def target_folder(model: str | Path) -> Path:
+    """As `drafter_folder`, of a target: its config, tokenizer and weights."""
+    return _folder(model, "target", TARGET_FILES, ignore_patterns=_OTHER_COPIES)
+
+
+def _folder(model: str | Path, what: str, files: list[str], **hub: Any) -> Path:
+    # Anything but a hub id is left to whoever reads the folder, and says what is missing.
+    if Path(model).exists() or not _HUB_ID.fullmatch(str(model)):
+        return Path(model)
+    try:
+        return snapshot(str(model), files, **hub)
+    except NotDownloadedError as error:
+        raise CheckpointError(
+            f"The {what} {str(model)!r} is neither a folder here nor a hub id that could be "
+            f"downloaded ({error})."
+        ) from None
