@@ -109,8 +109,9 @@ def memory(drafter: ResolvedDrafter, target: ModelConfig, nodes: int, name: str)
     kind, dtype = drafter_kind(drafter.kind), target.dtype
     assert drafter.folder is not None
     model = kind.load_checkpoint_module().load(Path(drafter.folder), dtype=dtype)
-    if getattr(drafter.options, "quantization", None) is not None:
-        process_after_loading(model, drafter.options.quantization)
+    quantization = getattr(drafter.options, "quantization", None)
+    if quantization is not None:
+        process_after_loading(model, quantization)
     weights = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
     columns = tuple(range(len(drafter.layers)))
     made = kind.load_class()(
