@@ -25,6 +25,9 @@ class RunConfig(BaseModel):
         description="What `specblock data` wrote, a folder of text files, a .jsonl with a text or "
         "input_ids in every line, or a .safetensors with tokens and lengths."
     )
+    data_license: str | None = Field(
+        default=None, description="Licence of the data's prompts, for the drafter's model card."
+    )
     out: Path = Field(description="Where the drafter goes; training state lies in OUT/training.")
     features: Path | None = Field(
         default=None,
@@ -179,6 +182,7 @@ _FREE = {
     "target",
     "target_name",
     "data",
+    "data_license",
     "out",
     "features",
     "init",

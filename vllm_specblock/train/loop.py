@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from vllm_specblock.train import provenance
 from vllm_specblock.train.config import RunConfig, TrainError
 from vllm_specblock.train.data.packed_dataset import PackedDataset
 from vllm_specblock.train.data.shards import replace
 from vllm_specblock.train.distributed import BatchCounts, world
+from vllm_specblock.train.eval import model_card
 from vllm_specblock.train.eval.replay import mean_tau
 from vllm_specblock.train.learner import EvalSequence, Learner, TrainBatch
 from vllm_specblock.train.metrics_log import Tracker, describe
@@ -214,7 +214,7 @@ class Trainer:
                 train_state.metrics_log.entries.append(found[name])
                 if tau > train_state.best_tau:
                     train_state.best_tau = tau
-                    self._keep(learner, self.folder(name) / BEST_DIR)
+                    self._keep(learner, self.folder(name) / BEST_DIR, tau)
         if self.ranks > 1:
             dist.barrier()
         return found
@@ -251,12 +251,12 @@ class Trainer:
         for name, train_state in self.train_states.items():
             learner = train_state.dist_model.whole()
             if self.rank == 0:
-                self._keep(learner, self.folder(name))
+                self._keep(learner, self.folder(name), train_state.metrics_log.tau_at(self.step))
 
-    def _keep(self, learner: Learner, folder: Path) -> None:
+    def _keep(self, learner: Learner, folder: Path, tau: float | None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         learner.save(folder)
-        provenance.write(folder, self.facts | {"step": self.step, "seconds": self._elapsed()})
+        model_card.write(folder, self.facts | {"step": self.step, "seconds": self._elapsed()}, tau)
 
     def restore(self) -> None:
         """Go on from the state in `config.out`, if there is one.

@@ -31,6 +31,11 @@ class MetricsLog:
         self.grid: Tensor | None = None
         self.rank: Tensor | None = None
 
+    def tau_at(self, step: int) -> float | None:
+        """τ of the replay after update `step`; None: there was none."""
+        found = [entry["tau"] for entry in self.entries if "tau" in entry and entry["step"] == step]
+        return found[-1] if found else None
+
     def add(self, outcome: LossOutput) -> None:
         """Count one batch in."""
         num_positions = outcome.seen if outcome.num_positions is None else outcome.num_positions

@@ -104,8 +104,8 @@ def test_a_tree_for_it(family, tmp_path, monkeypatch):
         {
             "model": drafter,
             "num_speculative_tokens": 12,
-            "second_head": {"head": "ngram"},
-            "head_policy": "merge",
+            "second_drafter": {"kind": "ngram"},
+            "draft_policy": "merge",
         },
         model=target,
     )

@@ -1,0 +1,55 @@
+"""The container files: versions that the plugin supports, and files that there are."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from vllm_specblock.versions import SUPPORTED_VLLM, is_supported
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = sorted((ROOT / "examples/docker").glob("Dockerfile*"))
+
+
+def instructions(path: Path) -> list[tuple[str, str]]:
+    """(INSTRUCTION, the rest) of a file, with continued lines joined and comments left out."""
+    text = re.sub(r"^\s*#.*\n", "", path.read_text(), flags=re.M).replace("\\\n", " ")
+    return [
+        (line.split(maxsplit=1)[0], line.split(maxsplit=1)[1])
+        for line in text.splitlines()
+        if line.strip()
+    ]
+
+
+def test_the_gpu_image_is_of_the_release_that_tests_run_on():
+    (base,) = [rest for name, rest in instructions(FILES[0]) if name == "FROM"]
+    image, _, tag = base.partition(":")
+    assert image == "vllm/vllm-openai" and is_supported(tag.removeprefix("v"))
+    assert re.fullmatch(r"v\d+\.\d+\.\d+", tag), "no moving tag"
+    tested = re.search(r'^VLLM = "(.+)"$', (ROOT / "tools/setup_env.py").read_text(), re.M)[1]
+    assert tag == f"v{tested}" and next(iter(SUPPORTED_VLLM)) == tested.rpartition(".")[0]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_what_is_copied_is_there(path):
+    first, *rest = instructions(path)
+    assert first[0] == "FROM"
+    copied = [words.split()[:-1] for name, words in rest if name == "COPY"]
+    assert copied
+    for source in (each for sources in copied for each in sources):
+        assert (ROOT / source).exists(), source
+    assert {name for name, _ in rest} <= {"COPY", "RUN", "ENV", "WORKDIR", "ENTRYPOINT"}
+
+
+def test_the_gpu_image_gets_what_a_wheel_is_built_of():
+    """All that `setup.py` maps and pyproject.toml names."""
+    words = " ".join(rest for name, rest in instructions(FILES[0]) if name == "COPY").split()
+    needed = {"pyproject.toml", "setup.py", "README.md", "LICENSE", "vllm_specblock"}
+    assert needed | {"triton_kernels"} <= set(words)
+
+
+def test_the_cpu_image_runs_the_right_runner():
+    cpu = dict(instructions(FILES[1]))
+    assert "VLLM_USE_V2_MODEL_RUNNER=1" in cpu["ENV"] and "setup_env.py" in cpu["RUN"]

@@ -1,0 +1,54 @@
+"""The page of what runs together: up to date, and read from where it says."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def tool():
+    spec = importlib.util.spec_from_file_location(
+        "support_matrix", ROOT / "tools/support_matrix.py"
+    )
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_is_up_to_date(tool):
+    assert tool.PAGE.read_text(encoding="utf-8") == tool.render(), (
+        "docs/support.md is out of date: run python tools/support_matrix.py"
+    )
+
+
+def test_every_case_combination_and_refused_target_is_on_it(tool):
+    page = tool.render()
+    pytest.importorskip("vllm")
+    from support.matrix import CASES
+
+    assert tool.keys_of(tool.CASES, "CASES") == list(CASES)
+    assert all(f"| {name} | " in page for name in CASES)
+    assert len(tool.target_refusals()) > 5 and "| attention sinks | refused |" in page
+    assert "pipeline_parallel_size / decode_context_parallel_size / " in page
+
+
+def test_a_case_that_is_new_shows(tool, monkeypatch, tmp_path):
+    before = tool.render()
+    source = (ROOT / tool.CASES).read_text()
+    changed = source.replace("CASES = {\n", 'CASES = {\n    "new": {"bad_words": ["x"]},\n')
+    copy = tmp_path / "matrix.py"
+    copy.write_text(changed)
+    monkeypatch.setattr(tool, "CASES", str(copy))  # ROOT / an absolute path is that path
+    assert "| new | its best path alone, as a chain |" in tool.render()
+    assert "| new |" not in before
+
+
+@pytest.mark.parametrize("path, name", [("tools/support_matrix.py", "CASES")])
+def test_a_list_that_moved_is_told(tool, path, name):
+    with pytest.raises(LookupError, match="has no dictionary CASES"):
+        tool.items_of(path, name)

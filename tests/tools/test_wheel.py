@@ -1,0 +1,85 @@
+"""The wheel as a user installs it: beside vLLM, where there is no checkout."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+import pytest
+
+from vllm_specblock.versions import supported_releases
+
+pytest.importorskip("vllm")
+ROOT = Path(__file__).resolve().parents[2]
+# One process: importing vLLM is what takes the time.
+LOOK = """
+import contextlib, importlib.util, io, json
+import vllm.plugins
+found = {"plugins": sorted(vllm.plugins.load_plugins_by_group("vllm.general_plugins")),
+         "platforms": sorted(vllm.plugins.load_plugins_by_group("vllm.platform_plugins"))}
+vllm.plugins.load_general_plugins()
+import vllm_specblock
+from vllm_specblock.engine.patches import PATCHES
+from vllm_specblock.cli.main import app
+from typer.testing import CliRunner
+told = CliRunner().invoke(app, ["doctor"])
+found |= {"file": vllm_specblock.__file__, "patches": len(PATCHES), "doctor": told.output,
+          "status": told.exit_code,
+          "kernels": importlib.util.find_spec("triton_kernels") is not None}
+print(json.dumps(found))
+"""
+
+
+def run(*command: str | Path, **options) -> str:
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory) -> Path:
+    """An environment with the wheel of the files that git knows, and this one's packages.
+
+    Those come by a line with their path: what makes this checkout importable here, a file of
+    the same kind among them, is not read there.
+    """
+    folder = tmp_path_factory.mktemp("wheel")
+    source, environment = folder / "source", folder / "environment"
+    for name in run("git", "ls-files", "--cached", cwd=ROOT).splitlines():
+        if name.startswith(("vllm_specblock/", "triton_kernels/")) or "/" not in name:
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, source / name)
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    run(*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", folder, source)
+    (wheel,) = folder.glob("*.whl")
+    venv.create(environment, with_pip=False)
+    (site,) = environment.glob("lib/python*/site-packages")
+    paths = dict.fromkeys(sysconfig.get_path(name) for name in ("purelib", "platlib"))
+    (site / "packages.pth").write_text("\n".join(paths) + "\n")
+    install = ["install", "--no-deps", "--no-index", "--ignore-installed", wheel]
+    run(*pip, "--python", environment / "bin/python", *install)
+    shutil.rmtree(source)
+    return environment
+
+
+def test_vllm_finds_it_and_the_doctor_has_nothing_to_say(installed, tmp_path):
+    bare = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    bare |= {"VLLM_USE_V2_MODEL_RUNNER": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    out = run(installed / "bin/python", "-c", LOOK, cwd=tmp_path, env=bare)
+    found = json.loads(out.splitlines()[-1])
+    assert found["file"].startswith(str(installed)), "another one was imported"
+    assert "specblock" in found["plugins"] and "specblock_cpu" in found["platforms"]
+    assert found["patches"] > 0, "it was found and did not register"
+    assert not found["kernels"], "vLLM would take these for its MoE kernels"
+    assert found["status"] == 0, found["doctor"]
+    assert supported_releases() in found["doctor"] or "0.32" in found["doctor"]
+
+
+def test_its_command_is_there(installed, tmp_path):
+    assert "doctor" in run(installed / "bin/specblock", "--help", cwd=tmp_path)

@@ -1,0 +1,76 @@
+"""The README.md of a trained drafter's folder."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import yaml
+from support.training import short_run
+
+from vllm_specblock.train.eval import model_card
+from vllm_specblock.train.run import train
+
+
+@pytest.fixture
+def options(folder, tmp_path):
+    def make(**changes):
+        given = {"out": tmp_path / "out", "target_name": "maker/some: target"}
+        return short_run(folder, **{**given, **changes})
+
+    return make
+
+
+def rows(folder) -> dict[str, str]:
+    lines = (folder / model_card.FILE).read_text(encoding="utf-8").splitlines()
+    table = [line.strip("| ").split(" | ", 1) for line in lines if line.startswith("| ")]
+    return {name: value for name, *rest in table if rest for value in rest}
+
+
+def test_it_says_what_was_run_and_what_came_of_it(options):
+    out = train(options(hold_out=3, eval_every=4, data_license="CC-BY-4.0"), progress=False)
+    facts = json.loads((out / "provenance.json").read_text())
+    log = [json.loads(line) for line in (out / "training" / "log.jsonl").open()]
+    judged = {entry["step"]: entry["tau"] for entry in log if "tau" in entry}
+    assert set(judged) == {4, 6}
+    for folder in (out, out / "best"):
+        step = json.loads((folder / "provenance.json").read_text())["step"]
+        said = rows(folder)
+        assert said["target"] == "maker/some: target"
+        assert said["data"] == f"d.safetensors, fingerprint `{facts['data']}`"
+        assert said["licence of its prompts"] == "CC-BY-4.0"
+        assert said["updates"] == f"{step} of 4 windows × 24 tokens"
+        assert said["τ"] == f"{judged[step]:.2f} tokens a step, replayed along 3 held-out texts"
+
+
+def test_what_is_not_known_is_not_made_up(options):
+    said = rows(train(options(), progress=False))
+    assert said["licence of its prompts"] == "not stated"
+    assert said["τ"].startswith("not measured")
+
+
+def test_its_head_is_yaml_and_its_command_is_json(options):
+    out = train(options(), dry_run=True, progress=False)
+    text = (out / model_card.FILE).read_text(encoding="utf-8")
+    assert yaml.safe_load(text.split("---")[1])["base_model"] == "maker/some: target"
+    assert "vllm serve 'maker/some: target' --speculative-config" in text
+    given = json.loads(text.split("--speculative-config \\\n")[1].split("\n")[0].strip(" '"))
+    assert given == {"method": "specblock", "model": "FOLDER"}
+    assert rows(out)["updates"].startswith("0 of ")
+
+
+def test_a_card_of_the_users_own_stays(options):
+    out = train(options(steps=3), progress=False)
+    path = out / model_card.FILE
+    before = path.read_text(encoding="utf-8")
+    mine = before.replace(model_card.MARK + "\n", "My own words.\n")
+    path.write_text(mine, encoding="utf-8")
+    train(options(steps=3), resume=False, progress=False)
+    assert path.read_text(encoding="utf-8") == mine != before
+
+
+def test_another_call_may_state_the_licence(options):
+    out = train(options(minutes=1e-9), progress=False)
+    assert rows(out)["updates"].startswith("0 of ")
+    train(options(data_license="MIT"), progress=False)
+    assert rows(out)["licence of its prompts"] == "MIT"

@@ -1,0 +1,83 @@
+"""Model card: the README.md of a trained drafter's folder."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+from vllm_specblock.train import provenance
+from vllm_specblock.train.data.shards import replace
+
+FILE = "README.md"
+MARK = "<!-- Written by the trainer at each save. Take this line away, and it is left alone. -->"
+
+
+def write(folder: Path, facts: dict[str, Any], tau: float | None) -> None:
+    """Leave provenance and card beside a checkpoint; a card that a user made their own stays.
+
+    Args:
+        folder: of the drafter.
+        facts: for `provenance.write`; the card has some of them.
+        tau: mean tokens a step along the held-out texts, of these very weights; None: unknown.
+    """
+    provenance.write(folder, facts)
+    path = folder / FILE
+    if path.exists() and MARK not in path.read_text(encoding="utf-8"):
+        return
+    replace(path, lambda aside: aside.write_text(card(facts, tau), encoding="utf-8"))
+
+
+def card(facts: dict[str, Any], tau: float | None) -> str:
+    """The text, in Markdown; see `write`."""
+    options = facts["options"]
+    target = options["target_name"] or Path(options["target"]).name
+    # JSON's strings are YAML's.
+    head = ["---", f"base_model: {json.dumps(target, ensure_ascii=False)}", "library_name: vllm"]
+    head += ["tags: [speculative-decoding, specblock]", "---", MARK, ""]
+    return "\n".join(
+        [
+            *head,
+            f"# A drafter for {target}",
+            "",
+            "It drafts trees of tokens that the target verifies; the output is the target's own.",
+            "",
+            "| | |",
+            "| --- | --- |",
+            *(f"| {name} | {value} |" for name, value in _rows(facts, target, tau)),
+            "",
+            "## Serve it",
+            "",
+            "With the plugin `vllm_specblock` installed beside vLLM, FOLDER being this one:",
+            "",
+            "```bash",
+            f"vllm serve {shlex.quote(target)} --speculative-config \\",
+            """  '{"method": "specblock", "model": "FOLDER"}'""",
+            "```",
+            "",
+            "vLLM's CPU build wants `VLLM_USE_V2_MODEL_RUNNER=1` beside it.",
+            "",
+        ]
+    )
+
+
+def _rows(facts: dict[str, Any], target: str, tau: float | None) -> list[tuple[str, str]]:
+    options = facts["options"]
+    unknown = "not measured: train with --hold-out, or ask `specblock eval`"
+    reached = f"{tau:.2f} tokens a step, replayed along {options['hold_out']} held-out texts"
+    update = f"{options['batch']} windows × {options['length']} tokens"
+    rows = [
+        ("target", target),
+        ("data", f"{Path(options['data']).name}, fingerprint `{facts['data']}`"),
+        ("licence of its prompts", options.get("data_license") or "not stated"),
+        (
+            "updates",
+            f"{facts['step']:,} of {update}",
+        ),
+        ("trained on", f"{facts['device']}, {facts['ranks']} at a time, {facts['seconds']:.0f} s"),
+        ("τ", unknown if tau is None else reached),
+    ]
+    if options.get("init"):
+        rows.append(("started from", Path(options["init"]).name))
+    return [*rows, ("how it was made", "`provenance.json`")]
