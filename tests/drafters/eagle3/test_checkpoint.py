@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 from support.validation import refusal
 
+from vllm_specblock.drafters.detect import kind_of
 from vllm_specblock.drafters.eagle3 import checkpoint
 from vllm_specblock.drafters.eagle3.config import Eagle3Shape
 from vllm_specblock.drafters.eagle3.config_json import from_json
@@ -70,7 +71,7 @@ def write(directory: Path, raw: dict, tensors: dict[str, torch.Tensor], binary=F
 
 
 def assert_loads(directory: Path, drafter: Eagle3Model) -> None:
-    assert checkpoint.is_eagle3(directory)
+    assert kind_of(directory) == "eagle3"
     config = checkpoint.read_config(directory)
     checkpoint.check_tensors(directory, config)
     loaded = checkpoint.load(directory)
@@ -351,13 +352,13 @@ def test_head_dim_that_is_left_out_is_that_of_the_architecture():
 
 @pytest.mark.parametrize("directory", ["llama", "qwen"])
 def test_specblock_drafters_are_none(directory):
-    assert not checkpoint.is_eagle3(FIXTURES / directory)
+    assert kind_of(FIXTURES / directory) == "specblock"
 
 
 def test_plain_models_are_none(tmp_path):
     raw = {k: v for k, v in OFFICIAL.items() if k != "draft_vocab_size"}
     write(tmp_path, raw | {"architectures": ["LlamaForCausalLM"]}, {})
-    assert not checkpoint.is_eagle3(tmp_path)
+    assert kind_of(tmp_path) == "specblock"
 
 
 # --- refusals ------------------------------------------------------------------------------
@@ -388,7 +389,7 @@ def test_plain_models_are_none(tmp_path):
 )
 def test_configs_that_are_refused(tmp_path, changes, said):
     directory = write(tmp_path, OFFICIAL | changes, {})
-    assert checkpoint.is_eagle3(directory)
+    assert kind_of(directory) == "eagle3"
     assert said in refused(directory)
 
 
@@ -403,7 +404,7 @@ def test_configs_that_are_refused(tmp_path, changes, said):
 )
 def test_speculators_configs_that_are_refused(tmp_path, changes, said):
     directory = write(tmp_path, speculators() | changes, {})
-    assert checkpoint.is_eagle3(directory)
+    assert kind_of(directory) == "eagle3"
     assert said in refused(directory)
 
 
@@ -459,7 +460,7 @@ def test_missing_and_broken_files(tmp_path):
     torch.save([torch.zeros(1)], directory / "pytorch_model.bin")
     assert "is not a plain dict of tensors" in refused(directory)
     with pytest.raises(CheckpointError, match="There is no directory"):
-        checkpoint.is_eagle3(tmp_path / "org" / "head")
+        kind_of(tmp_path / "org" / "head")
 
 
 def test_a_config_refused_by_itself():

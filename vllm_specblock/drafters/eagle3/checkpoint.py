@@ -36,20 +36,12 @@ _EMBEDDING, _HEAD, _FC_BIAS = "embed_tokens.weight", "lm_head.weight", "fc.bias"
 _MAPPING, _MARKS = "d2t", "t2d"
 
 
-def is_eagle3(directory: PathLike) -> bool:
-    """Whether the checkpoint in `directory` is an EAGLE head, by its config.json alone.
-
-    Raises:
-        CheckpointError: there is no config.json, or no JSON in it.
-    """
-    return config_json.is_eagle3(read_json(Path(directory) / CONFIG)[0])
-
-
 def read_config(directory: PathLike) -> Eagle3Shape:
     """What the checkpoint's config.json says.
 
     Raises:
-        CheckpointError: as `is_eagle3`; not an EAGLE-3 head, or a variant that is not supported.
+        CheckpointError: there is no config.json, or no JSON in it; not an EAGLE-3 drafter, or a
+            variant that is not supported.
     """
     return config_json.from_json(*read_json(Path(directory) / CONFIG))
 
