@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,8 +13,6 @@ import venv
 from pathlib import Path
 
 import pytest
-
-from vllm_specblock.versions import supported_releases
 
 pytest.importorskip("vllm")
 ROOT = Path(__file__).resolve().parents[2]
@@ -78,7 +77,7 @@ def test_vllm_finds_it_and_the_doctor_has_nothing_to_say(installed, tmp_path):
     assert found["patches"] > 0, "it was found and did not register"
     assert not found["kernels"], "vLLM would take these for its MoE kernels"
     assert found["status"] == 0, found["doctor"]
-    assert supported_releases() in found["doctor"] or "0.32" in found["doctor"]
+    assert re.search(r"✓ +vllm-specblock +\d", found["doctor"]), found["doctor"]
 
 
 def test_its_command_is_there(installed, tmp_path):

@@ -26,7 +26,9 @@ class RunConfig(BaseModel):
         "input_ids in every line, or a .safetensors with tokens and lengths."
     )
     data_license: str | None = Field(
-        default=None, description="Licence of the data's prompts, for the drafter's model card."
+        default=None,
+        description="Licence of the data's prompts, for the drafter's model card; default: "
+        "it says that none is stated.",
     )
     out: Path = Field(description="Where the drafter goes; training state lies in OUT/training.")
     features: Path | None = Field(

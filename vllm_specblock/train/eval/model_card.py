@@ -64,8 +64,9 @@ def card(facts: dict[str, Any], tau: float | None) -> str:
 
 def _rows(facts: dict[str, Any], target: str, tau: float | None) -> list[tuple[str, str]]:
     options = facts["options"]
-    unknown = "not measured: train with --hold-out, or ask `specblock eval`"
-    reached = f"{tau:.2f} tokens a step, replayed along {options['hold_out']} held-out texts"
+    reached = "not measured: train with --hold-out, or ask `specblock eval`"
+    if tau is not None:
+        reached = f"{tau:.2f} tokens a step, replayed along {options['hold_out']} held-out texts"
     update = f"{options['batch']} windows × {options['length']} tokens"
     rows = [
         ("target", target),
@@ -76,7 +77,7 @@ def _rows(facts: dict[str, Any], target: str, tau: float | None) -> list[tuple[s
             f"{facts['step']:,} of {update}",
         ),
         ("trained on", f"{facts['device']}, {facts['ranks']} at a time, {facts['seconds']:.0f} s"),
-        ("τ", unknown if tau is None else reached),
+        ("τ", reached),
     ]
     if options.get("init"):
         rows.append(("started from", Path(options["init"]).name))
