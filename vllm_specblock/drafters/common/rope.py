@@ -115,8 +115,7 @@ def attention_factor(scaling: dict[str, Any] | None) -> float:
         return 1.0
     if scaling.get("attention_factor") is not None:
         return float(scaling["attention_factor"])
-    factor = scaling["factor"]
-    over, under = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    factor, over, under = scaling["factor"], scaling.get("mscale"), scaling.get("mscale_all_dim")
     if over and under:
         return _yarn_scale(factor, over) / _yarn_scale(factor, under)
     return _yarn_scale(factor, 1.0)

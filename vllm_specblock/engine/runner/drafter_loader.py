@@ -110,9 +110,9 @@ def target_head_weight(target_model: VllmModel) -> torch.Tensor:
     inner: Any = target_model
     if hasattr(inner, "get_language_model"):
         inner = inner.get_language_model()
-    head = getattr(inner, "lm_head", None)
+    head: Any = getattr(inner, "lm_head", None)
     head = getattr(head, "base_layer", head)  # under a LoRA
-    weight = getattr(head, "weight", None)
+    weight: torch.Tensor | None = getattr(head, "weight", None)
     if weight is None or weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(
             f"The drafter has no LM head of its own, and that of {type(target_model).__name__} is "
