@@ -21,6 +21,8 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="refused on a 
 
 # As many adapters as there are slots: none of them is empty.
 LORA = {"enable_lora": True, "max_loras": 2, "max_lora_rank": RANK}
+# vLLM's kernels for CPUs copy an adapter for every token: the shorter prompts will do.
+TEXTS = sorted(PROMPTS, key=len)[:6]
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -45,25 +47,25 @@ def adapted(ours, adapters):
 
 
 def say(engine, requests, adapters) -> list[list[int]]:
-    """Tokens of all prompts; the adapters take turns."""
-    turns = [adapters[index % len(adapters)] for index in range(len(PROMPTS))]
-    texts = [{"prompt_token_ids": text} for text in PROMPTS]
+    """Tokens of all texts; the adapters take turns."""
+    turns = [adapters[index % len(adapters)] for index in range(len(TEXTS))]
+    texts = [{"prompt_token_ids": text} for text in TEXTS]
     answers = engine.llm.generate(texts, requests, lora_request=turns, use_tqdm=False)
     return [list(answer.outputs[0].token_ids) for answer in answers]
 
 
-@pytest.mark.parametrize(("name", "temperature"), [("greedy", 0.0), ("temperature 1", 1.0)])
-def test_tokens_are_vllms_own(ours, adapted, adapters, reference, name, temperature):
-    requests = params(temperature=temperature)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_tokens_are_vllms_own(ours, adapted, adapters, reference, temperature):
+    requests = params(len(TEXTS), temperature=temperature, max_tokens=50)
     before = ours.speculator.counters.as_dict()["accepted_nodes_1"]
     expected = say(adapted, requests, adapters)
     got = say(ours, requests, adapters)
     assert got == expected
-    without = [answer.tokens for (answer,) in reference(name, requests)]
-    for index, (mine, base) in enumerate(zip(got, without)):
-        assert (mine == base) == (index % len(adapters) == 0), "adapters change what is said"
+    without = reference(f"without adapters, {temperature}", requests, TEXTS)
+    for index, (mine, (base,)) in enumerate(zip(got, without)):
+        assert (mine == base.tokens) == (index % len(adapters) == 0), "adapters change what is said"
     accepted = ours.speculator.counters.as_dict()["accepted_nodes_1"] - before
-    assert accepted > 200, "hardly a tree was right: this tested little"
+    assert accepted > 40, "hardly a tree was right: this tested little"
 
 
 def test_a_row_of_logits_has_the_adapter_of_its_token():
