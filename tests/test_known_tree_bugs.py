@@ -9,19 +9,20 @@ has to fail. What needs a running engine is held by tests that stand with the en
 | wrong stride of the accepted paths | `test_paths_are_read_with_their_own_stride` |
 | scattered keys and values stay where they were | `test_scattered_entries_move_behind_the_root` |
 | an accepted path crosses the edge of a block | `test_a_path_crosses_the_edge_of_a_block` |
-| ranks of tensor parallelism draft differently | no test runs two ranks; what would make them \
-differ is refused: `test_adaptive_verification_over_several_processes_of_a_cpu` and its neighbours \
-in `engine/config/test_vllm_args.py` |
+| ranks of tensor parallelism draft differently | the command `benchmarks/tensor_parallel.py`, \
+which takes minutes; what would make them differ is refused: \
+`engine/config/test_vllm_args.py::test_adaptive_verification_over_several_processes_of_a_cpu` |
 | the mask of a former, larger tree | `test_a_larger_tree_leaves_no_bits` |
 | siblings at different RoPE positions | `test_siblings_share_a_position` |
 | the bonus token lost | `test_the_bonus_token_behind_a_path_of_full_depth`; at max_tokens \
 `engine/test_exactness.py::test_max_tokens_inside_a_path` |
-| prefix cache hashes cover rejected tokens | `engine/test_exactness.py::test_prefix_cache_hits` |
+| prefix cache hashes cover rejected tokens | `engine/test_prefix_hashes.py`, and for the tokens \
+`engine/test_exactness.py::test_prefix_cache_hits` |
 | a grammar's state of a rejected branch | `engine/test_exactness.py::test_structured_outputs` |
 
 Of the engine's tests, two were seen to fail with a bug put in: max_tokens with bonus tokens
 overwritten (in whatever step, not at the limit alone), and grammars over whole trees in place of
-chains. For prefix cache hashes and for tensor parallelism no bug was put in yet.
+chains.
 """
 
 from __future__ import annotations
