@@ -204,7 +204,7 @@ def split_keys(
         second = _with_new_names(second, SOURCE_KEYS, "second_drafter.")
     for drafter, where in ((ours, ""), (second or {}, "second_drafter.")):
         kind = drafter.get("kind")
-        if kind is not None and kind not in DRAFTERS:
+        if kind is not None and not (isinstance(kind, str) and kind in DRAFTERS):
             raise OptionError(
                 f"speculative_config key '{where}kind' is {kind!r}, but must be one of "
                 f"{', '.join(DRAFTERS)}."

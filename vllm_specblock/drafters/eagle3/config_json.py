@@ -136,7 +136,11 @@ def _kind(raw: dict[str, Any], where: str) -> str:
 
 
 def _refuse_variants(raw: dict[str, Any], where: str) -> None:
-    own_layers = (raw.get("layer_types") or [])[: raw.get("num_hidden_layers") or 1]
+    types, layers = raw.get("layer_types"), raw.get("num_hidden_layers")
+    # Some name those of the target's layers, too; a wrong number is refused with the shape.
+    own_layers = (
+        types[: layers if isinstance(layers, int) else 1] if isinstance(types, list) else []
+    )
     sliding = "sliding_attention" in own_layers
     for refused, what, supported in (
         (raw.get("quantization_config"), "quantised weights", "plain ones"),

@@ -60,13 +60,24 @@ _PUBLISHED_KEYS: dict[str, tuple[str, Any]] = {
 }
 
 
+_CONTAINERS: dict[str, tuple[type, str]] = {
+    "architectures": (list, "a list of names"),
+    "layer_types": (list, "a list of names"),
+    "rope_scaling": (dict, "an object"),
+    "rope_parameters": (dict, "an object"),
+    "eagle_config": (dict, "an object"),
+}
+"""Keys of any config.json that are looked into before a model of it is there."""
+
+
 def read_json(path: Path) -> tuple[dict[str, Any], str]:
     """The object in a JSON file, and its path for messages.
 
     Read raw: a transformers config object would move keys (`rope_theta`) and fill in others.
 
     Raises:
-        CheckpointError: no such file, or no JSON object in it.
+        CheckpointError: no such file, no JSON object in it, or no container where others look into
+            one.
     """
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
@@ -80,6 +91,9 @@ def read_json(path: Path) -> tuple[dict[str, Any], str]:
         raise CheckpointError(f"{path} cannot be read as JSON ({error}).") from None
     if not isinstance(raw, dict):
         raise CheckpointError(f"{path} holds a JSON {type(raw).__name__}, but must hold an object.")
+    for key, (kind, expected) in _CONTAINERS.items():
+        if not isinstance(raw.get(key), (kind, type(None))):
+            raise CheckpointError(f"{path} has {key} = {raw[key]!r}, but it must be {expected}.")
     return raw, str(path)
 
 
