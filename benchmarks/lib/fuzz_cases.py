@@ -1,0 +1,285 @@
+"""Random cases of the kernels that handle trees: shapes, sizes, depths and batches without limit.
+
+A case is a call without arguments that computes by whatever form this machine takes. What it gives
+with compiled forms is held against what it gives with the torch references.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from vllm_specblock.triton_kernels.attention.cpu_packing import packing_of, store_packed
+from vllm_specblock.triton_kernels.attention.tree_attention_batch import TreeAttentionBatch
+from vllm_specblock.triton_kernels.kv_cache.commit import KVCacheSet
+from vllm_specblock.triton_kernels.ngram.occurrences import Texts
+
+from vllm_specblock.candidates import rank_key, select
+from vllm_specblock.combine.combined import Combined
+from vllm_specblock.commit.move import move_path
+from vllm_specblock.config import NGramConfig
+from vllm_specblock.drafters.ngram.drafter import NGramDrafter
+from vllm_specblock.drafters.specblock.fused_growth import expansion
+from vllm_specblock.drafters.specblock.tree_shape import TreeShape
+from vllm_specblock.engine.runner.tree_states import TreeStates
+from vllm_specblock.tree import MAX_NODES, DraftTree, ancestor_words
+from vllm_specblock.verify.accept_path import DrawnRows, accept_path_rows
+from vllm_specblock.verify.tree_mask import BatchRows, TreeMask
+
+Tensors = tuple[torch.Tensor, ...]
+MOST_REQUESTS, MOST_DEPTH, VOCAB = 6, 16, 4
+"""Few tokens: siblings are often equal, and paths are accepted."""
+
+
+class Case(NamedTuple):
+    """trees: how many it handles; atol: how far floats may be apart, 0 where bits are compared;
+    reference: what is the right result, None: the same call without compiled forms."""
+
+    trees: int
+    call: Callable[[], Tensors]
+    atol: float = 0.0
+    reference: Callable[[], Tensors] | None = None
+
+
+def draw_trees(rng: random.Random, requests: int, slots: int, deepest: int) -> DraftTree:
+    """R random trees of at most `slots` nodes each, no path longer than `deepest`; some are empty,
+    some one chain."""
+    token = torch.zeros(requests, slots, dtype=torch.int64)
+    parent = torch.full((requests, slots), -1, dtype=torch.int32)
+    logprob = torch.full((requests, slots), float("-inf"))
+    sizes = []
+    for request in range(requests):
+        shape, depth = rng.choice(["any", "chain", "wide"]), [0]
+        size = rng.choice([0, slots, rng.randrange(slots + 1)])
+        for node in range(size):
+            open_nodes = [up for up in range(node + 1) if depth[up] < deepest]
+            up = {"any": rng.choice(open_nodes), "chain": open_nodes[-1], "wide": open_nodes[0]}
+            parent[request, node] = up[shape]
+            token[request, node] = rng.randrange(VOCAB)
+            logprob[request, node] = -0.1 * (node + 1)
+            depth.append(depth[up[shape]] + 1)
+        sizes.append(size)
+    size = torch.tensor(sizes, dtype=torch.int32)
+    return DraftTree.from_nodes(token, parent, logprob, size)
+
+
+def verification(rng: random.Random, draw: torch.Generator) -> Case:
+    """A step: trees are stored, their mask is built, the accepted paths are walked."""
+    requests, nodes = rng.randrange(1, MOST_REQUESTS + 1), rng.randrange(1, MAX_NODES + 1)
+    deepest = rng.randrange(1, MOST_DEPTH + 1)
+    tree = draw_trees(rng, requests, nodes, deepest)
+    num_slots = requests + rng.randrange(4)
+    slot = torch.randperm(num_slots, generator=draw)[:requests]
+    run = torch.tensor([rng.choice([0, nodes, rng.randrange(nodes + 1)]) for _ in range(requests)])
+    chunk = torch.tensor([rng.choice([0, 0, rng.randrange(5)]) for _ in range(requests)])
+    before = torch.tensor([rng.randrange(1, 300) for _ in range(requests)])
+    first_row = torch.nn.functional.pad((run + 1).cumsum(0), (1, 0)).int()
+    query_start = torch.nn.functional.pad((run + 1 + chunk).cumsum(0), (1, 0)).int()
+    lengths = query_start.diff()
+    node = torch.cat([torch.arange(n + 1) for n in run.tolist()])
+    ends = query_start[1:].tolist()
+    row = torch.cat([torch.arange(end - n - 1, end) for n, end in zip(run.tolist(), ends)])
+    position = torch.cat(
+        [torch.arange(at, at + n) for at, n in zip(before.tolist(), lengths.tolist())]
+    )
+    token = torch.cat([torch.tensor([0, *t[:n].tolist()]) for t, n in zip(tree.token, run)])
+    token[torch.rand(len(token), generator=draw) < 0.1] = -1
+    drawn = torch.randint(0, VOCAB, (len(token),), generator=draw)
+    origin = torch.randint(0, 4, (requests, nodes), generator=draw).to(torch.uint8)
+
+    def call() -> Tensors:
+        states = TreeStates(num_slots, nodes, deepest, "cpu")
+        mask = TreeMask(len(position) + 3, requests + 1, nodes, "cpu")
+        states.store(slot, Combined(tree, origin))
+        rows = BatchRows(
+            position,
+            query_start,
+            before + lengths,
+            slot,
+            first_row,
+            row,
+            slot.repeat_interleave(run + 1),
+            node.int(),
+        )
+        mask.fill(rows, states.depth, states.ancestors)
+        output, sampled = accept_path_rows(
+            DrawnRows(token.int(), drawn, first_row, slot),
+            states.parent,
+            states.depth,
+            states.ancestors,
+            states.path,
+            states.accepted,
+        )
+        stored = states.parent, states.depth, states.ancestors, states.score, states.origin
+        seen = mask.prefix_len, mask.mask_words, mask.tree_start, mask.position
+        return (
+            output,
+            sampled,
+            states.path,
+            states.accepted,
+            *stored,
+            *seen,
+            mask.node_position,
+        )
+
+    return Case(requests, call)
+
+
+def commit(rng: random.Random, draw: torch.Generator) -> Case:
+    """Accepted paths move behind the roots, in caches of any shape and dtype."""
+    requests, nodes = rng.randrange(MOST_REQUESTS + 1), rng.randrange(1, 65)
+    longest, block = rng.randrange(1, 1 + min(nodes, MOST_DEPTH)), rng.choice([1, 4, 16])
+    path = torch.zeros(requests, longest + 1, dtype=torch.int64)
+    accepted = torch.tensor([rng.randrange(longest + 1) for _ in range(requests)]).int()
+    for request, count in enumerate(accepted.tolist()):
+        path[request, 1 : count + 1] = torch.tensor(sorted(rng.sample(range(1, nodes + 1), count)))
+    base = torch.tensor([rng.randrange(4) for _ in range(requests)]).long()
+    lengths = base + nodes + 1
+    query_start = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    rows = int(query_start[-1])
+    blocks = -(-(rows + 1) // block) + 1
+    slot = torch.randperm(blocks * block, generator=draw)[:rows]
+    slot[torch.rand(rows, generator=draw) < 0.03] = -1
+    heads, size, layers = rng.choice([1, 2, 3]), rng.choice([2, 10, 64]), rng.randrange(1, 4)
+    dtype = rng.choice([torch.float32, torch.bfloat16, torch.uint8])
+    entries_first = rng.random() < 0.5
+    shape = (blocks, block, heads, size) if entries_first else (blocks, heads, block, size)
+    memory = torch.randint(0, 255, (layers, *shape), generator=draw).to(dtype)
+
+    def call() -> Tensors:
+        kept = memory.clone()
+        caches = kept.transpose(2, 3) if entries_first else kept
+        starts = query_start[:-1]
+        move_path(KVCacheSet(list(caches)), slot, starts, base, path, accepted, rows)
+        return (kept,)
+
+    return Case(requests, call)
+
+
+def selection(rng: random.Random, draw: torch.Generator) -> Case:
+    """The best N candidates become a tree, with and without equal texts."""
+    requests, count = rng.randrange(1, MOST_REQUESTS + 1), rng.randrange(2, 300)
+    budget, joins = rng.randrange(1, MAX_NODES + 1), rng.random() < 0.5
+    shape = requests, count
+    parent, depth = torch.zeros(shape).long(), torch.zeros(shape).long()
+    score, text = torch.zeros(shape), torch.ones(shape).long()
+    token = torch.randint(0, VOCAB, shape, generator=draw)
+    for at in range(1, count):
+        up = torch.randint(0, at, (requests, 1), generator=draw)
+        parent[:, at], depth[:, at] = up[:, 0], depth.gather(1, up)[:, 0] + 1
+        text[:, at] = text.gather(1, up)[:, 0] * 7919 + token[:, at] + 1
+        lost = torch.randint(0, 3, (requests,), generator=draw).float()
+        score[:, at] = score.gather(1, up)[:, 0] - torch.where(lost > 1.5, float("inf"), lost)
+    key = rank_key(score, (depth << 24) + torch.arange(count))
+    key[:, 0] = 0
+
+    def call() -> Tensors:
+        made = select(token, parent, score, key, text if joins else None, budget, 255)
+        node = made.node.clamp(max=budget + 1)
+        return *vars(made.tree).values(), torch.where(score > float("-inf"), node, 0)
+
+    return Case(requests, call)
+
+
+def growth(rng: random.Random, draw: torch.Generator) -> Case:
+    """SpecBlock's trees grow block by block, of any shape."""
+    requests = rng.randrange(1, MOST_REQUESTS + 1)
+    positions, blocks = rng.randrange(1, 6), rng.randrange(1, 5)
+    one, two, three, four = (rng.randrange(9) for _ in range(4))
+    starts, nodes = rng.randrange(1, 33), rng.randrange(1, MAX_NODES + 1)
+    by_rank = rng.random() < 0.5
+    shape = TreeShape(positions, blocks, starts, (one, two, three, four), nodes, by_rank)
+    said = []
+    for block in range(blocks):
+        size = requests, 1 if block == 0 else starts, positions, shape.width
+        logprob = -torch.randint(0, 5, size, generator=draw).float()
+        token = torch.randint(0, VOCAB, size, generator=draw)
+        bucket = torch.randint(0, 4, size[:3], generator=draw)
+        said.append((logprob.sort(-1, descending=True).values, token, bucket))
+
+    def call() -> Tensors:
+        grown = expansion(shape, torch.tensor(shape.branching), requests)
+        grown.first_block(*(each[:, 0] for each in said[0]))
+        seen: list[torch.Tensor] = []
+        for block in range(2, blocks + 1):
+            found = grown.starts(block)
+            seen += [torch.where(found.valid, each, 0) for each in vars(found).values()]
+            grown.next_block(found, block, *said[block - 1])
+        return *vars(grown.finish()).values(), *seen
+
+    return Case(requests, call)
+
+
+def lookup(rng: random.Random, draw: torch.Generator) -> Case:
+    """N-gram trees of texts of few tokens."""
+    requests, width = rng.randrange(1, MOST_REQUESTS + 1), rng.randrange(2, 400)
+    least = rng.randrange(1, 5)
+    options = NGramConfig(
+        min_match=least,
+        max_match=rng.randrange(least, 12),
+        depth=rng.randrange(1, 20),
+        branches=rng.randrange(1, 12),
+    )
+    drafter = NGramDrafter(options, rng.randrange(1, MAX_NODES + 1), width)
+    slots = requests + 2
+    table = torch.randint(VOCAB, (slots, width), generator=draw, dtype=torch.int32)
+    position = torch.tensor([rng.randrange(-1, width - 1) for _ in range(requests)])
+    index = torch.randperm(slots, generator=draw)[:requests]
+    drafter.texts = Texts(table, index, position, torch.arange(requests))
+    drafter.longest = width
+    return Case(requests, lambda: tuple(vars(drafter.draft()).values()))
+
+
+def attention(rng: random.Random, draw: torch.Generator) -> Case:
+    """Trees behind prefixes of any length, in packed caches, against plain ones in torch."""
+    requests, nodes = rng.randrange(1, MOST_REQUESTS + 1), rng.randrange(1, 80)
+    kv_heads, group = rng.choice([1, 2, 3]), rng.choice([1, 3, 4])
+    size, block = rng.choice([32, 64, 96]), rng.choice([32, 64])
+    dtype, atol = rng.choice([(torch.float32, 2e-5), (torch.bfloat16, 3e-2)])
+    window, soft_cap = rng.choice([None, None, rng.randrange(1, 90)]), rng.choice([0.0, 0.0, 20.0])
+    rows = nodes + 1
+    before = torch.tensor([rng.choice([0, rng.randrange(200)]) for _ in range(requests)]).int()
+    length = before + rows
+    per = -(-int(length.max()) // block)
+    tables = (torch.randperm(requests * per, generator=draw) + 1).view(requests, per).int()
+    shape = requests * per + 1, block, kv_heads, 2 * size
+    plain = torch.randn(shape, generator=draw).to(dtype)
+    packed = torch.zeros(shape, dtype=dtype).transpose(1, 2)
+    packing = packing_of(packed, False)
+    key, value = plain.flatten(0, 1).chunk(2, dim=-1)
+    store_packed(packed, packing, torch.arange(len(key)), key, value)
+    query = torch.randn(requests * rows, kv_heads * group, size, generator=draw).to(dtype)
+    parent = (torch.rand(requests, nodes, generator=draw) * torch.arange(1, rows)).int()
+    start = torch.arange(requests + 1, dtype=torch.int32) * rows
+    batch = TreeAttentionBatch(
+        tables,
+        block,
+        start,
+        start.tolist(),
+        length,
+        length.tolist(),
+        before.repeat_interleave(rows),
+        ancestor_words(parent).flatten(0, 1),
+        before,
+    )
+    rare = {"window": window, "soft_cap": soft_cap}
+
+    def call() -> Tensors:
+        return (batch.attend(query, packed, size**-0.5, packing=packing, **rare).float(),)
+
+    def reference() -> Tensors:
+        return (batch.attend(query, plain.transpose(1, 2), size**-0.5, **rare).float(),)
+
+    return Case(requests, call, atol, reference)
+
+
+CASES: dict[str, Callable[[random.Random, torch.Generator], Case]] = {
+    "verification: store, mask, walk": verification,
+    "commit: keys and values move": commit,
+    "selection of nodes": selection,
+    "growth of SpecBlock trees": growth,
+    "n-gram trees": lookup,
+    "attention over packed caches": attention,
+}
