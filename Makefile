@@ -10,13 +10,17 @@ export VLLM_USE_V2_MODEL_RUNNER ?= 1
 demo: setup
 	$(VENV)/bin/python examples/demo.py
 
-# Processes that test side by side. They keep their engines: two took 13 GB together.
+# Processes that test side by side. They keep their engines: two take 13 GB together.
 WORKERS ?= 2
 
 # Where kernels are interpreted they cannot be compiled: that takes processes of its own.
 COMPILED := tests/triton_kernels/test_compile.py
+# Half of the engines. With the other half they would take 22 GB, since a process keeps its engines.
+APART := tests/engine/baselines tests/engine/runner
 test: setup
-	$(VENV)/bin/pytest --numprocesses $(WORKERS) --dist worksteal --ignore $(COMPILED)
+	$(VENV)/bin/pytest --numprocesses $(WORKERS) --dist worksteal \
+		$(addprefix --ignore ,$(APART)) --ignore $(COMPILED)
+	$(VENV)/bin/pytest --numprocesses $(WORKERS) --dist worksteal $(APART)
 	$(VENV)/bin/pytest --numprocesses $(WORKERS) $(COMPILED)
 
 # Without engines: what a change of trees, kernels, heads or training breaks shows here already.

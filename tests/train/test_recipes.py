@@ -23,6 +23,7 @@ from transformers import AutoConfig, LlamaForCausalLM
 from vllm_specblock.bench.config import BenchConfig
 from vllm_specblock.cli.main import app
 from vllm_specblock.config import (
+    DEFAULT_NODES,
     SOURCE_KEYS,
     check_num_nodes,
     parse_combine,
@@ -153,7 +154,7 @@ def test_commands_of_a_page_exist(page, monkeypatch):
                     keys = {k: v for k, v in head.items() if k not in SOURCE_KEYS}
                     parse_drafter(keys, head.get("kind", "specblock"))
                 parse_combine(combine)
-                check_num_nodes(options["num_speculative_tokens"])
+                check_num_nodes(options.get("num_speculative_tokens", DEFAULT_NODES))
             continue
         else:
             _, *rest = words[words.index("vllm_specblock") :] if words[0] == "torchrun" else words

@@ -21,6 +21,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 from vllm import SamplingParams
+from vllm.distributed import parallel_state
 
 from vllm_specblock.drafters.eagle3.config_json import from_json
 from vllm_specblock.drafters.eagle3.model import Eagle3Model
@@ -84,6 +85,14 @@ def write_drafter(folder: Path) -> None:
     folder.mkdir()
     save_file(drafter.state_dict() | {"t2d": t2d}, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(raw))
+
+
+@pytest.fixture(autouse=True)
+def experts(monkeypatch):
+    """A process makes its groups with its first engine, of experts only if that one has some: of
+    one rank it is that of tensor parallelism."""
+    if parallel_state._EP is None and parallel_state._TP is not None:
+        monkeypatch.setattr(parallel_state, "_EP", parallel_state._TP)
 
 
 @pytest.mark.parametrize("family", TARGETS)
