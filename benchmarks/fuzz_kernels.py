@@ -44,11 +44,8 @@ def differs(case: Case) -> str | None:
     for place, (one, other) in enumerate(zip(found, wanted)):
         if one.dtype != other.dtype or one.shape != other.shape:
             return f"result {place} is {one.dtype} {list(one.shape)}, not {list(other.shape)}"
-        if case.atol:
-            apart = (one - other).abs().max().item() if one.numel() else 0.0
-            if not apart <= case.atol:  # NaN, too
-                return f"result {place} is {apart:g} apart"
-        elif not torch.equal(one, other):
+        atol = case.atol if one.is_floating_point() else 0
+        if not torch.allclose(one, other, rtol=0, atol=atol):  # NaN is not, infinity is
             return f"result {place} differs in {int((one != other).sum())} of {one.numel()}"
     return None
 
