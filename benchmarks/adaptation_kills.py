@@ -153,7 +153,9 @@ def _wait(what: Callable[[], Any], process: subprocess.Popen[bytes] | None = Non
 
 
 def _alive(pid: int) -> bool:
+    """Whether any of a process's threads runs: the first one can have ended before the others."""
     try:
-        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except FileNotFoundError:
+        threads = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    except (FileNotFoundError, ProcessLookupError):
         return False
+    return any(stat.rsplit(")", 1)[1].split()[0] not in "ZX" for stat in threads)

@@ -8,6 +8,7 @@ import random
 import shutil
 import signal
 import stat
+import threading
 import time
 from pathlib import Path
 
@@ -175,6 +176,13 @@ def test_the_lock_goes_with_a_process_that_is_killed(tmp_path):
         lock_folder(tmp_path)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
+    os.close(lock_folder(tmp_path))
+
+
+def test_a_writer_that_is_dying_is_waited_for(tmp_path):
+    """A killed process keeps its files until its last thread is gone."""
+    held = lock_folder(tmp_path)
+    threading.Timer(0.2, os.close, (held,)).start()
     os.close(lock_folder(tmp_path))
 
 

@@ -6,6 +6,7 @@ import fcntl
 import hashlib
 import json
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,10 @@ from typing import Any
 from vllm_specblock.train.config import TrainError
 
 LOCK = ".lock"
+
+_DYING = 1.0
+"""Seconds that a folder's last writer may take to be gone: one that was killed keeps its files
+until the last of its threads has ended, though its parent may have seen it end before."""
 
 
 def private_folder(folder: Path) -> None:
@@ -34,17 +39,22 @@ def lock_folder(folder: Path) -> int:
     """Lock a folder for one writer; the lock goes with the last process that has the descriptor.
 
     Raises:
-        TrainError: another process has it.
+        TrainError: another process has it, and keeps it for a second.
     """
     descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        raise TrainError(
-            f"Another engine or trainer uses the folder {folder}: give each a folder of its own."
-        ) from None
-    return descriptor
+    until = time.monotonic() + _DYING
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return descriptor
+        except OSError:
+            if time.monotonic() > until:
+                break
+        time.sleep(0.02)
+    os.close(descriptor)
+    raise TrainError(
+        f"Another engine or trainer uses the folder {folder}: give each a folder of its own."
+    )
 
 
 def digest(path: Path) -> str:
