@@ -1,11 +1,12 @@
 """Adaptation while serving on the example pair: every stream with every policy, streams that are
-attacked, and processes that are killed.
+attacked, and processes that are killed; and a stream that vLLM serves, with any pair.
 
-    python benchmarks/adaptation.py streams|attacks|kills [--help]
+    python benchmarks/adaptation.py streams|attacks|kills|serve [--help]
 
 The drafter knows code; tables are the other domain (`examples/two_heads/README.md` makes both
 files of prompts). `streams` and `attacks` simulate: nothing is served, see `specblock adapt
-simulate --help`. `kills` runs a trainer beside a process that stands in for an engine.
+simulate --help`. `kills` runs a trainer beside a process that stands in for an engine, `serve`
+engines.
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ from typing import Annotated, Any
 
 import typer
 from adaptation_kills import kill_all, stand_in
+from adaptation_serving import LEARNERS, Serving
+from adaptation_serving import serve as serve_all
+from adaptation_serving import table as table_of_served
 from lib.results_store import ROOT, markdown_table
 
 from vllm_specblock.adapt.policy.registry import POLICIES
 from vllm_specblock.adapt.streams import STREAMS
-from vllm_specblock.cli.adapt import simulate
+from vllm_specblock.cli.adapt import check_prompts, simulate
 
 FOLDER = ROOT / "runs/two_heads"
 DRAFTER, TARGET = ROOT / "examples/two_heads/code", ROOT / "examples/tiny_pair/target"
@@ -188,6 +192,46 @@ def kills(
     whole, and nothing half-written is left once somebody writes again.
     """
     print(json.dumps(kill_all(drafter, target, out, trainers, engines, seed), indent=1))
+
+
+@app.command()
+def serve(
+    drafter: Drafter = DRAFTER,
+    target: Target = TARGET,
+    home: Home = FOLDER / "code.jsonl",
+    away: Annotated[Path, typer.Option(help="Prompts of tables.")] = FOLDER / "tables.jsonl",
+    learner: Annotated[
+        list[str] | None, typer.Option(help=f"Default: frozen, gain. Of {', '.join(LEARNERS)}.")
+    ] = None,
+    requests: Annotated[int, typer.Option(min=1, help="Of the other domain.")] = 256,
+    at_home: Annotated[int, typer.Option(min=1, help="Requests before.")] = 32,
+    window: Annotated[int, typer.Option(min=1, help="Requests of a turn.")] = 16,
+    batch: Annotated[int, typer.Option(min=1, help="Requests at a time.")] = 4,
+    nodes: Annotated[int, typer.Option(min=1, help="Of every tree.")] = 12,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Of an answer.")] = 128,
+    chat: Annotated[bool, typer.Option(help="Prompts are a user's turn.")] = False,
+    dtype: Annotated[str, typer.Option(help="Of the engines.")] = "float32",
+    out: Annotated[Path, typer.Option(help="Folder.")] = ROOT / "runs/adaptation_serving",
+) -> None:
+    """Serve a stream that leaves home for good, by engines that take turns, and print a table."""
+    from vllm_specblock.train.data.prompts import read_prompts
+    from vllm_specblock.train.target.features import load_tokenizer
+
+    learners = list(dict.fromkeys(learner or ["frozen", "gain"]))
+    if unknown := [name for name in learners if name not in LEARNERS]:
+        raise typer.BadParameter(f"There is no {unknown[0]}, but {', '.join(LEARNERS)}.")
+    if at_home % window or requests % (4 * window):
+        raise typer.BadParameter(
+            f"A turn is {window} requests: --at-home must be a multiple of that, --requests of "
+            f"{4 * window}."
+        )
+    serving = Serving(at_home, requests, window, batch, nodes, new_tokens, dtype)
+    tokenizer, prompts = load_tokenizer(target), []
+    for path, wanted in ((home, at_home), (away, requests)):
+        found = read_prompts(path, tokenizer, wanted, prompt_tokens=PROMPT, chat=chat)
+        check_prompts(path, len(found), wanted)
+        prompts += [each.tolist() for each in found]
+    print(table_of_served(serve_all(drafter, target, prompts, learners, serving, out), serving))
 
 
 @app.command(hidden=True)

@@ -1,0 +1,181 @@
+"""A stream that changes its domain, served by vLLM: a frozen drafter beside others that learn.
+
+Engines take turns, a window of requests each, and one that has no turn is stopped with its trainer,
+so nobody learns while others serve.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from lib.results_store import ResultsStore, markdown_table
+from tqdm import tqdm
+
+from vllm_specblock.bench.process import EngineProcess, end_all
+from vllm_specblock.bench.schedule import rotated
+from vllm_specblock.engine.offline.answering import ACCEPTED, DRAFTS
+
+LEARNERS: dict[str, dict[str, Any] | None] = {
+    "frozen": None,
+    "gain": {"rule": "gain", "actions": "all"},
+    "gain, heads": {"rule": "gain", "actions": "heads"},
+    "paper": {"rule": "paper", "actions": "all"},
+    "always": {"policy": "always", "actions": "all"},
+}
+"""`adapt` of each engine."""
+
+PARTS = 4
+"""That what was served of the other domain is told in."""
+
+UPDATES = "vllm:specblock_adapt_updates_"
+
+Window = dict[str, Any]
+"""What an engine says of one job, without the tokens: see `engine/offline/answering.py`."""
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What all engines have in common.
+
+    Attributes:
+        home, away: requests of each domain, in this order.
+        window: requests of a turn.
+        batch: requests at a time.
+        nodes: of every tree.
+        new_tokens: of an answer at most, greedy.
+    """
+
+    home: int
+    away: int
+    window: int
+    batch: int
+    nodes: int
+    new_tokens: int
+    dtype: str
+
+    def arguments(self, drafter: Path, target: Path, learner: str) -> dict[str, Any]:
+        """Of vLLM's `LLM`."""
+        adapt = LEARNERS[learner]
+        return {
+            "model": str(target),
+            "dtype": self.dtype,
+            "max_model_len": 1024,
+            "max_num_seqs": self.batch,
+            "enable_prefix_caching": False,
+            "disable_log_stats": False,
+            "distributed_executor_backend": "uni",
+            "kv_cache_memory_bytes": 1 << 30,
+            "speculative_config": {
+                "method": "specblock",
+                "model": str(drafter),
+                "num_speculative_tokens": self.nodes,
+                "num_blocks": 1,
+                # A drafter that rests is not recorded: this is about what learning is worth.
+                "enable_adaptive_verification": False,
+                **({} if adapt is None else {"adapt": adapt}),
+            },
+        }
+
+
+def serve(
+    drafter: Path,
+    target: Path,
+    prompts: Sequence[list[int]],
+    learners: Sequence[str],
+    serving: Serving,
+    out: Path,
+) -> dict[str, list[Window]]:
+    """What each engine said, window by window.
+
+    Args:
+        prompts: token ids; those of home come first.
+        out: folder for figures and logs.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    settings = asdict(serving) | {"drafter": drafter.name, "target": target.name}
+    store = ResultsStore(out / "serving.json", settings)
+    env = {
+        "VLLM_USE_V2_MODEL_RUNNER": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+    }
+    engines: list[EngineProcess] = []
+    windows: dict[str, list[Window]] = {name: [] for name in learners}
+    answers: dict[int, Any] = {}
+    try:
+        for name in learners:
+            arguments = serving.arguments(drafter, target, name)
+            engines.append(EngineProcess(name, arguments, env, out / f"{name}.log"))
+        firsts = range(0, len(prompts), serving.window)
+        for turn, first in enumerate(tqdm(firsts, "windows", unit="window")):
+            part = list(prompts[first : first + serving.window])
+            for engine in rotated(engines, turn):
+                answer = engine.ask(
+                    {
+                        "prompts": part,
+                        "seeds": list(range(first, first + len(part))),
+                        "temperature": 0,
+                        "max_tokens": serving.new_tokens,
+                        "ignore_eos": False,
+                    }
+                )
+                ids = answer.pop("ids")
+                same = answers.setdefault(first, ids)
+                answer["tokens"] = sum(map(len, ids))
+                answer["different"] = sum(a != b for a, b in zip(ids, same, strict=True))
+                windows[engine.name].append(answer)
+            for name in learners:
+                store.add(name, windows[name])
+    finally:
+        end_all(engines)
+    return windows
+
+
+def parts(serving: Serving) -> dict[str, slice]:
+    """Windows of home, and of each part of away; the first window of all warms up."""
+    home, away = serving.home // serving.window, serving.away // serving.window
+    edges = [home + away * part // PARTS for part in range(PARTS + 1)]
+    away_parts = {f"away {n + 1}/{PARTS}": slice(*edges[n : n + 2]) for n in range(PARTS)}
+    return {"home": slice(min(1, home), home)} | away_parts
+
+
+def table(windows: Mapping[str, Sequence[Window]], serving: Serving) -> str:
+    """A row per engine; `windows` as `serve` gives them, the first engine being the base."""
+    names = parts(serving)
+    base = next(iter(windows.values()))
+    rows = [["", *(f"τ {name}" for name in names), *(f"× {name}" for name in names)]]
+    rows[0] += ["CPU s", "updates (heads, full)", "swaps", "other answers"]
+    for learner, found in windows.items():
+        taus = [(tau(found[where]), tau(base[where])) for where in names.values()]
+        speeds = [rate(found[where]) / rate(base[where]) for where in names.values()]
+        counted = {arm: total(found, f"{UPDATES}{arm}") for arm in ("heads", "full")}
+        rows.append(
+            [
+                learner,
+                *(f"{mine:.2f} ({100 * mine / its - 100:+.0f} %)" for mine, its in taus),
+                *(f"{speed:.2f}" for speed in speeds),
+                f"{sum(each['cpu'] for each in found):.0f}",
+                f"{counted['heads']}, {counted['full']}",
+                str(total(found, "vllm:specblock_adapt_swaps")),
+                str(sum(each["different"] for each in found)),
+            ]
+        )
+    return markdown_table(rows)
+
+
+def total(windows: Sequence[Window], name: str) -> int:
+    """By how much a counter grew."""
+    return sum(each["counters"].get(name, 0) for each in windows)
+
+
+def tau(windows: Sequence[Window]) -> float:
+    """Tokens per step of a request."""
+    return 1 + total(windows, ACCEPTED) / max(1, total(windows, DRAFTS))
+
+
+def rate(windows: Sequence[Window]) -> float:
+    """Tokens per second."""
+    return sum(each["tokens"] for each in windows) / sum(each["wall"] for each in windows)
