@@ -91,6 +91,9 @@ STEP = [
     *(ROOT / "vllm_specblock/drafters/eagle3" / f"{name}.py" for name in (
         "drafter", "growth", "model"
     )),
+    *(ROOT / "vllm_specblock/drafters/dflash" / f"{name}.py" for name in (
+        "block_rows", "drafter", "model"
+    )),
     *(ROOT / "vllm_specblock/drafters/baselines" / f"{name}.py" for name in (
         "causal_rows", "config", "falcon", "group_attention", "medusa", "parallelspec",
         "positions", "product_trees", "sps", "static_tree", "trunk"

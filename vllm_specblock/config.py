@@ -20,6 +20,7 @@ from vllm_specblock.drafters.baselines.options import (
     ParallelSpecConfig,
     SpSConfig,
 )
+from vllm_specblock.drafters.dflash.options import DFlashConfig
 from vllm_specblock.drafters.eagle3.options import Eagle3Config
 from vllm_specblock.drafters.ngram.options import NGramConfig
 from vllm_specblock.drafters.registry import DRAFTERS, DrafterOptions, drafter_kind
@@ -28,6 +29,7 @@ from vllm_specblock.options import OptionError, Options, parse_options
 from vllm_specblock.tree import MAX_NODES
 
 __all__ = [
+    "DFlashConfig",
     "Eagle3Config",
     "FalconConfig",
     "MedusaConfig",

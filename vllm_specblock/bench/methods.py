@@ -35,7 +35,7 @@ BUILT_IN: dict[str, MethodSpec] = {
     "ngram": _tree(kind="ngram"),
     **{
         name: _tree(model=f"{{{name}}}")
-        for name in ("sps", "medusa", "parallelspec", "falcon", "eagle3", "specblock")
+        for name in ("sps", "medusa", "parallelspec", "falcon", "eagle3", "dflash", "specblock")
     },
     # vLLM's own drafting and rejection sampling: one path.
     "eagle3-chain": MethodSpec(

@@ -21,11 +21,11 @@ from vllm_specblock.drafters.common.checkpoint_files import (
     wanted_shapes,
     with_weights,
 )
+from vllm_specblock.drafters.common.stored import Stored, stored_in
 from vllm_specblock.drafters.eagle3 import config_json
 from vllm_specblock.drafters.eagle3.config import Eagle3Shape
 from vllm_specblock.drafters.eagle3.model import Eagle3Model
 from vllm_specblock.drafters.eagle3.rewritten import rewritten
-from vllm_specblock.drafters.eagle3.stored import Stored, stored_in
 from vllm_specblock.drafters.specblock.config import CheckpointError
 from vllm_specblock.drafters.specblock.config_json import read_json
 

@@ -1,0 +1,97 @@
+"""DFlash drafters in vLLM: the tokens are its own, and what was learned is drafted as trees."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support import dflash
+from support.engines import DRAFTER, TARGET, assert_identical, make_engine
+from support.matrix import PROMPTS, params
+from vllm.engine.arg_utils import EngineArgs
+
+from vllm_specblock.config import OptionError
+from vllm_specblock.engine.config import vllm_args
+from vllm_specblock.train.target.features import load_target
+
+ASKED, NEW_TOKENS = PROMPTS[:4], 40
+RAW = dflash.PUBLISHED | {
+    "hidden_size": 192,
+    "head_dim": 32,
+    "num_attention_heads": 6,
+    "intermediate_size": 256,
+    "vocab_size": 2048,
+    "rms_norm_eps": 1e-5,
+    "num_target_layers": 7,
+    "dflash_config": {"mask_token_id": 2047, "target_layer_ids": [0, 2, 4, 5]},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, reference):
+    """After a moment of learning what vLLM goes on with after the test's prompts."""
+    answers = reference("baselines", params(len(ASKED), max_tokens=NEW_TOKENS), ASKED)
+    texts = [torch.tensor([*ask, *one.tokens]) for ask, (one,) in zip(ASKED, answers)]
+    target = load_target(TARGET, "fp32", torch.device("cpu"))
+    model = dflash.make_model(RAW, std=0.05)
+    model.share_head(target.get_output_embeddings().weight)
+    with torch.no_grad():
+        states = [target(text[None], output_hidden_states=True).hidden_states for text in texts]
+    features = [
+        torch.cat([of[layer][0] for layer in model.config.layer_ids], dim=-1) for of in states
+    ]
+    firsts = [len(ask) for ask in ASKED]
+    embedding = target.get_input_embeddings().weight.detach()
+    dflash.learn(model, texts, features, firsts, embedding)
+    return dflash.write(tmp_path_factory.mktemp("dflash") / "drafter", model, RAW)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"depth": 2, "num_speculative_tokens": 5},
+        {"second_drafter": {"model": str(DRAFTER)}, "draft_policy": "merge"},
+    ],
+    ids=["alone", "shallow", "merged"],
+)
+def test_tokens_are_vllms_own_and_drafts_are_accepted(given, folder, reference, monkeypatch):
+    engine = make_engine({"model": str(folder), "num_speculative_tokens": 12} | given)
+    for pad in (False, True):  # as on a GPU
+        monkeypatch.setattr(engine.speculator, "pad_rows", pad)
+        for name, how in (("baselines", {}), ("baselines, hot", {"temperature": 1.0})):
+            requests = params(len(ASKED), max_tokens=NEW_TOKENS, **how)
+            found = engine.generate(ASKED, requests)
+            assert_identical(found, reference(name, requests, ASKED))
+    count = engine.speculator.counters.as_dict()
+    assert count["accepted_nodes_1"] > 80, count
+
+
+def configure(folder, **given):
+    """vLLM's own way from arguments to a config; loads no weight."""
+    speculative = {"method": "specblock", "model": str(folder), "num_speculative_tokens": 12}
+    return EngineArgs(
+        model=str(TARGET),
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=512,
+        speculative_config=speculative | given,
+    ).create_engine_config()
+
+
+def test_what_is_asked_of_the_target(tmp_path):
+    folder = dflash.write(tmp_path / "drafter", dflash.make_model(RAW), RAW)
+    config = configure(folder, depth=3)
+    draft = config.speculative_config.draft_model_config.hf_config
+    assert draft.eagle_aux_hidden_state_layer_ids == [1, 3, 5, 6]
+    plan = vllm_args.read_back(config.additional_config)
+    assert plan.drafters[0].kind == "dflash" and plan.drafters[0].options.depth == 3
+    with pytest.raises(OptionError, match="of a drafter of kind 'dflash'"):
+        configure(folder, top_k=3)
+    with pytest.raises(OptionError, match="adapt"):
+        configure(folder, adapt=True)
+
+
+def test_a_drafter_of_another_target(tmp_path):
+    folder = dflash.write(tmp_path / "drafter", dflash.make_model())
+    with pytest.raises(OptionError, match="made for a target of hidden size 32"):
+        configure(folder)

@@ -1,0 +1,176 @@
+"""Small DFlash drafters: their files, their arithmetic read plainly, and a moment of learning."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+
+from vllm_specblock.drafters.dflash.config import from_json
+from vllm_specblock.drafters.dflash.model import DFlashModel
+
+# The keys of a published checkpoint's config.json; sizes are ours.
+PUBLISHED = {
+    "architectures": ["DFlashDraftModel"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+    "block_size": 5,
+    "bos_token_id": 1,
+    "dflash_config": {"mask_token_id": 60, "target_layer_ids": [1, 3, 5]},
+    "dtype": "bfloat16",
+    "eos_token_id": 2,
+    "head_dim": 8,
+    "hidden_act": "silu",
+    "hidden_size": 32,
+    "initializer_range": 0.02,
+    "intermediate_size": 48,
+    "layer_types": ["full_attention", "full_attention"],
+    "max_position_embeddings": 2048,
+    "max_window_layers": 2,
+    "model_type": "qwen3",
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "num_target_layers": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 64,
+}
+
+
+def make_model(raw: dict[str, Any] = PUBLISHED, std: float = 0.25) -> DFlashModel:
+    """With random weights; it still wants the target's LM head."""
+    torch.manual_seed(0)
+    model = DFlashModel(from_json(raw, "config.json")).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.normal_(std=std)
+            if name.endswith("norm.weight"):
+                weight.add_(1)
+    return model
+
+
+def write(folder: Path, model: DFlashModel, raw: dict[str, Any] = PUBLISHED) -> Path:
+    """As the authors publish them: neither an embedding nor an LM head."""
+    folder.mkdir(exist_ok=True)
+    tensors = {name: w.detach() for name, w in model.named_parameters() if "lm_head" not in name}
+    (folder / "config.json").write_text(json.dumps(raw))
+    save_file({name: w.contiguous() for name, w in tensors.items()}, folder / "model.safetensors")
+    return folder
+
+
+def plain_logits(
+    weights: dict[str, Tensor],
+    raw: dict[str, Any],
+    head: Tensor,
+    features: Tensor,
+    block: Tensor,
+) -> Tensor:
+    """Logits [S, V] of a block behind a text, in the plainest words.
+
+    Args:
+        weights: of the checkpoint, float32.
+        head: [V, H], the target's.
+        features: [T, n·H], of all tokens before the block's first.
+        block: [S, H], embeddings of the root and the masks.
+    """
+    size, heads, kv_heads = raw["head_dim"], raw["num_attention_heads"], raw["num_key_value_heads"]
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return x * (x.square().mean(-1, keepdim=True) + raw["rms_norm_eps"]) ** -0.5 * weights[name]
+
+    def turned(x: Tensor, first: int) -> Tensor:  # x [n, heads, D], at positions first, first + 1 …
+        where = torch.arange(first, first + len(x)).float()
+        angle = where[:, None] / raw["rope_theta"] ** (torch.arange(0, size, 2) / size)
+        cos, sin = angle.cos()[:, None], angle.sin()[:, None]
+        left, right = x.chunk(2, -1)
+        return torch.cat([left * cos - right * sin, right * cos + left * sin], -1)
+
+    length = len(features)
+    context = norm(features @ weights["fc.weight"].T, "hidden_norm.weight")
+    state = block
+    for layer in range(raw["num_hidden_layers"]):
+        at = f"layers.{layer}."
+        attention = at + "self_attn."
+
+        def project(x: Tensor, name: str, prefix: str = attention) -> Tensor:
+            return (x @ weights[f"{prefix}{name}_proj.weight"].T).unflatten(-1, (-1, size))
+
+        normed = norm(state, at + "input_layernorm.weight")
+        both = torch.cat([context, normed])
+        query = turned(norm(project(normed, "q"), attention + "q_norm.weight"), length)
+        key = turned(norm(project(both, "k"), attention + "k_norm.weight"), 0)
+        value = project(both, "v")
+        mixed = []
+        for one in range(heads):
+            of = one * kv_heads // heads
+            score = query[:, one] @ key[:, of].T / size**0.5  # everybody sees everything
+            mixed.append(score.softmax(-1) @ value[:, of])
+        state = state + torch.cat(mixed, -1) @ weights[attention + "o_proj.weight"].T
+        normed = norm(state, at + "post_attention_layernorm.weight")
+        gate, up = (normed @ weights[f"{at}mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+        state = (
+            state + (torch.nn.functional.silu(gate) * up) @ weights[at + "mlp.down_proj.weight"].T
+        )
+    return norm(state, "norm.weight") @ head.T
+
+
+def learn(
+    model: DFlashModel,
+    texts: Sequence[Tensor],
+    features: Sequence[Tensor],
+    firsts: Sequence[int],
+    embedding: Tensor,
+    steps: int = 40,
+) -> None:
+    """Adam over every block of some texts at once.
+
+    Args:
+        model: with a head.
+        texts: [T] int64 each; features: [T, n·H] each, the target's.
+        firsts: of each text, the first token that is a root.
+        embedding: [V, H], the target's.
+    """
+    optimizer = torch.optim.Adam([w for n, w in model.named_parameters() if "head" not in n], 3e-3)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        for text, of, first in zip(texts, features, firsts, strict=True):
+            _loss(model, text, of, first, embedding).backward()
+        optimizer.step()
+
+
+def _loss(
+    model: DFlashModel, text: Tensor, features: Tensor, first: int, embedding: Tensor
+) -> Tensor:
+    count, size = len(text), 1 + model.config.masks
+    roots = torch.arange(first, count - size)
+    position = roots[:, None] + torch.arange(size)  # [A, S]
+    tokens = text[position]
+    masked = torch.where(torch.arange(size) > 0, model.config.mask_token_id, tokens)
+    # A row sees the text before its root, and its block.
+    which = torch.arange(len(roots)).repeat_interleave(size)
+    before = torch.arange(count) < roots[which, None]
+    sees = torch.cat([before, which[:, None] == which], dim=1)
+    context = list(model.context(features, torch.arange(count)))
+
+    def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        key, value = (torch.cat(pair) for pair in zip(context[layer], (key, value)))
+        rows = (x.transpose(0, 1)[None] for x in (query, key, value))
+        out = scaled_dot_product_attention(*rows, attn_mask=sees, enable_gqa=True)
+        return out[0].transpose(0, 1)
+
+    state = model(embedding[masked.flatten()], position.flatten(), attend)
+    logits = model.lm_head(model.norm(state)).view(*position.shape, -1)[:, 1:]
+    return cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
