@@ -5,15 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 from support import dflash
-from support.engines import DRAFTER, TARGET, assert_identical, make_engine
+from support.committed import rows_of
+from support.engines import DRAFTER, TARGET, assert_identical, make_engine, record_drafts
 from support.matrix import PROMPTS, params
 from vllm.engine.arg_utils import EngineArgs
 
-from vllm_specblock.config import OptionError
+from vllm_specblock.config import DFlashConfig, OptionError
+from vllm_specblock.drafters.dflash import checkpoint
+from vllm_specblock.drafters.dflash.drafter import DFlashDrafter
 from vllm_specblock.engine.config import vllm_args
+from vllm_specblock.engine.runner.speculator import TreeSpeculator
 from vllm_specblock.train.target.features import load_target
 
 ASKED, NEW_TOKENS = PROMPTS[:4], 40
+MASKS, PAGE, MAX_LEN = 4, 16, 256
 RAW = dflash.PUBLISHED | {
     "hidden_size": 192,
     "head_dim": 32,
@@ -43,6 +48,65 @@ def folder(tmp_path_factory, reference):
     embedding = target.get_input_embeddings().weight.detach()
     dflash.learn(model, texts, features, firsts, embedding)
     return dflash.write(tmp_path_factory.mktemp("dflash") / "drafter", model, RAW)
+
+
+def note(results: list, monkeypatch, owner, name: str) -> None:
+    """Keep all that a function returns."""
+    function = getattr(owner, name)
+
+    def noting(*args):
+        results.append(function(*args))
+        return results[-1]
+
+    monkeypatch.setattr(owner, name, noting)
+
+
+@torch.no_grad()
+def test_step_by_step_the_logits_are_those_of_vllms_own(tmp_path, monkeypatch):
+    """A random drafter is nearly always wrong, so that each step is another text to compare."""
+    model = dflash.make_model(RAW, std=0.2)
+    # vLLM 0.32 on a CPU norms the context's keys of every layer by the first one's weights.
+    first, second = (layer.self_attn.k_norm.weight for layer in model.layers)
+    second.copy_(first)
+    folder = dflash.write(tmp_path / "drafter", model, RAW)
+    asked = {"method": "dflash", "model": str(folder), "num_speculative_tokens": MASKS}
+    engine = make_engine(asked)
+    assert not isinstance(engine.speculator, TreeSpeculator)
+    drafts, theirs, ours = record_drafts(engine, monkeypatch), [], []
+    note(theirs, monkeypatch, engine.speculator.model, "compute_logits")
+    target = load_target(TARGET, "fp32", torch.device("cpu"))
+    model = checkpoint.load(folder)
+    model.share_head(target.get_output_embeddings().weight)
+    note(ours, monkeypatch, model, "logits")
+    drafter = DFlashDrafter(
+        model, target.get_input_embeddings(), DFlashConfig(), 12, MAX_LEN, layers=(0, 1, 2, 3)
+    )
+    pages = MAX_LEN // PAGE + 1
+    drafter.bind(
+        [
+            torch.zeros(pages, PAGE, layer.num_kv_heads, 2 * layer.head_dim).transpose(1, 2)
+            for layer in drafter.cache_layers()
+        ]
+    )
+    table, steps = torch.arange(1, pages)[None], 0
+    for prompt in ASKED:
+        drafts.clear()
+        theirs.clear()
+        ((answer,),) = engine.generate([prompt], params(1, max_tokens=24))
+        text = torch.tensor([*prompt, *answer.tokens])
+        hidden = target(text[None], output_hidden_states=True).hidden_states
+        states = torch.stack([hidden[layer] for layer in model.config.layer_ids])
+        root = len(prompt)
+        for drafted, logits in zip(drafts, theirs, strict=True):
+            if root + MASKS >= len(text):
+                break
+            drafter.advance(rows_of([(0, root)], table, states, text[None], PAGE))
+            drafter.draft()
+            torch.testing.assert_close(ours[-1][0], logits, atol=1e-3, rtol=0)
+            steps += 1
+            wanted = text[root + 1 :].tolist()
+            root += 1 + next((k for k in range(MASKS) if drafted[k] != wanted[k]), MASKS)
+    assert steps > 60
 
 
 @pytest.mark.parametrize(

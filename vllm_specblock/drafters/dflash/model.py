@@ -82,13 +82,17 @@ class DFlashModel(nn.Module):
             state = layer(state, rope, lambda *rows, at=index: attend(at, *rows))
         return state
 
+    def logits(self, state: Tensor) -> Tensor:
+        """[..., H] -> [..., V], of each row's own token."""
+        return self.lm_head(self.norm(state))
+
     def best(self, state: Tensor, width: int, beta: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The `width` likeliest tokens at each mask.
 
         state [R, ..., H], beta [R] float32 (None: 1, see `feedback/calibration.py`) ->
         log-probabilities [R, ..., width] float32, best first, and ids [R, ..., width] int64.
         """
-        return topk_tokens(self.lm_head(self.norm(state)), self.d2t, width, 1.0, beta)
+        return topk_tokens(self.logits(state), self.d2t, width, 1.0, beta)
 
 
 class DFlashAttention(Attention):
