@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
+from lib.interpreter import teach_bf16_dot, teach_whole_arrays
 from vllm_specblock.triton_kernels import optional_numba
 
 from vllm_specblock import triton_kernels
@@ -78,8 +78,8 @@ def kernels(request, monkeypatch) -> Kernels:
         interpreter = pytest.importorskip("triton.runtime.interpreter")
         request.config.stash[INTERPRETED] = True
         interpret_library(interpreter, monkeypatch)
-        teach_bf16_dot(interpreter, monkeypatch)
-        teach_whole_arrays(interpreter, monkeypatch)
+        teach_bf16_dot(interpreter, monkeypatch.setattr)
+        teach_whole_arrays(interpreter, monkeypatch.setattr)
     return Kernels(request.param)
 
 
@@ -122,31 +122,3 @@ def interpret_library(interpreter: ModuleType, monkeypatch: pytest.MonkeyPatch) 
                 if function not in interpreted:
                     interpreted[function] = interpreter.InterpretedFunction(function.fn)
                 monkeypatch.setattr(library, name, interpreted[function])
-
-
-def teach_bf16_dot(interpreter: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter keeps bf16 as bit patterns, and its dot multiplies these as integers."""
-    plain = interpreter.InterpreterBuilder.create_dot
-    tl = interpreter.tl
-
-    def widen(builder, operand):
-        return builder.cast_impl(operand, tl.float32) if operand.dtype == tl.bfloat16 else operand
-
-    def create_dot(self, a, b, *rest):
-        return plain(self, widen(self, a), widen(self, b), *rest)
-
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
-
-
-def teach_whole_arrays(interpreter: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What sorts are made of, the interpreter does element by element: seconds for a hundred."""
-    plain = interpreter.ReduceOps.generic_reduce
-
-    def generic_reduce(self, input):
-        if self.combine_fn is not interpreter.tl.standard._xor_combine:
-            return plain(self, input)
-        (tensor,) = input
-        values = np.bitwise_xor.reduce(tensor.handle.data, axis=self.axis, keepdims=self.keep_dims)
-        return [self.to_tensor(values, tensor.dtype)]
-
-    monkeypatch.setattr(interpreter.ReduceOps, "generic_reduce", generic_reduce)

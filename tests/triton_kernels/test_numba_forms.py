@@ -103,9 +103,10 @@ def test_a_step_of_verification(same, seed):
             VerifiedTrees(slot, run, accepted, path, slots.score, slots.origin, torch.zeros(SLOTS))
         )
         live = torch.tensor([True, False, True, True])
-        counters.drafted((tree.size, run.int()), live, origin[:, 0] > 1, live)
+        beta = 0.25 + tree.logprob[:, 0].exp()
+        counters.drafted((tree.size, run.int()), live, origin[:, 0] > 1, live, (beta, None))
         one = DrafterCounters(1, 70, DEPTH, "cpu")
-        one.drafted((tree.size,), None, None, live)
+        one.drafted((tree.size,), None, None, live, (None,))
         of_slots = slots.parent, slots.depth, slots.ancestors, slots.path, slots.score
         seen = metadata.prefix_len, metadata.mask_words, metadata.tree_start, metadata.position
         return (

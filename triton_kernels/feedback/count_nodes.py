@@ -53,15 +53,17 @@ def count_drafted_triton(
     second: torch.Tensor | None,
     agreed: torch.Tensor | None,
     live: torch.Tensor,
+    betas: Sequence[torch.Tensor | None],
 ) -> None:
     """Launch the kernel; arguments as in `DrafterCounters.drafted`.
 
     Args:
-        total: [2 · heads + 4] int64: nodes per drafter, second, agreed, trees per drafter, both,
-            live; added to.
+        total: [3 · heads + 4] int64: nodes per drafter, second, agreed, trees per drafter, both,
+            live, thousandths of β per drafter; added to.
     """
     count, first, other = len(live), sizes[0], sizes[-1]
-    strides = [0 if x is None else x.stride(0) for x in (second, agreed)]
+    given = (second, agreed, betas[0], betas[-1])
+    strides = [0 if x is None else x.stride(0) for x in given]
     if count:
         _drafted_kernel[(cdiv(count, _REQUESTS),)](
             total,
@@ -75,6 +77,10 @@ def count_drafted_triton(
             strides[1],
             live,
             live.stride(0),
+            betas[0],
+            strides[2],
+            betas[-1],
+            strides[3],
             count,
             HEADS=len(sizes),
             BLOCK=_REQUESTS,
@@ -123,7 +129,7 @@ def _verified_kernel(
 
 @jit(do_not_specialize=["num_requests"])
 def _drafted_kernel(
-    total,  # [2 * HEADS + 4] int64
+    total,  # [3 * HEADS + 4] int64
     first,  # [R] int32, tree sizes; the same one if HEADS is 1
     first_stride,
     other,  # [R] int32, tree sizes; the same one if HEADS is 1
@@ -134,6 +140,10 @@ def _drafted_kernel(
     agreed_stride,
     live,  # [R] bool
     live_stride,
+    first_beta,  # [R] fp32; None: 1
+    first_beta_stride,
+    other_beta,  # [R] fp32, the same one if HEADS is 1; None: 1
+    other_beta_stride,
     num_requests,  # R
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -143,13 +153,16 @@ def _drafted_kernel(
     there = there & (tl.load(live + request * live_stride, mask=there, other=0) != 0)
     size = tl.load(first + request * first_stride, mask=there, other=0)
     _add(total, tl.sum(size, 0))
-    trees = total + HEADS + 2
+    trees, thousandths = total + HEADS + 2, total + 2 * HEADS + 4
     both = size > 0
     _add(trees, tl.sum(both.to(tl.int32), 0))
+    _add(thousandths, _thousandths(first_beta, request * first_beta_stride, both))
     if HEADS == 2:
         size = tl.load(other + request * other_stride, mask=there, other=0)
         _add(total + 1, tl.sum(size, 0))
         _add(trees + 1, tl.sum((size > 0).to(tl.int32), 0))
+        beta = _thousandths(other_beta, request * other_beta_stride, size > 0)
+        _add(thousandths + 1, beta)
         both = both & (size > 0)
     if second is not None:
         asked = tl.load(second + request * second_stride, mask=there, other=0) != 0
@@ -158,6 +171,16 @@ def _drafted_kernel(
         _add(total + HEADS + 1, tl.sum(same.to(tl.int32), 0))
     _add(trees + HEADS, tl.sum(both.to(tl.int32), 0))
     _add(trees + HEADS + 1, tl.sum(there.to(tl.int32), 0))
+
+
+@jit
+def _thousandths(beta, at, drafted):
+    """Their sum where something was drafted."""
+    if beta is None:
+        each = drafted.to(tl.int32) * 1000
+    else:
+        each = (tl.load(beta + at, mask=drafted, other=0.0) * 1000 + 0.5).to(tl.int32)
+    return tl.sum(each, 0)
 
 
 @jit

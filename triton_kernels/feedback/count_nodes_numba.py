@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from ..optional_numba import njit
@@ -43,22 +44,38 @@ def count_drafted_numba(
     second: torch.Tensor | None,
     agreed: torch.Tensor | None,
     live: torch.Tensor,
+    betas: Sequence[torch.Tensor | None],
 ) -> None:
     """Arguments as `count_drafted_triton` has them."""
     two = None if second is None or agreed is None else (second, agreed)
     given = (sizes[0], sizes[-1], *(two or (live, live)), live)
-    counted = (x.contiguous().numpy() for x in given)
+    beta = (_ONE if x is None else x for x in (betas[0], betas[-1]))
+    counted = (x.contiguous().numpy() for x in (*given, *beta))
     _drafted(total.numpy(), *counted, len(sizes), two is not None)
+
+
+_ONE = torch.empty(0)
+"""Of a drafter that has no β."""
+
+
+@njit
+def _thousandths(
+    beta,  # [R] fp32, or [0]: 1
+    request,
+):
+    return np.int64(beta[request] * np.float32(1000) + np.float32(0.5)) if len(beta) else 1000
 
 
 @njit
 def _drafted(
-    total,  # [2 · heads + 4] int64
+    total,  # [3 · heads + 4] int64
     first,  # [R] int32
     other,  # [R] int32
     second,  # [R] bool
     agreed,  # [R] bool
     live,  # [R] bool
+    first_beta,  # [R] fp32, or [0]: 1
+    other_beta,  # [R] fp32, or [0]: 1
     heads,
     two,  # a second drafter can be asked
 ):
@@ -68,9 +85,13 @@ def _drafted(
         drafted = first[request] > 0
         total[0] += first[request]
         total[heads + 2] += drafted
+        if drafted:
+            total[2 * heads + 4] += _thousandths(first_beta, request)
         if heads == 2:
             total[1] += other[request]
             total[heads + 3] += other[request] > 0
+            if other[request] > 0:
+                total[2 * heads + 5] += _thousandths(other_beta, request)
             drafted = drafted and other[request] > 0
         if two:
             total[heads] += second[request]

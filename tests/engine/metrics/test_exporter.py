@@ -61,6 +61,7 @@ def steps(draw):
                 second=second,
                 agreed=bool(size[0] and size[1] and second and draw(st.booleans())),
                 live=draw(st.booleans()),
+                beta=[draw(st.sampled_from((0.25, 1.0, 1.7, 16.0))) for _ in range(2)],
             )
         )
     return step
@@ -80,6 +81,8 @@ def oracle(all_steps, num_heads: int) -> dict[str, int]:
             size = request.size[head - 1] if request.live else 0
             out[f"drafted_nodes_{head}"] += size
             out[f"drafted_trees_{head}"] += size > 0
+            beta = round(1000 * request.beta[head - 1])
+            out[f"calibration_thousandths_{head}"] += beta * (size > 0)
         out["tree_nodes"] += len(run)
         if num_heads == 2:
             out["shared_nodes"] += run.count(3)
@@ -107,7 +110,9 @@ def count(counters: DrafterCounters, step) -> None:
     req_idx = torch.arange(len(step)).flip(0)
     origin = torch.cat([origin.flip(0), origin[:1]])
     counters.verified(to_be_counted(origin, req_idx, scheduled, path))
-    counters.drafted(tuple(sizes[: counters.num_drafters]), *flags.T)
+    betas = torch.tensor([request.beta for request in step]).T
+    ours = slice(counters.num_drafters)
+    counters.drafted(tuple(sizes[ours]), *flags.T, tuple(betas[ours]))
 
 
 def only_first(step):
@@ -150,7 +155,7 @@ def test_counting_reads_nothing_on_the_host():
             torch.zeros(3, DEPTH + 1, dtype=torch.int64),
         )
         counters.verified(verified)
-        counters.drafted((size, size), flag, flag, flag)
+        counters.drafted((size, size), flag, flag, flag, (size.float(), None))
 
 
 # ---- how it is shown ----
@@ -225,7 +230,7 @@ def test_counters_reach_the_reader_with_every_name(config):
         torch.tensor([[0, 1, 3] + [0] * (DEPTH - 2)]),
     )
     counters.verified(verified)
-    counters.drafted((torch.tensor([4], dtype=torch.int32),) * 2, one, one, one)
+    counters.drafted((torch.tensor([4], dtype=torch.int32),) * 2, one, one, one, (None, None))
     clock.begin()
     clock.end()
     counters.publish(clock.counts)
@@ -397,8 +402,10 @@ def test_a_line_per_interval_tells_what_was_added(tmp_path, log):
     sink({key: value + 3 for key, value in full.items()})
     assert log == [
         "Engine 001: SpecBlock metrics: "
-        f"Drafter 1: {n} nodes drafted in {n} trees, {n} verified, {n} accepted, chosen {n} times; "
-        f"Drafter 2: {n} nodes drafted in {n} trees, {n} verified, {n} accepted, chosen {n} times; "
+        f"Drafter 1: {n} nodes drafted in {n} trees, {n} verified, {n} accepted, chosen {n} times, "
+        "mean β 0.00; "
+        f"Drafter 2: {n} nodes drafted in {n} trees, {n} verified, {n} accepted, chosen {n} times, "
+        "mean β 0.00; "
         f"Both drafted: {n}, agreed: {n}, second drafter skipped: {n}, shared nodes: {n} of {n}"
         for n in (10, 3)
     ]

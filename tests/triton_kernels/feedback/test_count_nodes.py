@@ -67,21 +67,35 @@ def test_drafted_as_torch_counts(kernels, count, heads):
     for _ in range(3):
         sizes = [torch.randint(0, 3, (count,), dtype=torch.int32) for _ in range(heads)]
         second, agreed, live = (torch.rand(count) > chance for chance in (0.2, 0.4, 0.6))
-        theirs.drafted(sizes, second, agreed, live)
+        betas = [0.25 + 15 * torch.rand(count) for _ in range(heads)]
+        theirs.drafted(sizes, second, agreed, live, betas)
         columns = (column(x, kernels.device) for x in (*sizes, second, agreed, live))
-        drafted([next(columns) for _ in range(heads)], *columns)
+        ours = [next(columns) for _ in range(heads)], *columns
+        drafted(*ours, [column(x, kernels.device) for x in betas])
         assert mine.total.tolist() == theirs.total.tolist()
     assert (theirs._drafts > 0).all() or count < 256, "nothing was counted"
     assert len(set(theirs._drafts.tolist())) > 2 + heads or count < 256, "all the same"
 
 
-def test_no_second_drafter(kernels):
+def test_no_second_drafter_and_no_beta(kernels):
     mine, theirs = DrafterCounters(1, 3, 2, kernels.device), DrafterCounters(1, 3, 2, "cpu")
     size, live = torch.tensor([2, 3, 1], dtype=torch.int32), torch.tensor([True, False, True])
-    theirs.drafted([size], None, None, live)
-    of_kernel(kernels, mine)[1]([size.to(kernels.device)], None, None, live.to(kernels.device))
+    theirs.drafted([size], None, None, live, [None])
+    ours = [size.to(kernels.device)], None, None, live.to(kernels.device), [None]
+    of_kernel(kernels, mine)[1](*ours)
     assert mine.as_dict() == theirs.as_dict()
-    assert mine.as_dict()["drafted_nodes_1"] == 3 and mine._drafts.tolist() == [3, 0, 0, 2, 2, 2]
+    assert mine.as_dict()["drafted_nodes_1"] == 3
+    assert mine._drafts.tolist() == [3, 0, 0, 2, 2, 2, 2000]
+
+
+def test_one_drafter_has_a_beta_and_the_other_none(kernels):
+    counters = DrafterCounters(2, 3, 2, kernels.device)
+    size = torch.tensor([2, 0, 1, 1], dtype=torch.int32, device=kernels.device)
+    live = torch.tensor([True, True, False, True], device=kernels.device)
+    beta = torch.tensor([1.7, 9.0, 9.0, 0.3], device=kernels.device)
+    for betas in ([beta, None], [None, beta]):
+        of_kernel(kernels, counters)[1]([size] * 2, live, live, live, betas)
+    assert counters._drafts[-2:].tolist() == [1700 + 300 + 2000] * 2
 
 
 def test_every_integer_will_do(kernels):

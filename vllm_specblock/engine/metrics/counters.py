@@ -49,7 +49,7 @@ class DrafterCounters:
         self.num_drafters, self.sink = num_drafters, sink
         # Nodes by origin, as (verified, accepted, first of a tree); then what `drafted` adds.
         split = _KINDS * 3
-        self.total = torch.zeros(split + 2 * num_drafters + 4, dtype=torch.int64, device=device)
+        self.total = torch.zeros(split + 3 * num_drafters + 4, dtype=torch.int64, device=device)
         self._nodes = self.total[:split].view(_KINDS, 3)
         self._drafts = self.total[split:]
         self._kinds = torch.arange(1, _KINDS + 1, dtype=torch.uint8, device=device)[:, None, None]
@@ -79,6 +79,7 @@ class DrafterCounters:
         second: torch.Tensor | None,
         agreed: torch.Tensor | None,
         live: torch.Tensor,
+        betas: Sequence[torch.Tensor | None],
     ) -> None:
         """Count the trees that the drafters drafted in this step.
 
@@ -87,16 +88,19 @@ class DrafterCounters:
             second: [R] bool, the second drafter was asked; None: there is none.
             agreed: [R] bool, both drafters' trees begin with the same token; None likewise.
             live: [R] bool; the other requests are left out (mid-prompt, padding).
+            betas: per drafter [R] fp32, β that its tree was grown with; None: 1.
         """
         if self.total.is_cuda:
-            return count_drafted_triton(self._drafts, sizes, second, agreed, live)
+            return count_drafted_triton(self._drafts, sizes, second, agreed, live, betas)
         if takes(self.total):
-            return count_drafted_numba(self._drafts, sizes, second, agreed, live)
+            return count_drafted_numba(self._drafts, sizes, second, agreed, live, betas)
         if second is None or agreed is None:
             second = agreed = torch.zeros_like(live)
         table = torch.stack([*sizes, second.int(), agreed.int()]) * live
         trees = table[: self.num_drafters] > 0
-        rows = [table, trees, trees.all(0, keepdim=True), live[None]]
+        sharp = [torch.ones_like(live, dtype=torch.float32) if x is None else x for x in betas]
+        thousandths = (torch.stack(sharp) * 1000 + 0.5).long() * trees
+        rows = [table, trees, trees.all(0, keepdim=True), live[None], thousandths]
         self._drafts += torch.cat(rows).sum(1)
 
     def publish(self, more: Callable[[], Counts] = dict) -> None:
@@ -119,12 +123,14 @@ def tally(total: Sequence[int], num_drafters: int) -> Counts:
     """From the sums that `DrafterCounters` keeps to counts by name."""
     split = _KINDS * 3
     nodes = [total[start : start + 3] for start in range(0, split, 3)]
-    size, rest = total[split : split + num_drafters], total[split + num_drafters :]
+    size, beta = total[split : split + num_drafters], total[-num_drafters:]
+    rest = total[split + num_drafters : -num_drafters]
     second, agreed, *trees, both, live = rest
     counts: Counts = {}
     for drafter in range(1, num_drafters + 1):
         counts["drafted_trees", drafter] = trees[drafter - 1]
         counts["drafted_nodes", drafter] = size[drafter - 1]
+        counts["calibration_thousandths", drafter] = beta[drafter - 1]
         # Kind 3 is of both drafters and counts for both.
         verified, accepted, first = (a + b for a, b in zip(nodes[drafter - 1], nodes[2]))
         counts["chosen_trees", drafter] = first

@@ -61,6 +61,8 @@ LEARNING = {
 HELP = LEARNING | {
     "drafted_trees": "Trees of at least one node that the drafter drafted.",
     "drafted_nodes": "Nodes of the trees that the drafter drafted.",
+    "calibration_thousandths": "Sum over the drafted trees of thousandths of β, by which the "
+    "drafter's logits were multiplied.",
     "chosen_trees": "Verified trees whose first node the drafter drafted.",
     "verified_nodes": "Verified nodes that the drafter drafted.",
     "accepted_nodes": "Accepted nodes that the drafter drafted.",
@@ -217,7 +219,8 @@ def sentence(counts: Counts) -> str:
         parts.append(
             f"Drafter {drafter}: {of['drafted_nodes']} nodes drafted in {of['drafted_trees']} "
             f"trees, {of['verified_nodes']} verified, {of['accepted_nodes']} accepted, "
-            f"chosen {of['chosen_trees']} times"
+            f"chosen {of['chosen_trees']} times, "
+            f"mean β {of['calibration_thousandths'] / 1000 / max(1, of['drafted_trees']):.2f}"
         )
     both = {name: count for (name, owner), count in counts.items() if not owner}
     if "both_drafted" in both:

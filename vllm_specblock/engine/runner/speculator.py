@@ -162,7 +162,13 @@ class TreeSpeculator(SpeculatorSetup):
         if self.adaptive is not None:
             combined = self.adaptive.write_survival(req_idx, committed.temperature, combined)
         self.tree_states.store(req_idx, combined)
-        self.counters.drafted(proposal.drafted, proposal.second, proposal.agreed, rows.goes_on)
+        self.counters.drafted(
+            proposal.drafted,
+            proposal.second,
+            proposal.agreed,
+            rows.goes_on,
+            [drafter.beta_of(committed) for drafter in self.draft_policy.drafters],
+        )
         return combined.tree.token
 
     def _no_trees(self, num_reqs: int) -> torch.Tensor:
