@@ -284,7 +284,15 @@ def table(summary: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-FORWARDS = {"EAGLE-3": 7, "Medusa": 1, "ParallelSpec": 1, "Falcon": 3, "SpS": 5}
+FORWARDS = {
+    "EAGLE-3": 7,
+    "DFlash": 1,
+    "JetSpec": 1,
+    "Medusa": 1,
+    "ParallelSpec": 1,
+    "Falcon": 3,
+    "SpS": 5,
+}
 """Drafter forwards per step, one after the other; SpecBlock's variants take M = 2."""
 
 assert set(FORWARDS) == set(BASELINES) and "specblock" in ABLATIONS

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from baselines.eagle3 import Eagle3
 from baselines.falcon import Falcon
+from baselines.mask_blocks import DFlash, JetSpec
 from baselines.medusa import Medusa
 from baselines.parallelspec import ParallelSpec
 from baselines.sps import SmallModel
@@ -23,6 +24,7 @@ from vllm_specblock.drafters.specblock.untrained import init
 from vllm_specblock.train.config import TrainError
 from vllm_specblock.train.learner import Learner
 from vllm_specblock.train.specblock import Recipe, SpecBlockLearner
+from vllm_specblock.train.target import target_rows
 
 ABLATIONS: dict[str, dict[str, Any]] = {
     "specblock": {},
@@ -48,7 +50,7 @@ STUDIES: dict[str, dict[str, Any]] = {
 """Variants of SpecBlock that take part only where they are named: what the paper says otherwise
 than we do (eq. 6 divides by the rows that are left, a floor of 0), and how the shift learns."""
 
-BASELINES = ("EAGLE-3", "Medusa", "ParallelSpec", "Falcon", "SpS")
+BASELINES = ("EAGLE-3", "DFlash", "JetSpec", "Medusa", "ParallelSpec", "Falcon", "SpS")
 EVERYONE = (*ABLATIONS, *BASELINES)
 
 
@@ -107,6 +109,8 @@ def make(name: str, run_context: RunContext) -> Learner:
             ),
             step=1,
         )
+    if name in ("DFlash", "JetSpec"):
+        return _matched(wanted, partial(_mask_blocks, run_context, name))
     kind, options = {
         "EAGLE-3": (Eagle3, {}),
         "ParallelSpec": (ParallelSpec, {"budget": run_context.budget}),
@@ -150,6 +154,22 @@ def _llama(run_context: RunContext, heads: int, head_dim: int, width: int) -> Sm
         num_hidden_layers=max(2, run_context.config.num_hidden_layers // 2),
         num_attention_heads=heads,
         num_key_value_heads=heads,
+    )
+
+
+def _mask_blocks(run_context: RunContext, name: str, width: int) -> DFlash:
+    """With the target's LM head and embedding; the token that is seen least stands for masks."""
+    return {"DFlash": DFlash, "JetSpec": JetSpec}[name].for_target(
+        run_context.config,
+        run_context.d2t,
+        run_context.t2d,
+        run_context.seed,
+        run_context.head,
+        mask_token_id=int(run_context.counts.argmin()),
+        budget=run_context.budget,
+        final_norm=target_rows.final_norm(run_context.target),
+        layer_ids=run_context.layer_ids,
+        intermediate_size=width,
     )
 
 

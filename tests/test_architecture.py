@@ -79,7 +79,8 @@ STEP = [
     )),
     ROOT / "vllm_specblock/drafters/interface.py",
     *(ROOT / "vllm_specblock/drafters/specblock" / f"{name}.py" for name in (
-        "draft_attention", "drafter", "fused_growth", "growth", "model", "tree_shape"
+        "device_refresh", "draft_attention", "drafter", "fused_growth", "growth", "model",
+        "tree_shape"
     )),
     *(ROOT / "vllm_specblock/drafters/common" / f"{name}.py" for name in (
         "layers", "linear", "paged_attention", "rope"
@@ -94,6 +95,7 @@ STEP = [
     *(ROOT / "vllm_specblock/drafters/dflash" / f"{name}.py" for name in (
         "block_rows", "drafter", "model"
     )),
+    ROOT / "vllm_specblock/drafters/jetspec/drafter.py",
     *(ROOT / "vllm_specblock/drafters/baselines" / f"{name}.py" for name in (
         "causal_rows", "config", "falcon", "group_attention", "medusa", "parallelspec",
         "positions", "product_trees", "sps", "static_tree", "trunk"
@@ -109,7 +111,7 @@ STEP = [
         "backend", "draft_attention_layer"
     )),
     ROOT / "vllm_specblock/engine/adaptive/trees.py",
-    ROOT / "vllm_specblock/adapt/slabs.py",
+    *(ROOT / "vllm_specblock/adapt" / f"{name}.py" for name in ("slab_copies", "slabs")),
     ROOT / "triton_kernels/feedback/record_step.py",
     *(ROOT / "vllm_specblock" / f"{name}.py" for name in (
         "candidates", "tree"
@@ -203,8 +205,9 @@ def test_every_package_is_shipped():
 
 
 def test_supported_versions_stand_in_the_readme():
-    from vllm_specblock.versions import SUPPORTED_VLLM
+    from vllm_specblock.versions import SUPPORTED_VLLM, TESTED_VLLM
 
     readme = (ROOT / "README.md").read_text()
+    assert list(SUPPORTED_VLLM) == list(TESTED_VLLM)
     for minor, where in SUPPORTED_VLLM.items():
-        assert f"| {minor}.x | {where} |" in readme
+        assert f"| {minor}.x | {where} | {TESTED_VLLM[minor]} |" in readme

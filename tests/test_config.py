@@ -115,7 +115,10 @@ def test_wrong_policies(given, says):
         ({"draft_policy": "merge"}, ["'draft_policy'", "there is one", "'second_drafter'"]),
         (
             {"kind": "eagle"},
-            ["'kind' is 'eagle'", "eagle3, dflash, medusa, parallelspec, falcon, sps, ngram"],
+            [
+                "'kind' is 'eagle'",
+                "eagle3, dflash, jetspec, medusa, parallelspec, falcon, sps, ngram",
+            ],
         ),
         ({"second_drafter": {"kind": "hydra"}}, ["'second_drafter.kind' is 'hydra'", "ngram"]),
     ],

@@ -22,6 +22,7 @@ from vllm_specblock.drafters.baselines.options import (
 )
 from vllm_specblock.drafters.dflash.options import DFlashConfig
 from vllm_specblock.drafters.eagle3.options import Eagle3Config
+from vllm_specblock.drafters.jetspec.options import JetSpecConfig
 from vllm_specblock.drafters.ngram.options import NGramConfig
 from vllm_specblock.drafters.registry import DRAFTERS, DrafterOptions, drafter_kind
 from vllm_specblock.drafters.specblock.options import SpecBlockConfig
@@ -32,6 +33,7 @@ __all__ = [
     "DFlashConfig",
     "Eagle3Config",
     "FalconConfig",
+    "JetSpecConfig",
     "MedusaConfig",
     "NGramConfig",
     "OptionError",

@@ -15,7 +15,7 @@ from vllm_specblock.train.config import TrainError, parse
 @pytest.fixture
 def drafters(tmp_path) -> dict[str, Path]:
     """A folder for every drafter that a built-in method needs."""
-    names = ("specblock", "eagle3", "dflash", "sps", "medusa", "parallelspec", "falcon")
+    names = ("specblock", "eagle3", "dflash", "jetspec", "sps", "medusa", "parallelspec", "falcon")
     for name in names:
         (tmp_path / name).mkdir()
         (tmp_path / name / "model.safetensors").write_bytes(name.encode())

@@ -17,7 +17,10 @@ from vllm_specblock.drafters.registry import (
     register_drafter,
 )
 
-OURS = ["specblock", "eagle3", "dflash", "medusa", "parallelspec", "falcon", "sps", "ngram"]
+OURS = [
+    *("specblock", "eagle3", "dflash", "jetspec", "medusa", "parallelspec", "falcon", "sps"),
+    "ngram",
+]
 
 
 @pytest.fixture

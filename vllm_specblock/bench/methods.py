@@ -35,7 +35,10 @@ BUILT_IN: dict[str, MethodSpec] = {
     "ngram": _tree(kind="ngram"),
     **{
         name: _tree(model=f"{{{name}}}")
-        for name in ("sps", "medusa", "parallelspec", "falcon", "eagle3", "dflash", "specblock")
+        for name in (
+            *("sps", "medusa", "parallelspec", "falcon"),
+            *("eagle3", "dflash", "jetspec", "specblock"),
+        )
     },
     # vLLM's own drafting and rejection sampling: one path.
     "eagle3-chain": MethodSpec(

@@ -1,24 +1,28 @@
-"""DFlash drafters in vLLM: the tokens are its own, and what was learned is drafted as trees."""
+"""DFlash and JetSpec drafters in vLLM: its own tokens, and what was learned drafted as trees."""
 
 from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from support import dflash
 from support.committed import rows_of
 from support.engines import DRAFTER, TARGET, assert_identical, make_engine, record_drafts
+from support.mask_blocks import KINDS
 from support.matrix import PROMPTS, params
 from vllm.engine.arg_utils import EngineArgs
 
-from vllm_specblock.config import DFlashConfig, OptionError
-from vllm_specblock.drafters.dflash import checkpoint
-from vllm_specblock.drafters.dflash.drafter import DFlashDrafter
+from vllm_specblock.config import OptionError
 from vllm_specblock.engine.config import vllm_args
 from vllm_specblock.engine.runner.speculator import TreeSpeculator
 from vllm_specblock.train.target.features import load_target
 
 ASKED, NEW_TOKENS = PROMPTS[:4], 40
 MASKS, PAGE, MAX_LEN = 4, 16, 256
+OWN = {"mask_token_id": 2047, "target_layer_ids": [0, 2, 4, 5]}
 RAW = dflash.PUBLISHED | {
     "hidden_size": 192,
     "head_dim": 32,
@@ -27,27 +31,31 @@ RAW = dflash.PUBLISHED | {
     "vocab_size": 2048,
     "rms_norm_eps": 1e-5,
     "num_target_layers": 7,
-    "dflash_config": {"mask_token_id": 2047, "target_layer_ids": [0, 2, 4, 5]},
+    "dflash_config": OWN,
 }
+# vLLM reads `causal`, the authors write `causal_head`; both say the same of one checkpoint.
+CAUSAL = RAW | {"dflash_config": OWN | {"causal_head": True, "causal": True}}
+OF_KIND = {"dflash": RAW, "jetspec": CAUSAL}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory, reference):
-    """After a moment of learning what vLLM goes on with after the test's prompts."""
+def folders(tmp_path_factory, reference) -> dict[str, Path]:
+    """Of each kind, after a moment of learning what vLLM goes on with after the test's prompts."""
     answers = reference("baselines", params(len(ASKED), max_tokens=NEW_TOKENS), ASKED)
     texts = [torch.tensor([*ask, *one.tokens]) for ask, (one,) in zip(ASKED, answers)]
     target = load_target(TARGET, "fp32", torch.device("cpu"))
-    model = dflash.make_model(RAW, std=0.05)
-    model.share_head(target.get_output_embeddings().weight)
     with torch.no_grad():
         states = [target(text[None], output_hidden_states=True).hidden_states for text in texts]
-    features = [
-        torch.cat([of[layer][0] for layer in model.config.layer_ids], dim=-1) for of in states
-    ]
-    firsts = [len(ask) for ask in ASKED]
     embedding = target.get_input_embeddings().weight.detach()
-    dflash.learn(model, texts, features, firsts, embedding)
-    return dflash.write(tmp_path_factory.mktemp("dflash") / "drafter", model, RAW)
+    firsts, found = [len(ask) for ask in ASKED], {}
+    for kind, raw in OF_KIND.items():
+        model = dflash.make_model(raw, std=0.05)
+        model.share_head(target.get_output_embeddings().weight)
+        layers = model.config.layer_ids
+        features = [torch.cat([of[layer][0] for layer in layers], dim=-1) for of in states]
+        dflash.learn(model, texts, features, firsts, embedding, causal=kind == "jetspec")
+        found[kind] = dflash.write(tmp_path_factory.mktemp(kind) / "drafter", model, raw)
+    return found
 
 
 def note(results: list, monkeypatch, owner, name: str) -> None:
@@ -61,25 +69,27 @@ def note(results: list, monkeypatch, owner, name: str) -> None:
     monkeypatch.setattr(owner, name, noting)
 
 
+@pytest.mark.parametrize("kind", OF_KIND)
 @torch.no_grad()
-def test_step_by_step_the_logits_are_those_of_vllms_own(tmp_path, monkeypatch):
+def test_step_by_step_the_logits_are_those_of_vllms_own(kind, tmp_path, monkeypatch):
     """A random drafter is nearly always wrong, so that each step is another text to compare."""
-    model = dflash.make_model(RAW, std=0.2)
+    raw, (drafter_class, config, _) = OF_KIND[kind], KINDS[kind]
+    model = dflash.make_model(raw, std=0.2)
     # vLLM 0.32 on a CPU norms the context's keys of every layer by the first one's weights.
     first, second = (layer.self_attn.k_norm.weight for layer in model.layers)
     second.copy_(first)
-    folder = dflash.write(tmp_path / "drafter", model, RAW)
+    folder = dflash.write(tmp_path / "drafter", model, raw)
     asked = {"method": "dflash", "model": str(folder), "num_speculative_tokens": MASKS}
     engine = make_engine(asked)
     assert not isinstance(engine.speculator, TreeSpeculator)
     drafts, theirs, ours = record_drafts(engine, monkeypatch), [], []
     note(theirs, monkeypatch, engine.speculator.model, "compute_logits")
     target = load_target(TARGET, "fp32", torch.device("cpu"))
-    model = checkpoint.load(folder)
+    model = import_module(f"vllm_specblock.drafters.{kind}.checkpoint").load(folder)
     model.share_head(target.get_output_embeddings().weight)
     note(ours, monkeypatch, model, "logits")
-    drafter = DFlashDrafter(
-        model, target.get_input_embeddings(), DFlashConfig(), 12, MAX_LEN, layers=(0, 1, 2, 3)
+    drafter = drafter_class(
+        model, target.get_input_embeddings(), config(), 12, MAX_LEN, layers=(0, 1, 2, 3)
     )
     pages = MAX_LEN // PAGE + 1
     drafter.bind(
@@ -109,17 +119,22 @@ def test_step_by_step_the_logits_are_those_of_vllms_own(tmp_path, monkeypatch):
     assert steps > 60
 
 
+MERGED: dict[str, Any] = {"second_drafter": {"model": str(DRAFTER)}, "draft_policy": "merge"}
+
+
 @pytest.mark.parametrize(
-    "given",
+    ("kind", "given"),
     [
-        {},
-        {"depth": 2, "num_speculative_tokens": 5},
-        {"second_drafter": {"model": str(DRAFTER)}, "draft_policy": "merge"},
+        ("dflash", {}),
+        ("dflash", {"depth": 2, "num_speculative_tokens": 5}),
+        ("dflash", MERGED),
+        ("jetspec", {}),
+        ("jetspec", MERGED),
     ],
-    ids=["alone", "shallow", "merged"],
+    ids=["alone", "shallow", "merged", "jetspec alone", "jetspec merged"],
 )
-def test_tokens_are_vllms_own_and_drafts_are_accepted(given, folder, reference, monkeypatch):
-    engine = make_engine({"model": str(folder), "num_speculative_tokens": 12} | given)
+def test_tokens_are_vllms_own_and_drafts_are_accepted(kind, given, folders, reference, monkeypatch):
+    engine = make_engine({"model": str(folders[kind]), "num_speculative_tokens": 12} | given)
     for pad in (False, True):  # as on a GPU
         monkeypatch.setattr(engine.speculator, "pad_rows", pad)
         for name, how in (("baselines", {}), ("baselines, hot", {"temperature": 1.0})):
@@ -142,15 +157,20 @@ def configure(folder, **given):
     ).create_engine_config()
 
 
-def test_what_is_asked_of_the_target(tmp_path):
-    folder = dflash.write(tmp_path / "drafter", dflash.make_model(RAW), RAW)
+@pytest.mark.parametrize("kind", OF_KIND)
+def test_what_is_asked_of_the_target(kind, tmp_path):
+    raw = OF_KIND[kind]
+    folder = dflash.write(tmp_path / "drafter", dflash.make_model(raw), raw)
     config = configure(folder, depth=3)
     draft = config.speculative_config.draft_model_config.hf_config
     assert draft.eagle_aux_hidden_state_layer_ids == [1, 3, 5, 6]
     plan = vllm_args.read_back(config.additional_config)
-    assert plan.drafters[0].kind == "dflash" and plan.drafters[0].options.depth == 3
-    with pytest.raises(OptionError, match="of a drafter of kind 'dflash'"):
+    assert plan.drafters[0].kind == kind and plan.drafters[0].options.depth == 3
+    with pytest.raises(OptionError, match=f"of a drafter of kind '{kind}'"):
         configure(folder, top_k=3)
+    other = next(each for each in OF_KIND if each != kind)
+    with pytest.raises(OptionError, match=f"holds a drafter of kind '{kind}'"):
+        configure(folder, kind=other)
     with pytest.raises(OptionError, match="adapt"):
         configure(folder, adapt=True)
 

@@ -1,7 +1,7 @@
 """vLLM's own Medusa serves the heads that the baseline saves.
 
 It needs vLLM's older model runner (V2 refuses the method), which changes vLLM's modules for the
-whole process on a CPU: hence a process of its own.
+whole process on a CPU: hence a process of its own. vLLM 0.33 has no Medusa any more.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import pytest
 import torch
 from baselines.medusa import Medusa
 from support.engines import ROOT, TARGET, prompts
+from vllm.transformers_utils import configs
 
 from vllm_specblock.drafters.specblock.untrained import most_frequent
 from vllm_specblock.train.data.batch import Batch
@@ -71,6 +72,7 @@ def asked() -> list[list[int]]:
     return [prompt[:40] for prompt in prompts(4)]
 
 
+@pytest.mark.skipif(not hasattr(configs, "MedusaConfig"), reason="vLLM has no Medusa from 0.33 on")
 def test_vllm_drafts_with_the_saved_heads(medusa_folder):
     arguments = [str(medusa_folder), json.dumps(asked()), str(NEW_TOKENS)]
     environment = os.environ | {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from baselines.falcon import Falcon
+from baselines.mask_blocks import JetSpec
 from baselines.medusa import Medusa
 from baselines.parallelspec import ParallelSpec
 from baselines.sps import SmallModel
@@ -26,6 +27,10 @@ MAKE = {
     "medusa": (Medusa, {"num_heads": 4}),
     "parallelspec": (ParallelSpec, {"positions": 4, "layer_ids": LAYERS, "num_hidden_layers": 1}),
     "falcon": (Falcon, {"layer_ids": LAYERS, "num_hidden_layers": 1}),
+    "jetspec": (
+        JetSpec,
+        {"masks": 4, "mask_token_id": 99, "layer_ids": LAYERS, "num_hidden_layers": 1},
+    ),
     "sps": (
         SmallModel,
         {

@@ -1,4 +1,4 @@
-"""Small DFlash drafters: their files, their arithmetic read plainly, and a moment of learning."""
+"""Small DFlash and JetSpec drafters: files, arithmetic read plainly, and a moment of learning."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
-from vllm_specblock.drafters.dflash.config import from_json
+from vllm_specblock.drafters.dflash.config import from_json, is_causal
 from vllm_specblock.drafters.dflash.model import DFlashModel
 
 # The keys of a published checkpoint's config.json; sizes are ours.
@@ -48,12 +48,21 @@ PUBLISHED = {
     "use_sliding_window": False,
     "vocab_size": 64,
 }
+"""DFlash's."""
+
+JETSPEC = PUBLISHED | {
+    "block_size": 7,
+    "dflash_config": PUBLISHED["dflash_config"] | {"causal_head": True},
+    "num_hidden_layers": 3,
+    "layer_types": ["full_attention"] * 3,
+}
+"""JetSpec's: the same class and keys, and one more."""
 
 
 def make_model(raw: dict[str, Any] = PUBLISHED, std: float = 0.25) -> DFlashModel:
     """With random weights; it still wants the target's LM head."""
     torch.manual_seed(0)
-    model = DFlashModel(from_json(raw, "config.json")).eval()
+    model = DFlashModel(from_json(raw, "config.json", is_causal(raw))).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
             weight.normal_(std=std)
@@ -116,7 +125,10 @@ def plain_logits(
         mixed = []
         for one in range(heads):
             of = one * kv_heads // heads
-            score = query[:, one] @ key[:, of].T / size**0.5  # everybody sees everything
+            score = query[:, one] @ key[:, of].T / size**0.5
+            if raw["dflash_config"].get("causal_head"):
+                for row in range(len(block)):
+                    score[row, length + row + 1 :] = -torch.inf
             mixed.append(score.softmax(-1) @ value[:, of])
         state = state + torch.cat(mixed, -1) @ weights[attention + "o_proj.weight"].T
         normed = norm(state, at + "post_attention_layernorm.weight")
@@ -133,6 +145,7 @@ def learn(
     features: Sequence[Tensor],
     firsts: Sequence[int],
     embedding: Tensor,
+    causal: bool = False,
     steps: int = 40,
 ) -> None:
     """Adam over every block of some texts at once.
@@ -142,17 +155,23 @@ def learn(
         texts: [T] int64 each; features: [T, n·H] each, the target's.
         firsts: of each text, the first token that is a root.
         embedding: [V, H], the target's.
+        causal: whether the rows of a block see only what comes before them.
     """
     optimizer = torch.optim.Adam([w for n, w in model.named_parameters() if "head" not in n], 3e-3)
     for _ in range(steps):
         optimizer.zero_grad()
         for text, of, first in zip(texts, features, firsts, strict=True):
-            _loss(model, text, of, first, embedding).backward()
+            _loss(model, text, of, first, embedding, causal).backward()
         optimizer.step()
 
 
 def _loss(
-    model: DFlashModel, text: Tensor, features: Tensor, first: int, embedding: Tensor
+    model: DFlashModel,
+    text: Tensor,
+    features: Tensor,
+    first: int,
+    embedding: Tensor,
+    causal: bool,
 ) -> Tensor:
     count, size = len(text), 1 + model.config.masks
     roots = torch.arange(first, count - size)
@@ -162,7 +181,8 @@ def _loss(
     # A row sees the text before its root, and its block.
     which = torch.arange(len(roots)).repeat_interleave(size)
     before = torch.arange(count) < roots[which, None]
-    sees = torch.cat([before, which[:, None] == which], dim=1)
+    of_block = which[:, None] == which
+    sees = torch.cat([before, of_block.tril() if causal else of_block], dim=1)
     context = list(model.context(features, torch.arange(count)))
 
     def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

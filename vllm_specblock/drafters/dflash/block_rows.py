@@ -1,4 +1,4 @@
-"""Attention metadata of blocks of masks: rows behind each request's newest that all see each other.
+"""Attention metadata of blocks of masks: rows behind each request's newest that see each other.
 
 Committed tokens leave one entry each, in the slot of their position, and ask nothing. A block
 borrows the slots of the tokens to come, which are reserved for the step.
@@ -26,16 +26,15 @@ class BlockRows:
 
     Args:
         caches: one [blocks, kv heads, block size, 2D] per drafter layer.
-        size: S, rows of a block: the root and its masks.
+        sees: [S, S] bool, which rows of its block (the root, then its masks) each row sees.
         max_position: positions at or beyond it have no slot (the model's length limit).
     """
 
-    def __init__(self, caches: list[Tensor], size: int, max_position: int) -> None:
-        self.caches, self.size, self.max_position = caches, size, max_position
+    def __init__(self, caches: list[Tensor], sees: Tensor, max_position: int) -> None:
+        self.caches, self.size, self.max_position = caches, len(sees), max_position
         self.packing = packing_on_cpu(caches[0])
-        self.offset = torch.arange(size, device=caches[0].device)
-        # Every row sees the whole block.
-        self.mask_words = pack_bits(torch.ones_like(self.offset[None], dtype=torch.bool))
+        self.offset = torch.arange(self.size, device=caches[0].device)
+        self.mask_words = pack_bits(sees)  # [S, W]
 
     def store(self, layer: int, rows: CommittedTokens, key: Tensor, value: Tensor) -> None:
         """Keep the keys and values [T, kv heads, D] of some rows."""
@@ -71,7 +70,7 @@ class BlockRows:
             (first + size).clamp(max=self.max_position),
             [min(rows.max_position + 1 + size, self.max_position)] * count,
             first[:, None].expand(-1, size).flatten(),
-            self.mask_words.expand(count * size, -1),
+            self.mask_words.repeat(count, 1),
             first,
         )
         return PagedAttention(self.caches, kv_slot.view(-1, 1), queries), position

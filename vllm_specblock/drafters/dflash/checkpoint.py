@@ -54,7 +54,17 @@ def load(
     Raises:
         CheckpointError: as `read_config` and `check_tensors`.
     """
-    config = read_config(directory)
+    return load_as(read_config(directory), directory, dtype, device)
+
+
+def load_as(
+    config: DFlashShape, directory: PathLike, dtype: torch.dtype, device: torch.device | str
+) -> DFlashModel:
+    """As `load`, of a config that was read before.
+
+    Raises:
+        CheckpointError: as `check_tensors`.
+    """
     stored = _checked(Path(directory), config)
     tensors = {name: entry.read() for name, entry in stored.items()}
     return with_weights(partial(DFlashModel, config), _scaled(tensors, config), dtype, device)

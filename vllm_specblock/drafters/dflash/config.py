@@ -15,6 +15,8 @@ from vllm_specblock.drafters.specblock.config import (
 from vllm_specblock.drafters.specblock.config_json import checked, rope_of
 
 ARCHITECTURE = "DFlashDraftModel"
+SPECULATORS = "jetspec"
+"""What the speculators library, whose layouts are refused, calls a drafter with causal blocks."""
 
 
 class DFlashShape(BaseModel):
@@ -90,21 +92,33 @@ class DFlashShape(BaseModel):
 
 
 def is_dflash(raw: dict[str, Any]) -> bool:
-    """Whether the config.json `raw` is a DFlash drafter's, be it one that `from_json` refuses."""
-    named = raw.get("architectures") or []
-    said = str(raw.get("speculators_model_type", ""))
-    return "dflash_config" in raw or any("dflash" in str(name).lower() for name in (*named, said))
+    """Whether the config.json `raw` is a DFlash or JetSpec drafter's, be it one that `from_json`
+    refuses."""
+    named = [*(raw.get("architectures") or []), raw.get("speculators_model_type")]
+    names = " ".join(map(str, named)).lower()
+    return "dflash_config" in raw or "dflash" in names or SPECULATORS in names
 
 
-def from_json(raw: dict[str, Any], where: str) -> DFlashShape:
-    """The shape in `raw`; `where` names its file in errors.
+def is_causal(raw: dict[str, Any]) -> bool:
+    """Whether no row of a block sees a later one, as in JetSpec drafters.
+
+    Their authors write `causal_head`; what trains them for vLLM writes a key that it reads.
+    """
+    return any(_causal_keys(raw).values()) or raw.get("speculators_model_type") == SPECULATORS
+
+
+def from_json(raw: dict[str, Any], where: str, causal: bool = False) -> DFlashShape:
+    """The shape in `raw`.
+
+    Args:
+        where: names its file in errors.
+        causal: whether its blocks have to be, as `is_causal` has it; else they must not.
 
     Raises:
         CheckpointError: a variant that is not supported, a key missing or out of range.
     """
-    own = raw.get("dflash_config")
-    own = own if isinstance(own, dict) else {}
-    _refuse_variants(raw, own, where)
+    own = _own(raw)
+    _refuse_variants(raw, own, where, causal)
     theta, scaling = rope_of({"rope_theta": 1e6} | raw)
     if scaling is not None and raw.get("max_position_embeddings"):
         scaling = {"original_max_position_embeddings": raw["max_position_embeddings"]} | scaling
@@ -133,30 +147,50 @@ def from_json(raw: dict[str, Any], where: str) -> DFlashShape:
     }
     for key, name in (("masks", "block_size"), ("layer_ids", "dflash_config.target_layer_ids")):
         if keys[key] is None:
-            raise CheckpointError(f"{where} lacks the key {name!r}, which a DFlash drafter has.")
+            raise CheckpointError(f"{where} lacks the key {name!r}, which such a drafter has.")
     return checked(where, {key: v for key, v in keys.items() if v is not None}, DFlashShape)
 
 
-def _refuse_variants(raw: dict[str, Any], own: dict[str, Any], where: str) -> None:
+def _own(raw: dict[str, Any]) -> dict[str, Any]:
+    own = raw.get("dflash_config")
+    return own if isinstance(own, dict) else {}
+
+
+def _causal_keys(raw: dict[str, Any]) -> dict[str, bool]:
+    own = _own(raw)
+    said = {
+        "causal_head": own.get("causal_head"),
+        "causal": own.get("causal"),
+        "is_causal": raw.get("is_causal"),
+    }
+    return {key: bool(value) for key, value in said.items() if value is not None}
+
+
+def _refuse_variants(raw: dict[str, Any], own: dict[str, Any], where: str, causal: bool) -> None:
     named, types = raw.get("architectures") or [], raw.get("layer_types") or []
     hidden, vocabulary = raw.get("hidden_size"), raw.get("vocab_size")
+    said = _causal_keys(raw)
+    other = "blocks whose rows all see each other" if causal else "causal blocks"
+    widths = {raw.get("target_hidden_size"), own.get("target_hidden_size")} - {None, hidden}
     for refused, what in (
         ("speculators_model_type" in raw, "the layout of the speculators library"),
         (ARCHITECTURE not in named, f"architectures = {named or None}"),
         (raw.get("quantization_config"), "quantised weights"),
         ("sliding_attention" in types or own.get("use_swa"), "sliding-window attention"),
-        (own.get("causal") or raw.get("is_causal"), "causal blocks"),
+        (len(set(said.values())) > 1, f"{' and '.join(said)} that contradict each other"),
+        (is_causal(raw) is not causal, other),
         (own.get("sample_from_anchor"), "blocks that are read from their first token"),
         (own.get("use_aux_hidden_state", True) is False, "use_aux_hidden_state = false"),
         (raw.get("is_neox_style", True) is False, "interleaved RoPE"),
         (own.get("attention_sink_bias") or raw.get("add_swa_attention_sink_bias"), "sinks"),
         (own.get("attention_value_scale") not in (None, 1, 1.0), "scaled values"),
         (raw.get("hidden_act", "silu") != "silu", f"hidden_act = {raw.get('hidden_act')!r}"),
-        (raw.get("target_hidden_size") not in (None, hidden), "a width that is not the target's"),
+        (widths, "a width that is not the target's"),
         (raw.get("draft_vocab_size") not in (None, vocabulary), "a vocabulary of its own"),
     ):
         if refused:
+            name, within = ("JetSpec", "causal") if causal else ("DFlash", "full")
             raise CheckpointError(
-                f"{where} has {what}, but only plain DFlash drafters ({ARCHITECTURE}, Qwen3 "
-                "layers, full attention within a block) can be drafted with."
+                f"{where} has {what}, but only plain {name} drafters ({ARCHITECTURE}, Qwen3 "
+                f"layers, {within} attention within a block) can be drafted with."
             )

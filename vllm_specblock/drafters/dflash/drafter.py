@@ -64,7 +64,12 @@ class DFlashDrafter(Drafter):
         return [layer] * config.num_hidden_layers
 
     def bind(self, caches: list[Tensor]) -> None:
-        self.block_rows = BlockRows(caches, 1 + self.max_depth, self.max_model_len)
+        self.block_rows = BlockRows(caches, self.sees(), self.max_model_len)
+
+    def sees(self) -> Tensor:
+        """[1 + masks, 1 + masks] bool, which rows of its block a row sees: all of them."""
+        size = 1 + self.max_depth
+        return torch.ones(size, size, dtype=torch.bool, device=self.masks.device)
 
     def warm_up(self, block_table: Tensor, most_rows: int) -> None:
         self.block_rows.warm_up(block_table, most_rows, self.model.config.num_attention_heads)

@@ -67,7 +67,7 @@ class DFlashModel(nn.Module):
             yield layer.self_attn.keys_values(fused, rope)
 
     def forward(self, embedding: Tensor, position: Tensor, attend: AttendInLayer) -> Tensor:
-        """Blocks, which see their context and all of themselves.
+        """Blocks, which see their context, and of themselves what `attend` lets them.
 
         Args:
             embedding: [n, H], of roots and masks.

@@ -146,8 +146,9 @@ def fetch_drafter(model: Any, where: str = "", **hub: Any) -> Path:
     """
     if not isinstance(model, str) or not model:
         raise OptionError(
-            f"speculative_config key '{where}model' is missing: name a SpecBlock, EAGLE-3 or "
-            "DFlash drafter, as a folder or as a hub id, or give kind 'ngram', which needs none."
+            f"speculative_config key '{where}model' is missing: name a SpecBlock, EAGLE-3, "
+            "DFlash or JetSpec drafter, as a folder or as a hub id, or give kind 'ngram', which "
+            "needs none."
         )
     if os.path.isdir(model):
         return Path(model).resolve()

@@ -1,0 +1,101 @@
+"""Drafters over blocks of masks on a paged cache, and the trees of plainly computed blocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.dflash import JETSPEC, PUBLISHED, make_model, plain_logits
+from support.trees import texts
+from torch import Tensor
+
+from vllm_specblock.config import DFlashConfig, JetSpecConfig
+from vllm_specblock.drafters.common.post_load import process_after_loading
+from vllm_specblock.drafters.dflash.drafter import DFlashDrafter
+from vllm_specblock.drafters.jetspec.drafter import JetSpecDrafter
+from vllm_specblock.tree import DraftTree
+
+H, V, PAGE, MAX_LEN, NODES = 32, 64, 8, 64, 20
+TABLES = torch.tensor([[3, 7, 1, 12, 5, 6, 9, 10], [4, 2, 8, 11, 13, 14, 15, 16]])
+KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "dflash": (DFlashDrafter, DFlashConfig, PUBLISHED),
+    "jetspec": (JetSpecDrafter, JetSpecConfig, JETSPEC),
+}
+"""Drafter, options and config.json of each."""
+
+
+def masks_of(kind: str) -> int:
+    """Of a block."""
+    return KINDS[kind][2]["block_size"] - 1
+
+
+def tables_of_target() -> tuple[Tensor, Tensor]:
+    """Embedding and LM head [V, H] each."""
+    draw = torch.Generator().manual_seed(1)
+    return torch.randn(V, H, generator=draw), torch.randn(V, H, generator=draw)
+
+
+def make_drafter(
+    kind: str, nodes: int = NODES, lookahead: int | None = None, **options
+) -> DFlashDrafter:
+    """On a noisy cache: nothing of the noise may be seen."""
+    embedding, head = tables_of_target()
+    drafter_class, config, raw = KINDS[kind]
+    model = make_model(raw)
+    model.share_head(head)
+    process_after_loading(model, options.get("quantization"))
+    drafter = drafter_class(
+        model, lambda ids: embedding[ids], config(**options), nodes, MAX_LEN, lookahead
+    )
+    drafter.bind([torch.randn(20, PAGE, 2, 16).transpose(1, 2) for _ in drafter.cache_layers()])
+    return drafter
+
+
+def made_up(requests: int) -> tuple[Tensor, Tensor]:
+    """States [3, R, n, H] of three layers, and texts [R, n + 1]."""
+    draw = torch.Generator().manual_seed(2)
+    states = torch.randn(3, requests, MAX_LEN, H, generator=draw)
+    return states, torch.randint(0, V, (requests, MAX_LEN + 1), generator=draw)
+
+
+def plain_logprobs(
+    kind: str, states: Tensor, text: Tensor, end: int, masks: int, beta: float = 1.0
+) -> Tensor:
+    """[masks, V], what each mask says behind the root text[end].
+
+    Args:
+        states: [3, n, H] and text [n], of one request.
+    """
+    embedding, head = tables_of_target()
+    raw = KINDS[kind][2]
+    weights = {name: weight.detach() for name, weight in make_model(raw).state_dict().items()}
+    features = states.transpose(0, 1).flatten(1)[:end]
+    mask = raw["dflash_config"]["mask_token_id"]
+    block = embedding[torch.tensor([int(text[end]), *[mask] * masks])]
+    logits = plain_logits(weights, raw, head, features, block)
+    return (beta * logits[1:]).log_softmax(-1)
+
+
+def best_paths(logprobs: Tensor, nodes: int = NODES) -> dict[tuple[int, ...], float]:
+    """Path -> score: the likeliest that take a token of each row of `logprobs` [masks, V]."""
+    found: dict[tuple[int, ...], float] = {}
+    level: dict[tuple[int, ...], float] = {(): 0.0}
+    for scores in logprobs:
+        level = {
+            (*path, token): score + float(each)
+            for path, score in level.items()
+            for token, each in enumerate(scores)
+        }
+        level = dict(sorted(level.items(), key=lambda node: -node[1])[:nodes])
+        found |= level
+    return dict(sorted(found.items(), key=lambda node: -node[1])[:nodes])
+
+
+def assert_same(tree: DraftTree, request: int, wanted: dict[tuple[int, ...], float]) -> None:
+    """Of one request's tree and `best_paths`."""
+    found = texts(tree, request)
+    common = found.keys() & wanted.keys()
+    assert len(found) == len(wanted)
+    assert len(common) >= len(wanted) - 2, "more than a tie at the budget's cut differs"
+    assert {p: found[p] for p in common} == pytest.approx({p: wanted[p] for p in common}, abs=1e-3)
