@@ -98,6 +98,17 @@ def idle(batch: int) -> Step:
     )
 
 
+def learning_steps(model: str, batch: int, estimate: int, limit: int) -> Step:
+    """Two engines at once, started one after the other."""
+    return bench(
+        f"adaptation's steps, {model}, batch {batch}",
+        f"adaptation_steps --model={model} --batch={batch} --out {RESULT}",
+        estimate,
+        limit,
+        f"--engine={QUICK}",
+    )
+
+
 PARTS: dict[int, list[Step]] = {
     1: [  # whether it works
         Step("versions", ("-c", VERSIONS), 15, 60),
@@ -148,6 +159,18 @@ PARTS: dict[int, list[Step]] = {
             400,
         ),
         serving("llama-8b", "128", "SpecBlock @ 12; adaptive", 130, 200),
+    ],
+    5: [  # learning while serving
+        tests("recording", 90, 180, "tests/engine/runner/test_recording.py"),
+        tests(
+            "adapting",
+            120,
+            240,
+            "tests/engine/test_adapting.py tests/engine/test_adapted_folders.py",
+        ),
+        tests("exact under swaps", 120, 240, "tests/engine/test_adaptation_exact.py"),
+        learning_steps("pair", 1, 60, 120),
+        learning_steps("llama-8b", 1, 130, 220),
     ],
 }
 

@@ -1,4 +1,4 @@
-"""What only a GPU would run, put together: heads draft by kernels what they draft without.
+"""What only a GPU would run, put together: kernels draft and record what is without them.
 
 Each kernel is held to its reference elsewhere. Here the branches of a whole draft are taken one
 after the other, so that what one leaves is what the next one reads.
@@ -28,8 +28,8 @@ HEADS = (
 )
 
 
-def drafted(out, first_on_the_path, **environment) -> tuple[list[dict[str, torch.Tensor]], Path]:
-    """The trees, and the package that drafted them."""
+def drafted(out, first_on_the_path, **environment) -> tuple[dict, Path]:
+    """What was drafted and recorded, and the package that did it."""
     paths = os.pathsep.join(map(str, (*first_on_the_path, ROOT / "tests/lib")))
     subprocess.run(
         [sys.executable, "-m", "support.device_branches", out],
@@ -38,16 +38,21 @@ def drafted(out, first_on_the_path, **environment) -> tuple[list[dict[str, torch
         cwd=out.parent,
     )
     found = torch.load(out)
-    return found["trees"], Path(found["package"])
+    return found, Path(found["package"])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run where they belong")
-def test_heads_draft_by_kernels_what_they_draft_without(tmp_path):
+def test_kernels_draft_and_record_what_is_without_them(tmp_path):
     copy = copy_for_a_gpu(tmp_path / "copy")
     plain, where = drafted(tmp_path / "plain.pt", ())
     assert not where.is_relative_to(copy)
     kernels, where = drafted(tmp_path / "kernels.pt", (copy,), TRITON_INTERPRET="1")
     assert where.is_relative_to(copy)
+    # Held against plain lists where they were made: see `tests/adapt/test_slabs.py`.
+    recorded = plain["recorded"], kernels["recorded"]
+    assert all(seen["records"] > 3 and not seen["late"] for seen in recorded)
+    assert recorded[1]["on the way"] > 3
+    plain, kernels = plain["trees"], kernels["trees"]
     assert len(plain) == len(kernels) == len(HEADS) * len(STEPS)
     for place, (wanted, found) in enumerate(zip(plain, kernels, strict=True)):
         head = HEADS[place % len(HEADS)]

@@ -68,7 +68,7 @@ def test_a_part_is_two_files_and_a_table(tmp_path, monkeypatch, capsys):
     assert said[-1].split()[0] == "0" and said[-1].split()[2:] == ["1", "a"]
 
 
-@pytest.mark.parametrize("part", [1, 2, 3])
+@pytest.mark.parametrize("part", [1, 2, 3, 5])
 def test_the_list_fits_and_names_what_is_there(part):
     assert sum(step.estimate for step in PARTS[part]) <= 9 * 60
     names = [step.name for step in PARTS[part]]

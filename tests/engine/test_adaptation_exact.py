@@ -5,15 +5,25 @@ What changes when: `lib.weight_swaps`. `benchmarks/exactness.py --swaps` compare
 
 from __future__ import annotations
 
+import random
+from collections import Counter
+
 import pytest
 import torch
-from lib.weight_swaps import Swaps, Versions, make_versions
+from lib.weight_swaps import NAN, Swaps, Versions, make_versions
 from support import compared
 from support.engines import DRAFTER, ROOT, Engine, make_engine, record_preemptions
+from support.late_device import LateDevice
 from support.matrix import CASES, PROMPTS, Checker, crowded_engine, params, to_the_limit
 from support.recorded_graph import stand_in
 from vllm.config.compilation import CUDAGraphMode
 from vllm.platforms import current_platform
+
+from vllm_specblock.adapt.link.staging import StagedVersion
+from vllm_specblock.adapt.policy.interface import Action
+from vllm_specblock.drafters.specblock import device_refresh
+from vllm_specblock.drafters.specblock.refresh import HEADS
+from vllm_specblock.engine.runner.adaptation import DeviceVersions
 
 TABLES = ROOT / "examples/two_heads/tables"
 EAGLE3 = str(ROOT / "examples/two_heads/eagle3")
@@ -109,6 +119,53 @@ def test_another_kind_of_head_refuses(versions):
     second = beside.speculator.draft_policy.drafters[1]
     with pytest.raises(ValueError, match=r"^Eagle3Drafter keeps the weights"):
         second.refresh(versions["trained"])
+
+
+class Offers:
+    """A link whose trainer always has another version; it counts what became of them."""
+
+    def __init__(self, versions: Versions):
+        self.versions, self.draw, self.number = versions, random.Random(0), 0
+        self.taken, self.refused = Counter(), Counter()
+
+    def staged(self) -> StagedVersion:
+        self.number += 1
+        name = self.draw.choice(sorted(self.versions))
+        self.offered, tensors = name, self.versions[name]
+        action = Action.HEADS if all(key.startswith(HEADS) for key in tensors) else Action.FULL
+        return StagedVersion(self.number, 0, action, tensors)
+
+    def took(self, version: StagedVersion, seconds: float = 0.0) -> None:
+        assert version.number == self.number and seconds > 0
+        self.taken[self.offered] += 1
+
+    def refuse(self, version: StagedVersion, reason: str = "not finite") -> None:
+        self.refused[self.offered] += 1
+
+
+@pytest.mark.parametrize("name", ["greedy", "temperature 1"])
+def test_versions_that_arrive_over_several_steps(engine, versions, reference, monkeypatch, name):
+    """As on a GPU, where a version is made ready and copied beside the steps."""
+    offers, propose = Offers(versions), engine.speculator.propose
+    device = LateDevice(0, prompt=True)
+    on_host = not torch.cuda.is_available()
+    if on_host:
+        device.install(monkeypatch, device_refresh)
+    coming = DeviceVersions(engine.speculator.draft_policy.drafters[0], offers)
+    if on_host:
+        device.own([coming._refresh._staging])
+
+    def turning(*args, **kwargs):
+        with device:
+            coming.turn()
+        device.go_on(device.draw.choice([0, 1]))
+        return propose(*args, **kwargs)
+
+    monkeypatch.setattr(engine.speculator, "propose", turning)
+    for _ in range(2):
+        compare(engine, reference, name)
+    assert offers.taken.total() > 10, offers.taken
+    assert set(offers.refused) == {NAN}, offers.refused
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a recording knows no compiled kernels")

@@ -17,7 +17,6 @@ from vllm_specblock.engine.runner import recording
 from vllm_specblock.engine.runner.adaptation import make_recorder
 from vllm_specblock.train.config import TrainError
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="recorded on a CPU only yet")
 TABLES = ROOT / "examples/two_heads/tables"
 NODES = {"num_speculative_tokens": 10}
 check = Checker()
@@ -37,7 +36,7 @@ def out(tmp_path):
 def served(engine: Engine) -> dict[str, torch.Tensor]:
     """Weights of the drafter that serves."""
     drafter = engine.speculator.draft_policy.drafters[0].model
-    return {name: value.clone() for name, value in drafter.named_parameters()}
+    return {name: value.detach().clone().cpu() for name, value in drafter.named_parameters()}
 
 
 def assert_serves(engine: Engine, folder) -> None:

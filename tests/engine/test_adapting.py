@@ -16,7 +16,6 @@ from support.matrix import PROMPTS, Checker, params
 from vllm_specblock.drafters.specblock.refresh import HEADS
 from vllm_specblock.engine.metrics import exporter
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="recorded on a CPU only yet")
 check = Checker()
 compared.counters.append(check)
 ONLY_OF_TWO = {

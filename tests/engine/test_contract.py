@@ -5,9 +5,12 @@ When this file passes with a new release, and `test_exactness.py` does, the rele
 
 from __future__ import annotations
 
+import ast
 import inspect
+from typing import get_args
 
 import pytest
+from support.engines import ROOT
 from vllm.platforms import current_platform
 
 from vllm_specblock.engine.contract.check import hooks
@@ -100,3 +103,32 @@ def test_a_prefix_cache_can_be_reset():
 
     (_, *reset) = inspect.signature(LLM.reset_prefix_cache).parameters.values()
     assert all(parameter.default is not parameter.empty for parameter in reset)
+
+
+def own_methods(tree: ast.AST) -> set[str]:
+    """Names that dictionaries in a source have under "method", ours aside."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Dict):
+            for key, value in zip(node.keys, node.values):
+                named = isinstance(key, ast.Constant) and key.value == "method"
+                if named and isinstance(value, ast.Constant):
+                    found.add(value.value)
+    return found - {"specblock"}
+
+
+def test_methods_of_vllms_that_we_ask_for_are_there():
+    """What baselines and offline engines lean on: 0.33 has no "medusa" and "mlp_speculator"."""
+    from vllm.config.speculative import SpeculativeMethod
+
+    def names(of) -> set[str]:
+        inner = get_args(of)
+        return {of} if isinstance(of, str) else {name for each in inner for name in names(each)}
+
+    files = [
+        path
+        for folder in ("vllm_specblock", "benchmarks", "research")
+        for path in (ROOT / folder).rglob("*.py")
+    ]
+    asked = set().union(*(own_methods(ast.parse(path.read_text())) for path in files))
+    assert {"eagle3", "extract_hidden_states", "ngram_gpu"} <= asked <= names(SpeculativeMethod)

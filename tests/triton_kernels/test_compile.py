@@ -466,11 +466,12 @@ def test_counting_compiles(compiler, num_nodes, heads):
     )
     path, flag = torch.zeros(3, 9, dtype=torch.int64), torch.zeros(3, dtype=torch.bool)
     origin, size = torch.zeros(3, num_nodes, dtype=torch.uint8), flag.int()
-    total = torch.zeros(9, dtype=torch.int64)
+    total, beta = torch.zeros(10, dtype=torch.int64), torch.zeros(3)
     result = VerificationResult(path[:, 1], path[:, 0], None, path, None, origin, None)
     count_nodes.count_verified_triton(total, result)
     second = flag if heads == 2 else None
-    count_nodes.count_drafted_triton(total, [size] * heads, second, second, flag)
+    betas = [beta, None][:heads]
+    count_nodes.count_drafted_triton(total, [size] * heads, second, second, flag, betas)
     assert all(len(stand_in.compiled) == 1 and fits(stand_in) for stand_in in (verified, drafted))
 
 

@@ -48,11 +48,13 @@ class SlabTensors:
         slots: int,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
+        pin_memory: bool = False,
     ) -> SlabTensors:
-        """Nobody is recorded. `rows` is W, `hidden` Ht."""
+        """Nobody is recorded. `rows` is W, `hidden` Ht; `pin_memory`: host memory that a GPU copies
+        to while nobody waits."""
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
+            return torch.zeros(shape, dtype=dtype, device=device, pin_memory=pin_memory)
 
         return cls(
             zeros(slabs, rows, 3 * hidden, dtype=dtype),
@@ -60,7 +62,7 @@ class SlabTensors:
             zeros(slabs, rows),
             zeros(slabs),
             zeros(slabs),
-            zeros(slots) - 1,
+            zeros(slots).fill_(-1),
             zeros(slots, dtype=torch.float32),
             zeros(slots),
             zeros(slots),

@@ -36,7 +36,7 @@ class AdaptationConfig:
     """What is learned from, and how.
 
     Attributes:
-        update: how updates learn.
+        update: how updates learn; its recipe's M is what versions are judged by, too.
         memory: of the book, MiB.
         batch: records of a batch, half of them new.
         rehearsal: the other half is from the reservoir; False: there is no other half.
@@ -84,7 +84,7 @@ class Adaptation:
         self.policy, self.teacher, self.config = policy, teacher, config or AdaptationConfig()
         self.count, self.seconds_lost = count, seconds_lost
         self.updater = Updater(copy.deepcopy(drafter), self.config.update)
-        self.judge = Judge(drafter, teacher)
+        self.judge = Judge(drafter, teacher, self.config.update.recipe.num_blocks)
         self.book = Book(self.config.memory, seed=self.config.seed)
         origin = Version(0, _on_host(held(drafter, Action.FULL)))
         self.pool, self.training = Pool(origin), origin

@@ -148,7 +148,7 @@ def check_trainer(options: AdaptConfig, serving: Collection[int], present: int) 
     """
     said = f"speculative_config key '{KEY}.trainer' is {options.trainer!r}"
     if options.trainer == "engine":
-        # Its slices are captured in graphs of the engine's GPU, where nothing is recorded yet.
+        # docs/adaptation.md says what it would take.
         raise OptionError(
             f"{said}, but updates between an engine's own steps are not supported yet: take 'cpu', "
             "'cuda:N' or a folder."

@@ -1,19 +1,23 @@
 """Who is recorded in which slab, and what a slab says when its request is done.
 
 A slab's rows are written by steps (`triton_kernels/feedback/record_step.py`). Here is what happens
-between steps, on the host: a request takes a slab, goes on in another one, or leaves.
+between steps, on the host: a request takes a slab, goes on in another one, or leaves. Nothing of it
+waits for a device: what left is handed on once it is in host memory (`slab_copies.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
 from vllm_specblock.adapt.book import Record
 from vllm_specblock.adapt.learning.train_batches import PROMPT_ROWS, ROWS
 from vllm_specblock.adapt.policy.interface import FinishedRequest
+from vllm_specblock.adapt.slab_copies import HostSlabs, PinnedSlabs
 from vllm_specblock.triton_kernels.feedback.slab_tensors import SlabTensors
 
 SLABS = 16
@@ -40,8 +44,35 @@ class Part:
     began: float
 
 
+class Arrival(NamedTuple):
+    """A part of a request that has left its slab.
+
+    Attributes:
+        record: its rows, in memory of their own; None: no row is one to learn from.
+        finished: what the request says to the policy, with its last part; None if nothing was
+            drafted for it.
+        last: whether it is that.
+    """
+
+    record: Record | None
+    finished: FinishedRequest | None
+    last: bool
+
+
+@dataclass(frozen=True)
+class Leaving:
+    """A part whose slab was sent to the host.
+
+    Attributes:
+        ended: when the request's last step was, seconds; None: it goes on in another slab.
+    """
+
+    part: Part
+    ended: float | None
+
+
 class Slabs:
-    """The slabs of an engine, in host memory.
+    """The slabs of an engine, on its device.
 
     Args:
         slots: S, request slots.
@@ -49,9 +80,11 @@ class Slabs:
         dtype: of the target's states.
         slabs: G.
         rows: W; a prompt's end and a step have to fit.
+        device: on which steps run.
 
     Attributes:
         tensors: see `SlabTensors`.
+        copies: how they come to host memory.
         parts: by request slot, who is recorded.
     """
 
@@ -62,12 +95,15 @@ class Slabs:
         dtype: torch.dtype = torch.float32,
         slabs: int = SLABS,
         rows: int = ROWS,
+        device: torch.device | str = "cpu",
     ) -> None:
-        self.tensors = SlabTensors.empty(slabs, rows, hidden, slots, dtype)
+        self.tensors = SlabTensors.empty(slabs, rows, hidden, slots, dtype, device)
+        make = PinnedSlabs if self.tensors.token.is_cuda else HostSlabs
+        self.copies = make(self.tensors)
         self.rows = rows
         self.parts: dict[int, Part] = {}
         self._free = list(range(slabs))
-        self._begin, self._end = self.tensors.begin.numpy(), self.tensors.end.numpy()  # a host view
+        self._leaving: deque[Leaving] = deque()
 
     @property
     def free(self) -> int:
@@ -100,71 +136,92 @@ class Slabs:
         part = Part(request, self._free.pop(0), prompt, frozenset(stops), now)
         for total in (self.tensors.missed, self.tensors.steps, self.tensors.committed):
             total[slot].fill_(0)
-        self._give(slot, part, max(computed, prompt - PROMPT_ROWS))
+        for position in (self.tensors.begin, self.tensors.end):
+            position[part.slab].fill_(max(computed, prompt - PROMPT_ROWS))
+        self._give(slot, part)
         return True
 
+    def before_step(self) -> None:
+        """A step is about to be launched: to be said before `crowded` is asked."""
+        self.copies.before_step()
+
     def crowded(self, slots: Iterable[int], reach: int) -> list[int]:
-        """The slots of some whose slabs have less room than a step may need, `reach` rows."""
+        """The slots of some whose slabs may have less room than a step may need, `reach` rows."""
         found = []
         for slot in slots:
             part = self.parts.get(slot)
             if part is not None:
-                used = self._end[part.slab] - self._begin[part.slab]
+                used = self.copies.most_rows(part.slab, reach)
                 if used > 0 and used + reach > self.rows:
                     found.append(slot)
         return found
 
-    def move_on(self, slot: int) -> Part | None:
-        """Let a request go on in another slab.
+    def move_on(self, slot: int) -> bool:
+        """Let a request go on in another slab; its rows so far leave.
 
         Returns:
-            its rows so far, to be read; None: there is no other slab, and nothing has changed.
+            whether there is another slab; without one nothing has changed.
         """
         if not self._free:
-            return None
-        part = self.parts[slot]
-        newest = int(self._end[part.slab])  # a host number
-        self._give(slot, replace(part, slab=self._free.pop(0)), newest)
-        return part
+            return False
+        left = self.parts[slot]
+        part = replace(left, slab=self._free.pop(0))
+        self._leave(slot, Leaving(left, None))
+        # Only the device knows where it ended.
+        newest = self.tensors.end[left.slab]
+        for position in (self.tensors.begin, self.tensors.end):
+            position[part.slab].copy_(newest)
+        self._give(slot, part)
+        return True
 
-    def end(self, slot: int) -> Part | None:
-        """Record no more of whoever is in a slot; gives the last rows, None where there are none.
-
-        The sums of the slot hold until somebody else is recorded in it.
-        """
-        part = self.parts.pop(slot, None)
-        if part is not None:
-            self.tensors.of_slot[slot].fill_(-1)
-        return part
-
-    def finished(self, slot: int, part: Part, now: float) -> FinishedRequest | None:
-        """What the last part of a request says to the policy; None if nothing was drafted for it.
+    def end(self, slot: int, now: float) -> bool:
+        """Record no more of whoever is in a slot; the last rows leave.
 
         Args:
-            slot: it was in; nobody has been recorded in it since.
             now: when its last step was, seconds.
-        """
-        tensors = self.tensors
-        steps = int(tensors.steps[slot])  # a host tensor
-        if not steps or now <= part.began:
-            return None
-        misses = tensors.missed[slot].item()  # a host tensor
-        tokens = int(tensors.committed[slot])  # a host tensor
-        return FinishedRequest(misses, steps, tokens, now - part.began)
-
-    def read(self, part: Part, finished: FinishedRequest | None = None) -> Record | None:
-        """Copy a part's rows, and give its slab to the next.
-
-        Args:
-            finished: of the request, where this is its last part.
 
         Returns:
-            None where no row is one to learn from.
+            whether anybody was recorded in it.
         """
-        slab, tensors = part.slab, self.tensors
+        part = self.parts.pop(slot, None)
+        if part is None:
+            return False
+        self._leave(slot, Leaving(part, now))
+        self.tensors.of_slot[slot].fill_(-1)
+        return True
+
+    def arrived(self) -> Iterator[Arrival]:
+        """Parts that left and are in host memory by now, in the order in which they left; each
+        gives its slab to the next."""
+        while self._leaving and self.copies.is_here(self._leaving[0].part.slab):
+            leaving = self._leaving.popleft()
+            finished = self._finished(leaving)
+            yield Arrival(self._read(leaving.part, finished), finished, leaving.ended is not None)
+
+    def _leave(self, slot: int, leaving: Leaving) -> None:
+        self.copies.send(leaving.part.slab, slot)
+        self._leaving.append(leaving)
+
+    def _finished(self, leaving: Leaving) -> FinishedRequest | None:
+        part, ended = leaving.part, leaving.ended
+        missed, steps, committed = (total[part.slab] for total in self.copies.sums)
+        if ended is None or ended <= part.began or not steps:  # a host tensor
+            return None
+        seconds = ended - part.began
+        return FinishedRequest(
+            missed.item(),  # a host tensor
+            int(steps),  # a host tensor
+            int(committed),  # a host tensor
+            seconds,
+        )
+
+    def _read(self, part: Part, finished: FinishedRequest | None) -> Record | None:
+        """Copy a part's rows, and give its slab to the next; None where no row is one to learn
+        from."""
+        slab, kept = part.slab, self.copies.rows
         self._free.append(slab)
-        begin, end = int(self._begin[slab]), int(self._end[slab])  # a host number each
-        tokens = tensors.token[slab, : end - begin].long()
+        begin, end = int(kept.begin[slab]), int(kept.end[slab])  # a host number each
+        tokens = kept.token[slab, : end - begin].long()
         labels = torch.arange(begin + 1, end + 1) >= part.prompt
         if part.stops:
             ends = [word in part.stops for word in tokens.tolist()]  # a host tensor
@@ -178,15 +235,14 @@ class Slabs:
         sums = () if finished is None else (finished.misses, finished.steps, finished.tokens)
         return Record(
             part.request,
-            tensors.states[slab, :rows].clone(),
-            tensors.last[slab, :rows].clone(),
+            kept.states[slab, :rows].clone(),
+            kept.last[slab, :rows].clone(),
             tokens,
             labels,
             *sums,
         )
 
-    def _give(self, slot: int, part: Part, begin: int) -> None:
-        for position in (self.tensors.begin, self.tensors.end):
-            position[part.slab].fill_(begin)
+    def _give(self, slot: int, part: Part) -> None:
         self.tensors.of_slot[slot].fill_(part.slab)
+        self.copies.give(part.slab)
         self.parts[slot] = part

@@ -28,6 +28,9 @@ def run(
     ] = "gain",
     actions: Annotated[str, typer.Option(help="The largest update: heads or all.")] = "heads",
     lr: Annotated[float, typer.Option(min=0, help="Constant rate; heads take 3 times it.")] = 5e-4,
+    num_blocks: Annotated[
+        int, typer.Option(min=1, max=8, help="M that the engine drafts with; 1 below 16 nodes.")
+    ] = 2,
     every: Annotated[int, typer.Option(min=1, help="Requests that make an update.")] = 8,
     memory: Annotated[float, typer.Option(help="MiB for recorded rows.")] = 512,
     device: Annotated[str, typer.Option(help="cpu or cuda:N.")] = "cpu",
@@ -58,6 +61,7 @@ def run(
         policy,
         actions,
         lr=lr,
+        num_blocks=num_blocks,
         every=every,
         memory=memory,
         out=str(out or folder / VERSIONS),

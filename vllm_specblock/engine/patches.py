@@ -27,6 +27,8 @@ With the first engine that may sleep (`deep_sleep.py`):
 With every engine of ours (`draft_updates.py`):
     Worker.start_draft_weight_update, supports_draft_weight_updates: they load into a drafter's
         parameters, which a folded drafter has not.
+With the first engine that learns (`made_up_requests.py`):
+    Worker.compile_or_warm_up_model: what a GPU's worker serves there is recorded of nobody.
 In `specblock features` (`extract.py`):
     ExtractHiddenStatesSpeculator.propose: the state after the final norm is kept, too.
 """

@@ -61,9 +61,19 @@ def test_depth_is_the_plain_count():
     found = []
     for seed in range(6):
         sequence = teacher.sequence(random_record("r", rows=24, prompt=5, seed=seed))
-        found.append(depth_along(drafter, sequence))
+        found.append(depth_along(drafter, sequence, 2))
         assert found[-1] == pytest.approx(counted_depth(drafter, sequence))
     assert len(set(found)) > 3 and max(found) > 0.2
+
+
+def test_versions_are_judged_by_as_many_blocks_as_serve(monkeypatch):
+    monkeypatch.setattr(
+        "vllm_specblock.adapt.learning.judge.depth_along",
+        lambda drafter, sequence, blocks: float(blocks),
+    )
+    for blocks in (1, 2):
+        judge = Judge(small_drafter(), small_teacher(), blocks)
+        assert judge.depth(versions()[0], random_record("r")) == blocks
 
 
 def versions() -> tuple[Version, Version]:
@@ -82,7 +92,7 @@ def book_of(names: range, room: float = 512) -> Book:
 
 def test_versions_are_compared_on_judged_records_alone():
     book, (one, other) = book_of(range(40)), versions()
-    judge = Judge(small_drafter(), small_teacher(), most=1000)
+    judge = Judge(small_drafter(), small_teacher(), 2, most=1000)
     expected = [
         judge.depth(one, record) - judge.depth(other, record) for record in book.recent.records
     ]
@@ -95,7 +105,7 @@ def test_versions_are_compared_on_judged_records_alone():
 def test_old_and_recent_weigh_the_same():
     record = random_record("any")
     book, (one, other) = book_of(range(80), 4 * (4 * record.size + 8) / 2**20), versions()
-    judge = Judge(small_drafter(), small_teacher())
+    judge = Judge(small_drafter(), small_teacher(), 2)
     means = [
         sum(judge.depth(one, each) - judge.depth(other, each) for each in part) / len(part)
         for part in (book.recent.records, book.old.records)
@@ -112,7 +122,7 @@ def test_a_pair_is_computed_once(monkeypatch):
         lambda *given: calls.append(1) or real(*given),
     )
     book, (one, other) = book_of(range(40)), versions()
-    judge = Judge(small_drafter(), small_teacher())
+    judge = Judge(small_drafter(), small_teacher(), 2)
     first = judge.difference(one, other, book)
     assert calls
     count = len(calls)
@@ -122,6 +132,6 @@ def test_a_pair_is_computed_once(monkeypatch):
 
 def test_without_judged_records_nothing_is_said():
     one, other = versions()
-    judge = Judge(small_drafter(), small_teacher())
+    judge = Judge(small_drafter(), small_teacher(), 2)
     assert math.isnan(judge.difference(one, other, Book()))
     assert math.isnan(judge.depth(one, random_record("r", rows=5, prompt=4)))

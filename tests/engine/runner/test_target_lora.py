@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.adapters import RANK, write_adapter
+from lib.lora_adapters import RANK, write_adapter
 from support.engines import make_engine
 from support.matrix import PROMPTS, params
 from torch import nn

@@ -1,4 +1,5 @@
-"""Trees that heads draft over two steps, to a file: `python -m support.device_branches OUT`.
+"""Trees that heads draft over two steps, to a file, and what was recorded of made-up requests:
+`python -m support.device_branches OUT`.
 
 Run twice: with the package as it is, and with a copy of it that takes a processor for a GPU
 (`copy_for_a_gpu`), so that every branch for CUDA runs, one after the other, interpreted.
@@ -6,6 +7,7 @@ Run twice: with the package as it is, and with a copy of it that takes a process
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -33,6 +35,7 @@ def copy_for_a_gpu(folder: Path) -> Path:
 def main(out: Path) -> None:
     import torch
     from support.committed import rows_of
+    from support.slab_traffic import Engine, serve, serve_late
 
     import vllm_specblock
     from vllm_specblock.combine.merge import merge
@@ -72,12 +75,13 @@ def main(out: Path) -> None:
                 trees.append(merge(trees[0], trees[3], how, NODES)[0].tree)
             trees.append(route(trees[0], trees[2], "sum")[0].tree)
             found += [{name: x.clone() for name, x in vars(tree).items()} for tree in trees]
-        torch.save({"package": vllm_specblock.__file__, "trees": found}, out)
+    # Slabs find out by themselves what they are.
+    late = bool(os.environ.get("TRITON_INTERPRET"))
+    recorded = (serve_late(0, 100) if late else serve(Engine(0), 100)).seen
+    torch.save({"package": vllm_specblock.__file__, "trees": found, "recorded": recorded}, out)
 
 
 if __name__ == "__main__":
-    import os
-
     import pytest
     import torch
 
@@ -86,7 +90,7 @@ if __name__ == "__main__":
         if os.environ.get("TRITON_INTERPRET"):
             import triton.runtime.interpreter as interpreter
 
-            kernels = load_script(ROOT / "tests" / "triton_kernels/conftest.py")
-            kernels.teach_bf16_dot(interpreter, patch)
-            kernels.teach_whole_arrays(interpreter, patch)
+            fixes = load_script(ROOT / "benchmarks/lib/interpreter.py")
+            fixes.teach_bf16_dot(interpreter, patch.setattr)
+            fixes.teach_whole_arrays(interpreter, patch.setattr)
         main(Path(sys.argv[1]))

@@ -1,8 +1,9 @@
 """How far versions reach along recorded text, compared text by text.
 
-A version's depth at a row is how many tokens of the text its chain of two blocks follows, and one
-more where the text leaves the chain for one of the next three choices: siblings that a tree has
-and a chain lacks. It is a cheap stand-in for τ: no tree, one forward for all rows of a block.
+A version's depth at a row is how many tokens of the text its chain follows, of as many blocks as
+serving drafts, and one more where the text leaves the chain for one of the next three choices:
+siblings that a tree has and a chain lacks. It is a cheap stand-in for τ: no tree, one forward for
+all rows of a block.
 """
 
 from __future__ import annotations
@@ -23,13 +24,12 @@ from vllm_specblock.drafters.specblock.model import SpecBlockModel
 from vllm_specblock.train.eval.chain import chain_along
 from vllm_specblock.train.learner import EvalSequence
 
-BLOCKS = 2
 _SIBLING = 1
 """The rank bucket of second to fourth choices; 0 is the first."""
 
 
 @torch.no_grad()
-def depth_along(drafter: SpecBlockModel, sequence: EvalSequence, blocks: int = BLOCKS) -> float:
+def depth_along(drafter: SpecBlockModel, sequence: EvalSequence, blocks: int) -> float:
     """Mean depth over the rows of a text's answer, tokens; NaN where it is too short for one.
 
     Args:
@@ -49,12 +49,15 @@ class Judge:
     Args:
         drafter: of the versions' config; it is copied.
         teacher: gives records as texts.
+        blocks: M of the chains.
         most: records of each part of the book that an offer is judged by, the newest.
     """
 
-    def __init__(self, drafter: SpecBlockModel, teacher: RecordTeacher, most: int = 8) -> None:
+    def __init__(
+        self, drafter: SpecBlockModel, teacher: RecordTeacher, blocks: int, most: int = 8
+    ) -> None:
         self.drafter = copy.deepcopy(drafter).requires_grad_(False)
-        self.teacher, self.most = teacher, most
+        self.teacher, self.blocks, self.most = teacher, blocks, most
         self._holds: Version | None = None
         self._known: WeakKeyDictionary[Record, dict[int, float]] = WeakKeyDictionary()
 
@@ -65,7 +68,8 @@ class Judge:
             if self._holds is not version:
                 put(self.drafter, version.tensors)
                 self._holds = version
-            known[version.number] = depth_along(self.drafter, self.teacher.sequence(record))
+            text = self.teacher.sequence(record)
+            known[version.number] = depth_along(self.drafter, text, self.blocks)
         return known[version.number]
 
     def depths(self, versions: Iterable[Version], record: Record) -> dict[int, float]:

@@ -19,6 +19,11 @@ from vllm_specblock.train.optimizers import BETAS
 from vllm_specblock.train.specblock import Recipe, SpecBlockLearner
 
 
+def recipe(num_blocks: int = 2) -> Recipe:
+    """Of updates of a drafter that serves with M = `num_blocks`."""
+    return Recipe(num_blocks, rank_from=0)
+
+
 @dataclass(frozen=True)
 class UpdateConfig:
     """How updates learn.
@@ -35,7 +40,7 @@ class UpdateConfig:
     heads_times: float = 3.0
     anchor: float = 0.0
     clip: float = 0.5
-    recipe: Recipe = field(default_factory=lambda: Recipe(rank_from=0))
+    recipe: Recipe = field(default_factory=recipe)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from vllm_specblock.adapt.adaptation import Adaptation, AdaptationConfig
 from vllm_specblock.adapt.book import Record
 from vllm_specblock.adapt.learning.pool import Version
 from vllm_specblock.adapt.learning.train_batches import RecordTeacher
-from vllm_specblock.adapt.learning.update import UpdateConfig
+from vllm_specblock.adapt.learning.update import UpdateConfig, recipe
 from vllm_specblock.adapt.link.layout import BEAT, SILENCE, shapes_of
 from vllm_specblock.adapt.link.memory_link import TrainerLink
 from vllm_specblock.adapt.link.wire import Finished
@@ -59,6 +59,7 @@ class TrainerConfig:
         actions: the largest update: `heads`, or `all`.
         lr: constant rate of a full update; heads take three times it.
         anchor: λ of the KL to the drafter as delivered.
+        num_blocks: M that serving drafts: others would be learned, and judged, for nobody.
         every: finished requests that make an update.
         memory: of recorded rows, MiB.
         out: folder for versions and the trainer's state; None: nothing is written.
@@ -74,6 +75,7 @@ class TrainerConfig:
     actions: str = "heads"
     lr: float = 5e-4
     anchor: float = 0.0
+    num_blocks: int = 2
     every: int = EVERY
     memory: float = 512
     out: str | None = None
@@ -143,7 +145,7 @@ class Trainer:
             teacher,
             policy,
             AdaptationConfig(
-                UpdateConfig(lr=config.lr, anchor=config.anchor),
+                UpdateConfig(config.lr, anchor=config.anchor, recipe=recipe(config.num_blocks)),
                 memory=config.memory,
                 every=config.every,
                 seed=config.seed,

@@ -20,12 +20,15 @@ KERNELS = ("shift_proj",)
 
 
 @torch.no_grad()
-def process_after_loading(drafter: nn.Module, quantization: Quantization | None) -> nn.Module:
+def process_after_loading(
+    drafter: nn.Module, quantization: Quantization | None, serves: torch.device | None = None
+) -> nn.Module:
     """Fold what does not change from step to step, and shorten weights if asked for.
 
     Args:
         drafter: a loaded drafter of any kind; changed in place, and no longer one to train.
         quantization: "fp8": linear layers in float8 e4m3, a scale per output.
+        serves: device on which the weights will serve; None: where they are.
 
     Returns:
         the drafter.
@@ -36,7 +39,7 @@ def process_after_loading(drafter: nn.Module, quantization: Quantization | None)
         module.fold()
     if quantization == "fp8":
         _replace(drafter, Fp8Linear, KEPT + KERNELS)
-    else:
+    elif serves is None or serves.type == "cpu":
         _replace(
             drafter,
             lambda linear: PackedLinear(linear) if PackedLinear.takes(linear) else linear,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from vllm_specblock.drafters.common.checkpoint_files import listed
 from vllm_specblock.drafters.common.linear import Fp8Linear
-from vllm_specblock.drafters.common.post_load import process_after_loading
+from vllm_specblock.drafters.common.post_load import Quantization, process_after_loading
 from vllm_specblock.drafters.specblock.config import DrafterConfig
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
 
@@ -27,42 +27,74 @@ class RefreshError(ValueError):
     """Weights that a serving drafter cannot take; the message is one sentence."""
 
 
-class Staged:
-    """New weights for a serving drafter, checked and made ready beside it, not in use yet.
-
-    Bit for bit what loading and preparing a checkpoint of them gives. Making them ready waits for
-    the device and needs the drafter's memory once more; `write` does neither.
+class Preparation:
+    """How new weights are made ready for a serving drafter: as loading makes a checkpoint's.
 
     Args:
-        drafter: as `serving.process_after_loading` leaves it.
-        tensors: by a checkpoint's names and in its shapes (`lm_head.weight` [Vd, H],
-            `input_layer.fuse.weight` [H, 3H], …), of any floating dtype, on any device: all
-            weights, or those of the LM head and the rank head. The vocabulary mapping is no
-            weight, and stays.
+        drafter: as `post_load.process_after_loading` leaves it.
+        device: on which it is done; None: on the drafter's, bit for bit as loading does it.
 
     Raises:
-        RefreshError: a name is missing or left over, a tensor has another shape, or a number is
-            NaN or infinite in the dtype that serves.
+        RefreshError: the drafter was not made ready to serve.
     """
 
     @torch.inference_mode()
-    def __init__(self, drafter: SpecBlockModel, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, drafter: SpecBlockModel, device: torch.device | None = None) -> None:
         if drafter.input_layer.folded is None:
             raise RefreshError("Only a drafter that was made ready to serve can be refreshed.")
-        fresh = _blank(drafter.config, tensors)
+        weight = drafter.norm.weight
+        self.config, self.dtype, self.serves = drafter.config, weight.dtype, weight.device
+        self.device = weight.device if device is None else device
+        self.quantization: Quantization | None = (
+            "fp8" if isinstance(drafter.lm_head, Fp8Linear) else None
+        )
+        self._mapping = {name: getattr(drafter, name).to(self.device) for name in ("d2t", "t2d")}
+
+    @torch.inference_mode()
+    def prepare(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """New values of a serving drafter's tensors, by the names that `held` gives them.
+
+        Args:
+            tensors: by a checkpoint's names and in its shapes (`lm_head.weight` [Vd, H],
+                `input_layer.fuse.weight` [H, 3H], …), of any floating dtype, on any device: all
+                weights, or those of the LM head and the rank head. The vocabulary mapping is no
+                weight, and stays.
+
+        Raises:
+            RefreshError: a name is missing or left over, a tensor has another shape, or a number is
+                NaN or infinite in the dtype that serves.
+        """
+        fresh = _blank(self.config, tensors)
         whole = isinstance(fresh, SpecBlockModel)
         # Cast first: a number may be finite in the dtype it comes in alone.
-        fresh = fresh.to(drafter.norm.weight.dtype).to_empty(device=drafter.norm.weight.device)
-        mapping = {"d2t": drafter.d2t, "t2d": drafter.t2d} if whole else {}
-        fresh.load_state_dict({**tensors, **mapping})
+        fresh = fresh.to(self.dtype).to_empty(device=self.device)
+        fresh.load_state_dict({**tensors, **(self._mapping if whole else {})})
         for name, weight in fresh.named_parameters():
             _check_finite(f"The new {name}", weight)
-        process_after_loading(fresh, "fp8" if isinstance(drafter.lm_head, Fp8Linear) else None)
+        process_after_loading(fresh, self.quantization, self.serves)
         if isinstance(fresh, SpecBlockModel):
             folded = fresh.input_layer.folded
             assert folded is not None  # by `process_after_loading`
             _check_finite("What input_layer.fuse makes of the new queries", folded)
-        served, new = dict(_held(drafter)), dict(_held(fresh))
+        return dict(held(fresh))
+
+
+class Staged:
+    """New weights for a serving drafter, checked and made ready beside it, not in use yet.
+
+    Making them ready waits for the device and needs the drafter's memory once more; `write` does
+    neither.
+
+    Args:
+        drafter: see `Preparation`.
+        tensors: see `Preparation.prepare`.
+
+    Raises:
+        RefreshError: the weights cannot serve.
+    """
+
+    def __init__(self, drafter: SpecBlockModel, tensors: Mapping[str, Tensor]) -> None:
+        new, served = Preparation(drafter).prepare(tensors), dict(held(drafter))
         self._served, self._new = [served[name] for name in new], list(new.values())
 
     @torch.inference_mode()
@@ -117,7 +149,7 @@ def _check_finite(what: str, tensor: Tensor) -> None:
         raise RefreshError(f"{what} holds NaN or infinite numbers in {tensor.dtype}.")
 
 
-def _held(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def held(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of a module by its name: parameters, buffers, and what is an attribute only."""
     for prefix, part in module.named_modules():
         own = part._parameters | part._buffers | vars(part)

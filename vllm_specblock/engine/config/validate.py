@@ -42,13 +42,21 @@ def check_runner(args: EngineArgs, parallel: ParallelConfig) -> None:
             "SpecBlock runs on vLLM's Model Runner V2, and VLLM_USE_V2_MODEL_RUNNER=0 switches "
             "it off: unset it."
         )
+    if parallel.pipeline_parallel_size > 1:
+        raise OptionError(
+            f"pipeline_parallel_size is {parallel.pipeline_parallel_size}, but SpecBlock supports "
+            "1 only, since drafters read hidden states of layers that other ranks would have: drop "
+            "it."
+        )
     for name, size in (
-        ("pipeline_parallel_size", parallel.pipeline_parallel_size),
         ("decode_context_parallel_size", parallel.decode_context_parallel_size),
         ("prefill_context_parallel_size", parallel.prefill_context_parallel_size),
     ):
         if size > 1:
-            raise OptionError(f"{name} is {size}, but SpecBlock supports 1 only.")
+            raise OptionError(
+                f"{name} is {size}, but SpecBlock supports 1 only, since a tree is attended in one "
+                "cache: drop it."
+            )
     if args.enable_lora and not current_platform.is_cpu():
         raise OptionError(
             "SpecBlock supports LoRA on a CPU only yet, since vLLM's kernels for GPUs map rows of "
@@ -109,7 +117,10 @@ def check_target(target: ModelConfig) -> None:
     for refused, kind in (
         (target.is_encoder_decoder, "an encoder-decoder"),
         (target.use_mla, "multi-head latent attention (MLA)"),
-        (target.is_hybrid or target.is_attention_free, "recurrent (Mamba or hybrid) layers"),
+        (
+            target.is_hybrid or target.is_attention_free,
+            "recurrent (Mamba or hybrid) layers (docs/hybrid_targets.md)",
+        ),
         (target.uses_mrope, "multimodal positions (M-RoPE)"),
         # Their placeholders are no tokens that a drafter could embed.
         (
@@ -277,11 +288,7 @@ def check_adapt(
             f"{key} is given, but where acceptance is imposed (rejection_sample_method "
             "'synthetic') there is nothing to learn: drop the one or the other."
         )
-    from vllm.platforms import current_platform
-
     check_trainer(options, gpus_of(parallel), torch.cuda.device_count())
-    if not current_platform.is_cpu():
-        raise OptionError(f"{key} is given, but requests are recorded on a CPU only yet: drop it.")
     if parallel.tensor_parallel_size > 1:
         raise OptionError(
             f"{key} is given and tensor_parallel_size is {parallel.tensor_parallel_size}, but "

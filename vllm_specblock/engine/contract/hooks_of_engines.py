@@ -87,8 +87,22 @@ OF_ENGINES: tuple[Hook, ...] = (
          ("synthetic_acceptance_rates: list[float] | None = None",)),
     Takes("runner/speculator_setup.py", "v1/spec_decode/utils.py",
           "unconditional_to_conditional_rates", "rates"),
+    # Ours is an "eagle3" to vLLM: the target hands out inner states, and a request is given no
+    # cached block whose last row in a drafter's cache is of another text.
+    Says(
+        "config/vllm_args.py",
+        "v1/worker/gpu/model_runner.py",
+        "",
+        (
+            'if self.speculative_config.method in ("eagle3",',
+            "self.use_aux_hidden_state_outputs = requires_aux_hidden_states(",
+        ),
+        one=True,
+    ),
+    Has("config/vllm_args.py", _SPECULATIVE, "SpeculativeConfig", "use_eagle_block_drop"),
     # ---- sleep and weights ----
     Takes("deep_sleep.py", _WORKER, "Worker.sleep", "self level"),
+    Takes("made_up_requests.py", _WORKER, "Worker.compile_or_warm_up_model", "self"),
     Takes("draft_updates.py", _WORKER, "Worker.start_draft_weight_update", "self"),
     Takes("draft_updates.py", _WORKER, "Worker.supports_draft_weight_updates", "self"),
     # ---- offline ----

@@ -25,9 +25,11 @@ from vllm_specblock.adapt.trainer.process import TrainerProcess
 from vllm_specblock.adapt.trainer.trainer import TrainerConfig
 from vllm_specblock.adapt.versions import VersionFolder
 from vllm_specblock.drafters.interface import Drafter
+from vllm_specblock.drafters.specblock.device_refresh import DeviceRefresh
 from vllm_specblock.drafters.specblock.drafter import SpecBlockDrafter
+from vllm_specblock.drafters.specblock.options import SpecBlockConfig
 from vllm_specblock.drafters.specblock.refresh import RefreshError
-from vllm_specblock.engine import draft_updates
+from vllm_specblock.engine import draft_updates, made_up_requests
 from vllm_specblock.engine.config.resolved_config import ResolvedConfig, ResolvedDrafter
 from vllm_specblock.engine.metrics.counters import Counts
 from vllm_specblock.engine.metrics.exporter import HELP
@@ -61,11 +63,17 @@ class Versions:
         trainer: started, of what ends with the engine; None: it is elsewhere.
     """
 
-    def __init__(self, drafter: Drafter, link: Link, trainer: TrainerProcess | None = None) -> None:
+    def __init__(
+        self, drafter: SpecBlockDrafter, link: Link, trainer: TrainerProcess | None = None
+    ) -> None:
         self.drafter, self.link, self.trainer = drafter, link, trainer
 
     def turn(self) -> None:
         """Between two steps: take a version if one waits, in one call."""
+        self.take_staged()
+
+    def take_staged(self) -> None:
+        """Take a version if one waits; on a GPU that waits for it, so not between steps."""
         found = self.link.staged()
         if found is not None:
             self.take(found)
@@ -78,7 +86,14 @@ class Versions:
         except RefreshError:
             self.link.refuse(found)
             return
-        seconds = time.perf_counter() - began
+        self._took(found, time.perf_counter() - began)
+
+    def counts(self) -> Counts:
+        """What the trainer did; what was recorded, the recorder counts itself."""
+        named = {f"adapt_{name}": count for name, count in self.link.counts.items()}
+        return {(name, 0): count for name, count in named.items() if name in HELP}
+
+    def _took(self, found: StagedVersion, seconds: float) -> None:
         self.link.took(found, seconds)
         logger.info(
             "SpecBlock adaptation: version %d (%s, from %d) swapped in in %.1f ms.",
@@ -88,10 +103,34 @@ class Versions:
             1e3 * seconds,
         )
 
-    def counts(self) -> Counts:
-        """What the trainer did; what was recorded, the recorder counts itself."""
-        named = {f"adapt_{name}": count for name, count in self.link.counts.items()}
-        return {(name, 0): count for name, count in named.items() if name in HELP}
+
+class DeviceVersions(Versions):
+    """Differs in that the drafter serves on a GPU: a version arrives over several steps, none of
+    which waits for it, and the seconds that a swap took are the device's."""
+
+    def __init__(
+        self, drafter: SpecBlockDrafter, link: Link, trainer: TrainerProcess | None = None
+    ) -> None:
+        super().__init__(drafter, link, trainer)
+        self._refresh = DeviceRefresh(drafter.model)
+        self._coming: StagedVersion | None = None
+
+    def turn(self) -> None:
+        coming = self._coming
+        if coming is None:
+            self._coming = coming = self.link.staged()
+            if coming is not None:
+                self._refresh.start(coming.tensors)
+            return
+        try:
+            seconds = self._refresh.turn()
+        except RefreshError:
+            self._coming = None
+            self.link.refuse(coming)
+            return
+        if seconds is not None:
+            self._coming = None
+            self._took(coming, seconds)
 
 
 def make_recorder(
@@ -115,9 +154,11 @@ def make_recorder(
     adapting = resolved.adapting
     if adapting is None or adapting.adapt is None:
         return None
+    made_up_requests.install()
     options, model = adapting.adapt, config.model_config
     low, mid, high = (resolved.layers.index(layer) for layer in adapting.layers)
-    slabs = Slabs(len(parent), model.get_hidden_size(), model.dtype)
+    # At load, as is what `link_up` makes: vLLM's memory profile counts it.
+    slabs = Slabs(len(parent), model.get_hidden_size(), model.dtype, device=parent.device)
     versions = None
     if options.trains_beside or options.folder is not None:
         drafter = drafters[resolved.drafters.index(adapting)]
@@ -147,20 +188,25 @@ def link_up(
     """
     assert resolved.folder is not None
     source, model = Path(resolved.folder), config.model_config
+    on_gpu = drafter.model.norm.weight.is_cuda
+    # Who only watches is offered nothing, and needs no room for it.
+    made = DeviceVersions if on_gpu and options.policy != "watch" else Versions
     target = Path(model.model)
     if options.folder is not None:
         out = Path(options.out) if options.out else options.folder / VERSIONS
         folder = FolderLink(options.folder, VersionFolder(out, source, target), options.memory)
         atexit.register(folder.close)
-        versions = Versions(drafter, folder)
-        versions.turn()
+        versions = made(drafter, folder)
+        versions.take_staged()
         return versions
     sizes = LinkSizes(
         shapes_of(drafter.model.config), model.get_hidden_size(), model.dtype, model.dtype.itemsize
     )
     link = EngineLink(sizes)
-    trainer = TrainerProcess(trainer_config(options, resolved.folder, model.model), link)
-    versions = Versions(drafter, link, trainer)
+    assert isinstance(resolved.options, SpecBlockConfig)  # no other kind adapts
+    told = trainer_config(options, resolved.folder, model.model, resolved.options.num_blocks)
+    trainer = TrainerProcess(told, link)
+    versions = made(drafter, link, trainer)
     # Who only watches serves the drafter as delivered.
     if options.out and options.policy != "watch":
         try:
@@ -174,17 +220,21 @@ def link_up(
     return versions
 
 
-def trainer_config(options: AdaptConfig, drafter: str, target: str) -> TrainerConfig:
+def trainer_config(
+    options: AdaptConfig, drafter: str, target: str, num_blocks: int
+) -> TrainerConfig:
     """What the options say to a trainer beside the engine.
 
     Args:
         drafter, target: folders.
+        num_blocks: M that the drafter serves with.
     """
     return TrainerConfig(
         drafter=drafter,
         target=target,
         policy=options.rule if options.policy == "bandit" else options.policy,
         actions=options.largest,
+        num_blocks=num_blocks,
         **({} if options.lr is None else {"lr": options.lr}),  # type: ignore[arg-type]  # of all
         every=options.every,
         memory=options.memory,

@@ -75,7 +75,7 @@ def wanted(params: SamplingParams) -> bool | None:
 
 
 class Recorder:
-    """Records the requests of an engine in host memory, step by step.
+    """Records the requests of an engine, step by step.
 
     Args:
         slabs: as many request slots as the engine's.
@@ -85,6 +85,9 @@ class Recorder:
         requests: whom to record, see `AdaptConfig`.
         sink: gets what was recorded.
         versions: gives the drafter other weights; None: it keeps those that it has.
+
+    Attributes:
+        warming_up: requests that come are made up: nobody is recorded.
     """
 
     def __init__(
@@ -99,6 +102,7 @@ class Recorder:
     ) -> None:
         self.slabs, self.columns, self.parent, self.reach = slabs, columns, parent, reach
         self.requests, self.sink, self.versions = requests, sink, versions
+        self.warming_up = False
         self._slots: dict[str, int] = {}
         self._total: Counter[str] = Counter()
         self._now = time.perf_counter()
@@ -108,7 +112,7 @@ class Recorder:
     def begin(self, slot: int, request: NewRequestData) -> None:
         """A request comes to a slot, for the first time or after a preemption."""
         params = request.sampling_params
-        if params is None or request.prompt_embeds is not None:
+        if params is None or request.prompt_embeds is not None or self.warming_up:
             return  # no text to learn
         says = wanted(params)
         if says is False or (self.requests == "marked" and says is None):
@@ -116,6 +120,7 @@ class Recorder:
             return
         stops = {*(params.stop_token_ids or ()), params.eos_token_id} - {None}
         prompt, computed = len(request.prefill_token_ids), request.num_computed_tokens
+        self._hand_on()  # a slab may be free by it
         now = time.perf_counter()
         if self.slabs.begin(slot, request.req_id, prompt, computed, now, stops):
             self._slots[request.req_id] = slot
@@ -136,14 +141,13 @@ class Recorder:
         if self.versions is not None:
             self.versions.turn()
         self._now = time.perf_counter()
+        self.slabs.before_step()
+        self._hand_on()
         for slot in self.slabs.crowded(slots.tolist(), self.reach):  # a host array
-            part = self.slabs.move_on(slot)
-            if part is None:
+            if self.slabs.move_on(slot):
+                self._hand_on()
+            else:
                 self._leave(slot)
-                continue
-            record = self.slabs.read(part)
-            if record is not None:
-                self._offer(record, None)
 
     def record(
         self,
@@ -185,17 +189,16 @@ class Recorder:
         return own if self.versions is None else self.versions.counts() | own
 
     def _leave(self, slot: int) -> None:
-        part = self.slabs.end(slot)
-        if part is None:
-            return
-        finished = self.slabs.finished(slot, part, self._now)
-        record = self.slabs.read(part, finished)
-        if record is not None:
-            taken = self._offer(record, finished)
-            self._total[RECORDED if taken else UNRECORDED] += 1
+        if self.slabs.end(slot, self._now):
+            self._hand_on()
 
-    def _offer(self, record: Record, finished: FinishedRequest | None) -> bool:
-        taken = self.sink.offer(record, finished)
-        if taken:
-            self._total[RECORDED_TOKENS] += int(record.labels.sum())  # a host tensor
-        return taken
+    def _hand_on(self) -> None:
+        """Give the sink what has left the slabs and is in host memory by now."""
+        for record, finished, last in self.slabs.arrived():
+            if record is None:
+                continue
+            taken = self.sink.offer(record, finished)
+            if taken:
+                self._total[RECORDED_TOKENS] += int(record.labels.sum())  # a host tensor
+            if last:
+                self._total[RECORDED if taken else UNRECORDED] += 1

@@ -1,0 +1,228 @@
+"""What adaptation takes from serving: recording requests, and giving the drafter other weights.
+
+    python benchmarks/adaptation_steps.py [--model llama-8b] [--batch 1] [--pairs 11]
+
+Two engines of one process take turns, one without `adapt` and one that watches: steps in which
+every request decodes are timed. Then the watching one gets the weights that it has again, and
+again, as a trainer would offer them, while it serves. Of random weights (every `--model` but the
+example pair) nothing is accepted, so a step records one row of each request.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import torch
+import typer
+from end_to_end import PAIR, made, prompts_of
+from lib.results_store import MEASURED, ResultsStore, markdown_table
+from lib.spec_configs import alone, specblock
+
+from vllm_specblock.adapt.link.staging import StagedVersion
+from vllm_specblock.adapt.policy.interface import Action
+from vllm_specblock.drafters.specblock import checkpoint
+from vllm_specblock.drafters.specblock.refresh import HEADS
+
+WATCH = {"adapt": {"policy": "watch"}}
+WARM = 3
+"""Outputs of every request before steps count."""
+CONTEXT = 512
+"""Tokens of a prompt of random ids."""
+GOALS = {"watch": 1.03, "heads": 1.5, "all": 1.5}
+"""Steps that watch, over those that do not; the longest step of a swap, over the median one."""
+
+
+class Again:
+    """A link whose trainer always offers the same weights, some steps after the last swap.
+
+    Args:
+        tensors: of a version, by the checkpoint's names.
+        every: steps from one swap to the next offer.
+
+    Attributes:
+        step: that is being run, the caller counts; −1: one that does not count, at which nothing
+            is offered.
+        trips: of each swap the steps from its offer to when it was done.
+        seconds: that each one took, by whoever swapped.
+    """
+
+    def __init__(self, tensors: dict[str, torch.Tensor], every: int) -> None:
+        whole = not all(name.startswith(HEADS) for name in tensors)
+        self.tensors, self.action = tensors, Action.FULL if whole else Action.HEADS
+        self.every, self.step, self._offered = every, 0, 0
+        self.counts: dict[str, int] = {}
+        self.trips: list[range] = []
+        self.seconds: list[float] = []
+
+    def staged(self) -> StagedVersion | None:
+        if self.step < 0 or self.step < self._offered + self.every:
+            return None
+        self._offered = self.step
+        return StagedVersion(len(self.trips) + 1, 0, self.action, self.tensors)
+
+    def took(self, version: StagedVersion, seconds: float = 0.0) -> None:
+        if self.step >= 0:
+            self.trips.append(range(self._offered, self.step + 1))
+            self.seconds.append(seconds)
+            self._offered = self.step
+
+    def refuse(self, version: StagedVersion, reason: str = "not finite") -> None:
+        raise RuntimeError(f"the drafter's own weights were refused: {reason}")
+
+
+def steps_of(
+    llm: Any, prompts: Sequence[Any], tokens: int, name: str, before: Callable[[bool], Any] = bool
+) -> list[float]:
+    """Seconds of every step in which all requests decode.
+
+    Args:
+        tokens: of each answer; greedy, none ends earlier.
+        name: of the requests.
+        before: called before every step with whether it counts.
+
+    Raises:
+        RuntimeError: some request ended before all were warm.
+    """
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+    for index, prompt in enumerate(prompts):
+        llm.llm_engine.add_request(f"{name}-{index}", prompt, params)
+    found: list[float] = []
+    longest: dict[str, int] = {}
+    ended = False
+    while llm.llm_engine.has_unfinished_requests():
+        counts = not ended and len(longest) == len(prompts) and min(longest.values()) >= WARM
+        before(counts)
+        began = time.perf_counter()
+        answers = llm.llm_engine.step()
+        if counts:
+            found.append(time.perf_counter() - began)
+        for each in answers:
+            longest[each.request_id] = len(each.outputs[0].token_ids)
+        ended = ended or any(each.finished for each in answers)
+    if not found:
+        raise RuntimeError(f"A request ended before all had {WARM} outputs: ask for more tokens.")
+    return found
+
+
+def swap_summary(steps: Sequence[float], link: Again) -> dict[str, float]:
+    """What swaps did to the steps around them.
+
+    Args:
+        steps: seconds, by the numbers that `link` counted.
+    """
+    around = {step for trip in link.trips for step in trip}
+    quiet = median(each for step, each in enumerate(steps) if step not in around)
+    longest = [max(steps[step] for step in trip) for trip in link.trips]
+    return {
+        "swaps": len(link.trips),
+        "step_ms": 1e3 * quiet,
+        "longest_ms": 1e3 * max(longest),
+        "ratio": max(longest) / quiet,
+        "usual_ratio": median(longest) / quiet,
+        "copy_ms": 1e3 * median(link.seconds),
+        "steps_of_a_trip": median(len(trip) for trip in link.trips),
+    }
+
+
+def swaps(llm: Any, drafter: Path, prompts: Sequence[Any], tokens: int, what: str) -> dict:
+    """Swap while serving.
+
+    Args:
+        drafter: whose weights the engine has.
+        what: `heads` or `all`.
+    """
+    from vllm_specblock.engine.runner.adaptation import DeviceVersions, Versions
+
+    speculator = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    speculator = speculator.model_runner.speculator
+    weights = dict(checkpoint.load(drafter, torch.float32).named_parameters())
+    kept = {n: each.detach() for n, each in weights.items() if what == "all" or n.startswith(HEADS)}
+    link = Again(kept, every=8)
+    make = DeviceVersions if speculator.device.type == "cuda" else Versions
+    steps: list[float] = []
+
+    ran = 0
+
+    def count(counts: bool) -> None:
+        nonlocal ran
+        link.step = ran if counts else -1
+        ran += counts
+
+    recorder = speculator.recorder
+    recorder.versions = make(speculator.draft_policy.drafters[0], link)
+    try:
+        while len(link.trips) < 8 and ran < 4096:
+            steps += steps_of(llm, prompts, tokens, f"{what}-{ran}", count)
+    finally:
+        recorder.versions = None
+    return swap_summary(steps, link)
+
+
+def watching(off: Any, watch: Any, prompts: Sequence[Any], tokens: int, pairs: int) -> dict:
+    """Seconds of both engines' passes, taking turns; they draft and accept alike."""
+    found: dict[str, list[float]] = {"off": [], "watch": []}
+    for number in range(-1, pairs):  # the first is a warm-up
+        order = [("off", off), ("watch", watch)]
+        for name, llm in order if number % 2 else reversed(order):
+            seconds = sum(steps_of(llm, prompts, tokens, f"{name}{number}"))
+            if number >= 0:
+                found[name].append(seconds)
+    ratios = sorted(b / a for a, b in zip(found["off"], found["watch"]))
+    return {"ratio": median(ratios), "least": ratios[0], "most": ratios[-1], **found}
+
+
+def main(
+    model: Annotated[str, typer.Option(help="The example pair, or one of end_to_end.py.")] = PAIR,
+    batch: Annotated[int, typer.Option(help="Requests at a time.")] = 1,
+    nodes: Annotated[int, typer.Option(help="Of every tree.")] = 60,
+    tokens: Annotated[int, typer.Option(help="Of every answer.")] = 128,
+    pairs: Annotated[int, typer.Option(help="Passes of each engine.")] = 11,
+    dtype: Annotated[str, typer.Option(help="Of target and drafter.")] = "bfloat16",
+    engine: Annotated[str, typer.Option(help="JSON, added to both engines.")] = "{}",
+    out: Annotated[Path, typer.Option(help="JSON file.")] = MEASURED / "adaptation_steps.json",
+) -> None:
+    """Measure both, and print a table with the goals."""
+    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from vllm import LLM
+
+    settings = {"model": model, "batch": batch, "nodes": nodes, "tokens": tokens, "dtype": dtype}
+    store = ResultsStore(out, settings | {"pairs": pairs, "engine": engine})
+    length = CONTEXT + tokens + nodes + 1
+    with made(model, length, 1.0) as place:
+        tree = alone(specblock(place.drafter), nodes)
+        arguments = {
+            "model": str(place.target),
+            "dtype": dtype,
+            "max_num_seqs": batch,
+            "enable_prefix_caching": False,
+            "distributed_executor_backend": "uni",
+            "kv_cache_memory_bytes": 1 << 30,
+            **({} if model == PAIR else {"max_model_len": length}),
+            **place.engine,
+            **json.loads(engine),
+        }
+        off = LLM(**arguments, speculative_config=dict(tree))
+        watch = LLM(**arguments, speculative_config=tree | WATCH)
+        vocabulary = off.llm_engine.model_config.get_vocab_size()
+        prompts = prompts_of(model, vocabulary, CONTEXT, batch)
+        store.add("watch", watching(off, watch, prompts, tokens, pairs))
+        for what in ("heads", "all"):
+            store.add(what, swaps(watch, place.drafter, prompts, tokens, what))
+    rows = [["", "× a step", "goal", "a swap's copy"]]
+    for name, found in store.results.items():
+        copied = f"{found['copy_ms']:.2f} ms" if "copy_ms" in found else "–"
+        rows.append([name, f"{found['ratio']:.3f}", f"≤ {GOALS[name]}", copied])
+    print(markdown_table(rows))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,123 @@
+"""How rows and sums of slabs come to host memory, where they are read."""
+
+from __future__ import annotations
+
+import torch
+
+# By name: tests put a device in their place that does everything late.
+from torch.cuda import Event, Stream, stream
+
+from vllm_specblock.adapt.learning.train_batches import PROMPT_ROWS
+from vllm_specblock.triton_kernels.feedback.slab_tensors import SlabTensors
+
+
+class HostSlabs:
+    """Slabs in host memory, which are read where they are.
+
+    Args:
+        tensors: of the slabs.
+        rows: where their `states`, `last`, `token`, `begin` and `end` are read; None: where they
+            are.
+
+    Attributes:
+        rows: see there.
+        sums: three of [G], what `missed`, `steps` and `committed` came to for whoever left a slab.
+    """
+
+    def __init__(self, tensors: SlabTensors, rows: SlabTensors | None = None) -> None:
+        self.tensors, self.rows = tensors, tensors if rows is None else rows
+        self._totals = (tensors.missed, tensors.steps, tensors.committed)
+        pinned, slabs = self.rows.token.is_pinned(), len(tensors.begin)
+        self.sums = tuple(
+            torch.zeros(slabs, dtype=total.dtype, device="cpu", pin_memory=pinned)
+            for total in self._totals
+        )
+        self._begin = self.rows.begin.numpy()  # a host view
+        self._end = self.rows.end.numpy()  # a host view
+
+    def before_step(self) -> None:
+        """A step is about to be launched."""
+
+    def give(self, slab: int) -> None:
+        """A slab begins anew: from the next step on its rows are somebody else's."""
+
+    def most_rows(self, slab: int, reach: int) -> int:
+        """Rows that a slab may hold by now.
+
+        Args:
+            reach: rows that a step without a prompt may add.
+        """
+        return int(self._end[slab] - self._begin[slab])  # a host number
+
+    def send(self, slab: int, slot: int) -> None:
+        """A slab is left: nothing is written to it any more until it is given anew.
+
+        Args:
+            slot: of whoever leaves it; its sums are kept as they are now.
+        """
+        for sent, total in zip(self.sums, self._totals):
+            sent[slab].copy_(total[slot], non_blocking=True)
+
+    def is_here(self, slab: int) -> bool:
+        """Whether a slab that was sent, and its sums, can be read."""
+        return True
+
+
+class PinnedSlabs(HostSlabs):
+    """Differs in that the slabs are a GPU's: a stream beside the steps copies them, and nobody
+    waits for it.
+
+    `rows` is pinned memory of the slabs' size. How full a slab is, is known some steps late, so
+    what those may have added counts as well.
+    """
+
+    def __init__(self, tensors: SlabTensors) -> None:
+        slabs, width, hidden = tensors.last.shape
+        dtype = tensors.last.dtype
+        super().__init__(
+            tensors, SlabTensors.empty(slabs, width, hidden, 0, dtype, "cpu", pin_memory=True)
+        )
+        self._beside = Stream()
+        # A step has a number; what was asked for before its launch tells of those before it.
+        self._step = self._asked_at = self._known = 0
+        self._asked = Event()
+        self._asked.record()
+        self._given, self._here = [0] * slabs, [Event() for _ in range(slabs)]
+
+    def before_step(self) -> None:
+        self._step += 1
+        if self._asked.query():
+            self._known, self._asked_at = self._asked_at, self._step
+            self._copy_extents()
+            self._asked.record()
+
+    def give(self, slab: int) -> None:
+        self._given[slab] = self._step
+
+    def most_rows(self, slab: int, reach: int) -> int:
+        given, rows, since = self._given[slab], 0, self._step - self._known
+        if self._known > given:
+            rows = super().most_rows(slab, reach)
+        else:
+            since = self._step - given
+        # Of a prompt no more rows than these are recorded, in whatever chunks it comes.
+        return max(rows, PROMPT_ROWS) + since * reach
+
+    def send(self, slab: int, slot: int) -> None:
+        super().send(slab, slot)
+        self._copy_extents()
+        left = Event()
+        left.record()
+        self._beside.wait_event(left)
+        with stream(self._beside):
+            for name in ("states", "last", "token"):
+                here, there = getattr(self.rows, name), getattr(self.tensors, name)
+                here[slab].copy_(there[slab], non_blocking=True)
+            self._here[slab].record()
+
+    def is_here(self, slab: int) -> bool:
+        return self._here[slab].query()
+
+    def _copy_extents(self) -> None:
+        self.rows.begin.copy_(self.tensors.begin, non_blocking=True)
+        self.rows.end.copy_(self.tensors.end, non_blocking=True)
