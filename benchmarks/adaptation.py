@@ -1,17 +1,18 @@
 """Adaptation while serving on the example pair: every stream with every policy, streams that are
 attacked, and processes that are killed; and a stream that vLLM serves, with any pair.
 
-    python benchmarks/adaptation.py streams|attacks|kills|serve [--help]
+    python benchmarks/adaptation.py streams|attacks|kills|serve|overhead [--help]
 
 The drafter knows code; tables are the other domain (`examples/two_heads/README.md` makes both
 files of prompts). `streams` and `attacks` simulate: nothing is served, see `specblock adapt
 simulate --help`. `kills` runs a trainer beside a process that stands in for an engine, `serve`
-engines.
+engines; `overhead` times what recording takes of a step.
 """
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
@@ -19,9 +20,10 @@ from typing import Annotated, Any
 
 import typer
 from adaptation_kills import kill_all, stand_in
+from adaptation_overhead import overhead as time_inside
 from adaptation_serving import LEARNERS, Serving
 from adaptation_serving import serve as serve_all
-from adaptation_serving import table as table_of_served
+from adaptation_serving import tables as tables_of_served
 from lib.results_store import ROOT, markdown_table
 
 from vllm_specblock.adapt.policy.registry import POLICIES
@@ -29,7 +31,10 @@ from vllm_specblock.adapt.streams import STREAMS
 from vllm_specblock.cli.adapt import check_prompts, simulate
 
 FOLDER = ROOT / "runs/two_heads"
+AWAY = FOLDER / "tables.jsonl"
 DRAFTER, TARGET = ROOT / "examples/two_heads/code", ROOT / "examples/tiny_pair/target"
+LINES = 1 << 20
+"""Of a file of prompts that are read at most."""
 PROMPT, ANSWER, LOOP = 64, 96, 24
 """Tokens of a prompt, of an answer, and of what a loop repeats: more than a tenth of its text,
 below which the book refuses it."""
@@ -70,13 +75,19 @@ def streams(
     drafter: Drafter = DRAFTER,
     target: Target = TARGET,
     home: Home = FOLDER / "code.jsonl",
-    away: Annotated[Path, typer.Option(help="Prompts of tables.")] = FOLDER / "tables.jsonl",
+    away: Annotated[
+        list[Path] | None, typer.Option(help="Prompts of another domain. Default: of tables.")
+    ] = None,
     stream: Annotated[list[str] | None, typer.Option(help="Default: all.")] = None,
     policy: Annotated[list[str] | None, typer.Option(help="Default: all.")] = None,
     requests: Annotated[int, typer.Option(help="Of each stream.")] = 768,
     seeds: Annotated[int, typer.Option(min=1, help="How many, from 0 on.")] = 3,
     lr: Annotated[float, typer.Option(help="The same for every policy.")] = 5e-4,
-    update_seconds: Annotated[str, typer.Option(help="Heads, full.")] = "0.1,0.2",
+    nodes: Annotated[int, typer.Option(help="Of every tree.")] = 60,
+    step_seconds: Annotated[float, typer.Option(help="Of a step.")] = 0.025,
+    update_seconds: Annotated[
+        str, typer.Option(help="Heads, full; 0,0: on a second device.")
+    ] = "0.1,0.2",
     out: Annotated[Path, typer.Option(help="Folder.")] = ROOT / "runs/adaptation",
 ) -> None:
     """Simulate, and print one table over all seeds. A seed's figures are kept in a folder of its
@@ -88,7 +99,7 @@ def streams(
             simulate(
                 drafter,
                 home,
-                away,
+                away or [AWAY],
                 folder,
                 target=target,
                 stream=stream or list(STREAMS),
@@ -96,6 +107,8 @@ def streams(
                 requests=requests,
                 held_out=24,
                 lr=lr,
+                nodes=nodes,
+                step_seconds=step_seconds,
                 update_seconds=update_seconds,
                 seed=seed,
             )
@@ -199,25 +212,25 @@ def serve(
     drafter: Drafter = DRAFTER,
     target: Target = TARGET,
     home: Home = FOLDER / "code.jsonl",
-    away: Annotated[Path, typer.Option(help="Prompts of tables.")] = FOLDER / "tables.jsonl",
+    away: Annotated[
+        list[Path] | None, typer.Option(help="Prompts of another domain. Default: of tables.")
+    ] = None,
     learner: Annotated[
         list[str] | None, typer.Option(help=f"Default: frozen, gain. Of {', '.join(LEARNERS)}.")
     ] = None,
-    requests: Annotated[int, typer.Option(min=1, help="Of the other domain.")] = 256,
+    requests: Annotated[int, typer.Option(min=1, help="Of each other domain.")] = 256,
     at_home: Annotated[int, typer.Option(min=1, help="Requests before.")] = 32,
     window: Annotated[int, typer.Option(min=1, help="Requests of a turn.")] = 16,
     batch: Annotated[int, typer.Option(min=1, help="Requests at a time.")] = 4,
     nodes: Annotated[int, typer.Option(min=1, help="Of every tree.")] = 12,
     new_tokens: Annotated[int, typer.Option(min=1, help="Of an answer.")] = 128,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Longer prompts are left out.")] = 512,
     chat: Annotated[bool, typer.Option(help="Prompts are a user's turn.")] = False,
     dtype: Annotated[str, typer.Option(help="Of the engines.")] = "float32",
     out: Annotated[Path, typer.Option(help="Folder.")] = ROOT / "runs/adaptation_serving",
 ) -> None:
-    """Serve a stream that leaves home for good, by engines that take turns, and print a table."""
-    from vllm_specblock.train.data.prompts import read_prompts
-    from vllm_specblock.train.target.features import load_tokenizer
-
-    learners = list(dict.fromkeys(learner or ["frozen", "gain"]))
+    """Serve a stream that leaves home for good, by engines that take turns, and print tables."""
+    learners, others = list(dict.fromkeys(learner or ["frozen", "gain"])), away or [AWAY]
     if unknown := [name for name in learners if name not in LEARNERS]:
         raise typer.BadParameter(f"There is no {unknown[0]}, but {', '.join(LEARNERS)}.")
     if at_home % window or requests % (4 * window):
@@ -225,13 +238,50 @@ def serve(
             f"A turn is {window} requests: --at-home must be a multiple of that, --requests of "
             f"{4 * window}."
         )
-    serving = Serving(at_home, requests, window, batch, nodes, new_tokens, dtype)
-    tokenizer, prompts = load_tokenizer(target), []
-    for path, wanted in ((home, at_home), (away, requests)):
-        found = read_prompts(path, tokenizer, wanted, prompt_tokens=PROMPT, chat=chat)
-        check_prompts(path, len(found), wanted)
-        prompts += [each.tolist() for each in found]
-    print(table_of_served(serve_all(drafter, target, prompts, learners, serving, out), serving))
+    domains = tuple((path.name.split(".")[0], requests) for path in others)
+    serving = Serving(at_home, domains, window, batch, nodes, new_tokens, dtype)
+    prompts = read(target, home, at_home, prompt_tokens, chat)
+    for path in others:
+        prompts += read(target, path, requests, prompt_tokens, chat)
+    print(tables_of_served(serve_all(drafter, target, prompts, learners, serving, out), serving))
+
+
+def read(target: Path, path: Path, wanted: int, most: int, chat: bool) -> list[list[int]]:
+    """Token ids of the first prompts of a file that have `most` tokens at most."""
+    from vllm_specblock.train.data.prompts import read_prompts
+    from vllm_specblock.train.target.features import load_tokenizer
+
+    found = read_prompts(path, load_tokenizer(target), LINES, prompt_tokens=most, chat=chat)
+    short = [each.tolist() for each in found if len(each) <= most]
+    check_prompts(path, len(short), wanted)
+    return short[:wanted]
+
+
+@app.command()
+def overhead(
+    drafter: Drafter = DRAFTER,
+    target: Target = TARGET,
+    home: Home = FOLDER / "code.jsonl",
+    requests: Annotated[int, typer.Option(min=1, help="Served twice.")] = 32,
+    batch: Annotated[int, typer.Option(min=1, help="Requests at a time.")] = 4,
+    nodes: Annotated[int, typer.Option(min=1, help="Of every tree.")] = 12,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Of an answer.")] = 128,
+    chat: Annotated[bool, typer.Option(help="Prompts are a user's turn.")] = False,
+    dtype: Annotated[str, typer.Option(help="Of the engine.")] = "float32",
+) -> None:
+    """What `watch` takes of an engine's steps; asked for: 3 % on a CPU at most."""
+    # One process, in which recording can be timed; before vLLM is imported.
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "1"}
+    found = time_inside(
+        drafter,
+        target,
+        read(target, home, requests, 512, chat),
+        batch=batch,
+        nodes=nodes,
+        new_tokens=new_tokens,
+        dtype=dtype,
+    )
+    print(json.dumps(found, indent=1))
 
 
 @app.command(hidden=True)

@@ -28,9 +28,9 @@ LEARNERS: dict[str, dict[str, Any] | None] = {
 """`adapt` of each engine."""
 
 PARTS = 4
-"""That what was served of the other domain is told in."""
+"""That what was served of each other domain is told in."""
 
-UPDATES = "vllm:specblock_adapt_updates_"
+UPDATES, COUNTED = "vllm:specblock_adapt_updates_", ("swaps", "rollbacks")
 
 Window = dict[str, Any]
 """What an engine says of one job, without the tokens: see `engine/offline/answering.py`."""
@@ -41,7 +41,8 @@ class Serving:
     """What all engines have in common.
 
     Attributes:
-        home, away: requests of each domain, in this order.
+        home: requests of the domain that the drafter knows.
+        away: the domains after it, and requests of each.
         window: requests of a turn.
         batch: requests at a time.
         nodes: of every tree.
@@ -49,7 +50,7 @@ class Serving:
     """
 
     home: int
-    away: int
+    away: tuple[tuple[str, int], ...]
     window: int
     batch: int
     nodes: int
@@ -135,35 +136,43 @@ def serve(
 
 
 def parts(serving: Serving) -> dict[str, slice]:
-    """Windows of home, and of each part of away; the first window of all warms up."""
-    home, away = serving.home // serving.window, serving.away // serving.window
-    edges = [home + away * part // PARTS for part in range(PARTS + 1)]
-    away_parts = {f"away {n + 1}/{PARTS}": slice(*edges[n : n + 2]) for n in range(PARTS)}
-    return {"home": slice(min(1, home), home)} | away_parts
+    """Windows of home, and of each part of each other domain; the first window of all warms up."""
+    end = serving.home // serving.window
+    found = {"home": slice(min(1, end), end)}
+    for name, requests in serving.away:
+        begin, end = end, end + requests // serving.window
+        edges = [begin + (end - begin) * part // PARTS for part in range(PARTS + 1)]
+        found |= {f"{name} {n + 1}/{PARTS}": slice(*edges[n : n + 2]) for n in range(PARTS)}
+    return found
 
 
-def table(windows: Mapping[str, Sequence[Window]], serving: Serving) -> str:
-    """A row per engine; `windows` as `serve` gives them, the first engine being the base."""
-    names = parts(serving)
+def tables(windows: Mapping[str, Sequence[Window]], serving: Serving) -> str:
+    """How each part of the stream was served, and what it took in all.
+
+    Args:
+        windows: as `serve` gives them; the first engine is the base.
+    """
     base = next(iter(windows.values()))
-    rows = [["", *(f"τ {name}" for name in names), *(f"× {name}" for name in names)]]
-    rows[0] += ["CPU s", "updates (heads, full)", "swaps", "other answers"]
+    rows = [["", *(f"{learner}: τ, speed" for learner in windows)]]
+    for name, where in parts(serving).items():
+        its, speed = tau(base[where]), rate(base[where])
+        rows.append([name])
+        for found in windows.values():
+            mine, times = tau(found[where]), rate(found[where]) / speed
+            rows[-1].append(f"{mine:.2f} ({100 * mine / its - 100:+.0f} %), {times:.2f} ×")
+    totals = [["", "CPU s", "updates (heads, full)", "swaps", "returns", "other answers"]]
     for learner, found in windows.items():
-        taus = [(tau(found[where]), tau(base[where])) for where in names.values()]
-        speeds = [rate(found[where]) / rate(base[where]) for where in names.values()]
-        counted = {arm: total(found, f"{UPDATES}{arm}") for arm in ("heads", "full")}
-        rows.append(
+        updates = [str(total(found, f"{UPDATES}{arm}")) for arm in ("heads", "full")]
+        totals.append(
             [
                 learner,
-                *(f"{mine:.2f} ({100 * mine / its - 100:+.0f} %)" for mine, its in taus),
-                *(f"{speed:.2f}" for speed in speeds),
                 f"{sum(each['cpu'] for each in found):.0f}",
-                f"{counted['heads']}, {counted['full']}",
-                str(total(found, "vllm:specblock_adapt_swaps")),
+                ", ".join(updates),
+                *(str(total(found, f"vllm:specblock_adapt_{each}")) for each in COUNTED),
                 str(sum(each["different"] for each in found)),
             ]
         )
-    return markdown_table(rows)
+    return f"{markdown_table(rows)}\n{markdown_table(totals)}"
 
 
 def total(windows: Sequence[Window], name: str) -> int:

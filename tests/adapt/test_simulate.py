@@ -163,6 +163,16 @@ def test_a_rollback_brings_the_weights_and_the_training_copy_back(world):
     assert not simulation.updater.optimizer.state
 
 
+def test_what_serves_is_what_is_learned_and_judged(world):
+    """12 nodes are drafted by one block, 24 by two."""
+    made, drafter, _ = world
+    for nodes, blocks in ((12, 1), (24, 2)):
+        simulation = Simulation(drafter, made.teacher, Frozen(), replace(CONFIG, nodes=nodes))
+        adaptation = simulation.adaptation
+        assert adaptation.updater.learner.recipe.num_blocks == blocks
+        assert adaptation.judge.blocks == simulation.shape.num_blocks == blocks
+
+
 def test_the_drafter_that_is_given_stays_as_it_is(world):
     _, drafter, _ = world
     before = copy.deepcopy(drafter.state_dict())

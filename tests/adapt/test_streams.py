@@ -36,10 +36,24 @@ def test_what_each_stream_is():
     assert sum(of["gradual"][:16]) < 6 < 10 < sum(of["gradual"][-16:])
     assert of["passes"] == of["passes"][:6] * 8
     # New texts but for the passes.
-    for name in ("switch", "mixed", "gradual"):
+    assert of["ordered"] == [HOME] * 24 + [AWAY] * 24
+    for name in ("switch", "mixed", "ordered", "gradual"):
         found = make_stream(name, 48, 0)
         assert len({(place.domain, place.text) for place in found}) == 48
-    assert texts_needed([make_stream("passes", 48, 0)]) == (3, 3)
+    assert texts_needed([make_stream("passes", 48, 0)]) == [3, 3]
+
+
+def test_streams_of_four_domains():
+    def of(name):
+        return [place.domain for place in make_stream(name, 48, 0, 4)]
+
+    assert of("ordered") == [0] * 12 + [1] * 12 + [2] * 12 + [3] * 12
+    assert sorted(of("mixed")) == of("ordered") != of("mixed")
+    assert of("switch")[8:40] == [1] * 11 + [2] * 11 + [3] * 10
+    assert {1, 2, 3} <= set(of("gradual")[-24:])
+    assert texts_needed([make_stream("mixed", 48, 0, 4)], 4) == [12] * 4
+    phases = {place.phase for place in make_stream("ordered", 48, 0, 4)}
+    assert phases == {"home", "away 1", "away 2", "away 3"}
 
 
 def test_wrong_names_are_told():

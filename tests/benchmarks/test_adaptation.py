@@ -5,7 +5,7 @@ from __future__ import annotations
 from adaptation import table
 from adaptation_kills import kill_all
 from adaptation_serving import ACCEPTED, DRAFTS, LEARNERS, UPDATES, Serving
-from adaptation_serving import table as table_of_served
+from adaptation_serving import tables as tables_of_served
 from support.adapting import Pair
 
 
@@ -36,25 +36,30 @@ def window(accepted: int, updates: int = 0, different: int = 0):
 
 
 def test_what_was_served_is_told_in_parts():
-    """The first window warms up; then home, and the other domain in four parts."""
-    serving = Serving(6, 8, window=2, batch=2, nodes=12, new_tokens=8, dtype="float32")
-    frozen = [window(20), window(10), window(10), *(window(5) for _ in range(4))]
-    learned = [window(0), window(10), window(10, 1), *(window(5 * n, 1, n == 2) for n in range(4))]
-    rows = table_of_served({"frozen": frozen, "gain": learned}, serving).strip().splitlines()
-    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
-    assert cells[0][1:6] == ["τ home", *(f"τ away {part}/4" for part in range(1, 5))]
-    assert cells[2][1:3] == ["2.00 (+0 %)", "1.50 (+0 %)"]
-    assert cells[3][1:6] == [
-        *("2.00 (+0 %)", "1.00 (-33 %)", "1.50 (+0 %)", "2.00 (+33 %)", "2.50 (+67 %)"),
+    """The first window warms up; then home, and each other domain in four parts."""
+    domains = (("maths", 8), ("code", 8))
+    serving = Serving(6, domains, window=2, batch=2, nodes=12, new_tokens=8, dtype="float32")
+    frozen = [window(20), window(10), window(10), *(window(5) for _ in range(8))]
+    learned = [window(0), window(10), window(10, 1)]
+    learned += [window(5 * n, 1, n == 2) for n in range(4)] + [window(10)] * 4
+    said = tables_of_served({"frozen": frozen, "gain": learned}, serving)
+    cells = [
+        [cell.strip() for cell in row.strip("|").split("|")] for row in said.strip().splitlines()
     ]
-    assert cells[3][6:11] == ["1.00", "0.67", "1.00", "1.33", "1.67"]
-    assert cells[3][11:] == ["21", "0, 5", "0", "1"]
+    assert cells[2] == ["home", "2.00 (+0 %), 1.00 ×", "2.00 (+0 %), 1.00 ×"]
+    assert [row[0] for row in cells[3:7]] == [f"maths {part}/4" for part in range(1, 5)]
+    assert [row[2] for row in cells[3:7]] == [
+        *("1.00 (-33 %), 0.67 ×", "1.50 (+0 %), 1.00 ×"),
+        *("2.00 (+33 %), 1.33 ×", "2.50 (+67 %), 1.67 ×"),
+    ]
+    assert cells[7][::2] == ["code 1/4", "2.00 (+33 %), 1.33 ×"]
+    assert cells[-1] == ["gain", "33", "0, 5", "0", "0", "1"]
 
 
 def test_who_learns_is_asked_for_in_the_words_of_the_options(tmp_path):
     from vllm_specblock.adapt.options import parse_adapt
 
-    serving = Serving(6, 8, window=2, batch=2, nodes=12, new_tokens=8, dtype="float32")
+    serving = Serving(6, (("away", 8),), window=2, batch=2, nodes=12, new_tokens=8, dtype="float32")
     for name, adapt in LEARNERS.items():
         asked = serving.arguments(tmp_path, tmp_path, name)["speculative_config"].get("adapt")
         assert asked == adapt

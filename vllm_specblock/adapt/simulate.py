@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from vllm_specblock.adapt.adaptation import Adaptation, AdaptationConfig
 from vllm_specblock.adapt.book import Record
@@ -130,14 +130,18 @@ class Simulation:
         policy: Policy,
         config: SimulationConfig | None = None,
     ) -> None:
-        self.policy, self.config = policy, config or SimulationConfig()
+        config = config or SimulationConfig()
+        self.shape = _shape(drafter, config.nodes)
+        # As an engine does: what is served is what is learned.
+        recipe = replace(config.update.recipe, num_blocks=self.shape.num_blocks)
+        config = replace(config, update=replace(config.update, recipe=recipe))
+        self.policy, self.config = policy, config
         self.adaptation = Adaptation(
             drafter, teacher, policy, self.config, self._note, self._seconds_lost
         )
         self.pool, self.updater = self.adaptation.pool, self.adaptation.updater
         self.serving = copy.deepcopy(drafter).requires_grad_(False)
         self.served = self.pool.origin
-        self.shape = _shape(drafter, self.config.nodes)
         self.calibration = DraftCalibration(drafter.lm_head.weight.device, num_slots=1)
         self.noted: Counter[str] = Counter()
         self.swaps = self.count = 0

@@ -1,4 +1,4 @@
-"""Streams of requests whose domain changes, as orders over the texts of two domains."""
+"""Streams of requests whose domain changes, as orders over the texts of two domains or more."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from vllm_specblock.train.config import TrainError
 
 HOME, AWAY = 0, 1
-"""The domain that the drafter was trained on, and the other one."""
+"""The domain that the drafter was trained on, and the first of the others."""
 
-PHASES = ("home", "away", "home again")
+AGAIN = "home again"
+"""Phase in which a domain is back that others came after."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Place:
 
     Attributes:
         phase: what figures are taken over.
-        domain: `HOME` or `AWAY`.
+        domain: `HOME`, `AWAY`, or one that follows.
         text: index into the domain's texts; the same one may come again.
     """
 
@@ -33,36 +34,54 @@ class Place:
 Stream = Sequence[Place]
 
 
-def switch(length: int, seed: int) -> list[Place]:
-    """A sixth home, four sixths away, a sixth home again, all texts new."""
+def phase_of(domain: int, domains: int) -> str:
+    """What the requests of a domain are called, of so many domains."""
+    if domain == HOME:
+        return "home"
+    return "away" if domains == 2 else f"away {domain}"
+
+
+def switch(length: int, seed: int, domains: int = 2) -> list[Place]:
+    """A sixth home, four sixths away, one domain after the other, a sixth home again; all texts
+    new."""
     edge = length // 6
-    domains = [HOME] * edge + [AWAY] * (length - 2 * edge) + [HOME] * edge
-    phases = [PHASES[0]] * edge + [PHASES[1]] * (length - 2 * edge) + [PHASES[2]] * edge
-    return _places(domains, phases)
+    away = [1 + domain for domain in in_turn(length - 2 * edge, domains - 1)]
+    order = [HOME] * edge + away + [HOME] * edge
+    phases = [phase_of(domain, domains) for domain in order]
+    return _places(order, phases[: length - edge] + [AGAIN] * edge)
 
 
-def mixed(length: int, seed: int) -> list[Place]:
-    """Both domains in equal parts, shuffled."""
-    domains = [number % 2 for number in range(length)]
-    random.Random(seed).shuffle(domains)
-    return _places(domains, [PHASES[domain] for domain in domains])
+def mixed(length: int, seed: int, domains: int = 2) -> list[Place]:
+    """All domains in equal parts, shuffled."""
+    order = [number % domains for number in range(length)]
+    random.Random(seed).shuffle(order)
+    return _places(order, [phase_of(domain, domains) for domain in order])
 
 
-def stationary(length: int, seed: int) -> list[Place]:
+def ordered(length: int, seed: int, domains: int = 2) -> list[Place]:
+    """The requests of `mixed`, one domain after the other."""
+    order = in_turn(length, domains)
+    return _places(order, [phase_of(domain, domains) for domain in order])
+
+
+def stationary(length: int, seed: int, domains: int = 2) -> list[Place]:
     """Home alone."""
-    return _places([HOME] * length, [PHASES[0]] * length)
+    return _places([HOME] * length, [phase_of(HOME, domains)] * length)
 
 
-def gradual(length: int, seed: int) -> list[Place]:
-    """The share of the other domain rises from 0 to 1; phases are quarters."""
+def gradual(length: int, seed: int, domains: int = 2) -> list[Place]:
+    """The share of the other domains rises from 0 to 1; phases are quarters."""
     draw = random.Random(seed)
-    domains = [int(draw.random() < (number + 0.5) / length) for number in range(length)]
-    return _places(domains, [f"quarter {1 + 4 * number // length}" for number in range(length)])
+    order = [
+        draw.randrange(1, domains) if draw.random() < (number + 0.5) / length else HOME
+        for number in range(length)
+    ]
+    return _places(order, [f"quarter {1 + 4 * number // length}" for number in range(length)])
 
 
-def passes(length: int, seed: int, times: int = 8) -> list[Place]:
+def passes(length: int, seed: int, domains: int = 2, times: int = 8) -> list[Place]:
     """A mixed stream of `length` / `times` requests, served so many times; a phase each."""
-    once = mixed(max(1, length // times), seed)
+    once = mixed(max(1, length // times), seed, domains)
     return [
         Place(f"pass {number + 1}", place.domain, place.text)
         for number in range(times)
@@ -70,18 +89,27 @@ def passes(length: int, seed: int, times: int = 8) -> list[Place]:
     ]
 
 
-STREAMS: dict[str, Callable[[int, int], list[Place]]] = {
+def in_turn(length: int, domains: int) -> list[int]:
+    """Domains 0, 1, … one after the other, in equal parts."""
+    return [number * domains // length for number in range(length)]
+
+
+STREAMS: dict[str, Callable[[int, int, int], list[Place]]] = {
     "switch": switch,
     "mixed": mixed,
+    "ordered": ordered,
     "stationary": stationary,
     "gradual": gradual,
     "passes": passes,
 }
-"""By name: (number of requests, seed) -> stream."""
+"""By name: (number of requests, seed, number of domains) -> stream."""
 
 
-def make_stream(name: str, length: int, seed: int) -> list[Place]:
+def make_stream(name: str, length: int, seed: int, domains: int = 2) -> list[Place]:
     """A stream by name.
+
+    Args:
+        domains: home and the others.
 
     Raises:
         TrainError: there is none of that name, or it has no request.
@@ -90,16 +118,16 @@ def make_stream(name: str, length: int, seed: int) -> list[Place]:
         raise TrainError(f"There is no stream {name!r}: choose one of {', '.join(STREAMS)}.")
     if length < 1:
         raise TrainError(f"A stream has at least 1 request, but {length} were asked for.")
-    return STREAMS[name](length, seed)
+    return STREAMS[name](length, seed, domains)
 
 
-def texts_needed(streams: Sequence[Stream]) -> tuple[int, int]:
+def texts_needed(streams: Sequence[Stream], domains: int = 2) -> list[int]:
     """How many texts of each domain these streams read."""
-    most = Counter({HOME: 0, AWAY: 0})
+    most = [0] * domains
     for stream in streams:
         for place in stream:
             most[place.domain] = max(most[place.domain], place.text + 1)
-    return most[HOME], most[AWAY]
+    return most
 
 
 def _places(domains: Sequence[int], phases: Sequence[str]) -> list[Place]:

@@ -43,20 +43,22 @@ def simulate(
             help="Prompts like those that the drafter was trained on; see `eval`'s --data."
         ),
     ],
-    away: Annotated[Path, typer.Option(help="Prompts of another kind.")],
+    away: Annotated[list[Path], typer.Option(help="Prompts of another kind. Repeatable.")],
     out: Annotated[Path, typer.Option(help="Folder for the JSON, the table and the plots.")],
     target: TargetDir = None,
     stream: Annotated[
         list[str] | None,
         typer.Option(
-            help="switch, mixed, stationary, gradual or passes. Repeatable. Default: switch."
+            help="switch, mixed, ordered, stationary, gradual or passes. Repeatable. Default: "
+            "switch."
         ),
     ] = None,
     policy: Annotated[
         list[str] | None,
         typer.Option(
-            help="frozen, watch, always (OSD), full every 8, full every 64, heads every 8, paper "
-            "or gain. Repeatable. Default: frozen, always, paper, gain."
+            help="frozen, watch, always (OSD), full every 8, full every 64, heads every 8, paper, "
+            "gain, or paper or gain without an arm or the bandit: see docs/adaptation.md. "
+            "Repeatable. Default: frozen, always, paper, gain."
         ),
     ] = None,
     requests: Annotated[int, typer.Option(min=1, help="Of each stream.")] = 96,
@@ -115,13 +117,14 @@ def simulate(
     names = list(dict.fromkeys(policy or ["frozen", "always", "paper", "gain"]))
     for name in names:
         make_policy(name, seed)  # a wrong name is told before the target writes anything
-    streams = {name: make_stream(name, requests, seed) for name in stream or ["switch"]}
+    files = [home, *away]
+    streams = {name: make_stream(name, requests, seed, len(files)) for name in stream or ["switch"]}
     pairing = pair_specblock(drafter, target)
     model = load_target(pairing.target, "fp32", torch.device("cpu"))
     tokenizer = load_tokenizer(pairing.target)
     texts: list[list[EvalSequence]] = []
     last: list[list[EvalSequence]] = []
-    for path, needed in zip((home, away), texts_needed(list(streams.values()))):
+    for path, needed in zip(files, texts_needed(list(streams.values()), len(files))):
         wanted = needed + held_out
         if not wanted:
             texts.append([])
@@ -160,7 +163,7 @@ def simulate(
     whole: dict[str, Any] = {
         "drafter": str(drafter),
         "target": str(pairing.target),
-        "prompts": [str(home), str(away)],
+        "prompts": [str(path) for path in files],
         "requests": requests,
         "prompt_tokens": prompt_tokens,
         "new_tokens": new_tokens,

@@ -28,7 +28,7 @@ class Schedule:
         buffer: requests that make an update.
         explore_every: after the cold start, one request in so many may begin to explore, with the
             last `epsilon`. The paper says nothing; without it a bandit that skips skips for ever.
-        largest: the most that an update may change.
+        least, largest: the arms between which the bandit chooses.
     """
 
     warm_up: int = 10
@@ -37,11 +37,12 @@ class Schedule:
     cooldown: int = 2
     buffer: int = EVERY
     explore_every: int = 64
+    least: Action = Action.HEADS
     largest: Action = Action.FULL
 
     @property
     def arms(self) -> tuple[Action, ...]:
-        return ARMS[: ARMS.index(self.largest) + 1]
+        return ARMS[ARMS.index(self.least) : ARMS.index(self.largest) + 1]
 
 
 class Bandit(Policy):
@@ -206,6 +207,14 @@ class PaperBandit(Bandit):
         self._taus = [*self._taus[-2:], tau]
         three = len(self._taus) == 3
         return three and self._taus[0] > self._taus[1] > self._taus[2], good
+
+
+class PaperWithoutBandit(PaperBandit):
+    """Table 2's row "w/o cost-aware bandit": all that Algorithm 1 has but the choice. Whatever an
+    update brought, the next one is of all weights."""
+
+    def choose(self, request: FinishedRequest) -> Action:
+        return Action.SKIP if self._seen <= self.schedule.warm_up else Action.FULL
 
 
 def _throughput(requests: list[FinishedRequest] | deque[FinishedRequest]) -> float:

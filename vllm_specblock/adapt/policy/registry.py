@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from vllm_specblock.adapt.policy.bandit import PaperBandit, Schedule
+from vllm_specblock.adapt.policy.bandit import PaperBandit, PaperWithoutBandit, Schedule
 from vllm_specblock.adapt.policy.gain_bandit import GainBandit
 from vllm_specblock.adapt.policy.interface import (
     EVERY,
@@ -25,7 +25,10 @@ POLICIES: dict[str, Callable[[int], Policy]] = {
     "full every 8": lambda seed: Fixed(Action.FULL, 8),
     "heads every 8": lambda seed: Fixed(Action.HEADS, 8),
     "paper": lambda seed: PaperBandit(seed=seed),
+    "paper, no bandit": lambda seed: PaperWithoutBandit(seed=seed),
+    "paper, no heads": lambda seed: PaperBandit(Schedule(least=Action.FULL), seed),
     "gain": lambda seed: GainBandit(),
+    "gain, no heads": lambda seed: GainBandit(Schedule(least=Action.FULL)),
 }
 """By name: seed of the exploration -> a policy at its beginning."""
 

@@ -1,0 +1,129 @@
+"""A client whose traffic changes its kind, and what the server's drafter makes of it.
+
+    python client.py --phase chat=CHAT.jsonl --phase maths=MATHS.jsonl --url http://localhost:8000
+
+Files hold a `{"prompt": …}` in each line, plain or gzip. After every window of requests a line says
+τ (tokens per target step), tokens per second, and what adaptation did so far, all of it read from
+the server's own /metrics.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gzip
+import json
+import time
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from openai import AsyncOpenAI
+from prometheus_client.parser import text_string_to_metric_families
+
+DRAFTS, ACCEPTED = "vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens"
+TOKENS = "vllm:generation_tokens"
+ADAPT = "vllm:specblock_adapt_"
+SHOWN = ("updates_heads", "updates_full", "swaps", "rollbacks")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--url", default="http://localhost:8000")
+    parser.add_argument("--phase", action="append", required=True, type=phase, metavar="NAME=FILE")
+    parser.add_argument("--requests", type=int, default=128, help="of each phase at most")
+    parser.add_argument("--window", type=int, default=16, help="requests of a line")
+    parser.add_argument("--concurrency", type=int, default=4, help="requests at a time")
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds between windows")
+    parser.add_argument("--max-tokens", type=int, default=128, help="of an answer")
+    parser.add_argument("--raw", action="store_true", help="prompts are text to go on with")
+    options = parser.parse_args()
+    asyncio.run(serve(options))
+
+
+def phase(text: str) -> tuple[str, Path]:
+    """NAME=FILE.
+
+    Raises:
+        argparse.ArgumentTypeError: there is no such file, or no name.
+    """
+    name, _, path = text.partition("=")
+    if not name or not Path(path).is_file():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a name, = and a file that there is.")
+    return name, Path(path)
+
+
+async def serve(options: argparse.Namespace) -> None:
+    client = AsyncOpenAI(base_url=f"{options.url}/v1", api_key="none", max_retries=0, timeout=600)
+    model = (await client.models.list()).data[0].id
+    free = asyncio.Semaphore(options.concurrency)
+
+    async def ask(prompt: str) -> None:
+        async with free:
+            if options.raw:
+                await client.completions.create(
+                    model=model, prompt=prompt, max_tokens=options.max_tokens, temperature=0
+                )
+            else:
+                await client.chat.completions.create(
+                    model=model,
+                    messages=[{"role": "user", "content": prompt}],
+                    max_tokens=options.max_tokens,
+                    temperature=0,
+                )
+
+    for name, path in options.phase:
+        prompts = read(path)[: options.requests]
+        for first in range(0, len(prompts), options.window):
+            part = prompts[first : first + options.window]
+            before, began = Counters.of(options.url), time.monotonic()
+            await asyncio.gather(*map(ask, part))
+            seconds = time.monotonic() - began
+            print(
+                line(name, first + len(part), before, Counters.of(options.url), seconds), flush=True
+            )
+            await asyncio.sleep(options.pause)
+
+
+@dataclass(frozen=True)
+class Counters:
+    """Of /metrics, by name, without Prometheus' suffix."""
+
+    values: dict[str, float]
+
+    @classmethod
+    def of(cls, url: str) -> Counters:
+        with urllib.request.urlopen(f"{url}/metrics", timeout=60) as answer:
+            return cls.parsed(answer.read().decode())
+
+    @classmethod
+    def parsed(cls, text: str) -> Counters:
+        """Counters of several labels are summed."""
+        values: dict[str, float] = {}
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                if sample.name == f"{family.name}_total":
+                    values[family.name] = values.get(family.name, 0.0) + sample.value
+        return cls(values)
+
+    def __getitem__(self, name: str) -> float:
+        return self.values.get(name, 0.0)
+
+
+def line(name: str, requests: int, before: Counters, after: Counters, seconds: float) -> str:
+    """One window as a line; `requests` of the phase were served when it ended."""
+    steps = after[DRAFTS] - before[DRAFTS]
+    tau = f"{1 + (after[ACCEPTED] - before[ACCEPTED]) / steps:.2f}" if steps else "–"
+    speed = (after[TOKENS] - before[TOKENS]) / seconds
+    learned = ", ".join(f"{after[ADAPT + each]:.0f} {each.replace('_', ' ')}" for each in SHOWN)
+    return f"{name:12} {requests:5} requests   τ {tau}   {speed:6.1f} tokens/s   {learned}"
+
+
+def read(path: Path) -> Sequence[str]:
+    with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as file:
+        return [json.loads(each)["prompt"] for each in file if each.strip()]
+
+
+if __name__ == "__main__":
+    main()

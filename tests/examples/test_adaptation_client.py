@@ -1,0 +1,57 @@
+"""The client that shifts its domain: its arguments, and a line about a window."""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples/adaptation"))
+import client
+
+SCRAPED = """\
+# HELP vllm:spec_decode_num_drafts_total Steps.
+# TYPE vllm:spec_decode_num_drafts_total counter
+vllm:spec_decode_num_drafts_total{engine="0"} 30.0
+# HELP vllm:spec_decode_num_accepted_tokens_total Nodes.
+# TYPE vllm:spec_decode_num_accepted_tokens_total counter
+vllm:spec_decode_num_accepted_tokens_total{engine="0"} 50.0
+# HELP vllm:generation_tokens_total Tokens.
+# TYPE vllm:generation_tokens_total counter
+vllm:generation_tokens_total{engine="0"} 60.0
+vllm:generation_tokens_total{engine="1"} 40.0
+# HELP vllm:specblock_adapt_swaps_total Swaps.
+# TYPE vllm:specblock_adapt_swaps_total counter
+vllm:specblock_adapt_swaps_total{engine="0"} 3.0
+# HELP vllm:num_requests_running Gauge.
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0"} 7.0
+"""
+
+
+def test_a_window_is_the_difference_of_two_scrapes():
+    before = client.Counters({client.DRAFTS: 10.0, client.ACCEPTED: 20.0, client.TOKENS: 50.0})
+    after = client.Counters.parsed(SCRAPED)
+    assert "vllm:num_requests_running" not in after.values
+    line = client.line("maths", 16, before, after, 2.0)
+    assert line.split() == [
+        *("maths", "16", "requests", "τ", "2.50", "25.0", "tokens/s"),
+        *("0", "updates", "heads,", "0", "updates", "full,", "3", "swaps,", "0", "rollbacks"),
+    ]
+    assert "τ –" in client.line("maths", 16, after, after, 2.0)
+
+
+def test_prompts_are_plain_or_zipped(tmp_path):
+    text = "".join(json.dumps({"prompt": each}) + "\n" for each in ("one", "zwei ü"))
+    (tmp_path / "plain.jsonl").write_text(text, encoding="utf-8")
+    (tmp_path / "zipped.jsonl.gz").write_bytes(gzip.compress(text.encode()))
+    for path in tmp_path.iterdir():
+        assert client.read(path) == ["one", "zwei ü"]
+        assert client.phase(f"chat={path}") == ("chat", path)
+    for wrong in ("chat", f"={tmp_path / 'plain.jsonl'}", "chat=nowhere.jsonl"):
+        with pytest.raises(argparse.ArgumentTypeError, match="is not a name"):
+            client.phase(wrong)
