@@ -1,68 +1,30 @@
-"""Random cases of the kernels that handle trees: shapes, sizes, depths and batches without limit.
-
-A case is a call without arguments that computes by whatever form this machine takes. What it gives
-with compiled forms is held against what it gives with the torch references.
-"""
+"""Random cases of the kernels that handle trees: any shapes, sizes, depths and batches."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import replace
 
 import torch
-from vllm_specblock.triton_kernels.attention.cpu_packing import packing_of, store_packed
-from vllm_specblock.triton_kernels.attention.tree_attention_batch import TreeAttentionBatch
 from vllm_specblock.triton_kernels.kv_cache.commit import KVCacheSet
 from vllm_specblock.triton_kernels.ngram.occurrences import Texts
 
+from lib.fuzz_attention import packed_attention, paged_attention
+from lib.fuzz_case import MOST_DEPTH, MOST_REQUESTS, VOCAB, Case, Tensors, draw_trees
 from vllm_specblock.candidates import rank_key, select
 from vllm_specblock.combine.combined import Combined
+from vllm_specblock.combine.merge import merge
+from vllm_specblock.combine.route import route
 from vllm_specblock.commit.move import move_path
 from vllm_specblock.config import NGramConfig
 from vllm_specblock.drafters.ngram.drafter import NGramDrafter
 from vllm_specblock.drafters.specblock.fused_growth import expansion
 from vllm_specblock.drafters.specblock.tree_shape import TreeShape
 from vllm_specblock.engine.runner.tree_states import TreeStates
-from vllm_specblock.tree import MAX_NODES, DraftTree, ancestor_words
+from vllm_specblock.tree import MAX_NODES
 from vllm_specblock.verify.accept_path import DrawnRows, accept_path_rows
 from vllm_specblock.verify.tree_mask import BatchRows, TreeMask
-
-Tensors = tuple[torch.Tensor, ...]
-MOST_REQUESTS, MOST_DEPTH, VOCAB = 6, 16, 4
-"""Few tokens: siblings are often equal, and paths are accepted."""
-
-
-class Case(NamedTuple):
-    """trees: how many it handles; atol: how far floats may be apart, all else being equal;
-    reference: what is the right result, None: the same call without compiled forms."""
-
-    trees: int
-    call: Callable[[], Tensors]
-    atol: float = 0.0
-    reference: Callable[[], Tensors] | None = None
-
-
-def draw_trees(rng: random.Random, requests: int, slots: int, deepest: int) -> DraftTree:
-    """R random trees of at most `slots` nodes each, no path longer than `deepest`; some are empty,
-    some one chain."""
-    token = torch.zeros(requests, slots, dtype=torch.int64)
-    parent = torch.full((requests, slots), -1, dtype=torch.int32)
-    logprob = torch.full((requests, slots), float("-inf"))
-    sizes = []
-    for request in range(requests):
-        shape, depth = rng.choice(["any", "chain", "wide"]), [0]
-        size = rng.choice([0, slots, rng.randrange(slots + 1)])
-        for node in range(size):
-            open_nodes = [up for up in range(node + 1) if depth[up] < deepest]
-            up = {"any": rng.choice(open_nodes), "chain": open_nodes[-1], "wide": open_nodes[0]}
-            parent[request, node] = up[shape]
-            token[request, node] = rng.randrange(VOCAB)
-            logprob[request, node] = -0.1 * (node + 1)
-            depth.append(depth[up[shape]] + 1)
-        sizes.append(size)
-    size = torch.tensor(sizes, dtype=torch.int32)
-    return DraftTree.from_nodes(token, parent, logprob, size)
 
 
 def verification(rng: random.Random, draw: torch.Generator) -> Case:
@@ -235,54 +197,48 @@ def lookup(rng: random.Random, draw: torch.Generator) -> Case:
     return Case(requests, lambda: tuple(vars(drafter.draft()).values()), atol=1 / 1024)
 
 
-def attention(rng: random.Random, draw: torch.Generator) -> Case:
-    """Trees behind prefixes of any length, in packed caches, against plain ones in torch."""
-    requests, nodes = rng.randrange(1, MOST_REQUESTS + 1), rng.randrange(1, 80)
-    kv_heads, group = rng.choice([1, 2, 3]), rng.choice([1, 3, 4])
-    size, block = rng.choice([32, 64, 96]), rng.choice([32, 64])
-    dtype, atol = rng.choice([(torch.float32, 2e-5), (torch.bfloat16, 3e-2)])
-    window, soft_cap = rng.choice([None, None, rng.randrange(1, 90)]), rng.choice([0.0, 0.0, 20.0])
-    rows = nodes + 1
-    before = torch.tensor([rng.choice([0, rng.randrange(200)]) for _ in range(requests)]).int()
-    length = before + rows
-    per = -(-int(length.max()) // block)
-    tables = (torch.randperm(requests * per, generator=draw) + 1).view(requests, per).int()
-    shape = requests * per + 1, block, kv_heads, 2 * size
-    plain = torch.randn(shape, generator=draw).to(dtype)
-    packed = torch.zeros(shape, dtype=dtype).transpose(1, 2)
-    packing = packing_of(packed, False)
-    key, value = plain.flatten(0, 1).chunk(2, dim=-1)
-    store_packed(packed, packing, torch.arange(len(key)), key, value)
-    query = torch.randn(requests * rows, kv_heads * group, size, generator=draw).to(dtype)
-    parent = (torch.rand(requests, nodes, generator=draw) * torch.arange(1, rows)).int()
-    start = torch.arange(requests + 1, dtype=torch.int32) * rows
-    batch = TreeAttentionBatch(
-        tables,
-        block,
-        start,
-        start.tolist(),
-        length,
-        length.tolist(),
-        before.repeat_interleave(rows),
-        ancestor_words(parent).flatten(0, 1),
-        before,
+def merging(rng: random.Random, draw: torch.Generator) -> Case:
+    """Two drafters' trees become one, joined at equal texts or at the root alone."""
+    requests, deepest = rng.randrange(1, MOST_REQUESTS + 1), rng.randrange(1, MOST_DEPTH + 1)
+    first, second = (
+        draw_trees(rng, requests, rng.randrange(1, MAX_NODES + 1), deepest) for _ in range(2)
     )
-    rare = {"window": window, "soft_cap": soft_cap}
+    how, budget = rng.choice(["trie", "disjoint"]), rng.randrange(1, MAX_NODES + 1)
 
     def call() -> Tensors:
-        return (batch.attend(query, packed, size**-0.5, packing=packing, **rare).float(),)
+        combined, agreed = merge(first, second, how, budget, deepest)
+        return *vars(combined.tree).values(), combined.origin, agreed
 
-    def reference() -> Tensors:
-        return (batch.attend(query, plain.transpose(1, 2), size**-0.5, **rare).float(),)
-
-    return Case(requests, call, atol, reference)
+    return Case(requests, call)
 
 
-CASES: dict[str, Callable[[random.Random, torch.Generator], Case]] = {
+def routing(rng: random.Random, draw: torch.Generator) -> Case:
+    """The surer drafter's tree, of some requests its best path alone."""
+    requests, nodes = rng.randrange(1, MOST_REQUESTS + 1), rng.randrange(1, MAX_NODES + 1)
+    deepest = rng.randrange(1, MOST_DEPTH + 1)
+    first, second = (draw_trees(rng, requests, nodes, deepest) for _ in range(2))
+    # Nobody is as sure as the other up to rounding.
+    second = replace(second, logprob=second.logprob - 0.01)
+    how = rng.choice(["mean", "sum"])
+    chain = torch.rand(requests, generator=draw) < 0.3
+
+    def call() -> Tensors:
+        combined, chosen, agreed = route(first, second, how)
+        best = combined.where(chain)
+        return *vars(best.tree).values(), best.origin, chosen, agreed
+
+    return Case(requests, call)
+
+
+Maker = Callable[[random.Random, torch.Generator], Case]
+_BOTH: dict[str, Maker] = {
     "verification: store, mask, walk": verification,
     "commit: keys and values move": commit,
     "selection of nodes": selection,
     "growth of SpecBlock trees": growth,
     "n-gram trees": lookup,
-    "attention over packed caches": attention,
+    "merging of two trees": merging,
 }
+LOOPS = _BOTH | {"attention over packed caches": packed_attention}
+"""Compiled for CPUs."""
+TRITON = _BOTH | {"routing, best paths": routing, "attention over paged caches": paged_attention}

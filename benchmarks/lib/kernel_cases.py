@@ -11,9 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from vllm_specblock.triton_kernels.attention import attention_schedule
 from vllm_specblock.triton_kernels.attention.tree_attention_batch import TreeAttentionBatch
+from vllm_specblock.triton_kernels.feedback.record_step import record_step, record_step_reference
+from vllm_specblock.triton_kernels.feedback.slab_tensors import SlabTensors, StepToRecord
 from vllm_specblock.triton_kernels.kv_cache.commit import KVCacheSet, move_kv
 from vllm_specblock.triton_kernels.layers.fp8_linear import fp8_linear, quantize
 from vllm_specblock.triton_kernels.layers.layer_shift import layer_shift, layer_shift_reference
+from vllm_specblock.triton_kernels.verify.verification_result import VerificationResult
 
 from lib.candidate_sets import random_candidates
 from vllm_specblock.commit.committed_tokens import committed_sources
@@ -259,6 +262,48 @@ def commit_case(sizes: Sizes, batch: int, device: torch.device) -> Case:
     )
 
 
+def record_case(sizes: Sizes, batch: int, device: torch.device) -> Case:
+    """Four rows of every request into slabs, and its sums; see `adapt/slabs.py`."""
+    rows, slabs = 4, SlabTensors.empty(batch, 256, sizes.hidden, batch, sizes.dtype, device)
+    request = torch.arange(batch, device=device)
+    slabs.of_slot.copy_(request)
+    states = torch.randn(batch * rows, 4 * sizes.hidden, device=device).to(sizes.dtype)
+    low, mid, high, last = states.chunk(4, -1)
+    row = torch.arange(batch * rows, device=device)
+    origin = torch.ones(batch, sizes.nodes, dtype=torch.uint8, device=device)
+    ones = torch.ones_like(request)
+    verified = VerificationResult(
+        request,
+        rows * ones,
+        (rows - 1) * ones.int(),
+        row[:rows].expand(batch, -1),
+        None,
+        origin,
+        None,
+    )
+    step = StepToRecord(
+        row // rows,
+        row,
+        row,
+        row % rows,
+        row,
+        rows * request + rows - 1,
+        (low, mid, high),
+        last,
+        verified,
+        torch.zeros_like(origin, dtype=torch.int32),
+    )
+    return Case(
+        "recording",
+        f"batch {batch}, {rows} rows each",
+        {
+            "ours": lambda: record_step(slabs, step),
+            "torch, all slabs rewritten": lambda: record_step_reference(slabs, step),
+        },
+        2 * states.nbytes,
+    )
+
+
 def expansion_case(sizes: Sizes, batch: int, device: torch.device) -> Case:
     """From the candidates of M blocks to the best N nodes in order."""
     ways, moved = random_candidates(TreeShape(*TREE_SHAPE, sizes.nodes), batch, device)
@@ -276,3 +321,4 @@ def cases(sizes: Sizes, device: torch.device, splits: Sequence[int] = ()) -> Ite
     for batch in sizes.batches:
         yield commit_case(sizes, batch, device)
         yield expansion_case(sizes, batch, device)
+        yield record_case(sizes, batch, device)

@@ -1,23 +1,40 @@
-"""Random trees through the kernels' forms for CPUs; and a bug that is put in is found."""
+"""Random trees through the kernels and their forms for CPUs; and a bug that is put in is found."""
 
 from __future__ import annotations
 
 import json
+import sys
 
 import fuzz_kernels
 import pytest
 import torch
 from fuzz_kernels import fuzz, main
 from lib import fuzz_cases
-from lib.fuzz_cases import CASES, Case
+from lib.fuzz_case import Case
+from lib.fuzz_cases import LOOPS, TRITON
 from vllm_specblock.triton_kernels import optional_numba
 
-pytestmark = pytest.mark.skipif(not optional_numba.AVAILABLE, reason="Numba is not installed")
+loops = pytest.mark.skipif(not optional_numba.AVAILABLE, reason="Numba is not installed")
+LAUNCHED = {
+    "verification: store, mask, walk": {
+        "_store_tree_kernel",
+        "_build_tree_mask_kernel",
+        "_accept_path_kernel",
+    },
+    "commit: keys and values move": {"_move_path_kernel"},
+    "selection of nodes": {"_select_kernel"},
+    "growth of SpecBlock trees": {"_attach_and_select_kernel"},
+    "n-gram trees": {"_occurrences_kernel", "_follow_kernel"},
+    "merging of two trees": {"_merge_kernel"},
+    "routing, best paths": {"_choose_kernel", "_best_chain_kernel"},
+    "attention over paged caches": {"_tree_attention_kernel"},
+}
 
 
-@pytest.mark.parametrize("kernel", CASES)
+@loops
+@pytest.mark.parametrize("kernel", LOOPS)
 def test_random_trees(kernel):
-    found = fuzz(CASES[kernel], trees=40, seed=7)
+    found = fuzz(LOOPS[kernel], trees=40, seed=7)
     assert found["trees"] >= 40 and found["cases"] > 5
     assert not found["wrong"], found["wrong"][0]
 
@@ -32,10 +49,11 @@ def spoilt(case: Case) -> Case:
     return case._replace(call=call)
 
 
+@loops
 @pytest.mark.parametrize("kernel", ["commit: keys and values move", "attention over packed caches"])
 def test_what_differs_is_found(kernel, tmp_path, monkeypatch, capsys):
-    make = CASES[kernel]
-    monkeypatch.setitem(CASES, kernel, lambda *draws: spoilt(make(*draws)))
+    make = LOOPS[kernel]
+    monkeypatch.setitem(LOOPS, kernel, lambda *draws: spoilt(make(*draws)))
     with pytest.raises(fuzz_kernels.typer.Exit) as ended:
         main(trees=10, seed=0, kernel=[kernel], out=tmp_path / "new" / "fuzz.json")
     assert ended.value.exit_code == 1
@@ -47,7 +65,7 @@ def test_what_differs_is_found(kernel, tmp_path, monkeypatch, capsys):
 def test_a_case_comes_back():
     draws = [fuzz_cases.random.Random(5), torch.Generator().manual_seed(5)]
     again = [fuzz_cases.random.Random(5), torch.Generator().manual_seed(5)]
-    for make in CASES.values():
+    for make in (LOOPS | TRITON).values():
         one, other = make(*draws).call(), make(*again).call()
         assert all(map(torch.equal, one, other))
 
@@ -55,3 +73,32 @@ def test_a_case_comes_back():
 def test_kernels_that_there_are_not():
     with pytest.raises(fuzz_kernels.typer.BadParameter, match="no kernel 'softmax'; there are"):
         main(kernel=["softmax"])
+
+
+def test_kernels_under_the_interpreter(tmp_path):
+    """In a process of its own: what was decided about kernels here is not undone."""
+    pytest.importorskip("triton")
+    out = tmp_path / "fuzz.json"
+    fuzz_kernels.subprocess.run(
+        [
+            sys.executable,
+            fuzz_kernels.__file__,
+            "--triton",
+            "--trees=3",
+            "--seed=7",
+            f"--out={out}",
+        ],
+        check=True,
+    )
+    found = json.loads(out.read_text())["kernels"]
+    assert found.keys() == LAUNCHED.keys()
+    for name, kernels in LAUNCHED.items():
+        assert found[name]["trees"] >= 3 and not found[name]["wrong"]
+        assert kernels <= found[name]["launches"].keys(), name
+
+
+def test_a_gpu_is_only_taken_for_granted_within(monkeypatch):
+    tensor = torch.zeros(1)
+    with fuzz_kernels.kernels():
+        assert tensor.is_cuda
+    assert not tensor.is_cuda and "is_cuda" not in vars(torch.Tensor)

@@ -15,8 +15,8 @@ CPU = torch.device("cpu")
 
 
 def in_place(case):
-    """Whether the case works on caches of its own."""
-    return case.kernel == "commit"
+    """Whether the case works on memory of its own."""
+    return case.kernel in ("commit", "recording")
 
 
 @pytest.mark.parametrize("case", kernel_cases.cases(kernel_cases.TINY, CPU), ids=lambda c: c.shape)
@@ -46,6 +46,19 @@ def test_other_splits_are_taken_for_their_own_way_only(monkeypatch):
     for name in ("ours", "ours, splits of 256", "ours, splits of 1024", "ours"):
         ways[name]()
     assert seen == [512, 256, 1024, 512]
+
+
+def test_recordings_leave_the_same(monkeypatch):
+    made, empty = [], kernel_cases.SlabTensors.empty
+    monkeypatch.setattr(
+        kernel_cases.SlabTensors, "empty", lambda *args: made.append(empty(*args)) or made[-1]
+    )
+    for way in ("ours", "torch, all slabs rewritten"):
+        torch.manual_seed(3)
+        kernel_cases.record_case(kernel_cases.TINY, 2, CPU).ways[way]()
+    one, other = (vars(slabs) for slabs in made)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert (one["end"] == 4).all() and (one["steps"] == 1).all() and one["states"].any()
 
 
 def test_commits_move_the_same(monkeypatch):
@@ -119,6 +132,7 @@ def test_the_command_on_a_cpu(tmp_path):
         "linear, 8 bits",
         "commit",
         "tree selection",
+        "recording",
     }
     for each in found["results"].values():
         assert all(way["median_us"] > 0 for way in each["ways"].values())

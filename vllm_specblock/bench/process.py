@@ -29,6 +29,15 @@ _GUARD = 'read let_go || kill -s KILL -- "-$1"'
 """In this form every shell's `kill` takes a process group."""
 
 
+def start_guard(process: subprocess.Popen[Any]) -> subprocess.Popen[bytes]:
+    """A process that kills the group of `process` unless it is written `let go` before its end."""
+    return subprocess.Popen(
+        ["sh", "-c", _GUARD, "guard", str(process.pid)],
+        stdin=subprocess.PIPE,
+        start_new_session=True,
+    )
+
+
 class EngineFailed(BenchError):
     """An engine did not start, or ended while it was needed; the message says why."""
 
@@ -73,11 +82,7 @@ class EngineProcess:
                 env={key: value for key, value in environment.items() if value is not None},
                 start_new_session=True,  # a group of its own, which Ctrl-C does not reach
             )
-        self.guard = subprocess.Popen(
-            ["sh", "-c", _GUARD, "guard", str(self.process.pid)],
-            stdin=subprocess.PIPE,
-            start_new_session=True,
-        )
+        self.guard = start_guard(self.process)
         self._send(arguments)
         if wait:
             self.wait()

@@ -1,4 +1,4 @@
-"""The example target with its linear layers in 4 bits, in the files of the usual formats."""
+"""The example target with its linear layers in 4 or 8 bits, in the files of the usual formats."""
 
 from __future__ import annotations
 
@@ -52,29 +52,33 @@ def _int4(weight: torch.Tensor) -> Tensors:
     return {"weight_packed": _pack(number), "weight_scale": scale, "weight_shape": shape}
 
 
-COMPRESSED = {
-    "quant_method": "compressed-tensors",
-    "format": "pack-quantized",
-    "quantization_status": "compressed",
-    "config_groups": {
-        "group_0": {
-            "targets": ["Linear"],
-            "weights": {
-                "num_bits": 4,
-                "type": "int",
-                "symmetric": True,
-                "strategy": "group",
-                "group_size": GROUP,
-            },
-        }
-    },
-    "ignore": ["lm_head"],
-}
+def _int8(weight: torch.Tensor) -> Tensors:
+    scale = weight.abs().amax(1, keepdim=True) / 127
+    return {"weight": (weight / scale).round().to(torch.int8), "weight_scale": scale}
+
+
+def _compressed(form: str, **group: dict) -> dict:
+    """The config of compressed-tensors."""
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": {"targets": ["Linear"], **group}},
+        "ignore": ["lm_head"],
+    }
+
+
+WHOLE = {"type": "int", "symmetric": True}
+GROUPS = WHOLE | {"num_bits": 4, "strategy": "group", "group_size": GROUP}
+CHANNELS = WHOLE | {"num_bits": 8, "strategy": "channel"}
+TOKENS = WHOLE | {"num_bits": 8, "strategy": "token", "dynamic": True}
 FOUR = {"bits": 4, "group_size": GROUP}
 FORMS: dict[str, tuple[Callable[[torch.Tensor], Tensors], dict]] = {
     "awq": (_awq, {"quant_method": "awq", "zero_point": True, "version": "gemm", **FOUR}),
     "gptq": (_gptq, {"quant_method": "gptq", "sym": True, "desc_act": False, **FOUR}),
-    "int4": (_int4, COMPRESSED),
+    "int4": (_int4, _compressed("pack-quantized", weights=GROUPS)),
+    # Activations are rounded, too, each row by its own scale.
+    "int8": (_int8, _compressed("int-quantized", weights=CHANNELS, input_activations=TOKENS)),
 }
 
 

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from support.engines import TARGET
+
+from lib.results_store import ROOT
 
 RANK = 8
+TARGET = ROOT / "examples/tiny_pair/target"
 EMBEDDINGS = ("embed_tokens", "lm_head")
 
 

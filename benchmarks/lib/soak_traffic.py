@@ -1,0 +1,243 @@
+"""Mixed traffic for a server: requests of many kinds, all drawn from one seed.
+
+A request is one draw from each of five tables: what it is asked with (`PROMPTS`), how it samples
+(`SAMPLING`), what binds its text (`CONSTRAINTS`), what else it wants back (`EXTRAS`), and how its
+client reads (`CLIENTS`). Some are wrong (`soak_refused.py`).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from lib.soak_refused import wrong_requests
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+MAX_MODEL_LEN = 512
+"""Of the server, in tokens."""
+LONGEST_PROMPT = 300
+VOCAB = 2048
+
+
+@dataclass(frozen=True)
+class Call:
+    """One request over HTTP.
+
+    Attributes:
+        key: of this request alone, within all traffic of a seed.
+        kinds: what was drawn for it.
+        path: of the endpoint.
+        body: JSON's types; bytes: sent as they are.
+        leaves_after: events of a stream after which the client closes its connection.
+        patience: seconds after which it does, whatever came.
+        aborted_after: seconds after which somebody has the server abort it.
+        refused: the server has to answer with an error of the client's.
+    """
+
+    key: str
+    kinds: tuple[str, ...]
+    path: str
+    body: dict[str, Any] | bytes
+    leaves_after: int | None = None
+    patience: float | None = None
+    aborted_after: float | None = None
+    refused: bool = False
+
+    def patient(self) -> Call:
+        """The same request of a client that stays until the end."""
+        return replace(self, leaves_after=None, patience=None, aborted_after=None)
+
+
+Weighted = dict[str, tuple[int, dict[str, Any]]]
+"""Name → weight, and keys of the request's body."""
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "size": {"type": "integer"},
+        "kind": {"enum": ["file", "folder", "link"]},
+    },
+    "required": ["name", "size", "kind"],
+}
+SAMPLING: Weighted = {
+    "greedy": (6, {"temperature": 0}),
+    "T = 0.3": (1, {"temperature": 0.3}),
+    "T = 0.7": (2, {"temperature": 0.7}),
+    "T = 1": (2, {"temperature": 1.0}),
+    "T = 1.5": (1, {"temperature": 1.5}),
+    "top-p": (1, {"temperature": 1.0, "top_p": 0.9}),
+    "top-k": (1, {"temperature": 0.7, "top_k": 20}),
+    "top-k and top-p": (1, {"temperature": 1.0, "top_k": 30, "top_p": 0.8}),
+    "min-p": (1, {"temperature": 1.0, "min_p": 0.05}),
+}
+CONSTRAINTS: Weighted = {
+    "free": (20, {}),
+    "repetition penalty": (2, {"repetition_penalty": 1.3}),
+    "presence penalty": (1, {"presence_penalty": 0.9}),
+    "frequency penalty": (1, {"frequency_penalty": 0.6}),
+    "logit bias": (2, {"logit_bias": {"20": 4.0, "33": -5.0}}),
+    "allowed tokens": (1, {"allowed_token_ids": list(range(3, VOCAB, 3))}),
+    "bad words": (1, {"bad_words": ["self", "return", "def"]}),
+    "stop string": (2, {"stop": ["\n\n", "return"]}),
+    "stop string kept": (1, {"stop": ["):"], "include_stop_str_in_output": True}),
+    "stop token": (1, {"stop_token_ids": list(range(5, VOCAB, 40))}),
+    "least tokens": (1, {"min_tokens": 1, "stop": ["("]}),
+    "regex": (2, {"structured_outputs": {"regex": "[a-z]{3,12}(, [a-z]{3,12}){0,9}"}}),
+    "choice": (1, {"structured_outputs": {"choice": ["a tree", "a chain", "a list of words"]}}),
+    "JSON": (2, {"structured_outputs": {"json": SCHEMA}}),
+    "JSON by response format": (
+        1,
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "entry", "schema": SCHEMA},
+            }
+        },
+    ),
+}
+EXTRAS: Weighted = {
+    "text only": (12, {}),
+    "log-probabilities": (3, {"logprobs": 3}),
+    "log-probabilities of the prompt": (1, {"prompt_logprobs": 2}),
+    "echo": (1, {"echo": True}),
+    "n = 2": (2, {"n": 2}),
+    "n = 3": (1, {"n": 3}),
+    "several prompts": (1, {}),
+}
+CLIENTS = {
+    "whole": 9,
+    "stream": 7,
+    "leaves a stream": 3,
+    "does not wait": 2,
+    "aborted": 1,
+    "aborted stream": 1,
+}
+PROMPTS = {"short": 5, "long": 3, "shared beginning": 4, "repeats itself": 2, "any tokens": 2}
+MAX_TOKENS = (1, 1, 2, 8, 24, 24, 48, 48, 80, 120)
+WRONG = 0.06
+"""Share of requests that are wrong."""
+
+
+class Traffic:
+    """Requests without end.
+
+    Args:
+        seed: of all that is drawn.
+        models: names that the server knows; requests name one of them.
+        tokenizer: file of the target's tokenizer.
+        texts: what prompts are cut from.
+        without: of `EXTRAS`, what is not asked for.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        models: Sequence[str],
+        tokenizer: Path,
+        texts: Sequence[str],
+        without: Collection[str] = (),
+    ):
+        from tokenizers import Tokenizer
+
+        self.seed, self.models, self.without = seed, models, without
+        self.tokenizer = Tokenizer.from_file(str(tokenizer))
+        rng = random.Random(f"{seed} texts")
+        cuts = [self._cut(rng, texts) for _ in range(64)]
+        self.tokens: list[list[int]] = [self.tokenizer.encode(text).ids for text in cuts]
+        self.shared = [ids[:160] for ids in self.tokens[:6]]
+
+    def _cut(self, rng: random.Random, texts: Sequence[str]) -> str:
+        text = rng.choice([text for text in texts if len(text) > 8_000])
+        start = rng.randrange(len(text) - 6_000)
+        return text[text.index("\n", start) + 1 :][:5_000]
+
+    def window(self, number: int, count: int) -> list[Call]:
+        """The `count` requests of a window, whatever came before it."""
+        return [self.call(f"{number}.{index}") for index in range(count)]
+
+    def call(self, key: str) -> Call:
+        """The request of a key."""
+        rng = random.Random(f"{self.seed} {key}")
+        model = rng.choice(self.models)
+        prompt_kind = _pick(rng, PROMPTS)
+        prompt = self._prompt(rng, prompt_kind)
+        if rng.random() < WRONG:
+            name, path, body = rng.choice(wrong_requests(model, prompt))
+            return Call(key, ("wrong", f"wrong: {name}"), path, body, refused=True)
+        sampling = _pick(rng, {name: weight for name, (weight, _) in SAMPLING.items()})
+        constraint = _pick(rng, {name: weight for name, (weight, _) in CONSTRAINTS.items()})
+        extra = _pick(rng, {name: weight for name, (weight, _) in EXTRAS.items()})
+        client = _pick(rng, CLIENTS)
+        if extra in self.without:
+            extra = "text only"
+        if sampling == "greedy" and extra.startswith("n ="):
+            sampling = "T = 1"  # vLLM refuses several greedy answers
+        streamed = client.endswith("stream")
+        if streamed and extra == "log-probabilities of the prompt":
+            extra = "log-probabilities"  # vLLM refuses them in streams
+        body: dict[str, Any] = {
+            "model": model,
+            "request_id": key,
+            "seed": rng.randrange(1 << 31),
+            "max_tokens": rng.choice(MAX_TOKENS),
+            "ignore_eos": rng.random() < 0.3,
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,  # texts of two tokens may be equal
+            **SAMPLING[sampling][1],
+            **CONSTRAINTS[constraint][1],
+            **EXTRAS[extra][1],
+        }
+        if streamed:
+            body |= {"stream": True, "stream_options": {"include_usage": True}}
+        kinds = (prompt_kind, sampling, constraint, extra, client)
+        chats = rng.random() < 0.35 and extra not in ("echo", "several prompts")
+        if chats:
+            body |= self._chat(rng, prompt)
+            if "logprobs" in body:
+                body |= {"logprobs": True, "top_logprobs": body["logprobs"]}
+        elif extra == "several prompts":
+            body["prompt"] = [prompt[:150], *(self._prompt(rng, "short") for _ in range(2))]
+        else:
+            body["prompt"] = prompt if rng.random() < 0.5 else self.tokenizer.decode(prompt)
+        return Call(
+            key,
+            (*kinds, "chat" if chats else "completion", f"model {model}"),
+            CHAT if chats else COMPLETIONS,
+            body,
+            leaves_after=rng.choice((0, 1, 3, 8)) if client == "leaves a stream" else None,
+            patience=rng.uniform(0.02, 1.5) if client == "does not wait" else None,
+            aborted_after=rng.uniform(0.05, 1.0) if client.startswith("aborted") else None,
+        )
+
+    def _prompt(self, rng: random.Random, kind: str) -> list[int]:
+        """Token ids, `LONGEST_PROMPT` at most."""
+        text = rng.choice(self.tokens)
+        start = rng.randrange(max(1, len(text) - LONGEST_PROMPT))
+        if kind == "any tokens":
+            return [rng.randrange(3, VOCAB) for _ in range(rng.randrange(1, 120))]
+        if kind == "long":
+            return text[start:][: rng.randrange(200, LONGEST_PROMPT)]
+        short = text[start:][: rng.randrange(2, 60)]
+        if kind == "shared beginning":
+            return rng.choice(self.shared) + short
+        if kind == "repeats itself":
+            return (short * 5)[: rng.randrange(60, 200)]
+        return short
+
+    def _chat(self, rng: random.Random, prompt: list[int]) -> dict[str, Any]:
+        """The prompt as the last of one or of three messages."""
+        turns = (
+            [prompt] if rng.random() < 0.6 else [self.shared[0][:60], prompt[:40], prompt[40:200]]
+        )
+        contents = [self.tokenizer.decode(turn) for turn in turns if turn]
+        roles = ("user", "assistant", "user")
+        said = [{"role": role, "content": text} for role, text in zip(roles, contents)]
+        return {"messages": said}
+
+
+def _pick(rng: random.Random, weights: dict[str, int]) -> str:
+    return rng.choices([*weights], [*weights.values()])[0]

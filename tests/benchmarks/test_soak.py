@@ -1,0 +1,80 @@
+"""What a soak says of its findings."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+pytest.importorskip("aiohttp", reason="comes with vLLM")
+
+import soak
+from lib.soak_phases import MODEL, PHASES
+from lib.soak_run import Findings
+
+
+def findings() -> Findings:
+    counters = {
+        "preemptions": 4,
+        "prompt_tokens": 100,
+        "prefix_hit_tokens": 25,
+        "accepted_nodes": 5,
+    }
+    memory = {"drafts": [{"server": 700.0, "engine": 1700.0}]}
+    return Findings(
+        1_200, 1, {"short": 3}, 900, 200, 100, 5_000, memory=memory, counters={"drafts": counters}
+    )
+
+
+def test_a_line_per_window_and_a_table(capsys):
+    soak.report("adaptive")(findings())
+    said = capsys.readouterr().out
+    assert "adaptive, window 1: 1200 requests, 900 finished, 200 cut, 100 refused" in said
+    assert "5 nodes accepted, 700 + 1700 MiB" in said
+    kept = json.loads(json.dumps(soak.summary(findings())))
+    assert kept["kinds"] == {"short": 3} and kept["drafts_memory_growth"] is None
+    (_, _, row) = soak.table({"adaptive": kept}).strip().splitlines()
+    assert [cell.strip() for cell in row.strip("|").split("|")] == [
+        *("adaptive", "1,200", "900", "200", "100", "0", "5,000", "4", "25%", "5", "too short"),
+        "0",
+    ]
+
+
+def test_phases_that_there_are_not():
+    with pytest.raises(soak.typer.BadParameter, match="no phase 'fire'; there are whole trees"):
+        soak.main(phase=["fire"])
+
+
+def test_exit_status_says_what_was_found(tmp_path, monkeypatch, capsys):
+    found = findings()
+    found.failures.append("a request stayed.")
+
+    def run_phase(phase, nodes, seed, clients, window, enough, folder, seen):
+        assert not enough(found, 59.0) and enough(found, 61.0)
+        seen(found)
+        return found
+
+    monkeypatch.setattr(soak, "run_phase", run_phase)
+    options = {"minutes": 1, "requests": 1_000, "clients": 2, "window": 9, "nodes": 4, "seed": 0}
+    with pytest.raises(SystemExit) as ended:
+        soak.main(phase=["LoRA"], out=tmp_path / "one", **options)
+    assert ended.value.code == 1 and "LoRA: a request stayed." in capsys.readouterr().out
+    assert json.loads((tmp_path / "one/soak.json").read_text())["results"]["LoRA"]["wrong"]
+    found.failures.clear()
+    with pytest.raises(SystemExit) as ended:
+        soak.main(phase=["LoRA"], out=tmp_path / "two", **options)
+    assert ended.value.code == 0
+
+
+@pytest.mark.parametrize("name", PHASES)
+def test_both_servers_have_the_same_flags(name, tmp_path):
+    phase = PHASES[name]
+    plain, ours = phase.arguments(tmp_path, None), phase.arguments(tmp_path, 16)
+    assert plain[0] == ours[0] == MODEL
+    *same, option, drafts = ours
+    assert option == "--speculative-config"
+    assert json.loads(drafts)["num_speculative_tokens"] == 16
+    # Of slots for adapters plain vLLM has one more.
+    assert [pair for pair in zip(plain, same, strict=True) if pair[0] != pair[1]] == (
+        [("3", "2")] if phase.adapters else []
+    )
