@@ -14,12 +14,15 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from email import message_from_string
 from pathlib import Path
 
 from vllm_specblock.engine.contract.check import broken, hooks
 from vllm_specblock.engine.contract.sources import PACKAGE, installed
 
 KEPT = Path(__file__).resolve().parent.parent / "build" / "contract"
+METADATA = ".dist-info/METADATA"
+READABLE = {".py", ".json", ".jinja", ".js", ".css"}
 
 
 class ContractError(Exception):
@@ -62,10 +65,9 @@ def folder_of(what: str | None) -> Path:
     if given.is_dir():
         below = given / PACKAGE
         return below if below.is_dir() else given
-    root = KEPT / what / PACKAGE
-    if not root.is_dir():
+    if not metadata_in(KEPT / what):
         download(what, KEPT / what)
-    return root
+    return KEPT / what / PACKAGE
 
 
 def download(version: str, folder: Path) -> None:
@@ -85,10 +87,26 @@ def download(version: str, folder: Path) -> None:
 
 
 def unpack(wheel: Path, folder: Path) -> None:
-    """Only what can be read: the rest is a gigabyte."""
+    """Its Python, what that reads, and its metadata: the rest is a gigabyte."""
     with zipfile.ZipFile(wheel) as packed:
-        names = [name for name in packed.namelist() if name.endswith(".py")]
-        packed.extractall(folder, [name for name in names if name.startswith(f"{PACKAGE}/")])
+        names = [
+            name
+            for name in packed.namelist()
+            if name.endswith(METADATA)
+            or (name.startswith(f"{PACKAGE}/") and Path(name).suffix in READABLE)
+        ]
+        packed.extractall(folder, names)
+
+
+def metadata_in(folder: Path) -> list[Path]:
+    """Of the wheel that was unpacked there, if one was: in a list."""
+    return list(folder.glob(f"*{METADATA}"))
+
+
+def requirements(folder: Path) -> list[str]:
+    """What the wheel that was unpacked in `folder` requires, e.g. "numpy>=2; extra == 'a'"."""
+    (path,) = metadata_in(folder)
+    return message_from_string(path.read_text(encoding="utf-8")).get_all("Requires-Dist", [])
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,13 +20,15 @@ sys.path.insert(0, str(ROOT))
 
 from vllm_specblock import drafters  # noqa: E402, F401 - registers the kinds
 from vllm_specblock.drafters.registry import DRAFTERS  # noqa: E402
-from vllm_specblock.versions import SUPPORTED_VLLM  # noqa: E402
+from vllm_specblock.versions import SUPPORTED_VLLM, TESTED_VLLM  # noqa: E402
 
 PAGE = ROOT / "docs/support.md"
 EXACTNESS = "tests/engine/test_exactness.py"
 COMBINATIONS = "tests/engine/runner/test_combinations.py"
 CASES = "tests/lib/support/matrix.py"
 WINDOWS = "tests/engine/attention/test_sliding_window.py"
+QUANTISED = "tests/engine/runner/test_quantised_target.py"
+QUANTISED_CACHE = "tests/engine/attention/test_quantised_cache.py"
 REFUSALS = "vllm_specblock/engine/config/validate.py"
 FALLBACK = "vllm_specblock/engine/runner/chain_fallback.py"
 HEAD = """# What runs together
@@ -51,13 +54,14 @@ def main() -> int:
 
 def render() -> str:
     """The page."""
-    parts = [HEAD, *_releases(), *_targets(), *_drafters(), *_sampling(), *_refusals()]
-    return "\n".join(parts)
+    parts = [HEAD, *_releases(), *_targets(), *_fewer_bits(), *_drafters(), *_sampling()]
+    return "\n".join([*parts, *_refusals()])
 
 
 def _releases() -> Iterator[str]:
-    yield from _section("vLLM", "release", "where engines of it can draft")
-    yield from (f"| {minor}.x | {where} |" for minor, where in SUPPORTED_VLLM.items())
+    yield from _section("vLLM", "release", "where engines of it can draft", "tested")
+    for minor, where in SUPPORTED_VLLM.items():
+        yield f"| {minor}.x | {where} | {TESTED_VLLM[minor]} |"
 
 
 def _targets() -> Iterator[str]:
@@ -66,8 +70,22 @@ def _targets() -> Iterator[str]:
     for name in keys_of(WINDOWS, "TARGETS"):
         yield f"| sliding windows: {name} | tested with SpecBlock and n-gram (`{WINDOWS}`) |"
     for name in target_refusals():
-        yield f"| {name} | refused |"
+        yield f"| {_linked(name)} | refused |"
     yield "| any other text model of vLLM's | not refused, not tested |"
+
+
+def _fewer_bits() -> Iterator[str]:
+    yield from _section("Fewer bits", "what is kept in them", "on a CPU", "on a GPU")
+    for name in keys_of(QUANTISED, "FORMS"):
+        yield f"| {name} | tested, in float16 (`{QUANTISED}`) | not tried |"
+    yield (
+        "| weights and activations in int8 | verified, an engine warns: activations are rounded, "
+        "so the last bit of a sum, which a tree and a chain add up in different orders, can decide "
+        "a rounding and then a token. In float32, 4 of 20 answers left plain vLLM's somewhere | "
+        "not tried |"
+    )
+    yield "| weights in float8 | refused without AMX tiles, not tried with them | not tried |"
+    yield f"| KV cache in e4m3 | tested, with AVX-512 (`{QUANTISED_CACHE}`) | refused |"
 
 
 def _drafters() -> Iterator[str]:
@@ -83,7 +101,7 @@ def _drafters() -> Iterator[str]:
             kind.imposes,
         )
         yield f"| {name} | {' | '.join('yes' if each else 'no' for each in has)} |"
-    yield "\nImposed acceptance is for benchmarks only. `adapt` works on a CPU only yet.\n"
+    yield "\nImposed acceptance is for benchmarks only. `adapt` is for one rank, CPU or GPU.\n"
     yield f"Tested over every sampling case below, one or two together (`{COMBINATIONS}`):\n"
     yield from (f"- {name}" for name in ("SpecBlock", *keys_of(COMBINATIONS, "COMBINATIONS")))
 
@@ -100,7 +118,7 @@ def _sampling() -> Iterator[str]:
 def _refusals() -> Iterator[str]:
     yield "\n## Refused\n"
     yield "In the engine's words, before any weight is loaded; … stands for what was given.\n"
-    yield from (f"- {sentence}" for sentence in sentences_of(REFUSALS))
+    yield from (f"- {_linked(sentence)}" for sentence in sentences_of(REFUSALS))
     yield ""
 
 
@@ -108,6 +126,11 @@ def _section(title: str, *columns: str) -> Iterator[str]:
     yield f"\n## {title}\n"
     yield f"| {' | '.join(columns)} |"
     yield f"| {' | '.join('---' for _ in columns)} |"
+
+
+def _linked(text: str) -> str:
+    """A page that a sentence names, as a link from here."""
+    return re.sub(r"\(docs/(\w+\.md)\)", r"([why](\1))", text)
 
 
 # ---- what sources say ----

@@ -8,6 +8,12 @@ SUPPORTED_VLLM: dict[str, str] = {
 }
 """Minor release of vLLM → where engines of it can draft."""
 
+TESTED_VLLM: dict[str, str] = {
+    "0.32": "all of `tests/`, with its CPU build",
+    "0.33": "a part of `tests/engine`, as its Python over the compiled parts of 0.32's CPU build",
+}
+"""Minor release of vLLM → what ran with it; `docs/extending.md` says how, and what did not."""
+
 
 def is_supported(version: str) -> bool:
     """Whether `version` (e.g. ``"0.32.0+cpu"``) belongs to a supported minor release."""

@@ -112,3 +112,26 @@ def test_no_drafts_where_nobody_could_use_them(adaptive, plain, monkeypatch):
     assert (engine.speculator.draft_tokens >= 0).all(), "marks of vLLM's are no tokens"
     accepted = int(engine.speculator.counters.total.sum())  # of all that is counted
     assert accepted > 0
+
+
+def test_the_scheduler_says_when_nobody_could_use_them(plain, monkeypatch):
+    """As vLLM does it itself from 0.33 on: in chunks of a prompt, and in the last step."""
+    engine = make_engine({"num_speculative_tokens": 24}, max_num_batched_tokens=64)
+    if not getattr(engine.core.scheduler, "can_skip_drafts", False):
+        pytest.skip("vLLM from 0.33 on")
+    propose, wanted = engine.speculator.propose, []
+
+    def noting(batch, *args, **kwargs):
+        wanted.append(kwargs["num_speculative_tokens"])
+        return propose(batch, *args, **kwargs)
+
+    monkeypatch.setattr(engine.speculator, "propose", noting)
+    params = SamplingParams(temperature=0, max_tokens=24, logprobs=2, ignore_eos=True)
+    (text,) = [text for text in prompts(12) if len(text) == 200]
+    answers = engine.generate([text], params)
+    assert wanted[:3] == [0, 0, 0] and wanted[3] == 24, "of 200 tokens 64 at a time, the last draws"
+    assert_identical(answers, plain.generate([text], params))
+    one = SamplingParams(temperature=0, max_tokens=1)
+    del wanted[:]
+    engine.generate([text[:20]], one)
+    assert wanted == [0]

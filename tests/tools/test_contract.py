@@ -23,7 +23,9 @@ def wheel(path: Path) -> Path:
     with zipfile.ZipFile(path, "w") as packed:
         packed.writestr("vllm/__init__.py", "")
         packed.writestr("vllm/_C.abi3.so", "machine code")
-        packed.writestr("vllm-9.9.dist-info/METADATA", "")
+        packed.writestr("vllm/csrc/attention.cuh", "source of machine code")
+        packed.writestr("vllm/model_executor/config.json", "{}")
+        packed.writestr("vllm-9.9.dist-info/METADATA", "Name: vllm\nRequires-Dist: numpy>=2\n")
     return path
 
 
@@ -48,7 +50,8 @@ def test_a_wheel_is_downloaded_once_and_only_its_sources_are_kept(tool, monkeypa
     (command,) = calls
     assert command[-1] == "vllm==9.9" and "--no-deps" in command
     files = [path for path in tool.KEPT.rglob("*") if path.is_file()]
-    assert [path.name for path in files] == ["__init__.py"]
+    assert {path.name for path in files} == {"__init__.py", "config.json", "METADATA"}
+    assert tool.requirements(tool.KEPT / "9.9") == ["numpy>=2"]
     said = capsys.readouterr().out
     assert "there is no vllm/engine/arg_utils.py" in said and "0 of " in said
 

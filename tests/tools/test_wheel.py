@@ -35,6 +35,26 @@ print(json.dumps(found))
 """
 
 
+ANSWER = """
+import json, sys
+from vllm import LLM, SamplingParams
+llm = LLM(
+    model=sys.argv[1], dtype="float32", enforce_eager=True, max_model_len=256, max_num_seqs=2,
+    kv_cache_memory_bytes=256 << 20, disable_log_stats=False,
+    speculative_config={
+        "method": "specblock", "model": sys.argv[2], "num_speculative_tokens": 12,
+        "enable_adaptive_verification": False,
+        "second_drafter": {"kind": "ngram"}, "draft_policy": "merge",
+    },
+)
+greedy = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
+(answer,) = llm.generate("def main(argv):\\n", greedy, use_tqdm=False)
+count = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
+print(json.dumps({"tokens": len(answer.outputs[0].token_ids),
+                  "accepted": count["vllm:spec_decode_num_accepted_tokens"]}))
+"""
+
+
 def run(*command: str | Path, **options) -> str:
     done = subprocess.run([*map(str, command)], capture_output=True, text=True, **options)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -67,10 +87,19 @@ def installed(tmp_path_factory) -> Path:
     return environment
 
 
+def bare() -> dict[str, str]:
+    """The environment of a user, who has no checkout and interprets no kernel."""
+    ours = ("PYTHONPATH", "TRITON_INTERPRET")
+    kept = {name: value for name, value in os.environ.items() if name not in ours}
+    return kept | {
+        "VLLM_USE_V2_MODEL_RUNNER": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+    }
+
+
 def test_vllm_finds_it_and_the_doctor_has_nothing_to_say(installed, tmp_path):
-    bare = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    bare |= {"VLLM_USE_V2_MODEL_RUNNER": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-    out = run(installed / "bin/python", "-c", LOOK, cwd=tmp_path, env=bare)
+    out = run(installed / "bin/python", "-c", LOOK, cwd=tmp_path, env=bare())
     found = json.loads(out.splitlines()[-1])
     assert found["file"].startswith(str(installed)), "another one was imported"
     assert "specblock" in found["plugins"] and "specblock_cpu" in found["platforms"]
@@ -82,3 +111,12 @@ def test_vllm_finds_it_and_the_doctor_has_nothing_to_say(installed, tmp_path):
 
 def test_its_command_is_there(installed, tmp_path):
     assert "doctor" in run(installed / "bin/specblock", "--help", cwd=tmp_path)
+
+
+@pytest.mark.engine
+def test_an_engine_drafts_with_it(installed, tmp_path):
+    """All that an engine reads of the package came along, files that are no modules too."""
+    pair = [ROOT / "examples/tiny_pair" / name for name in ("target", "drafter")]
+    out = run(installed / "bin/python", "-c", ANSWER, *pair, cwd=tmp_path, env=bare())
+    found = json.loads(out.splitlines()[-1])
+    assert found["tokens"] == 32 and found["accepted"] > 5

@@ -15,6 +15,7 @@ from vllm import envs
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
+from vllm.v1.worker.gpu.spec_decode.eagle import eagle3_utils
 
 from vllm_specblock.config import OptionError
 from vllm_specblock.engine.config import validate, vllm_args
@@ -114,6 +115,11 @@ def test_other_methods_are_left_alone():
         # Lossy, and vLLM's own from 0.33 on, as the key below.
         ({"rejection_sample_method": "fly"}, ["'rejection_sample_method' is 'fly'"]),
         ({"draft_lm_head_quantization": "fp8"}, ["'draft_lm_head_quantization'", "not known"]),
+        ({"fly_window_size": 4}, ["'fly_window_size'", "not known"]),
+        (
+            {"disable_lookahead_block_hashes": True},
+            ["'disable_lookahead_block_hashes'", "not known"],
+        ),
         ({"draft_sample_method": "probabilistic"}, ["'draft_sample_method'", "not known"]),
         (
             {"num_speculative_tokens": 60, "num_blocks": 8, "num_starts": 32},
@@ -317,6 +323,18 @@ def test_missing_and_extra_tensors(copied):
     refused("stray.weight", speculative={"model": str(copied)})
 
 
+def test_the_target_hands_out_states_whatever_a_checkpoint_says(copied):
+    from vllm_specblock.drafters.specblock.checkpoint import convert
+
+    published = copied.with_name("published")
+    convert(copied, published, "published")
+    edit(published, eagle_config__use_aux_hidden_state=False)
+    found = configure({"model": str(published)}).speculative_config
+    if hasattr(eagle3_utils, "requires_aux_hidden_states"):  # vLLM from 0.33 on
+        assert eagle3_utils.requires_aux_hidden_states(found)
+    assert found.draft_model_config.hf_config.eagle_aux_hidden_state_layer_ids == [2, 3, 4]
+
+
 def test_mapping_that_is_not_plain_tensors(copied):
     from vllm_specblock.drafters.specblock.checkpoint import convert
 
@@ -328,6 +346,24 @@ def test_mapping_that_is_not_plain_tensors(copied):
 
 NGRAM = {"kind": "ngram"}
 TABLES, EAGLE3 = ROOT / "examples/two_heads/tables", ROOT / "examples/two_heads/eagle3"
+
+
+YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize("rope", [{"rope_type": "default"}, YARN], ids=["default", "yarn"])
+def test_a_checkpoint_of_few_positions_shortens_no_request(rope, tmp_path):
+    """From 0.33 on vLLM gives its own EAGLE-3 no more positions than such a checkpoint names."""
+    folder = shutil.copytree(EAGLE3, tmp_path / "few")
+    said = json.loads((folder / "config.json").read_text())
+    said |= {"max_position_embeddings": 128, "rope_parameters": rope | {"rope_theta": 10000.0}}
+    (folder / "config.json").write_text(json.dumps(said))
+    config = configure({"model": str(folder)})
+    assert (
+        config.speculative_config.draft_model_config.hf_config.rope_parameters["rope_type"]
+        == (rope["rope_type"])
+    )
+    assert config.model_config.max_model_len == 512
 
 
 def test_two_heads():
@@ -497,7 +533,7 @@ def test_adaptation_that_cannot_be(speculative, parts):
 
 
 def test_adaptation_elsewhere(monkeypatch):
-    """On a GPU, among ranks, and of a target whose files are not here."""
+    """On a GPU as on a CPU; among ranks, and of a target whose files are not here."""
     plan = vllm_args.read_back(configure(ADAPT).additional_config)
     learns = vllm_args.read_back(configure({"adapt": True}).additional_config)
     off = vllm_args.read_back(configure().additional_config)
@@ -509,16 +545,14 @@ def test_adaptation_elsewhere(monkeypatch):
     )
     here, there = SimpleNamespace(model=str(TARGET)), SimpleNamespace(model="some/target")
     cpu, gpu = (SimpleNamespace(is_cpu=lambda is_cpu=is_cpu: is_cpu) for is_cpu in (True, False))
-    monkeypatch.setattr("vllm.platforms.current_platform", cpu)
-    validate.check_adapt({}, plan, one, there)
-    validate.check_adapt({}, learns, one, here)
-    with pytest.raises(OptionError, match=r"tensor_parallel_size is 2.*drop one of them\.$"):
-        validate.check_adapt({}, plan, two, here)
-    with pytest.raises(OptionError, match=r"'some/target' is no folder here.*drop the key\.$"):
-        validate.check_adapt({}, learns, one, there)
-    monkeypatch.setattr("vllm.platforms.current_platform", gpu)
-    with pytest.raises(OptionError, match=r"recorded on a CPU only yet: drop it\.$"):
-        validate.check_adapt({}, plan, one, here)
+    for platform in (cpu, gpu):
+        monkeypatch.setattr("vllm.platforms.current_platform", platform)
+        validate.check_adapt({}, plan, one, there)
+        validate.check_adapt({}, learns, one, here)
+        with pytest.raises(OptionError, match=r"tensor_parallel_size is 2.*drop one of them\.$"):
+            validate.check_adapt({}, plan, two, here)
+        with pytest.raises(OptionError, match=r"'some/target' is no folder here.*drop the key\.$"):
+            validate.check_adapt({}, learns, one, there)
     with pytest.raises(OptionError, match=r"'cuda:1', but vLLM serves on that GPU.*'cpu'\.$"):
         validate.check_adapt({}, busy, two, here)
     validate.check_adapt({}, off, two, there)

@@ -191,9 +191,14 @@ def finish(config: SpeculativeConfig, resolved: ResolvedConfig, target: ModelCon
     """Mark the config as ours, and tell vLLM which hidden states the target has to hand out."""
     draft = config.draft_model_config.hf_config
     draft.specblock = True
+    # Drafters stand at the target's positions, and their RoPE has no end. From 0.33 on vLLM would
+    # shorten the target's to those that a checkpoint names beside YaRN.
+    config.draft_model_config.max_model_len = target.max_model_len
     # What follows the last layer comes by itself.
     inner = [layer for layer in resolved.layers if layer < target.hf_text_config.num_hidden_layers]
     draft.eagle_aux_hidden_state_layer_ids = inner
+    # It may say that its drafter reads none, which vLLM heeds from 0.33 on.
+    draft.eagle_config = None
     if config.model == str(PLACEHOLDER_DRAFT_CONFIG):
         draft.hidden_size = target.get_hidden_size()
         draft.vocab_size = target.get_vocab_size()

@@ -1,0 +1,173 @@
+"""Make an environment with a release's Python over the compiled parts of the installed CPU build.
+
+    .venv/bin/python tools/newer_vllm.py 0.33.0     # a minute; prints the new interpreter
+
+For a release whose CUDA wheel is on PyPI while its CPU wheel is not: its Python is what the plugin
+meets. It is no build of either release, and its metadata says so: what passes here says nothing of
+the newer compiled parts. All other packages are those of the environment that made it, which
+therefore has to stay.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+from collections.abc import Callable, Iterable, Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import NamedTuple
+
+from contract import KEPT, ContractError, folder_of, requirements
+from packaging.requirements import Requirement
+
+from vllm_specblock.engine.contract.sources import PACKAGE, installed
+
+MADE = Path(__file__).resolve().parent.parent / "build"
+ALSO = {"orjson"}
+"""What vLLM's server imports from 0.33 on: installed beside it. What else is unmet is named."""
+SCRIPTS = ("vllm", "specblock")
+SCRIPT = """#!{python}
+import sys
+from importlib.metadata import entry_points
+
+sys.exit(next(iter(entry_points(group="console_scripts", name="{name}"))).load()())
+"""
+
+
+class OverlayError(Exception):
+    """One sentence for the user."""
+
+
+class Unmet(NamedTuple):
+    """A requirement of the release, and what there is instead: a version, or None."""
+
+    wanted: Requirement
+    found: str | None
+
+    def __str__(self) -> str:
+        return f"{self.wanted.name}{self.wanted.specifier} ({self.found or 'not installed'})"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("release", help="of vLLM, e.g. 0.33.0")
+    release = parser.parse_args(arguments).release
+    try:
+        print(make(release, MADE / f"{PACKAGE}-{release}"))
+    except (OverlayError, ContractError) as error:
+        print(f"newer_vllm: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def make(release: str, folder: Path) -> Path:
+    """The environment, anew; its interpreter.
+
+    Raises:
+        OverlayError: there is no CPU build to take compiled parts from, or the result fails.
+        ContractError: the release cannot be downloaded.
+    """
+    build = installed_version(PACKAGE)
+    base = installed()
+    if base is None or build is None or "+cpu" not in build:
+        raise OverlayError(
+            f"the compiled parts come from an installed CPU build of vLLM, and here is {build}: "
+            "call the Python of an environment that `make setup` made on a CPU."
+        )
+    sources = folder_of(release)
+    unmet = list(unmet_of(requirements(KEPT / release), installed_version))
+    also = [str(each.wanted) for each in unmet if each.wanted.name in ALSO]
+    venv.create(folder, with_pip=False, clear=True, symlinks=True)
+    where = {"base": str(folder), "platbase": str(folder)}
+    site = Path(sysconfig.get_path("purelib", "venv", where))
+    python = Path(sysconfig.get_path("scripts", "venv", where)) / "python"
+    # Its own .pth files count there as well, such as that of a package installed with `-e`.
+    (site / "base.pth").write_text(f"import site; site.addsitedir({str(base.parent)!r})\n")
+    lay_over(sources, base, site / PACKAGE)
+    name_it(site, release, build, (each for each in unmet if each.wanted.name not in ALSO))
+    for name in SCRIPTS:
+        script = python.with_name(name)
+        script.write_text(SCRIPT.format(python=python, name=name))
+        script.chmod(0o755)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(python)]
+    if also and subprocess.run([*pip, "install", "--quiet", "--no-deps", *also]).returncode:
+        raise OverlayError(f"pip could not install {' '.join(also)}; its message is above.")
+    check = [str(python), "-c", f"import {PACKAGE}, vllm_specblock"]
+    done = subprocess.run(check, capture_output=True, text=True, cwd=folder)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["?"])[-1]
+        raise OverlayError(f"{folder} was made, but vLLM {release} does not import there: {last}")
+    return python
+
+
+def installed_version(package: str) -> str | None:
+    """A distribution's version; None: there is none."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def unmet_of(wanted: Iterable[str], version_of: Callable[[str], str | None]) -> Iterator[Unmet]:
+    """What is missing or is of another version, extras aside.
+
+    Args:
+        wanted: requirements as a wheel's metadata has them.
+        version_of: a distribution's version; None: it is not installed.
+    """
+    for requirement in map(Requirement, wanted):
+        # An extra's requirements hold with that extra only, which nobody asked for.
+        if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        found = version_of(requirement.name)
+        if found is None or not requirement.specifier.contains(found, prereleases=True):
+            yield Unmet(requirement, found)
+
+
+def lay_over(sources: Path, base: Path, package: Path) -> None:
+    """The sources' files in `package`, with links to the base's compiled parts."""
+    shutil.copytree(sources, package)
+    for part in sorted(base.rglob("*.so")):
+        link = package / part.relative_to(base)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(part)
+
+
+def name_it(site: Path, release: str, build: str, unmet: Iterable[Unmet]) -> None:
+    """Metadata of a distribution `vllm` that says what this is.
+
+    Args:
+        site: the environment's `site-packages`.
+        release: whose Python it is.
+        build: version of the build whose compiled parts it has, e.g. "0.32.0+cpu".
+        unmet: of what the release requires, and stays so.
+    """
+    name = f"{release}+cpu.parts.of.{build.partition('+')[0]}"
+    info = site / f"{PACKAGE}-{name}.dist-info"
+    info.mkdir()
+    lines = [
+        "Metadata-Version: 2.1",
+        f"Name: {PACKAGE}",
+        f"Version: {name}",
+        f"Summary: Python of vLLM {release} over compiled parts of {build}: for tests of plugins",
+        "",
+        f"Made by tools/newer_vllm.py; a build of neither release. Of what {release} requires,",
+        "this is installed otherwise, or not at all:",
+        *(f"    {each}" for each in unmet),
+    ]
+    files = {
+        "METADATA": "\n".join(lines) + "\n",
+        "INSTALLER": "vllm_specblock\n",
+        "entry_points.txt": "[console_scripts]\nvllm = vllm.entrypoints.cli.main:main\n",
+    }
+    files["RECORD"] = "".join(f"{info.name}/{each},,\n" for each in [*files, "RECORD"])
+    for file, text in files.items():
+        (info / file).write_text(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
