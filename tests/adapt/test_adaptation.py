@@ -75,7 +75,7 @@ def test_requests_without_rows_leave_a_gain_unknown(pair):
 def test_a_version_that_old_texts_refused_serves_once_new_ones_want_it(pair, monkeypatch):
     """What it is judged by is of a domain that is gone: there it is worse."""
     adaptation = adapting(pair)
-    monkeypatch.setattr(adaptation.judge, "difference", lambda *_: -1.0)
+    monkeypatch.setattr(adaptation.judge, "is_better", lambda *_: False)
     serving, refused = [], []
     monkeypatch.setattr(adaptation, "count", lambda name, by: refused.append(name))
     for number in range(2 * EVERY):

@@ -201,7 +201,7 @@ def test_a_miss_is_a_step_that_ends_at_a_node_with_children():
 def test_a_refused_version_that_new_texts_want_serves_between_two_updates(world, monkeypatch):
     made, drafter, texts = world
     simulation = Simulation(drafter, made.teacher, Fixed(Action.FULL, 8), CONFIG)
-    monkeypatch.setattr(simulation.adaptation.judge, "difference", lambda *_: -1.0)
+    monkeypatch.setattr(simulation.adaptation.judge, "is_better", lambda *_: False)
     found = simulate(simulation, [Place("away", AWAY, n) for n in range(15)], texts)
     versions = [each.version for each in found.served]
     assert 12 <= versions.index(1) < 15 and found.swaps == found.refused == 1

@@ -15,7 +15,7 @@ from statistics import fmean, stdev
 import torch
 
 from vllm_specblock.adapt.book import Book, Record
-from vllm_specblock.adapt.learning.judge import Judge
+from vllm_specblock.adapt.learning.judge import Judge, is_sure
 from vllm_specblock.adapt.learning.pool import Pool, Version
 from vllm_specblock.adapt.learning.train_batches import RecordTeacher, batches
 from vllm_specblock.adapt.learning.update import UpdateConfig, Updater, UpdateReport
@@ -26,6 +26,10 @@ from vllm_specblock.drafters.specblock.model import SpecBlockModel
 
 AGAIN = 4
 """Texts since an update after which a version that was refused may serve after all."""
+
+AGAIN_SURE = 2.0
+"""Standard errors by which it has to be better on them: it is looked at after each, up to the next
+update, and chance gets as many tries."""
 
 Count = Callable[[str, int], None]
 """Adds to one of `link.layout.COUNTS`."""
@@ -184,7 +188,7 @@ class Adaptation:
         if after is not self.training or after is serves or serves is not weighed.serves:
             return
         found = weighed.over_current
-        if len(found) >= AGAIN and fmean(found) > 0:
+        if len(found) >= AGAIN and is_sure([found], AGAIN_SURE):
             self.pool.offer(after)
 
     def _reward(self) -> None:
@@ -227,7 +231,7 @@ class Adaptation:
         self.number += 1
         self.training = Version(self.number, tensors, action, before.number)
         judged = self.policy.gated
-        if not judged or self.judge.difference(self.training, self.pool.current, self.book) > 0:
+        if not judged or self.judge.is_better(self.training, self.pool.current, self.book):
             self.pool.offer(self.training)
         else:
             self.count("versions_refused_not_better", 1)

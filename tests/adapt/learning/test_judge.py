@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 import torch
 from support.records import random_record, small_drafter, small_teacher
 
 from vllm_specblock.adapt.book import Book
-from vllm_specblock.adapt.learning.judge import Judge, depth_along
+from vllm_specblock.adapt.learning.judge import Judge, depth_along, is_sure
 from vllm_specblock.adapt.learning.pool import Version
 from vllm_specblock.adapt.policy.actions import held
 from vllm_specblock.adapt.policy.interface import Action
@@ -112,6 +113,49 @@ def test_old_and_recent_weigh_the_same():
     ]
     assert means[0] != means[1]
     assert judge.difference(one, other, book) == pytest.approx(sum(means) / 2)
+
+
+def test_better_is_by_more_than_chance():
+    assert is_sure([[0.2, 0.3, 0.1, 0.2]])
+    assert not is_sure([[0.2, -0.3, 0.4, -0.1]]), "0.05, with a standard error of 0.16"
+    assert not is_sure([[-0.2, -0.3, -0.1]])
+    assert not is_sure([]) and not is_sure([[0.5]]) and not is_sure([[0.5], [0.4]])
+    assert not is_sure([[0.0, 0.0]]), "the same drafter"
+    # One text takes the spread of the others, not none: √(0.01 / 3 + 0.01) / 2 is 0.058.
+    others = [0.1, 0.2, 0.3]
+    assert is_sure([others, [-0.08]]) and not is_sure([others, [-0.09]])
+    # Parts weigh the same whatever they hold.
+    assert not is_sure([[0.1, 0.11] * 4, [-0.2, -0.21]])
+
+
+def test_of_what_is_no_better_few_come_to_serve():
+    draw = random.Random(0)
+    trials = 4000
+    found = [
+        is_sure([[draw.gauss(mean, 0.3) for _ in range(8)] for _ in range(2)])
+        for mean in (0.0, 0.3)
+        for _ in range(trials)
+    ]
+    assert sum(found[:trials]) / trials == pytest.approx(0.166, abs=0.02), "of Student's t"
+    assert sum(found[trials:]) / trials > 0.98
+
+
+def test_an_offer_asks_both_parts_of_the_book(monkeypatch):
+    """Better on the recent texts by half a token, and worse on the old ones by as much or less."""
+    record = random_record("any")
+    book, (one, other) = book_of(range(80), 4 * (4 * record.size + 8) / 2**20), versions()
+    assert len(book.recent.records) > 2 and len(book.old.records) > 2
+    judge, worse = Judge(small_drafter(), small_teacher(), 2), 0.0
+
+    def depth(version: Version, each) -> float:
+        noise = 0.02 * (int(each.request.split()[1]) % 3)
+        gain = 0.5 if any(each is recent for recent in book.recent.records) else -worse
+        return noise + gain if version is one else 0.0
+
+    monkeypatch.setattr(judge, "depth", depth)
+    assert judge.is_better(one, other, book) and not judge.is_better(other, one, book)
+    worse = 0.6
+    assert not judge.is_better(one, other, book) and judge.is_better(other, one, book)
 
 
 def test_a_pair_is_computed_once(monkeypatch):

@@ -348,7 +348,7 @@ def test_wrong_configs_are_one_sentence(pair, tmp_path):
     assert TrainerConfig.from_json(config.to_json()) == config
 
 
-def wait(what, seconds: float = 60.0):
+def wait(what, seconds: float = 240.0):
     until = time.monotonic() + seconds
     while not (found := what()):
         assert time.monotonic() < until, "it takes too long"

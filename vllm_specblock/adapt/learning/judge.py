@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable
-from statistics import fmean
+from collections.abc import Iterable, Sequence
+from statistics import fmean, variance
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,6 +23,9 @@ from vllm_specblock.adapt.policy.actions import put
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
 from vllm_specblock.train.eval.chain import chain_along
 from vllm_specblock.train.learner import EvalSequence
+
+SURE = 1.0
+"""Standard errors by which a version has to be better to serve."""
 
 _SIBLING = 1
 """The rank bucket of second to fourth choices; 0 is the first."""
@@ -82,12 +85,39 @@ class Judge:
         Returns:
             tokens per row; NaN where there is no judged record.
         """
-        return self._over(book, lambda each: self.depth(version, each) - self.depth(other, each))
+        parts = self._parts(version, other, book)
+        return fmean(map(fmean, parts)) if parts else math.nan
 
-    def _over(self, book: Book, value: Callable[[Record], float]) -> float:
-        means = []
+    def is_better(self, version: Version, other: Version, book: Book) -> bool:
+        """Whether `difference` is positive by more than chance: by `SURE` standard errors.
+
+        An update comes every few requests, and where nothing is to be gained half of them look
+        better on the few texts that there are: taken at their word, they walk away from the best.
+        """
+        return is_sure(self._parts(version, other, book))
+
+    def _parts(self, version: Version, other: Version, book: Book) -> list[list[float]]:
+        """d on each text of the recent judged records, and of the old ones; no empty list."""
+        found = []
         for part in (book.recent.records, book.old.records):
-            found = [each for each in map(value, part[-self.most :]) if not math.isnan(each)]
-            if found:
-                means.append(fmean(found))
-        return fmean(means) if means else math.nan
+            newest = part[-self.most :]
+            every = (self.depth(version, each) - self.depth(other, each) for each in newest)
+            found.append([each for each in every if not math.isnan(each)])
+        return [each for each in found if each]
+
+
+def is_sure(parts: Sequence[Sequence[float]], errors: float = SURE) -> bool:
+    """Whether the mean of the parts' means is above 0 by so many standard errors.
+
+    Args:
+        parts: paired differences, tokens per row; those of a part are of one spread. One alone says
+            nothing of its spread, and takes that of the others.
+    """
+    if not parts:
+        return False
+    degrees = sum(len(part) - 1 for part in parts)
+    if not degrees:
+        return False
+    squares = sum((len(part) - 1) * variance(part) for part in parts if len(part) > 1)
+    error = math.sqrt(squares / degrees * sum(1 / len(part) for part in parts)) / len(parts)
+    return fmean(map(fmean, parts)) > errors * error
