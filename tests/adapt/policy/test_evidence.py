@@ -12,17 +12,19 @@ from vllm_specblock.adapt.policy.evidence import GOOD, BettingEvidence, FallDete
 SPREAD = 0.3
 
 
-def first(detector, draw, mean: float, count: int) -> int | None:
+def first(detector, draw, mean: float, count: int, spread: float = SPREAD) -> int | None:
     """Number of the request that decides, None within `count`."""
-    return next((i for i in range(1, count + 1) if detector.add(draw.gauss(mean, SPREAD))), None)
+    return next((i for i in range(1, count + 1) if detector.add(draw.gauss(mean, spread))), None)
 
 
 def test_wealth_by_hand():
     evidence = BettingEvidence(threshold=3.0)
-    assert not evidence.add(0.25) and evidence.wealth == 0.75
-    assert not evidence.add(-9.0) and evidence.wealth == 1.5  # from 1, and clipped
-    assert not evidence.add(float("nan")) and evidence.wealth == 1.5
-    assert not evidence.add(-0.5) and evidence.wealth == 2.25
+    assert not evidence.add(0.25) and evidence.wealth == pytest.approx((0.75 + 0.1) / 2)
+    # Each from 1, and clipped.
+    assert not evidence.add(-9.0) and evidence.wealth == pytest.approx((1.5 + 1.9) / 2)
+    assert not evidence.add(float("nan")) and evidence.wealth == pytest.approx(1.7)
+    assert not evidence.add(-0.125)
+    assert evidence.wealth == pytest.approx((1.5 * 1.125 + 1.9 * 1.45) / 2)
     assert evidence.add(-0.5)
     evidence.reset()
     assert evidence.wealth == 1.0
@@ -45,13 +47,19 @@ def test_equal_versions_are_left_as_seldom_as_the_threshold_says():
     assert 20 < found < count / GOOD
 
 
-@pytest.mark.parametrize("loss, delay", [(0.1, 116), (0.2, 49), (0.5, 22), (1.0, 18)])
-def test_a_loss_after_good_requests_is_found(loss, delay):
+@pytest.mark.parametrize(
+    "loss, spread, delay",
+    [
+        *((0.1, 0.3, 110), (0.2, 0.3, 36), (0.5, 0.3, 13), (1.0, 0.3, 12)),
+        *((0.1, 0.15, 36), (0.2, 0.15, 17), (0.5, 0.15, 12)),
+    ],
+)
+def test_a_loss_after_good_requests_is_found(loss, spread, delay):
     draw, delays = random.Random(2), []
     for _ in range(150):
         evidence = BettingEvidence()
-        if first(evidence, draw, 0.05, 300) is None:
-            delays.append(first(evidence, draw, -loss, 2000))
+        if first(evidence, draw, 0.05, 300, spread) is None:
+            delays.append(first(evidence, draw, -loss, 2000, spread))
     assert median(delays) == pytest.approx(delay, rel=0.2)
 
 

@@ -6,6 +6,7 @@ Both are valid whenever one looks: nobody has to say beforehand after how many r
 from __future__ import annotations
 
 import math
+from statistics import fmean
 
 LEAST_SPREAD = 0.05
 """Tokens per step; τ of some equal requests is no reason to take every later difference for a
@@ -15,23 +16,32 @@ SWITCH, GOOD = 1000.0, 20.0
 """Wealth at which the engine takes another version, and at which the current one is called good."""
 
 
+STAKES = ((0.5, 0.5), (0.25, 0.9))
+"""(tokens per step at which a difference counts in full, share of the wealth that is staked then):
+the careful bettor finds small losses among large spreads, the bold one has more than half of its
+wealth on a difference that most texts agree on."""
+
+
 class BettingEvidence:
     """An e-detector (arXiv 2203.03532) for "the other version is better".
 
-    Bets on the sign of paired differences: wealth ← max(wealth, 1) · (1 − ½ clip(d / scale, −1,
-    1)). While the mean of d is not negative, each factor is at most 1 on average: so wealth is at
-    `threshold` once in `threshold` differences at most, on average.
+    Each of `STAKES` bets on the sign of paired differences: wealth ← max(wealth, 1) · (1 − stake ·
+    clip(d / scale, −1, 1)). While the mean of the clipped d is not negative, each factor is at most
+    1 on average: so the wealth, the bettors' mean, is at `threshold` once in `threshold`
+    differences at most, on average.
 
     Args:
         threshold: of the wealth.
-        scale: tokens per step at which a difference counts in full.
-
-    Attributes:
-        wealth: at least what the last bet left, 1 in the beginning.
     """
 
-    def __init__(self, threshold: float = SWITCH, scale: float = 0.5) -> None:
-        self.threshold, self.scale, self.wealth = threshold, scale, 1.0
+    def __init__(self, threshold: float = SWITCH) -> None:
+        self.threshold = threshold
+        self.reset()
+
+    @property
+    def wealth(self) -> float:
+        """1 in the beginning."""
+        return fmean(self._wealths)
 
     def add(self, difference: float) -> bool:
         """Whether the evidence suffices after one more paired difference.
@@ -40,13 +50,15 @@ class BettingEvidence:
             difference: d = this version − the other, on one request's text. NaN is no evidence.
         """
         if not math.isnan(difference):
-            bet = min(1.0, max(-1.0, difference / self.scale))
-            self.wealth = max(self.wealth, 1.0) * (1 - bet / 2)
+            self._wealths = [
+                max(wealth, 1.0) * (1 - stake * min(1.0, max(-1.0, difference / scale)))
+                for wealth, (scale, stake) in zip(self._wealths, STAKES)
+            ]
         return self.wealth >= self.threshold
 
     def reset(self) -> None:
         """Begin anew, with another version on either side."""
-        self.wealth = 1.0
+        self._wealths = [1.0] * len(STAKES)
 
 
 class FallDetector:
