@@ -90,12 +90,12 @@ def test_who_watches_needs_a_version_to_judge():
 @pytest.mark.parametrize(
     ("trainer", "serving", "parts"),
     [
-        ("engine", (), ["'engine'", "not supported yet", "'cpu'", "a folder"]),
         ("cuda:1", (0, 1), ["'cuda:1'", "vLLM serves on that GPU", "name another"]),
         ("cuda:2", (0, 1), ["PyTorch finds 2 GPUs here"]),
         ("cuda:0", (), None),
         ("cuda:1", (0,), None),
         ("cpu", (0, 1), None),
+        ("engine", (0, 1), None),
         ("a/folder", (0, 1), None),
     ],
 )

@@ -34,8 +34,8 @@ class AdaptConfig(Options):
     """Of the bandit: judged gains against measured seconds, or the paper's Algorithm 1."""
 
     trainer: str = "cpu"
-    """Where updates are computed: `cpu`, `cuda:N`, or a folder to which requests are written, for
-    `specblock adapt run`; `engine`, between its steps, is refused yet."""
+    """Where updates are computed: `cpu`, `cuda:N`, `engine` (heads only, in slices between its
+    steps), or a folder to which requests are written, for `specblock adapt run`."""
 
     actions: Literal["heads", "all"] | None = None
     """The largest update. None: `heads`, and `all` on a GPU of the trainer's own."""
@@ -95,8 +95,8 @@ class AdaptConfig(Options):
 
     @property
     def trains_beside(self) -> bool:
-        """Whether a process beside the engine gets what is recorded: to learn from, or to judge
-        a version by, which only `out` can have."""
+        """Whether a trainer beside the engine or in it gets what is recorded: to learn from, or
+        to judge a version by, which only `out` can have."""
         return self.folder is None and (self.policy != "watch" or self.out is not None)
 
     @property
@@ -147,12 +147,6 @@ def check_trainer(options: AdaptConfig, serving: Collection[int], present: int) 
         OptionError: it cannot. One sentence.
     """
     said = f"speculative_config key '{KEY}.trainer' is {options.trainer!r}"
-    if options.trainer == "engine":
-        # docs/adaptation.md says what it would take.
-        raise OptionError(
-            f"{said}, but updates between an engine's own steps are not supported yet: take 'cpu', "
-            "'cuda:N' or a folder."
-        )
     if not _DEVICE.fullmatch(options.trainer):
         return
     number = int(options.trainer.removeprefix("cuda:"))

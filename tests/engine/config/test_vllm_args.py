@@ -523,7 +523,7 @@ def test_adaptation_is_off_and_can_be_on():
             ["acceptance is imposed", "nothing to learn"],
         ),
         ({"adapt": {"trainer": "cuda:99"}}, ["'adapt.trainer' is 'cuda:99'", "GPUs here"]),
-        ({"adapt": {"trainer": "engine"}}, ["'adapt.trainer' is 'engine'", "or a folder"]),
+        ({"adapt": {"trainer": "engine", "actions": "all"}}, ["'engine' trains heads only"]),
         ({"adapt": {"trainer": "some/folder", "every": 4}}, ["'every'", "adapt run"]),
         ({"num_block": 1}, ["adapt"]),
     ],

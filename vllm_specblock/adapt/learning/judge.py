@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean, variance
 from weakref import WeakKeyDictionary
 
@@ -54,6 +54,9 @@ class Judge:
         teacher: gives records as texts.
         blocks: M of the chains.
         most: records of each part of the book that an offer is judged by, the newest.
+
+    Attributes:
+        pause: called behind every record that was read.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class Judge:
     ) -> None:
         self.drafter = copy.deepcopy(drafter).requires_grad_(False)
         self.teacher, self.blocks, self.most = teacher, blocks, most
+        self.pause: Callable[[], None] = lambda: None
         self._holds: Version | None = None
         self._known: WeakKeyDictionary[Record, dict[int, float]] = WeakKeyDictionary()
 
@@ -73,6 +77,7 @@ class Judge:
                 self._holds = version
             text = self.teacher.sequence(record)
             known[version.number] = depth_along(self.drafter, text, self.blocks)
+            self.pause()
         return known[version.number]
 
     def depths(self, versions: Iterable[Version], record: Record) -> dict[int, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -74,6 +74,7 @@ class Updater:
         drafter: θ_train.
         steps: batches learned so far.
         refused: batches refused so far.
+        pause: called behind every batch.
     """
 
     def __init__(self, drafter: SpecBlockModel, config: UpdateConfig | None = None) -> None:
@@ -81,6 +82,7 @@ class Updater:
         self.learner = SpecBlockLearner(drafter, self.config.recipe)
         self.origin = copy.deepcopy(drafter).requires_grad_(False) if self.config.anchor else None
         self.steps = self.refused = 0
+        self.pause: Callable[[], None] = lambda: None
         self.forget()
 
     def forget(self) -> None:
@@ -112,6 +114,11 @@ class Updater:
 
     def _step(self, train_batch: TrainBatch, learning: list[nn.Parameter]) -> float | None:
         """The batch's loss; None where it or its gradient was not finite, and nothing changed."""
+        loss = self._learn(train_batch, learning)
+        self.pause()
+        return loss
+
+    def _learn(self, train_batch: TrainBatch, learning: list[nn.Parameter]) -> float | None:
         self.optimizer.zero_grad(set_to_none=True)
         with torch.enable_grad():
             loss = self._loss(train_batch)

@@ -36,6 +36,7 @@ class BettingEvidence:
 
     def __init__(self, threshold: float = SWITCH) -> None:
         self.threshold = threshold
+        self._wealths: list[float] = []
         self.reset()
 
     @property

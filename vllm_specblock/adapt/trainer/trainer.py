@@ -61,10 +61,11 @@ class TrainerConfig:
         anchor: λ of the KL to the drafter as delivered.
         num_blocks: M that serving drafts: others would be learned, and judged, for nobody.
         every: finished requests that make an update.
+        batch: records of a batch, half of them new.
         memory: of recorded rows, MiB.
         out: folder for versions and the trainer's state; None: nothing is written.
         seconds: between two writings at least.
-        device: `cpu`, or `cuda:N`, which is not the engine's.
+        device: `cpu`, or `cuda:N`, which no other process computes on.
         threads: of the processor.
         seed: of samples and exploration.
     """
@@ -77,6 +78,7 @@ class TrainerConfig:
     anchor: float = 0.0
     num_blocks: int = 2
     every: int = EVERY
+    batch: int = 8
     memory: float = 512
     out: str | None = None
     seconds: float = 600
@@ -95,7 +97,7 @@ class TrainerConfig:
 
 
 class Source(Protocol):
-    """Where finished requests come from: `TrainerLink` or `FolderSource`."""
+    """Where finished requests come from: `TrainerLink`, `FolderSource`, or the engine itself."""
 
     def next(self) -> Finished | None: ...
 
@@ -108,7 +110,8 @@ class Trainer:
     """Learns from the requests of a source, and offers versions.
 
     Over a link, `pool.current` is staged as soon as it is another, and the last good version goes
-    to `out`. Over a folder the current one goes to `out`: that is how the engine gets it. Where the
+    to `out`. Over a folder the current one goes to `out`: that is how the engine gets it. In the
+    engine's own process that looks at `pool.current`, and it goes to `out`, too. Where the
     policy only watches, the version that `out` says is current is judged, whoever writes there, and
     neither staged nor written.
 
@@ -147,6 +150,7 @@ class Trainer:
             AdaptationConfig(
                 UpdateConfig(config.lr, anchor=config.anchor, recipe=recipe(config.num_blocks)),
                 memory=config.memory,
+                batch=config.batch,
                 every=config.every,
                 seed=config.seed,
             ),

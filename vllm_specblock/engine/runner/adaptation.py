@@ -6,6 +6,7 @@ import atexit
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -21,6 +22,7 @@ from vllm_specblock.adapt.link.stored import stored_version
 from vllm_specblock.adapt.options import AdaptConfig
 from vllm_specblock.adapt.policy.interface import Action, FinishedRequest
 from vllm_specblock.adapt.slabs import Slabs
+from vllm_specblock.adapt.trainer.in_engine import EngineTrainer
 from vllm_specblock.adapt.trainer.process import TrainerProcess
 from vllm_specblock.adapt.trainer.trainer import TrainerConfig
 from vllm_specblock.adapt.versions import VersionFolder
@@ -104,6 +106,20 @@ class Versions:
         )
 
 
+class SlicedVersions:
+    """Versions of a trainer inside the engine, which works where these are looked for."""
+
+    def __init__(self, versions: Versions, trainer: EngineTrainer) -> None:
+        self.versions, self.trainer, self.link = versions, trainer, versions.link
+
+    def turn(self) -> None:
+        self.versions.turn()
+        self.trainer.slice()
+
+    def counts(self) -> Counts:
+        return self.versions.counts()
+
+
 class DeviceVersions(Versions):
     """Differs in that the drafter serves on a GPU: a version arrives over several steps, none of
     which waits for it, and the seconds that a swap took are the device's."""
@@ -177,8 +193,9 @@ def make_recorder(
 
 def link_up(
     config: VllmConfig, resolved: ResolvedDrafter, options: AdaptConfig, drafter: SpecBlockDrafter
-) -> Versions:
-    """Link a drafter to its trainer: one that is started beside the engine, or one elsewhere.
+) -> Versions | SlicedVersions:
+    """Link a drafter to its trainer: one that is started beside the engine or inside it, or one
+    elsewhere.
 
     The version that its folder says is to serve does from the first step on, whether a trainer
     comes up or not.
@@ -199,12 +216,18 @@ def link_up(
         versions = made(drafter, folder)
         versions.take_staged()
         return versions
+    assert isinstance(resolved.options, SpecBlockConfig)  # no other kind adapts
+    told = trainer_config(options, resolved.folder, model.model, resolved.options.num_blocks)
+    if options.trainer == "engine":
+        inside = EngineTrainer(replace(told, device=str(drafter.model.norm.weight.device)))
+        atexit.register(inside.close)
+        versions = made(drafter, inside)
+        versions.take_staged()
+        return SlicedVersions(versions, inside)
     sizes = LinkSizes(
         shapes_of(drafter.model.config), model.get_hidden_size(), model.dtype, model.dtype.itemsize
     )
     link = EngineLink(sizes)
-    assert isinstance(resolved.options, SpecBlockConfig)  # no other kind adapts
-    told = trainer_config(options, resolved.folder, model.model, resolved.options.num_blocks)
     trainer = TrainerProcess(told, link)
     versions = made(drafter, link, trainer)
     # Who only watches serves the drafter as delivered.
@@ -237,6 +260,8 @@ def trainer_config(
         num_blocks=num_blocks,
         **({} if options.lr is None else {"lr": options.lr}),  # type: ignore[arg-type]  # of all
         every=options.every,
+        # Inside the engine a batch is what serving waits for: one new record, and an old one.
+        batch=2 if options.trainer == "engine" else TrainerConfig.batch,
         memory=options.memory,
         out=options.out,
         device=options.trainer,
