@@ -84,6 +84,21 @@ def test_work_that_fails_ends_and_serving_goes_on(caplog):
     slices.close()
 
 
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
+def test_whatever_ends_the_work_no_step_waits_for_more(error):
+    def work() -> bool:
+        raise error
+
+    slices = Slices(work, share=1.0)
+    slices.grant()
+    assert slices.error is error
+    step = threading.Thread(target=slices.grant, daemon=True)
+    step.start()
+    step.join(10.0)
+    assert not step.is_alive()
+    slices.close()
+
+
 def test_without_work_a_slice_is_over_at_once():
     calls: list[int] = []
     slices = Slices(lambda: bool(calls.append(1)), share=1.0)

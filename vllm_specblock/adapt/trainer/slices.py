@@ -50,7 +50,7 @@ class Slices:
     ) -> None:
         self._work, self._share, self._inside, self._clock = work, share, inside, clock
         self.seconds = 0.0
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self._go, self._paused = threading.Semaphore(0), threading.Semaphore(0)
         self._account, self._granted = 0.0, clock()
         self._ends = False
@@ -103,7 +103,7 @@ class Slices:
                         self.pause()
         except _Over:
             pass
-        except Exception as error:
+        except BaseException as error:  # whatever ended it, the engine must not wait for more
             self.error = error
             logger.exception(
                 "SpecBlock adaptation failed; the engine serves on with the version that it has."
