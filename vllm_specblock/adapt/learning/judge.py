@@ -19,9 +19,10 @@ import torch
 from vllm_specblock.adapt.book import Book, Record
 from vllm_specblock.adapt.learning.pool import Version
 from vllm_specblock.adapt.learning.train_batches import RecordTeacher
+from vllm_specblock.adapt.learning.trunk_states import TrunkStates
 from vllm_specblock.adapt.policy.actions import put
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
-from vllm_specblock.train.eval.chain import chain_along
+from vllm_specblock.train.eval.chain import Chain, chain_along, compare
 from vllm_specblock.train.learner import EvalSequence
 
 SURE = 1.0
@@ -40,7 +41,10 @@ def depth_along(drafter: SpecBlockModel, sequence: EvalSequence, blocks: int) ->
     """
     if len(sequence.tokens) <= sequence.prompt + 1:
         return math.nan
-    chain = chain_along(drafter, sequence, blocks)
+    return _depth(chain_along(drafter, sequence, blocks))
+
+
+def _depth(chain: Chain) -> float:
     on_chain = chain.on_chain
     sibling = on_chain & ~chain.hit & (chain.rank == _SIBLING)
     return float(((on_chain & chain.hit) | sibling).sum(1).float().mean())
@@ -57,6 +61,8 @@ class Judge:
 
     Attributes:
         pause: called behind every record that was read.
+        states: of records, for versions that differ in their heads alone; None: every version
+            runs its own layers.
     """
 
     def __init__(
@@ -65,6 +71,7 @@ class Judge:
         self.drafter = copy.deepcopy(drafter).requires_grad_(False)
         self.teacher, self.blocks, self.most = teacher, blocks, most
         self.pause: Callable[[], None] = lambda: None
+        self.states: TrunkStates | None = None
         self._holds: Version | None = None
         self._known: WeakKeyDictionary[Record, dict[int, float]] = WeakKeyDictionary()
 
@@ -73,10 +80,10 @@ class Judge:
         known = self._known.setdefault(record, {})
         if version.number not in known:
             if self._holds is not version:
-                put(self.drafter, version.tensors)
+                before = None if self._holds is None else self._holds.tensors
+                put(self.drafter, version.tensors, before)
                 self._holds = version
-            text = self.teacher.sequence(record)
-            known[version.number] = depth_along(self.drafter, text, self.blocks)
+            known[version.number] = self._read(version, record)
             self.pause()
         return known[version.number]
 
@@ -100,6 +107,14 @@ class Judge:
         better on the few texts that there are: taken at their word, they walk away from the best.
         """
         return is_sure(self._parts(version, other, book))
+
+    def _read(self, version: Version, record: Record) -> float:
+        """By the drafter, which holds the version."""
+        text = self.teacher.sequence(record)
+        if len(text.tokens) <= text.prompt + 1 or not (self.states and self.states.serve(version)):
+            return depth_along(self.drafter, text, self.blocks)
+        states = self.states.along(self.drafter, record, text, self.blocks)
+        return _depth(compare(self.drafter, text, states))
 
     def _parts(self, version: Version, other: Version, book: Book) -> list[list[float]]:
         """d on each text of the recent judged records, and of the old ones; no empty list."""

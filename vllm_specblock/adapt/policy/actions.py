@@ -49,7 +49,11 @@ def held(drafter: SpecBlockModel, action: Action, parent: Tensors | None = None)
     }
 
 
-def put(drafter: SpecBlockModel, tensors: Tensors) -> None:
-    """Copy a version into a drafter's parameters, in place."""
+def put(drafter: SpecBlockModel, tensors: Tensors, before: Tensors | None = None) -> None:
+    """Copy a version into a drafter's parameters, in place.
+
+    before: what was put last and is still there: the tensors that both share are not copied again.
+    """
     for name, value in drafter.named_parameters():
-        value.data.copy_(tensors[name])
+        if before is None or tensors[name] is not before[name]:
+            value.data.copy_(tensors[name])

@@ -16,6 +16,7 @@ import torch
 
 from vllm_specblock.adapt.book import Record
 from vllm_specblock.adapt.learning.pool import Version
+from vllm_specblock.adapt.learning.trunk_states import TrunkStates
 from vllm_specblock.adapt.link.layout import COUNTS
 from vllm_specblock.adapt.link.staging import StagedVersion
 from vllm_specblock.adapt.link.wire import Finished
@@ -48,6 +49,8 @@ class EngineTrainer:
         self._swap_seconds = self._told = 0.0
         with torch.inference_mode(False):  # engines load inside it; what learns may not be made so
             self.trainer = Trainer(config, self)
+        judge = self.trainer.adaptation.judge
+        judge.states = TrunkStates(self.trainer.adaptation.pool.origin.tensors)
         self._served = self.trainer.adaptation.pool.origin
         device = torch.device(config.device)
 

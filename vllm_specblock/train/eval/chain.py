@@ -63,8 +63,15 @@ class Chain:
 @torch.no_grad()
 def chain_along(drafter: SpecBlockModel, sequence: EvalSequence, blocks: int) -> Chain:
     """The chains of all roots from the first token after the prompt to the last but one."""
+    return compare(drafter, sequence, states_along(drafter, sequence, blocks))
+
+
+@torch.no_grad()
+def states_along(drafter: SpecBlockModel, sequence: EvalSequence, blocks: int) -> Tensor:
+    """What the heads read along those chains, [n, M·K, H]. It does not depend on the heads: every
+    block takes the text's token, not theirs."""
     dtype, device = drafter.lm_head.weight.dtype, drafter.lm_head.weight.device
-    tokens, K = sequence.tokens, drafter.config.block_size
+    tokens = sequence.tokens
     rows = torch.arange(len(tokens) - 2, device=device)
     cache = DenseCache(drafter.config, dtype, device)
     first = torch.cat(
@@ -82,9 +89,7 @@ def chain_along(drafter: SpecBlockModel, sequence: EvalSequence, blocks: int) ->
         _drafted_from(drafter, sequence, part, first[part], cache.grow(part), blocks)
         for part in rows[sequence.prompt - 1 :].split(_TOGETHER)
     ]
-    hidden = torch.cat(parts)  # [n, M·K, H]
-    place = (rows + 2)[sequence.prompt - 1 :, None] + torch.arange(blocks * K, device=device)
-    return _compare(drafter, hidden, tokens, place)
+    return torch.cat(parts)
 
 
 def _drafted_from(
@@ -117,8 +122,12 @@ def _drafted_from(
     return torch.cat(states, dim=1)
 
 
-def _compare(drafter: SpecBlockModel, hidden: Tensor, tokens: Tensor, place: Tensor) -> Chain:
-    """hidden [n, M·K, H] against tokens [T] at `place` [n, M·K], a row at a time of logits."""
+@torch.no_grad()
+def compare(drafter: SpecBlockModel, sequence: EvalSequence, hidden: Tensor) -> Chain:
+    """The heads over `states_along` [n, M·K, H] against the text, a row at a time of logits."""
+    tokens, (count, columns) = sequence.tokens, hidden.shape[:2]
+    root = len(tokens) - count + torch.arange(count, device=hidden.device)
+    place = root[:, None] + torch.arange(columns, device=hidden.device)
     seen = place < len(tokens)
     wanted = tokens[place.clamp(max=len(tokens) - 1)]
     draft_id = torch.where(drafter.t2d, drafter.t2d.cumsum(0) - 1, IGNORE_INDEX)[wanted]
