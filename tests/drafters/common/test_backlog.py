@@ -82,6 +82,21 @@ def test_a_request_that_is_gone_leaves_nothing_behind():
     assert backlog.catch_up(rows) is rows
 
 
+def test_dummy_batches_of_one_slot_do_not_add_up():
+    """While an engine measures its steps all rows are in one slot, again and again from the start:
+    together they would be more than a request may have."""
+    backlog = Backlog()
+    for _ in range(2 * MAX_LEN):
+        rows = MissedRows([7, 7], (torch.zeros(6, 8),), None, [0, 3], [3, 3], [0, 0])
+        assert backlog.keep(rows, EVERYONE[:2]).all()
+        assert backlog.rows(7) == 3 and len(backlog.pieces[7]) == 1
+    size = backlog.bytes
+    backlog.keep(MissedRows([7], (torch.zeros(2, 8),), None, [0], [2], [3]), EVERYONE[:1])
+    assert backlog.rows(7) == 5 and backlog.bytes == size // 3 * 5, "these go on"
+    backlog.forget(7)
+    assert backlog.bytes == 0
+
+
 def test_what_finds_no_room_loses_its_request_all_it_had():
     course = Course(8)
     row = 64 + 3 * 8 * 4  # bytes: three layers of eight float32

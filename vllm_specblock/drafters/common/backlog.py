@@ -66,6 +66,10 @@ class _Piece(NamedTuple):
     def __len__(self) -> int:
         return self.rows.stop - self.rows.start
 
+    def follows(self, pieces: list[_Piece]) -> bool:
+        """Whether it goes on where these end."""
+        return not pieces or pieces[-1].position + len(pieces[-1]) == self.position
+
 
 class Backlog:
     """Committed rows that no drafter has advanced on, by request slot.
@@ -120,10 +124,12 @@ class Backlog:
         states = tuple(state[source] for state in rows.states)
         first = 0
         for r in kept.nonzero()[0].tolist():  # a host array
-            end = first + rows.length[r]
+            end, req_idx = first + rows.length[r], rows.req_idx[r]
             piece = _Piece(states, slice(first, end), rows.position[r])
-            self.pieces.setdefault(rows.req_idx[r], []).append(piece)
-            self._rows[rows.req_idx[r]] += len(piece)
+            if not piece.follows(self.pieces.get(req_idx, [])):
+                self.forget(req_idx)  # rows of nobody: dummy batches share a slot, and begin anew
+            self.pieces.setdefault(req_idx, []).append(piece)
+            self._rows[req_idx] += len(piece)
             first = end
         return kept
 
