@@ -91,7 +91,8 @@ def test_the_pool_brings_the_start_back_with_its_domain(world):
         gated: simulate(Simulation(drafter, made.teacher, UpTo(24, gated), config), stream, texts)
         for gated in (True, False)
     }
-    assert found[True].returns == [0] and found[False].returns == []
+    # By way of another kept version, or at once.
+    assert found[True].returns[-1] == 0 and found[False].returns == []
     assert [each.version for each in found[True].served[-8:]] == [0] * 8
     assert late(found[True], "home") > late(found[False], "home") + 0.5
 
