@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from vllm_specblock.adapt.adaptation import Adaptation, AdaptationConfig
 from vllm_specblock.adapt.book import Record
 from vllm_specblock.adapt.learning.train_batches import RecordTeacher, record_of
-from vllm_specblock.adapt.policy.actions import put, trains
+from vllm_specblock.adapt.policy.actions import action_between, put
 from vllm_specblock.adapt.policy.interface import Action, FinishedRequest, Policy
 from vllm_specblock.adapt.streams import Stream
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
@@ -199,11 +199,7 @@ class Simulation:
         before, self.served = self.served, self.pool.current
         put(self.serving, self.served.tensors)
         self.swaps += 1
-        same_trunk = all(
-            tensor is before.tensors[name] or trains(Action.HEADS, name)
-            for name, tensor in self.served.tensors.items()
-        )
-        return self.config.cost.swap[Action.HEADS if same_trunk else Action.FULL]
+        return self.config.cost.swap[action_between(before.tensors, self.served.tensors)]
 
 
 def simulate(

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from vllm_specblock.adapt.learning.pool import Version
 from vllm_specblock.adapt.link.shared import SharedMemory, aligned, checksum, fence, tensor_in
-from vllm_specblock.adapt.policy.actions import trains
+from vllm_specblock.adapt.policy.actions import action_between, trains
 from vllm_specblock.adapt.policy.interface import Action
 
 Shapes = Mapping[str, torch.Size]
@@ -95,13 +95,8 @@ class Staging:
 
     def write(self, version: Version) -> None:
         """Stage a version."""
-        tensors, known = version.tensors, self._written
-        whole = any(
-            known.get(name) is not tensor
-            for name, tensor in tensors.items()
-            if not trains(Action.HEADS, name)
-        )
-        action = Action.FULL if whole else Action.HEADS
+        tensors = version.tensors
+        action = action_between(self._written, tensors)
         sequence = self.sequence | 1  # odd already where a writer died
         self._head[_SEQUENCE] = sequence
         fence()

@@ -20,7 +20,7 @@ from vllm_specblock.adapt.learning.trunk_states import TrunkStates
 from vllm_specblock.adapt.link.layout import COUNTS
 from vllm_specblock.adapt.link.staging import StagedVersion
 from vllm_specblock.adapt.link.wire import Finished
-from vllm_specblock.adapt.policy.actions import trains
+from vllm_specblock.adapt.policy.actions import action_between, trains
 from vllm_specblock.adapt.policy.interface import Action, FinishedRequest
 from vllm_specblock.adapt.trainer.slices import SHARE, Slices
 from vllm_specblock.adapt.trainer.trainer import Trainer, TrainerConfig
@@ -149,12 +149,7 @@ class EngineTrainer:
 
 def _staged(version: Version, before: Version) -> StagedVersion:
     """What of a version the drafter lacks that serves `before`."""
-    whole = any(
-        tensor is not before.tensors[name]
-        for name, tensor in version.tensors.items()
-        if not trains(Action.HEADS, name)
-    )
-    action = Action.FULL if whole else Action.HEADS
+    action = action_between(before.tensors, version.tensors)
     tensors = {name: each for name, each in version.tensors.items() if trains(action, name)}
     parent = -1 if version.parent is None else version.parent
     return StagedVersion(version.number, parent, action, tensors)
