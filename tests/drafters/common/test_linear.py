@@ -74,6 +74,15 @@ def test_onto_a_sum_in_one_launch(short):
     torch.testing.assert_close(add_linear(residual, x, linear), wanted, atol=3e-2, rtol=3e-2)
 
 
+def test_what_the_processor_cannot_multiply_is_not_packed(monkeypatch):
+    linear = three(False)[0].bfloat16()
+    for packs in (True, False):
+        monkeypatch.setattr(PackedLinear, "packs", lambda packs=packs: packs)
+        assert PackedLinear.takes(linear) == packs
+        assert not PackedLinear.takes(three(False)[0])
+
+
+@pytest.mark.skipif(not PackedLinear.packs(), reason="needs a processor with bfloat16 products")
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
 @pytest.mark.parametrize("rows", [(1,), (7,), (5, 4), (2, 3, 33)], ids=str)
 @torch.no_grad()

@@ -143,8 +143,8 @@ def test_the_examples_there_and_back(dtype, quantization):
     drafter = served(DRAFTER, dtype, quantization)
     kinds = {type(module) for module in drafter.modules()}
     assert (Fp8Linear in kinds) == (quantization == "fp8")
-    if torch.backends.mkldnn.is_available():
-        assert (PackedLinear in kinds) == (dtype == torch.bfloat16 and quantization is None)
+    packs = PackedLinear.packs() and dtype == torch.bfloat16 and quantization is None
+    assert (PackedLinear in kinds) == packs
     start, places = values(drafter), addresses(drafter)
     refresh(drafter, weights(SECOND))
     wanted = values(served(SECOND, dtype, quantization))

@@ -59,11 +59,17 @@ class PackedLinear(nn.Module):
         self.bias = linear.bias
 
     @staticmethod
-    def takes(linear: nn.Linear) -> bool:
+    def packs() -> bool:
+        """Whether this machine's processor has products in bfloat16; one with AVX2 alone has not,
+        and oneDNN refuses to lay weights out for it."""
+        built = torch.backends.mkldnn.is_available()
+        return built and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+    @classmethod
+    def takes(cls, linear: nn.Linear) -> bool:
         """Whether a layer can be packed."""
         weight = linear.weight
-        packs = weight.device.type == "cpu" and torch.backends.mkldnn.is_available()
-        return packs and weight.dtype == torch.bfloat16
+        return weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and cls.packs()
 
     def forward(self, x: Tensor, outputs: slice = ALL) -> Tensor:
         """[..., in] -> [..., out]; outputs: which of them are wanted."""
