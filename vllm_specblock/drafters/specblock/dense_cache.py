@@ -89,13 +89,14 @@ class DenseBlockCache:
 
     Attributes:
         key, value: per layer [E, nkv, D], every entry: position k of the cache's row i is entry
-            i·K + k; the later rows' entries follow.
+            i·K + k, up to the last drafting row; the later rows' entries follow.
         sees: [rows, K, E] bool, the entries that each position of each row sees.
     """
 
     def __init__(self, cache: DenseCache, row: Tensor) -> None:
-        self.key = [key.flatten(0, 1) for key in cache.key]
-        self.value = [value.flatten(0, 1) for value in cache.value]
+        rows = int(row.max()) + 1
+        self.key = [key[:rows].flatten(0, 1) for key in cache.key]
+        self.value = [value[:rows].flatten(0, 1) for value in cache.value]
         self.block = cache.key[0].shape[1]
         own = row[:, None] * self.block + torch.arange(self.block, device=row.device)
         self.sees = torch.arange(len(self.key[0]), device=row.device) <= own[..., None]

@@ -20,13 +20,13 @@ from torch import Tensor
 
 from vllm_specblock.drafters.specblock.dense_cache import DenseBlockCache, DenseCache
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
+from vllm_specblock.train.eval.first_block import TOGETHER, first_block_along
 from vllm_specblock.train.learner import IGNORE_INDEX, EvalSequence
 from vllm_specblock.train.losses import RANK_BUCKETS, rank_bucket
 
 _Value = TypeVar("_Value")
 
 BUCKETS = len(RANK_BUCKETS) + 1
-_TOGETHER = 128  # rows of one forward: bounds its mask
 
 
 @dataclass(frozen=True)
@@ -70,24 +70,13 @@ def chain_along(drafter: SpecBlockModel, sequence: EvalSequence, blocks: int) ->
 def states_along(drafter: SpecBlockModel, sequence: EvalSequence, blocks: int) -> Tensor:
     """What the heads read along those chains, [n, M·K, H]. It does not depend on the heads: every
     block takes the text's token, not theirs."""
-    dtype, device = drafter.lm_head.weight.dtype, drafter.lm_head.weight.device
-    tokens = sequence.tokens
-    rows = torch.arange(len(tokens) - 2, device=device)
-    cache = DenseCache(drafter.config, dtype, device)
-    first = torch.cat(
-        [
-            drafter(
-                drafter.condition(sequence.hidden[part].to(dtype)),
-                sequence.embed(tokens[part + 1]).to(dtype),
-                part + 1,
-                cache.append(),
-            )
-            for part in rows.split(_TOGETHER)
-        ]
-    )  # [T − 2, K, H]
+    weight = drafter.lm_head.weight
+    cache = DenseCache(drafter.config, weight.dtype, weight.device)
+    first = first_block_along(drafter, sequence, cache)[:-1]  # [T − 2, K, H]
+    rows = torch.arange(len(first), device=weight.device)
     parts = [
         _drafted_from(drafter, sequence, part, first[part], cache.grow(part), blocks)
-        for part in rows[sequence.prompt - 1 :].split(_TOGETHER)
+        for part in rows[sequence.prompt - 1 :].split(TOGETHER)
     ]
     return torch.cat(parts)
 

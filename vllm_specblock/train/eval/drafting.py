@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from vllm_specblock.drafters.specblock.growth import Expansion
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
 from vllm_specblock.drafters.specblock.tree_shape import TreeShape
 from vllm_specblock.feedback.calibration import DraftCalibration
+from vllm_specblock.train.eval.first_block import first_block_along
 from vllm_specblock.train.learner import EvalSequence
 from vllm_specblock.train.losses import RANK_BUCKETS
 from vllm_specblock.tree import DraftTree
@@ -90,13 +92,14 @@ class SpecBlockDraft:
     def __call__(self, root: int) -> DraftTree:
         """The tree (R = 1) whose root is the text's token number `root`."""
         drafter, beta = self.drafter, self.beta.at(root)
-        drafted = self._append(root)  # [rows so far, K, H]; row 0 is the drafting row
+        newest = torch.tensor([root - 1], device=self.device)
+        drafted = self._first_block[newest]  # [rows so far, K, H]; row 0 is the drafting row
         depth = torch.zeros(1, dtype=torch.int64, device=self.device)  # tokens before a row
         expansion = Expansion(self.shape, self.branching, num_requests=1)
         on_text = torch.ones(1, dtype=torch.bool, device=self.device)  # the path to each row
         best, on_text = self._candidates(drafted[None], beta, root + 1 + depth, on_text)
         expansion.first_block(*(x[:, 0] for x in best))
-        growth = self.cache.grow()
+        growth = self.cache.grow(newest)
         for block in range(2, self.shape.num_blocks + 1):
             starts = expansion.starts(block)
             row, position = starts.row[0], starts.position[0]
@@ -123,13 +126,12 @@ class SpecBlockDraft:
         expansion, selection = self.last
         return expansion.blocks(selection)[0]
 
-    def _append(self, root: int) -> Tensor:
-        """Catch up with the text; the newest row's states [1, K, H]."""
-        row = torch.arange(self.cache.rows, root, device=self.device)
-        newest = torch.tensor([len(row) - 1], device=self.device)
-        condition = self.drafter.condition(self.sequence.hidden[row].to(self.dtype))
-        token = self._embed(self.sequence.tokens[row + 1])
-        return self.drafter(condition, token, row + 1, self.cache.append(newest), newest)
+    @cached_property
+    @torch.no_grad()
+    def _first_block(self) -> Tensor:
+        """Block 1's states [T − 1, K, H] of all rows, which no step changes: a row sees none after
+        it, and the same weights draft along the whole text."""
+        return first_block_along(self.drafter, self.sequence, self.cache)
 
     def _candidates(
         self, hidden: Tensor, beta: Tensor | None, first: Tensor, follows: Tensor
