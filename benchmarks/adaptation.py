@@ -227,6 +227,10 @@ def serve(
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Longer prompts are left out.")] = 512,
     chat: Annotated[bool, typer.Option(help="Prompts are a user's turn.")] = False,
     dtype: Annotated[str, typer.Option(help="Of the engines.")] = "float32",
+    lr: Annotated[float | None, typer.Option(help="Of learners. Default: serving's.")] = None,
+    pause: Annotated[
+        float, typer.Option(min=0, help="Seconds behind a learner's turn for its trainer.")
+    ] = 0.0,
     out: Annotated[Path, typer.Option(help="Folder.")] = ROOT / "runs/adaptation_serving",
 ) -> None:
     """Serve a stream that leaves home for good, by engines that take turns, and print tables."""
@@ -239,7 +243,7 @@ def serve(
             f"{4 * window}."
         )
     domains = tuple((path.name.split(".")[0], requests) for path in others)
-    serving = Serving(at_home, domains, window, batch, nodes, new_tokens, dtype)
+    serving = Serving(at_home, domains, window, batch, nodes, new_tokens, dtype, lr, pause)
     prompts = read(target, home, at_home, prompt_tokens, chat)
     for path in others:
         prompts += read(target, path, requests, prompt_tokens, chat)

@@ -1,7 +1,7 @@
 """A stream that changes its domain, served by vLLM: a frozen drafter beside others that learn.
 
 Engines take turns, a window of requests each, and one that has no turn is stopped with its trainer,
-so nobody learns while others serve.
+so nobody learns while others serve. A learner may be given a pause behind its turn, as traffic has.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ class Serving:
         batch: requests at a time.
         nodes: of every tree.
         new_tokens: of an answer at most, greedy.
+        lr: of learners; None: the default.
+        pause: seconds behind a learner's turn in which its trainer goes on.
     """
 
     home: int
@@ -56,10 +58,14 @@ class Serving:
     nodes: int
     new_tokens: int
     dtype: str
+    lr: float | None = None
+    pause: float = 0.0
 
     def arguments(self, drafter: Path, target: Path, learner: str) -> dict[str, Any]:
         """Of vLLM's `LLM`."""
         adapt = LEARNERS[learner]
+        if adapt is not None and self.lr is not None:
+            adapt = adapt | {"lr": self.lr}
         return {
             "model": str(target),
             "dtype": self.dtype,
@@ -128,6 +134,8 @@ def serve(
                 answer["tokens"] = sum(map(len, ids))
                 answer["different"] = sum(a != b for a, b in zip(ids, same, strict=True))
                 windows[engine.name].append(answer)
+                if serving.pause and LEARNERS[engine.name] is not None:
+                    engine.run_on(serving.pause)
             for name in learners:
                 store.add(name, windows[name])
     finally:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from adaptation import table
 from adaptation_kills import kill_all
 from adaptation_serving import ACCEPTED, DRAFTS, LEARNERS, UPDATES, Serving
@@ -64,6 +66,9 @@ def test_who_learns_is_asked_for_in_the_words_of_the_options(tmp_path):
         asked = serving.arguments(tmp_path, tmp_path, name)["speculative_config"].get("adapt")
         assert asked == adapt
         assert adapt is None or parse_adapt(adapt, "specblock", "") is not None
+        quick = replace(serving, lr=0.001).arguments(tmp_path, tmp_path, name)
+        asked = quick["speculative_config"].get("adapt")
+        assert asked == (None if adapt is None else adapt | {"lr": 0.001})
 
 
 def test_kills_leave_nothing_behind(tmp_path):

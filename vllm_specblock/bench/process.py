@@ -120,6 +120,12 @@ class EngineProcess:
         self._signal(signal.SIGSTOP)
         return answer
 
+    def run_on(self, seconds: float) -> None:
+        """Let it, and what it started, go on for so long without a job."""
+        self._signal(signal.SIGCONT)
+        time.sleep(seconds)
+        self._signal(signal.SIGSTOP)
+
     def _send(self, what: Mapping[str, Any]) -> None:
         with contextlib.suppress(BrokenPipeError):  # `_receive` says why
             pipe = self.process.stdin
