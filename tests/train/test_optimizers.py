@@ -8,8 +8,14 @@ import pytest
 import torch
 from torch import nn
 
+from vllm_specblock.drafters.common.linear import PackedLinear
 from vllm_specblock.train.config import TrainConfig, TrainError, parse
-from vllm_specblock.train.optimizers import MuonWithAdamW, make_optimizer, set_rate
+from vllm_specblock.train.optimizers import (
+    MuonWithAdamW,
+    make_optimizer,
+    set_rate,
+    slow_arithmetic,
+)
 
 NEEDED = {"target": "T", "data": "D", "out": "O"}
 
@@ -106,3 +112,23 @@ def test_sharded_weights_are_refused(small):
     config = parse(TrainConfig, optimizer="muon", parallel="shard", **NEEDED)
     with pytest.raises(TrainError, match="needs whole matrices"):
         make_optimizer(list(small.named_parameters()), usual, config)
+
+
+@pytest.mark.parametrize(
+    ("precision", "optimizer", "changes"),
+    [
+        ("bf16", "adamw", "take precision fp32."),
+        ("fp32", "muon", "take optimizer adamw."),
+        ("bf16", "muon", "take precision fp32 and optimizer adamw."),
+        ("fp32", "adamw", None),
+    ],
+)
+def test_what_is_slow_on_a_processor_without_bfloat16(monkeypatch, precision, optimizer, changes):
+    config = parse(TrainConfig, **NEEDED, precision=precision, optimizer=optimizer)
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    monkeypatch.setattr(PackedLinear, "packs", lambda: False)
+    said = slow_arithmetic(config, cpu)
+    assert said is None if changes is None else said.endswith(changes)
+    assert slow_arithmetic(config, gpu) is None
+    monkeypatch.setattr(PackedLinear, "packs", lambda: True)
+    assert slow_arithmetic(config, cpu) is None

@@ -24,6 +24,11 @@ from vllm_specblock.adapt.policy.evidence import FallDetector
 from vllm_specblock.adapt.policy.interface import EVERY, Action, FinishedRequest, Policy
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
 
+BATCH = 2
+"""Records of a batch: one new and one old. On the example pair eight steps of two at 5e-4 an update
+gained 1.07 tokens of depth on a new domain within 64 requests, two steps of eight at 1e-3 0.73, in
+as much time; both lost as much of the old one."""
+
 AGAIN = 4
 """Texts since an update after which a version that was refused may serve after all."""
 
@@ -50,7 +55,7 @@ class AdaptationConfig:
 
     update: UpdateConfig = field(default_factory=UpdateConfig)
     memory: float = 512
-    batch: int = 8
+    batch: int = BATCH
     rehearsal: bool = True
     every: int = EVERY
     seed: int = 0

@@ -70,7 +70,7 @@ def simulate(
     new_tokens: Annotated[int, typer.Option(min=1, help="Of each answer, greedy.")] = 96,
     lr: Annotated[float, typer.Option(min=0, help="Constant rate; heads take 3 times it.")] = 5e-4,
     anchor: Annotated[float, typer.Option(min=0, help="Weight of the KL to the start.")] = 0.0,
-    batch: Annotated[int, typer.Option(min=1, help="Records of a batch, half of them new.")] = 8,
+    batch: Annotated[int, typer.Option(min=1, help="Records of a batch, half of them new.")] = 2,
     rehearsal: Annotated[
         bool, typer.Option(help="Half of each batch is from earlier requests.")
     ] = True,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from vllm_specblock.drafters.common.linear import PackedLinear
 from vllm_specblock.train.config import RunConfig, TrainError
 
 BETAS = (0.9, 0.999)
@@ -36,6 +37,25 @@ def make_optimizer(
             )
         return MuonWithAdamW(learning, rate_of, config.lr, config.weight_decay)
     return _adamw(_groups(learning, rate_of), config.lr, config.weight_decay)
+
+
+def slow_arithmetic(config: RunConfig, device: torch.device) -> str | None:
+    """What to change where a run would multiply in bfloat16 on a processor that cannot; else None.
+
+    With AVX2 alone such a product takes 8 to 70 times as long as in float32 (640 x 576 x 8,192 on
+    one core, forward and for the two gradients).
+    """
+    if device.type != "cpu" or PackedLinear.packs():
+        return None
+    changes = ["precision fp32"] if config.precision == "bf16" else []
+    if config.optimizer == "muon":  # its own products are in bfloat16, whatever the precision says
+        changes.append("optimizer adamw")
+    if not changes:
+        return None
+    return (
+        "This processor has no products in bfloat16, and updates will take many times as long as "
+        f"in float32: take {' and '.join(changes)}."
+    )
 
 
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

@@ -24,6 +24,7 @@ from vllm_specblock.train.distributed import world
 from vllm_specblock.train.distributed_model import ranks
 from vllm_specblock.train.learner import EvalSequence
 from vllm_specblock.train.loop import STATE_DIR, Trainer
+from vllm_specblock.train.optimizers import slow_arithmetic
 from vllm_specblock.train.specblock import Recipe, SpecBlockLearner
 from vllm_specblock.train.target import feature_store, target_rows
 from vllm_specblock.train.target.features import OnlineTeacher, Teacher, load_target, load_tokenizer
@@ -89,7 +90,7 @@ def build(config: TrainConfig, device: torch.device) -> Trainer:
         start_from_head(drafter, config.target)
     drafter = drafter.to(device, torch.float32).train()
     learner = SpecBlockLearner(drafter, recipe(config, device))
-    _describe(config, run_context, learner)
+    _describe(config, run_context, learner, device)
     sequences = sequences_of(run_context, teacher, device)
     learners = {"drafter": learner}
     return Trainer(
@@ -257,7 +258,9 @@ def start_from_head(drafter: SpecBlockModel, target: Path) -> None:
         drafter.lm_head.weight.copy_(head)
 
 
-def _describe(config: TrainConfig, run_context: RunContext, learner: SpecBlockLearner) -> None:
+def _describe(
+    config: TrainConfig, run_context: RunContext, learner: SpecBlockLearner, device: torch.device
+) -> None:
     if world()[0] != 0:
         return
     windows, counts = run_context.windows, run_context.counts
@@ -271,6 +274,8 @@ def _describe(config: TrainConfig, run_context: RunContext, learner: SpecBlockLe
         f"{len(counts):,} tokens cover {named / max(1, int(counts.sum())):.1%} of what is to be "
         "predicted"
     )
+    if sentence := slow_arithmetic(config, device):
+        tqdm.write(sentence)
 
 
 _CHOICES = ("intermediate_size", "rank_topk", "block_rope", "prefix_broadcast", "layer_shift")

@@ -21,7 +21,7 @@ from typing import Protocol
 
 import torch
 
-from vllm_specblock.adapt.adaptation import Adaptation, AdaptationConfig
+from vllm_specblock.adapt.adaptation import BATCH, Adaptation, AdaptationConfig
 from vllm_specblock.adapt.book import Record
 from vllm_specblock.adapt.learning.pool import Version
 from vllm_specblock.adapt.learning.train_batches import RecordTeacher
@@ -78,7 +78,7 @@ class TrainerConfig:
     anchor: float = 0.0
     num_blocks: int = 2
     every: int = EVERY
-    batch: int = 8
+    batch: int = BATCH
     memory: float = 512
     out: str | None = None
     seconds: float = 600

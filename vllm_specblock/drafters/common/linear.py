@@ -62,8 +62,10 @@ class PackedLinear(nn.Module):
     def packs() -> bool:
         """Whether this machine's processor has products in bfloat16; one with AVX2 alone has not,
         and oneDNN refuses to lay weights out for it."""
-        built = torch.backends.mkldnn.is_available()
-        return built and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        if not torch.backends.mkldnn.is_available():
+            return False
+        multiplies: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        return multiplies
 
     @classmethod
     def takes(cls, linear: nn.Linear) -> bool:

@@ -260,8 +260,6 @@ def trainer_config(
         num_blocks=num_blocks,
         **({} if options.lr is None else {"lr": options.lr}),  # type: ignore[arg-type]  # of all
         every=options.every,
-        # Inside the engine a batch is what serving waits for: one new record, and an old one.
-        batch=2 if options.trainer == "engine" else TrainerConfig.batch,
         memory=options.memory,
         out=options.out,
         device=options.trainer,
