@@ -12,8 +12,9 @@ from support.records import HIDDEN, small_drafter
 from vllm_specblock.adapt.options import parse_adapt
 from vllm_specblock.drafters.common.post_load import process_after_loading
 from vllm_specblock.drafters.specblock.options import SpecBlockConfig
-from vllm_specblock.engine.runner import adaptation, versions
+from vllm_specblock.engine.runner import adaptation
 from vllm_specblock.engine.runner.adaptation import link_up, trainer_config
+from vllm_specblock.engine.versions import drafter_versions
 
 
 @pytest.mark.parametrize(
@@ -52,7 +53,7 @@ def test_room_for_a_version_is_made_where_one_may_come(tmp_path, monkeypatch, gi
     pair = Pair.make(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(adaptation.TrainerProcess, "start", lambda self: None)
-    monkeypatch.setattr(versions, "DeviceRefresh", lambda model: ("room for", model))
+    monkeypatch.setattr(drafter_versions, "DeviceRefresh", lambda model: ("room for", model))
     model = process_after_loading(small_drafter(), None)
     weight = SimpleNamespace(is_cuda=on_gpu)
     drafter = SimpleNamespace(

@@ -36,10 +36,10 @@ from vllm_specblock.drafters.specblock.device_refresh import DeviceRefresh
 from vllm_specblock.drafters.specblock.host_refresh import HostRefresh
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
 from vllm_specblock.drafters.specblock.refresh import HEADS, held
-from vllm_specblock.engine.runner import rank_links
-from vllm_specblock.engine.runner.rank_versions import EVERY, RankVersions
-from vllm_specblock.engine.runner.ranks import Ranks
-from vllm_specblock.engine.runner.versions import Versions
+from vllm_specblock.engine.versions import rank_links
+from vllm_specblock.engine.versions.drafter_versions import Versions
+from vllm_specblock.engine.versions.rank_versions import EVERY, RankVersions
+from vllm_specblock.engine.versions.ranks import Ranks
 
 SIZE = 2
 
@@ -191,8 +191,9 @@ def on_devices(
                 versions.turn()
                 device.launch(lambda: seen.append(digest(model)))
                 device.go_on(draw.choice([0, 1, 3, 9] if number else [0, 0, 1, 3]))
-                time.sleep(1e-4)  # a thread makes them ready
+                time.sleep(5e-4)  # a thread makes them ready
             device.finish()
+            versions.turn()  # what was written last is known to serve
     return SimpleNamespace(seen=seen, taken=link.taken, refused=link.refused)
 
 

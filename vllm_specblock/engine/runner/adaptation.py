@@ -27,11 +27,11 @@ from vllm_specblock.drafters.specblock.drafter import SpecBlockDrafter
 from vllm_specblock.drafters.specblock.options import SpecBlockConfig
 from vllm_specblock.engine import draft_updates, made_up_requests
 from vllm_specblock.engine.config.resolved_config import ResolvedConfig, ResolvedDrafter
-from vllm_specblock.engine.runner.rank_links import link_to_folder, link_to_process
-from vllm_specblock.engine.runner.rank_versions import FollowingRank
-from vllm_specblock.engine.runner.ranks import Ranks, tensor_parallel_ranks
 from vllm_specblock.engine.runner.recording import Nobody, Recorder, Sink, Turning
-from vllm_specblock.engine.runner.versions import DeviceVersions, SlicedVersions, Versions
+from vllm_specblock.engine.versions.drafter_versions import DeviceVersions, SlicedVersions, Versions
+from vllm_specblock.engine.versions.rank_links import link_to_folder, link_to_process
+from vllm_specblock.engine.versions.rank_versions import FollowingRank
+from vllm_specblock.engine.versions.ranks import Ranks, tensor_parallel_ranks
 from vllm_specblock.train.config import TrainError
 
 logger = logging.getLogger("vllm.specblock")

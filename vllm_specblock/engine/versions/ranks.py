@@ -29,8 +29,10 @@ class Ranks:
         """Whether all ranks say the same number, |number| < 2^63."""
         both = torch.tensor([number, -number], device="cpu")
         distributed.all_reduce(both, distributed.ReduceOp.MIN, self._group)
+        low: int
+        high: int
         low, high = both.tolist()  # a host tensor
-        return bool(low == -high)
+        return low == -high
 
     def from_first(self, numbers: Sequence[int]) -> list[int]:
         """The first rank's numbers; the others' say only how many they are."""

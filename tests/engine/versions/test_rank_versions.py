@@ -20,7 +20,7 @@ from support.records import small_drafter
 
 from vllm_specblock.adapt.link.shared_versions import RankLink
 from vllm_specblock.adapt.versions import VersionFolder
-from vllm_specblock.engine.runner.rank_versions import EVERY
+from vllm_specblock.engine.versions.rank_versions import EVERY
 from vllm_specblock.train.config import TrainError
 
 
@@ -70,14 +70,14 @@ def test_random_arrivals(ranks, how, seed):
     for number in range(1, 21):
         staged = number * turns // 22
         for each in arrivals:
-            if draw.random() < 0.8:
-                each[staged + draw.choice([1, 30, 300])] = (
+            if draw.random() < 0.9:
+                each[staged + draw.choice([1, 30, 60, 300])] = (
                     -number if draw.random() < 0.1 else number
                 )
     first, second = ranks.run(how, arrivals, turns)
     assert first.seen == second.seen and len(first.seen) == turns
     moments = changes(first.seen)
-    assert len(moments) >= 3 and all(turn % EVERY == 0 for turn in moments)
+    assert len(moments) >= 2 and all(turn % EVERY == 0 for turn in moments)
     assert [number for _, number in first.taken] == [number for _, number in second.taken]
 
 

@@ -19,9 +19,9 @@ from torch import Tensor
 from vllm_specblock.adapt.link.staging import StagedVersion
 from vllm_specblock.drafters.specblock.refresh import RefreshError
 from vllm_specblock.engine.metrics.counters import Counts
-from vllm_specblock.engine.runner.ranks import Ranks
 from vllm_specblock.engine.runner.recording import Turning
-from vllm_specblock.engine.runner.versions import Versions
+from vllm_specblock.engine.versions.drafter_versions import Versions
+from vllm_specblock.engine.versions.ranks import Ranks
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import NewRequestData

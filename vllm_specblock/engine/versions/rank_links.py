@@ -19,10 +19,10 @@ from vllm_specblock.adapt.versions import VersionFolder
 from vllm_specblock.drafters.specblock.device_refresh import DeviceRefresh
 from vllm_specblock.drafters.specblock.drafter import SpecBlockDrafter
 from vllm_specblock.drafters.specblock.host_refresh import HostRefresh
-from vllm_specblock.engine.runner.rank_versions import RankVersions
-from vllm_specblock.engine.runner.ranks import Ranks
 from vllm_specblock.engine.runner.recording import Nobody, Sink
-from vllm_specblock.engine.runner.versions import Link, Versions
+from vllm_specblock.engine.versions.drafter_versions import Link, Versions
+from vllm_specblock.engine.versions.rank_versions import RankVersions
+from vllm_specblock.engine.versions.ranks import Ranks
 
 
 def link_to_process(
