@@ -61,6 +61,12 @@ def test_what_one_rank_refuses_serves_on_none(ranks):
     assert (first.refused, second.refused) == ([], [1])
 
 
+def test_a_version_that_one_device_does_not_have_yet_serves_on_none(ranks):
+    """Both ranks have read it before the first agreement; one device is behind with the copy."""
+    first, second = ranks.run(on_devices, [{3: 1}, {3: 1}], 3 * EVERY, (0, EVERY + 6))
+    assert first.seen == second.seen and changes(first.seen) == {2 * EVERY: digest_of(1)}
+
+
 @pytest.mark.parametrize("how", [scripted, on_devices])
 @pytest.mark.parametrize("seed", range(3))
 def test_random_arrivals(ranks, how, seed):

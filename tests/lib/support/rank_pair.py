@@ -175,9 +175,17 @@ def scripted(
 
 
 def on_devices(
-    ranks: Ranks, number: int, arrivals: list[dict[int, int]], turns: int
+    ranks: Ranks,
+    number: int,
+    arrivals: list[dict[int, int]],
+    turns: int,
+    idle: tuple[int, int] = (0, 0),
 ) -> SimpleNamespace:
-    """What steps see that devices run late, each in another order and at another pace."""
+    """What steps see that devices run late, each in another order and at another pace.
+
+    Args:
+        idle: per rank, the first turns, in which its device does nothing.
+    """
     seen: list[str] = []
     model, link, draw = served(0), Script(arrivals[number]), random.Random(number)
     with pytest.MonkeyPatch.context() as patch:
@@ -190,7 +198,8 @@ def on_devices(
             for link.now in range(1, turns + 1):
                 versions.turn()
                 device.launch(lambda: seen.append(digest(model)))
-                device.go_on(draw.choice([0, 1, 3, 9] if number else [0, 0, 1, 3]))
+                if link.now > idle[number]:
+                    device.go_on(draw.choice([0, 1, 3, 9] if number else [0, 0, 1, 3]))
                 time.sleep(5e-4)  # a thread makes them ready
             device.finish()
             versions.turn()  # what was written last is known to serve
