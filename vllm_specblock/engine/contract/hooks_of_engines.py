@@ -105,6 +105,9 @@ OF_ENGINES: tuple[Hook, ...] = (
     Takes("made_up_requests.py", _WORKER, "Worker.compile_or_warm_up_model", "self"),
     Takes("draft_updates.py", _WORKER, "Worker.start_draft_weight_update", "self"),
     Takes("draft_updates.py", _WORKER, "Worker.supports_draft_weight_updates", "self"),
+    # ---- ranks ----
+    Attributes("versions/ranks.py", "distributed/parallel_state.py", "GroupCoordinator",
+               "cpu_group="),
     # ---- offline ----
     Takes(
         "offline/extract.py",

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import distributed
 from torch.distributed import ProcessGroup
+from vllm.distributed.parallel_state import get_tp_group
 
 
 class Ranks:
@@ -41,9 +42,6 @@ class Ranks:
         return list(said.tolist())  # a host tensor
 
 
-def tensor_parallel_ranks() -> Ranks | None:
-    """Those that share this engine's target; None where it is in one process."""
-    from vllm.distributed.parallel_state import get_tp_group
-
-    group = get_tp_group()
-    return Ranks(group.cpu_group) if group.world_size > 1 else None
+def tensor_parallel_ranks() -> Ranks:
+    """Those that share this engine's target."""
+    return Ranks(get_tp_group().cpu_group)
