@@ -139,7 +139,7 @@ def swaps(llm: Any, drafter: Path, prompts: Sequence[Any], tokens: int, what: st
         drafter: whose weights the engine has.
         what: `heads` or `all`.
     """
-    from vllm_specblock.engine.runner.adaptation import DeviceVersions, Versions
+    from vllm_specblock.engine.versions.drafter_versions import DeviceVersions, Versions
 
     speculator = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
     speculator = speculator.model_runner.speculator

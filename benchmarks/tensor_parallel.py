@@ -2,17 +2,21 @@
 
     python benchmarks/tensor_parallel.py [--tokens 60] [--nodes 24]
 
-The example pair in float32, greedy and seeded requests in one batch, through two engines of two
-processes each, one engine after the other. Both ranks have to propose the same trees in every step:
-each verifies its own. Exits with 1 if a token or a draft differs. It takes two minutes on two cores
-of a CPU that do other things as well.
+The example pair in float32, greedy and seeded requests in one batch, through four engines of two
+processes each, one engine after the other: vLLM's own, one that drafts trees, and two whose drafter
+is given other weights while it serves, by a trainer's memory and by a folder. Both ranks have to
+propose the same trees in every step, each verifies its own, and to take every version in the same
+step. Exits with 1 if a token, a draft or such a step differs. It takes five minutes on two cores of
+a CPU that do other things as well.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,8 +29,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import typer
 
-PAIR = Path(__file__).resolve().parent.parent / "examples/tiny_pair"
+from vllm_specblock.adapt.versions import VersionFolder
+from vllm_specblock.drafters.specblock import checkpoint
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+PAIR, OTHER = EXAMPLES / "tiny_pair", EXAMPLES / "two_heads/code"
 RANKS = 2
+SWAPS, ROUNDS = 3, 24
+"""Versions that every rank has to take, within so many times all requests."""
 PROMPTS = (
     "def main(argv):\n",
     "class Parser:\n    def __init__(self, text):\n",
@@ -38,7 +48,7 @@ PROMPTS = (
 
 
 class DraftRecorder:
-    """What vLLM adds to its workers: what a rank proposed, step by step."""
+    """What vLLM adds to its workers: what a rank proposed, step by step, and other weights."""
 
     model_runner: Any
 
@@ -50,15 +60,38 @@ class DraftRecorder:
             tokens = propose(*args, **kwargs)
             states = speculator.tree_states
             requests = args[0].idx_mapping
-            self.drafts.append([tokens.tolist(), states.parent[requests].tolist()])
+            self.drafts.append([tokens.tolist(), states.parent[requests].tolist(), self.swaps()])
             return tokens
 
         speculator.propose = noting
 
     def recorded_drafts(self) -> tuple[list[Any], int]:
-        """Per step the trees' tokens and parents; nodes that were accepted in all."""
+        """Per step the trees' tokens and parents, and versions taken so far; nodes that were
+        accepted in all."""
         counts = self.model_runner.speculator.counters.as_dict()
         return self.drafts, counts["accepted_nodes_1"]
+
+    def swaps(self) -> int:
+        """Versions that this rank took."""
+        recorder = self.model_runner.speculator.recorder
+        return 0 if recorder is None else recorder.versions.link.counts["swaps"]
+
+    def stage(self, folder: str, number: int) -> None:
+        """In place of the trainer, where its memory is: offer a drafter's weights."""
+        from vllm_specblock.adapt.learning.pool import Version
+        from vllm_specblock.adapt.link.layout import shapes_of
+        from vllm_specblock.adapt.link.memory_link import TrainerLink
+        from vllm_specblock.adapt.policy.interface import Action
+
+        versions = self.model_runner.speculator.recorder.versions
+        if versions.trainer is None:
+            return
+        if number == 1:
+            versions.trainer.stop()
+            shapes = shapes_of(checkpoint.read_config(folder))
+            self.trainer = TrainerLink(versions.link.descriptor, shapes)
+        tensors = {name: each.detach() for name, each in checkpoint.load(folder).named_parameters()}
+        self.trainer.stage(Version(number, tensors, Action.FULL, number - 1))
 
 
 def engine(speculative: dict[str, Any] | None) -> Any:
@@ -93,30 +126,78 @@ def answers(llm: Any, tokens: int) -> list[list[int]]:
     ]
 
 
+def through_trees(
+    wanted: list[list[int]],
+    tokens: int,
+    nodes: int,
+    adapt: dict[str, Any] | None = None,
+    offer: Callable[[Any, int], None] = lambda llm, number: None,
+) -> None:
+    """Answer with trees; exit if a token or a draft differs.
+
+    Args:
+        wanted: the answers.
+        adapt: the option, if any: then all is answered until every rank took some versions.
+        offer: lets the ranks of an engine find a version, given its number.
+    """
+    began = time.monotonic()
+    drafter = {"method": "specblock", "model": str(PAIR / "drafter")}
+    drafter |= {} if adapt is None else {"adapt": adapt}
+    tree = engine({**drafter, "num_speculative_tokens": nodes})
+    tree.collective_rpc("record_drafts")
+    count, rounds = 0, ROUNDS if adapt is not None else 1
+    for number in range(1, rounds + 1):
+        offer(tree, number)
+        got = answers(tree, tokens)
+        count += sum(map(len, got))
+        if got != wanted:
+            sys.exit("Tokens differ from those of vLLM without the plugin.")
+        swaps = tree.collective_rpc("swaps")
+        if min(swaps) >= SWAPS:
+            break
+    drafts = tree.collective_rpc("recorded_drafts")
+    tree.llm_engine.engine_core.shutdown()
+    (first, accepted), *others = drafts
+    took, steps = time.monotonic() - began, len(first)
+    print(
+        f"{count} tokens over {RANKS} ranks in {steps} steps, {accepted} of them drafted, "
+        f"{swaps[0]} versions taken, in {took:.0f} s",
+        flush=True,
+    )
+    if any(other != first for other, _ in others):
+        sys.exit("The ranks proposed different trees, or took versions in different steps.")
+    if accepted * 5 < count:
+        sys.exit("Hardly a draft was accepted: this tested little.")
+    if adapt is not None and min(swaps) < SWAPS:
+        sys.exit(f"The ranks took {swaps} versions: this tested little.")
+
+
 def main(
     tokens: Annotated[int, typer.Option(help="of each of twelve answers")] = 60,
     nodes: Annotated[int, typer.Option(help="of a tree")] = 24,
 ) -> None:
-    began = time.monotonic()
     plain = engine(None)
     wanted = answers(plain, tokens)
     plain.llm_engine.engine_core.shutdown()
-    tree = engine(
-        {"method": "specblock", "model": str(PAIR / "drafter"), "num_speculative_tokens": nodes}
-    )
-    tree.collective_rpc("record_drafts")
-    got = answers(tree, tokens)
-    drafts = tree.collective_rpc("recorded_drafts")
-    tree.llm_engine.engine_core.shutdown()
-    (first, accepted), *others = drafts
-    count, took = sum(map(len, got)), time.monotonic() - began
-    print(f"{count} tokens over {RANKS} ranks, {accepted} of them drafted, in {took:.0f} s")
-    if got != wanted:
-        sys.exit("Tokens differ from those of vLLM without the plugin.")
-    if any(other != first for other, _ in others):
-        sys.exit("The ranks proposed different trees.")
-    if accepted * 5 < count:
-        sys.exit("Hardly a draft was accepted: this tested little.")
+    through_trees(wanted, tokens, nodes)
+    drafters = [OTHER, PAIR / "drafter"]
+
+    def stage(llm: Any, number: int) -> None:
+        llm.collective_rpc("stage", args=(str(drafters[number % 2]), number))
+
+    through_trees(wanted, tokens, nodes, {}, stage)
+    with tempfile.TemporaryDirectory() as folder:
+        versions = VersionFolder(Path(folder) / "out", PAIR / "drafter", PAIR / "target")
+        versions.lock()
+        names = [versions.write(checkpoint.load(each), {"parent": None}) for each in drafters]
+        versions.use(names[0], who="person")
+        versions.unlock()
+
+        def choose(llm: Any, number: int) -> None:
+            versions.use(names[number % 2], who="person")
+
+        adapt = {"trainer": str(Path(folder) / "requests"), "out": str(versions.out)}
+        through_trees(wanted, tokens, nodes, adapt, choose)
     print("No token and no draft differs.")
 
 

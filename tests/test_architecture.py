@@ -104,6 +104,9 @@ STEP = [
         "adaptation", "draft_policy", "dummy", "graphs", "model_state", "recording", "sampler",
         "speculator", "step_batch", "tree_states"
     )),
+    *(ROOT / "vllm_specblock/engine/versions" / f"{name}.py" for name in (
+        "drafter_versions", "rank_versions", "ranks"
+    )),
     *(ROOT / "vllm_specblock/engine/metrics" / f"{name}.py" for name in (
         "counters", "draft_clock"
     )),

@@ -101,7 +101,7 @@ def _drafters() -> Iterator[str]:
             kind.imposes,
         )
         yield f"| {name} | {' | '.join('yes' if each else 'no' for each in has)} |"
-    yield "\nImposed acceptance is for benchmarks only. `adapt` is for one rank, CPU or GPU.\n"
+    yield "\nImposed acceptance is for benchmarks only. `adapt` is for ranks of one machine.\n"
     yield f"Tested over every sampling case below, one or two together (`{COMBINATIONS}`):\n"
     yield from (f"- {name}" for name in ("SpecBlock", *keys_of(COMBINATIONS, "COMBINATIONS")))
 

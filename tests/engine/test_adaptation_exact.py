@@ -23,7 +23,7 @@ from vllm_specblock.adapt.link.staging import StagedVersion
 from vllm_specblock.adapt.policy.interface import Action
 from vllm_specblock.drafters.specblock import device_refresh
 from vllm_specblock.drafters.specblock.refresh import HEADS
-from vllm_specblock.engine.runner.adaptation import DeviceVersions
+from vllm_specblock.engine.versions.drafter_versions import DeviceVersions
 
 TABLES = ROOT / "examples/two_heads/tables"
 EAGLE3 = str(ROOT / "examples/two_heads/eagle3")

@@ -539,18 +539,35 @@ def test_adaptation_elsewhere(monkeypatch):
     off = vllm_args.read_back(configure().additional_config)
     busy = vllm_args.read_back(configure(ADAPT).additional_config)
     busy.adapting.adapt.__dict__["trainer"] = "cuda:1"
+    inside = vllm_args.read_back(configure({"adapt": {"trainer": "engine"}}).additional_config)
     one, two = (
-        SimpleNamespace(tensor_parallel_size=size, world_size=size, data_parallel_size_local=1)
+        SimpleNamespace(
+            tensor_parallel_size=size,
+            world_size=size,
+            data_parallel_size_local=1,
+            distributed_executor_backend="mp",
+            nnodes=1,
+        )
         for size in (1, 2)
     )
+    apart = [
+        SimpleNamespace(**vars(two) | changes)
+        for changes in ({"nnodes": 2}, {"distributed_executor_backend": "ray"})
+    ]
     here, there = SimpleNamespace(model=str(TARGET)), SimpleNamespace(model="some/target")
     cpu, gpu = (SimpleNamespace(is_cpu=lambda is_cpu=is_cpu: is_cpu) for is_cpu in (True, False))
     for platform in (cpu, gpu):
         monkeypatch.setattr("vllm.platforms.current_platform", platform)
         validate.check_adapt({}, plan, one, there)
         validate.check_adapt({}, learns, one, here)
-        with pytest.raises(OptionError, match=r"tensor_parallel_size is 2.*drop one of them\.$"):
-            validate.check_adapt({}, plan, two, here)
+        validate.check_adapt({}, plan, two, there)
+        validate.check_adapt({}, learns, two, here)
+        for several in apart:
+            with pytest.raises(OptionError, match=r"size is 2.* one machine.*drop one of them\.$"):
+                validate.check_adapt({}, plan, several, here)
+        with pytest.raises(OptionError, match=r"'engine' and .*_size is 2.*'cpu' or a folder\.$"):
+            validate.check_adapt({}, inside, two, here)
+        validate.check_adapt({}, inside, one, here)
         with pytest.raises(OptionError, match=r"'some/target' is no folder here.*drop the key\.$"):
             validate.check_adapt({}, learns, one, there)
     with pytest.raises(OptionError, match=r"'cuda:1', but vLLM serves on that GPU.*'cpu'\.$"):

@@ -14,6 +14,7 @@ from vllm_specblock.drafters.common.post_load import process_after_loading
 from vllm_specblock.drafters.specblock.options import SpecBlockConfig
 from vllm_specblock.engine.runner import adaptation
 from vllm_specblock.engine.runner.adaptation import link_up, trainer_config
+from vllm_specblock.engine.versions import drafter_versions
 
 
 @pytest.mark.parametrize(
@@ -52,7 +53,7 @@ def test_room_for_a_version_is_made_where_one_may_come(tmp_path, monkeypatch, gi
     pair = Pair.make(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(adaptation.TrainerProcess, "start", lambda self: None)
-    monkeypatch.setattr(adaptation, "DeviceRefresh", lambda model: ("room for", model))
+    monkeypatch.setattr(drafter_versions, "DeviceRefresh", lambda model: ("room for", model))
     model = process_after_loading(small_drafter(), None)
     weight = SimpleNamespace(is_cuda=on_gpu)
     drafter = SimpleNamespace(
@@ -61,7 +62,7 @@ def test_room_for_a_version_is_made_where_one_may_come(tmp_path, monkeypatch, gi
     target = SimpleNamespace(
         model=str(pair.target), get_hidden_size=lambda: HIDDEN, dtype=torch.float32
     )
-    found = link_up(
+    found, _ = link_up(
         SimpleNamespace(model_config=target),
         SimpleNamespace(folder=str(pair.drafter), options=SpecBlockConfig(num_blocks=1)),
         parse_adapt(given, "specblock"),

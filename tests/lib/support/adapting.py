@@ -43,6 +43,11 @@ class Pair:
         save_file(weights, made.target / "model.safetensors")
         return made
 
+    @classmethod
+    def at(cls, folder: Path) -> Pair:
+        """The pair that was made in a folder."""
+        return cls(folder / "drafter", folder / "target", torch.empty(0))
+
     @property
     def sizes(self) -> LinkSizes:
         return LinkSizes(shapes_of(checkpoint.read_config(self.drafter)), HIDDEN, slots=64)

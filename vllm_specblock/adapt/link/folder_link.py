@@ -11,16 +11,14 @@ import os
 import queue
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
 from vllm_specblock.adapt.book import Record
 from vllm_specblock.adapt.files import lock_folder, private_folder
 from vllm_specblock.adapt.link import wire
-from vllm_specblock.adapt.link.layout import COUNTS
-from vllm_specblock.adapt.link.staging import StagedVersion
-from vllm_specblock.adapt.link.stored import stored_version
+from vllm_specblock.adapt.link.folder_versions import LOOK, FolderVersions
 from vllm_specblock.adapt.policy.interface import Action, FinishedRequest
 from vllm_specblock.adapt.versions import VersionFolder
 from vllm_specblock.train.config import TrainError
@@ -31,11 +29,9 @@ VERSIONS = "versions"
 """Where in the folder versions lie, if they are not given another."""
 
 _STEM, _END = "request-", ".rows"
-_LOOK = 1.0
-"""Seconds between two looks for another version."""
 
 
-class FolderLink:
+class FolderLink(FolderVersions):
     """The engine's end; the same methods as `EngineLink`, and no more waiting: a thread writes.
 
     Args:
@@ -60,15 +56,11 @@ class FolderLink:
             "text can be read; specblock adapt run deletes them.",
             folder,
         )
-        self.folder, self.versions = folder, versions
-        self.room, self.tally = int(memory * (1 << 20)), Counter[str]()
+        super().__init__(versions)
+        self.folder, self.room = folder, int(memory * (1 << 20))
         self._waiting: queue.Queue[wire.Finished] = queue.Queue(slots)
-        self._found: deque[StagedVersion] = deque(maxlen=1)
-        self._seen = self._serves = 0  # stamp and number of the choice that was looked at last
         self._full, self._largest = False, 0
         self._written = 0
-        self._look()
-        self._ends = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="specblock-adapt")
         self._thread.start()
 
@@ -81,24 +73,6 @@ class FolderLink:
         except queue.Full:
             return False
         return True
-
-    def staged(self) -> StagedVersion | None:
-        """See `EngineLink.staged`; always of all weights."""
-        return self._found.popleft() if self._found else None
-
-    def took(self, version: StagedVersion, seconds: float = 0.0) -> None:
-        """See `EngineLink.took`."""
-        self.tally["swaps"] += 1
-        self.tally["swap_microseconds"] += round(1e6 * seconds)
-
-    def refuse(self, version: StagedVersion, reason: str = "not finite") -> None:
-        """See `EngineLink.refuse`."""
-        self.tally[f"versions_refused_{reason.replace(' ', '_')}"] += 1
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """By `layout.COUNTS`; what the trainer counts, the other end says when it ends."""
-        return {name: self.tally[name] for name in COUNTS}
 
     def close(self) -> None:
         """Write what waits, and leave the folder to others."""
@@ -120,7 +94,7 @@ class FolderLink:
             except OSError as error:
                 self.tally["dropped_records"] += 1
                 logger.debug("A request could not be written to %s: %s", self.folder, error)
-            if not ending and time.monotonic() - looked > _LOOK:
+            if not ending and time.monotonic() - looked > LOOK:
                 looked = time.monotonic()
                 self._full = self._size() + self._largest > self.room
                 self._look()
@@ -148,24 +122,6 @@ class FolderLink:
             with suppress(FileNotFoundError):  # read meanwhile
                 size += path.stat().st_size
         return size
-
-    def _look(self) -> None:
-        stamp = self.versions.stamp()
-        if stamp == self._seen:
-            return
-        try:
-            found = stored_version(self.versions)
-        except TrainError as error:
-            self._seen = stamp
-            self.tally["versions_refused_checksum"] += 1
-            logger.warning("SpecBlock adaptation: %s", error)
-            return
-        # None: it was removed meanwhile for another, which the next look finds.
-        if found is not None:
-            self._seen = stamp
-            if found.number != self._serves:
-                self._serves = found.number
-                self._found.append(found)
 
 
 class FolderSource:

@@ -17,7 +17,6 @@ None of them waits for the trainer, whatever that one does or is.
 
 from __future__ import annotations
 
-import threading
 import time
 
 from vllm_specblock.adapt.book import Record
@@ -25,12 +24,13 @@ from vllm_specblock.adapt.learning.pool import Version
 from vllm_specblock.adapt.link import wire
 from vllm_specblock.adapt.link.layout import COUNTS, Field, LinkSizes, Shared
 from vllm_specblock.adapt.link.shared import PAGE, SharedMemory, aligned, fence
+from vllm_specblock.adapt.link.shared_versions import SharedVersions
 from vllm_specblock.adapt.link.staging import Shapes, StagedVersion, Staging
 from vllm_specblock.adapt.policy.interface import Action, FinishedRequest
 from vllm_specblock.train.config import TrainError
 
 
-class EngineLink:
+class EngineLink(SharedVersions):
     """The engine's end, which makes the memory. For one thread.
 
     Args:
@@ -49,10 +49,7 @@ class EngineLink:
         head[Field.STAGING_AT] = PAGE + ring
         head[Field.DTYPE] = wire.DTYPES.index(sizes.dtype)
         self.descriptor = memory.descriptor
-        self._shared = Shared(memory, sizes.shapes)
-        self._examined = 0  # sequence number of the last version that was looked at
-        self._reader: threading.Thread | None = None
-        self._found: StagedVersion | None = None
+        super().__init__(Shared(memory, sizes.shapes))
         self.beat()
 
     def offer(self, record: Record | None, finished: FinishedRequest | None) -> bool:
@@ -72,41 +69,13 @@ class EngineLink:
         self._shared.head[Field.WRITTEN] += 1
         return True
 
-    def staged(self) -> StagedVersion | None:
-        """The newest version that the trainer offers, each once.
-
-        Copying and checking it takes a thread of its own some moments: until then None. What is
-        torn or not finite is refused and counted.
-        """
-        found = self._found
-        if found is not None:  # so no thread is about to put another one there
-            self._found = None
-            return found
-        if self._reader is not None and self._reader.is_alive():
-            return None
-        sequence = self._shared.staging.sequence
-        if sequence % 2 == 0 and sequence > self._examined:
-            self._reader = threading.Thread(target=self._read, daemon=True, name="specblock-adapt")
-            self._reader.start()
-        return None
-
     def took(self, version: StagedVersion, seconds: float = 0.0) -> None:
-        """A version serves from now on.
-
-        Args:
-            version: from `staged`.
-            seconds: that serving lost by the swap.
-        """
+        """As every reader's; the trainer is told."""
+        super().took(version, seconds)
         head = self._shared.head
         head[Field.TAKEN], head[Field.SERVES] = version.sequence, version.number
         place = Field.SWAP_FULL if version.action is Action.FULL else Field.SWAP_HEADS
         head[place] = round(1e9 * seconds)
-        self._shared.count("swaps")
-        self._shared.count("swap_microseconds", round(1e6 * seconds))
-
-    def refuse(self, version: StagedVersion, reason: str = "not finite") -> None:
-        """A version cannot serve: `not finite` in the dtype that serves, or a wrong `checksum`."""
-        self._shared.count(f"versions_refused_{reason.replace(' ', '_')}")
 
     def restarted(self) -> None:
         """Another trainer took the place of one that died."""
@@ -129,18 +98,6 @@ class EngineLink:
     def close(self) -> None:
         """Tell the trainer to end. The memory goes with the last process that has it."""
         self._shared.head[Field.CLOSED] = 1
-
-    def _read(self) -> None:
-        shared = self._shared
-        sequence = shared.staging.sequence
-        found = shared.staging.read(after=shared.head[Field.TAKEN])
-        if found is None:
-            return  # it is being replaced: looked at again when that is done
-        if isinstance(found, str):
-            self._examined = sequence
-            shared.count(f"versions_refused_{found.replace(' ', '_')}")
-            return
-        self._examined, self._found = found.sequence, found
 
 
 class TrainerLink:

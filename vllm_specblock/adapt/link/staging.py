@@ -38,7 +38,8 @@ class StagedVersion:
         action: HEADS: `tensors` are the LM head and the rank head, and whoever took what was
             staged before lacks no more. FULL: all parameters.
         tensors: by the checkpoint's names, on the CPU, of the reader's own.
-        sequence: of the staging.
+        sequence: of the staging; 0: it was stored.
+        checksum: of a stored version's weights.
     """
 
     number: int
@@ -46,6 +47,12 @@ class StagedVersion:
     action: Action
     tensors: Mapping[str, Tensor] = field(repr=False)
     sequence: int = 0
+    checksum: int = 0
+
+    @property
+    def key(self) -> int:
+        """The same in all processes that read these weights, and of no others; never 0."""
+        return self.sequence or self.checksum
 
 
 class Staging:

@@ -6,7 +6,7 @@ import torch
 
 from vllm_specblock.adapt.link.staging import StagedVersion
 from vllm_specblock.adapt.policy.interface import Action
-from vllm_specblock.adapt.versions import PREFIX, VersionFolder
+from vllm_specblock.adapt.versions import PREFIX, VersionFolder, facts_of
 from vllm_specblock.drafters.specblock import checkpoint
 from vllm_specblock.train.config import TrainError
 
@@ -29,8 +29,14 @@ def stored_version(versions: VersionFolder) -> StagedVersion | None:
     assert source is not None  # a folder without its drafter is for a look only
     try:
         drafter = checkpoint.load(source, torch.float32)
-    except (checkpoint.CheckpointError, OSError):
+        digest = facts_of(folder)["checksum"] if folder else versions.fingerprints["drafter"]
+    except (checkpoint.CheckpointError, OSError, TrainError):
         return None
     tensors = {name: value.detach() for name, value in drafter.named_parameters()}
     number = int(source.name.removeprefix(PREFIX)) if folder else 0
-    return StagedVersion(number, -1, Action.FULL, tensors)
+    return StagedVersion(number, -1, Action.FULL, tensors, checksum=_number(digest))
+
+
+def _number(digest: str) -> int:
+    """A digest's last 60 bits; 1 where they are all 0."""
+    return int(digest[-15:], 16) or 1

@@ -33,6 +33,9 @@ class DeviceRefresh:
     Args:
         drafter: as `post_load.process_after_loading` leaves it, on a GPU.
 
+    Attributes:
+        ready: the new weights are on the device and only wait for `release`.
+
     Raises:
         RefreshError: it was not made ready to serve.
     """
@@ -59,15 +62,22 @@ class DeviceRefresh:
         self._going: Generator[None, None, float] | None = None
         self._new: list[str] = []
         self._error: RefreshError | None = None
+        self.ready = self._held = False
 
-    def start(self, tensors: Mapping[str, Tensor]) -> None:
-        """Begin to bring new weights in; whatever began before is over.
+    def start(self, tensors: Mapping[str, Tensor], hold: bool = False) -> None:
+        """Begin to bring new weights in; whatever began before is over, or ready and given up.
 
         Args:
             tensors: on the host, see `Preparation.prepare`; not to be changed any more.
+            hold: do not copy them onto those in use before `release`.
         """
+        self.ready, self._held = False, hold
         self._going = self._go(tensors)
         next(self._going)
+
+    def release(self) -> None:
+        """Let what is held serve from the next `turn` on."""
+        self._held = False
 
     def turn(self) -> float | None:
         """Between two steps, on the stream on which they run: do what can be done without waiting.
@@ -108,6 +118,10 @@ class DeviceRefresh:
             self._there.record()
         while not self._there.query():
             yield
+        while self._held:
+            self.ready = True
+            yield
+        self.ready = False
         self._began.record()
         self._write()
         self._written.record()

@@ -290,11 +290,18 @@ def check_adapt(
         )
     check_trainer(options, gpus_of(parallel), torch.cuda.device_count())
     if parallel.tensor_parallel_size > 1:
-        raise OptionError(
-            f"{key} is given and tensor_parallel_size is {parallel.tensor_parallel_size}, but "
-            "ranks would have to change their weights together, which is not supported yet: drop "
-            "one of them."
-        )
+        if parallel.distributed_executor_backend != "mp" or parallel.nnodes > 1:
+            raise OptionError(
+                f"{key} is given and tensor_parallel_size is {parallel.tensor_parallel_size}, but "
+                "ranks read versions out of one memory, so they have to be on one machine "
+                "(distributed_executor_backend 'mp', nnodes 1): drop one of them."
+            )
+        if options.trainer == "engine":
+            raise OptionError(
+                "speculative_config key 'adapt.trainer' is 'engine' and tensor_parallel_size is "
+                f"{parallel.tensor_parallel_size}, but what a rank learns inside itself no other "
+                "rank can read: take 'cpu' or a folder."
+            )
     if options.folder is None and not options.trains_beside:
         return
     if not os.path.isdir(target.model):

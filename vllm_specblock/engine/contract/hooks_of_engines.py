@@ -67,7 +67,7 @@ OF_ENGINES: tuple[Hook, ...] = (
         "ParallelConfig",
         "pipeline_parallel_size decode_context_parallel_size prefill_context_parallel_size "
         "tensor_parallel_size world_size data_parallel_size_local use_ubatching "
-        "enable_batch_sharded_sampling",
+        "enable_batch_sharded_sampling distributed_executor_backend nnodes",
     ),
     Has("runner/model_state.py", "config/vllm.py", "VllmConfig",
         "num_speculative_tokens additional_config kernel_config speculative_config "
@@ -105,6 +105,9 @@ OF_ENGINES: tuple[Hook, ...] = (
     Takes("made_up_requests.py", _WORKER, "Worker.compile_or_warm_up_model", "self"),
     Takes("draft_updates.py", _WORKER, "Worker.start_draft_weight_update", "self"),
     Takes("draft_updates.py", _WORKER, "Worker.supports_draft_weight_updates", "self"),
+    # ---- ranks ----
+    Attributes("versions/ranks.py", "distributed/parallel_state.py", "GroupCoordinator",
+               "cpu_group="),
     # ---- offline ----
     Takes(
         "offline/extract.py",

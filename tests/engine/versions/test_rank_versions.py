@@ -1,0 +1,129 @@
+"""Two ranks, whatever either has seen and when: the same version from the same step on."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import pytest
+from support.adapting import VOCAB, Pair
+from support.rank_pair import (
+    RankPair,
+    digest_of,
+    linked_to_folder,
+    linked_to_process,
+    on_devices,
+    over_memory,
+    scripted,
+)
+from support.records import small_drafter
+
+from vllm_specblock.adapt.link.shared_versions import RankLink
+from vllm_specblock.adapt.versions import VersionFolder
+from vllm_specblock.engine.versions.rank_versions import EVERY
+from vllm_specblock.train.config import TrainError
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    pair = RankPair(tmp_path_factory.mktemp("ranks"))
+    yield pair
+    pair.close()
+
+
+def changes(seen: list[str]) -> dict[int, str]:
+    """By turn, counted from 1, what serves from then on."""
+    before = [digest_of(0), *seen]
+    return {
+        turn: seen[turn - 1] for turn in range(1, len(before)) if seen[turn - 1] != before[turn - 1]
+    }
+
+
+def test_a_version_serves_in_the_turn_in_which_all_have_it(ranks, tmp_path):
+    """One rank sees it much later; the next one both see between two agreements."""
+    late = [{3: 1, 2 * EVERY + 20: 2}, {EVERY + 6: 1, 3 * EVERY: 2}]
+    first, second = ranks.run(scripted, late, 4 * EVERY)
+    assert first.seen == second.seen
+    assert changes(first.seen) == {2 * EVERY: digest_of(1), 3 * EVERY: digest_of(2)}
+    assert first.taken == second.taken == [(2 * EVERY, 1), (3 * EVERY, 2)]
+
+
+def test_versions_that_one_rank_has_and_another_has_not_serve_on_none(ranks):
+    """The first rank reads 1, replaced before the second looked; then both come to 3."""
+    arrivals = [{1: 1, EVERY + 1: 3}, {1: 2, 2 * EVERY + 1: 3}]
+    first, second = ranks.run(scripted, arrivals, 3 * EVERY)
+    assert first.seen == second.seen and changes(first.seen) == {3 * EVERY: digest_of(3)}
+
+
+def test_what_one_rank_refuses_serves_on_none(ranks):
+    first, second = ranks.run(scripted, [{2: 1, 90: 2}, {2: -1, 90: 2}], 2 * EVERY)
+    assert first.seen == second.seen and changes(first.seen) == {2 * EVERY: digest_of(2)}
+    assert (first.refused, second.refused) == ([], [1])
+
+
+def test_a_version_that_one_device_does_not_have_yet_serves_on_none(ranks):
+    """Both ranks have read it before the first agreement; one device is behind with the copy."""
+    first, second = ranks.run(on_devices, [{3: 1}, {3: 1}], 3 * EVERY, (0, EVERY + 6))
+    assert first.seen == second.seen and changes(first.seen) == {2 * EVERY: digest_of(1)}
+
+
+@pytest.mark.parametrize("how", [scripted, on_devices])
+@pytest.mark.parametrize("seed", range(3))
+def test_random_arrivals(ranks, how, seed):
+    """Each rank misses some versions, refuses some, and sees the others up to 300 turns late."""
+    draw, turns = random.Random(seed), 40 * EVERY
+    arrivals: list[dict[int, int]] = [{}, {}]
+    for number in range(1, 21):
+        staged = number * turns // 22
+        for each in arrivals:
+            if draw.random() < 0.9:
+                each[staged + draw.choice([1, 30, 60, 300])] = (
+                    -number if draw.random() < 0.1 else number
+                )
+    first, second = ranks.run(how, arrivals, turns)
+    assert first.seen == second.seen and len(first.seen) == turns
+    moments = changes(first.seen)
+    assert len(moments) >= 2 and all(turn % EVERY == 0 for turn in moments)
+    assert [number for _, number in first.taken] == [number for _, number in second.taken]
+
+
+def test_a_trainer_that_replaces_what_it_staged(ranks):
+    """Both ranks read one memory that is written to all the time."""
+    first, second = ranks.run(over_memory, 30)
+    assert first.seen == second.seen
+    moments = changes(first.seen)
+    assert len(moments) >= 3 and all(turn % EVERY == 0 for turn in moments)
+    assert first.counts["swaps"] == second.counts["swaps"] == len(moments)
+    # The memory's numbers are the first rank's to write: the second one's swaps are not in them.
+    assert first.counts["versions_offered"] == 30 and not second.counts["versions_offered"]
+
+
+def test_a_folder(ranks, tmp_path):
+    (tmp_path / "pair").mkdir()
+    pair = Pair.make(tmp_path / "pair")
+    versions = VersionFolder(tmp_path / "requests/versions", pair.drafter, pair.target)
+    versions.lock()
+    versions.use(versions.write(small_drafter(1, vocab=VOCAB), {"parent": None}), who="person")
+    versions.unlock()
+    first, second = ranks.run(linked_to_folder, tmp_path)
+    assert first.seen == second.seen and first.seen[0] == digest_of(1)
+    assert first.seen[-1] == digest_of(3), "the delivered drafter was chosen meanwhile"
+    assert (first.sink, second.sink) == ("FolderLink", "Nobody")
+    assert first.counts["swaps"] == second.counts["swaps"] == 2
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_a_start(ranks, tmp_path, bad):
+    """From the first step on what both read is served; and nothing that one of them did not."""
+    (tmp_path / "pair").mkdir()
+    Pair.make(tmp_path / "pair")
+    first, second = ranks.run(linked_to_process, tmp_path, bad)
+    assert first.seen == second.seen and set(first.seen) == {digest_of(3 if bad else 7)}
+    assert (first.started, second.started) == (["trainer"], [])
+    assert (first.sink, second.sink) == ("EngineLink", "Nobody")
+    assert first.reads == second.reads == (3 if bad else 2)
+
+
+def test_memory_that_another_rank_cannot_open():
+    with pytest.raises(TrainError, match=r"cannot be opened .*: drop adapt, or .*\.$"):
+        RankLink(os.getpid(), 9999, {})
