@@ -30,6 +30,7 @@ WINDOWS = "tests/engine/attention/test_sliding_window.py"
 QUANTISED = "tests/engine/runner/test_quantised_target.py"
 QUANTISED_CACHE = "tests/engine/attention/test_quantised_cache.py"
 REFUSALS = "vllm_specblock/engine/config/validate.py"
+OF_WEIGHTS = "vllm_specblock/engine/config/target_weights.py"
 FALLBACK = "vllm_specblock/engine/runner/chain_fallback.py"
 HEAD = """# What runs together
 
@@ -77,7 +78,7 @@ def _targets() -> Iterator[str]:
 def _fewer_bits() -> Iterator[str]:
     yield from _section("Fewer bits", "what is kept in them", "on a CPU", "on a GPU")
     for name in keys_of(QUANTISED, "FORMS"):
-        yield f"| {name} | tested, in float16 (`{QUANTISED}`) | not tried |"
+        yield f"| {name} | tested, in float16, with AVX-512 (`{QUANTISED}`) | not tried |"
     yield (
         "| weights and activations in int8 | verified, an engine warns: activations are rounded, "
         "so the last bit of a sum, which a tree and a chain add up in different orders, can decide "
@@ -118,7 +119,8 @@ def _sampling() -> Iterator[str]:
 def _refusals() -> Iterator[str]:
     yield "\n## Refused\n"
     yield "In the engine's words, before any weight is loaded; … stands for what was given.\n"
-    yield from (f"- {_linked(sentence)}" for sentence in sentences_of(REFUSALS))
+    for path in (REFUSALS, OF_WEIGHTS):
+        yield from (f"- {_linked(sentence)}" for sentence in sentences_of(path))
     yield ""
 
 

@@ -231,49 +231,6 @@ def test_targets_that_cannot_be_verified_as_trees(kind, says):
         validate.check_target(SimpleNamespace(**TARGET_KIND | kind))
 
 
-COMPRESSED = {"quant_method": "compressed-tensors", "config_groups": {}}
-
-
-@pytest.mark.parametrize(
-    ("quantization", "said", "refused"),
-    [
-        (None, None, False),
-        ("fp8", {"quant_method": "fp8"}, True),
-        ("fp8", None, True),  # asked for while a checkpoint of more bits is loaded
-        ("awq", {"quant_method": "awq", "bits": 4}, False),
-        ("compressed-tensors", {"weights": {"type": "float", "num_bits": 8}}, True),
-        ("compressed-tensors", {"weights": {"type": "int", "num_bits": 8}}, False),
-    ],
-)
-@pytest.mark.skipif(not current_platform.is_cpu(), reason="of vLLM's CPU build")
-def test_targets_in_float8_want_tiles(monkeypatch, quantization, said, refused):
-    if quantization == "compressed-tensors":
-        said = COMPRESSED | {"config_groups": {"group_0": said}}
-    config = SimpleNamespace(quantization_config=said) if said else SimpleNamespace()
-    target = SimpleNamespace(model="some/target", quantization=quantization, hf_config=config)
-    monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: True)
-    validate.check_quantization(target)
-    monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: False)
-    if not refused:
-        validate.check_quantization(target)
-        return
-    with pytest.raises(OptionError, match=r"weights in float8.*AMX tiles only.*as it was\.$"):
-        validate.check_quantization(target)
-
-
-@pytest.mark.parametrize("activations", [None, {"num_bits": 8, "type": "int"}])
-def test_rounded_activations_are_warned_of(monkeypatch, activations):
-    group = {"weights": {"type": "int", "num_bits": 8}, "input_activations": activations}
-    said = COMPRESSED | {"config_groups": {"group_0": group}}
-    config = SimpleNamespace(quantization_config=said)
-    warnings = []
-    monkeypatch.setattr(validate.logger, "warning", warnings.append)
-    validate.check_quantization(
-        SimpleNamespace(model="some/target", quantization="compressed-tensors", hf_config=config)
-    )
-    assert len(warnings) == (activations is not None)
-
-
 @pytest.fixture
 def copied(tmp_path):
     """A drafter whose config.json and tensors a test may spoil."""

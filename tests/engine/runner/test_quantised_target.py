@@ -19,6 +19,9 @@ FORMS = {
 """What the support table says of them → as `write_quantised` calls them."""
 
 
+@pytest.mark.skipif(
+    not torch.cpu._is_avx512_supported(), reason="vLLM multiplies by 4 bits with AVX-512"
+)
 @pytest.mark.parametrize("form", FORMS.values())
 def test_tokens_are_vllms_own(form, tmp_path):
     """In half precision, the longer one of the two that vLLM has for these formats."""

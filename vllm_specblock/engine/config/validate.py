@@ -138,37 +138,6 @@ def check_target(target: ModelConfig) -> None:
             )
 
 
-def check_quantization(target: ModelConfig) -> None:
-    """For targets with weights in 8-bit floats: whether vLLM multiplies by them on this CPU.
-
-    Without tiles it rounds activations by a kernel that it does not have, after loading. A target
-    that rounds them by one that there is, is warned of.
-
-    Raises:
-        OptionError: it does not.
-    """
-    from vllm.platforms import current_platform
-
-    said = getattr(target.hf_config, "quantization_config", None) or {}
-    groups = said.get("config_groups", {}).values()
-    if any(group.get("input_activations") for group in groups):
-        logger.warning(
-            "The target rounds activations: by a sum's last bit, a token may be another than in "
-            "plain decoding."
-        )
-    if not current_platform.is_cpu() or torch.cpu._is_amx_tile_supported():
-        return
-    weights = [group.get("weights") or {} for group in groups]
-    if target.quantization in ("fp8", "fbgemm_fp8") or any(
-        (each.get("type"), each.get("num_bits")) == ("float", 8) for each in weights
-    ):
-        raise OptionError(
-            f"The target {target.model!r} has weights in float8, which vLLM multiplies by on CPUs "
-            "with AMX tiles only, and this one has none: take the target in 4 bits (AWQ, GPTQ, "
-            "compressed-tensors), in int8, or as it was."
-        )
-
-
 def has_windows(target: ModelConfig) -> bool:
     """Whether some of the target's layers look back only so far."""
     layer_types = getattr(target.hf_text_config, "layer_types", None) or ()

@@ -25,6 +25,7 @@ from vllm_specblock.config import (
 from vllm_specblock.drafters.registry import drafter_kind
 from vllm_specblock.engine.config.batch_sizes import capture_trees, make_room
 from vllm_specblock.engine.config.resolved_config import ResolvedConfig, resolve_config
+from vllm_specblock.engine.config.target_weights import check_quantization
 from vllm_specblock.engine.config.validate import (
     check_acceptance,
     check_adapt,
@@ -32,7 +33,6 @@ from vllm_specblock.engine.config.validate import (
     check_cache,
     check_lora,
     check_one_cache,
-    check_quantization,
     check_runner,
     check_target,
     check_weights,

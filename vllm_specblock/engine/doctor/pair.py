@@ -20,7 +20,8 @@ from vllm_specblock.drafters.interface import CacheLayer
 from vllm_specblock.drafters.registry import drafter_kind
 from vllm_specblock.drafters.specblock.config import CheckpointError
 from vllm_specblock.engine.config.resolved_config import ResolvedDrafter, fetch_drafter
-from vllm_specblock.engine.config.validate import check_quantization, check_runner, check_target
+from vllm_specblock.engine.config.target_weights import check_quantization
+from vllm_specblock.engine.config.validate import check_runner, check_target
 from vllm_specblock.engine.config.vllm_args import read_request, resolve_request
 from vllm_specblock.engine.doctor.finding import Finding, as_line, wrong
 

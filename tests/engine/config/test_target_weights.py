@@ -1,0 +1,80 @@
+"""Targets whose weights have fewer bits."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from vllm.platforms import CpuArchEnum, current_platform
+
+from vllm_specblock.config import OptionError
+from vllm_specblock.engine.config import target_weights
+
+X86 = current_platform.is_cpu() and current_platform.get_cpu_architecture() == CpuArchEnum.X86
+
+COMPRESSED = {"quant_method": "compressed-tensors", "config_groups": {}}
+
+
+@pytest.mark.parametrize(
+    ("quantization", "said", "refused"),
+    [
+        (None, None, False),
+        ("fp8", {"quant_method": "fp8"}, True),
+        ("fp8", None, True),  # asked for while a checkpoint of more bits is loaded
+        ("awq", {"quant_method": "awq", "bits": 4}, False),
+        ("compressed-tensors", {"weights": {"type": "float", "num_bits": 8}}, True),
+        ("compressed-tensors", {"weights": {"type": "int", "num_bits": 8}}, False),
+    ],
+)
+@pytest.mark.skipif(not current_platform.is_cpu(), reason="of vLLM's CPU build")
+def test_targets_in_float8_want_tiles(monkeypatch, quantization, said, refused):
+    if quantization == "compressed-tensors":
+        said = COMPRESSED | {"config_groups": {"group_0": said}}
+    config = SimpleNamespace(quantization_config=said) if said else SimpleNamespace()
+    target = SimpleNamespace(model="some/target", quantization=quantization, hf_config=config)
+    monkeypatch.setattr("torch.cpu._is_avx512_supported", lambda: True)
+    monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: True)
+    target_weights.check_quantization(target)
+    monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: False)
+    if not refused:
+        target_weights.check_quantization(target)
+        return
+    with pytest.raises(OptionError, match=r"weights in float8.*AMX tiles only.*as it was\.$"):
+        target_weights.check_quantization(target)
+
+
+@pytest.mark.parametrize(
+    ("said", "refused"),
+    [
+        ({"quant_method": "awq", "bits": 4}, True),
+        ({"quant_method": "gptq", "bits": 8}, False),
+        (COMPRESSED | {"config_groups": {"group_0": {"weights": {"num_bits": 4}}}}, True),
+        (COMPRESSED | {"config_groups": {"group_0": {"weights": {"num_bits": 8}}}}, False),
+    ],
+)
+@pytest.mark.skipif(not X86, reason="of vLLM's CPU build for x86")
+def test_targets_in_4_bits_want_avx_512(monkeypatch, said, refused):
+    config = SimpleNamespace(quantization_config=said)
+    target = SimpleNamespace(model="some/target", quantization="any", hf_config=config)
+    monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: False)
+    monkeypatch.setattr("torch.cpu._is_avx512_supported", lambda: True)
+    target_weights.check_quantization(target)
+    monkeypatch.setattr("torch.cpu._is_avx512_supported", lambda: False)
+    if not refused:
+        target_weights.check_quantization(target)
+        return
+    with pytest.raises(OptionError, match=r"weights in 4 bits.*AVX-512 only.*as it was\.$"):
+        target_weights.check_quantization(target)
+
+
+@pytest.mark.parametrize("activations", [None, {"num_bits": 8, "type": "int"}])
+def test_rounded_activations_are_warned_of(monkeypatch, activations):
+    group = {"weights": {"type": "int", "num_bits": 8}, "input_activations": activations}
+    said = COMPRESSED | {"config_groups": {"group_0": group}}
+    config = SimpleNamespace(quantization_config=said)
+    warnings = []
+    monkeypatch.setattr(target_weights.logger, "warning", warnings.append)
+    target_weights.check_quantization(
+        SimpleNamespace(model="some/target", quantization="compressed-tensors", hf_config=config)
+    )
+    assert len(warnings) == (activations is not None)
