@@ -10,6 +10,11 @@ import pytest
 from vllm_specblock.adapt.trainer.slices import LONGEST, Slices
 
 
+def free(work, **named) -> Slices:
+    """Slices of work that takes no time, so that serving can spare each of them."""
+    return Slices(work, share=1.0, clock=lambda: 0.0, **named)
+
+
 class World:
     """A clock, and work of three pieces that says what ran where."""
 
@@ -76,7 +81,7 @@ def test_work_that_fails_ends_and_serving_goes_on(caplog):
         slices.pause()
         raise RuntimeError("no memory")
 
-    slices = Slices(work, share=1.0)
+    slices = free(work)
     assert slices.grant() and slices.error is None
     slices.grant()
     assert str(slices.error) == "no memory" and "serves on" in caplog.text
@@ -89,7 +94,7 @@ def test_whatever_ends_the_work_no_step_waits_for_more(error):
     def work() -> bool:
         raise error
 
-    slices = Slices(work, share=1.0)
+    slices = free(work)
     slices.grant()
     assert slices.error is error
     step = threading.Thread(target=slices.grant, daemon=True)
@@ -101,7 +106,7 @@ def test_whatever_ends_the_work_no_step_waits_for_more(error):
 
 def test_without_work_a_slice_is_over_at_once():
     calls: list[int] = []
-    slices = Slices(lambda: bool(calls.append(1)), share=1.0)
+    slices = free(lambda: bool(calls.append(1)))
     for count in (1, 2, 3):
         slices.grant()
         assert len(calls) == count
@@ -119,7 +124,7 @@ def test_its_thread_works_inside_what_it_is_given():
         finally:
             said.append("out")
 
-    slices = Slices(lambda: bool(said.append("work")), 1.0, inside)
+    slices = free(lambda: bool(said.append("work")), inside=inside)
     slices.grant()
     slices.close()
     assert said == ["in", "work", "out"]
