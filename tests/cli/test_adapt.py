@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from inspect import signature
 from pathlib import Path
 
 import pytest
 from support.adapting import Pair
 from typer.testing import CliRunner
 
+from vllm_specblock.adapt.adaptation import AdaptationConfig
 from vllm_specblock.adapt.link.folder_link import FolderLink
+from vllm_specblock.adapt.trainer.trainer import TrainerConfig
 from vllm_specblock.adapt.versions import VersionFolder
+from vllm_specblock.cli import adapt as commands
 from vllm_specblock.cli.main import app
 
 PAIR = Path(__file__).parents[2] / "examples" / "tiny_pair"
@@ -84,6 +88,14 @@ def test_wrong_options_are_one_sentence(prompts, tmp_path, given, message):
     assert result.exit_code == 1
     assert message in result.stderr and "Traceback" not in result.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_what_is_simulated_learns_as_serving_does():
+    given = {name: each.default for name, each in signature(commands.simulate).parameters.items()}
+    served, alone = TrainerConfig("D", "T"), AdaptationConfig()
+    assert given["batch"] == served.batch == alone.batch
+    assert given["lr"] == served.lr == alone.update.lr
+    assert given["memory"] == served.memory == alone.memory
 
 
 def test_seconds_are_a_pair(prompts, tmp_path):
