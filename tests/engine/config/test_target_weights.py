@@ -12,6 +12,25 @@ from vllm_specblock.engine.config import target_weights
 
 X86 = current_platform.is_cpu() and current_platform.get_cpu_architecture() == CpuArchEnum.X86
 
+AMX, AVX512 = "torch.cpu._is_amx_tile_supported", "torch.cpu._is_avx512_supported"
+
+
+def hold(monkeypatch, lacking: list[str], quantization, said, says: str | None) -> None:
+    """A target is taken on a processor that has everything, and refused on one that lacks some."""
+    config = SimpleNamespace(quantization_config=said) if said else SimpleNamespace()
+    target = SimpleNamespace(model="some/target", quantization=quantization, hf_config=config)
+    for feature in (AMX, AVX512):
+        monkeypatch.setattr(feature, lambda: True)
+    target_weights.check_quantization(target)
+    for feature in lacking:
+        monkeypatch.setattr(feature, lambda: False)
+    if says is None:
+        target_weights.check_quantization(target)
+        return
+    with pytest.raises(OptionError, match=says):
+        target_weights.check_quantization(target)
+
+
 COMPRESSED = {"quant_method": "compressed-tensors", "config_groups": {}}
 
 
@@ -30,17 +49,8 @@ COMPRESSED = {"quant_method": "compressed-tensors", "config_groups": {}}
 def test_targets_in_float8_want_tiles(monkeypatch, quantization, said, refused):
     if quantization == "compressed-tensors":
         said = COMPRESSED | {"config_groups": {"group_0": said}}
-    config = SimpleNamespace(quantization_config=said) if said else SimpleNamespace()
-    target = SimpleNamespace(model="some/target", quantization=quantization, hf_config=config)
-    monkeypatch.setattr("torch.cpu._is_avx512_supported", lambda: True)
-    monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: True)
-    target_weights.check_quantization(target)
-    monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: False)
-    if not refused:
-        target_weights.check_quantization(target)
-        return
-    with pytest.raises(OptionError, match=r"weights in float8.*AMX tiles only.*as it was\.$"):
-        target_weights.check_quantization(target)
+    says = r"weights in float8.*AMX tiles only.*as it was\.$" if refused else None
+    hold(monkeypatch, [AMX], quantization, said, says)
 
 
 @pytest.mark.parametrize(
@@ -54,17 +64,8 @@ def test_targets_in_float8_want_tiles(monkeypatch, quantization, said, refused):
 )
 @pytest.mark.skipif(not X86, reason="of vLLM's CPU build for x86")
 def test_targets_in_4_bits_want_avx_512(monkeypatch, said, refused):
-    config = SimpleNamespace(quantization_config=said)
-    target = SimpleNamespace(model="some/target", quantization="any", hf_config=config)
-    monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: False)
-    monkeypatch.setattr("torch.cpu._is_avx512_supported", lambda: True)
-    target_weights.check_quantization(target)
-    monkeypatch.setattr("torch.cpu._is_avx512_supported", lambda: False)
-    if not refused:
-        target_weights.check_quantization(target)
-        return
-    with pytest.raises(OptionError, match=r"weights in 4 bits.*AVX-512 only.*as it was\.$"):
-        target_weights.check_quantization(target)
+    says = r"weights in 4 bits.*AVX-512 only.*as it was\.$" if refused else None
+    hold(monkeypatch, [AMX, AVX512], "any", said, says)
 
 
 @pytest.mark.parametrize("activations", [None, {"num_bits": 8, "type": "int"}])
