@@ -82,7 +82,7 @@ def streams(
     policy: Annotated[list[str] | None, typer.Option(help="Default: all.")] = None,
     requests: Annotated[int, typer.Option(help="Of each stream.")] = 768,
     seeds: Annotated[int, typer.Option(min=1, help="How many, from 0 on.")] = 3,
-    lr: Annotated[float, typer.Option(help="The same for every policy.")] = 5e-4,
+    lr: Annotated[float | None, typer.Option(help="Of every policy. Default: serving's.")] = None,
     nodes: Annotated[int, typer.Option(help="Of every tree.")] = 60,
     step_seconds: Annotated[float, typer.Option(help="Of a step.")] = 0.025,
     update_seconds: Annotated[
@@ -123,7 +123,7 @@ def attacks(
     home: Home = FOLDER / "code.jsonl",
     policy: Annotated[list[str] | None, typer.Option(help="Default: always, gain.")] = None,
     requests: Annotated[int, typer.Option(min=10, help="A fifth of them per attack.")] = 320,
-    lr: Annotated[float, typer.Option(help="The same for every policy.")] = 5e-4,
+    lr: Annotated[float | None, typer.Option(help="Of every policy. Default: serving's.")] = None,
     seed: Annotated[int, typer.Option(help="Of samples and exploration.")] = 0,
 ) -> None:
     """What clean requests keep of their speed while every other request attacks.

@@ -41,7 +41,7 @@ class AdaptConfig(Options):
     """The largest update. None: `heads`, and `all` on a GPU of the trainer's own."""
 
     lr: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """Constant rate of an update; heads take three times it. None: what measurements chose."""
+    """Constant rate of an update; heads take three times it. None: by the drafter's width."""
 
     every: Annotated[int, Field(ge=1)] = EVERY
     """Finished requests that make an update."""

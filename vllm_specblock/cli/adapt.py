@@ -68,7 +68,12 @@ def simulate(
     ] = 0,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Of each prompt at most.")] = 64,
     new_tokens: Annotated[int, typer.Option(min=1, help="Of each answer, greedy.")] = 96,
-    lr: Annotated[float, typer.Option(min=0, help="Constant rate; heads take 3 times it.")] = 5e-4,
+    lr: Annotated[
+        float | None,
+        typer.Option(
+            min=0, help="Constant rate; heads: 3 times it. Default: 0.0576 / the drafter's width."
+        ),
+    ] = None,
     anchor: Annotated[float, typer.Option(min=0, help="Weight of the KL to the start.")] = 0.0,
     batch: Annotated[int, typer.Option(min=1, help="Records of a batch, half of them new.")] = 2,
     rehearsal: Annotated[
@@ -98,7 +103,7 @@ def simulate(
     from tqdm import tqdm
 
     from vllm_specblock.adapt.learning.train_batches import RecordTeacher
-    from vllm_specblock.adapt.learning.update import UpdateConfig
+    from vllm_specblock.adapt.learning.update import UpdateConfig, rate_for
     from vllm_specblock.adapt.policy.registry import make_policy
     from vllm_specblock.adapt.simulate import CostModel, Simulation, SimulationConfig
     from vllm_specblock.adapt.simulate import simulate as serve
@@ -169,7 +174,7 @@ def simulate(
         "new_tokens": new_tokens,
         "seconds": {"step": step_seconds, "update": costs.update, "swap": costs.swap},
         "options": {
-            "lr": lr,
+            "lr": rate_for(weights) if lr is None else lr,
             "anchor": anchor,
             "batch": batch,
             "rehearsal": rehearsal,

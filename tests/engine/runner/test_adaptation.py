@@ -20,7 +20,7 @@ from vllm_specblock.engine.versions import drafter_versions
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({}, {"policy": "gain", "actions": "heads", "device": "cpu", "lr": 5e-4, "out": None}),
+        ({}, {"policy": "gain", "actions": "heads", "device": "cpu", "lr": None, "out": None}),
         ({"trainer": "cuda:1"}, {"device": "cuda:1", "actions": "all"}),
         (
             {"policy": "always", "every": 4, "lr": 1e-3},

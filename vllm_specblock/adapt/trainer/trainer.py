@@ -57,7 +57,7 @@ class TrainerConfig:
         drafter, target: folders, as delivered.
         policy: see `policy.registry.serving_policy`.
         actions: the largest update: `heads`, or `all`.
-        lr: constant rate of a full update; heads take three times it.
+        lr: constant rate of a full update; heads take three times it. None: by the drafter's width.
         anchor: λ of the KL to the drafter as delivered.
         num_blocks: M that serving drafts: others would be learned, and judged, for nobody.
         every: finished requests that make an update.
@@ -74,7 +74,7 @@ class TrainerConfig:
     target: str
     policy: str = "gain"
     actions: str = "heads"
-    lr: float = 5e-4
+    lr: float | None = None
     anchor: float = 0.0
     num_blocks: int = 2
     every: int = EVERY

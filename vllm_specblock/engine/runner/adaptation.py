@@ -171,7 +171,7 @@ def trainer_config(
         policy=options.rule if options.policy == "bandit" else options.policy,
         actions=options.largest,
         num_blocks=num_blocks,
-        **({} if options.lr is None else {"lr": options.lr}),  # type: ignore[arg-type]  # of all
+        lr=options.lr,
         every=options.every,
         memory=options.memory,
         out=options.out,
