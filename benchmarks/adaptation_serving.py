@@ -144,9 +144,10 @@ def serve(
 
 
 def parts(serving: Serving) -> dict[str, slice]:
-    """Windows of home, and of each part of each other domain; the first window of all warms up."""
+    """Windows of home, and of each part of each other domain; the first window of all warms up,
+    unless there is no other of home."""
     end = serving.home // serving.window
-    found = {"home": slice(min(1, end), end)}
+    found = {"home": slice(min(1, end - 1), end)}
     for name, requests in serving.away:
         begin, end = end, end + requests // serving.window
         edges = [begin + (end - begin) * part // PARTS for part in range(PARTS + 1)]

@@ -84,3 +84,21 @@ def test_a_version_that_old_texts_refused_serves_once_new_ones_want_it(pair, mon
     assert refused.count("versions_refused_not_better") == 2
     # The first of them, as soon as the last of four new texts was held against it.
     assert serving == [0] * (2 * EVERY - 1) + [1]
+
+
+def test_behind_an_alarm_training_begins_anew_from_what_serves(pair, monkeypatch):
+    """What was learned of the texts before, and refused, is no start, nor are their moments."""
+    adaptation = adapting(pair)
+    monkeypatch.setattr(adaptation.judge, "is_better", lambda *_: False)
+    monkeypatch.setattr(adaptation, "_look_again", lambda weighed: None)
+    for number in range(EVERY):
+        adaptation.finish(*pair.request(number))
+    assert (adaptation.training.number, adaptation.pool.current.number) == (1, 0)
+    assert adaptation.updater.optimizer.state
+    monkeypatch.setattr(adaptation.falls, "add", lambda tau: True)
+    adaptation.finish(*pair.request(EVERY))
+    assert adaptation.training is adaptation.pool.origin
+    assert not adaptation.updater.optimizer.state
+    trained = dict(adaptation.updater.drafter.named_parameters())
+    assert all(trained[name].equal(each) for name, each in adaptation.training.tensors.items())
+    assert adaptation.number == 1, "its number is not given again"

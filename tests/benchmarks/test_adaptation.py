@@ -58,6 +58,14 @@ def test_what_was_served_is_told_in_parts():
     assert cells[-1] == ["gain", "33", "0, 5", "0", "0", "1"]
 
 
+def test_a_single_window_of_home_is_told_of_though_it_warms_up():
+    serving = Serving(
+        2, (("maths", 8),), window=2, batch=2, nodes=12, new_tokens=8, dtype="float32"
+    )
+    said = tables_of_served({"frozen": [window(10)] * 5}, serving)
+    assert "| home | 2.00 (+0 %), 1.00 × |" in said
+
+
 def test_who_learns_is_asked_for_in_the_words_of_the_options(tmp_path):
     from vllm_specblock.adapt.options import parse_adapt
 
