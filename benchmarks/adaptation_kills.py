@@ -6,6 +6,7 @@ fast as it can, and says how long that took.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -13,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -97,21 +98,20 @@ def kill_all(
     for life in range(engines):
         says.unlink(missing_ok=True)
         command = [sys.executable, str(Path(__file__).parent / "adaptation.py"), "engine"]
-        process = subprocess.Popen([*command, *map(str, (drafter, target, out, says))])
-        known: set[int] = set()
-        for _ in range(trainers // engines + (life < trainers % engines)):
-            pid = _next(says, known)
-            _wait(lambda: _said(says).get("taken", 0), process)
-            time.sleep(0.5 * draw.random())
-            os.kill(pid, signal.SIGKILL)
-            totals["moments"] += 1
-        last = _next(says, known)
-        before = _said(says).get("taken", 0)
-        _wait(lambda before=before: _said(says).get("taken", 0) > before, process)
-        # A trainer looks once in a second for what is to be written: any moment of two of them.
-        time.sleep(2.0 * draw.random())
-        process.kill()
-        process.wait()
+        started = subprocess.Popen([*command, *map(str, (drafter, target, out, says))])
+        with killed_at_last(started) as process:
+            known: set[int] = set()
+            for _ in range(trainers // engines + (life < trainers % engines)):
+                pid = _next(says, known)
+                _wait(lambda: _said(says).get("taken", 0), process)
+                time.sleep(0.5 * draw.random())
+                os.kill(pid, signal.SIGKILL)
+                totals["moments"] += 1
+            last = _next(says, known)
+            before = _said(says).get("taken", 0)
+            _wait(lambda before=before: _said(says).get("taken", 0) > before, process)
+            # A trainer looks once in a second for what is to be written: any moment of two of them.
+            time.sleep(2.0 * draw.random())
         totals["moments"] += 1
         found = _said(says)
         for name in ("taken", "not_finite", "torn"):
@@ -127,6 +127,16 @@ def kill_all(
         folder.unlock()
         totals["left"] += sum(path.name not in (".lock",) for path in out.glob(".*"))
     return totals
+
+
+@contextlib.contextmanager
+def killed_at_last(process: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes]]:
+    """Also where what is asked of it fails: it would go on for good."""
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
 
 
 def _said(says: Path) -> Said:

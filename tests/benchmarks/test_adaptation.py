@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
 from dataclasses import replace
 
+import pytest
 from adaptation import table
-from adaptation_kills import kill_all
+from adaptation_kills import kill_all, killed_at_last
 from adaptation_serving import ACCEPTED, DRAFTS, LEARNERS, UPDATES, Serving
 from adaptation_serving import tables as tables_of_served
 from support.adapting import Pair
@@ -86,3 +89,10 @@ def test_kills_leave_nothing_behind(tmp_path):
     assert found["moments"] == 3 and found["taken"] >= 3
     for name in ("not_finite", "torn", "orphans", "unusable", "left"):
         assert found[name] == 0, found
+
+
+def test_an_engine_does_not_outlive_what_asks_it():
+    started = subprocess.Popen(["sleep", "600"])
+    with pytest.raises(RuntimeError, match="does not go on"), killed_at_last(started):
+        raise RuntimeError("It does not go on.")
+    assert started.returncode == -signal.SIGKILL
