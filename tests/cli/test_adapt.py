@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 from inspect import signature
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from support.adapting import Pair
 from typer.testing import CliRunner
 
 from vllm_specblock.adapt.adaptation import AdaptationConfig
+from vllm_specblock.adapt.learning.update import RATE
 from vllm_specblock.adapt.link.folder_link import FolderLink
 from vllm_specblock.adapt.trainer.trainer import TrainerConfig
 from vllm_specblock.adapt.versions import VersionFolder
 from vllm_specblock.cli import adapt as commands
 from vllm_specblock.cli.main import app
+from vllm_specblock.cli.options import UpdateRate
 
 PAIR = Path(__file__).parents[2] / "examples" / "tiny_pair"
 CODE = ["import os\nimport sys\n", "class Reader:\n", "def add(a, b):\n", "for line in file:\n"]
@@ -96,6 +99,11 @@ def test_what_is_simulated_learns_as_serving_does():
     assert given["batch"] == served.batch == alone.batch
     assert given["lr"] == served.lr == alone.update.lr
     assert given["memory"] == served.memory == alone.memory
+
+
+def test_help_names_the_rate_that_is_the_default():
+    _, option = get_args(UpdateRate)
+    assert f"Default: {RATE} / the drafter's width" in option.help
 
 
 def test_seconds_are_a_pair(prompts, tmp_path):

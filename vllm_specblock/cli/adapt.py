@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from vllm_specblock.cli.adapt_versions import list_versions, run, use
-from vllm_specblock.cli.options import DrafterDir, TargetDir
+from vllm_specblock.cli.options import DrafterDir, TargetDir, UpdateRate
 
 if TYPE_CHECKING:
     from vllm_specblock.adapt.simulate import Simulated
@@ -68,12 +68,7 @@ def simulate(
     ] = 0,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Of each prompt at most.")] = 64,
     new_tokens: Annotated[int, typer.Option(min=1, help="Of each answer, greedy.")] = 96,
-    lr: Annotated[
-        float | None,
-        typer.Option(
-            min=0, help="Constant rate; heads: 3 times it. Default: 0.0576 / the drafter's width."
-        ),
-    ] = None,
+    lr: UpdateRate = None,
     anchor: Annotated[float, typer.Option(min=0, help="Weight of the KL to the start.")] = 0.0,
     batch: Annotated[int, typer.Option(min=1, help="Records of a batch, half of them new.")] = 2,
     rehearsal: Annotated[

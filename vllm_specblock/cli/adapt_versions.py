@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from vllm_specblock.cli.options import TargetDir
+from vllm_specblock.cli.options import TargetDir, UpdateRate
 
 DELIVERED = "delivered"
 """What `use` calls the drafter without adaptation."""
@@ -27,12 +27,7 @@ def run(
         str, typer.Option(help="gain, paper, always (OSD), fixed or watch.")
     ] = "gain",
     actions: Annotated[str, typer.Option(help="The largest update: heads or all.")] = "heads",
-    lr: Annotated[
-        float | None,
-        typer.Option(
-            min=0, help="Constant rate; heads: 3 times it. Default: 0.0576 / the drafter's width."
-        ),
-    ] = None,
+    lr: UpdateRate = None,
     num_blocks: Annotated[
         int, typer.Option(min=1, max=8, help="M that the engine drafts with; 1 below 16 nodes.")
     ] = 2,

@@ -77,3 +77,10 @@ TargetDir = Annotated[
 ]
 
 OutDir = Annotated[Path, typer.Option(help="Directory to write the drafter to.")]
+
+UpdateRate = Annotated[
+    float | None,
+    typer.Option(
+        min=0, help="Constant rate; heads: 3 times it. Default: 0.0576 / the drafter's width."
+    ),
+]
