@@ -48,16 +48,17 @@ def test_a_gain_is_that_of_the_requests_after_the_update(pair):
         adaptation.finish(*pair.request(number))
         if (number + 1) % EVERY == 0:
             versions.append(adaptation.training)
-    told, depth = adaptation.policy.told, adaptation.judge.depth
+    told, steps = adaptation.policy.told, adaptation.judge.steps
     assert len(told) == 4 and {each[0] for each in told} == {Action.FULL}
     assert {each[2] for each in told} == {0.25}
     for update, (_, gain, _, error) in enumerate(told, 1):
         before, after = versions[update - 1 : update + 1]
         records = [pair.record(number) for number in range(update * EVERY, (update + 1) * EVERY)]
-        gains = [depth(after, record) - depth(before, record) for record in records]
-        tau = 1 + fmean(depth(before, record) for record in records)
-        assert gain == pytest.approx(fmean(gains) / tau, abs=1e-5)
-        assert error == pytest.approx(stdev(gains) / EVERY**0.5 / tau, abs=1e-5) and error > 0
+        less, more = ([steps(each, record) for record in records] for each in (after, before))
+        ratio = sum(more) / sum(less)
+        assert gain == pytest.approx(ratio - 1, abs=1e-5)
+        spread = stdev(b - ratio * a for a, b in zip(less, more))
+        assert error == pytest.approx(spread / EVERY**0.5 / fmean(less), abs=1e-5) and error > 0
     assert sum(gain for _, gain, *_ in told) > 0.1
 
 

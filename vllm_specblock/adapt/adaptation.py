@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from vllm_specblock.adapt.book import Book, Record
-from vllm_specblock.adapt.learning.judge import Judge, is_sure
+from vllm_specblock.adapt.learning.judge import Judge, is_sure, steps_of
 from vllm_specblock.adapt.learning.pool import Pool, Version
 from vllm_specblock.adapt.learning.train_batches import RecordTeacher, batches
 from vllm_specblock.adapt.learning.update import UpdateConfig, Updater, UpdateReport
@@ -168,21 +168,24 @@ class Adaptation:
         if gain == gain:  # else the text is too short to say
             self.count("judged_requests", 1)
             self.count("judged_gain_millitokens", round(1000 * gain))
-        if self.policy.gated and (back := self.pool.judge(depths)) is not None:
+        if not self.policy.gated:
+            return
+        steps = {number: steps_of(depth) for number, depth in depths.items()}
+        if (back := self.pool.judge(steps)) is not None:
             self._follow(back)
 
     def _weigh(self, weighed: Weighed, record: Record) -> None:
         """Hold the version that an update made against that before, and against what serves, on
         what came since."""
         before, current = (
-            self.judge.depth(each, record) for each in (weighed.before, self.pool.current)
+            self.judge.steps(each, record) for each in (weighed.before, self.pool.current)
         )
         if before == before:
-            after = self.judge.depth(weighed.after, record)
-            weighed.depths.append((before, after))
-            weighed.over_current.append(after - current)
+            after = self.judge.steps(weighed.after, record)
+            weighed.saved.append(current - after)
+            weighed.steps.append((before, after))
         self._look_again(weighed)
-        if len(weighed.depths) >= self.config.every:
+        if len(weighed.steps) >= self.config.every:
             self._reward()
 
     def _look_again(self, weighed: Weighed) -> None:
@@ -191,7 +194,7 @@ class Adaptation:
         after, serves = weighed.after, self.pool.current
         if after is not self.training or after is serves or serves is not weighed.serves:
             return
-        found = weighed.over_current
+        found = weighed.saved
         if len(found) >= AGAIN and is_sure([found], AGAIN_SURE):
             self.pool.offer(after)
 

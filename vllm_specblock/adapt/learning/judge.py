@@ -2,8 +2,12 @@
 
 A version's depth at a row is how many tokens of the text its chain follows, of as many blocks as
 serving drafts, and one more where the text leaves the chain for one of the next three choices:
-siblings that a tree has and a chain lacks. It is a cheap stand-in for τ: no tree, one forward for
-all rows of a block.
+siblings that a tree has and a chain lacks. 1 + depth is a cheap stand-in for τ: no tree, one
+forward for all rows of a block.
+
+Versions are compared by the steps that they take for a token, 1 / τ, for that is what time goes
+into. Where texts differ much in τ, mean depths say something else: of 32 requests of the example
+pair, 9 of them of a new domain, a version took 9 % fewer steps with a mean depth 0.01 lower.
 """
 
 from __future__ import annotations
@@ -91,22 +95,29 @@ class Judge:
         """By the versions' numbers."""
         return {version.number: self.depth(version, record) for version in versions}
 
+    def steps(self, version: Version, record: Record) -> float:
+        """Target steps per token: 1 / (1 + depth)."""
+        return steps_of(self.depth(version, record))
+
     def difference(self, version: Version, other: Version, book: Book) -> float:
         """Mean of d = version − other over the judged records, recent and old with equal weight.
 
         Returns:
             tokens per row; NaN where there is no judged record.
         """
-        parts = self._parts(version, other, book)
+        parts = self._parts(lambda each: self.depth(version, each) - self.depth(other, each), book)
         return fmean(map(fmean, parts)) if parts else math.nan
 
     def is_better(self, version: Version, other: Version, book: Book) -> bool:
-        """Whether `difference` is positive by more than chance: by `SURE` standard errors.
+        """Whether it saves steps by more than chance: by `SURE` standard errors, the recent and the
+        old judged records with equal weight.
 
         An update comes every few requests, and where nothing is to be gained half of them look
         better on the few texts that there are: taken at their word, they walk away from the best.
         """
-        return is_sure(self._parts(version, other, book))
+        return is_sure(
+            self._parts(lambda each: self.steps(other, each) - self.steps(version, each), book)
+        )
 
     def _read(self, version: Version, record: Record) -> float:
         """By the drafter, which holds the version."""
@@ -116,21 +127,26 @@ class Judge:
         states = self.states.along(self.drafter, record, text, self.blocks)
         return _depth(compare(self.drafter, text, states))
 
-    def _parts(self, version: Version, other: Version, book: Book) -> list[list[float]]:
-        """d on each text of the recent judged records, and of the old ones; no empty list."""
+    def _parts(self, measure: Callable[[Record], float], book: Book) -> list[list[float]]:
+        """What is measured on each of the recent judged records, and of the old ones; no empty
+        list."""
         found = []
         for part in (book.recent.records, book.old.records):
             newest = part[-self.most :]
-            every = (self.depth(version, each) - self.depth(other, each) for each in newest)
-            found.append([each for each in every if not math.isnan(each)])
+            found.append([each for each in map(measure, newest) if not math.isnan(each)])
         return [each for each in found if each]
+
+
+def steps_of(depth: float) -> float:
+    """Target steps per token of a depth, tokens; NaN stays."""
+    return 1 / (1 + depth)
 
 
 def is_sure(parts: Sequence[Sequence[float]], errors: float = SURE) -> bool:
     """Whether the mean of the parts' means is above 0 by so many standard errors.
 
     Args:
-        parts: paired differences, tokens per row; those of a part are of one spread. One alone says
+        parts: paired differences, of any unit; those of a part are of one spread. One alone says
             nothing of its spread, and takes that of the others.
     """
     if not parts:

@@ -8,12 +8,16 @@ that comes back is no special case: θ_0 or an earlier version wins there.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from vllm_specblock.adapt.policy.actions import Tensors
 from vllm_specblock.adapt.policy.evidence import GOOD, SWITCH, BettingEvidence
 from vllm_specblock.adapt.policy.interface import Action
+
+USUAL = 1 / 64
+"""Weight of a text in what a text usually takes, which differences are a share of."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +62,7 @@ class Pool:
         self._tenure: dict[int, int] = {}  # judged texts through which a version was the good one
         self._against: dict[int, BettingEvidence] = {}
         self._gain = BettingEvidence(good)
+        self._usual, self._texts = 0.0, 0  # steps per token of what served, over so many texts
 
     @property
     def kept(self) -> list[Version]:
@@ -70,22 +75,27 @@ class Pool:
         self.current = version
         self._forget_others()
 
-    def judge(self, depth: Mapping[int, float]) -> Version | None:
+    def judge(self, steps: Mapping[int, float]) -> Version | None:
         """Learn from one fresh text.
 
         Args:
-            depth: tokens that each kept version follows on it, by the version's number. NaN: the
+            steps: per token that each kept version takes on it, by the version's number. NaN: the
                 text is too short to say.
 
         Returns:
             the version that has to serve from now on, where that is another one.
         """
-        mine = depth[self.current.number]
+        mine = steps[self.current.number]
+        if math.isnan(mine):
+            return None
+        self._texts += 1
+        self._usual += max(USUAL, 1 / self._texts) * (mine - self._usual)
         self._tenure[self.good.number] = self._tenure.get(self.good.number, 0) + 1
         for other in self.kept[1:]:
             evidence = self._against.setdefault(other.number, BettingEvidence(self._switch))
-            evidence.add(mine - depth[other.number])
-        if self.good is not self.current and self._gain.add(depth[self.good.number] - mine):
+            evidence.add((steps[other.number] - mine) / self._usual)
+        gained = (mine - steps[self.good.number]) / self._usual
+        if self.good is not self.current and self._gain.add(gained):
             self.call_good()
         better = [
             other for other in self.kept[1:] if self._against[other.number].wealth >= self._switch

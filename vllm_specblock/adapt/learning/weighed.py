@@ -20,8 +20,8 @@ class Weighed:
         before, after: θ_train; the same where nothing was learned.
         serves: the version that served then, maybe `after` itself.
         seconds: that serving lost by it.
-        depths: of both on each text since, tokens.
-        over_current: what `after` has over the version that served, on each.
+        steps: of both per token, on each text since.
+        saved: steps per token that `after` saves against the version that served, on each text.
     """
 
     action: Action
@@ -29,22 +29,22 @@ class Weighed:
     after: Version
     serves: Version
     seconds: float
-    depths: list[tuple[float, float]] = field(default_factory=list)
-    over_current: list[float] = field(default_factory=list)
+    steps: list[tuple[float, float]] = field(default_factory=list)
+    saved: list[float] = field(default_factory=list)
 
     @property
     def gain(self) -> float:
-        """Δτ / τ, where τ is 1 + depth; NaN where there was no text."""
-        if not self.depths:
+        """Δτ / τ, where τ is tokens over steps of all texts; NaN where there was none."""
+        if not self.steps:
             return math.nan
-        before, after = (fmean(each) for each in zip(*self.depths))
-        return (after - before) / (1 + before)
+        before, after = (fmean(each) for each in zip(*self.steps))
+        return before / after - 1
 
     @property
     def error(self) -> float:
         """Standard error of the gain, by how texts differ in it; NaN below two of them."""
-        if len(self.depths) < 2:
+        if len(self.steps) < 2:
             return math.nan
-        spread = stdev(after - before for before, after in self.depths)
-        before = fmean(each for each, _ in self.depths)
-        return spread / math.sqrt(len(self.depths)) / (1 + before)
+        ratio = 1 + self.gain
+        spread = stdev(before - ratio * after for before, after in self.steps)
+        return spread / math.sqrt(len(self.steps)) / fmean(after for _, after in self.steps)

@@ -16,10 +16,10 @@ SWITCH, GOOD = 1000.0, 20.0
 """Wealth at which the engine takes another version, and at which the current one is called good."""
 
 
-STAKES = ((0.5, 0.5), (0.25, 0.9))
-"""(tokens per step at which a difference counts in full, share of the wealth that is staked then):
-the careful bettor finds small losses among large spreads, the bold one has more than half of its
-wealth on a difference that most texts agree on."""
+STAKES = ((0.15, 0.5), (0.075, 0.9))
+"""(share of a usual text's steps at which a difference counts in full, share of the wealth that is
+staked then): the careful bettor finds small losses among large spreads, the bold one has more than
+half of its wealth on a difference that most texts agree on."""
 
 
 class BettingEvidence:
@@ -48,7 +48,8 @@ class BettingEvidence:
         """Whether the evidence suffices after one more paired difference.
 
         Args:
-            difference: d = this version − the other, on one request's text. NaN is no evidence.
+            difference: d = what this version saves against the other on one request's text, as a
+                share of the steps of a usual one. NaN is no evidence.
         """
         if not math.isnan(difference):
             self._wealths = [
