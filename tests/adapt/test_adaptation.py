@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from statistics import fmean, stdev
 
 import pytest
@@ -9,7 +10,7 @@ from support.adapting import Pair
 
 from vllm_specblock.adapt.adaptation import Adaptation, AdaptationConfig
 from vllm_specblock.adapt.learning.update import UpdateConfig
-from vllm_specblock.adapt.policy.interface import Action, Fixed
+from vllm_specblock.adapt.policy.interface import Action, Decision, FinishedRequest, Fixed
 from vllm_specblock.drafters.specblock import checkpoint
 
 EVERY = 4
@@ -103,3 +104,47 @@ def test_behind_an_alarm_training_begins_anew_from_what_serves(pair, monkeypatch
     trained = dict(adaptation.updater.drafter.named_parameters())
     assert all(trained[name].equal(each) for name, each in adaptation.training.tensors.items())
     assert adaptation.number == 1, "its number is not given again"
+
+
+class Selects(Weighs):
+    """The same, of hard requests alone."""
+
+    selects = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decided: list[float] = []
+
+    def decide(self, request: FinishedRequest) -> Decision:
+        self.decided.append(request.tau)
+        return super().decide(request)
+
+
+def test_an_easy_request_is_rehearsed_and_decides_nothing(pair):
+    policy = Selects()
+    adaptation = Adaptation(
+        checkpoint.load(pair.drafter),
+        pair.teacher,
+        policy,
+        AdaptationConfig(UpdateConfig(lr=3e-3), every=EVERY),
+    )
+    for number in range(4 * EVERY - 1):
+        record, request = pair.request(number)
+        # Every second one goes far better than those before it.
+        tau = 2 if number % 2 == 0 else 9
+        adaptation.finish(record, replace(request, tokens=tau * request.steps))
+    assert policy.decided == [2.0] * (2 * EVERY)
+    assert len(policy.told) == 1, "of two updates"
+    easy = {pair.record(number).request for number in range(1, 4 * EVERY - 1, 2)}
+    book = adaptation.book
+    assert not easy & {each.request for each in book.new}
+    learned = {each.request for each in book.reservoir.records}
+    judged = {each.request for each in book.recent.records}
+    assert easy <= learned | judged, "they wait for rehearsal"
+    # Its gain is that on hard texts, but a version that was refused is held against all of them.
+    weighed = adaptation._weighed
+    assert weighed is not None and not weighed.steps and not weighed.saved
+    adaptation.finish(pair.record(100), replace(request, tokens=9 * request.steps))
+    assert (len(weighed.steps), len(weighed.saved)) == (0, 1)
+    adaptation.finish(pair.record(101), replace(request, tokens=2 * request.steps))
+    assert (len(weighed.steps), len(weighed.saved)) == (1, 2)

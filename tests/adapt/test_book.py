@@ -111,6 +111,15 @@ def test_an_update_learns_from_the_newest_requests_and_rehearses_those_before():
     assert sorted(ids(book.reservoir.records)) == sorted(names)
 
 
+def test_what_is_set_aside_is_for_rehearsal_alone():
+    book, (one, other) = Book(room_for(9)), learned(2)
+    for name in (one, other, one):
+        book.add(random_record(name))
+    book.set_aside(one)
+    book.set_aside("no such request")
+    assert ids(book.new) == [other] and ids(book.reservoir.records) == [one, one]
+
+
 def test_only_one_record_of_a_request_goes_into_an_update():
     book, (one, other) = Book(room_for(9)), learned(2)
     for name in (one, one, other):

@@ -17,6 +17,7 @@ from vllm_specblock.adapt.learning.judge import Judge, is_sure, steps_of
 from vllm_specblock.adapt.learning.pool import Pool, Version
 from vllm_specblock.adapt.learning.train_batches import RecordTeacher, batches
 from vllm_specblock.adapt.learning.update import UpdateConfig, Updater, UpdateReport
+from vllm_specblock.adapt.learning.usual import Usual
 from vllm_specblock.adapt.learning.weighed import Weighed
 from vllm_specblock.adapt.policy.actions import Tensors, held, put
 from vllm_specblock.adapt.policy.evidence import FallDetector
@@ -96,7 +97,7 @@ class Adaptation:
         self.book = Book(self.config.memory, seed=self.config.seed)
         origin = Version(0, _on_host(held(drafter, Action.FULL)))
         self.pool, self.training = Pool(origin), origin
-        self.falls = FallDetector()
+        self.falls, self.usual = FallDetector(), Usual()
         self._weighed: Weighed | None = None
         self.number = self.rows = self.requests = 0
 
@@ -107,8 +108,10 @@ class Adaptation:
             record: None where it was not recorded.
             request: None where it goes on in another record.
         """
+        # Of a request that goes on nothing is known yet.
+        hard = request is None or not self.policy.selects or self.usual.is_hard(request.tau)
         if record is not None and self.policy.records:
-            self._keep(record)
+            self._keep(record, hard)
         if request is None:
             return
         self.requests += 1
@@ -118,6 +121,8 @@ class Adaptation:
             self.policy.alarm()
             if self.policy.gated:
                 self._begin_anew()
+        if not hard:
+            return
         decision = self.policy.decide(request)
         if decision.good:
             self.pool.call_good()
@@ -154,13 +159,15 @@ class Adaptation:
         """Judged, tokens per row; NaN where nothing was judged yet."""
         return self.judge.difference(version, self.pool.origin, self.book)
 
-    def _keep(self, record: Record) -> None:
+    def _keep(self, record: Record, hard: bool) -> None:
         # Judged before anything is trained on it.
         if not self.book.add(record):
             self.count("dropped_records", 1)
             return
+        if not hard:
+            self.book.set_aside(record.request)
         if self._weighed is not None:
-            self._weigh(self._weighed, record)
+            self._weigh(self._weighed, record, hard)
         if not self.policy.judges:
             return
         depths = self.judge.depths(self.pool.kept, record)
@@ -174,16 +181,18 @@ class Adaptation:
         if (back := self.pool.judge(steps)) is not None:
             self._follow(back)
 
-    def _weigh(self, weighed: Weighed, record: Record) -> None:
-        """Hold the version that an update made against that before, and against what serves, on
-        what came since."""
+    def _weigh(self, weighed: Weighed, record: Record, hard: bool) -> None:
+        """Hold the version that an update made against what serves, on all that came since, and
+        against that before, on hard requests: where few are of a new domain, what an update gained
+        on them would drown in all the others, which it does not change."""
         before, current = (
             self.judge.steps(each, record) for each in (weighed.before, self.pool.current)
         )
         if before == before:
             after = self.judge.steps(weighed.after, record)
             weighed.saved.append(current - after)
-            weighed.steps.append((before, after))
+            if hard:
+                weighed.steps.append((before, after))
         self._look_again(weighed)
         if len(weighed.steps) >= self.config.every:
             self._reward()

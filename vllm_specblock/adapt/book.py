@@ -155,6 +155,12 @@ class Book:
         (self.recent if record.judged else self._new).add(record)
         return True
 
+    def set_aside(self, request: str) -> None:
+        """Leave a request's new records to the reservoir: for rehearsal alone."""
+        for record in [each for each in self._new.records if each.request == request]:
+            self._new.records.remove(record)
+            self.reservoir.add(record)
+
     def pass_over(self, count: int) -> None:
         """Leave new records to the reservoir, but for those of the newest `count` requests: where
         nobody learned for a while, what is learned next is what is served now."""

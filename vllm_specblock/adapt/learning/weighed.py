@@ -20,7 +20,7 @@ class Weighed:
         before, after: θ_train; the same where nothing was learned.
         serves: the version that served then, maybe `after` itself.
         seconds: that serving lost by it.
-        steps: of both per token, on each text since.
+        steps: of both per token, on each hard text since.
         saved: steps per token that `after` saves against the version that served, on each text.
     """
 

@@ -85,10 +85,12 @@ class Policy(ABC):
         trains: there are updates at all, and versions that come of them.
         gated: a version serves only if the judge finds it better, and the pool may return to an
             earlier one. Otherwise every update serves.
+        selects: it is asked of hard requests alone (`learning.usual.Usual`); the others are for
+            rehearsal.
     """
 
     records = trains = True
-    gated = False
+    gated = selects = False
 
     @property
     def judges(self) -> bool:
@@ -97,7 +99,7 @@ class Policy(ABC):
 
     @abstractmethod
     def decide(self, request: FinishedRequest) -> Decision:
-        """Called once for each finished request, in their order."""
+        """Called once for each finished request, in their order; see `selects`."""
 
     def reward(  # noqa: B027
         self, action: Action, gain: float, seconds: float, error: float
