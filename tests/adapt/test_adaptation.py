@@ -104,6 +104,8 @@ def test_behind_an_alarm_training_begins_anew_from_what_serves(pair, monkeypatch
     trained = dict(adaptation.updater.drafter.named_parameters())
     assert all(trained[name].equal(each) for name, each in adaptation.training.tensors.items())
     assert adaptation.number == 1, "its number is not given again"
+    (told,) = adaptation.policy.told
+    assert adaptation._weighed is None and told[2] == 0.25, "its price is known, its gain is moot"
 
 
 class Selects(Weighs):

@@ -118,6 +118,7 @@ class Adaptation:
         # Not begun anew with every version: they come sooner than it learns mean and spread.
         if self.falls.add(request.tau):
             self.falls.reset()
+            self._reward()  # no later text is of the kind that it was made for
             self.policy.alarm()
             if self.policy.gated:
                 self._begin_anew()
