@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from vllm_specblock.adapt.policy.actions import Tensors
 from vllm_specblock.adapt.policy.evidence import GOOD, SWITCH, BettingEvidence
 from vllm_specblock.adapt.policy.interface import Action
+from vllm_specblock.adapt.slow_mean import SlowMean
 
 USUAL = 1 / 64
 """Weight of a text in what a text usually takes, which differences are a share of."""
@@ -62,7 +63,7 @@ class Pool:
         self._tenure: dict[int, int] = {}  # judged texts through which a version was the good one
         self._against: dict[int, BettingEvidence] = {}
         self._gain = BettingEvidence(good)
-        self._usual, self._texts = 0.0, 0  # steps per token of what served, over so many texts
+        self._usual = SlowMean(USUAL)  # steps per token of what served
 
     @property
     def kept(self) -> list[Version]:
@@ -88,13 +89,12 @@ class Pool:
         mine = steps[self.current.number]
         if math.isnan(mine):
             return None
-        self._texts += 1
-        self._usual += max(USUAL, 1 / self._texts) * (mine - self._usual)
+        self._usual.add(mine)
         self._tenure[self.good.number] = self._tenure.get(self.good.number, 0) + 1
         for other in self.kept[1:]:
             evidence = self._against.setdefault(other.number, BettingEvidence(self._switch))
-            evidence.add((steps[other.number] - mine) / self._usual)
-        gained = (mine - steps[self.good.number]) / self._usual
+            evidence.add((steps[other.number] - mine) / self._usual.value)
+        gained = (mine - steps[self.good.number]) / self._usual.value
         if self.good is not self.current and self._gain.add(gained):
             self.call_good()
         better = [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from vllm_specblock.adapt.slow_mean import SlowMean
+
 EASY = 1.2
 """Share of the usual τ above which a request is an easy one. Requests of one kind differ by about a
 fifth of it, and most are hard; of two kinds, mixed, those that the drafter knows are easy. At 1,
@@ -16,7 +18,12 @@ class Usual:
     """The usual τ of a stream, and whether a request is hard beside it."""
 
     def __init__(self) -> None:
-        self.tau, self._count = 0.0, 0
+        self._mean = SlowMean(SLOW)
+
+    @property
+    def tau(self) -> float:
+        """Tokens per step; 0 before any request."""
+        return self._mean.value
 
     def is_hard(self, tau: float) -> bool:
         """Whether a request's τ is not far above that of those before it, which it then joins.
@@ -24,7 +31,6 @@ class Usual:
         Args:
             tau: of the request, tokens per step.
         """
-        hard = not self._count or tau <= EASY * self.tau
-        self._count += 1
-        self.tau += max(SLOW, 1 / self._count) * (tau - self.tau)
+        hard = not self._mean.count or tau <= EASY * self.tau
+        self._mean.add(tau)
         return hard
