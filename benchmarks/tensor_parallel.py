@@ -2,12 +2,12 @@
 
     python benchmarks/tensor_parallel.py [--tokens 60] [--nodes 24]
 
-The example pair in float32, greedy and seeded requests in one batch, through four engines of two
-processes each, one engine after the other: vLLM's own, one that drafts trees, and two whose drafter
-is given other weights while it serves, by a trainer's memory and by a folder. Both ranks have to
-propose the same trees in every step, each verifies its own, and to take every version in the same
-step. Exits with 1 if a token, a draft or such a step differs. It takes five minutes on two cores of
-a CPU that do other things as well.
+The example pair in float32, greedy and seeded requests in one batch, through six engines of two
+processes each, one engine after the other: vLLM's own, one that drafts trees, two whose drafter
+is given other weights while it serves, by a trainer's memory and by a folder, one with a trainer
+that learns what is served, and one that only watches. Both ranks have to propose the same trees in
+every step, each verifies its own, and to take every version in the same step. Exits with 1 if a
+token, a draft or such a step differs. It takes eight minutes on two cores of a CPU.
 """
 
 from __future__ import annotations
@@ -37,6 +37,9 @@ PAIR, OTHER = EXAMPLES / "tiny_pair", EXAMPLES / "two_heads/code"
 RANKS = 2
 SWAPS, ROUNDS = 3, 24
 """Versions that every rank has to take, within so many times all requests."""
+JUDGED = 6
+"""Requests that whoever watches has to judge."""
+LEARNS = {"policy": "always", "actions": "all", "every": 2, "lr": 1e-3}
 PROMPTS = (
     "def main(argv):\n",
     "class Parser:\n    def __init__(self, text):\n",
@@ -73,8 +76,12 @@ class DraftRecorder:
 
     def swaps(self) -> int:
         """Versions that this rank took."""
+        return self.counted("swaps")
+
+    def counted(self, name: str) -> int:
+        """One of the link's counts on this rank; 0 where nothing is recorded."""
         recorder = self.model_runner.speculator.recorder
-        return 0 if recorder is None else recorder.versions.link.counts["swaps"]
+        return 0 if recorder is None else recorder.versions.link.counts[name]
 
     def stage(self, folder: str, number: int) -> None:
         """In place of the trainer, where its memory is: offer a drafter's weights."""
@@ -132,29 +139,34 @@ def through_trees(
     nodes: int,
     adapt: dict[str, Any] | None = None,
     offer: Callable[[Any, int], None] = lambda llm, number: None,
+    until: tuple[str, int] = ("swaps", 0),
 ) -> None:
     """Answer with trees; exit if a token or a draft differs.
 
     Args:
         wanted: the answers.
-        adapt: the option, if any: then all is answered until every rank took some versions.
+        adapt: the option, if any.
         offer: lets the ranks of an engine find a version, given its number.
+        until: all is answered again until a count of the link came so far: of every rank, or, if it
+            is the trainer's, of the one that has it.
     """
     began = time.monotonic()
     drafter = {"method": "specblock", "model": str(PAIR / "drafter")}
     drafter |= {} if adapt is None else {"adapt": adapt}
     tree = engine({**drafter, "num_speculative_tokens": nodes})
     tree.collective_rpc("record_drafts")
-    count, rounds = 0, ROUNDS if adapt is not None else 1
-    for number in range(1, rounds + 1):
+    count, (name, least) = 0, until
+    for number in range(1, ROUNDS + 1):
         offer(tree, number)
         got = answers(tree, tokens)
         count += sum(map(len, got))
         if got != wanted:
             sys.exit("Tokens differ from those of vLLM without the plugin.")
-        swaps = tree.collective_rpc("swaps")
-        if min(swaps) >= SWAPS:
+        counts = tree.collective_rpc("counted", args=(name,))
+        reached = min(counts) if name == "swaps" else max(counts)
+        if reached >= least:
             break
+    swaps = tree.collective_rpc("swaps")
     drafts = tree.collective_rpc("recorded_drafts")
     tree.llm_engine.engine_core.shutdown()
     (first, accepted), *others = drafts
@@ -168,8 +180,10 @@ def through_trees(
         sys.exit("The ranks proposed different trees, or took versions in different steps.")
     if accepted * 5 < count:
         sys.exit("Hardly a draft was accepted: this tested little.")
-    if adapt is not None and min(swaps) < SWAPS:
-        sys.exit(f"The ranks took {swaps} versions: this tested little.")
+    if reached < least:
+        sys.exit(f"The ranks came to {counts} {name}: this tested little.")
+    if name != "swaps" and any(swaps):
+        sys.exit(f"The ranks took {swaps} versions, but were only to watch.")
 
 
 def main(
@@ -185,7 +199,8 @@ def main(
     def stage(llm: Any, number: int) -> None:
         llm.collective_rpc("stage", args=(str(drafters[number % 2]), number))
 
-    through_trees(wanted, tokens, nodes, {}, stage)
+    taken = ("swaps", SWAPS)
+    through_trees(wanted, tokens, nodes, {}, stage, taken)
     with tempfile.TemporaryDirectory() as folder:
         versions = VersionFolder(Path(folder) / "out", PAIR / "drafter", PAIR / "target")
         versions.lock()
@@ -197,7 +212,9 @@ def main(
             versions.use(names[number % 2], who="person")
 
         adapt = {"trainer": str(Path(folder) / "requests"), "out": str(versions.out)}
-        through_trees(wanted, tokens, nodes, adapt, choose)
+        through_trees(wanted, tokens, nodes, adapt, choose, taken)
+    through_trees(wanted, tokens, nodes, LEARNS, until=taken)
+    through_trees(wanted, tokens, nodes, {"policy": "watch"}, until=("judged_requests", JUDGED))
     print("No token and no draft differs.")
 
 

@@ -10,7 +10,7 @@ from support.adapting import Pair
 
 from vllm_specblock.adapt.adaptation import Adaptation, AdaptationConfig
 from vllm_specblock.adapt.learning.update import UpdateConfig
-from vllm_specblock.adapt.policy.interface import Action, Decision, FinishedRequest, Fixed
+from vllm_specblock.adapt.policy.interface import Action, Always, Fixed
 from vllm_specblock.drafters.specblock import checkpoint
 
 EVERY = 4
@@ -108,45 +108,52 @@ def test_behind_an_alarm_training_begins_anew_from_what_serves(pair, monkeypatch
     assert adaptation._weighed is None and told[2] == 0.25, "its price is known, its gain is moot"
 
 
-class Selects(Weighs):
-    """The same, of hard requests alone."""
+def test_a_gain_is_that_of_hard_requests(pair):
+    """Others are learned from and decided on all the same, and held against a refused version."""
+    adaptation = adapting(pair)
+    for number in range(EVERY):
+        adaptation.finish(*pair.request(number))
+    weighed = adaptation._weighed
+    assert weighed is not None
+    record, request = pair.request(EVERY)
+    adaptation.finish(record, replace(request, tokens=9 * request.steps))
+    assert (len(weighed.steps), len(weighed.saved)) == (0, 1)
+    record, request = pair.request(EVERY + 1)
+    adaptation.finish(record, replace(request, tokens=2 * request.steps))
+    assert (len(weighed.steps), len(weighed.saved)) == (1, 2)
+    for number in range(EVERY + 2, 2 * EVERY):
+        adaptation.finish(*pair.request(number))
+    assert adaptation.training.number == 2, "the easy request counts as one of four"
+    learned = {each.request for each in adaptation.book.reservoir.records}
+    judged = {each.request for each in adaptation.book.recent.records}
+    assert len(learned | judged) == 2 * EVERY
 
-    selects = True
+
+class Rejected(Always):
+    """Every four requests."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.decided: list[float] = []
-
-    def decide(self, request: FinishedRequest) -> Decision:
-        self.decided.append(request.tau)
-        return super().decide(request)
+        super().__init__(every=EVERY)
 
 
-def test_an_easy_request_is_rehearsed_and_decides_nothing(pair):
-    policy = Selects()
-    adaptation = Adaptation(
-        checkpoint.load(pair.drafter),
-        pair.teacher,
-        policy,
-        AdaptationConfig(UpdateConfig(lr=3e-3), every=EVERY),
+def test_osd_learns_from_rejected_positions_of_new_records_alone(pair, monkeypatch):
+    """Of new records each once, in their order; nothing is rehearsed."""
+    config = AdaptationConfig(UpdateConfig(lr=3e-3), every=EVERY)
+    adaptation = Adaptation(checkpoint.load(pair.drafter), pair.teacher, Rejected(), config)
+    learner = adaptation.updater.learner
+    assert learner.recipe.rejected_only and not config.update.recipe.rejected_only
+    given = []
+    train_batch = adaptation.teacher.train_batch
+    monkeypatch.setattr(
+        adaptation.teacher,
+        "train_batch",
+        lambda records, *more: given.append(records) or train_batch(records, *more),
     )
-    for number in range(4 * EVERY - 1):
+    for number in range(2 * EVERY):
         record, request = pair.request(number)
-        # Every second one goes far better than those before it.
-        tau = 2 if number % 2 == 0 else 9
-        adaptation.finish(record, replace(request, tokens=tau * request.steps))
-    assert policy.decided == [2.0] * (2 * EVERY)
-    assert len(policy.told) == 1, "of two updates"
-    easy = {pair.record(number).request for number in range(1, 4 * EVERY - 1, 2)}
-    book = adaptation.book
-    assert not easy & {each.request for each in book.new}
-    learned = {each.request for each in book.reservoir.records}
-    judged = {each.request for each in book.recent.records}
-    assert easy <= learned | judged, "they wait for rehearsal"
-    # Its gain is that on hard texts, but a version that was refused is held against all of them.
-    weighed = adaptation._weighed
-    assert weighed is not None and not weighed.steps and not weighed.saved
-    adaptation.finish(pair.record(100), replace(request, tokens=9 * request.steps))
-    assert (len(weighed.steps), len(weighed.saved)) == (0, 1)
-    adaptation.finish(pair.record(101), replace(request, tokens=2 * request.steps))
-    assert (len(weighed.steps), len(weighed.saved)) == (1, 2)
+        adaptation.finish(replace(record, steps=1, committed=1 + number % 3), request)
+    names = [each.request for records in given for each in records]
+    judged = {each.request for each in adaptation.book.recent.records}
+    expected = [pair.record(number).request for number in range(2 * EVERY)]
+    assert names == [name for name in expected if name not in judged]
+    assert all(len(records) == 1 for records in given)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support.records import random_record
 
 from vllm_specblock.adapt.book import Book, Record
-from vllm_specblock.adapt.learning.train_batches import batches
+from vllm_specblock.adapt.learning.train_batches import batches, spread
 
 SIZE = random_record("any").size
 
@@ -111,15 +111,6 @@ def test_an_update_learns_from_the_newest_requests_and_rehearses_those_before():
     assert sorted(ids(book.reservoir.records)) == sorted(names)
 
 
-def test_what_is_set_aside_is_for_rehearsal_alone():
-    book, (one, other) = Book(room_for(9)), learned(2)
-    for name in (one, other, one):
-        book.add(random_record(name))
-    book.set_aside(one)
-    book.set_aside("no such request")
-    assert ids(book.new) == [other] and ids(book.reservoir.records) == [one, one]
-
-
 def test_only_one_record_of_a_request_goes_into_an_update():
     book, (one, other) = Book(room_for(9)), learned(2)
     for name in (one, one, other):
@@ -135,12 +126,48 @@ def test_a_batch_is_half_new_and_half_rehearsed():
     assert [len(batch) for batch in batches(book, 8, 4)] == [2] * 4  # nothing to rehearse yet
     for name in learned(6, "new"):
         book.add(random_record(name))
-    found = batches(book, 6, 4)
+    found = batches(book, 6, 4, by_weight=False)
     kinds = [[each.request[:3] for each in batch] for batch in found]
     assert kinds == [["new", "new", "old", "old"]] * 3
     whole = [each.request for batch in found for each in batch]
     assert len(set(whole)) == len(whole)
     assert not batches(book, 6, 4)
+
+
+def known(name: str, tau: int) -> Record:
+    return replace(random_record(name), steps=10, committed=10 * tau)
+
+
+def test_a_record_weighs_what_a_token_of_depth_saves():
+    assert (known("one", 1).weight, known("two", 2).weight) == (1.0, 0.25)
+    assert replace(random_record("of no step"), steps=0, committed=0).weight == 1.0
+
+
+def test_records_are_drawn_by_their_weight():
+    """Four hard ones, of weight 1, and four easy ones, of 1 / 9."""
+    records = [known(name, tau) for name, tau in zip(learned(8), (1, 3) * 4)]
+    counts: Counter[str] = Counter()
+    for number in range(90):
+        drawn = spread(records, (number + 0.5) / 90)
+        assert len(drawn) == 8 and drawn == sorted(drawn, key=records.index)
+        assert all(drawn.count(each) in (1, 2) for each in records[::2])
+        assert all(drawn.count(each) in (0, 1) for each in records[1::2])
+        counts.update(ids(drawn))
+    assert [counts[each.request] for each in records] == [162, 18] * 4
+    assert spread(records[::2], 0.3) == records[::2], "alike: each once"
+
+
+def test_what_is_rehearsed_is_drawn_by_weight_too():
+    book, names = Book(room_for(100)), learned(20)
+    for number, name in enumerate(names):
+        book.add(known(name, 1 if number < 10 else 3))
+        book.take(1)
+    drawn = book.reservoir.sample(20, by_weight=True)
+    for _ in range(29):
+        drawn += book.reservoir.sample(20, by_weight=True)
+    hard = sum(each.request in names[:10] for each in drawn)
+    assert len(drawn) == 600 and 510 < hard < 570  # 540, with a standard deviation of 7.3
+    assert len(set(ids(book.reservoir.sample(20)))) == 20
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

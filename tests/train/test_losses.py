@@ -67,6 +67,26 @@ def test_matches_the_loop(block, recompute, monkeypatch):
     assert all(any(row[k] for row in mask) for k in range(4))  # every position was tested
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+def test_rejected_positions_alone(block, recompute):
+    """Of each path its last position, where the choice is wrong; paths themselves are the same."""
+    whole = block_loss(**block)
+    loss = block_loss(**block, recompute=recompute, rejected_only=True)
+    assert torch.equal(loss.on_path, whole.on_path) and torch.equal(loss.hit, whole.hit)
+    wrong = whole.on_path & ~whole.hit
+    assert loss.num_positions.tolist() == wrong.sum(0).tolist() and wrong.any(0).all()
+    expected = [0.0] * 4
+    for t, k in wrong.nonzero().tolist():
+        logits = block["drafter"].heads(block["hidden"][t, k])[0]
+        p = block["target_probs"][block["target_row"][t, k]]
+        expected[k] -= float((p * logits.detach().log_softmax(-1)).sum())
+    assert loss.draft.tolist() == pytest.approx(expected, rel=1e-5)
+    assert 0 < loss.rank < whole.rank
+    loss.draft.sum().backward()
+    reached = block["hidden"].grad.abs().sum(-1) > 0
+    assert torch.equal(reached, wrong)
+
+
 def test_without_the_valid_prefix_a_wrong_choice_ends_no_path(block):
     masked, free = block_loss(**block), block_loss(**block, valid_prefix=False)
     named = (block["label"] != IGNORE_INDEX).cumprod(1).bool() & block["start"][:, None]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -90,7 +90,8 @@ class Adaptation:
         count: Count = lambda name, by: None,
         seconds_lost: Callable[[Action], float] = lambda action: 0.0,
     ) -> None:
-        self.policy, self.teacher, self.config = policy, teacher, config or AdaptationConfig()
+        self.policy, self.teacher = policy, teacher
+        self.config = _learned_by(policy, config or AdaptationConfig())
         self.count, self.seconds_lost = count, seconds_lost
         self.updater = Updater(copy.deepcopy(drafter), self.config.update)
         self.judge = Judge(drafter, teacher, self.config.update.recipe.num_blocks)
@@ -109,7 +110,7 @@ class Adaptation:
             request: None where it goes on in another record.
         """
         # Of a request that goes on nothing is known yet.
-        hard = request is None or not self.policy.selects or self.usual.is_hard(request.tau)
+        hard = request is None or self.usual.is_hard(request.tau)
         if record is not None and self.policy.records:
             self._keep(record, hard)
         if request is None:
@@ -122,8 +123,6 @@ class Adaptation:
             self.policy.alarm()
             if self.policy.gated:
                 self._begin_anew()
-        if not hard:
-            return
         decision = self.policy.decide(request)
         if decision.good:
             self.pool.call_good()
@@ -165,8 +164,6 @@ class Adaptation:
         if not self.book.add(record):
             self.count("dropped_records", 1)
             return
-        if not hard:
-            self.book.set_aside(record.request)
         if self._weighed is not None:
             self._weigh(self._weighed, record, hard)
         if not self.policy.judges:
@@ -216,7 +213,9 @@ class Adaptation:
     def _update(self, action: Action) -> None:
         self._reward()  # on fewer requests, where some left no record
         config, before = self.config, self.training
-        found = batches(self.book, config.every, config.batch, config.rehearsal)
+        found = batches(
+            self.book, config.every, config.batch, config.rehearsal, not self.policy.rejected_only
+        )
         if not found:
             return
         steps = self.updater.steps
@@ -271,6 +270,14 @@ class Adaptation:
         put(self.updater.drafter, version.tensors)
         self.updater.forget()
         self.training = version
+
+
+def _learned_by(policy: Policy, config: AdaptationConfig) -> AdaptationConfig:
+    """The config as a policy learns."""
+    if not policy.rejected_only:
+        return config
+    recipe = replace(config.update.recipe, rejected_only=True)
+    return replace(config, rehearsal=False, update=replace(config.update, recipe=recipe))
 
 
 def _on_host(tensors: Tensors) -> Tensors:

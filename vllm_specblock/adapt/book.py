@@ -64,6 +64,11 @@ class Record:
         return self.states, self.last, self.tokens, self.labels
 
     @property
+    def weight(self) -> float:
+        """1 / τ²: the steps per token that a token of τ more would save. 1 where it had no step."""
+        return (self.steps / self.committed) ** 2 if self.steps and self.committed else 1.0
+
+    @property
     def size(self) -> int:
         """Bytes."""
         return sum(part.numel() * part.element_size() for part in self._tensors)
@@ -108,9 +113,17 @@ class Reservoir:
         while sum(each.size for _, each in self._kept) > self.room:
             self._kept.remove(max(self._kept, key=lambda entry: entry[0]))
 
-    def sample(self, count: int) -> list[Record]:
-        """`count` of them, or all where there are fewer, in random order."""
-        return self.draw.sample(self.records, min(count, len(self._kept)))
+    def sample(self, count: int, by_weight: bool = False) -> list[Record]:
+        """`count` of them, or all where there are fewer, in random order.
+
+        Args:
+            by_weight: drawn by `Record.weight`, each anew: one may come twice.
+        """
+        records = self.records
+        count = min(count, len(records))
+        if not by_weight or not records:
+            return self.draw.sample(records, count)
+        return self.draw.choices(records, [each.weight for each in records], k=count)
 
 
 class Book:
@@ -123,6 +136,7 @@ class Book:
     Attributes:
         recent, old: judged records, the newest and a sample of those before.
         reservoir: of trained records.
+        draw: what all samples come from.
         counts: records by what became of them: `recorded`, `not finite`, `loop`.
 
     Raises:
@@ -132,8 +146,8 @@ class Book:
     def __init__(self, memory: float = 512, seed: int = 0) -> None:
         if not memory > 0:
             raise ValueError(f"memory is {memory} MiB, but must be above 0.")
-        room, draw = int(memory * (1 << 20)) // 4, random.Random(seed)
-        self.reservoir, self.old = Reservoir(room, draw), Reservoir(room, draw)
+        room, self.draw = int(memory * (1 << 20)) // 4, random.Random(seed)
+        self.reservoir, self.old = Reservoir(room, self.draw), Reservoir(room, self.draw)
         self._new, self.recent = Queue(room, self.reservoir), Queue(room, self.old)
         self.counts: Counter[str] = Counter()
 
@@ -154,12 +168,6 @@ class Book:
             return False
         (self.recent if record.judged else self._new).add(record)
         return True
-
-    def set_aside(self, request: str) -> None:
-        """Leave a request's new records to the reservoir: for rehearsal alone."""
-        for record in [each for each in self._new.records if each.request == request]:
-            self._new.records.remove(record)
-            self.reservoir.add(record)
 
     def pass_over(self, count: int) -> None:
         """Leave new records to the reservoir, but for those of the newest `count` requests: where

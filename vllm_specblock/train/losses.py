@@ -56,6 +56,7 @@ def block_loss(
     rank: RankLoss | None,
     valid_prefix: bool = True,
     recompute: bool = False,
+    rejected_only: bool = False,
 ) -> BlockLoss:
     """Losses of one block at T rows.
 
@@ -71,6 +72,8 @@ def block_loss(
         valid_prefix: without it (ablation of Table 2) rows go on being counted after a wrong
             choice; `on_path` and `hit` mean the same as with it.
         recompute: keep no logits for the backward pass, compute them again.
+        rejected_only: of the rows that are still on their path only those are counted whose choice
+            is wrong, the last one of each path: what Online Speculative Decoding learns from.
     """
     by_rows = not (recompute or hidden.is_cuda)
     # One copy for all positions: each would make its own, as large as the head.
@@ -82,22 +85,30 @@ def block_loss(
     rank_sum = hidden.new_zeros((), dtype=torch.float32)
     for k in range(label.shape[1]):
         rows = rows[label[rows, k] != IGNORE_INDEX]
+        counted = rows
+        if rejected_only:
+            with torch.no_grad():
+                choice = drafter.lm_head(drafter.norm(hidden[rows, k])).argmax(-1)
+            correct = choice == label[rows, k]
+            counted = rows[~correct]
         arguments = (
             drafter,
-            hidden[rows, k],
-            label[rows, k],
+            hidden[counted, k],
+            label[counted, k],
             target_probs,
-            target_row[rows, k],
+            target_row[counted, k],
             rank,
         )
         if recompute:
-            loss, rank_loss, correct = checkpoint(_position, *arguments, use_reentrant=False)
+            loss, rank_loss, right_here = checkpoint(_position, *arguments, use_reentrant=False)
         elif head is not None:
-            loss, rank_loss, correct = _position_by_rows(*arguments, head)
+            loss, rank_loss, right_here = _position_by_rows(*arguments, head)
         else:
-            loss, rank_loss, correct = _position(*arguments)
+            loss, rank_loss, right_here = _position(*arguments)
+        if not rejected_only:
+            correct = right_here
         draft.append(loss)
-        num_positions.append(len(rows))
+        num_positions.append(len(counted))
         rank_sum = rank_sum + rank_loss
         on_path[rows, k] = right[rows]
         hit[rows, k] = right[rows] & correct

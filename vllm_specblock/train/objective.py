@@ -30,6 +30,7 @@ class Unroll:
         rank: form of the rank loss, None for none.
         kernel: of the attention.
         recompute: spare memory, see `block_loss`.
+        rejected_only: see `block_loss`.
         forward: drafter.forward, or a compiled form of it.
     """
 
@@ -43,6 +44,7 @@ class Unroll:
         rank: RankLoss | None = None,
         kernel: Kernel = "sdpa",
         recompute: bool = False,
+        rejected_only: bool = False,
         forward: Callable[..., Tensor] | None = None,
     ) -> None:
         self.drafter, self.config = drafter, drafter.config
@@ -52,7 +54,7 @@ class Unroll:
             train_batch.embed,
         )
         self.valid_prefix, self.mask_restart, self.rank = valid_prefix, mask_restart, rank
-        self.kernel, self.recompute = kernel, recompute
+        self.kernel, self.recompute, self.rejected_only = kernel, recompute, rejected_only
         self.forward = forward or drafter.forward
         self.label = draft_labels(drafter.t2d, train_batch.batch)
 
@@ -121,6 +123,7 @@ class Unroll:
             self.rank,
             self.valid_prefix,
             self.recompute,
+            self.rejected_only,
         )
 
 

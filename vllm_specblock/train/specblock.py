@@ -40,6 +40,7 @@ class Recipe:
         mask_restart: the valid-prefix mask starts anew in each block.
         kernel: of the attention.
         recompute: activation checkpointing, of the layers and of the logits.
+        rejected_only: see `block_loss`; for updates while serving, as OSD makes them.
         compiled: run the drafter's forward through torch.compile.
     """
 
@@ -52,6 +53,7 @@ class Recipe:
     mask_restart: bool = False
     kernel: Kernel = "sdpa"
     recompute: bool = False
+    rejected_only: bool = False
     compiled: bool = False
 
 
@@ -86,6 +88,7 @@ class SpecBlockLearner(Learner):
             rank=recipe.rank_loss if train_batch.step >= recipe.rank_from else None,
             kernel=recipe.kernel,
             recompute=recipe.recompute,
+            rejected_only=recipe.rejected_only,
             forward=self._forward[0],
         ).blocks(self.restart_positions(train_batch))
         return outcome(blocks, recipe.num_blocks, recipe.loss_floor, train_batch.mean)

@@ -1,10 +1,10 @@
-"""Which requests are hard: those not far above the τ of the ones before them."""
+"""Which requests are hard: those not above the τ of the ones before them."""
 
 from __future__ import annotations
 
 import random
 
-from vllm_specblock.adapt.learning.usual import EASY, SLOW, Usual
+from vllm_specblock.adapt.learning.usual import SLOW, Usual
 
 
 def test_it_parts_what_a_drafter_knows_from_what_it_does_not():
@@ -23,10 +23,10 @@ def test_another_domain_is_hard_throughout_until_it_is_learned():
     assert sum(hard) > 120
 
 
-def test_of_requests_of_one_kind_most_are_hard():
+def test_of_requests_of_one_kind_half_are_hard():
     draw, usual = random.Random(2), Usual()
     hard = [usual.is_hard(draw.gauss(3.0, 0.5)) for _ in range(1000)]
-    assert 850 < sum(hard) < 930
+    assert 450 < sum(hard) < 550
     usual = Usual()
     assert all(usual.is_hard(1.0) for _ in range(100)), "where nothing is ever accepted, too"
 
@@ -35,7 +35,7 @@ def test_the_mean_by_hand():
     usual = Usual()
     assert usual.is_hard(2.0), "the first: nothing is usual"
     assert not usual.is_hard(4.0) and usual.tau == 3.0
-    assert usual.is_hard(EASY * 3.0)
+    assert usual.is_hard(3.0)
     for _ in range(2000):
         usual.is_hard(5.0)
     before = usual.tau

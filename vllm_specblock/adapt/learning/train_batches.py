@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -108,24 +110,46 @@ def record_of(
     )
 
 
-def batches(book: Book, count: int, size: int, rehearsal: bool = True) -> list[list[Record]]:
+def batches(
+    book: Book, count: int, size: int, rehearsal: bool = True, by_weight: bool = True
+) -> list[list[Record]]:
     """The batches of one update, and the new records taken out of the book.
 
-    One pass over the newest records, older ones that waited are for rehearsal; without new ones
-    there is no batch.
+    As many steps as there are new records to fill them, older ones that waited are for rehearsal;
+    without new ones there is no batch.
 
     Args:
         count: new records at most.
         size: records of a batch, half of them new and half from the reservoir where it has them.
-        rehearsal: False: new records only.
+        rehearsal: False: the new half alone.
+        by_weight: new and old ones come as often as their `weight` has it: of a mixed stream those
+            that the drafter knows less, of texts of one kind nearly all alike. False: each new one
+            once, old ones by chance.
     """
     book.pass_over(count)
-    half = -(-size // 2) if rehearsal else size
+    half = -(-size // 2)
     expected = -(-min(count, len(book.new)) // half)
-    old = book.reservoir.sample(expected * (size - half))
+    old = book.reservoir.sample(expected * (size - half), by_weight) if rehearsal else []
     new = book.take(count)
+    if by_weight and new:
+        new = spread(new, book.draw.random())
     found = []
     for number, first in enumerate(range(0, len(new), half)):
         rehearsed = old[number * (size - half) : (number + 1) * (size - half)]
         found.append([*new[first : first + half], *rehearsed])
     return found
+
+
+def spread(records: Sequence[Record], offset: float) -> list[Record]:
+    """As many records, in their order, each as often as its share of all weights has it, rounded up
+    or down: systematic sampling.
+
+    Args:
+        records: one or more.
+        offset: in [0, 1), where the first draw falls; uniform, each comes as often as it should on
+            average.
+    """
+    ends = list(accumulate(each.weight for each in records))
+    draws = ((number + offset) * ends[-1] / len(records) for number in range(len(records)))
+    # A draw may be rounded onto the very end.
+    return [records[min(bisect(ends, draw), len(records) - 1)] for draw in draws]

@@ -38,9 +38,6 @@ class GainBandit(Bandit):
     grows by a share of serving's time. The loss is bounded by that share, and no arm is given up
     for good. No die is cast.
 
-    It `selects`: what it decides on, learns from and judges gains by are hard requests. So `x`, the
-    seconds of a request and the horizon are theirs, too.
-
     Both arms learn from the same records, so there is one buffer: its requests decide together,
     when it is full, which arm the update is of. Two buffers would only split the count of requests,
     and make updates late where they matter most: behind a change of domain requests of one kind
@@ -60,8 +57,6 @@ class GainBandit(Bandit):
         account: seconds that exploring may take now.
         tries: updates that may explore without the account.
     """
-
-    selects = True
 
     def __init__(
         self, schedule: Schedule | None = None, alpha: float = 0.10, horizon: int = 64

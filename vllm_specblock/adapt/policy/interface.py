@@ -85,12 +85,11 @@ class Policy(ABC):
         trains: there are updates at all, and versions that come of them.
         gated: a version serves only if the judge finds it better, and the pool may return to an
             earlier one. Otherwise every update serves.
-        selects: it is asked of hard requests alone (`learning.usual.Usual`); the others are for
-            rehearsal.
+        rejected_only: its updates learn from rejected positions of new records, and rehearse none.
     """
 
     records = trains = True
-    gated = selects = False
+    gated = rejected_only = False
 
     @property
     def judges(self) -> bool:
@@ -99,7 +98,7 @@ class Policy(ABC):
 
     @abstractmethod
     def decide(self, request: FinishedRequest) -> Decision:
-        """Called once for each finished request, in their order; see `selects`."""
+        """Called once for each finished request, in their order."""
 
     def reward(  # noqa: B027
         self, action: Action, gain: float, seconds: float, error: float
@@ -167,7 +166,13 @@ class Fixed(Policy):
 
 
 class Always(Fixed):
-    """Online Speculative Decoding (arXiv 2310.07177): all weights every 8 requests, no gate."""
+    """Online Speculative Decoding (arXiv 2310.07177) as others are compared with it.
 
-    def __init__(self) -> None:
-        super().__init__(Action.FULL, EVERY, gated=False)
+    One arm every so many requests, forward KL on what was rejected of them and on nothing else, no
+    gate. Its rate and batches are those that served it best here, not its authors'.
+    """
+
+    rejected_only = True
+
+    def __init__(self, action: Action = Action.FULL, every: int = EVERY) -> None:
+        super().__init__(action, every, gated=False)

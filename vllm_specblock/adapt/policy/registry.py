@@ -23,6 +23,7 @@ POLICIES: dict[str, Callable[[int], Policy]] = {
     "always": lambda seed: Always(),
     "full every 64": lambda seed: Fixed(Action.FULL, 64),
     "full every 8": lambda seed: Fixed(Action.FULL, 8),
+    "full every 8, no gate": lambda seed: Fixed(Action.FULL, 8, gated=False),
     "heads every 8": lambda seed: Fixed(Action.HEADS, 8),
     "paper": lambda seed: PaperBandit(seed=seed),
     "paper, no bandit": lambda seed: PaperWithoutBandit(seed=seed),
@@ -60,7 +61,7 @@ def serving_policy(name: str, seed: int, largest: Action, every: int = EVERY) ->
     made: dict[str, Callable[[], Policy]] = {
         "gain": lambda: GainBandit(schedule),
         "paper": lambda: PaperBandit(schedule, seed),
-        "always": lambda: Fixed(largest, every, gated=False),
+        "always": lambda: Always(largest, every),
         "fixed": lambda: Fixed(largest, every),
     }
     if name not in made and name not in POLICIES:
