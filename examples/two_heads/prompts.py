@@ -9,6 +9,7 @@ OUT/SLICE_held_out.jsonl comes from files that no model saw.
 
 from __future__ import annotations
 
+import argparse
 import random
 import sys
 import sysconfig
@@ -61,4 +62,6 @@ def main(out: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("out", type=Path, help="folder of the files")
+    main(parser.parse_args().out)

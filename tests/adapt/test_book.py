@@ -157,6 +157,15 @@ def test_records_are_drawn_by_their_weight():
     assert spread(records[::2], 0.3) == records[::2], "alike: each once"
 
 
+def test_an_update_takes_hard_records_twice_and_leaves_easy_ones_out():
+    book, names = Book(room_for(100)), learned(8)
+    for number, name in enumerate(names):
+        book.add(known(name, 1 if number % 2 == 0 else 9))
+    drawn = [record.request for batch in batches(book, 8, 2) for record in batch]
+    assert len(drawn) == 8 and all(drawn.count(name) in (1, 2) for name in names[::2])
+    assert not book.new and len(book.reservoir.records) == 8, "what was left out is rehearsed"
+
+
 def test_what_is_rehearsed_is_drawn_by_weight_too():
     book, names = Book(room_for(100)), learned(20)
     for number, name in enumerate(names):
