@@ -47,7 +47,7 @@ def test_it_finds_the_better_arm(better, worse):
     for seed in range(5):
         found = serve(GainBandit(), {better: 0.02, worse: 0.005}, COST, seed=seed)
         late = found[len(found) * 2 // 3 :]
-        assert late.count(better) > 0.85 * len(late) > 80
+        assert late.count(better) > 0.8 * len(late) > 80
 
 
 def test_what_does_not_pay_takes_no_more_than_the_share_for_exploring():
@@ -55,16 +55,30 @@ def test_what_does_not_pay_takes_no_more_than_the_share_for_exploring():
     gains, costs = {HEADS: 0.01, FULL: 0.01}, {HEADS: 1.5, FULL: 3.0}
     found = serve(GainBandit(), gains, costs)
     spent = sum(costs[arm] for arm in found)
-    # One before anybody knows the cost, and a try more per arm while beliefs settle.
-    assert 0 < spent < EXPLORING * 3000 + (TRIES + 3) * costs[FULL]
+    # One before anybody knows the cost, and some more while beliefs settle.
+    assert 0 < spent < EXPLORING * 3000 + (TRIES + 5) * costs[FULL]
     assert len(serve(GainBandit(), gains, {HEADS: 0.2, FULL: 0.4})) > 250
 
 
 def test_nothing_is_given_up_for_good():
     bandit = GainBandit()
     assert serve(bandit, {HEADS: -0.02, FULL: -0.02}, COST, 1000)
+    bandit.account = 0.0
     assert feed(bandit, 1)[0].push is SKIP
     assert updates(feed(bandit, 8 + math.ceil(COST[FULL] / EXPLORING)))
+
+
+def test_exploring_saves_for_the_arm_that_may_gain_most():
+    """Heads would be paid for sooner, and be tried for ever."""
+    bandit = GainBandit()
+    feed(bandit, 8)
+    bandit.reward(FULL, 0.0, 2.0, 0.02)
+    bandit.costs[HEADS], bandit.tries, bandit.account = 1.0, 0, 1.5
+    short = {arm: -worth for arm, worth in bandit.worth(request()).items()}
+    assert short[HEADS] < bandit.account < short[FULL]
+    assert bandit.choose(request()) is SKIP
+    bandit.account = 2.0
+    assert bandit.choose(request()) is FULL
 
 
 def test_weak_requests_are_skipped_and_strong_ones_taken():
