@@ -47,7 +47,7 @@ def test_it_finds_the_better_arm(better, worse):
     for seed in range(5):
         found = serve(GainBandit(), {better: 0.02, worse: 0.005}, COST, seed=seed)
         late = found[len(found) * 2 // 3 :]
-        assert late.count(better) > 0.8 * len(late) > 80
+        assert late.count(better) > 0.85 * len(late) > 80
 
 
 def test_what_does_not_pay_takes_no_more_than_the_share_for_exploring():
@@ -55,15 +55,14 @@ def test_what_does_not_pay_takes_no_more_than_the_share_for_exploring():
     gains, costs = {HEADS: 0.01, FULL: 0.01}, {HEADS: 1.5, FULL: 3.0}
     found = serve(GainBandit(), gains, costs)
     spent = sum(costs[arm] for arm in found)
-    # One before anybody knows the cost, and some more while beliefs settle.
-    assert 0 < spent < EXPLORING * 3000 + (TRIES + 5) * costs[FULL]
+    # One before anybody knows the cost, and a try more per arm while beliefs settle.
+    assert 0 < spent < EXPLORING * 3000 + (TRIES + 3) * costs[FULL]
     assert len(serve(GainBandit(), gains, {HEADS: 0.2, FULL: 0.4})) > 250
 
 
 def test_nothing_is_given_up_for_good():
     bandit = GainBandit()
     assert serve(bandit, {HEADS: -0.02, FULL: -0.02}, COST, 1000)
-    bandit.account = 0.0
     assert feed(bandit, 1)[0].push is SKIP
     assert updates(feed(bandit, 8 + math.ceil(COST[FULL] / EXPLORING)))
 

@@ -9,7 +9,7 @@ from vllm_specblock.adapt.policy.bandit import Bandit, Schedule
 from vllm_specblock.adapt.policy.gain_belief import GainBelief
 from vllm_specblock.adapt.policy.interface import Action, Decision, FinishedRequest
 
-EXPLORING = 0.01
+EXPLORING = 0.005
 """Share of serving's time that updates may take of which is not expected that they pay."""
 
 TRIES = 3
@@ -18,10 +18,6 @@ TRIES = 3
 HOPE = 2.0
 """Standard deviations above what an arm is believed to gain that it may gain. Only an arm that
 would not pay even then is not tried."""
-
-UNKNOWN = 1.5
-"""Times as much doubt as there is of the best arm: so little is known of one that is to be tried
-although nobody hopes for more of it."""
 
 FORGOTTEN = 1 / 1024
 """Share of what is known of gains that a request takes along: they shrink while a drafter learns,
@@ -98,18 +94,12 @@ class GainBandit(Bandit):
     def choose(self, request: FinishedRequest) -> Action:
         """The most hopeful arm, if it is believed to be the best, or exploring may cost that.
 
-        Until it may, nothing is spent on another one: tries of heads would take what is to pay for
-        all weights. Where the most hopeful is the best, one that less is known of is tried.
+        Until it may, nothing is spent on another one: tries of heads, which are paid for sooner and
+        teach less, would take what is to pay for all weights.
         """
         arms = tuple(reversed(self.schedule.arms))
         expected, hoped = self.worth(request), self.worth(request, HOPE)
         hopeful, best = max(arms, key=hoped.__getitem__), max(arms, key=expected.__getitem__)
-        if hopeful is best and expected[best] > 0:
-            doubt = {arm: self.belief.doubt(arm) for arm in arms}
-            for arm in arms:
-                might = doubt[arm] > UNKNOWN * doubt[best] and hoped[arm] > expected[best]
-                if might and _shortfall(expected, arm) <= self.account:
-                    return arm
         if self.tries or _shortfall(expected, hopeful) <= self.account:
             return hopeful
         return best if expected[best] > 0 else Action.SKIP

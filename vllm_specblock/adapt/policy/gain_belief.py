@@ -48,10 +48,6 @@ class GainBelief:
         """Standard deviation of v."""
         return math.sqrt(self._covariance[arm, arm])
 
-    def doubt(self, arm: Action) -> float:
-        """Spread as a share of the arm's size: of arms that nothing is known of it is the same."""
-        return self.spread(arm) / SIZE[arm]
-
     def forget(self, share: float) -> None:
         """Let this share of what is known give way to knowing nothing."""
         for arm in self.arms:
