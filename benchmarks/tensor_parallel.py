@@ -37,8 +37,8 @@ PAIR, OTHER = EXAMPLES / "tiny_pair", EXAMPLES / "two_heads/code"
 RANKS = 2
 SWAPS, ROUNDS = 3, 24
 """Versions that every rank has to take, within so many times all requests."""
-JUDGED = 6
-"""Requests that whoever watches has to judge."""
+RECORDED = 6
+"""Requests that whoever watches has to record."""
 LEARNS = {"policy": "always", "actions": "all", "every": 2, "lr": 1e-3}
 PROMPTS = (
     "def main(argv):\n",
@@ -79,9 +79,10 @@ class DraftRecorder:
         return self.counted("swaps")
 
     def counted(self, name: str) -> int:
-        """One of the link's counts on this rank; 0 where nothing is recorded."""
+        """One of the recorder's counts on this rank; 0 where it has none."""
         recorder = self.model_runner.speculator.recorder
-        return 0 if recorder is None else recorder.versions.link.counts[name]
+        counts = {} if recorder is None else recorder.counts()
+        return counts.get((f"adapt_{name}", 0), 0)
 
     def stage(self, folder: str, number: int) -> None:
         """In place of the trainer, where its memory is: offer a drafter's weights."""
@@ -147,8 +148,8 @@ def through_trees(
         wanted: the answers.
         adapt: the option, if any.
         offer: lets the ranks of an engine find a version, given its number.
-        until: all is answered again until a count of the link came so far: of every rank, or, if it
-            is the trainer's, of the one that has it.
+        until: all is answered again until a count came so far: swaps on every rank, others on the
+            one that has them.
     """
     began = time.monotonic()
     drafter = {"method": "specblock", "model": str(PAIR / "drafter")}
@@ -214,7 +215,7 @@ def main(
         adapt = {"trainer": str(Path(folder) / "requests"), "out": str(versions.out)}
         through_trees(wanted, tokens, nodes, adapt, choose, taken)
     through_trees(wanted, tokens, nodes, LEARNS, until=taken)
-    through_trees(wanted, tokens, nodes, {"policy": "watch"}, until=("judged_requests", JUDGED))
+    through_trees(wanted, tokens, nodes, {"policy": "watch"}, until=("recorded_requests", RECORDED))
     print("No token and no draft differs.")
 
 
