@@ -7,7 +7,7 @@ processes each, one engine after the other: vLLM's own, one that drafts trees, t
 is given other weights while it serves, by a trainer's memory and by a folder, one with a trainer
 that learns what is served, and one that only watches. Both ranks have to propose the same trees in
 every step, each verifies its own, and to take every version in the same step. Exits with 1 if a
-token, a draft or such a step differs. It takes eight minutes on two cores of a CPU.
+token, a draft or such a step differs.
 """
 
 from __future__ import annotations
