@@ -24,6 +24,11 @@ from vllm_specblock.feedback.calibration import OWN_RANGE, RANGE
 
 DRAFTER = "examples/tiny_pair/drafter"
 
+_UNTIL_PROBED = 160
+"""Requests of 64 tokens, that is steps at rest, by which drafting is tried again whatever was
+measured: a probe may cost 2 % of the rest before it, and six steps of trees of eight tokens, each
+thought to take three times what plain ones do, come to 108 steps of 5,400."""
+
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
@@ -149,7 +154,7 @@ def check_dashboard(server: str, before: str, model: str, prompt: str) -> None:
         before: an earlier page of `/metrics`.
     """
     body = {"model": model, "prompt": prompt, "max_tokens": 64, "temperature": 0}
-    for _ in range(40):
+    for _ in range(_UNTIL_PROBED):
         own = post(f"{server}/v1/completions", **body)["metrics"]["speculative_decoding"]
         page = urllib.request.urlopen(f"{server}/metrics").read().decode()
         if own["num_accepted_draft_tokens"]:
