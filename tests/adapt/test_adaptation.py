@@ -108,6 +108,27 @@ def test_behind_an_alarm_training_begins_anew_from_what_serves(pair, monkeypatch
     assert adaptation._weighed is None and told[2] == 0.25, "its price is known, its gain is moot"
 
 
+def test_versions_are_counted_from_the_start_or_an_alarm_on(pair, monkeypatch):
+    """Whether they came to serve or not."""
+    adaptation, counts = adapting(pair), []
+
+    def is_better(version, other, book, count):
+        counts.append(count)
+        return count == 2
+
+    monkeypatch.setattr(adaptation.judge, "is_better", is_better)
+    monkeypatch.setattr(adaptation, "_look_again", lambda weighed: None)
+    for number in range(3 * EVERY):
+        adaptation.finish(*pair.request(number))
+    assert counts == [1, 2, 3] and adaptation.pool.current.number == 2
+    with monkeypatch.context() as once:
+        once.setattr(adaptation.falls, "add", lambda tau: True)
+        adaptation.finish(*pair.request(3 * EVERY))
+    for number in range(3 * EVERY + 1, 5 * EVERY):
+        adaptation.finish(*pair.request(number))
+    assert counts == [1, 2, 3, 1, 2]
+
+
 def test_a_gain_is_that_of_hard_requests(pair):
     """Others are learned from and decided on all the same, and held against a refused version."""
     adaptation = adapting(pair)

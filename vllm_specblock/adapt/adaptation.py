@@ -101,6 +101,7 @@ class Adaptation:
         self.falls, self.usual = FallDetector(), Usual()
         self._weighed: Weighed | None = None
         self.number = self.rows = self.requests = 0
+        self._compared = 0  # versions, since the start or an alarm
 
     def finish(self, record: Record | None, request: FinishedRequest | None) -> None:
         """Learn from one finished request.
@@ -121,6 +122,7 @@ class Adaptation:
             self.falls.reset()
             self._reward()  # no later text is of the kind that it was made for
             self.policy.alarm()
+            self._compared = 0
             if self.policy.gated:
                 self._begin_anew()
         decision = self.policy.decide(request)
@@ -246,8 +248,10 @@ class Adaptation:
             return
         self.number += 1
         self.training = Version(self.number, tensors, action, before.number)
-        judged = self.policy.gated
-        if not judged or self.judge.is_better(self.training, self.pool.current, self.book):
+        self._compared += 1
+        if not self.policy.gated or self.judge.is_better(
+            self.training, self.pool.current, self.book, self._compared
+        ):
             self.pool.offer(self.training)
         else:
             self.count("versions_refused_not_better", 1)

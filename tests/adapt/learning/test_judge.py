@@ -140,6 +140,18 @@ def test_of_what_is_no_better_few_come_to_serve():
     assert sum(found[trials:]) / trials > 0.98
 
 
+def test_the_more_were_compared_the_surer_one_has_to_be(monkeypatch):
+    """Of many, one is ahead by chance."""
+    book, (one, other) = book_of(range(8)), versions()
+    judge = Judge(small_drafter(), small_teacher(), 2)
+    saved = [0.1, 0.3, -0.1, 0.3, -0.1]  # 0.1, 1.12 standard errors
+    monkeypatch.setattr(judge, "_parts", lambda measure, book: [saved])
+    found = [judge.is_better(one, other, book, count) for count in range(1, 20)]
+    assert found == [True] + 18 * [False], "the second takes 1.19"
+    saved = [0.2, 0.3, 0.1, 0.2]  # 4.9
+    assert judge.is_better(one, other, book, 500) and not judge.is_better(one, other, book, 600)
+
+
 def test_an_offer_asks_both_parts_of_the_book(monkeypatch):
     """Better on the recent texts by half a token, and worse on the old ones by less or more."""
     record = random_record("any")

@@ -10,7 +10,7 @@ import pytest
 from support.toy_serving import Toy
 
 from vllm_specblock.adapt.policy.bandit import PaperBandit, Schedule
-from vllm_specblock.adapt.policy.gain_bandit import EXPLORING, TRIES, GainBandit
+from vllm_specblock.adapt.policy.gain_bandit import EXPLORING, HOPE, TRIES, GainBandit
 from vllm_specblock.adapt.policy.gain_belief import GainBelief
 from vllm_specblock.adapt.policy.interface import Action, Always, FinishedRequest
 
@@ -47,23 +47,41 @@ def test_it_finds_the_better_arm(better, worse):
     for seed in range(5):
         found = serve(GainBandit(), {better: 0.02, worse: 0.005}, COST, seed=seed)
         late = found[len(found) * 2 // 3 :]
-        assert late.count(better) > 0.85 * len(late) > 80
+        # A hundredth of the time pays for a look at the other now and then.
+        assert late.count(better) > 0.8 * len(late) > 80
 
 
-def test_what_does_not_pay_takes_no_more_than_the_share_for_exploring():
+def test_what_does_not_pay_loses_no_more_than_the_share_for_exploring():
     """64 requests of a second each: a gain of 1 % is worth 0.64 s."""
     gains, costs = {HEADS: 0.01, FULL: 0.01}, {HEADS: 1.5, FULL: 3.0}
-    found = serve(GainBandit(), gains, costs)
-    spent = sum(costs[arm] for arm in found)
+    lost = sum(costs[arm] - 0.64 for arm in serve(GainBandit(), gains, costs))
     # One before anybody knows the cost, and a try more per arm while beliefs settle.
-    assert 0 < spent < EXPLORING * 3000 + (TRIES + 3) * costs[FULL]
+    assert 0 < lost < EXPLORING * 3000 + (TRIES + 3) * costs[FULL]
     assert len(serve(GainBandit(), gains, {HEADS: 0.2, FULL: 0.4})) > 250
+
+
+def test_another_arm_has_its_turn_though_the_best_is_the_most_hopeful():
+    """Else a first arm that pays, and is forgotten as fast as it is learned of, serves for ever."""
+    bandit = GainBandit()
+    feed(bandit, 8)
+    bandit.reward(FULL, 0.015, 0.2, 0.001)
+    bandit.costs[HEADS], bandit.tries, bandit.account = 0.1, 0, 0.5
+    expected, hoped = bandit.worth(request()), bandit.worth(request(), HOPE)
+    assert expected[FULL] > expected[HEADS] > expected[FULL] - 0.5
+    assert hoped[FULL] > hoped[HEADS] > expected[FULL]
+    assert bandit.choose(request()) is FULL
+    bandit.account = TRIES * 0.2
+    assert bandit.choose(request()) is HEADS
+    bandit.began(HEADS, [request()])
+    assert bandit.account == 0 and bandit.choose(request()) is FULL
+    bandit.account, bandit.belief.mean[HEADS] = TRIES * 0.2, -0.1
+    assert bandit.choose(request()) is FULL, "heads can not be better"
 
 
 def test_nothing_is_given_up_for_good():
     bandit = GainBandit()
     assert serve(bandit, {HEADS: -0.02, FULL: -0.02}, COST, 1000)
-    assert feed(bandit, 1)[0].push is SKIP
+    assert SKIP in {each.push for each in feed(bandit, 8)}
     assert updates(feed(bandit, 8 + math.ceil(COST[FULL] / EXPLORING)))
 
 
@@ -104,7 +122,8 @@ def test_an_alarm_forgets_gains_and_the_update_that_is_being_judged():
     assert bandit.belief.mean[FULL] < -0.03 and bandit.belief.mean[HEADS] < 0
     feed(bandit, 24)
     bandit.alarm()
-    assert bandit.belief.mean == {HEADS: 0.0, FULL: 0.0} and bandit.tries == TRIES
+    assert bandit.belief.mean == {HEADS: 0.0, FULL: 0.0}
+    assert (bandit.account, bandit.tries) == (0.0, TRIES)
     bandit.reward(FULL, -0.05, 0.2, 0.001)  # of texts before and behind the change
     assert bandit.belief.mean == {HEADS: 0.0, FULL: 0.0}
     assert updates(feed(bandit, 8)) == [FULL]

@@ -29,8 +29,11 @@ from vllm_specblock.drafters.specblock.model import SpecBlockModel
 from vllm_specblock.train.eval.chain import Chain, chain_along, compare
 from vllm_specblock.train.learner import EvalSequence
 
-SURE = 1.0
-"""Standard errors by which a version has to be better to serve."""
+SURE, GROWTH = 1.0, 0.25
+"""Standard errors by which the first version has to be better to serve, and the power of the count
+of versions that it grows with from there. One in six that are no better is a standard error ahead
+by chance, so of a dozen two would serve; sixteen compared, it takes two standard errors. What is
+really better stays so, and is further ahead with every update."""
 
 _SIBLING = 1
 """The rank bucket of second to fourth choices; 0 is the first."""
@@ -108,16 +111,18 @@ class Judge:
         parts = self._parts(lambda each: self.depth(version, each) - self.depth(other, each), book)
         return fmean(map(fmean, parts)) if parts else math.nan
 
-    def is_better(self, version: Version, other: Version, book: Book) -> bool:
-        """Whether it saves steps by more than chance: by `SURE` standard errors, the recent and the
-        old judged records with equal weight.
+    def is_better(self, version: Version, other: Version, book: Book, count: int = 1) -> bool:
+        """Whether it saves steps by more than chance: by `SURE` standard errors or, of many, more,
+        the recent and the old judged records with equal weight.
 
         An update comes every few requests, and where nothing is to be gained half of them look
         better on the few texts that there are: taken at their word, they walk away from the best.
+
+        Args:
+            count: of versions that this was asked for on texts of one kind, this one with them.
         """
-        return is_sure(
-            self._parts(lambda each: self.steps(other, each) - self.steps(version, each), book)
-        )
+        saved = self._parts(lambda each: self.steps(other, each) - self.steps(version, each), book)
+        return is_sure(saved, SURE * count**GROWTH)
 
     def _read(self, version: Version, record: Record) -> float:
         """By the drafter, which holds the version."""

@@ -9,7 +9,7 @@ from vllm_specblock.adapt.policy.bandit import Bandit, Schedule
 from vllm_specblock.adapt.policy.gain_belief import GainBelief
 from vllm_specblock.adapt.policy.interface import Action, Decision, FinishedRequest
 
-EXPLORING = 0.005
+EXPLORING = 0.01
 """Share of serving's time that updates may take of which is not expected that they pay."""
 
 TRIES = 3
@@ -85,9 +85,7 @@ class GainBandit(Bandit):
     def decide(self, request: FinishedRequest) -> Decision:
         before = request.seconds if self._seconds is None else self._seconds
         self._seconds = before + self.alpha * (request.seconds - before)
-        # No more than some tries: what a long rest saves is not spent at once behind it.
-        most = TRIES * max(self.costs.values())
-        self.account = min(most, self.account + EXPLORING * request.seconds)
+        self.account = min(self._most, self.account + EXPLORING * request.seconds)
         self.belief.forget(FORGOTTEN)
         return super().decide(request)
 
@@ -95,14 +93,29 @@ class GainBandit(Bandit):
         """The most hopeful arm, if it is believed to be the best, or exploring may cost that.
 
         Until it may, nothing is spent on another one: tries of heads, which are paid for sooner and
-        teach less, would take what is to pay for all weights.
+        teach less, would take what is to pay for all weights. While the best is the most hopeful,
+        too, and pays, another one that might be better has its turn once the account is full, and
+        empties it.
         """
-        arms = tuple(reversed(self.schedule.arms))
+        arms = self._arms
         expected, hoped = self.worth(request), self.worth(request, HOPE)
         hopeful, best = max(arms, key=hoped.__getitem__), max(arms, key=expected.__getitem__)
+        if hopeful is best and expected[best] > 0 and self.account >= self._most:
+            might = [arm for arm in arms if hoped[arm] > expected[best] and arm is not best]
+            hopeful = max(might, key=hoped.__getitem__, default=best)
         if self.tries or _shortfall(expected, hopeful) <= self.account:
             return hopeful
         return best if expected[best] > 0 else Action.SKIP
+
+    @property
+    def _arms(self) -> tuple[Action, ...]:
+        """In the order in which they are taken where nothing lies between them."""
+        return tuple(reversed(self.schedule.arms))
+
+    @property
+    def _most(self) -> float:
+        """Seconds in the account: some tries. What a long rest saves is not spent behind it."""
+        return TRIES * max(self.costs.values())
 
     def arm_of(self, pushed: Action, buffered: list[FinishedRequest]) -> Action:
         chosen = self.choose(_together(buffered))
@@ -111,8 +124,11 @@ class GainBandit(Bandit):
     def began(self, action: Action, buffered: list[FinishedRequest]) -> None:
         together = _together(buffered)
         short = _shortfall(self.worth(together), action)
+        hoped = self.worth(together, HOPE)
         if short > self.account:
             self.tries = max(0, self.tries - 1)
+        elif short and action is not max(self._arms, key=hoped.__getitem__):
+            self.account = 0.0  # or it would have every other turn, where little lies between them
         else:
             self.account -= short
         self._triggered[action] = together.miss_rate
@@ -120,7 +136,8 @@ class GainBandit(Bandit):
     def alarm(self) -> None:
         self.belief.reset()
         self._triggered.clear()
-        self.tries = TRIES
+        # What was saved goes with what it was saved for: the tries are not of the account.
+        self.account, self.tries = 0.0, TRIES
 
     def reward(self, action: Action, gain: float, seconds: float, error: float) -> None:
         self._priced[action] += 1
