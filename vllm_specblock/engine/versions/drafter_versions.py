@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 from typing import Protocol
+
+from torch import Tensor
 
 from vllm_specblock.adapt.link.staging import StagedVersion
 from vllm_specblock.adapt.policy.interface import Action
@@ -97,6 +100,54 @@ class SlicedVersions:
         return self.versions.counts()
 
 
+class Refresh(Protocol):
+    """New weights on their way to a serving drafter: `DeviceRefresh` or `HostRefresh`."""
+
+    ready: bool
+
+    def start(self, tensors: Mapping[str, Tensor], hold: bool = False) -> None: ...
+
+    def release(self) -> None: ...
+
+    def turn(self) -> float | None: ...
+
+
+class Arrival:
+    """A version on its way to a drafter, over several turns.
+
+    Args:
+        versions: told when it serves.
+        refresh: of the drafter's weights.
+
+    Attributes:
+        version: that is on its way, or is held; None: there is none.
+    """
+
+    def __init__(self, versions: Versions, refresh: Refresh) -> None:
+        self.versions, self.refresh = versions, refresh
+        self.version: StagedVersion | None = None
+
+    def start(self, version: StagedVersion, hold: bool = False) -> None:
+        """Begin to make it ready, in place of one that is held; see `DeviceRefresh.start`."""
+        self.version = version
+        self.refresh.start(version.tensors, hold)
+
+    def turn(self) -> None:
+        """Between two steps: do what can be done without waiting."""
+        version = self.version
+        if version is None:
+            return
+        try:
+            seconds = self.refresh.turn()
+        except RefreshError:
+            self.version = None
+            self.versions.link.refuse(version)
+            return
+        if seconds is not None:
+            self.version = None
+            self.versions.took(version, seconds)
+
+
 class DeviceVersions(Versions):
     """Differs in that the drafter serves on a GPU: a version arrives over several steps, none of
     which waits for it, and the seconds that a swap took are the device's."""
@@ -106,21 +157,10 @@ class DeviceVersions(Versions):
     ) -> None:
         super().__init__(drafter, link, trainer)
         self._refresh = DeviceRefresh(drafter.model)
-        self._coming: StagedVersion | None = None
+        self._arrival = Arrival(self, self._refresh)
 
     def turn(self) -> None:
-        coming = self._coming
-        if coming is None:
-            self._coming = coming = self.link.staged()
-            if coming is not None:
-                self._refresh.start(coming.tensors)
-            return
-        try:
-            seconds = self._refresh.turn()
-        except RefreshError:
-            self._coming = None
-            self.link.refuse(coming)
-            return
-        if seconds is not None:
-            self._coming = None
-            self.took(coming, seconds)
+        if self._arrival.version is not None:
+            self._arrival.turn()
+        elif (found := self.link.staged()) is not None:
+            self._arrival.start(found)

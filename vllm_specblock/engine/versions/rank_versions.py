@@ -10,17 +10,15 @@ for anything else, and a version that one rank does not have, or has refused, se
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from torch import Tensor
 
 from vllm_specblock.adapt.link.staging import StagedVersion
-from vllm_specblock.drafters.specblock.refresh import RefreshError
 from vllm_specblock.engine.metrics.counters import Counts
 from vllm_specblock.engine.runner.recording import Turning
-from vllm_specblock.engine.versions.drafter_versions import Versions
+from vllm_specblock.engine.versions.drafter_versions import Arrival, Refresh, Versions
 from vllm_specblock.engine.versions.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -32,18 +30,6 @@ EVERY = 64
 READS = 3
 """Times that ranks read what is current when they start, should they have read different choices:
 the first agreement has brought them together, so the next time they read at one moment."""
-
-
-class Refresh(Protocol):
-    """New weights on their way to a serving drafter: `DeviceRefresh` or `HostRefresh`."""
-
-    ready: bool
-
-    def start(self, tensors: Mapping[str, Tensor], hold: bool = False) -> None: ...
-
-    def release(self) -> None: ...
-
-    def turn(self) -> float | None: ...
 
 
 class RankVersions:
@@ -58,16 +44,15 @@ class RankVersions:
     def __init__(self, versions: Versions, ranks: Ranks, refresh: Refresh) -> None:
         self.versions, self.ranks = versions, ranks
         self.link, self.trainer = versions.link, versions.trainer
-        self._refresh = refresh
-        self._coming: StagedVersion | None = None
+        self._arrival = Arrival(versions, refresh)
         self._turns = 0
 
     def turn(self) -> None:
         """Between two steps, on the stream on which they run."""
         # What is on its way cannot be given up; what is held can, for what is newer.
-        if self._coming is None or self._refresh.ready:
+        if self._arrival.version is None or self._arrival.refresh.ready:
             self._hold(self.link.staged())
-        self._go_on()
+        self._arrival.turn()
         self._turns += 1
         if self._turns % EVERY == 0:
             self._agree()
@@ -83,8 +68,8 @@ class RankVersions:
         """
         for _ in range(READS):
             self._hold(current())
-            while self._coming is not None and not self._refresh.ready:
-                self._go_on()
+            while self._arrival.version is not None and not self._arrival.refresh.ready:
+                self._arrival.turn()
                 time.sleep(1e-3)
             if self._agree():
                 return
@@ -94,25 +79,8 @@ class RankVersions:
         return self.versions.counts()
 
     def _hold(self, found: StagedVersion | None) -> None:
-        """Begin to make a version ready, in place of one that is held."""
         if found is not None:
-            self._coming = found
-            self._refresh.start(found.tensors, hold=True)
-
-    def _go_on(self) -> None:
-        """Do what takes no other rank."""
-        coming = self._coming
-        if coming is None:
-            return
-        try:
-            seconds = self._refresh.turn()
-        except RefreshError:
-            self._coming = None
-            self.link.refuse(coming)
-            return
-        if seconds is not None:
-            self._coming = None
-            self.versions.took(coming, seconds)
+            self._arrival.start(found, hold=True)
 
     def _agree(self) -> bool:
         """With all ranks: let what is held serve if all hold it.
@@ -120,12 +88,12 @@ class RankVersions:
         Returns:
             whether all hold the same, or none holds anything.
         """
-        held = None if self._coming is None or not self._refresh.ready else self._coming
+        held = self._arrival.version if self._arrival.refresh.ready else None
         # 0 is no version's key.
         alike = self.ranks.alike(0 if held is None else held.key)
         if alike and held is not None:
-            self._refresh.release()
-            self._go_on()
+            self._arrival.refresh.release()
+            self._arrival.turn()
         return alike
 
 
