@@ -79,6 +79,8 @@ class Adaptation:
         number: of the newest version.
         rows: labels that were learned from so far.
         requests: that finished since this began.
+        compared: versions that were held against the one that served, since the start or an alarm.
+        usual: what a request's τ is.
     """
 
     def __init__(
@@ -101,7 +103,7 @@ class Adaptation:
         self.falls, self.usual = FallDetector(), Usual()
         self._weighed: Weighed | None = None
         self.number = self.rows = self.requests = 0
-        self._compared = 0  # versions, since the start or an alarm
+        self.compared = 0
 
     def finish(self, record: Record | None, request: FinishedRequest | None) -> None:
         """Learn from one finished request.
@@ -122,7 +124,7 @@ class Adaptation:
             self.falls.reset()
             self._reward()  # no later text is of the kind that it was made for
             self.policy.alarm()
-            self._compared = 0
+            self.compared = 0
             if self.policy.gated:
                 self._begin_anew()
         decision = self.policy.decide(request)
@@ -248,9 +250,9 @@ class Adaptation:
             return
         self.number += 1
         self.training = Version(self.number, tensors, action, before.number)
-        self._compared += 1
+        self.compared += 1
         if not self.policy.gated or self.judge.is_better(
-            self.training, self.pool.current, self.book, self._compared
+            self.training, self.pool.current, self.book, self.compared
         ):
             self.pool.offer(self.training)
         else:

@@ -235,6 +235,9 @@ def test_state_is_kept_in_the_folder(pair, tmp_path):
     assert (found.events, found.costs) == (policy.events, policy.costs)
     assert found.belief.mean == policy.belief.mean and found.account == policy.account
     assert updater.steps == again.steps
+    earlier, later = both.trainer.adaptation, after.trainer.adaptation
+    assert later.compared == earlier.compared > 0
+    assert later.usual.known == earlier.usual.known and later.usual.known[1] > 0
     # The version that was current is offered to the new engine.
     folder = VersionFolder(out, pair.drafter, pair.target)
     if folder.chosen().get("version"):

@@ -19,9 +19,13 @@ class Usual:
         self._mean = SlowMean(SLOW)
 
     @property
-    def tau(self) -> float:
-        """Tokens per step; 0 before any request."""
-        return self._mean.value
+    def known(self) -> tuple[float, int]:
+        """The usual τ, tokens per step, and the requests that it is of."""
+        return self._mean.value, self._mean.count
+
+    def recall(self, tau: float, count: int) -> None:
+        """Go on from what was `known`."""
+        self._mean.value, self._mean.count = float(tau), int(count)
 
     def is_hard(self, tau: float) -> bool:
         """Whether a request's τ is not above that of those before it, which it then joins.
@@ -29,6 +33,6 @@ class Usual:
         Args:
             tau: of the request, tokens per step.
         """
-        hard = not self._mean.count or tau <= self.tau
+        hard = not self._mean.count or tau <= self._mean.value
         self._mean.add(tau)
         return hard

@@ -47,6 +47,8 @@ def save(out: Path, adaptation: Adaptation, fingerprints: dict[str, str]) -> Non
         "number": adaptation.number,
         "rows": adaptation.rows,
         "steps": updater.steps,
+        "compared": adaptation.compared,
+        "usual": adaptation.usual.known,
         "training": [training.number, training.action, training.parent],
         "policy": base64.b64encode(pickle.dumps(adaptation.policy)).decode(),
     }
@@ -76,6 +78,8 @@ def restore(out: Path, adaptation: Adaptation, fingerprints: dict[str, str]) -> 
         known = _load(base64.b64decode(facts["policy"]))
         number, action, parent = facts["training"]
         training = Version(number, _weights(tensors), interface.Action(action), parent)
+        compared = int(facts.get("compared", 0))  # states of before have neither
+        tau, count = facts.get("usual", (0.0, 0))
     except (SafetensorError, ValueError, KeyError, TypeError, pickle.UnpicklingError) as error:
         if isinstance(error, TrainError):
             raise
@@ -83,6 +87,8 @@ def restore(out: Path, adaptation: Adaptation, fingerprints: dict[str, str]) -> 
             f"The trainer's state in {path} cannot be read, so training begins anew."
         ) from None
     adaptation.adopt_training(training, facts["number"], facts["rows"])
+    adaptation.compared = compared
+    adaptation.usual.recall(tau, count)
     if type(known) is type(adaptation.policy):
         adaptation.policy = known
     updater = adaptation.updater
