@@ -10,7 +10,7 @@ import pytest
 from support.toy_serving import Toy
 
 from vllm_specblock.adapt.policy.bandit import PaperBandit, Schedule
-from vllm_specblock.adapt.policy.gain_bandit import EXPLORING, HOPE, TRIES, GainBandit
+from vllm_specblock.adapt.policy.gain_bandit import EXPLORING, HOPE, IN_A_ROW, TRIES, GainBandit
 from vllm_specblock.adapt.policy.gain_belief import GainBelief
 from vllm_specblock.adapt.policy.interface import Action, Always, FinishedRequest
 
@@ -61,21 +61,22 @@ def test_what_does_not_pay_loses_no_more_than_the_share_for_exploring():
 
 
 def test_another_arm_has_its_turn_though_the_best_is_the_most_hopeful():
-    """Else a first arm that pays, and is forgotten as fast as it is learned of, serves for ever."""
     bandit = GainBandit()
     feed(bandit, 8)
     bandit.reward(FULL, 0.015, 0.2, 0.001)
-    bandit.costs[HEADS], bandit.tries, bandit.account = 0.1, 0, 0.5
+    bandit.costs[HEADS], bandit.tries, bandit.account = 0.1, 0, 0.0
     expected, hoped = bandit.worth(request()), bandit.worth(request(), HOPE)
-    assert expected[FULL] > expected[HEADS] > expected[FULL] - 0.5
-    assert hoped[FULL] > hoped[HEADS] > expected[FULL]
-    assert bandit.choose(request()) is FULL
-    bandit.account = TRIES * 0.2
-    assert bandit.choose(request()) is HEADS
-    bandit.began(HEADS, [request()])
-    assert bandit.account == 0 and bandit.choose(request()) is FULL
-    bandit.account, bandit.belief.mean[HEADS] = TRIES * 0.2, -0.1
+    assert hoped[FULL] > hoped[HEADS] > expected[FULL] > expected[HEADS] > 0
+    for _ in range(IN_A_ROW - 1):
+        assert bandit.choose(request()) is FULL
+        bandit.began(FULL, [request()])
+    assert bandit.in_a_row == IN_A_ROW and bandit.choose(request()) is HEADS
+    before = bandit.belief.mean[HEADS]
+    bandit.belief.mean[HEADS] = -0.1
     assert bandit.choose(request()) is FULL, "heads can not be better"
+    bandit.belief.mean[HEADS] = before
+    bandit.began(HEADS, [request()])
+    assert bandit.in_a_row == 1 and bandit.choose(request()) is FULL
 
 
 def test_nothing_is_given_up_for_good():

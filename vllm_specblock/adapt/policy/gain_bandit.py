@@ -15,6 +15,10 @@ EXPLORING = 0.01
 TRIES = 3
 """Of them after a start or an alarm whatever they take: somebody has to see what updates gain."""
 
+IN_A_ROW = 15
+"""Updates of one arm that pays, behind which another one that might be better has a turn, whatever
+that costs. Else an arm that is forgotten as fast as it is learned of keeps all turns for ever."""
+
 HOPE = 2.0
 """Standard deviations above what an arm is believed to gain that it may gain. Only an arm that
 would not pay even then is not tried."""
@@ -56,7 +60,12 @@ class GainBandit(Bandit):
         costs: c of each arm, seconds.
         account: seconds that exploring may take now.
         tries: updates that may explore without the account.
+        in_a_row: updates of one arm, the last ones.
     """
+
+    # Here, since the trainers' states of before know of neither.
+    in_a_row = 0
+    _last = Action.SKIP
 
     def __init__(
         self, schedule: Schedule | None = None, alpha: float = 0.10, horizon: int = 64
@@ -85,7 +94,9 @@ class GainBandit(Bandit):
     def decide(self, request: FinishedRequest) -> Decision:
         before = request.seconds if self._seconds is None else self._seconds
         self._seconds = before + self.alpha * (request.seconds - before)
-        self.account = min(self._most, self.account + EXPLORING * request.seconds)
+        # No more than some tries: what a long rest saves is not spent at once behind it.
+        most = TRIES * max(self.costs.values())
+        self.account = min(most, self.account + EXPLORING * request.seconds)
         self.belief.forget(FORGOTTEN)
         return super().decide(request)
 
@@ -94,28 +105,17 @@ class GainBandit(Bandit):
 
         Until it may, nothing is spent on another one: tries of heads, which are paid for sooner and
         teach less, would take what is to pay for all weights. While the best is the most hopeful,
-        too, and pays, another one that might be better has its turn once the account is full, and
-        empties it.
+        too, and pays, another one that might be better has its turn at last.
         """
-        arms = self._arms
+        arms = tuple(reversed(self.schedule.arms))
         expected, hoped = self.worth(request), self.worth(request, HOPE)
         hopeful, best = max(arms, key=hoped.__getitem__), max(arms, key=expected.__getitem__)
-        if hopeful is best and expected[best] > 0 and self.account >= self._most:
+        if hopeful is best and expected[best] > 0 and self.in_a_row >= IN_A_ROW:
             might = [arm for arm in arms if hoped[arm] > expected[best] and arm is not best]
-            hopeful = max(might, key=hoped.__getitem__, default=best)
+            return max(might, key=hoped.__getitem__, default=best)
         if self.tries or _shortfall(expected, hopeful) <= self.account:
             return hopeful
         return best if expected[best] > 0 else Action.SKIP
-
-    @property
-    def _arms(self) -> tuple[Action, ...]:
-        """In the order in which they are taken where nothing lies between them."""
-        return tuple(reversed(self.schedule.arms))
-
-    @property
-    def _most(self) -> float:
-        """Seconds in the account: some tries. What a long rest saves is not spent behind it."""
-        return TRIES * max(self.costs.values())
 
     def arm_of(self, pushed: Action, buffered: list[FinishedRequest]) -> Action:
         chosen = self.choose(_together(buffered))
@@ -124,13 +124,12 @@ class GainBandit(Bandit):
     def began(self, action: Action, buffered: list[FinishedRequest]) -> None:
         together = _together(buffered)
         short = _shortfall(self.worth(together), action)
-        hoped = self.worth(together, HOPE)
         if short > self.account:
             self.tries = max(0, self.tries - 1)
-        elif short and action is not max(self._arms, key=hoped.__getitem__):
-            self.account = 0.0  # or it would have every other turn, where little lies between them
         else:
             self.account -= short
+        self.in_a_row = 1 + self.in_a_row if action is self._last else 1
+        self._last = action
         self._triggered[action] = together.miss_rate
 
     def alarm(self) -> None:
