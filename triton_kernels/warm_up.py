@@ -31,6 +31,7 @@ def compile_attention(
     soft_cap: float = 0.0,
     key_scale: torch.Tensor | None = None,
     value_scale: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     packing: Packing | None = None,
 ) -> None:
     """Launch every kernel that batches of a layer can need, on next to no work.
@@ -44,7 +45,7 @@ def compile_attention(
         block_table: [R, max blocks] int32 of valid blocks, R the most requests of a batch.
         num_words: W.
         max_query_len, max_seq_len: what a batch can have at most.
-        window, soft_cap, key_scale, value_scale, packing: as the layer has them.
+        window, soft_cap, key_scale, value_scale, sinks, packing: as the layer has them.
     """
     device, (num_heads, head_size) = query.device, query.shape[1:]
     num_kv_heads, block_size = kv_cache.shape[1:3]
@@ -81,6 +82,7 @@ def compile_attention(
             soft_cap=soft_cap,
             key_scale=key_scale,
             value_scale=value_scale,
+            sinks=sinks,
             packing=packing,
         )
         if packing is not None:

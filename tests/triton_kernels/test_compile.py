@@ -125,6 +125,7 @@ RARE = {
     "plain": {},
     "fp8": {"cache_dtype": torch.float8_e4m3fn, "key_scale": ONE, "value_scale": ONE},
     "window and cap": {"prefix_from": True, "soft_cap": 50.0},
+    "sinks": {"sinks": torch.ones(32)},
 }
 
 
@@ -132,6 +133,7 @@ RARE = {
     ("dtype", "head_size", "queries", "rare"),
     [
         (torch.bfloat16, 64, 1, "window and cap"),
+        (torch.bfloat16, 64, 61, "sinks"),
         (torch.bfloat16, 96, 8, "plain"),
         (torch.bfloat16, 128, 61, "fp8"),
         (torch.bfloat16, 256, 61, "plain"),

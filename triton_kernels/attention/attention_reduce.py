@@ -21,6 +21,7 @@ class OutPointers(NamedTuple):
     out: torch.Tensor  # [T, nh, D]
     lse: torch.Tensor | None  # [T, nh] fp32
     value_scale: torch.Tensor | None  # [] fp32
+    sinks: torch.Tensor | None  # [nh]
 
 
 class OutStrides(NamedTuple):
@@ -98,6 +99,14 @@ def _finish(
 ):
     """Write the rows of a tile, as one state says."""
     dim = tl.arange(0, TILE.BLOCK_D)
+    if into.sinks is not None:  # one more score, whose value is zero
+        sink = tl.load(into.sinks + head, mask=row_in, other=0.0).to(tl.float32)
+        sink *= 1.4426950408889634
+        m_new = tl.maximum(m_i, sink)
+        decay = tl.exp2(m_i - m_new)
+        l_i = l_i * decay + tl.exp2(sink - m_new)
+        acc = acc * decay[:, None]
+        m_i = m_new
     result = acc / tl.where(l_i > 0, l_i, 1.0)[:, None]
     if into.value_scale is not None:
         result = result * tl.load(into.value_scale)

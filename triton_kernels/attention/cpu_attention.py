@@ -29,6 +29,7 @@ from .cpu_attention_loop import (
     OUT,
     QUERY,
     REQUEST,
+    SINKS,
     TILE,
     TO,
     attention_loop,
@@ -103,16 +104,17 @@ class LayerCall:
         numbers += [block_table.data_ptr(), block_table.stride(0)]
         numbers += [x.ctypes.data for x in (plan.mask, plan.jobs, plan.bounds)]
         numbers += [self.threads, packing.kv_heads, group, packing.head_dim, packing.block_size]
-        numbers += [0, 0, scratch.ctypes.data, scratch.shape[1], config.ctypes.data, 0]
+        numbers += [0, 0, scratch.ctypes.data, scratch.shape[1], config.ctypes.data, 0, 0]
         self.arguments = np.array(numbers)
         reals = self.arguments.view(np.float64)
         reals[19:21], reals[24] = (scale, soft_cap), value_scale
         self.address = self.arguments.ctypes.data
         self.loop = attention_loop(element, packing.amx, packing.element)
 
-    def __call__(self, query: int, out: int, cache: int) -> None:
-        """Attend a layer whose tensors lie at these addresses."""
+    def __call__(self, query: int, out: int, cache: int, sinks: int) -> None:
+        """Attend a layer whose tensors lie at these addresses; sinks: 0 if it has none."""
         self.arguments[QUERY], self.arguments[OUT], self.arguments[CACHE] = query, out, cache
+        self.arguments[SINKS] = sinks
         self.loop(self.address, self.threads)
 
 
@@ -165,6 +167,7 @@ def attend_packed(
     out: torch.Tensor,
     soft_cap: float = 0.0,
     value_scale: float = 1.0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One layer's attention of the plan's rows; arguments as in `tree_attention`.
 
@@ -180,7 +183,8 @@ def attend_packed(
             call = plan.calls[layout] = LayerCall(
                 plan, *layout, query.shape[1] // packing.kv_heads, block_table
             )
-        call(query.data_ptr(), out.data_ptr(), kv_cache.data_ptr())
+        at = 0 if sinks is None else sinks.data_ptr()
+        call(query.data_ptr(), out.data_ptr(), kv_cache.data_ptr(), at)
     if plan.num_rows < len(out):
         out[plan.num_rows :].zero_()
     return out

@@ -34,7 +34,7 @@ LOG2E = np.float32(1.4426950408889634)
 # The columns of `jobs`: first row, rows, request, entries from … to, the mask's first entry and its
 # place.
 FIRST, COUNT, REQUEST, FROM, MASK_FROM, TO, MASK = range(7)
-QUERY, OUT, CACHE = 0, 3, 6  # the places of addresses among the loop's arguments
+QUERY, OUT, CACHE, SINKS = 0, 3, 6, 25  # the places of addresses among the loop's arguments
 
 
 @njit
@@ -145,6 +145,7 @@ def attention_loop(element: int, amx: bool, stored: int):
         soft_cap,
         scratch,
         value_scale,
+        sinks,  # address of [heads] fp32, or 0
     ):
         """The rows of one job, and the query heads of one KV head."""
         most = rows_at_once(group)
@@ -222,18 +223,24 @@ def attention_loop(element: int, amx: bool, stored: int):
                 at += tokens
         for row in range(rows):
             at = (first + row // group) * out_row + (kv_head * group + row % group) * out_head
-            total = totals[row]
+            total, past = totals[row], np.float32(value_scale)
+            if sinks != 0:  # one more score, whose value is zero
+                sink = floats(sinks + (kv_head * group + row % group) * 4, 1)[0] * LOG2E
+                top = max(sink, tops[row] * factor)
+                decay = np.float32(2.0) ** (tops[row] * factor - top)
+                total = total * decay + np.float32(2.0) ** (sink - top)
+                past *= decay
             give(
                 o + row * head_dim * 4,
                 out + at * size,
                 head_dim,
-                np.float32(value_scale) / total if total > 0 else np.float32(0.0),
+                past / total if total > 0 else np.float32(0.0),
             )
 
     @njit(nogil=True, error_model="numpy")
     def share(arguments, thread, threads):
         """What one thread of a team does: a run of jobs × KV heads, by `bounds`."""
-        a, d = integers(arguments, 25), doubles(arguments, 25)
+        a, d = integers(arguments, 26), doubles(arguments, 26)
         jobs, bounds, parts, kv_heads = a[12], a[13], a[14], a[15]
         scratch = a[21] + thread * a[22] * 4
         if amx:
@@ -263,6 +270,7 @@ def attention_loop(element: int, amx: bool, stored: int):
                     d[20],
                     scratch,
                     d[24],
+                    a[25],
                 )
         if amx:
             amx_end()

@@ -51,6 +51,7 @@ def tree_attention(
     key_scale: torch.Tensor | None = None,
     value_scale: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
     unknown_up_to: int = 0,
 ) -> torch.Tensor:
@@ -82,6 +83,7 @@ def tree_attention(
             holds times this. Positive.
         lse: [T, nh] fp32 to write the natural logarithm of each query's sum of exponentials into;
             −inf where it sees nothing.
+        sinks: [nh], for each head one more score whose value is zero; it is part of `lse`.
         workspace: fp32, at least `workspace_size` elements; made if not given.
         unknown_up_to: requests of up to so many query tokens, of whatever lengths, have equal bits
             in every batch that says the same number here, and query_lens need not name theirs.
@@ -112,7 +114,7 @@ def tree_attention(
         tree_start,
         key_scale,
     )
-    into = OutPointers(out, lse, value_scale)
+    into = OutPointers(out, lse, value_scale, sinks)
     token, head, dim = query.stride()
     strides = BatchStrides(token, head, dim, block_table.stride(0), mask_words32.stride(0))
     cache_strides = CacheStrides(*kv_cache.stride())

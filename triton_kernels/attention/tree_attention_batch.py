@@ -123,6 +123,7 @@ class TreeAttentionBatch:
         key_scale: torch.Tensor | None = None,
         value_scale: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
         packing: Packing | None = None,
         causal_elsewhere: bool = False,
     ) -> torch.Tensor:
@@ -136,7 +137,7 @@ class TreeAttentionBatch:
             out: [T, heads, D] to write into; made if not given.
             window: a query sees only the last so many entries of what it would see.
             bits_only: leave the prefix out, for a caller that attends it by other means.
-            soft_cap, key_scale, value_scale, lse: see `tree_attention`.
+            soft_cap, key_scale, value_scale, lse, sinks: see `tree_attention`.
             packing: how the cache is packed, on a CPU; None: it is not. `bits_only` and `lse` are
                 not for a packed cache.
             causal_elsewhere: leave the rows of `causal` requests as they are. Of a packed cache.
@@ -154,7 +155,16 @@ class TreeAttentionBatch:
                 scale *= key_scale.item()  # a host tensor
                 value_factor = value_scale.item()  # a host tensor
             return _loops().attend_packed(
-                query, kv_cache, packing, self.block_table, plan, scale, out, soft_cap, value_factor
+                query,
+                kv_cache,
+                packing,
+                self.block_table,
+                plan,
+                scale,
+                out,
+                soft_cap,
+                value_factor,
+                sinks,
             )
         metadata = self._see(window, bits_only, query)
         rare: dict[str, Any] = {
@@ -162,6 +172,7 @@ class TreeAttentionBatch:
             "key_scale": key_scale,
             "value_scale": value_scale,
             "lse": lse,
+            "sinks": sinks,
         }
         if query.is_cuda:
             return tree_attention(

@@ -158,12 +158,13 @@ def attend_reference(
     key_scale: torch.Tensor | None = None,
     value_scale: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One layer's attention under `plan`; arguments as in `tree_attention`.
 
     Writes and returns out [T, nh, D].
     """
-    plain = not soft_cap and key_scale is None and lse is None
+    plain = not soft_cap and key_scale is None and lse is None and sinks is None
     for group in plan.groups:
         size = group.num_requests, group.mask.shape[2]
         kv = group.gather(kv_cache)
@@ -185,7 +186,9 @@ def attend_reference(
             )
         else:
             factor = scale if key_scale is None else scale * key_scale
-            attended, sums = _attend_by_formula(rows, key, value, group.mask, factor, soft_cap)
+            attended, sums = _attend_by_formula(
+                rows, key, value, group.mask, factor, soft_cap, sinks
+            )
             if value_scale is not None:
                 attended = attended * value_scale
             if lse is not None:
@@ -205,8 +208,9 @@ def _attend_by_formula(
     mask: torch.Tensor,
     factor: float | torch.Tensor,
     soft_cap: float,
+    sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What SDPA does not offer: a soft cap, keys of another dtype, the log of the sums.
+    """What SDPA does not offer: a soft cap, keys of another dtype, sinks, the log of the sums.
 
     query [G, nh, Q, D], key and value [G, nkv, L, D] of any dtype, mask [G, 1, Q, L] ->
     out [G, nh, Q, D] fp32 and the logarithms [G, nh, Q] fp32.
@@ -218,5 +222,7 @@ def _attend_by_formula(
         scores = soft_cap * torch.tanh(scores / soft_cap)
     scores = scores + mask
     sums = scores.logsumexp(-1)
+    if sinks is not None:
+        sums = torch.logaddexp(sums, sinks.float()[None, :, None])
     weight = (scores - sums.masked_fill(sums == -torch.inf, 0)[..., None]).exp()
     return weight @ value, sums

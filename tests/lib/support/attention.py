@@ -94,11 +94,12 @@ class Batch:
             self.query.shape[-1] ** -0.5,
         )
 
-    def oracle(self, window=None, soft_cap=0.0, key_scale=1.0, value_scale=1.0):
+    def oracle(self, window=None, soft_cap=0.0, key_scale=1.0, value_scale=1.0, sinks=None):
         """Query by query over its set of entries, in float64 -> out, log of the sums.
 
         What a query sees is consecutive in position, in the order of its entries: the prefix,
-        then its path from the root down. A window keeps the last of it.
+        then its path from the root down. A window keeps the last of it. `sinks` [heads] are scores
+        of values that are zero.
         """
         num_tokens, num_heads, size = self.query.shape
         group = num_heads // self.kv_cache.shape[1]
@@ -116,6 +117,9 @@ class Batch:
                 scores = key @ self.query[t, head].cpu().double() * size**-0.5 * key_scale
                 if soft_cap:
                     scores = soft_cap * torch.tanh(scores / soft_cap)
+                if sinks is not None:
+                    scores = torch.cat([scores, sinks[head].double()[None]])
+                    value = torch.cat([value, torch.zeros(1, size, dtype=torch.float64)])
                 out[t, head] = scores.softmax(0) @ value * value_scale
                 lse[t, head] = scores.logsumexp(0)
         return out, lse

@@ -56,6 +56,7 @@ def attend(
     soft_cap: float = 0.0,
     left_out=None,
     scales=(1.0, 1.0),
+    sinks=None,
 ):
     cache, packing = pack(batch.kv_cache, amx)
     prefix_from, mask_words = None, batch.mask_words
@@ -70,7 +71,9 @@ def attend(
     out = torch.full_like(batch.query, torch.nan)
     scale = batch.query.shape[-1] ** -0.5 * scales[0]
     table = batch.block_table
-    return attend_packed(batch.query, cache, packing, table, plan, scale, out, soft_cap, scales[1])
+    return attend_packed(
+        batch.query, cache, packing, table, plan, scale, out, soft_cap, scales[1], sinks
+    )
 
 
 @pytest.mark.parametrize("group, head_size", [(1, 32), (3, 64), (9, 96)])
@@ -123,6 +126,16 @@ def test_sliding_window(form, window):
 def test_soft_cap():
     batch = make_batch(MIXED, block_size=32)
     check(attend(batch, False, soft_cap=2.0), batch, soft_cap=2.0)
+
+
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("level", [-80.0, 0.5, 80.0])
+def test_sinks(form, window, level):
+    """Far below the scores, among them, and far above; a row without entries stays zero."""
+    dtype, amx = form
+    batch = make_batch([*MIXED, Blind(3), Tree(1020, 30)], group=3, block_size=32, dtype=dtype)
+    sinks = level + torch.randn(batch.query.shape[1], generator=torch.Generator().manual_seed(3))
+    check(attend(batch, amx, window, sinks=sinks), batch, window=window, sinks=sinks)
 
 
 def test_neighbours_change_nothing(form):

@@ -93,6 +93,20 @@ def test_soft_cap(kernels, soft_cap):
     check(reference(batch, soft_cap=soft_cap), batch, soft_cap=soft_cap)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "level"),
+    [(torch.float32, -80.0), *((dtype, 0.5) for dtype in TOLERANCE), (torch.float32, 80.0)],
+    ids=str,
+)
+def test_sinks(kernels, dtype, level):
+    """Far below the scores, among them, and far above; one split and several, and blind rows."""
+    requests = [*MIXED, Blind(2), Chunk(700, 3)]
+    batch = make_batch(requests, group=2, dtype=dtype, device=kernels.device, tail=2)
+    sinks = level + torch.randn(batch.query.shape[1], generator=torch.Generator().manual_seed(3))
+    check(launch(kernels, batch, sinks=sinks.to(kernels.device)), batch, sinks=sinks)
+    check(reference(batch, sinks=sinks), batch, sinks=sinks)
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_fp8_cache(kernels, dtype):
     scales = {"key_scale": 0.5, "value_scale": 3.0}
