@@ -33,7 +33,7 @@ def test_every_case_combination_and_refused_target_is_on_it(tool):
 
     assert tool.keys_of(tool.CASES, "CASES") == list(CASES)
     assert all(f"| {name} | " in page for name in CASES)
-    assert len(tool.target_refusals()) > 5 and "| attention sinks | refused |" in page
+    assert len(tool.target_refusals()) > 5 and "| ALiBi positions | refused |" in page
     assert "- decode_context_parallel_size / prefill_context_parallel_size is …" in page
     assert "layers ([why](hybrid_targets.md)) | refused |" in page
     assert all(f"| {name} | " in page for name in tool.keys_of(tool.QUANTISED, "FORMS"))

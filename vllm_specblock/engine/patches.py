@@ -24,6 +24,8 @@ With the first engine whose budgets adapt (`budget.py`, on a CPU `host_budget.py
     CPUWorker.compile_or_warm_up_model: measures steps when all is ready, as a GPU's worker does.
 With the first engine that may sleep (`deep_sleep.py`):
     Worker.sleep: level 2 would discard what trees need.
+With every engine of ours, and in `specblock features` (`target_model.py`):
+    BaseModelLoader.create_model: the last place before weights are loaded that knows the layers.
 With every engine of ours (`draft_updates.py`):
     Worker.start_draft_weight_update, supports_draft_weight_updates: they load into a drafter's
         parameters, which a folded drafter has not.

@@ -258,7 +258,8 @@ def test_an_engine_that_takes_flash_attention_where_it_may(monkeypatch):
 
     monkeypatch.setattr(backend, "packed_cache", lambda *_: None)  # which no GPU has
     plain, ours = make_engine(None), make_engine({"num_speculative_tokens": 8})
-    head_size = ours.speculator.target_caches.caches[0].shape[-1] // 2
+    ((_, caches),) = ours.speculator.target_caches
+    head_size = caches.caches[0].shape[-1] // 2
     monkeypatch.setattr(flash_prefix, "FASTER", (flash_prefix.Shapes(head_size, 1, 1, 1),))
     monkeypatch.setattr(flash_prefix, "flash_attention", lambda head_size: counting)
     requests = params(4, temperature=1.0, max_tokens=30)

@@ -204,7 +204,6 @@ TARGET_KIND = {
     "use_mla": False,
     "is_hybrid": False,
     "is_attention_free": False,
-    "uses_mrope": False,
     "supports_multimodal_inputs": False,
     "attention_chunk_size": None,
     "uses_alibi": False,
@@ -218,11 +217,9 @@ TARGET_KIND = {
         ({"use_mla": True}, "MLA"),
         ({"is_hybrid": True}, "Mamba"),
         ({"is_attention_free": True}, "Mamba"),
-        ({"uses_mrope": True}, "M-RoPE"),
         ({"supports_multimodal_inputs": True}, "inputs beside text"),
         ({"attention_chunk_size": 8192}, "chunked attention"),
         ({"uses_alibi": True}, "ALiBi"),
-        ({"hf_text_config": SimpleNamespace(model_type="gpt_oss")}, "attention sinks"),
     ],
 )
 def test_targets_that_cannot_be_verified_as_trees(kind, says):

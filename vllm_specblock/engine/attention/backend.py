@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from vllm.v1.attention.backend import (
@@ -18,6 +18,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from vllm_specblock.commit.store import store_kv
+from vllm_specblock.config import OptionError
 from vllm_specblock.engine.attention import flash_causal, flash_prefix
 from vllm_specblock.engine.attention.flash_causal import CausalRequests, attend_causal
 from vllm_specblock.engine.cpu.attention import CpuStep, PackedCache, Scales, packed_cache
@@ -62,7 +63,10 @@ class TreeAttentionMetadataBuilder(AttentionMetadataBuilder[TreeAttentionMetadat
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.most_nodes = vllm_config.num_speculative_tokens
-        self.by_flash = flash_causal.takes(kv_cache_spec, device)
+        layers = vllm_config.compilation_config.static_forward_context
+        # FlashAttention takes sinks on some GPUs only.
+        sinks = any(layers[name].impl.sinks is not None for name in layer_names)
+        self.by_flash = not sinks and flash_causal.takes(kv_cache_spec, device)
 
     @classmethod
     def get_varlen_cudagraph_max_query_len(
@@ -139,6 +143,14 @@ class TreeAttentionBackend(AttentionBackend):
         return True
 
     @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_mm_prefix(cls) -> bool:
+        return True  # requests are text only, and have no such prefix
+
+    @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
         # Slots of a layer lie one after the other, so that a slot is one row to copy.
         return (KVCacheLayout.LBNHC,)
@@ -160,20 +172,25 @@ class TreeAttentionImpl(AttentionImpl):
         attn_type: str = AttentionType.DECODER,
         kv_sharing_target_layer_name: str | None = None,
         sinks: torch.Tensor | None = None,
+        **others: Any,
     ) -> None:
         for refused, what in (
             (alibi_slopes is not None, "ALiBi"),
-            (sinks is not None, "attention sinks"),
             (attn_type != AttentionType.DECODER, f"attention of type {attn_type}"),
-            (kv_sharing_target_layer_name is not None, "layers that share their KV cache"),
             # A checkpoint may ask for one by itself.
             (kv_cache_dtype not in CACHE_DTYPES, f"a KV cache of type {kv_cache_dtype}"),
+            (others, f"attention with {', '.join(others)}"),
         ):
             if refused:
-                raise NotImplementedError(f"SpecBlock cannot verify trees with {what} yet.")
+                raise OptionError(
+                    f"The target has {what}, which SpecBlock cannot verify as a tree yet: run it "
+                    "without speculative_config, or with another method."
+                )
         self.num_heads, self.head_size, self.scale = num_heads, head_size, scale
         self.num_kv_heads = num_kv_heads
         self.window, self.soft_cap = sliding_window, logits_soft_cap or 0.0
+        self.shares_cache = kv_sharing_target_layer_name is not None
+        self.sinks = sinks  # [heads], a parameter of the model
         self.cache_dtype, self.fp8 = kv_cache_dtype, kv_cache_dtype.startswith("fp8")
         self.packed: PackedCache | None = None
         self.packed_at = 0  # the address of the cache that `packed` is about
@@ -207,10 +224,13 @@ class TreeAttentionImpl(AttentionImpl):
     ) -> torch.Tensor:
         if attn_metadata is None:  # profiling
             return output.fill_(0)
-        num_rows, slots, whole = attn_metadata.num_rows, attn_metadata.slot_mapping, output
+        num_rows, whole = attn_metadata.num_rows, output
+        # The layer whose cache this one reads has written it.
+        slots = None if self.shares_cache else attn_metadata.slot_mapping
         if query.shape[0] > num_rows:  # padding; a slice takes as long as a small kernel
-            query, key, value = query[:num_rows], key[:num_rows], value[:num_rows]
-            output = output[:num_rows]
+            query, output = query[:num_rows], output[:num_rows]
+            if slots is not None:
+                key, value = key[:num_rows], value[:num_rows]
         packed = self.packed_cache(kv_cache)
         if packed is not None:
             if attn_metadata.cpu is None:
@@ -227,13 +247,16 @@ class TreeAttentionImpl(AttentionImpl):
                 self.window,
                 self.soft_cap,
                 Scales(layer._k_scale, layer._v_scale) if self.fp8 else None,
+                # In every step, since weights may be updated in place.
+                None if self.sinks is None else self.sinks.float(),
             )
             return whole
         scales = {}
         if self.fp8:  # vLLM keeps it as bytes
             kv_cache = kv_cache.view(torch.float8_e4m3fn)
             scales = {"key_scale": layer._k_scale, "value_scale": layer._v_scale}
-        store_kv(kv_cache, slots, key, value, **scales)
+        if slots is not None:
+            store_kv(kv_cache, slots, key, value, **scales)
         queries, all_trees = attn_metadata.queries, attn_metadata.all_trees
         out, causal = output, attn_metadata.causal
         if causal is not None:
@@ -259,6 +282,7 @@ class TreeAttentionImpl(AttentionImpl):
                 out,
                 window=self.window,
                 soft_cap=self.soft_cap,
+                sinks=self.sinks,
                 **scales,
             )
         return whole

@@ -20,5 +20,14 @@ def asks_for_us(speculative_config: Mapping[str, Any] | None) -> bool:
 
 def is_ours(config: Any) -> bool:
     """Whether a vLLM SpeculativeConfig, or None, asks for this plugin."""
+    return _marked(config, "specblock")
+
+
+def extracts_features(config: Any) -> bool:
+    """Whether a vLLM SpeculativeConfig, or None, is that of `specblock features`."""
+    return _marked(config, "specblock_features")
+
+
+def _marked(config: Any, key: str) -> bool:
     draft = getattr(config, "draft_model_config", None)
-    return draft is not None and getattr(draft.hf_config, "specblock", False) is True
+    return draft is not None and getattr(draft.hf_config, key, False) is True

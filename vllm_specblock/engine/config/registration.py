@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_specblock.config import METHOD
 from vllm_specblock.engine.config.architecture import DRAFT_ARCHITECTURES, SpecBlockForDrafting
 from vllm_specblock.engine.config.hf_config import SpecBlockHFConfig
-from vllm_specblock.engine.config.ours import asks_for_us, is_ours
+from vllm_specblock.engine.config.ours import asks_for_us, extracts_features, is_ours
 from vllm_specblock.engine.patches import Function, patch
 
 if TYPE_CHECKING:
@@ -105,7 +105,12 @@ def _build_speculator() -> None:
         def init_speculator(
             vllm_config: VllmConfig, device: torch.device, req_states: RequestState
         ) -> BaseSpeculator:
-            if not is_ours(vllm_config.speculative_config):
+            ours = is_ours(vllm_config.speculative_config)
+            if ours or extracts_features(vllm_config.speculative_config):
+                from vllm_specblock.engine import target_model
+
+                target_model.install()
+            if not ours:
                 return original(vllm_config, device, req_states)
             from vllm_specblock.engine.runner.speculator import TreeSpeculator
 

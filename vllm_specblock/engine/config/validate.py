@@ -72,6 +72,13 @@ def check_runner(args: EngineArgs, parallel: ParallelConfig) -> None:
             "SpecBlock does not support KV connectors yet, since nothing brings the drafters' part "
             "of the cache along: drop kv_transfer_config and kv_offloading_size."
         )
+    if args.disable_hybrid_kv_cache_manager is False:
+        raise OptionError(
+            "disable_hybrid_kv_cache_manager is False, but drafters and target need one block "
+            "table, also where the target has sliding windows: drop it."
+        )
+    if args.kv_sharing_fast_prefill:
+        raise OptionError("SpecBlock does not support kv_sharing_fast_prefill: drop it.")
     if parallel.enable_batch_sharded_sampling:
         raise OptionError("SpecBlock does not support enable_batch_sharded_sampling: drop it.")
     if getattr(args, "watermark_config", None):
@@ -121,7 +128,6 @@ def check_target(target: ModelConfig) -> None:
             target.is_hybrid or target.is_attention_free,
             "recurrent (Mamba or hybrid) layers (docs/hybrid_targets.md)",
         ),
-        (target.uses_mrope, "multimodal positions (M-RoPE)"),
         # Their placeholders are no tokens that a drafter could embed.
         (
             target.supports_multimodal_inputs,
@@ -129,19 +135,12 @@ def check_target(target: ModelConfig) -> None:
         ),
         (target.attention_chunk_size is not None, "chunked attention"),
         (target.uses_alibi, "ALiBi positions"),
-        (target.hf_text_config.model_type == "gpt_oss", "attention sinks"),
     ):
         if refused:
             raise OptionError(
                 f"The target {target.model!r} has {kind}, which SpecBlock cannot verify as a "
                 "tree yet: run it without speculative_config, or with another method."
             )
-
-
-def has_windows(target: ModelConfig) -> bool:
-    """Whether some of the target's layers look back only so far."""
-    layer_types = getattr(target.hf_text_config, "layer_types", None) or ()
-    return target.get_sliding_window() is not None or "sliding_attention" in layer_types
 
 
 def check_lora(args: EngineArgs, resolved: ResolvedConfig) -> None:
@@ -162,15 +161,6 @@ def check_lora(args: EngineArgs, resolved: ResolvedConfig) -> None:
         raise OptionError(
             "speculative_config key 'adapt' is given and enable_lora is set, but a drafter learns "
             "from the target as its files have it, without adapters: drop one of them."
-        )
-
-
-def check_one_cache(args: EngineArgs) -> None:
-    """For targets with windows: whether the user wants several caches."""
-    if args.disable_hybrid_kv_cache_manager is False:
-        raise OptionError(
-            "disable_hybrid_kv_cache_manager is False, but drafters and target need one block "
-            "table, also where the target has sliding windows: drop it."
         )
 
 

@@ -32,11 +32,9 @@ from vllm_specblock.engine.config.validate import (
     check_batch,
     check_cache,
     check_lora,
-    check_one_cache,
     check_runner,
     check_target,
     check_weights,
-    has_windows,
 )
 
 PLACEHOLDER_DRAFT_CONFIG = Path(__file__).parent / "placeholder_draft_config"
@@ -87,10 +85,8 @@ def translate(args: EngineArgs, target: ModelConfig, parallel: ParallelConfig) -
         capture_trees(args, nodes)
     args.additional_config = {**(args.additional_config or {}), METHOD: resolved.dump()}
     args.attention_backend = AttentionBackendEnum.CUSTOM
-    if has_windows(target):
-        # One block table for all layers, at the price of what windows would save of the cache.
-        check_one_cache(args)
-        args.disable_hybrid_kv_cache_manager = True
+    # One block table for all layers, at the price of what windows would save of the cache.
+    args.disable_hybrid_kv_cache_manager = True
     return resolved
 
 
@@ -197,6 +193,8 @@ def finish(config: SpeculativeConfig, resolved: ResolvedConfig, target: ModelCon
     # What follows the last layer comes by itself.
     inner = [layer for layer in resolved.layers if layer < target.hf_text_config.num_hidden_layers]
     draft.eagle_aux_hidden_state_layer_ids = inner
+    if not inner:  # vLLM asks the target for inner states of "eagle3" only
+        config.method = "eagle"
     # It may say that its drafter reads none, which vLLM heeds from 0.33 on.
     draft.eagle_config = None
     if config.model == str(PLACEHOLDER_DRAFT_CONFIG):

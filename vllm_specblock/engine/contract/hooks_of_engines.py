@@ -31,7 +31,7 @@ OF_ENGINES: tuple[Hook, ...] = (
         "EngineArgs",
         "speculative_config additional_config attention_backend attention_config "
         "max_num_batched_tokens kv_cache_dtype disable_log_stats hf_token download_dir "
-        "enable_lora disable_hybrid_kv_cache_manager",
+        "enable_lora disable_hybrid_kv_cache_manager kv_sharing_fast_prefill",
     ),
     Has(
         "config/batch_sizes.py",
@@ -56,10 +56,15 @@ OF_ENGINES: tuple[Hook, ...] = (
         "config/validate.py",
         "config/model.py",
         "ModelConfig",
-        "is_encoder_decoder use_mla is_hybrid is_attention_free uses_mrope "
-        "supports_multimodal_inputs uses_alibi hf_text_config "
-        "get_sliding_window get_hidden_size get_vocab_size max_model_len",
+        "is_encoder_decoder use_mla is_hybrid is_attention_free supports_multimodal_inputs "
+        "uses_alibi hf_text_config get_hidden_size get_vocab_size max_model_len",
     ),
+    Takes("target_model.py", "model_executor/model_loader/base_loader.py",
+          "BaseModelLoader.create_model", "self vllm_config", "first"),
+    Says("target_model.py", "model_executor/model_loader/base_loader.py",
+         "BaseModelLoader.load_model", ("self.create_model(", "self.load_weights(")),
+    Attributes("target_model.py", "model_executor/layers/attention/attention.py", "Attention",
+               "head_size= head_size_v="),
     Attributes("config/validate.py", "config/model.py", "ModelConfig", "attention_chunk_size="),
     Has(
         "config/validate.py",

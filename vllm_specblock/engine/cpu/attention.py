@@ -99,28 +99,31 @@ class CpuStep:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        slots: torch.Tensor,
+        slots: torch.Tensor | None,
         out: torch.Tensor,
         scale: float,
         window: int | None,
         soft_cap: float,
         scales: Scales | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         """Store and attend one layer.
 
         Args:
             query, out: [T, heads, D].
             key, value: [T, kv heads, D].
-            slots: [T] int64.
+            slots: [T] int64; None: another layer has stored its keys and values in this cache.
             window, soft_cap: as in `TreeAttentionBatch.attend`.
             scales: of a cache of 8 bits.
+            sinks: [heads] fp32.
         """
         eight: dict[str, Any] = {}
         if scales is not None:
             eight = {"kv_cache_dtype": cache.dtype, **scales.of_vllm()}
-        ops.cpu_attn_reshape_and_cache(
-            key, value, cache.keys, cache.values, slots, cache.isa, **eight
-        )
+        if slots is not None:
+            ops.cpu_attn_reshape_and_cache(
+                key, value, cache.keys, cache.values, slots, cache.isa, **eight
+            )
         self.queries.attend(
             query,
             cache.keys,
@@ -132,9 +135,10 @@ class CpuStep:
             causal_elsewhere=True,
             key_scale=None if scales is None else scales.key,
             value_scale=None if scales is None else scales.value,
+            sinks=sinks,
         )
         last = -1 if window is None else window
-        self.attend_causal(cache, query, out, scale, last, soft_cap, **eight)
+        self.attend_causal(cache, query, out, scale, last, soft_cap, sinks, **eight)
 
     def attend_causal(
         self,
@@ -144,6 +148,7 @@ class CpuStep:
         scale: float,
         window: int = -1,
         soft_cap: float = 0.0,
+        sinks: torch.Tensor | None = None,
         **eight: Any,
     ) -> None:
         """The rows that see all up to their own, by vLLM's kernel; the others stay as they are.
@@ -187,6 +192,6 @@ class CpuStep:
             block_table=queries.block_table,
             softcap=soft_cap,
             scheduler_metadata=self.schedules[window],
-            s_aux=None,
+            s_aux=sinks,
             **eight,
         )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from vllm_specblock.config import OptionError
 from vllm_specblock.engine import releases
 from vllm_specblock.engine.cpu import compile_cache, sleeping_waits
 from vllm_specblock.engine.cpu.batches import slot_mapping
@@ -17,6 +18,7 @@ from vllm_specblock.engine.cpu.top_k_top_p import apply_top_k_top_p
 from vllm_specblock.engine.patches import PATCHES, Function, patch
 
 if TYPE_CHECKING:
+    from vllm.v1.attention.selector import AttentionSelectorConfig
     from vllm.v1.worker.gpu.block_table import BlockTables
     from vllm.v1.worker.gpu.buffer_utils import FusedStagedWriter, StagedWriteTensor
 
@@ -62,7 +64,7 @@ def _hidden(package: str) -> Iterator[None]:
 
 
 def _accept_custom_attention() -> None:
-    """The CPU platform answers CPU_ATTN whatever backend was asked for."""
+    """The CPU platform answers CPU_ATTN to every request for a backend, and validates none."""
     from vllm.platforms.cpu import CpuPlatform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -70,12 +72,21 @@ def _accept_custom_attention() -> None:
         def get_attn_backend_cls(
             cls: type[CpuPlatform],
             selected_backend: AttentionBackendEnum,
+            attn_selector_config: AttentionSelectorConfig,
             *args: Any,
             **kwargs: Any,
         ) -> str:
-            if selected_backend is AttentionBackendEnum.CUSTOM:
-                return AttentionBackendEnum.CUSTOM.get_path()
-            return original(selected_backend, *args, **kwargs)
+            if selected_backend is not AttentionBackendEnum.CUSTOM:
+                return original(selected_backend, attn_selector_config, *args, **kwargs)
+            reasons = selected_backend.get_class().validate_configuration(
+                device_capability=None, **attn_selector_config._asdict()
+            )
+            if reasons:
+                raise OptionError(
+                    f"SpecBlock cannot verify this target as a tree yet ({', '.join(reasons)}): "
+                    "run it without speculative_config, or with another method."
+                )
+            return AttentionBackendEnum.CUSTOM.get_path()
 
         return get_attn_backend_cls
 

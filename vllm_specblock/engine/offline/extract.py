@@ -81,7 +81,12 @@ class FeatureExtractor:
             "speculative_config": {
                 "method": "extract_hidden_states",
                 "num_speculative_tokens": 1,
-                "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": kept}},
+                "draft_model_config": {
+                    "hf_config": {
+                        "eagle_aux_hidden_state_layer_ids": kept,
+                        "specblock_features": True,
+                    }
+                },
             },
             "kv_transfer_config": {
                 "kv_connector": FeatureConnector.__name__,

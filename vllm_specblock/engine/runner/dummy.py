@@ -45,6 +45,7 @@ def null_inputs(
     return StepInputs(
         rows,
         torch.full((rows.batch.num_tokens,), -1, dtype=torch.int64, device=device),
+        [],
         hidden_states,
         torch.zeros(count, blocks, dtype=torch.int32, device=device),
         block_size,

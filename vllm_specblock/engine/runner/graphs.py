@@ -32,7 +32,8 @@ class StepInputs:
 
     Attributes (R requests):
         rows: the batch, row by row.
-        slot_mapping: [≥ batch rows] int64.
+        slot_mapping: [≥ batch rows] int64, of the drafters' cache group.
+        target_slots: likewise, of each set of the target's caches.
         hidden_states: per layer that a drafter reads [≥ batch rows, Ht].
         block_table: [R, max blocks] int32.
         block_size: tokens per block.
@@ -41,6 +42,7 @@ class StepInputs:
 
     rows: StepBatch
     slot_mapping: torch.Tensor
+    target_slots: list[torch.Tensor]
     hidden_states: list[torch.Tensor]
     block_table: torch.Tensor
     block_size: int
@@ -133,10 +135,11 @@ class ProposalGraphs(CudaGraphManager):
 
     # ---- once ----
 
-    def capture(self, step: Step, tokens: torch.Tensor) -> None:
+    def capture(self, step: Step, tokens: torch.Tensor, target_groups: list[int]) -> None:
         """Capture `step` for every size.
 
         Args:
+            target_groups: cache group of each set of the target's caches.
             tokens: [≥ most requests, N] int64, where every replay leaves its tokens.
         """
 
@@ -145,10 +148,10 @@ class ProposalGraphs(CudaGraphManager):
         ) -> Callable[[CUDAGraphMode], None]:
             count = desc.num_reqs
             rows = self._rows(count)
+            slots = self.block_tables.get_dummy_slot_mappings(self.most_rows + 1)
             inputs = {
-                "slot_mapping": self.block_tables.get_dummy_slot_mappings(self.most_rows + 1)[
-                    self.group
-                ],
+                "slot_mapping": slots[self.group],
+                "target_slots": [slots[group] for group in target_groups],
                 "block_table": self.block_tables.get_dummy_block_tables(count)[self.group],
                 "block_size": self.block_tables.block_sizes[self.group],
                 "hidden_states": self.hidden_states,

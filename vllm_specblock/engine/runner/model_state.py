@@ -128,12 +128,17 @@ class TreeModelState(DefaultModelState):
         self.tree_mask.fill(rows, self.tree_states.depth, self.tree_states.ancestors)
 
     def prepare_inputs(self, input_batch: InputBatch, req_states: RequestState) -> dict[str, Any]:
-        positions = self.tree_mask.position[: input_batch.num_tokens_after_padding]
-        return {**super().prepare_inputs(input_batch, req_states), "positions": positions}
+        inputs = super().prepare_inputs(input_batch, req_states)
+        position, rows = self.tree_mask.position, input_batch.num_tokens
+        if self.rope_state is None:
+            return {**inputs, "positions": position[: input_batch.num_tokens_after_padding]}
+        # M-RoPE: a node moves along all axes alike, in the buffer that a CUDA graph reads.
+        inputs["positions"][:, :rows] += position[:rows] - input_batch.positions[:rows]
+        return inputs
 
     def prepare_dummy_inputs(self, num_reqs: int, num_tokens: int) -> dict[str, Any]:
         inputs = super().prepare_dummy_inputs(num_reqs, num_tokens)
-        return {**inputs, "positions": self.tree_mask.position[:num_tokens]}
+        return {"positions": self.tree_mask.position[:num_tokens], **inputs}
 
     def custom_sampler(self, sampler: Sampler) -> tuple[Any, Any]:
         # Beyond vLLM's own three there are the user's, and those may look at anything.

@@ -36,7 +36,8 @@ class TreeSpeculator(SpeculatorSetup):
     def capture(self) -> None:
         self.forget_warm_up()
         self._compile_kernels()
-        self.graphs.capture(self.step, self.draft_tokens)
+        groups = [group for group, _ in self.target_caches]
+        self.graphs.capture(self.step, self.draft_tokens, groups)
 
     # ---- once per request ----
 
@@ -57,7 +58,7 @@ class TreeSpeculator(SpeculatorSetup):
         attn_metadata: dict[str, Any],
         slot_mappings: dict[str, torch.Tensor],
         last_hidden_states: torch.Tensor,
-        aux_hidden_states: list[torch.Tensor],  # vLLM's "eagle3" always has some
+        aux_hidden_states: list[torch.Tensor] | None,
         num_sampled: torch.Tensor,
         num_rejected: torch.Tensor,
         last_sampled: torch.Tensor,
@@ -72,9 +73,9 @@ class TreeSpeculator(SpeculatorSetup):
         num_speculative_tokens: int | None = None,
     ) -> torch.Tensor:
         batch = to_scratch_slot(input_batch, self.scratch_idx) if dummy_run else input_batch
+        aux_hidden_states = aux_hidden_states or []
         if self.reads_last:
-            # vLLM hands on some layers even where none was asked for.
-            aux_hidden_states = [*aux_hidden_states[: self.num_inner], last_hidden_states]
+            aux_hidden_states = [*aux_hidden_states, last_hidden_states]
         if self.recorder is not None and not dummy_run:
             self.recorder.turn(batch.idx_mapping_np)
         if skip_attn_for_dummy_run:
@@ -119,9 +120,11 @@ class TreeSpeculator(SpeculatorSetup):
     ) -> StepInputs:
         """What an eager step reads of a batch."""
         chain = self.chains.among(batch)
+        slots = {group: slot_mappings[name] for name, group in self.group_of.items()}
         return StepInputs(
             StepBatch(batch, self.tree_states, self.pad_rows),
-            slot_mappings[self.target_layers[0]],
+            slots[self.group],
+            [slots[group] for group, _ in self.target_caches],
             hidden_states,
             self.block_tables.input_block_tables[self.group][: batch.num_reqs],
             self.block_tables.block_sizes[self.group],
@@ -190,7 +193,8 @@ class TreeSpeculator(SpeculatorSetup):
         """Commit the accepted paths, and learn from the verdicts."""
         rows = inputs.rows
         if rows.has_drafts:
-            rows.move(self.target_caches, inputs.slot_mapping)
+            for (_, caches), slots in zip(self.target_caches, inputs.target_slots):
+                rows.move(caches, slots)
         verified = rows.verified(self.temperature)
         self.draft_policy.learn(verified)
         self.counters.verified(verified)

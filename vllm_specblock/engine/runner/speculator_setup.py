@@ -15,6 +15,7 @@ from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm.v1.worker.gpu.states import RequestState
 
+from vllm_specblock.config import OptionError
 from vllm_specblock.drafters.common.synthetic import SyntheticDrafter
 from vllm_specblock.drafters.interface import Drafter
 from vllm_specblock.drafters.registry import drafter_kind
@@ -43,6 +44,7 @@ from vllm_specblock.engine.runner.model_state import TreeModelState
 from vllm_specblock.engine.runner.tree_states import TreeStates
 from vllm_specblock.engine.runner.warm_up import compile_kernels
 from vllm_specblock.engine.target_lora import embed_without_adapters
+from vllm_specblock.engine.target_model import check_layers
 from vllm_specblock.triton_kernels.kv_cache.commit import KVCacheSet
 from vllm_specblock.verify.synthetic_acceptance import SyntheticAcceptance
 
@@ -50,11 +52,30 @@ if TYPE_CHECKING:
     from vllm.model_executor.models.interfaces_base import VllmModel
 
 
+def _caches_of(
+    context: dict[str, Any], names: list[str], group_of: dict[str, int]
+) -> list[tuple[int, KVCacheSet]]:
+    """Caches by cache group and geometry; layers that share one count once."""
+    alike: dict[tuple[Any, ...], dict[int, Any]] = {}
+    for name in names:
+        layer = context[name]
+        cache = layer.kv_cache
+        form = group_of[name], cache.shape, cache.stride(), cache.dtype
+        alike.setdefault(form, {}).setdefault(cache.data_ptr(), layer)
+    found = []
+    for form, layers in alike.items():
+        caches = [layer.kv_cache for layer in layers.values()]
+        packing = next(iter(layers.values())).impl.packing(caches[0])
+        found.append((form[0], KVCacheSet(caches, packing)))
+    return found
+
+
 class SpeculatorSetup(DraftModelSpeculator):
     """Start-up of `TreeSpeculator`, in the order in which vLLM calls it."""
 
     draft_policy: DraftPolicy
-    target_caches: KVCacheSet
+    target_caches: list[tuple[int, KVCacheSet]]
+    """Each with the number of its cache group."""
 
     def __init__(
         self, vllm_config: VllmConfig, device: torch.device, req_states: RequestState
@@ -93,6 +114,7 @@ class SpeculatorSetup(DraftModelSpeculator):
     def load_draft_model(
         self, target_model: VllmModel, target_attn_layer_names: set[str]
     ) -> nn.Module:
+        check_layers(self.vllm_config)  # some loaders build the model by themselves
         self.target_layers = sorted(target_attn_layer_names)
         budgets = drafter_budgets(self.resolved.combine, self.num_nodes)
         sizes = self.num_nodes, self.max_model_len, self.num_slots
@@ -165,17 +187,19 @@ class SpeculatorSetup(DraftModelSpeculator):
     def set_attn(self, *args: Any, **kwargs: Any) -> None:
         super().set_attn(*args, **kwargs)
         # vLLM measures graphs with caches of its own, which must go before it makes the others.
-        self.target_caches = None  # type: ignore[assignment]  # before a step reads them
+        self.target_caches = []
         self._bind_null_caches()
-        wanted = {self.target_layers[0], *(name for names in self.drafter_layers for name in names)}
-        groups = [set(group.layer_names) for group in self.kv_cache_config.kv_cache_groups]
-        found = [index for index, names in enumerate(groups) if names >= wanted]
-        if not found:
-            raise ValueError(
-                "vLLM gave the target's layers and the drafters' different block tables, which "
-                "SpecBlock cannot draft with: run this target without speculative_config."
+        groups = self.kv_cache_config.kv_cache_groups
+        self.group_of = {name: i for i, group in enumerate(groups) for name in group.layer_names}
+        drafters = {self.group_of[name] for names in self.drafter_layers for name in names}
+        missing = [name for name in self.target_layers if name not in self.group_of]
+        if missing or len(drafters) > 1:
+            given = f"{missing[0]} no block table" if missing else "drafters several block tables"
+            raise OptionError(
+                f"vLLM gave {given}, which SpecBlock cannot draft with: run this target without "
+                "speculative_config."
             )
-        self.group = found[0]
+        self.group = min(drafters, default=self.group_of[self.target_layers[0]])
 
     def _bind_null_caches(self) -> None:
         size = self.vllm_config.cache_config.block_size
@@ -184,9 +208,7 @@ class SpeculatorSetup(DraftModelSpeculator):
     def bind_caches(self) -> None:
         """The paged caches exist now: hand them to the commit and to the drafter."""
         context = self.vllm_config.compilation_config.static_forward_context
-        layers = [context[name] for name in self.target_layers]
-        packing = layers[0].impl.packing(layers[0].kv_cache)
-        self.target_caches = KVCacheSet([layer.kv_cache for layer in layers], packing)
+        self.target_caches = _caches_of(context, self.target_layers, self.group_of)
         for drafter, names in zip(self.draft_policy.drafters, self.drafter_layers):
             drafter.bind([context[name].kv_cache for name in names])
         # Where nothing will be captured.

@@ -21,7 +21,7 @@ def compile_kernels(
     drafters: list[Drafter],
     num_nodes: int,
     block_table: torch.Tensor,
-    caches: KVCacheSet,
+    caches: list[tuple[int, KVCacheSet]],
 ) -> None:
     """Launch every attention kernel of target and drafters once, unless vLLM is told not to warm
     up.
@@ -30,7 +30,7 @@ def compile_kernels(
         target_layers: names of the target's attention layers, whose caches are there.
         num_nodes: N.
         block_table: [most requests, max blocks] int32, the one that batches are attended with.
-        caches: of the target.
+        caches: of the target, each set with its cache group.
     """
     if not config.kernel_config.enable_jit_warmup:
         return
@@ -39,7 +39,9 @@ def compile_kernels(
     for name in target_layers:
         layer = context[name]
         impl = layer.impl
-        form = (impl.num_heads, impl.num_kv_heads, impl.head_size, impl.window, impl.soft_cap)
+        sinks = None if impl.sinks is None else impl.sinks.float()
+        heads = impl.num_heads, impl.num_kv_heads, impl.head_size
+        form = (*heads, impl.window, impl.soft_cap, sinks is None)
         if form in seen:
             continue
         seen.add(form)
@@ -63,6 +65,7 @@ def compile_kernels(
             length,
             window=impl.window,
             soft_cap=impl.soft_cap,
+            sinks=sinks,
             packing=impl.packing(cache),
             **scales,
         )
@@ -70,4 +73,6 @@ def compile_kernels(
         drafter.warm_up(block_table, rows)
     if block_table.device.type == "cpu":
         none, one = torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64)
-        move_path(caches, -one, none, one, torch.zeros(1, 2, dtype=torch.int64), none.int(), 1)
+        path = torch.zeros(1, 2, dtype=torch.int64)
+        for _, each in caches:
+            move_path(each, -one, none, one, path, none.int(), 1)

@@ -1,0 +1,68 @@
+"""The target's layers: refused before weights are loaded, or completed by hooks."""
+
+from __future__ import annotations
+
+import pytest
+from support.engines import make_engine, record_drafts
+from support.matrix import PROMPTS, params
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention.encoder_only_attention import (
+    create_encoder_only_attention_backend,
+)
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.model_executor.models import llama
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+from vllm_specblock.config import OptionError
+from vllm_specblock.engine import target_model
+from vllm_specblock.engine.attention.backend import TreeAttentionBackend
+
+BACKENDS = {
+    "another backend": CPUAttentionBackend,
+    "ours, without its causal mask": create_encoder_only_attention_backend(TreeAttentionBackend),
+}
+
+
+class OwnAttention(Attention):
+    """Stores or masks in a way of its own, as far as anyone can tell."""
+
+
+@pytest.fixture
+def no_weights(monkeypatch):
+    def load_weights(self, model, config):
+        raise AssertionError("weights are being loaded")
+
+    monkeypatch.setattr(DefaultModelLoader, "load_weights", load_weights)
+
+
+@pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
+def test_a_layer_with_a_backend_of_its_own_is_refused(backend, no_weights, monkeypatch):
+    def attention(*args, prefix, **kwargs):
+        own = {"attn_backend": backend} if "layers.3." in prefix else {}
+        return Attention(*args, prefix=prefix, **kwargs, **own)
+
+    monkeypatch.setattr(llama, "Attention", attention)
+    with pytest.raises(OptionError, match=r"Attention layers \(model.layers.3.self_attn.attn, "):
+        make_engine({"kind": "ngram", "model": None})
+
+
+def test_a_subclass_of_attention_is_refused(no_weights, monkeypatch):
+    monkeypatch.setattr(llama, "Attention", OwnAttention)
+    with pytest.raises(OptionError, match="OwnAttention layers"):
+        make_engine({"kind": "ngram", "model": None})
+
+
+def test_hooks_hand_out_what_the_interface_does(monkeypatch):
+    drafts = []
+    for supported in (True, False):
+        monkeypatch.setattr(target_model, "supports_eagle3", lambda model, said=supported: said)
+        engine = make_engine({"num_speculative_tokens": 12})
+        with monkeypatch.context() as patched:
+            drafts.append(record_drafts(engine, patched))
+            engine.generate(PROMPTS[:1], params(1, max_tokens=40))
+    assert drafts[0] == drafts[1] and len(drafts[0]) > 10
+
+
+def test_no_state_is_asked_for_where_none_is_read():
+    engine = make_engine({"kind": "ngram", "model": None})
+    assert not engine.runner.use_aux_hidden_state_outputs

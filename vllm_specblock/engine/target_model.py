@@ -1,0 +1,67 @@
+"""Checks of the target's layers, between their construction and the loading of weights."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+from vllm.model_executor.models.interfaces import supports_eagle3
+
+from vllm_specblock.config import OptionError
+from vllm_specblock.engine.attention.backend import TreeAttentionBackend
+from vllm_specblock.engine.config.ours import extracts_features, is_ours
+from vllm_specblock.engine.patches import Function, patch
+from vllm_specblock.engine.target_states import add_interface
+
+if TYPE_CHECKING:
+    from torch import nn
+    from vllm.config import VllmConfig
+
+
+def install() -> None:
+    """Check and complete the targets of our engines when they are built."""
+
+    def make(original: Function) -> Function:
+        def create_model(
+            self: BaseModelLoader, vllm_config: VllmConfig, *args: Any, **kwargs: Any
+        ) -> nn.Module:
+            model = original(self, vllm_config, *args, **kwargs)
+            speculative = vllm_config.speculative_config
+            if not (is_ours(speculative) or extracts_features(speculative)):
+                return model
+            if is_ours(speculative):
+                check_layers(vllm_config)
+            wanted = speculative.draft_model_config.hf_config.eagle_aux_hidden_state_layer_ids
+            if wanted and not supports_eagle3(model):
+                add_interface(model, vllm_config)
+            return model
+
+        return create_model
+
+    patch(BaseModelLoader, "create_model", make)
+
+
+def check_layers(config: VllmConfig) -> None:
+    """Refuse a target with a layer that would not attend a tree by our backend.
+
+    Raises:
+        OptionError: a layer of another kind, with another backend or one that wraps ours, or whose
+            values are not as wide as its keys.
+    """
+    for name, layer in config.compilation_config.static_forward_context.items():
+        if not isinstance(layer, AttentionLayerBase):
+            continue
+        backend = layer.get_attn_backend()
+        known = (
+            backend is TreeAttentionBackend
+            and type(layer) is Attention  # subclasses mask or store in ways of their own
+            and layer.head_size_v == layer.head_size
+        )
+        if not known:
+            raise OptionError(
+                f"The target {config.model_config.model!r} has {type(layer).__name__} layers "
+                f"({name}, {backend.__name__}), which SpecBlock cannot verify as a tree yet: run "
+                "it without speculative_config, or with another method."
+            )

@@ -1,0 +1,87 @@
+"""Hidden states of target classes that lack vLLM's EAGLE-3 interface, by forward hooks."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+
+from vllm_specblock.config import OptionError
+
+_ADDS_RESIDUAL = frozenset(
+    {
+        "CohereDecoderLayer",
+        "Exaone4DecoderLayer",
+        "GraniteMoeHybridAttentionDecoderLayer",
+        "GraniteMoeHybridMambaDecoderLayer",
+        "HyperCLOVAXDecoderLayer",
+        "PhiMoEDecoderLayer",
+    }
+)
+"""Layers that take a residual and do not read it: their hidden states are complete. All others
+leave the last sum to the next layer's norm."""
+
+
+def add_interface(model: nn.Module, config: VllmConfig) -> None:
+    """Give `model` the methods of vLLM's `SupportsEagle3`.
+
+    The state after i layers is the input of layer i. A hook copies it to a persistent buffer, which
+    also holds in compiled code and CUDA graphs.
+
+    Raises:
+        OptionError: no list of as many decoder layers as the config names.
+    """
+    depth = config.model_config.hf_text_config.num_hidden_layers
+    lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
+    layers = next((found for found in lists if len(found) == depth), None)
+    if layers is None:
+        raise OptionError(
+            f"The drafter reads hidden states of {type(model).__name__}, which has no list of "
+            f'{depth} decoder layers: use "kind": "ngram".'
+        )
+    buffers: list[torch.Tensor] = []
+
+    def set_aux_hidden_state_layers(ids: tuple[int, ...]) -> None:
+        model_config, rows = config.model_config, config.scheduler_config.max_num_batched_tokens
+        for index in ids:
+            layer = layers[index]
+            # On the device of the context: vLLM loads models under the target's.
+            buffer = torch.zeros(
+                rows,
+                model_config.get_hidden_size(),
+                dtype=model_config.dtype,
+                device=config.device_config.device,
+            )
+            layer.register_forward_pre_hook(_copy_input(layer, buffer), with_kwargs=True)
+            buffers.append(buffer)
+        model.register_forward_hook(hand_on)
+
+    def hand_on(module: nn.Module, args: Any, hidden: torch.Tensor) -> Any:
+        return hidden, [buffer[: len(hidden)] for buffer in buffers]
+
+    interface: Any = model
+    interface.supports_eagle3 = True
+    interface.has_own_lm_head = interface.has_own_embed_tokens = False
+    interface.set_aux_hidden_state_layers = set_aux_hidden_state_layers
+    interface.get_eagle3_default_aux_hidden_state_layers = lambda: (2, depth // 2, depth - 3)
+
+
+def _copy_input(layer: nn.Module, buffer: torch.Tensor) -> Any:
+    # Found here, since compiled code cannot inspect signatures.
+    names = list(inspect.signature(layer.forward).parameters)
+    hidden_at = names.index("hidden_states") if "hidden_states" in names else 0
+    adds = type(layer).__name__ in _ADDS_RESIDUAL or "residual" not in names
+    residual_at = None if adds else names.index("residual")
+
+    def given(at: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return args[at] if at < len(args) else kwargs.get(names[at])
+
+    def copy_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden = given(hidden_at, args, kwargs)
+        residual = None if residual_at is None else given(residual_at, args, kwargs)
+        buffer[: hidden.shape[0]].copy_(hidden if residual is None else hidden + residual)
+
+    return copy_input
