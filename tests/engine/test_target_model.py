@@ -5,12 +5,15 @@ from __future__ import annotations
 import pytest
 from support.engines import make_engine, record_drafts
 from support.matrix import PROMPTS, params
+from torch import nn
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention.encoder_only_attention import (
     create_encoder_only_attention_backend,
 )
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.models import llama
+from vllm.model_executor.models.mimo import MiMoModel
+from vllm.model_executor.models.mistral import MistralModel
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 from vllm_specblock.config import OptionError
@@ -55,12 +58,25 @@ def test_a_subclass_of_attention_is_refused(no_weights, monkeypatch):
 def test_hooks_hand_out_what_the_interface_does(monkeypatch):
     drafts = []
     for supported in (True, False):
-        monkeypatch.setattr(target_model, "supports_eagle3", lambda model, said=supported: said)
+        monkeypatch.setattr(target_model, "hands_out_states", lambda model, said=supported: said)
         engine = make_engine({"num_speculative_tokens": 12})
         with monkeypatch.context() as patched:
             drafts.append(record_drafts(engine, patched))
             engine.generate(PROMPTS[:1], params(1, max_tokens=40))
     assert drafts[0] == drafts[1] and len(drafts[0]) > 10
+
+
+def test_an_inherited_interface_counts_where_its_forward_serves_it():
+    def target(inner):
+        model = llama.LlamaForCausalLM.__new__(llama.LlamaForCausalLM)
+        nn.Module.__init__(model)
+        model.model = inner.__new__(inner)
+        nn.Module.__init__(model.model)
+        return model
+
+    assert target_model.hands_out_states(target(llama.LlamaModel))
+    assert target_model.hands_out_states(target(MistralModel))  # calls its parent's forward
+    assert not target_model.hands_out_states(target(MiMoModel))
 
 
 def test_no_state_is_asked_for_where_none_is_read():

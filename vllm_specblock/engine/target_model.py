@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
-from vllm.model_executor.models.interfaces import supports_eagle3
+from vllm.model_executor.models.interfaces import EagleModelMixin, supports_eagle3
 
 from vllm_specblock.config import OptionError
 from vllm_specblock.engine.attention.backend import TreeAttentionBackend
@@ -34,13 +34,24 @@ def install() -> None:
             if is_ours(speculative):
                 check_layers(vllm_config)
             wanted = speculative.draft_model_config.hf_config.eagle_aux_hidden_state_layer_ids
-            if wanted and not supports_eagle3(model):
+            if wanted and not hands_out_states(model):
                 add_interface(model, vllm_config)
             return model
 
         return create_model
 
     patch(BaseModelLoader, "create_model", make)
+
+
+def hands_out_states(model: nn.Module) -> bool:
+    """Whether `model` has vLLM's EAGLE-3 interface, and its forward serves it.
+
+    MiMo inherits the interface, but overrides the forward.
+    """
+    holders = (type(each) for each in model.modules() if isinstance(each, EagleModelMixin))
+    codes = (holder.forward.__code__ for holder in holders)
+    names = (" ".join((*code.co_names, *code.co_varnames)) for code in codes)
+    return supports_eagle3(model) and all("aux_hidden" in x or "super" in x for x in names)
 
 
 def check_layers(config: VllmConfig) -> None:

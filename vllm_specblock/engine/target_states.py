@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from functools import wraps
 from typing import Any
 
 import torch
@@ -42,7 +43,14 @@ def add_interface(model: nn.Module, config: VllmConfig) -> None:
             f"The drafter reads hidden states of {type(model).__name__}, which has no list of "
             f'{depth} decoder layers: use "kind": "ngram".'
         )
-    buffers: list[torch.Tensor] = []
+    interface: Any = model
+    forward, buffers = model.forward, []
+
+    # No hook of the model: torch.compile would run it twice.
+    @wraps(forward)
+    def forward_with_states(*args: Any, **kwargs: Any) -> Any:
+        hidden = forward(*args, **kwargs)
+        return hidden, [buffer[: hidden.shape[0]] for buffer in buffers]
 
     def set_aux_hidden_state_layers(ids: tuple[int, ...]) -> None:
         model_config, rows = config.model_config, config.scheduler_config.max_num_batched_tokens
@@ -57,12 +65,8 @@ def add_interface(model: nn.Module, config: VllmConfig) -> None:
             )
             layer.register_forward_pre_hook(_copy_input(layer, buffer), with_kwargs=True)
             buffers.append(buffer)
-        model.register_forward_hook(hand_on)
+        interface.forward = forward_with_states
 
-    def hand_on(module: nn.Module, args: Any, hidden: torch.Tensor) -> Any:
-        return hidden, [buffer[: len(hidden)] for buffer in buffers]
-
-    interface: Any = model
     interface.supports_eagle3 = True
     interface.has_own_lm_head = interface.has_own_embed_tokens = False
     interface.set_aux_hidden_state_layers = set_aux_hidden_state_layers

@@ -13,6 +13,7 @@ pytest.importorskip("vllm")
 
 from vllm_specblock.triton_kernels.attention.tree_attention_batch import TreeAttentionBatch
 
+from vllm_specblock.config import OptionError
 from vllm_specblock.engine.attention import backend, flash_causal, flash_prefix
 from vllm_specblock.engine.attention.backend import TreeAttentionImpl, TreeAttentionMetadata
 
@@ -79,7 +80,7 @@ def test_layer_attends_as_its_options_say(window, soft_cap, cache_dtype, monkeyp
 
 @pytest.mark.parametrize("cache_dtype", ["fp8_e5m2", "int8_per_token_head", "nvfp4"])
 def test_other_quantised_caches_are_refused(cache_dtype):
-    with pytest.raises(NotImplementedError, match=cache_dtype):
+    with pytest.raises(OptionError, match=cache_dtype):
         TreeAttentionImpl(HEADS, SIZE, 0.25, KV_HEADS, kv_cache_dtype=cache_dtype)
 
 
