@@ -83,8 +83,6 @@ STRUCTURE: list[dict[str, Any]] = [
     {"kind": ["specblock"]},
     {"draft_policy": "merge"},
     {"second_drafter_cost": 0.1},
-    {"second_drafter": {}, "second_head": {}},
-    {"kind": "ngram", "head": "ngram"},
 ]
 
 

@@ -8,8 +8,6 @@ held against the target is in `engine/config/vllm_args.py`.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Collection
 from typing import Annotated, Any, Literal, overload
 
 from pydantic import Field
@@ -44,8 +42,6 @@ __all__ = [
     "parse_options",
 ]
 """What is also to be had here, and stands elsewhere."""
-
-logger = logging.getLogger(__name__)
 
 METHOD = "specblock"
 """The value of `speculative_config["method"]` that asks for this plugin."""
@@ -108,32 +104,6 @@ class CombineConfig(Options):
 AT_THE_TOP = frozenset({*VLLM_KEYS, *CombineConfig.model_fields, "second_drafter"})
 """Keys that stand beside those of the first drafter."""
 
-OLD_NAMES = {
-    "learn_sharpness": "calibrate_drafts",
-    "head": "kind",
-    "second_head": "second_drafter",
-    "second_head_cost": "second_drafter_cost",
-    "head_policy": "draft_policy",
-}
-"""Keys that are called otherwise now, and are still taken."""
-
-
-def _with_new_names(given: dict[str, Any], known: Collection[str], where: str) -> dict[str, Any]:
-    """`given` with the new names of those of its keys whose new ones are among `known`."""
-    for old, new in OLD_NAMES.items():
-        if old not in given or new not in known:
-            continue
-        if new in given:
-            raise OptionError(
-                f"speculative_config keys '{where}{old}' and '{where}{new}' are one option, but "
-                "both are given: drop the former."
-            )
-        logger.warning(
-            "speculative_config key '%s%s' is deprecated: it is called '%s' now.", where, old, new
-        )
-        given = {new if key == old else key: value for key, value in given.items()}
-    return given
-
 
 @overload
 def parse_drafter(
@@ -166,7 +136,6 @@ def parse_drafter(
             names the key, what was given and what is accepted.
     """
     options = drafter_kind(kind).options
-    given = _with_new_names(given, options.model_fields, where)
     if num_nodes is not None:
         given = options.defaults_for(num_nodes) | given
     beside = SOURCE_KEYS | options.read_elsewhere
@@ -189,7 +158,6 @@ def split_keys(
         OptionError: `second_drafter` is no dictionary; keys for two drafters are given without it;
             an unknown kind of drafter.
     """
-    given = _with_new_names(given, {*SOURCE_KEYS, *AT_THE_TOP}, "")
     ours = {k: v for k, v in given.items() if k not in VLLM_KEYS or k in SOURCE_KEYS}
     second = ours.pop("second_drafter", None)
     combine = {k: ours.pop(k) for k in list(ours) if k in CombineConfig.model_fields}
@@ -205,7 +173,6 @@ def split_keys(
         )
     if second is not None:
         second = {key.replace("-", "_"): value for key, value in second.items()}
-        second = _with_new_names(second, SOURCE_KEYS, "second_drafter.")
     for drafter, where in ((ours, ""), (second or {}, "second_drafter.")):
         kind = drafter.get("kind")
         if kind is not None and not (isinstance(kind, str) and kind in DRAFTERS):
