@@ -8,9 +8,7 @@ held against the target is in `engine/config/vllm_args.py`.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, overload
-
-from pydantic import Field
+from typing import Any, Literal, overload
 
 from vllm_specblock.drafters.baselines.options import (
     FalconConfig,
@@ -79,11 +77,6 @@ class CombineConfig(Options):
 
     route: Literal["eager", "lazy"] = "eager"
     """Draft with both in every step, or with the second one only where the first is not sure."""
-
-    second_drafter_cost: Annotated[float, Field(ge=0, le=4)] | None = None
-    """For a lazy route: what the second drafter adds to a step, as a share of its time. None: 0.15,
-    or 0.02 for an n-gram drafter. `benchmarks/two_heads.py` shows how to find it. With
-    `skip_drafter` the same of the drafter that is left out; None: 0.2."""
 
     confidence: Literal["mean", "sum"] = "mean"
     """What makes a drafter the surer one: the mean of its nodes' probabilities, as the paper has

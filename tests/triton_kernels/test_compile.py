@@ -319,9 +319,7 @@ def test_growth_compiles(compiler):
     starting, selecting = (
         compiler(expand, name) for name in ("_attach_and_start_kernel", "_attach_and_select_kernel")
     )
-    growing = expand.Growing(
-        expand.Limits(4, 3, 4, 4, 60, True), torch.zeros(4, dtype=torch.int64), 1
-    )
+    growing = expand.Growing(expand.Limits(4, 3, 4, 4, 60), torch.zeros(4, dtype=torch.int64), 1)
 
     def block(rows):
         token = torch.zeros(1, rows, 4, 4, dtype=torch.int64)
