@@ -3,7 +3,6 @@ the truth."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from functools import partial
 
@@ -16,7 +15,6 @@ UNIFORM = "− rank-guided branching"
 PAPER = "paper's branching"
 ORACLE = "true rank buckets"
 """The ceiling of rank guidance: the bucket that the head should have said."""
-BY_RANK = "starts by rank"
 _UNIFORM_WIDTHS = (3, 8, 16, 32)
 _PAPERS_MAP = [2, 4, 6, 4]
 
@@ -33,7 +31,6 @@ def branchings(
     papers = SpecBlockConfig(branching=_PAPERS_MAP, num_blocks=blocks)
     papers = serving_shape(drafter, papers, nodes)
     trees = {"": shape, PAPER: papers, UNIFORM: uniform_shape(shape)}
-    trees[BY_RANK] = dataclasses.replace(shape, starts_by_rank=True)
     trees |= {f"{UNIFORM}, width {n}": uniform_shape(shape, n) for n in _UNIFORM_WIDTHS}
     draft = partial(SpecBlockDraft, drafter)
     found = {name: partial(draft, shape=tree) for name, tree in trees.items()}

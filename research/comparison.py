@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import drafter_zoo
 import torch
 import typer
-from branchings import BY_RANK, ORACLE, PAPER, UNIFORM, branchings
+from branchings import ORACLE, PAPER, UNIFORM, branchings
 from drafter_zoo import ABLATIONS, BASELINES
 from pydantic import Field
 from transformers import AutoConfig
@@ -268,7 +268,7 @@ def table(summary: dict[str, Any]) -> str:
         name, _, temperature = key.rpartition(" T=")
         if temperature != "0":
             continue
-        other_tree = name.startswith((UNIFORM, PAPER, ORACLE, BY_RANK))
+        other_tree = name.startswith((UNIFORM, PAPER, ORACLE))
         of = "specblock" if other_tree else name
         alpha = " \\| ".join(
             " ".join(f"{a:.2f}" for a in block) for block in summary["alpha"].get(of, [])

@@ -36,7 +36,6 @@ OPTIONS: dict[str, dict[str, list[Any]]] = {
     "specblock": {
         "num_blocks": [0, -1, 9, *WHOLE],
         "num_starts": [0, -1, 33, *WHOLE],
-        "start_order": ["size", 1, ["score"]],
         "branching": [[4, 8, 16], [4] * 5, [4, 8, 16, -1], [4, 8, 16, "16"], "4,8,16,16", 4],
         "calibrate_drafts": ["yes", 1, [], 0.5],
         "quantization": ["fp4", 8, True, ["fp8"]],
@@ -55,7 +54,6 @@ OPTIONS: dict[str, dict[str, list[Any]]] = {
 COMBINE: dict[str, list[Any]] = {
     "draft_policy": ["vote", 1, ["route"], None],
     "route": ["sometimes", True, None],
-    "second_drafter_cost": [-0.1, 4.1, "0.1", [0.1]],
     "confidence": ["max", 0, None],
     "merge": ["both", True, None],
     "budget": ["all", 60, None],
@@ -82,9 +80,7 @@ STRUCTURE: list[dict[str, Any]] = [
     {"kind": "hydra"},
     {"kind": ["specblock"]},
     {"draft_policy": "merge"},
-    {"second_drafter_cost": 0.1},
-    {"second_drafter": {}, "second_head": {}},
-    {"kind": "ngram", "head": "ngram"},
+    {"confidence": "sum"},
 ]
 
 

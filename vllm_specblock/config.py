@@ -8,11 +8,7 @@ held against the target is in `engine/config/vllm_args.py`.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Collection
-from typing import Annotated, Any, Literal, overload
-
-from pydantic import Field
+from typing import Any, Literal, overload
 
 from vllm_specblock.drafters.baselines.options import (
     FalconConfig,
@@ -44,8 +40,6 @@ __all__ = [
     "parse_options",
 ]
 """What is also to be had here, and stands elsewhere."""
-
-logger = logging.getLogger(__name__)
 
 METHOD = "specblock"
 """The value of `speculative_config["method"]` that asks for this plugin."""
@@ -84,11 +78,6 @@ class CombineConfig(Options):
     route: Literal["eager", "lazy"] = "eager"
     """Draft with both in every step, or with the second one only where the first is not sure."""
 
-    second_drafter_cost: Annotated[float, Field(ge=0, le=4)] | None = None
-    """For a lazy route: what the second drafter adds to a step, as a share of its time. None: 0.15,
-    or 0.02 for an n-gram drafter. `benchmarks/two_heads.py` shows how to find it. With
-    `skip_drafter` the same of the drafter that is left out; None: 0.2."""
-
     confidence: Literal["mean", "sum"] = "mean"
     """What makes a drafter the surer one: the mean of its nodes' probabilities, as the paper has
     it, or their sum, the number of tokens it expects to be accepted. The mean favours small
@@ -107,32 +96,6 @@ class CombineConfig(Options):
 
 AT_THE_TOP = frozenset({*VLLM_KEYS, *CombineConfig.model_fields, "second_drafter"})
 """Keys that stand beside those of the first drafter."""
-
-OLD_NAMES = {
-    "learn_sharpness": "calibrate_drafts",
-    "head": "kind",
-    "second_head": "second_drafter",
-    "second_head_cost": "second_drafter_cost",
-    "head_policy": "draft_policy",
-}
-"""Keys that are called otherwise now, and are still taken."""
-
-
-def _with_new_names(given: dict[str, Any], known: Collection[str], where: str) -> dict[str, Any]:
-    """`given` with the new names of those of its keys whose new ones are among `known`."""
-    for old, new in OLD_NAMES.items():
-        if old not in given or new not in known:
-            continue
-        if new in given:
-            raise OptionError(
-                f"speculative_config keys '{where}{old}' and '{where}{new}' are one option, but "
-                "both are given: drop the former."
-            )
-        logger.warning(
-            "speculative_config key '%s%s' is deprecated: it is called '%s' now.", where, old, new
-        )
-        given = {new if key == old else key: value for key, value in given.items()}
-    return given
 
 
 @overload
@@ -166,7 +129,6 @@ def parse_drafter(
             names the key, what was given and what is accepted.
     """
     options = drafter_kind(kind).options
-    given = _with_new_names(given, options.model_fields, where)
     if num_nodes is not None:
         given = options.defaults_for(num_nodes) | given
     beside = SOURCE_KEYS | options.read_elsewhere
@@ -189,7 +151,6 @@ def split_keys(
         OptionError: `second_drafter` is no dictionary; keys for two drafters are given without it;
             an unknown kind of drafter.
     """
-    given = _with_new_names(given, {*SOURCE_KEYS, *AT_THE_TOP}, "")
     ours = {k: v for k, v in given.items() if k not in VLLM_KEYS or k in SOURCE_KEYS}
     second = ours.pop("second_drafter", None)
     combine = {k: ours.pop(k) for k in list(ours) if k in CombineConfig.model_fields}
@@ -205,7 +166,6 @@ def split_keys(
         )
     if second is not None:
         second = {key.replace("-", "_"): value for key, value in second.items()}
-        second = _with_new_names(second, SOURCE_KEYS, "second_drafter.")
     for drafter, where in ((ours, ""), (second or {}, "second_drafter.")):
         kind = drafter.get("kind")
         if kind is not None and not (isinstance(kind, str) and kind in DRAFTERS):

@@ -151,8 +151,7 @@ def growth(rng: random.Random, draw: torch.Generator) -> Case:
     positions, blocks = rng.randrange(1, 6), rng.randrange(1, 5)
     one, two, three, four = (rng.randrange(9) for _ in range(4))
     starts, nodes = rng.randrange(1, 33), rng.randrange(1, MAX_NODES + 1)
-    by_rank = rng.random() < 0.5
-    shape = TreeShape(positions, blocks, starts, (one, two, three, four), nodes, by_rank)
+    shape = TreeShape(positions, blocks, starts, (one, two, three, four), nodes)
     said = []
     for block in range(blocks):
         size = requests, 1 if block == 0 else starts, positions, shape.width

@@ -128,7 +128,6 @@ def attention_case(
         ways[f"ours, splits of {entries}"] = _with_splits(entries, ways["ours"])
     if device.type == "cuda":
         ways["FlashAttention, chain"] = _flash(query, storage, start, lengths, length, table)
-        ways["FlashAttention's prefix, our tree"] = _flash_prefix(packed, query, cache, scale)
     ways["torch SDPA, dense"] = _dense(sizes, query, storage, table, tree.ancestors, context)
     entries = batch * length * sizes.kv_heads * 2 * sizes.head_dim
     moved = (entries + 2 * query.numel()) * sizes.dtype.itemsize
@@ -166,14 +165,6 @@ def _flash(query, storage, start, lengths, length, table) -> Callable[[], Tensor
         out=out,
         fa_version=get_flash_attn_version(),
     )
-
-
-def _flash_prefix(packed, query, cache, scale) -> Callable[[], Tensor]:
-    """What the engine takes for the shapes in `flash_prefix.FASTER`."""
-    from vllm_specblock.engine.attention.flash_prefix import attend_prefix_and_tree, flash_attention
-
-    flash, out = flash_attention(query.shape[-1]), torch.empty_like(query)
-    return lambda: attend_prefix_and_tree(flash, packed, query, cache, scale, out)
 
 
 def _dense(sizes, query, storage, table, ancestors, context) -> Callable[[], Tensor]:

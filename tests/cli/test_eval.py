@@ -64,7 +64,7 @@ def test_table_and_file_say_what_replay_finds(prompts, tmp_path):
         5,
         "--json",
         out,
-        "--no-learn-sharpness",
+        "--no-calibrate-drafts",
     )
     assert result.exit_code == 0, result.output
     figures = json.loads(out.read_text())
@@ -93,7 +93,7 @@ def test_table_and_file_say_what_replay_finds(prompts, tmp_path):
 
 def test_scores_are_set_right_unless_told_otherwise(prompts, tmp_path):
     found = []
-    for extra in ((), ("--no-learn-sharpness",)):
+    for extra in ((), ("--no-calibrate-drafts",)):
         out = tmp_path / "figures.json"
         result = specblock(
             "eval",

@@ -101,15 +101,14 @@ def grow(
     st.integers(1, 4),
     st.integers(1, 9),
     st.sampled_from(BRANCHINGS),
-    st.booleans(),
     st.integers(1, 120),
     st.integers(0, 10**6),
     st.sampled_from([0.02, 0.2, 0.6, 1.0]),
 )
-@example(4, 3, 5, (2, 4, 6, 4), False, 60, 0, 1.0)
+@example(4, 3, 5, (2, 4, 6, 4), 60, 0, 1.0)
 @pytest.mark.parametrize("kind", KINDS)
-def test_growth(kind, block_size, blocks, starts, branching, by_rank, budget, seed, share):
-    shape = TreeShape(block_size, blocks, starts, branching, budget, by_rank)
+def test_growth(kind, block_size, blocks, starts, branching, budget, seed, share):
+    shape = TreeShape(block_size, blocks, starts, branching, budget)
     assert_valid(grow(kind, shape, 30, seed, share), 30, shape.max_depth)
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 from support.engines import make_engine, record_drafts
 from support.matrix import PROMPTS, params
 from torch import nn
@@ -19,6 +22,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm_specblock.config import OptionError
 from vllm_specblock.engine import target_model
 from vllm_specblock.engine.attention.backend import TreeAttentionBackend
+from vllm_specblock.engine.runner.speculator_setup import caches_of
 
 BACKENDS = {
     "another backend": CPUAttentionBackend,
@@ -82,3 +86,19 @@ def test_an_inherited_interface_counts_where_its_forward_serves_it():
 def test_no_state_is_asked_for_where_none_is_read():
     engine = make_engine({"kind": "ngram", "model": None})
     assert not engine.runner.use_aux_hidden_state_outputs
+
+
+def test_caches_by_group_and_geometry_and_each_memory_once():
+    """Slots of one group are not another's, and a layer that shares a cache is no layer more."""
+
+    def layer(heads: int, cache: torch.Tensor | None = None):
+        cache = torch.zeros(4, heads, 8, 16) if cache is None else cache
+        impl = SimpleNamespace(packing=lambda cache: None)
+        return SimpleNamespace(kv_cache=cache, impl=impl)
+
+    first = layer(2)
+    layers = {"a": first, "b": layer(2), "c": layer(1), "d": layer(2, first.kv_cache)}
+    found = caches_of(layers, list(layers), {"a": 0, "b": 1, "c": 0, "d": 0})
+    addresses = [(group, [c.data_ptr() for c in caches.caches]) for group, caches in found]
+    a, b, c = (layers[name].kv_cache.data_ptr() for name in "abc")
+    assert addresses == [(0, [a]), (1, [b]), (0, [c])]

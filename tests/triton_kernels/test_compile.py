@@ -215,15 +215,6 @@ def triton_width(head_size: int) -> int:
     return 1 << (head_size - 1).bit_length()
 
 
-def test_merge_states_compiles(compiler):
-    from vllm_specblock.triton_kernels.attention import merge_states
-
-    stand_in = compiler(merge_states, "_merge_states_kernel")
-    out, lse = torch.empty(61, 32, 128, dtype=torch.bfloat16), torch.empty(61, 32)
-    merge_states.merge_states_triton(out, lse, out, lse.T.contiguous().T, out)
-    assert len(stand_in.compiled) == 1 and fits(stand_in)
-
-
 def test_move_kv_compiles(compiler):
     stand_in = compiler(compiler.commit, "_move_path_kernel")
     caches = [torch.empty(4, 2, 16, 256, dtype=torch.bfloat16) for _ in range(2)]
@@ -330,9 +321,7 @@ def test_growth_compiles(compiler):
     starting, selecting = (
         compiler(expand, name) for name in ("_attach_and_start_kernel", "_attach_and_select_kernel")
     )
-    growing = expand.Growing(
-        expand.Limits(4, 3, 4, 4, 60, True), torch.zeros(4, dtype=torch.int64), 1
-    )
+    growing = expand.Growing(expand.Limits(4, 3, 4, 4, 60), torch.zeros(4, dtype=torch.int64), 1)
 
     def block(rows):
         token = torch.zeros(1, rows, 4, 4, dtype=torch.int64)

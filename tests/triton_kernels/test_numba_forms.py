@@ -219,10 +219,9 @@ def test_selection(same, seed, joins):
 
 @pytest.mark.parametrize("blocks", [1, 2, 4])
 @pytest.mark.parametrize("starts", [1, 5, 32])
-@pytest.mark.parametrize("by_rank", [False, True])
-def test_expansion(same, blocks, starts, by_rank):
+def test_expansion(same, blocks, starts):
     """Few tokens and few probabilities, so that texts and scores are often equal."""
-    shape = TreeShape(3, blocks, starts, (2, 4, 0, 6), 40, by_rank)
+    shape = TreeShape(3, blocks, starts, (2, 4, 0, 6), 40)
     draw = torch.Generator().manual_seed(blocks)
     said = []
     for block in range(blocks):

@@ -35,8 +35,6 @@ class BlockConstants(NamedTuple):
     DEPTH_ONE: int
     ROOT: int
     FIRST: int
-    BUCKET: int  # 0: starts do not go by rank bucket
-    SHIFT: int
     CLOSED: int
     INDEX: int
     FACTOR: int
@@ -108,11 +106,7 @@ def attach_part(
     if GROW.BLOCK < GROW.BLOCKS:
         level = tl.load(drafts.bucket + line + position, mask=inside, other=0)
         width = tl.load(drafts.branching + level)
-        open_key = rank
-        if GROW.BUCKET:
-            by_bucket = (rank >> GROW.SHIFT << 32) + (rank & 0xFFFFFFFF) + level * GROW.BUCKET
-            open_key = tl.where(rank < GROW.CLOSED, by_bucket, rank)
-        open_key = tl.where(width > 0, open_key, open_key | GROW.CLOSED)
+        open_key = tl.where(width > 0, rank, rank | GROW.CLOSED)
         # The main chain goes on from row 0 of every block, which starts at its last end.
         chain_end = cell == (GROW.K - 1) * GROW.B
         open_key = tl.where(chain_end, open_key | GROW.FIRST, open_key)

@@ -15,8 +15,6 @@ import torch
 
 from ..optional_triton import jit, next_power_of_2, tl
 from ..tree.candidate_keys import (
-    BUCKET_BITS,
-    BUCKET_ONE,
     CLOSED,
     DEPTH_ONE,
     FIRST,
@@ -31,15 +29,13 @@ from .attach_block import BlockConstants, BlockDrafts, attach_part
 
 @dataclass(frozen=True)
 class Limits:
-    """Sizes of an expansion: K, M, S, B (children looked at per position) and N; and whether starts
-    go by rank bucket first."""
+    """Sizes of an expansion: K, M, S, B (children looked at per position) and N."""
 
     block_size: int
     num_blocks: int
     num_starts: int
     width: int
     budget: int
-    starts_by_rank: bool = False
 
     @property
     def candidates(self) -> int:
@@ -125,8 +121,6 @@ class Growing:
             DEPTH_ONE=DEPTH_ONE,
             ROOT=ROOT_HASH,
             FIRST=FIRST,
-            BUCKET=BUCKET_ONE if limits.starts_by_rank else 0,
-            SHIFT=32 + BUCKET_BITS,
             CLOSED=CLOSED,
             INDEX=INDEX_BITS,
             FACTOR=PATH_FACTOR,

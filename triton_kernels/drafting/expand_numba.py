@@ -11,8 +11,6 @@ import torch
 
 from ..optional_numba import njit
 from ..tree.candidate_keys import (
-    BUCKET_BITS,
-    BUCKET_ONE,
     CLOSED,
     DEPTH_ONE,
     FIRST,
@@ -25,8 +23,6 @@ from ..tree.select_tree_numba import select_numba
 from .expand import Growing
 
 _DEPTH = MAX_DEPTH * DEPTH_ONE
-_SHIFT = 32 + BUCKET_BITS
-_LOW = (1 << 32) - 1
 
 
 class CompiledGrowing(Growing):
@@ -54,7 +50,6 @@ class CompiledGrowing(Growing):
             block,
             limits.count(block - 1) if block > 1 else 1,
             block < limits.num_blocks,
-            limits.starts_by_rank,
         )
         if block == limits.num_blocks:
             token, path_hash, key, parent = self.fields[:4]
@@ -93,7 +88,6 @@ def _attach_block(
     block,
     first,  # the candidate of row 0
     goes_on,  # another block follows
-    starts_by_rank,
 ):
     requests, rows, positions, width = top_token.shape
     bits = score.view(np.int32)
@@ -120,11 +114,7 @@ def _attach_block(
                     # Without its sign: a score is at most 0.
                     key[r, c] = np.int64(bits[r, c] & 0x7FFFFFFF) << 32
                     key[r, c] += deep + (k + 1) * DEPTH_ONE + c
-                    may_start = key[r, c]
-                    if starts_by_rank and may_start < CLOSED:
-                        may_start = (may_start >> _SHIFT << 32) + (may_start & _LOW)
-                        may_start += bucket[r, row, k] * BUCKET_ONE
-                    start_key[r, c] = may_start if wanted > 0 else may_start | CLOSED
+                    start_key[r, c] = key[r, c] if wanted > 0 else key[r, c] | CLOSED
                 # The main chain goes on from row 0 of every block, which starts at its last end.
                 if row == 0 and k == positions - 1:
                     start_key[r, at] |= FIRST

@@ -16,9 +16,5 @@ DEPTH_ONE = 1 << 24
 INDEX_BITS = DEPTH_ONE - 1
 FIRST = -(1 << 63)
 """Put in a key, this bit sorts it before all others."""
-BUCKET_ONE = 1 << 61
-"""What one more rank bucket adds to the key of a start, where starts go by bucket first. The score
-makes room by giving up its last `BUCKET_BITS` bits: finite ones stay below `CLOSED`."""
-BUCKET_BITS = 2
 PATH_FACTOR = -7046029254386353131
 """The hash of a text is its last token + PATH_FACTOR · the hash of what is before, wrapping."""

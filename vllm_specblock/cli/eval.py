@@ -67,8 +67,6 @@ def evaluate(
         bool,
         typer.Option(
             "--calibrate-drafts/--no-calibrate-drafts",
-            # The old name of the same.
-            "--learn-sharpness/--no-learn-sharpness",
             help="Set scores right by what is accepted, as serving does.",
         ),
     ] = True,

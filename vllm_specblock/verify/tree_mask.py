@@ -51,7 +51,6 @@ class TreeMask:
         node_position: [T] int64, the same for roots and nodes alone, one after the other.
         adaptive: how many of a batch's rows are whose is decided on the device; the host knows
             their sum and the most that one request can have.
-        all_trees: every row of the batch is a root or a node: none is of a prompt.
         num_trees: so many requests come first that have drafts, and after them those that have
             none; None: nobody says.
     """
@@ -64,7 +63,7 @@ class TreeMask:
         device: torch.device,
         adaptive: bool = False,
     ) -> None:
-        self.adaptive, self.all_trees = adaptive, False
+        self.adaptive = adaptive
         self.num_trees: int | None = None
         self.prefix_len = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self.mask_words = torch.zeros(

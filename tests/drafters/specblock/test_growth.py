@@ -280,22 +280,16 @@ def test_forwards_of_a_cut_tree_are_those_of_the_whole(blocks):
             assert all(forward == 1 for text, forward in whole.items() if len(text) == 1)
 
 
-def test_starts_by_rank_bucket_then_by_score():
-    """Block 2 starts where the rank head is surest, whatever the scores say; unwanted never do."""
+def test_starts_by_score():
+    """The chain's end first; positions of a bucket of width 0 never."""
     block = (
         torch.tensor([[[-0.1, -3.0], [-0.2, -0.5], [-4.0, -5.0]]]),  # [1, K, B]
         torch.arange(6).view(1, 3, 2),
         torch.tensor([[1, 2, 0]]),
     )
-    chosen = {}
-    for by_rank in (False, True):
-        expansion = Expansion(
-            TreeShape(3, 2, 5, (2, 2, 1, 0), 20, by_rank), torch.tensor([2, 2, 1, 0]), 1
-        )
-        expansion.first_block(*block)
-        starts = expansion.starts(2)
-        chosen[by_rank] = starts.token[0][starts.valid[0]].tolist()
-    # The chain's end (token 4) is always first. By score: 0 (-0.1), 2 (-0.3), 1 (-3), 5 (-5.3);
+    expansion = Expansion(TreeShape(3, 2, 5, (2, 2, 1, 0), 20), torch.tensor([2, 2, 1, 0]), 1)
+    expansion.first_block(*block)
+    starts = expansion.starts(2)
+    # The chain's end (token 4), then by score: 0 (-0.1), 2 (-0.3), 1 (-3), 5 (-5.3);
     # token 3 is a second child of bucket 2, which has one.
-    assert chosen[False] == [4, 0, 2, 1, 5]
-    assert chosen[True] == [4, 5, 0, 1, 2]
+    assert starts.token[0][starts.valid[0]].tolist() == [4, 0, 2, 1, 5]

@@ -1,4 +1,4 @@
-"""The target's attention layer: what it passes on to the kernel, and the way by FlashAttention."""
+"""The target's attention layer: what it passes to the kernel and to FlashAttention."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.attention import Chunk, Tree, check, make_batch
+from support.attention import Chunk, check, make_batch
 
 pytest.importorskip("vllm")
 
 from vllm_specblock.triton_kernels.attention.tree_attention_batch import TreeAttentionBatch
 
 from vllm_specblock.config import OptionError
-from vllm_specblock.engine.attention import backend, flash_causal, flash_prefix
+from vllm_specblock.engine.attention import backend, flash_causal
 from vllm_specblock.engine.attention.backend import TreeAttentionImpl, TreeAttentionMetadata
 
 HEADS, KV_HEADS, SIZE, TOKENS = 4, 2, 16, 40
@@ -97,14 +97,12 @@ def stand_in_flash(
     causal,
     softcap,
     block_table,
-    return_softmax_lse=False,
     window_size=(-1, -1),
     out=None,
 ):
     """What FlashAttention's interface promises, for a paged cache."""
-    assert return_softmax_lse != causal and key.stride(-1) == value.stride(-1) == 1
+    assert causal and key.stride(-1) == value.stride(-1) == 1
     out = torch.full_like(query, torch.nan) if out is None else out
-    lse = torch.full((query.shape[1], len(query)), torch.inf, device=query.device)
     group = query.shape[1] // key.shape[2]
     for r, length in enumerate(seqused_k.tolist()):
         rows = slice(int(cu_seqlens_q[r]), int(cu_seqlens_q[r + 1]))
@@ -118,59 +116,10 @@ def stand_in_flash(
         scores = torch.einsum("qhd,khd->hqk", query[rows], k) * softmax_scale
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)
-        if causal:
-            age = torch.arange(length - len(query[rows]), length)[:, None] - torch.arange(length)
-            scores[
-                :, (age < 0) | (age > window_size[0] if window_size[0] >= 0 else False)
-            ] = -torch.inf
-        lse[:, rows] = scores.logsumexp(-1)
+        age = torch.arange(length - len(query[rows]), length)[:, None] - torch.arange(length)
+        scores[:, (age < 0) | (age > window_size[0] if window_size[0] >= 0 else False)] = -torch.inf
         out[rows] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
-    return out, lse
-
-
-@pytest.mark.parametrize("soft_cap", [0.0, 3.0])
-def test_prefix_by_flash_attention_and_tree_by_ours(soft_cap):
-    batch = make_batch([Tree(37, 12), Tree(0, 5), Tree(20, 0), Tree(64, 9)], group=2)
-    queries = TreeAttentionBatch(
-        batch.block_table,
-        16,
-        batch.query_start,
-        batch.query_start.tolist(),
-        batch.seq_len,
-        batch.seq_len.tolist(),
-        batch.prefix_len,
-        batch.mask_words,
-        batch.tree_start,
-    )
-    out = torch.empty_like(batch.query)
-    flash_prefix.attend_prefix_and_tree(
-        stand_in_flash, queries, batch.query, batch.kv_cache, 32**-0.5, out, soft_cap
-    )
-    check(out, batch, soft_cap=soft_cap)
-
-
-def test_flash_attention_is_chosen_where_it_is_legal_and_was_faster(monkeypatch):
-    batch = make_batch([Tree(37, 12), Chunk(20, 1)])
-    queries = TreeAttentionBatch(
-        batch.block_table,
-        16,
-        batch.query_start,
-        batch.query_start.tolist(),
-        batch.seq_len,
-        batch.seq_len.tolist(),
-        batch.prefix_len,
-        batch.mask_words,
-        batch.tree_start,
-    )
-    assert not flash_prefix.choose(queries, 128, True, None)  # nothing was measured
-    monkeypatch.setattr(flash_prefix, "FASTER", (flash_prefix.Shapes(128, 13, 50, 2),))
-    assert flash_prefix.choose(queries, 128, True, None)
-    assert not flash_prefix.choose(queries, 128, False, None)
-    assert not flash_prefix.choose(queries, 128, True, 64)
-    assert not flash_prefix.choose(queries, 64, True, None)
-    for beyond in ((128, 14, 50, 2), (128, 13, 51, 2), (128, 13, 50, 3)):
-        monkeypatch.setattr(flash_prefix, "FASTER", (flash_prefix.Shapes(*beyond),))
-        assert not flash_prefix.choose(queries, 128, True, None)
+    return out
 
 
 @pytest.mark.parametrize("window", [None, 7])
@@ -222,14 +171,13 @@ def test_an_engine_whose_prompts_go_to_flash_attention(monkeypatch, adaptive):
 
     calls = []
 
-    def counting(query, *args, cu_seqlens_q, causal, **kwargs):
+    def counting(query, *args, cu_seqlens_q, **kwargs):
         calls.append(cu_seqlens_q.diff().tolist())
-        assert causal
-        return stand_in_flash(query, *args, cu_seqlens_q=cu_seqlens_q, causal=causal, **kwargs)
+        return stand_in_flash(query, *args, cu_seqlens_q=cu_seqlens_q, **kwargs)
 
     monkeypatch.setattr(backend, "packed_cache", lambda *_: None)  # which no GPU has
     monkeypatch.setattr(flash_causal, "takes", lambda spec, device: True)
-    monkeypatch.setattr(flash_prefix, "flash_attention", lambda head_size: counting)
+    monkeypatch.setattr(flash_causal, "flash_attention", lambda head_size: counting)
     plain = make_engine(None)
     ours = make_engine(
         {"num_speculative_tokens": 8, "enable_adaptive_verification": adaptive},
@@ -242,28 +190,3 @@ def test_an_engine_whose_prompts_go_to_flash_attention(monkeypatch, adaptive):
     assert any(max(lengths) > 9 for lengths in calls), "chunks of prompts"
     # Where budgets adapt, requests are now and then scheduled without drafts.
     assert adaptive or len(calls) < 40 * layers, "steps of trees alone do not"
-
-
-def test_an_engine_that_takes_flash_attention_where_it_may(monkeypatch):
-    """Prompts in chunks beside trees, prefix hits, plain steps: legal batches go that way only."""
-    from support.engines import make_engine
-    from support.matrix import PROMPTS, Checker, params
-
-    calls = []
-
-    def counting(query, *args, cu_seqlens_q, seqused_k, **kwargs):
-        calls.append((len(query), len(seqused_k)))
-        return stand_in_flash(
-            query, *args, cu_seqlens_q=cu_seqlens_q, seqused_k=seqused_k, **kwargs
-        )
-
-    monkeypatch.setattr(backend, "packed_cache", lambda *_: None)  # which no GPU has
-    plain, ours = make_engine(None), make_engine({"num_speculative_tokens": 8})
-    ((_, caches),) = ours.speculator.target_caches
-    head_size = caches.caches[0].shape[-1] // 2
-    monkeypatch.setattr(flash_prefix, "FASTER", (flash_prefix.Shapes(head_size, 1, 1, 1),))
-    monkeypatch.setattr(flash_prefix, "flash_attention", lambda head_size: counting)
-    requests = params(4, temperature=1.0, max_tokens=30)
-    Checker()(ours, requests, plain.generate(PROMPTS[:4], requests), PROMPTS[:4])
-    assert {rows for rows, _ in calls} >= {4 * 9}
-    assert len(calls) < 31 * len(ours.speculator.target_layers)

@@ -355,10 +355,6 @@ def test_a_head_without_weights():
         ({"second_drafter": NGRAM, "draft_policy": "vote"}, ["'draft_policy' is 'vote'"]),
         ({"second_drafter": NGRAM, "merge": "trie"}, ["'merge'", "draft_policy is 'route'"]),
         (
-            {"second_drafter": NGRAM, "second_drafter_cost": 0.1},
-            ["'second_drafter_cost'", "'lazy'"],
-        ),
-        (
             {"second_drafter": NGRAM, "draft_policy": "merge", "route": "lazy"},
             ["'route'", "draft_policy is 'merge'"],
         ),

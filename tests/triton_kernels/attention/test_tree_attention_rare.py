@@ -1,4 +1,4 @@
-"""Tree attention's rarer sides: windows, soft caps, fp8 caches, sums, splits, merging."""
+"""Tree attention's rarer sides: windows, soft caps, fp8 caches, sums, splits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from support.attention import (
     reference,
 )
 from vllm_specblock.triton_kernels.attention import attention_schedule
-from vllm_specblock.triton_kernels.attention.merge_states import merge_states
 from vllm_specblock.triton_kernels.attention.sliding_window import see_last
 from vllm_specblock.triton_kernels.attention.tree_attention_batch import TreeAttentionBatch
 
@@ -291,44 +290,3 @@ def test_unknown_lengths_are_one_class(group):
     shared = (64, 0, -(-61 * group // 64))
     assert rows_of(61) == rows_of(1) == rows_of(61, requests=1) == [shared]
     assert rows_of(500) == [shared, (128, 61 * group, -(-500 * group // 128))]
-
-
-# Merging.
-
-
-def merge(kernels, *states):
-    if kernels.device.type == "cuda":
-        return merge_states(*states)
-    return kernels.load("merge_states").merge_states_triton(*states)
-
-
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_two_halves_merge_to_the_whole(kernels, dtype):
-    """Prefix here, window there, against attention over both."""
-    batch = make_batch(MIXED, group=3, head_size=48, dtype=dtype, device=kernels.device)
-    shape = batch.query.shape
-    halves = []
-    for part in ("prefix", "window"):
-        half = make_batch(MIXED, group=3, head_size=48, dtype=dtype, device=kernels.device)
-        lse = torch.empty(shape[:2], device=kernels.device)
-        rare = {"lse": lse}
-        if part == "prefix":
-            half.mask_words = half.mask_words * 0
-        else:
-            rare["prefix_from"] = half.prefix_len
-        halves += [launch(kernels, half, **rare), lse]
-    check(merge(kernels, *halves, torch.full_like(batch.query, torch.nan)), batch)
-    host = [x.cpu() for x in halves]
-    check(merge_states(*host, torch.empty(shape, dtype=dtype)), batch)
-
-
-def test_merging_empty_states(kernels):
-    """An empty state counts for nothing, though it be NaN, and though its log be +inf."""
-    lse_a = torch.tensor([[0.0, torch.inf], [-torch.inf, torch.inf], [3.0, -torch.inf]])
-    lse_b = torch.tensor([[-torch.inf, 2.0], [torch.inf, -torch.inf], [3.0, 1.0]])
-    out_a = torch.where(lse_a.isfinite(), 1.0, torch.nan)[..., None].expand(3, 2, 16)
-    out_b = torch.where(lse_b.isfinite(), 5.0, torch.nan)[..., None].expand(3, 2, 16)
-    wanted = torch.tensor([[1.0, 5.0], [0.0, 0.0], [3.0, 5.0]])[..., None].expand(3, 2, 16)
-    states = [x.to(kernels.device) for x in (out_a, lse_a, out_b, lse_b, torch.empty(3, 2, 16))]
-    torch.testing.assert_close(merge(kernels, *states).cpu(), wanted)
-    torch.testing.assert_close(merge_states(*(x.cpu() for x in states)), wanted)

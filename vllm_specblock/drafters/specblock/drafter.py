@@ -54,8 +54,7 @@ class SpecBlockDrafter(Drafter):
         self.K = model.config.block_size
         most = model.config.draft_vocab_size  # more children than it can name there are not
         a, b, c, d = (min(width, most) for width in options.branching)
-        by_rank = options.start_order == "rank"
-        self.shape = TreeShape(self.K, blocks, starts, (a, b, c, d), num_nodes, by_rank)
+        self.shape = TreeShape(self.K, blocks, starts, (a, b, c, d), num_nodes)
         self.max_depth = min(num_nodes, blocks * self.K)
         if options.calibrate_drafts:
             self.calibration = DraftCalibration(model.lm_head.weight.device)

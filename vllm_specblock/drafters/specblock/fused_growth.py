@@ -39,7 +39,6 @@ class FusedExpansion:
             shape.num_starts,
             shape.width,
             shape.budget,
-            shape.starts_by_rank,
         )
         kind = Growing if width.is_cuda else CompiledGrowing
         self.growing = kind(Limits(*sizes), width, num_requests)

@@ -20,8 +20,6 @@ from vllm_specblock.candidates import (
 from vllm_specblock.drafters.specblock.tree_shape import Starts, TreeShape
 from vllm_specblock.tree import DraftTree
 from vllm_specblock.triton_kernels.tree.candidate_keys import (
-    BUCKET_BITS,
-    BUCKET_ONE,
     CLOSED,
     DEPTH_ONE,
     FIRST,
@@ -166,9 +164,7 @@ class Expansion:
         self.rows += rows
 
         if self.rows < self.shape.num_rows:
-            level = bucket[..., None]
-            may_start = by_bucket(keys, level) if self.shape.starts_by_rank else keys
-            may_start = may_start | self.closed[level]
+            may_start = keys | self.closed[bucket[..., None]]
             # The main chain goes on from row 0 of every block, which starts at its last end.
             may_start[:, 0, -1, :1].bitwise_or_(FIRST)
             self.open.append(may_start.flatten(1))
@@ -202,13 +198,3 @@ class Expansion:
         row = (candidate - 1) // (self.shape.block_size * self.shape.width)
         starts = self.shape.num_starts
         return torch.where(candidate > 0, 1 + (row + starts - 1) // starts, 0)
-
-
-def by_bucket(key: torch.Tensor, bucket: torch.Tensor) -> torch.Tensor:
-    """Keys that sort by rank bucket first, then by score (to its last bits), then as they did.
-
-    key int64, bucket int64 0 … 3, of shapes that broadcast. Closed keys stay closed.
-    """
-    low = (1 << 32) - 1
-    ranked = (key >> (32 + BUCKET_BITS) << 32) + (key & low) + bucket * BUCKET_ONE
-    return torch.where(key < CLOSED, ranked, key)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
@@ -29,11 +29,8 @@ class SpecBlockConfig(WeightedOptions):
     two fifths of a step on a processor, for a few per cent more tokens."""
 
     num_starts: Annotated[int, Field(ge=1, le=32)] = 8
-    """S: nodes from which the next block grows; one is always the chain's end."""
-
-    start_order: Literal["score", "rank"] = "score"
-    """Which nodes the next block grows from: those of the highest score, or those at positions of
-    the lowest predicted rank bucket (the paper's words), by score among equals."""
+    """S: nodes from which the next block grows: those of the highest score, and the chain's end.
+    The paper takes the lowest rank buckets first, which won nothing."""
 
     branching: Annotated[
         list[Annotated[int, Field(ge=0, le=32)]], Field(min_length=4, max_length=4)

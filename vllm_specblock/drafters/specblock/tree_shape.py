@@ -20,8 +20,6 @@ class TreeShape:
         branching: children per rank bucket; 0 gives up at such a position: only the chain's
             own node is attached, and no block starts there.
         budget: N, nodes of the tree.
-        starts_by_rank: later blocks start at the positions of the lowest predicted rank bucket
-            first, and by score among equals; otherwise by score alone.
 
     Raises:
         ValueError: paths of more than 255 tokens.
@@ -32,7 +30,6 @@ class TreeShape:
     num_starts: int
     branching: tuple[int, int, int, int]
     budget: int
-    starts_by_rank: bool = False
 
     def __post_init__(self) -> None:
         if self.max_depth > MAX_DEPTH:

@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from vllm_specblock.commit.store import store_kv
 from vllm_specblock.config import OptionError
-from vllm_specblock.engine.attention import flash_causal, flash_prefix
+from vllm_specblock.engine.attention import flash_causal
 from vllm_specblock.engine.attention.flash_causal import CausalRequests, attend_causal
 from vllm_specblock.engine.cpu.attention import CpuStep, PackedCache, Scales, packed_cache
 from vllm_specblock.triton_kernels.attention.tree_attention_batch import TreeAttentionBatch
@@ -41,7 +41,6 @@ class TreeAttentionMetadata:
     num_rows: int
     slot_mapping: torch.Tensor  # [T] int64
     queries: TreeAttentionBatch | None  # None: every request is of `causal`
-    all_trees: bool = False
     causal: CausalRequests | None = None  # behind those of `queries`
     cpu: CpuStep | None = None  # made by the first layer whose cache is packed
 
@@ -90,7 +89,6 @@ class TreeAttentionMetadataBuilder(AttentionMetadataBuilder[TreeAttentionMetadat
             batch.num_actual_tokens,
             batch.slot_mapping[: batch.num_actual_tokens],
             self._queries(batch, count) if count else None,
-            tree_mask.all_trees,
             causal,
         )
 
@@ -257,10 +255,9 @@ class TreeAttentionImpl(AttentionImpl):
             scales = {"key_scale": layer._k_scale, "value_scale": layer._v_scale}
         if slots is not None:
             store_kv(kv_cache, slots, key, value, **scales)
-        queries, all_trees = attn_metadata.queries, attn_metadata.all_trees
-        out, causal = output, attn_metadata.causal
+        queries, out, causal = attn_metadata.queries, output, attn_metadata.causal
         if causal is not None:
-            flash = flash_prefix.flash_attention(self.head_size)
+            flash = flash_causal.flash_attention(self.head_size)
             attend_causal(
                 flash, causal, query, kv_cache, self.scale, out, self.window, self.soft_cap
             )
@@ -268,21 +265,14 @@ class TreeAttentionImpl(AttentionImpl):
             return whole
         if causal is not None:
             query, out = query[: causal.first_row], out[: causal.first_row]
-        by_flash = flash_prefix.choose(queries, self.head_size, all_trees, self.window)
-        if by_flash and not self.fp8:
-            flash = flash_prefix.flash_attention(self.head_size)
-            flash_prefix.attend_prefix_and_tree(
-                flash, queries, query, kv_cache, self.scale, out, self.soft_cap
-            )
-        else:
-            queries.attend(
-                query,
-                kv_cache,
-                self.scale,
-                out,
-                window=self.window,
-                soft_cap=self.soft_cap,
-                sinks=self.sinks,
-                **scales,
-            )
+        queries.attend(
+            query,
+            kv_cache,
+            self.scale,
+            out,
+            window=self.window,
+            soft_cap=self.soft_cap,
+            sinks=self.sinks,
+            **scales,
+        )
         return whole

@@ -13,13 +13,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import torch
+from vllm.utils.torch_utils import canonicalize_singleton_dim_strides
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import AttentionSpec
-
-from vllm_specblock.engine.attention.flash_prefix import flash_attention, keys_and_values
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,25 @@ class CausalRequests:
     block_table: torch.Tensor
     max_query_len: int
     max_seq_len: int
+
+
+@cache
+def flash_attention(head_size: int) -> partial[Any]:
+    """vLLM's FlashAttention of this GPU's version.
+
+    Raises:
+        ImportError: not on a CUDA GPU.
+    """
+    from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
+
+    return partial(flash_attn_varlen_func, fa_version=get_flash_attn_version(head_size=head_size))
+
+
+def keys_and_values(kv_cache: torch.Tensor, head_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A cache [blocks, kv heads, block size, 2D] as FlashAttention wants it: two views of it,
+    [blocks, block size, kv heads, D] each."""
+    key, value = kv_cache.transpose(1, 2).split(head_size, dim=-1)
+    return canonicalize_singleton_dim_strides(key), canonicalize_singleton_dim_strides(value)
 
 
 def takes(spec: AttentionSpec, device: torch.device) -> bool:

@@ -199,7 +199,7 @@ def _resolve_drafter(
 def _check_policy(combine: CombineConfig, num_nodes: int) -> None:
     policy = combine.draft_policy
     of_policy = {
-        "route": ("route", "confidence", "second_drafter_cost"),
+        "route": ("route", "confidence"),
         "merge": ("merge", "budget"),
     }
     for other, keys in of_policy.items():
@@ -209,11 +209,6 @@ def _check_policy(combine: CombineConfig, num_nodes: int) -> None:
                 f"speculative_config key '{given[0]}' goes with draft_policy '{other}', but "
                 f"draft_policy is '{policy}': change the one or drop the other."
             )
-    if combine.route == "eager" and combine.second_drafter_cost is not None:
-        raise OptionError(
-            "speculative_config key 'second_drafter_cost' goes with route 'lazy', but route is "
-            "'eager': change the one or drop the other."
-        )
     try:
         shares(num_nodes, policy, combine.budget)
     except ValueError as error:

@@ -204,10 +204,10 @@ OF_STEPS: tuple[Hook, ...] = (
         "vllm_flash_attn/flash_attn_interface.py",
         "flash_attn_varlen_func",
         "max_seqlen_q cu_seqlens_q max_seqlen_k seqused_k softmax_scale causal window_size "
-        "softcap block_table return_softmax_lse out fa_version",
+        "softcap block_table out fa_version",
         "among",
     ),
-    Takes("attention/flash_prefix.py", "v1/attention/backends/fa_utils.py",
+    Takes("attention/flash_causal.py", "v1/attention/backends/fa_utils.py",
           "get_flash_attn_version", "head_size", "among"),
     # ---- graphs ----
     Takes("runner/graphs.py", _GPU + "cudagraph_utils.py", "CudaGraphManager.__init__",

@@ -126,10 +126,7 @@ class LazilyRoutedDrafters(RoutedDrafters):
         self, drafters: list[Drafter], options: CombineConfig, num_slots: int, device: torch.device
     ) -> None:
         super().__init__(drafters, options, device)
-        cost = options.second_drafter_cost
-        if cost is None:
-            cost = drafters[1].usual_cost
-        self.gate = LazyGate(device, options.confidence, cost)
+        self.gate = LazyGate(device, options.confidence, drafters[1].usual_cost)
         self.looks = device.type == "cpu"
         self.most_want = torch.ones(1, dtype=torch.bool, pin_memory=not self.looks)
         self.step = torch.zeros(1, dtype=torch.int64, device=device)

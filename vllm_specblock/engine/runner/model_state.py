@@ -95,7 +95,7 @@ class TreeModelState(DefaultModelState):
     ) -> dict[str, Any]:
         # Full graphs are captured of decode steps only, by dummy batches that have no drafts.
         captured = kwargs.get("for_capture", False)
-        self._build_tree_mask(input_batch, all_trees=captured)
+        self._build_tree_mask(input_batch)
         if self.adapters is not None:
             self.adapters.map_rows(input_batch)
         graph = captured or cudagraph_mode == CUDAGraphMode.FULL
@@ -109,12 +109,8 @@ class TreeModelState(DefaultModelState):
             input_batch, cudagraph_mode, block_tables, slot_mappings, attn_groups, *args, **kwargs
         )
 
-    def _build_tree_mask(self, batch: InputBatch, all_trees: bool) -> None:
-        """Fill visibility and positions for this batch.
-
-        all_trees: every row of the batches that it stands for is a root or a node.
-        """
-        self.tree_mask.all_trees = all_trees or len(batch.logits_indices) == batch.num_tokens
+    def _build_tree_mask(self, batch: InputBatch) -> None:
+        """Fill visibility and positions for this batch."""
         rows = BatchRows(
             batch.positions,
             batch.query_start_loc,

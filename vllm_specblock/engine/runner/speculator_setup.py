@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from vllm.model_executor.models.interfaces_base import VllmModel
 
 
-def _caches_of(
+def caches_of(
     context: dict[str, Any], names: list[str], group_of: dict[str, int]
 ) -> list[tuple[int, KVCacheSet]]:
     """Caches by cache group and geometry; layers that share one count once."""
@@ -208,7 +208,7 @@ class SpeculatorSetup(DraftModelSpeculator):
     def bind_caches(self) -> None:
         """The paged caches exist now: hand them to the commit and to the drafter."""
         context = self.vllm_config.compilation_config.static_forward_context
-        self.target_caches = _caches_of(context, self.target_layers, self.group_of)
+        self.target_caches = caches_of(context, self.target_layers, self.group_of)
         for drafter, names in zip(self.draft_policy.drafters, self.drafter_layers):
             drafter.bind([context[name].kv_cache for name in names])
         # Where nothing will be captured.
