@@ -12,6 +12,16 @@ class OptionError(ValueError):
     """A key of `speculative_config` that cannot be followed; the message is one sentence."""
 
 
+class TargetError(OptionError):
+    """A target that has `what`, and would not verify a tree as a tree."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"The target has {what}, which SpecBlock cannot verify as a tree yet: run it without "
+            "speculative_config, or with another method."
+        )
+
+
 class Options(BaseModel):
     """Keys of one thing; others are refused."""
 

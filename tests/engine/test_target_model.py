@@ -59,6 +59,12 @@ def test_a_subclass_of_attention_is_refused(no_weights, monkeypatch):
         make_engine({"kind": "ngram", "model": None})
 
 
+def test_a_target_with_a_model_state_of_its_own_is_refused(no_weights, monkeypatch):
+    monkeypatch.setattr(llama.LlamaForCausalLM, "get_model_state_cls", object, raising=False)
+    with pytest.raises(OptionError, match=r"a model state of its own \(LlamaForCausalLM\)"):
+        make_engine({"kind": "ngram", "model": None})
+
+
 def test_hooks_hand_out_what_the_interface_does(monkeypatch):
     drafts = []
     for supported in (True, False):

@@ -8,12 +8,13 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.models.interfaces import EagleModelMixin, supports_eagle3
+from vllm.platforms import current_platform
 
-from vllm_specblock.config import OptionError
 from vllm_specblock.engine.attention.backend import TreeAttentionBackend
 from vllm_specblock.engine.config.ours import extracts_features, is_ours
 from vllm_specblock.engine.patches import Function, patch
 from vllm_specblock.engine.target_states import add_interface
+from vllm_specblock.options import TargetError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -32,7 +33,7 @@ def install() -> None:
             if not (is_ours(speculative) or extracts_features(speculative)):
                 return model
             if is_ours(speculative):
-                check_layers(vllm_config)
+                check_target_model(model, vllm_config)
             wanted = speculative.draft_model_config.hf_config.eagle_aux_hidden_state_layer_ids
             if wanted and not hands_out_states(model):
                 add_interface(model, vllm_config)
@@ -54,25 +55,25 @@ def hands_out_states(model: nn.Module) -> bool:
     return supports_eagle3(model) and all("aux_hidden" in x or "super" in x for x in names)
 
 
-def check_layers(config: VllmConfig) -> None:
-    """Refuse a target with a layer that would not attend a tree by our backend.
+def check_target_model(model: nn.Module, config: VllmConfig) -> None:
+    """Refuse a target that would not see a tree as a tree.
 
     Raises:
-        OptionError: a layer of another kind, with another backend or one that wraps ours, or whose
-            values are not as wide as its keys.
+        TargetError: a model state of its own, which may look at neighbouring rows; a layer of
+            another kind, with another backend or one that wraps ours, or whose values are not as
+            wide as its keys; an fp8 cache of heads that are not packed.
     """
+    if hasattr(model, "get_model_state_cls"):
+        raise TargetError(f"a model state of its own ({type(model).__name__})")
     for name, layer in config.compilation_config.static_forward_context.items():
         if not isinstance(layer, AttentionLayerBase):
             continue
         backend = layer.get_attn_backend()
-        known = (
-            backend is TreeAttentionBackend
-            and type(layer) is Attention  # subclasses mask or store in ways of their own
-            and layer.head_size_v == layer.head_size
-        )
-        if not known:
-            raise OptionError(
-                f"The target {config.model_config.model!r} has {type(layer).__name__} layers "
-                f"({name}, {backend.__name__}), which SpecBlock cannot verify as a tree yet: run "
-                "it without speculative_config, or with another method."
-            )
+        if (
+            backend is not TreeAttentionBackend
+            or type(layer) is not Attention  # subclasses mask or store in ways of their own
+            or layer.head_size_v != layer.head_size
+        ):
+            raise TargetError(f"{type(layer).__name__} layers ({name}, {backend.__name__})")
+        if layer.impl.fp8 and current_platform.is_cpu() and layer.head_size % 32:
+            raise TargetError(f"an fp8 KV cache of heads of {layer.head_size} numbers ({name})")

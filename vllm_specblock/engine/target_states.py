@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from vllm.config import VllmConfig
 
-from vllm_specblock.config import OptionError
+from vllm_specblock.options import TargetError
 
 _ADDS_RESIDUAL = frozenset(
     {
@@ -33,18 +33,15 @@ def add_interface(model: nn.Module, config: VllmConfig) -> None:
     also holds in compiled code and CUDA graphs.
 
     Raises:
-        OptionError: no list of as many decoder layers as the config names.
+        TargetError: no list of as many decoder layers as the config names.
     """
     depth = config.model_config.hf_text_config.num_hidden_layers
     lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
     layers = next((found for found in lists if len(found) == depth), None)
     if layers is None:
-        raise OptionError(
-            f"The drafter reads hidden states of {type(model).__name__}, which has no list of "
-            f'{depth} decoder layers: use "kind": "ngram".'
-        )
+        raise TargetError(f"no list of {depth} decoder layers, whose states the drafter reads")
     interface: Any = model
-    forward, buffers = model.forward, []
+    forward, buffers = model.forward, list[torch.Tensor]()
 
     # No hook of the model: torch.compile would run it twice.
     @wraps(forward)

@@ -18,10 +18,10 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from vllm_specblock.commit.store import store_kv
-from vllm_specblock.config import OptionError
 from vllm_specblock.engine.attention import flash_causal
 from vllm_specblock.engine.attention.flash_causal import CausalRequests, attend_causal
 from vllm_specblock.engine.cpu.attention import CpuStep, PackedCache, Scales, packed_cache
+from vllm_specblock.options import TargetError
 from vllm_specblock.triton_kernels.attention.tree_attention_batch import TreeAttentionBatch
 from vllm_specblock.verify.tree_mask import TreeMask
 
@@ -180,10 +180,7 @@ class TreeAttentionImpl(AttentionImpl):
             (others, f"attention with {', '.join(others)}"),
         ):
             if refused:
-                raise OptionError(
-                    f"The target has {what}, which SpecBlock cannot verify as a tree yet: run it "
-                    "without speculative_config, or with another method."
-                )
+                raise TargetError(what)
         self.num_heads, self.head_size, self.scale = num_heads, head_size, scale
         self.num_kv_heads = num_kv_heads
         self.window, self.soft_cap = sliding_window, logits_soft_cap or 0.0

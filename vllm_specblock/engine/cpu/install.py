@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vllm_specblock.config import OptionError
 from vllm_specblock.engine import releases
 from vllm_specblock.engine.cpu import compile_cache, sleeping_waits
 from vllm_specblock.engine.cpu.batches import slot_mapping
 from vllm_specblock.engine.cpu.kernels import KERNELS
 from vllm_specblock.engine.cpu.top_k_top_p import apply_top_k_top_p
 from vllm_specblock.engine.patches import PATCHES, Function, patch
+from vllm_specblock.options import TargetError
 
 if TYPE_CHECKING:
     from vllm.v1.attention.selector import AttentionSelectorConfig
@@ -82,10 +82,7 @@ def _accept_custom_attention() -> None:
                 device_capability=None, **attn_selector_config._asdict()
             )
             if reasons:
-                raise OptionError(
-                    f"SpecBlock cannot verify this target as a tree yet ({', '.join(reasons)}): "
-                    "run it without speculative_config, or with another method."
-                )
+                raise TargetError(f"attention of another kind ({', '.join(reasons)})")
             return AttentionBackendEnum.CUSTOM.get_path()
 
         return get_attn_backend_cls

@@ -44,7 +44,7 @@ from vllm_specblock.engine.runner.model_state import TreeModelState
 from vllm_specblock.engine.runner.tree_states import TreeStates
 from vllm_specblock.engine.runner.warm_up import compile_kernels
 from vllm_specblock.engine.target_lora import embed_without_adapters
-from vllm_specblock.engine.target_model import check_layers
+from vllm_specblock.engine.target_model import check_target_model
 from vllm_specblock.triton_kernels.kv_cache.commit import KVCacheSet
 from vllm_specblock.verify.synthetic_acceptance import SyntheticAcceptance
 
@@ -114,7 +114,6 @@ class SpeculatorSetup(DraftModelSpeculator):
     def load_draft_model(
         self, target_model: VllmModel, target_attn_layer_names: set[str]
     ) -> nn.Module:
-        check_layers(self.vllm_config)  # some loaders build the model by themselves
         self.target_layers = sorted(target_attn_layer_names)
         budgets = drafter_budgets(self.resolved.combine, self.num_nodes)
         sizes = self.num_nodes, self.max_model_len, self.num_slots
@@ -170,12 +169,8 @@ class SpeculatorSetup(DraftModelSpeculator):
         return nn.ModuleList(weights)
 
     def load_model(self, target_model: VllmModel) -> None:
+        check_target_model(target_model, self.vllm_config)  # not every loader asks before
         super().load_model(target_model)
-        if hasattr(target_model, "get_model_state_cls"):
-            raise ValueError(
-                f"{type(target_model).__name__} keeps a model state of its own, which SpecBlock "
-                "cannot verify trees with: run it without speculative_config."
-            )
         if self.device.type == "cpu":
             compile_loops(self.dtype)
             without_made_up_requests()
