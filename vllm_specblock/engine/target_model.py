@@ -18,7 +18,7 @@ from vllm_specblock.options import TargetError
 
 if TYPE_CHECKING:
     from torch import nn
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
 
 
 def install() -> None:
@@ -26,11 +26,16 @@ def install() -> None:
 
     def make(original: Function) -> Function:
         def create_model(
-            self: BaseModelLoader, vllm_config: VllmConfig, *args: Any, **kwargs: Any
+            self: BaseModelLoader,
+            vllm_config: VllmConfig,
+            model_config: ModelConfig,
+            *args: Any,
+            **kwargs: Any,
         ) -> nn.Module:
-            model = original(self, vllm_config, *args, **kwargs)
+            model = original(self, vllm_config, model_config, *args, **kwargs)
             speculative = vllm_config.speculative_config
-            if not (is_ours(speculative) or extracts_features(speculative)):
+            known = is_ours(speculative) or extracts_features(speculative)
+            if not known or model_config is speculative.draft_model_config:
                 return model
             if is_ours(speculative):
                 check_target_model(model, vllm_config)

@@ -51,7 +51,7 @@ def add_interface(model: nn.Module, config: VllmConfig) -> None:
 
     def set_aux_hidden_state_layers(ids: tuple[int, ...]) -> None:
         model_config, rows = config.model_config, config.scheduler_config.max_num_batched_tokens
-        for index in ids:
+        for index in sorted(set(ids)):
             layer = layers[index]
             # On the device of the context: vLLM loads models under the target's.
             buffer = torch.zeros(
