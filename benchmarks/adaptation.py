@@ -132,8 +132,8 @@ def attacks(
     requests.
     """
     import torch
+    from lib import attacks as attack
 
-    from vllm_specblock.adapt import attacks as attack
     from vllm_specblock.adapt.learning.train_batches import RecordTeacher
     from vllm_specblock.adapt.learning.update import UpdateConfig
     from vllm_specblock.adapt.policy.registry import make_policy

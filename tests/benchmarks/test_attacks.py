@@ -6,9 +6,9 @@ from collections import Counter
 
 import pytest
 import torch
+from lib.attacks import ATTACKS, CLEAN, attacked, kept, scaled
 from support.world import World
 
-from vllm_specblock.adapt.attacks import ATTACKS, CLEAN, attacked, kept, scaled
 from vllm_specblock.adapt.learning.update import UpdateConfig
 from vllm_specblock.adapt.policy.registry import make_policy
 from vllm_specblock.adapt.simulate import Served, Simulation, SimulationConfig, simulate
