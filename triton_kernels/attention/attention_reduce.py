@@ -19,18 +19,15 @@ class OutPointers(NamedTuple):
     """Where results go, and what they are multiplied with."""
 
     out: torch.Tensor  # [T, nh, D]
-    lse: torch.Tensor | None  # [T, nh] fp32
     value_scale: torch.Tensor | None  # [] fp32
 
 
 class OutStrides(NamedTuple):
-    """From entry to entry of `OutPointers`."""
+    """From entry to entry of `OutPointers.out`."""
 
     token: int
     head: int
     dim: int
-    lse_token: int
-    lse_head: int
 
 
 class TileConstants(NamedTuple):
@@ -86,7 +83,6 @@ def _merge_splits(m_i, l_i, acc, part_m_i, part_l_i, part):
 
 @jit
 def _finish(
-    m_i,  # [rows] fp32, in units of log 2
     l_i,  # [rows] fp32
     acc,  # [rows, BLOCK_D] fp32
     token,  # [rows] int64
@@ -107,13 +103,6 @@ def _finish(
         result.to(into.out.dtype.element_ty),
         mask=row_in[:, None] & (dim < TILE.HEAD)[None, :],
     )
-    if into.lse is not None:
-        seen = tl.where(l_i > 0, l_i, 1.0)
-        tl.store(
-            into.lse + token * strides.lse_token + head * strides.lse_head,
-            (m_i + tl.log2(seen)) * 0.6931471805599453,
-            mask=row_in,
-        )
 
 
 @jit(do_not_specialize=["max_seq_len", "slots"])
@@ -164,7 +153,6 @@ def _merge_splits_kernel(
         m_i, l_i, acc = _merge_splits(m_i, l_i, acc, part_m_i, part_l_i, part)
         place += tiles
     _finish(
-        m_i,
         l_i,
         acc,
         (first_token + row // TILE.GROUP).to(tl.int64),

@@ -157,13 +157,12 @@ def attend_reference(
     soft_cap: float = 0.0,
     key_scale: torch.Tensor | None = None,
     value_scale: torch.Tensor | None = None,
-    lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One layer's attention under `plan`; arguments as in `tree_attention`.
 
     Writes and returns out [T, nh, D].
     """
-    plain = not soft_cap and key_scale is None and lse is None
+    plain = not soft_cap and key_scale is None
     for group in plan.groups:
         size = group.num_requests, group.mask.shape[2]
         kv = group.gather(kv_cache)
@@ -185,16 +184,12 @@ def attend_reference(
             )
         else:
             factor = scale if key_scale is None else scale * key_scale
-            attended, sums = _attend_by_formula(rows, key, value, group.mask, factor, soft_cap)
+            attended = _attend_by_formula(rows, key, value, group.mask, factor, soft_cap)
             if value_scale is not None:
                 attended = attended * value_scale
-            if lse is not None:
-                group.write(lse, sums.transpose(1, 2))
         group.write(out, attended.transpose(1, 2).to(out.dtype))
     if plan.num_tokens < len(out):
         out[plan.num_tokens :].zero_()
-        if lse is not None:
-            lse[plan.num_tokens :].fill_(float("-inf"))
     return out
 
 
@@ -205,11 +200,11 @@ def _attend_by_formula(
     mask: torch.Tensor,
     factor: float | torch.Tensor,
     soft_cap: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What SDPA does not offer: a soft cap, keys of another dtype, the log of the sums.
+) -> torch.Tensor:
+    """What SDPA does not offer: a soft cap, keys of another dtype.
 
     query [G, nh, Q, D], key and value [G, nkv, L, D] of any dtype, mask [G, 1, Q, L] ->
-    out [G, nh, Q, D] fp32 and the logarithms [G, nh, Q] fp32.
+    out [G, nh, Q, D] fp32.
     """
     heads = query.shape[1] // key.shape[1]
     key, value = (x.float().repeat_interleave(heads, dim=1) for x in (key, value))
@@ -219,4 +214,4 @@ def _attend_by_formula(
     scores = scores + mask
     sums = scores.logsumexp(-1)
     weight = (scores - sums.masked_fill(sums == -torch.inf, 0)[..., None]).exp()
-    return weight @ value, sums
+    return weight @ value
