@@ -1,12 +1,12 @@
 """Adaptation while serving on the example pair: every stream with every policy, streams that are
 attacked, and processes that are killed; and a stream that vLLM serves, with any pair.
 
-    python benchmarks/adaptation.py streams|attacks|kills|serve|overhead [--help]
+    python benchmarks/adaptation.py simulate|streams|attacks|kills|serve|overhead [--help]
 
 The drafter knows code; tables are the other domain (`examples/two_heads/README.md` makes both
-files of prompts). `streams` and `attacks` simulate: nothing is served, see `specblock adapt
-simulate --help`. `kills` runs a trainer beside a process that stands in for an engine, `serve`
-engines; `overhead` times what recording takes of a step.
+files of prompts). `simulate`, `streams` and `attacks` replay: nothing is served. `kills` runs a
+trainer beside a process that stands in for an engine, `serve` engines; `overhead` times what
+recording takes of a step.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from adaptation_overhead import overhead as time_inside
 from adaptation_serving import LEARNERS, Serving
 from adaptation_serving import serve as serve_all
 from adaptation_serving import tables as tables_of_served
+from adaptation_simulation import check_prompts, simulate
 from lib.results_store import ROOT, markdown_table
+from lib.streams import STREAMS
 
 from vllm_specblock.adapt.policy.registry import POLICIES
-from vllm_specblock.adapt.streams import STREAMS
-from vllm_specblock.cli.adapt import check_prompts, simulate
+from vllm_specblock.cli.main import OneSentenceErrors
 
 FOLDER = ROOT / "runs/two_heads"
 AWAY = FOLDER / "tables.jsonl"
@@ -39,7 +40,8 @@ PROMPT, ANSWER, LOOP = 64, 96, 24
 """Tokens of a prompt, of an answer, and of what a loop repeats: more than a tenth of its text,
 below which the book refuses it."""
 
-app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False)
+app = typer.Typer(cls=OneSentenceErrors, help=__doc__, no_args_is_help=True, add_completion=False)
+app.command()(simulate)
 Drafter = Annotated[Path, typer.Option(help="That knows home.")]
 Target = Annotated[Path, typer.Option(help="Its target.")]
 Home = Annotated[Path, typer.Option(help="Prompts of code.")]
@@ -132,13 +134,13 @@ def attacks(
     requests.
     """
     import torch
+    from lib import attacks as attack
+    from lib.simulation import Simulation, SimulationConfig
+    from lib.simulation import simulate as serve
 
-    from vllm_specblock.adapt import attacks as attack
     from vllm_specblock.adapt.learning.train_batches import RecordTeacher
     from vllm_specblock.adapt.learning.update import UpdateConfig
     from vllm_specblock.adapt.policy.registry import make_policy
-    from vllm_specblock.adapt.simulate import Simulation, SimulationConfig
-    from vllm_specblock.adapt.simulate import simulate as serve
     from vllm_specblock.drafters.specblock import checkpoint
     from vllm_specblock.train.data.prompts import read_prompts
     from vllm_specblock.train.eval.evaluate import sequences_for, sequences_from

@@ -136,16 +136,6 @@ def test_best_chain_is_the_best_path(batch):
         assert chain.token[request, :size].tolist() in [*texts, []]
 
 
-@quick
-@given(nodes())
-def test_path_matrix_lists_the_leaves(plain):
-    tree = to_tree([plain], max(1, len(plain)))
-    inner = {up for up, _ in plain}
-    leaves = [node for node in range(len(plain) + 1) if node not in inner]
-    rows = [[node for node in row if node >= 0] for row in tree.path_matrix(0).tolist()]
-    assert rows == [path_to(plain, leaf) for leaf in leaves]
-
-
 def test_nothing_is_read_on_the_host():
     """A fake tensor has no value: any `.item()`, `if tensor` or data-dependent shape raises."""
     with FakeTensorMode():

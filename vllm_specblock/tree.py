@@ -221,23 +221,3 @@ class DraftTree:
     def chain_of(self, entry: torch.Tensor, length: torch.Tensor) -> DraftTree:
         """A path as `best_path` gives it, laid out as a chain in the first slots."""
         return DraftTree.chain(self.token.gather(1, entry), self.logprob.gather(1, entry), length)
-
-    def path_matrix(self, request: int) -> torch.Tensor:
-        """One request's root-to-leaf paths (merged-tree paper, §4.4), for people and tests.
-
-        Reads the device.
-
-        Returns:
-            [L, D] int64: a row per leaf in node order, its nodes from the root on, −1 padded.
-        """
-        parent = [-1, *self.parent[request].tolist()]
-        size = int(self.size[request])
-        inner = set(parent[1 : size + 1])
-        paths = []
-        for leaf in [node for node in range(size + 1) if node not in inner]:
-            path = [leaf]
-            while path[0]:
-                path.insert(0, parent[path[0]])
-            paths.append(path)
-        width = max(map(len, paths))
-        return torch.tensor([path + [-1] * (width - len(path)) for path in paths])

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from baselines.first_choice import loss_and_choice
 from baselines.groups import Kept, KeyValue, group_attention
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -31,7 +32,6 @@ from vllm_specblock.train.data.batch import Batch
 from vllm_specblock.train.data.labels import draft_labels
 from vllm_specblock.train.data.shards import replace
 from vllm_specblock.train.eval.eagle3_drafting import Eagle3Draft, masked_attention
-from vllm_specblock.train.head_loss import loss_and_choice
 from vllm_specblock.train.learner import (
     IGNORE_INDEX,
     Draft,

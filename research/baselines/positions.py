@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
+from baselines.first_choice import loss_and_choice
 from torch import Tensor, nn
 
 from vllm_specblock.train.data.labels import draft_labels
-from vllm_specblock.train.head_loss import loss_and_choice
 from vllm_specblock.train.learner import IGNORE_INDEX, Learner, LossOutput, TrainBatch
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from baselines.first_choice import loss_and_choice
 from baselines.folder import write_folder, write_mapping
 from baselines.groups import Kept
 from torch import Tensor, nn
@@ -24,7 +25,6 @@ from vllm_specblock.drafters.baselines.sps import SmallLanguageModel
 from vllm_specblock.drafters.specblock.config_json import rope_of
 from vllm_specblock.train.data.labels import draft_labels
 from vllm_specblock.train.eval.eagle3_drafting import masked_attention
-from vllm_specblock.train.head_loss import loss_and_choice
 from vllm_specblock.train.learner import (
     IGNORE_INDEX,
     Draft,

@@ -60,8 +60,6 @@ COMMANDS = {
     "--set x=prompts.jsonl --method nowhere",
     "figures": "figures --drafter a=somebody/drafter --target somebody/target --set x=none.jsonl "
     "--out out",
-    "simulate": "adapt simulate somebody/drafter --target somebody/target --home none.jsonl "
-    "--away none.jsonl --out out",
     "adapt run": "adapt run queue --drafter somebody/drafter --target somebody/target --once",
 }
 END_LATER = {
@@ -69,7 +67,6 @@ END_LATER = {
     "features": "needs a position more",
     "bench": "nowhere",
     "figures": "none.jsonl",
-    "simulate": "none.jsonl",
 }
 """Commands that end with an error which they only find when they have read config.json: what else
 they do takes an engine, or minutes."""

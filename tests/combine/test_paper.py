@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from hypothesis import given, settings
-from support.trees import Nodes, nodes, to_tree
+from support.trees import Nodes, nodes, path_matrix, to_tree
 
 from vllm_specblock.combine.merge import merge, union
 from vllm_specblock.tree import DraftTree
@@ -68,7 +68,7 @@ def check_equal(tree: DraftTree, paper: PaperUnion) -> None:
     assert tree.parent[0].tolist() == paper.parent
     assert tree.ancestor_mask()[0].int().tolist() == paper.mask
     assert [0, *tree.depth[0].tolist()] == paper.position
-    assert tree.path_matrix(0).tolist() == paper.paths
+    assert path_matrix(tree, 0) == paper.paths
 
 
 FIRST = [(0, 11), (0, 12), (1, 13)]
@@ -120,5 +120,5 @@ def test_a_disjoint_merge_has_the_papers_paths(first, second):
     def candidates(paths, token):
         return Counter(tuple(token[node - 1] for node in row if node > 0) for row in paths)
 
-    ours = candidates(tree.path_matrix(0).tolist(), tree.token[0].tolist())
+    ours = candidates(path_matrix(tree, 0), tree.token[0].tolist())
     assert ours == candidates(paper.paths, paper.token)

@@ -11,10 +11,10 @@ from collections import Counter
 
 import pytest
 import torch
+from support.sequential_acceptance import accept_sequentially
 from support.trees import path_to, to_tree
 
 from vllm_specblock.verify.accept_path import accept_path
-from vllm_specblock.verify.reference import accept_sequentially
 
 TREES = {
     "tree": [(0, 1), (0, 2), (1, 0), (1, 3), (2, 1), (3, 2), (0, 4)],

@@ -79,12 +79,11 @@ def _tree_attention_kernel(
     num_rows = (stop_token - first_token) * TILE.GROUP
     lane = tl.arange(0, TILE.BLOCK_M)
     nothing = tl.full([TILE.BLOCK_M], 0.0, tl.float32)
-    unseen = tl.full([TILE.BLOCK_M], float("-inf"), tl.float32)
     if request == num_requests:
         for skip in range(0, num_rows, tl.num_programs(0) * TILE.BLOCK_M):
             at = skip + slot * TILE.BLOCK_M + lane
             _finish(
-                unseen,
+                nothing,
                 nothing,
                 tl.full([TILE.BLOCK_M, TILE.BLOCK_D], 0.0, tl.float32),
                 (first_token + at // TILE.GROUP).to(tl.int64),

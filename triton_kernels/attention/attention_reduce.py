@@ -19,19 +19,16 @@ class OutPointers(NamedTuple):
     """Where results go, and what they are multiplied with."""
 
     out: torch.Tensor  # [T, nh, D]
-    lse: torch.Tensor | None  # [T, nh] fp32
     value_scale: torch.Tensor | None  # [] fp32
     sinks: torch.Tensor | None  # [nh]
 
 
 class OutStrides(NamedTuple):
-    """From entry to entry of `OutPointers`."""
+    """From entry to entry of `OutPointers.out`."""
 
     token: int
     head: int
     dim: int
-    lse_token: int
-    lse_head: int
 
 
 class TileConstants(NamedTuple):
@@ -106,7 +103,6 @@ def _finish(
         decay = tl.exp2(m_i - m_new)
         l_i = l_i * decay + tl.exp2(sink - m_new)
         acc = acc * decay[:, None]
-        m_i = m_new
     result = acc / tl.where(l_i > 0, l_i, 1.0)[:, None]
     if into.value_scale is not None:
         result = result * tl.load(into.value_scale)
@@ -116,13 +112,6 @@ def _finish(
         result.to(into.out.dtype.element_ty),
         mask=row_in[:, None] & (dim < TILE.HEAD)[None, :],
     )
-    if into.lse is not None:
-        seen = tl.where(l_i > 0, l_i, 1.0)
-        tl.store(
-            into.lse + token * strides.lse_token + head * strides.lse_head,
-            (m_i + tl.log2(seen)) * 0.6931471805599453,
-            mask=row_in,
-        )
 
 
 @jit(do_not_specialize=["max_seq_len", "slots"])

@@ -50,7 +50,6 @@ def tree_attention(
     soft_cap: float = 0.0,
     key_scale: torch.Tensor | None = None,
     value_scale: torch.Tensor | None = None,
-    lse: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
     unknown_up_to: int = 0,
@@ -81,9 +80,7 @@ def tree_attention(
         soft_cap: c > 0 turns every score s into c · tanh(s / c).
         key_scale, value_scale: one fp32 on the device each: keys and values are what the cache
             holds times this. Positive.
-        lse: [T, nh] fp32 to write the natural logarithm of each query's sum of exponentials into;
-            −inf where it sees nothing.
-        sinks: [nh], for each head one more score whose value is zero; it is part of `lse`.
+        sinks: [nh], for each head one more score whose value is zero.
         workspace: fp32, at least `workspace_size` elements; made if not given.
         unknown_up_to: requests of up to so many query tokens, of whatever lengths, have equal bits
             in every batch that says the same number here, and query_lens need not name theirs.
@@ -114,11 +111,11 @@ def tree_attention(
         tree_start,
         key_scale,
     )
-    into = OutPointers(out, lse, value_scale, sinks)
+    into = OutPointers(out, value_scale, sinks)
     token, head, dim = query.stride()
     strides = BatchStrides(token, head, dim, block_table.stride(0), mask_words32.stride(0))
     cache_strides = CacheStrides(*kv_cache.stride())
-    out_strides = OutStrides(*out.stride(), *((0, 0) if lse is None else lse.stride()))
+    out_strides = OutStrides(*out.stride())
     for launch in launches:
         last = launch is launches[-1]
         block_m = launch.tile.rows

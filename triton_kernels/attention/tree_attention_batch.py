@@ -99,7 +99,7 @@ class TreeAttentionBatch:
         self.host_lens = {end - start for start, end in itertools.pairwise(query_start_host)}
         self.max_query_len = max_query_len or max(self.host_lens)
         self.unknown_up_to = unknown_up_to
-        # By window and bits_only; of a packed cache by window and more.
+        # By window; of a packed cache by window and more.
         self.plan: dict[Any, Any] | None = None
 
     @property
@@ -118,11 +118,9 @@ class TreeAttentionBatch:
         out: torch.Tensor | None = None,
         *,
         window: int | None = None,
-        bits_only: bool = False,
         soft_cap: float = 0.0,
         key_scale: torch.Tensor | None = None,
         value_scale: torch.Tensor | None = None,
-        lse: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,
         packing: Packing | None = None,
         causal_elsewhere: bool = False,
@@ -136,10 +134,8 @@ class TreeAttentionBatch:
             scale: factor on the dot products.
             out: [T, heads, D] to write into; made if not given.
             window: a query sees only the last so many entries of what it would see.
-            bits_only: leave the prefix out, for a caller that attends it by other means.
-            soft_cap, key_scale, value_scale, lse, sinks: see `tree_attention`.
-            packing: how the cache is packed, on a CPU; None: it is not. `bits_only` and `lse` are
-                not for a packed cache.
+            soft_cap, key_scale, value_scale, sinks: see `tree_attention`.
+            packing: how the cache is packed, on a CPU; None: it is not.
             causal_elsewhere: leave the rows of `causal` requests as they are. Of a packed cache.
 
         Returns:
@@ -166,12 +162,11 @@ class TreeAttentionBatch:
                 value_factor,
                 sinks,
             )
-        metadata = self._see(window, bits_only, query)
+        metadata = self._see(window, query)
         rare: dict[str, Any] = {
             "soft_cap": soft_cap,
             "key_scale": key_scale,
             "value_scale": value_scale,
-            "lse": lse,
             "sinks": sinks,
         }
         if query.is_cuda:
@@ -195,16 +190,14 @@ class TreeAttentionBatch:
         gathered: Any = metadata.plan  # never None on a CPU
         return attend_reference(query, kv_cache, gathered, scale, out, **rare)
 
-    def _see(self, window: int | None, bits_only: bool, query: torch.Tensor) -> LayerMask:
+    def _see(self, window: int | None, query: torch.Tensor) -> LayerMask:
         """What is left of the queries' sight, worked out by the first layer that asks."""
         if self.plan is None:
             self.plan = {}
-        if (window, bits_only) not in self.plan:
+        if window not in self.plan:
             prefix_from, mask_words, plan = None, self.mask_words, None
             if window is not None:
                 prefix_from, mask_words = see_last(self.prefix_len, mask_words, window)
-            if bits_only:
-                prefix_from = self.prefix_len
             if not query.is_cuda:
                 plan = plan_reference(
                     self.block_table,
@@ -217,8 +210,8 @@ class TreeAttentionBatch:
                     query.dtype,
                     prefix_from,
                 )
-            self.plan[window, bits_only] = LayerMask(prefix_from, mask_words, plan)
-        return self.plan[window, bits_only]
+            self.plan[window] = LayerMask(prefix_from, mask_words, plan)
+        return self.plan[window]
 
     def causal(self) -> np.ndarray:
         """[R] bool, on a CPU: requests whose rows see all up to their own, and nothing else."""

@@ -157,14 +157,13 @@ def attend_reference(
     soft_cap: float = 0.0,
     key_scale: torch.Tensor | None = None,
     value_scale: torch.Tensor | None = None,
-    lse: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One layer's attention under `plan`; arguments as in `tree_attention`.
 
     Writes and returns out [T, nh, D].
     """
-    plain = not soft_cap and key_scale is None and lse is None and sinks is None
+    plain = not soft_cap and key_scale is None and sinks is None
     for group in plan.groups:
         size = group.num_requests, group.mask.shape[2]
         kv = group.gather(kv_cache)
@@ -186,18 +185,12 @@ def attend_reference(
             )
         else:
             factor = scale if key_scale is None else scale * key_scale
-            attended, sums = _attend_by_formula(
-                rows, key, value, group.mask, factor, soft_cap, sinks
-            )
+            attended = _attend_by_formula(rows, key, value, group.mask, factor, soft_cap, sinks)
             if value_scale is not None:
                 attended = attended * value_scale
-            if lse is not None:
-                group.write(lse, sums.transpose(1, 2))
         group.write(out, attended.transpose(1, 2).to(out.dtype))
     if plan.num_tokens < len(out):
         out[plan.num_tokens :].zero_()
-        if lse is not None:
-            lse[plan.num_tokens :].fill_(float("-inf"))
     return out
 
 
@@ -209,11 +202,11 @@ def _attend_by_formula(
     factor: float | torch.Tensor,
     soft_cap: float,
     sinks: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What SDPA does not offer: a soft cap, keys of another dtype, sinks, the log of the sums.
+) -> torch.Tensor:
+    """What SDPA does not offer: a soft cap, keys of another dtype, sinks.
 
     query [G, nh, Q, D], key and value [G, nkv, L, D] of any dtype, mask [G, 1, Q, L] ->
-    out [G, nh, Q, D] fp32 and the logarithms [G, nh, Q] fp32.
+    out [G, nh, Q, D] fp32.
     """
     heads = query.shape[1] // key.shape[1]
     key, value = (x.float().repeat_interleave(heads, dim=1) for x in (key, value))
@@ -225,4 +218,4 @@ def _attend_by_formula(
     if sinks is not None:
         sums = torch.logaddexp(sums, sinks.float()[None, :, None])
     weight = (scores - sums.masked_fill(sums == -torch.inf, 0)[..., None]).exp()
-    return weight @ value, sums
+    return weight @ value

@@ -44,16 +44,6 @@ def update_calibration_numba(
     )
 
 
-def calibration_numba(
-    log: torch.Tensor, temperature: torch.Tensor, own: torch.Tensor, req_idx: torch.Tensor | None
-) -> torch.Tensor:
-    """Arguments as `calibration_triton` has them."""
-    beta = torch.empty(len(temperature), dtype=torch.float32)
-    factor = beta.new_zeros(len(temperature)) if req_idx is None else own[req_idx]
-    _calibration(log.numpy(), temperature.numpy(), factor.numpy(), beta.numpy())
-    return beta
-
-
 @njit
 def _learn(
     log,  # [2] fp32
@@ -104,18 +94,3 @@ def _learn(
         trees[which] = min(trees[which] + _F(count[which]), memory)
         moved = log[which] + pull[which] / (prior + trees[which])
         log[which] = min(max(moved, lowest), highest)
-
-
-@njit
-def _calibration(
-    log,  # [2] fp32
-    temperature,  # [R] fp32
-    own,  # [R] fp32
-    beta,  # [R] fp32
-):
-    greedy, sampling = math.exp(log[0]), math.exp(log[1])
-    for request in range(len(temperature)):
-        sharp = greedy
-        if temperature[request] > 0:
-            sharp = min(greedy, sampling / temperature[request])
-        beta[request] = sharp * math.exp(own[request])

@@ -1,224 +1,121 @@
-"""`specblock adapt`: adaptation while serving. `simulate` tries policies without an engine, `run`
-is a trainer on another machine, `list` and `use` are for the versions that trainers write."""
+"""`specblock adapt run`, `list` and `use`: a trainer elsewhere, and the versions that it writes."""
 
 from __future__ import annotations
 
-import json
-from functools import partial
+import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
-from vllm_specblock.cli.adapt_versions import list_versions, run, use
-from vllm_specblock.cli.options import DrafterDir, TargetDir, UpdateRate
+from vllm_specblock.cli.options import TargetDir, UpdateRate
 
-if TYPE_CHECKING:
-    from vllm_specblock.adapt.simulate import Simulated
-    from vllm_specblock.cli.report.adaptation import Figures
-    from vllm_specblock.train.learner import EvalSequence
+DELIVERED = "delivered"
+"""What `use` calls the drafter without adaptation."""
 
 adapt = typer.Typer(
-    help="Adaptation while serving: train from a folder, look at versions, try policies.",
-    no_args_is_help=True,
+    help="Adaptation while serving: train from a folder, look at versions.", no_args_is_help=True
 )
 
-
-@adapt.callback()
-def group() -> None:
-    """Adaptation while serving: train from a folder, look at versions, try policies."""
-
-
-adapt.command()(run)
-adapt.command("list")(list_versions)
-adapt.command()(use)
+Out = Annotated[Path, typer.Argument(help="Folder of versions.")]
 
 
 @adapt.command()
-def simulate(
-    drafter: DrafterDir,
-    home: Annotated[
-        Path,
-        typer.Option(
-            help="Prompts like those that the drafter was trained on; see `eval`'s --data."
-        ),
-    ],
-    away: Annotated[list[Path], typer.Option(help="Prompts of another kind. Repeatable.")],
-    out: Annotated[Path, typer.Option(help="Folder for the JSON, the table and the plots.")],
+def run(
+    folder: Annotated[Path, typer.Argument(help="Where engines write requests: their `trainer`.")],
+    drafter: Annotated[Path, typer.Option(help="Drafter, as the engine loads it.")],
     target: TargetDir = None,
-    stream: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="switch, mixed, ordered, stationary, gradual or passes. Repeatable. Default: "
-            "switch."
-        ),
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for versions. Default: FOLDER/versions.")
     ] = None,
     policy: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="frozen, watch, always (OSD), full every 8, full every 64, heads every 8, paper, "
-            "gain, or paper or gain without an arm or the bandit: see docs/adaptation.md. "
-            "Repeatable. Default: frozen, always, paper, gain."
-        ),
-    ] = None,
-    requests: Annotated[int, typer.Option(min=1, help="Of each stream.")] = 96,
-    held_out: Annotated[
-        int,
-        typer.Option(min=0, help="Prompts of each kind, after the stream's, judged by at last."),
-    ] = 0,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Of each prompt at most.")] = 64,
-    new_tokens: Annotated[int, typer.Option(min=1, help="Of each answer, greedy.")] = 96,
+        str, typer.Option(help="gain, paper, always (OSD), fixed or watch.")
+    ] = "gain",
+    actions: Annotated[str, typer.Option(help="The largest update: heads or all.")] = "heads",
     lr: UpdateRate = None,
-    anchor: Annotated[float, typer.Option(min=0, help="Weight of the KL to the start.")] = 0.0,
-    batch: Annotated[int, typer.Option(min=1, help="Records of a batch, half of them new.")] = 2,
-    rehearsal: Annotated[
-        bool, typer.Option(help="Half of each batch is from earlier requests.")
-    ] = True,
+    num_blocks: Annotated[
+        int, typer.Option(min=1, max=8, help="M that the engine drafts with; 1 below 16 nodes.")
+    ] = 2,
+    every: Annotated[int, typer.Option(min=1, help="Requests that make an update.")] = 8,
     memory: Annotated[float, typer.Option(help="MiB for recorded rows.")] = 512,
-    nodes: Annotated[
-        int, typer.Option(min=0, max=256, help="Nodes of a tree; 0: as in serving.")
-    ] = 0,
-    step_seconds: Annotated[float, typer.Option(help="Of a target step with its drafts.")] = 0.025,
-    update_seconds: Annotated[
-        str, typer.Option(metavar="HEADS,FULL", help="That an update takes from serving.")
-    ] = "0.1,0.2",
-    swap_seconds: Annotated[
-        str, typer.Option(metavar="HEADS,FULL", help="That a swap takes from serving.")
-    ] = "0.0003,0.0014",
-    window: Annotated[int, typer.Option(min=1, help="Requests of a point in the plots.")] = 64,
-    seed: Annotated[int, typer.Option(help="Of streams, samples and exploration.")] = 0,
+    device: Annotated[str, typer.Option(help="cpu or cuda:N.")] = "cpu",
+    threads: Annotated[int, typer.Option(min=1, help="Of the processor.")] = 1,
+    seconds: Annotated[
+        float, typer.Option(min=0, help="Between two versions that are written.")
+    ] = 30,
+    seed: Annotated[int, typer.Option(help="Of samples and exploration.")] = 0,
+    once: Annotated[bool, typer.Option(help="End when the folder is empty.")] = False,
 ) -> None:
-    """Serve streams of requests by replay, each with every policy, and compare them.
+    """Learn from the requests in a folder, and write versions that its engines follow.
 
-    The target writes every text once. Updates, judging and policies are those of serving; time is
-    what the options say. Figures are kept after every policy, in simulation.json.
+    Requests are deleted when read. Ends with Ctrl-C, and goes on from there the next time.
     """
-    # Here and not above: torch and transformers take seconds, `--help` should not.
+    # Here and not above: torch takes seconds, `--help` should not.
     import torch
-    from tqdm import tqdm
 
-    from vllm_specblock.adapt.learning.train_batches import RecordTeacher
-    from vllm_specblock.adapt.learning.update import UpdateConfig, rate_for
-    from vllm_specblock.adapt.policy.registry import make_policy
-    from vllm_specblock.adapt.simulate import CostModel, Simulation, SimulationConfig
-    from vllm_specblock.adapt.simulate import simulate as serve
-    from vllm_specblock.adapt.streams import make_stream, texts_needed
-    from vllm_specblock.cli.report.adaptation import draw, figures, markdown
-    from vllm_specblock.drafters.specblock import checkpoint
-    from vllm_specblock.train.data.prompts import read_prompts
-    from vllm_specblock.train.data.shards import replace
-    from vllm_specblock.train.eval.evaluate import sequences_from
+    from vllm_specblock.adapt.link.folder_link import VERSIONS, FolderSource
+    from vllm_specblock.adapt.trainer.trainer import POLL, Trainer, TrainerConfig
     from vllm_specblock.train.eval.load_specblock import pair as pair_specblock
-    from vllm_specblock.train.provenance import provenance
-    from vllm_specblock.train.target import target_rows
-    from vllm_specblock.train.target.features import load_target, load_tokenizer
 
-    costs = CostModel.of(step_seconds, _pair(update_seconds), _pair(swap_seconds))
-    names = list(dict.fromkeys(policy or ["frozen", "always", "paper", "gain"]))
-    for name in names:
-        make_policy(name, seed)  # a wrong name is told before the target writes anything
-    files = [home, *away]
-    streams = {name: make_stream(name, requests, seed, len(files)) for name in stream or ["switch"]}
+    torch.set_num_threads(threads)
+    source = FolderSource(folder)
     pairing = pair_specblock(drafter, target)
-    model = load_target(pairing.target, "fp32", torch.device("cpu"))
-    tokenizer = load_tokenizer(pairing.target)
-    texts: list[list[EvalSequence]] = []
-    last: list[list[EvalSequence]] = []
-    for path, needed in zip(files, texts_needed(list(streams.values()), len(files))):
-        wanted = needed + held_out
-        if not wanted:
-            texts.append([])
-            last.append([])
-            continue
-        found = read_prompts(
-            path,
-            tokenizer,
-            wanted,
-            prompt_tokens=prompt_tokens,
-            vocab_size=pairing.vocab_size,
-            report=lambda line: typer.echo(line, err=True),
-        )
-        check_prompts(path, len(found), wanted)
-        found = [prompt[:prompt_tokens] for prompt in found]
-        sequences = sequences_from(model, found, new_tokens, layer_ids=pairing.layer_ids)
-        kept = list(tqdm(sequences, f"texts of {path.stem}", total=wanted, unit="text"))
-        texts.append(kept[:needed])
-        last.append(kept[needed:])
-    weights = checkpoint.load(pairing.drafter, torch.float32, "cpu")
-    draft_ids = weights.target_ids(torch.arange(weights.config.draft_vocab_size))
-    teacher = RecordTeacher(
-        target_rows.embedding_rows(pairing.target),
-        target_rows.head_rows(pairing.target, draft_ids),
-    )
-    config = SimulationConfig(
-        cost=costs,
-        update=UpdateConfig(lr=lr, anchor=anchor),
+    config = TrainerConfig(
+        str(pairing.drafter),
+        str(pairing.target),
+        policy,
+        actions,
+        lr=lr,
+        num_blocks=num_blocks,
+        every=every,
         memory=memory,
-        batch=batch,
-        rehearsal=rehearsal,
-        nodes=nodes,
+        out=str(out or folder / VERSIONS),
+        seconds=seconds,
+        device=device,
+        threads=threads,
         seed=seed,
     )
-    out.mkdir(parents=True, exist_ok=True)
-    whole: dict[str, Any] = {
-        "drafter": str(drafter),
-        "target": str(pairing.target),
-        "prompts": [str(path) for path in files],
-        "requests": requests,
-        "prompt_tokens": prompt_tokens,
-        "new_tokens": new_tokens,
-        "seconds": {"step": step_seconds, "update": costs.update, "swap": costs.swap},
-        "options": {
-            "lr": rate_for(weights) if lr is None else lr,
-            "anchor": anchor,
-            "batch": batch,
-            "rehearsal": rehearsal,
-            "memory": memory,
-            "nodes": nodes,
-            "seed": seed,
-        },
-        "results": {},
-        **provenance(),
-    }
-    for stream_name, places in streams.items():
-        frozen: Simulated | None = None
-        results: dict[str, Figures] = {}
-        whole["results"][stream_name] = results
-        for name in names:
-            simulation = Simulation(weights, teacher, make_policy(name, seed), config)
-            with tqdm(total=len(places), desc=f"{stream_name}, {name}", unit="request") as bar:
-                served = serve(simulation, places, texts, last if held_out else (), bar.update)
-            frozen = served if name == "frozen" else frozen
-            results[name] = figures(served, frozen, window)
-            content = json.dumps(whole, indent=1) + "\n"
-            replace(
-                out / "simulation.json",
-                partial(Path.write_text, data=content, encoding="utf-8"),
-            )
-        if not draw(results, f"{stream_name} stream", out / f"tau_{stream_name}.png"):
-            typer.echo("matplotlib is not installed: there are no plots.", err=True)
-    table = markdown(whole["results"])
-    (out / "simulation.md").write_text(table, encoding="utf-8")
-    typer.echo(table)
+    trainer = Trainer(config, source)
+    try:
+        while (found := trainer.step()) or not once:
+            if not found:
+                time.sleep(POLL)
+    except KeyboardInterrupt:
+        pass
+    trainer.close()
+    counts = [f"{name} {count}" for name, count in sorted(source.tally.items()) if count]
+    typer.echo(", ".join(counts) or "nothing was learned")
 
 
-def check_prompts(path: Path, found: int, wanted: int) -> None:
-    """Raises TrainError where a stream reads more prompts than there are."""
+@adapt.command("list")
+def list_versions(out: Out) -> None:
+    """Show versions, what they come from and what they gain; the current one has an asterisk."""
+    from vllm_specblock.adapt.versions import VersionFolder
+
+    folder = VersionFolder(out)
+    found, current = folder.listed(), folder.chosen().get("version")
+    mark = " " if current else "*"
+    typer.echo(f"{'':2}{'version':16}{'parent':16}{'action':8}{'rows':>9}  tokens per row")
+    typer.echo(f"{mark:2}{DELIVERED}")
+    for name, facts in found.items():
+        gain = facts.get("gain")
+        columns = (
+            f"{'*' if name == current else '':2}{name:16}{facts.get('parent') or DELIVERED:16}"
+            f"{facts.get('action', '?'):8}{facts.get('rows', '?'):>9}  "
+        )
+        typer.echo(columns + ("not judged" if gain is None else f"{gain:+.3f}"))
+
+
+@adapt.command()
+def use(
+    out: Out,
+    version: Annotated[str, typer.Argument(help="A name from `list`, or `delivered`.")],
+) -> None:
+    """Choose the version that serves: engines with this folder follow, and train on from it."""
+    from vllm_specblock.adapt.versions import VersionFolder
     from vllm_specblock.train.config import TrainError
 
-    if found < wanted:
-        raise TrainError(
-            f"{path} holds {found} prompts, but the streams and --held-out need {wanted}: give "
-            "fewer --requests, or more prompts."
-        )
-
-
-def _pair(text: str) -> tuple[float, float]:
-    """Parse "0.1,0.2"."""
-    try:
-        heads, full = (float(part) for part in text.split(","))
-    except ValueError:
-        raise typer.BadParameter(
-            f"{text!r} is not two numbers of seconds with a comma between them, such as 0.1,0.2."
-        ) from None
-    return heads, full
+    if not out.is_dir():
+        raise TrainError(f"There is no folder {out}: give the one that the option out names.")
+    VersionFolder(out).use(None if version == DELIVERED else version, who="person")
+    typer.echo(f"{version} is current in {out}.")

@@ -19,10 +19,7 @@ from vllm_specblock.triton_kernels.feedback.calibrate_drafts import (
     calibration_triton,
     update_calibration_triton,
 )
-from vllm_specblock.triton_kernels.feedback.calibrate_drafts_numba import (
-    calibration_numba,
-    update_calibration_numba,
-)
+from vllm_specblock.triton_kernels.feedback.calibrate_drafts_numba import update_calibration_numba
 from vllm_specblock.triton_kernels.optional_numba import takes
 
 GREEDY, SAMPLING = 1.5, 1.0
@@ -102,8 +99,6 @@ class DraftCalibration:
             req_idx = None
         if self.log.is_cuda:
             return calibration_triton(self.log, temperature, self.own, req_idx)
-        if takes(self.log):
-            return calibration_numba(self.log, temperature, self.own, req_idx)
         greedy, sampling = self.log.exp().unbind()
         usual = torch.minimum(greedy, sampling / temperature)  # infinite at temperature 0
         return usual if req_idx is None else usual * self.own[req_idx].exp()

@@ -39,24 +39,6 @@ def head_loss(
     return apply(normed, head, target_probs, target_row, look, torch.is_grad_enabled())
 
 
-def loss_and_choice(
-    normed: Tensor, head: Tensor, target_probs: Tensor, target_row: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`head_loss`, and the drafter's first choice.
-
-    Arguments as there; `head` may have another dtype.
-
-    Returns:
-        sum [] fp32, rows' losses [n] fp32 without a gradient, draft ids [n] int64.
-    """
-    best = torch.empty_like(target_row)
-
-    def look(rows: slice, logits: Tensor) -> None:
-        best[rows] = logits.argmax(-1)
-
-    return *head_loss(normed, head.to(normed.dtype), target_probs, target_row, look), best
-
-
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(

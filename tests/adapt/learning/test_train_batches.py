@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from lib.simulation import record_of
 from support.records import HIDDEN, VOCAB, random_record, small_drafter, small_teacher
 
-from vllm_specblock.adapt.learning.train_batches import PROMPT_ROWS, ROWS, RecordTeacher, record_of
+from vllm_specblock.adapt.learning.train_batches import PROMPT_ROWS, ROWS, RecordTeacher
 from vllm_specblock.train.config import TrainError
 from vllm_specblock.train.data.batch import Batch
 from vllm_specblock.train.learner import EvalSequence, TrainBatch

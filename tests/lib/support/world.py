@@ -4,12 +4,13 @@ knows one of them knows nothing of the other."""
 from __future__ import annotations
 
 import torch
+from lib.simulation import record_of
+from lib.streams import HOME
 from support.records import HIDDEN, small_drafter
 
-from vllm_specblock.adapt.learning.train_batches import RecordTeacher, record_of
+from vllm_specblock.adapt.learning.train_batches import RecordTeacher
 from vllm_specblock.adapt.learning.update import UpdateConfig, Updater
 from vllm_specblock.adapt.policy.interface import Action
-from vllm_specblock.adapt.streams import HOME
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
 from vllm_specblock.train.learner import EvalSequence
 

@@ -42,11 +42,9 @@ def some_requests(count: int, seed: int) -> list[SimpleNamespace]:
 
 @pytest.fixture
 def form(forms):
-    """What learns, what says β, and where."""
-    found = forms.load("calibrate_drafts")
-    return SimpleNamespace(
-        learn=found.update_calibration_triton, of=found.calibration_triton, device=forms.device
-    )
+    """What learns, and where."""
+    learn = forms.load("calibrate_drafts").update_calibration_triton
+    return SimpleNamespace(learn=learn, device=forms.device)
 
 
 def launch_of(form, sharpness, verified, head):
@@ -90,20 +88,20 @@ def test_as_torch_learns(form, count, head, apart):
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 300])
-def test_as_torch_says(form, count):
+def test_as_torch_says(kernels, count):
     """β at temperature 0, below where both meet, and above."""
     sharpness = DraftCalibration("cpu", count + 1)
     sharpness.own.copy_(torch.linspace(-1, 1, count + 1))
     sharpness.log.copy_(torch.tensor([0.7, -0.2]))
     temperatures = torch.tensor([0.0, 1.3, 0.05, 0.4, 0.9]).repeat(count // 5 + 1)[:count]
-    table = torch.full((count, 3), float("nan"), device=form.device)
+    table = torch.full((count, 3), float("nan"), device=kernels.device)
     table[:, 1] = temperatures
-    beta = form.of
-    log, own = sharpness.log.to(form.device), sharpness.own.to(form.device)
+    beta = kernels.load("calibrate_drafts").calibration_triton
+    log, own = sharpness.log.to(kernels.device), sharpness.own.to(kernels.device)
     req_idx = torch.randperm(count + 1)[:count]
-    columns = torch.stack([req_idx - 9, req_idx, req_idx + 9], 1).to(form.device)
-    for given in (temperatures.to(form.device), table[:, 1]):
-        for where in (None, req_idx.int().to(form.device), columns[:, 1]):
+    columns = torch.stack([req_idx - 9, req_idx, req_idx + 9], 1).to(kernels.device)
+    for given in (temperatures.to(kernels.device), table[:, 1]):
+        for where in (None, req_idx.int().to(kernels.device), columns[:, 1]):
             found = beta(log, given, own, where).cpu()
             wanted = sharpness.of(temperatures, None if where is None else req_idx)
             assert found.dtype == torch.float32

@@ -6,15 +6,10 @@ import pytest
 import torch
 from torch import nn
 from vllm_specblock.triton_kernels import optional_numba
-from vllm_specblock.triton_kernels.drafting.first_block_metadata_numba import (
-    first_block_metadata_numba,
-)
 from vllm_specblock.triton_kernels.layers import layers_numba
 from vllm_specblock.triton_kernels.layers.layer_shift import beside_previous
 from vllm_specblock.triton_kernels.layers.norms import add_norm_reference, norm_pair_reference
 from vllm_specblock.triton_kernels.layers.rope import Rope, rotate_pair_reference
-
-from vllm_specblock.drafters.specblock.draft_attention import DraftAttentionBuilder
 
 pytestmark = pytest.mark.skipif(not optional_numba.AVAILABLE, reason="Numba is not installed")
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3}  # bf16: one step of 2^-8, of sums apart
@@ -123,21 +118,6 @@ def test_rotation(kept, normed, dtype):
     for got, wanted in zip(found, rotate_pair_reference(query, key, rope, keep, norms)):
         # Each of the two cosines may round the other way.
         torch.testing.assert_close(got, wanted, atol=4 * TOLERANCE[dtype], rtol=TOLERANCE[dtype])
-
-
-def test_first_block():
-    position, kv_slot = torch.tensor([7, 8, 9, 40, 41]), torch.tensor([71, 72, -1, 8, 9])
-    row_start, last = torch.tensor([0, 3, 5], dtype=torch.int32), torch.tensor([1, 4])
-    cache = torch.zeros(4, 1, 16, 8)
-    metadata = DraftAttentionBuilder([cache], 3, 2, 2, 64, cache.device)
-    rows = type(
-        "Rows", (), dict(position=position, kv_slot=kv_slot, row_start=row_start, last=last)
-    )
-    wanted = metadata._first(rows)
-    for got, want in zip(
-        first_block_metadata_numba(position, kv_slot, row_start, last, 3, 1), wanted
-    ):
-        assert got.dtype == want.dtype and torch.equal(got, want)
 
 
 def test_what_is_left_to_torch():

@@ -35,17 +35,17 @@ def column(x: torch.Tensor, device: torch.device) -> torch.Tensor:
 @pytest.mark.parametrize("count", [0, 1, 3, 200])
 @pytest.mark.parametrize("depth", [0, 1, 12, 255])
 @pytest.mark.parametrize("form", ["eager", "graph"])
-def test_as_torch_reads(forms, count, depth, form):
+def test_as_torch_reads(kernels, count, depth, form):
     req_idx, live, row_start, base, path, accepted = some_requests(count, depth)
     expected = read_accepted(req_idx, live, row_start, base, path, accepted)
     if form == "eager":
         own = (req_idx.int(), live.bool(), base)
-        req_idx, live, base = (x.to(forms.device) for x in own)
+        req_idx, live, base = (x.to(kernels.device) for x in own)
     else:
-        req_idx, live, base = (column(x, forms.device) for x in (req_idx, live, base))
-    tables = (x.to(forms.device) for x in (path, accepted))
-    launch = forms.load("read_accepted").read_accepted_triton
-    found = launch(req_idx, live, row_start.to(forms.device), base, *tables)
+        req_idx, live, base = (column(x, kernels.device) for x in (req_idx, live, base))
+    tables = (x.to(kernels.device) for x in (path, accepted))
+    launch = kernels.load("read_accepted").read_accepted_triton
+    found = launch(req_idx, live, row_start.to(kernels.device), base, *tables)
     for name, mine, theirs in zip(NAMES, found, expected, strict=True):
         assert mine.dtype == theirs.dtype and torch.equal(mine.cpu(), theirs), name
     drafts = expected[-1]

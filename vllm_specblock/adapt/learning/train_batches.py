@@ -84,32 +84,6 @@ class RecordTeacher:
         return EvalSequence(tokens.to(self.device), prompt, states, last, self.embed)
 
 
-def record_of(
-    request: str, sequence: EvalSequence, misses: float = 0.0, steps: int = 0, committed: int = 0
-) -> Record:
-    """The record that serving would leave of a text: up to `PROMPT_ROWS` of its prompt's end, then
-    its answer, `ROWS` in all.
-
-    Args:
-        request: id.
-        sequence: of at least two tokens.
-        misses, steps, committed: see `Record`.
-    """
-    begin = max(0, sequence.prompt - PROMPT_ROWS)
-    end = min(begin + ROWS, len(sequence.tokens) - 1)
-    number = torch.arange(begin, end) + 1  # of the token that each row predicts from
-    return Record(
-        request,
-        sequence.hidden[begin:end],
-        sequence.last[begin:end],
-        sequence.tokens[begin + 1 : end + 1],
-        number >= sequence.prompt,
-        misses,
-        steps,
-        committed,
-    )
-
-
 def batches(
     book: Book, count: int, size: int, rehearsal: bool = True, by_weight: bool = True
 ) -> list[list[Record]]:

@@ -28,14 +28,10 @@ from vllm_specblock.triton_kernels.drafting.first_block_metadata import (
     FirstBlockMetadata,
     first_block_metadata_triton,
 )
-from vllm_specblock.triton_kernels.drafting.first_block_metadata_numba import (
-    first_block_metadata_numba,
-)
 from vllm_specblock.triton_kernels.drafting.later_block_metadata import (
     LaterBlockMetadata,
     later_block_metadata_triton,
 )
-from vllm_specblock.triton_kernels.optional_numba import takes
 from vllm_specblock.triton_kernels.warm_up import compile_attention
 
 
@@ -125,8 +121,6 @@ class DraftAttentionBuilder:
         where = rows.position, rows.kv_slot, rows.row_start, rows.last
         if self.fused:
             metadata = first_block_metadata_triton(*where, K, self.own.shape[-1])
-        elif takes(rows.position):
-            metadata = first_block_metadata_numba(*where, K, self.own.shape[-1])
         else:
             metadata = self._first(rows)
         num_requests = len(rows.row_start_host) - 1

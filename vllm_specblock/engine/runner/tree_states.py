@@ -11,9 +11,7 @@ import torch
 
 from vllm_specblock.combine.combined import Combined
 from vllm_specblock.tree import ancestor_words, words_for
-from vllm_specblock.triton_kernels.optional_numba import takes
 from vllm_specblock.triton_kernels.tree.store_tree import store_tree_triton
-from vllm_specblock.triton_kernels.tree.store_tree_numba import store_tree_numba
 from vllm_specblock.verify.synthetic_acceptance import SyntheticAcceptance
 
 
@@ -75,9 +73,8 @@ class TreeStates:
         then nothing of them must be committed.
         """
         tree = combined.tree
-        if self.parent.is_cuda or takes(self.parent):
-            op = store_tree_triton if self.parent.is_cuda else store_tree_numba
-            op(
+        if self.parent.is_cuda:
+            store_tree_triton(
                 req_idx,
                 tree.parent,
                 tree.depth,

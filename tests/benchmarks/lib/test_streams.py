@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import pytest
-
-from vllm_specblock.adapt.policy.registry import POLICIES, make_policy
-from vllm_specblock.adapt.simulate import Served, Simulated
-from vllm_specblock.adapt.streams import AWAY, HOME, STREAMS, make_stream, texts_needed
-from vllm_specblock.cli.report.adaptation import (
+from lib.simulation import Served, Simulated
+from lib.simulation_figures import (
     draw,
     figures,
     markdown,
@@ -15,6 +12,9 @@ from vllm_specblock.cli.report.adaptation import (
     tau_of,
     windows,
 )
+from lib.streams import AWAY, HOME, STREAMS, make_stream, texts_needed
+
+from vllm_specblock.adapt.policy.registry import POLICIES, make_policy
 from vllm_specblock.train.config import TrainError
 
 

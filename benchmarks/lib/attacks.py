@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from vllm_specblock.adapt.simulate import Served
-from vllm_specblock.adapt.streams import HOME, Place
+from lib.simulation import Served
+from lib.streams import HOME, Place
 from vllm_specblock.train.learner import EvalSequence
 
 ATTACKS = ("random", "loop", "scaled")

@@ -7,6 +7,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from lib.simulation import (
+    CostModel,
+    Simulation,
+    SimulationConfig,
+    misses_of,
+    simulate,
+)
+from lib.simulation_figures import tau_of
+from lib.streams import AWAY, HOME, Place, make_stream
 from support.world import World
 
 from vllm_specblock.adapt.learning.update import UpdateConfig
@@ -21,15 +30,6 @@ from vllm_specblock.adapt.policy.interface import (
     Watch,
 )
 from vllm_specblock.adapt.policy.registry import POLICIES
-from vllm_specblock.adapt.simulate import (
-    CostModel,
-    Simulation,
-    SimulationConfig,
-    misses_of,
-    simulate,
-)
-from vllm_specblock.adapt.streams import AWAY, HOME, Place, make_stream
-from vllm_specblock.cli.report.adaptation import tau_of
 from vllm_specblock.train.eval.steps import Step
 
 CONFIG = SimulationConfig(update=UpdateConfig(lr=2e-3), nodes=12)

@@ -6,13 +6,13 @@ from collections import Counter
 
 import pytest
 import torch
+from lib.attacks import ATTACKS, CLEAN, attacked, kept, scaled
+from lib.simulation import Served, Simulation, SimulationConfig, simulate
+from lib.streams import HOME
 from support.world import World
 
-from vllm_specblock.adapt.attacks import ATTACKS, CLEAN, attacked, kept, scaled
 from vllm_specblock.adapt.learning.update import UpdateConfig
 from vllm_specblock.adapt.policy.registry import make_policy
-from vllm_specblock.adapt.simulate import Served, Simulation, SimulationConfig, simulate
-from vllm_specblock.adapt.streams import HOME
 
 LENGTH = 160
 CONFIG = SimulationConfig(update=UpdateConfig(lr=2e-3), nodes=12)

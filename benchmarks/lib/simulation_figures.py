@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm_specblock.adapt.simulate import Served, Simulated
+from lib.simulation import Served, Simulated
 from vllm_specblock.bench.table import markdown_table
 
 WINDOW = 64

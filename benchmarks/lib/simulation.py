@@ -12,12 +12,14 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
+
+from lib.streams import Stream
 from vllm_specblock.adapt.adaptation import Adaptation, AdaptationConfig
 from vllm_specblock.adapt.book import Record
-from vllm_specblock.adapt.learning.train_batches import RecordTeacher, record_of
+from vllm_specblock.adapt.learning.train_batches import PROMPT_ROWS, ROWS, RecordTeacher
 from vllm_specblock.adapt.policy.actions import action_between, put
 from vllm_specblock.adapt.policy.interface import Action, FinishedRequest, Policy
-from vllm_specblock.adapt.streams import Stream
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
 from vllm_specblock.drafters.specblock.tree_shape import TreeShape
 from vllm_specblock.feedback.calibration import DraftCalibration
@@ -244,3 +246,29 @@ def misses_of(steps: Sequence[Step]) -> float:
 
 def _shape(drafter: SpecBlockModel, nodes: int) -> TreeShape:
     return serving_shape(drafter, nodes=nodes) if nodes else serving_shape(drafter)
+
+
+def record_of(
+    request: str, sequence: EvalSequence, misses: float = 0.0, steps: int = 0, committed: int = 0
+) -> Record:
+    """The record that serving would leave of a text: up to `PROMPT_ROWS` of its prompt's end, then
+    its answer, `ROWS` in all.
+
+    Args:
+        request: id.
+        sequence: of at least two tokens.
+        misses, steps, committed: see `Record`.
+    """
+    begin = max(0, sequence.prompt - PROMPT_ROWS)
+    end = min(begin + ROWS, len(sequence.tokens) - 1)
+    number = torch.arange(begin, end) + 1  # of the token that each row predicts from
+    return Record(
+        request,
+        sequence.hidden[begin:end],
+        sequence.last[begin:end],
+        sequence.tokens[begin + 1 : end + 1],
+        number >= sequence.prompt,
+        misses,
+        steps,
+        committed,
+    )
