@@ -41,6 +41,11 @@ OF_ENGINES: tuple[Hook, ...] = (
         "enable_chunked_prefill kv_transfer_config kv_offloading_size compilation_config "
         "enforce_eager",
     ),
+    Takes("config/registration.py", "v1/core/sched/scheduler.py",
+          "Scheduler._handle_stopped_request", "self request"),
+    Says("config/registration.py", "v1/core/sched/scheduler.py",
+         "Scheduler._handle_stopped_request",
+         ("safe_frontier = request.num_computed_tokens - request.num_output_placeholders",)),
     Takes("config/batch_sizes.py", _ARGS, "EngineArgs.get_batch_defaults", "cls world_size"),
     # The plugin is asked before vLLM fills in what is unset.
     Says(
