@@ -34,6 +34,7 @@ from vllm_specblock.engine.config.validate import (
     check_lora,
     check_runner,
     check_target,
+    check_task,
     check_weights,
 )
 
@@ -55,6 +56,7 @@ def translate(args: EngineArgs, target: ModelConfig, parallel: ParallelConfig) -
     given, nodes = read_request(args)
     check_batch(args, nodes)
     check_runner(args, parallel)
+    check_task(target)
     check_target(target)
     check_quantization(target)
     check_cache(args, target)

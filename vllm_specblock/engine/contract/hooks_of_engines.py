@@ -70,7 +70,8 @@ OF_ENGINES: tuple[Hook, ...] = (
          "BaseModelLoader.load_model", ("self.create_model(", "self.load_weights(")),
     Attributes("target_model.py", "model_executor/layers/attention/attention.py", "Attention",
                "head_size= head_size_v="),
-    Attributes("config/validate.py", "config/model.py", "ModelConfig", "attention_chunk_size="),
+    Attributes("config/validate.py", "config/model.py", "ModelConfig",
+               "attention_chunk_size= runner_type="),
     Has(
         "config/validate.py",
         "config/parallel.py",
