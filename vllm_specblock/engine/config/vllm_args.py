@@ -76,6 +76,9 @@ def translate(args: EngineArgs, target: ModelConfig, parallel: ParallelConfig) -
         "method": "eagle3",
         "model": folder,
         "num_speculative_tokens": nodes,
+        "disable_eagle_block_drop": not any(
+            drafter_kind(drafter.kind).needs_block_drop for drafter in resolved.drafters
+        ),
     }
     if current_platform.is_cpu():
         # vLLM wants CUDA graphs with it; `host_budget.py` does without.

@@ -110,7 +110,8 @@ OF_ENGINES: tuple[Hook, ...] = (
         ),
         one=True,
     ),
-    Has("config/vllm_args.py", _SPECULATIVE, "SpeculativeConfig", "use_eagle_block_drop"),
+    Has("config/vllm_args.py", _SPECULATIVE, "SpeculativeConfig",
+        "use_eagle_block_drop disable_eagle_block_drop"),
     # ---- sleep and weights ----
     Takes("deep_sleep.py", _WORKER, "Worker.sleep", "self level"),
     Takes("made_up_requests.py", _WORKER, "Worker.compile_or_warm_up_model", "self"),
