@@ -90,7 +90,14 @@ def _fewer_bits() -> Iterator[str]:
 
 
 def _drafters() -> Iterator[str]:
-    columns = ("weights", "`adapt`", "`quantization`", "`calibrate_drafts`", "imposed acceptance")
+    columns = (
+        "weights",
+        "`adapt`",
+        "`quantization`",
+        "`calibrate_drafts`",
+        "imposed acceptance",
+        "reuses the last cached block",
+    )
     yield from _section("Drafters", "`kind`", *columns)
     for name, kind in DRAFTERS.items():
         keys = kind.options.model_fields
@@ -100,9 +107,14 @@ def _drafters() -> Iterator[str]:
             "quantization" in keys,
             "calibrate_drafts" in keys,
             kind.imposes,
+            not kind.needs_block_drop,
         )
         yield f"| {name} | {' | '.join('yes' if each else 'no' for each in has)} |"
     yield "\nImposed acceptance is for benchmarks only. `adapt` is for ranks of one machine.\n"
+    yield (
+        "A drafter that caches what depends on the next token recomputes the last cached block of "
+        "a\nprompt (`engine/test_prefix_hashes.py`). Two drafters reuse it if both do.\n"
+    )
     yield f"Tested over every sampling case below, one or two together (`{COMBINATIONS}`):\n"
     yield from (f"- {name}" for name in ("SpecBlock", *keys_of(COMBINATIONS, "COMBINATIONS")))
 

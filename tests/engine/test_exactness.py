@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 from support import compared
 from support.drafters import install
-from support.engines import Engine, make_engine, record_preemptions
+from support.engines import Engine, keep_async_scheduling, make_engine, record_preemptions
 from support.matrix import CASES, PROMPTS, Checker, crowded_engine, params, to_the_limit
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
@@ -150,16 +150,7 @@ def test_crowded(reference):
 
 
 def test_asynchronous_scheduling(reference, monkeypatch):
-    """vLLM's CPU platform switches it off; a GPU runs with it."""
-    from vllm.platforms.cpu import CpuPlatform
-
-    original = CpuPlatform.check_and_update_config
-
-    def keeping_async(vllm_config):
-        original(vllm_config)
-        vllm_config.scheduler_config.async_scheduling = True
-
-    monkeypatch.setattr(CpuPlatform, "check_and_update_config", staticmethod(keeping_async))
+    keep_async_scheduling(monkeypatch)
     engine = make_engine({"num_speculative_tokens": 60, "num_blocks": 3})
     assert engine.core.vllm_config.scheduler_config.async_scheduling
     for name in ("greedy", "temperature 1", "repetition penalty"):

@@ -80,6 +80,7 @@ def test_register_twice_patches_once():
         "vllm.engine.arg_utils.EngineArgs.create_speculative_config",
         "vllm.engine.arg_utils.maybe_override_with_speculators",
         "vllm.sampling_params.SamplingParams._validate_spec_decode",
+        "vllm.v1.core.sched.scheduler.Scheduler._handle_stopped_request",
     }
 
 

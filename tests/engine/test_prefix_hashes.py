@@ -6,7 +6,8 @@ from __future__ import annotations
 import random
 
 import pytest
-from support.engines import ROOT, Engine, make_engine, record_drafts
+from support import dflash
+from support.engines import DRAFTER, ROOT, Engine, make_engine, record_drafts
 from support.matrix import PROMPTS, params
 from vllm import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
@@ -46,11 +47,39 @@ def test_hashes_are_those_of_what_was_committed(tree: Engine, temperature: float
     assert not found <= {each for text in other for each in hashes(tree, text)}
 
 
-@pytest.fixture(scope="module", params=["tiny_pair/drafter", "two_heads/eagle3"])
-def engine(request) -> Engine:
+SPECBLOCK = {"model": str(DRAFTER), "calibrate_drafts": False}
+KINDS = {
+    "specblock": SPECBLOCK,
+    "eagle3": SPECBLOCK | {"model": str(ROOT / "examples/two_heads/eagle3")},
+    "ngram and specblock": {
+        "kind": "ngram",
+        "model": None,
+        "second_drafter": SPECBLOCK,
+        "draft_policy": "merge",
+        "skip_drafter": False,
+    },
+    "ngram": {"kind": "ngram", "model": None},
+    "dflash": {"calibrate_drafts": False},
+    "jetspec": {"calibrate_drafts": False},
+}
+WITHOUT_DROP = {"ngram", "dflash", "jetspec"}
+"""What their drafters cache for a token does not depend on the next one."""
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def engine(kind, tmp_path_factory) -> Engine:
     """What it drafts for a text is the same each time: nothing is learned of the texts before."""
-    drafter = str(ROOT / "examples" / request.param)
-    return make_engine({"model": drafter, "num_speculative_tokens": 24, "calibrate_drafts": False})
+    given = KINDS[kind]
+    if kind in dflash.FOR_TINY_PAIR:
+        raw = dflash.FOR_TINY_PAIR[kind]
+        folder = dflash.write(tmp_path_factory.mktemp(kind), dflash.make_model(raw), raw)
+        given = given | {"model": str(folder)}
+    return make_engine({"num_speculative_tokens": 24, **given})
 
 
 @pytest.fixture
@@ -75,20 +104,28 @@ def two_texts() -> tuple[list[int], list[int]]:
     return [*prefix, *ends[0]], [*prefix, *ends[1]]
 
 
-def test_the_block_before_another_token_is_not_taken(engine, served):
-    """A drafter's row holds the token after its own. Up to 0.32 vLLM gives a request all blocks
-    that are there but the last; from 0.33 on a block's hash covers the token after it."""
+def test_a_repeated_prompt(kind, served):
+    """Plain vLLM recomputes the tokens behind the last whole block."""
+    text = (two_texts()[0] + two_texts()[1])[:101]
+    first, again = served(text), served(text)
+    assert again == (96 if kind in WITHOUT_DROP else 64, *first[1:])
+
+
+def test_the_block_before_another_token(kind, engine, served):
+    """Where a drafter's row holds the token after its own, that block is not taken. Up to 0.32
+    vLLM gives a request all blocks that are there but the last; from 0.33 on a block's hash covers
+    the token after it."""
     first, second = two_texts()
     engine.llm.reset_prefix_cache()
     alone = served(second)
     engine.llm.reset_prefix_cache()
     served(first)
     after = served(second)
-    assert (alone[0], after[0]) == (0, BLOCK)
+    assert (alone[0], after[0]) == (0, 2 * BLOCK if kind in WITHOUT_DROP else BLOCK)
     assert after[1:] == alone[1:], "drafted with rows of another text"
 
 
-def test_the_block_before_the_same_token_may_be_taken(engine, served):
+def test_the_block_before_the_same_token_may_be_taken(kind, engine, served):
     first, second = two_texts()
     again = [*first[: 2 * BLOCK + 1], *second[2 * BLOCK + 1 :]]
     engine.llm.reset_prefix_cache()
@@ -97,10 +134,12 @@ def test_the_block_before_the_same_token_may_be_taken(engine, served):
     served(first)
     after = served(again)
     ahead = getattr(engine.core.vllm_config, "num_hash_lookahead_tokens", 0)
-    assert (alone[0], after[0]) == (0, 2 * BLOCK if ahead else BLOCK)
+    taken = 2 * BLOCK if ahead or kind in WITHOUT_DROP else BLOCK
+    assert (alone[0], after[0]) == (0, taken)
     assert after[1:] == alone[1:]
 
 
+@pytest.mark.parametrize("kind", sorted(KINDS.keys() - WITHOUT_DROP), indirect=True)
 def test_rows_of_another_text_would_show(engine, served, monkeypatch):
     """With vLLM's care for them put off, the drafts are others, and the tokens still the same."""
     first, second = two_texts()

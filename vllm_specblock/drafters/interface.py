@@ -99,6 +99,7 @@ class Drafter(ABC):
         kind: what `speculative_config` calls such a drafter.
         num_nodes: N, nodes of every tree it yields.
         max_depth: the deepest path it can draft.
+        max_model_len: tokens of the longest request; the engine sets it again before `bind`.
         model: its network; None for a drafter without weights.
         calibration: what its scores are set right with, and what learns from the verdicts on its
             nodes; None for a drafter whose scores are what they are.
@@ -108,6 +109,7 @@ class Drafter(ABC):
     kind: str
     num_nodes: int
     max_depth: int
+    max_model_len: int
     model: nn.Module | None = None
     calibration: DraftCalibration | None = None
     usual_cost: float = 0.15

@@ -56,6 +56,8 @@ class DrafterKind:
         vllm_reads_config: vLLM takes its config.json for that of a drafter of its own "eagle3".
         adapts: it can learn while it serves (`adapt/`).
         imposes: acceptance can be imposed on its trees, in benchmarks.
+        needs_block_drop: what it caches for a token depends on the next token, so a request
+            recomputes the last cached block of its prefix.
     """
 
     options: type[DrafterOptions]
@@ -65,6 +67,7 @@ class DrafterKind:
     vllm_reads_config: bool = False
     adapts: bool = False
     imposes: bool = False
+    needs_block_drop: bool = True
 
     def load_class(self) -> Callable[..., Drafter]:
         """The class of `drafter`."""
@@ -91,6 +94,7 @@ def register_drafter(
     vllm_reads_config: bool = False,
     adapts: bool = False,
     imposes: bool = False,
+    needs_block_drop: bool = True,
 ) -> Callable[[type[_Options]], type[_Options]]:
     """Decorator of a kind's options: makes the kind known; see `DrafterKind`.
 
@@ -102,7 +106,14 @@ def register_drafter(
         if name in DRAFTERS:
             raise ValueError(f"There is a drafter of kind {name!r} already: choose another name.")
         DRAFTERS[name] = DrafterKind(
-            options, drafter, checkpoint, reads_text, vllm_reads_config, adapts, imposes
+            options,
+            drafter,
+            checkpoint,
+            reads_text,
+            vllm_reads_config,
+            adapts,
+            imposes,
+            needs_block_drop,
         )
         return options
 

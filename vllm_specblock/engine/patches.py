@@ -9,6 +9,8 @@ At start-up (`registration.py`):
     spec_decode.init_speculator: an if-chain over vLLM's own, until they can be registered.
     SamplingParams._validate_spec_decode: refuses min_p and logit_bias with any speculation; with
         trees they are exact.
+    Scheduler._handle_stopped_request: a streaming-input session that stops inside an accepted path
+        would resume behind the stop.
 At start-up on a CPU (`cpu/install.py`, `cpu/compile_cache.py`, `cpu/sleeping_waits.py`):
     kernels of Model Runner V2, block tables, top-k/top-p: have no form for a CPU.
     CpuPlatform.get_attn_backend_cls: answers CPU_ATTN whatever was asked for.

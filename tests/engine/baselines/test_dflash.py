@@ -22,20 +22,7 @@ from vllm_specblock.train.target.features import load_target
 
 ASKED, NEW_TOKENS = PROMPTS[:4], 40
 MASKS, PAGE, MAX_LEN = 4, 16, 256
-OWN = {"mask_token_id": 2047, "target_layer_ids": [0, 2, 4, 5]}
-RAW = dflash.PUBLISHED | {
-    "hidden_size": 192,
-    "head_dim": 32,
-    "num_attention_heads": 6,
-    "intermediate_size": 256,
-    "vocab_size": 2048,
-    "rms_norm_eps": 1e-5,
-    "num_target_layers": 7,
-    "dflash_config": OWN,
-}
-# vLLM reads `causal`, the authors write `causal_head`; both say the same of one checkpoint.
-CAUSAL = RAW | {"dflash_config": OWN | {"causal_head": True, "causal": True}}
-OF_KIND = {"dflash": RAW, "jetspec": CAUSAL}
+OF_KIND = dflash.FOR_TINY_PAIR
 
 
 @pytest.fixture(scope="module")

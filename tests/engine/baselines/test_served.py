@@ -9,9 +9,10 @@ from baselines.mask_blocks import JetSpec
 from baselines.medusa import Medusa
 from baselines.parallelspec import ParallelSpec
 from baselines.sps import SmallModel
-from support.engines import DRAFTER, TARGET, assert_identical, make_engine
+from support.engines import DRAFTER, TARGET, assert_identical, make_engine, record_drafts
 from support.matrix import PROMPTS, params
 from transformers import AutoConfig, LlamaConfig
+from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 
 from vllm_specblock.config import OptionError
@@ -90,6 +91,32 @@ def test_tokens_are_vllms_own_and_drafts_are_accepted(kind, folders, reference, 
     # Where it is routed, the trained head is surer and drafts most steps.
     steps = count["chosen_trees_1"] if "route" in str(SECOND.get(kind)) else 160
     assert count["accepted_nodes_1"] > steps / 4, count
+
+
+@pytest.mark.parametrize("kind", ["medusa", "sps"])
+def test_the_last_cached_block_is_kept(kind, folders, monkeypatch):
+    """Neither caches anything for a token that depends on the next one."""
+    engine = make_engine(
+        {
+            "model": str(folders[kind]),
+            "num_speculative_tokens": 12,
+            "calibrate_drafts": False,
+        }
+    )
+    drafts = record_drafts(engine, monkeypatch)
+    greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    text, found = PROMPTS[5], []
+    assert len(text) == 120
+    # The second time behind a text that goes on otherwise after three whole blocks.
+    for before in ([], [*text[:96], *text[:9]]):
+        engine.llm.reset_prefix_cache()
+        if before:
+            engine.generate([before], greedy)
+        drafts.clear()
+        (answer,) = engine.llm.generate([{"prompt_token_ids": text}], greedy, use_tqdm=False)
+        found.append((answer.num_cached_tokens, answer.outputs[0].token_ids, list(drafts)))
+    assert [cached for cached, *_ in found] == [0, 96]
+    assert found[0][1:] == found[1][1:]
 
 
 def configure(folder, **given):

@@ -147,6 +147,7 @@ def test_wrong_options(speculative, parts):
             ["'adapt' is given and enable_lora", "drop one of them"],
         ),
         ({"pipeline_parallel_size": 2}, ["pipeline_parallel_size is 2", "supports 1 only"]),
+        ({"runner": "pooling"}, ["runner is 'pooling'", "drafts generated text only"]),
         ({"kv_offloading_size": 1.0}, ["KV connectors", "drop kv_transfer_config"]),
         (
             {

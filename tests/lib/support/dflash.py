@@ -58,6 +58,24 @@ JETSPEC = PUBLISHED | {
 }
 """JetSpec's: the same class and keys, and one more."""
 
+_OWN = {"mask_token_id": 2047, "target_layer_ids": [0, 2, 4, 5]}
+_TINY = PUBLISHED | {
+    "hidden_size": 192,
+    "head_dim": 32,
+    "num_attention_heads": 6,
+    "intermediate_size": 256,
+    "vocab_size": 2048,
+    "rms_norm_eps": 1e-5,
+    "num_target_layers": 7,
+    "dflash_config": _OWN,
+}
+FOR_TINY_PAIR = {
+    "dflash": _TINY,
+    # vLLM reads `causal`, the authors write `causal_head`; both say the same of one checkpoint.
+    "jetspec": _TINY | {"dflash_config": _OWN | {"causal_head": True, "causal": True}},
+}
+"""By kind, for the target of `examples/tiny_pair`."""
+
 
 def make_model(raw: dict[str, Any] = PUBLISHED, std: float = 0.25) -> DFlashModel:
     """With random weights; it still wants the target's LM head."""

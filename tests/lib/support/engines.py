@@ -104,6 +104,21 @@ def make_engine(speculative: dict[str, Any] | None, **changes: Any) -> Engine:
     return engine
 
 
+def keep_async_scheduling(monkeypatch) -> None:
+    """Let engines on a CPU schedule asynchronously, as they do on a GPU."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    original = CpuPlatform.check_and_update_config
+
+    def check_and_update_config(vllm_config):
+        original(vllm_config)
+        vllm_config.scheduler_config.async_scheduling = True
+
+    monkeypatch.setattr(
+        CpuPlatform, "check_and_update_config", staticmethod(check_and_update_config)
+    )
+
+
 def record_drafts(engine: Engine, monkeypatch) -> list[list[int]]:
     """Tokens that the engine's speculator proposes for its first request, step by step."""
     drafts: list[list[int]] = []

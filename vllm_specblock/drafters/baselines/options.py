@@ -12,7 +12,7 @@ _HERE = "vllm_specblock.drafters.baselines"
 _FILES = f"{_HERE}.checkpoint"
 
 
-@register_drafter("medusa", f"{_HERE}.medusa:MedusaDrafter", _FILES)
+@register_drafter("medusa", f"{_HERE}.medusa:MedusaDrafter", _FILES, needs_block_drop=False)
 class MedusaConfig(WeightedOptions):
     """Medusa heads draft the best nodes of the product of their distributions."""
 
@@ -27,7 +27,7 @@ class FalconConfig(WeightedOptions):
     """Falcon drafts a tree of fixed shape, which the checkpoint's hit rates give."""
 
 
-@register_drafter("sps", f"{_HERE}.sps:SpSDrafter", _FILES, reads_text=True)
+@register_drafter("sps", f"{_HERE}.sps:SpSDrafter", _FILES, reads_text=True, needs_block_drop=False)
 class SpSConfig(WeightedOptions):
     """How a small language model drafts, as speculative sampling has it."""
 

@@ -87,6 +87,7 @@ class SyntheticDrafter(Drafter):
     ) -> None:
         self.drafter, self.kind = drafter, drafter.kind
         self.num_nodes, self.max_depth = drafter.num_nodes, drafter.max_depth
+        self.max_model_len = drafter.max_model_len
         tree = synthetic_tree(drafter.shape, best)
         self.tree = replace(
             tree, **{name: getattr(tree, name).to(device) for name in tree.__dataclass_fields__}
@@ -96,6 +97,7 @@ class SyntheticDrafter(Drafter):
         return self.drafter.cache_layers()
 
     def bind(self, caches: list[torch.Tensor]) -> None:
+        self.drafter.max_model_len = self.max_model_len
         self.drafter.bind(caches)
 
     def warm_up(self, block_table: torch.Tensor, most_rows: int) -> None:

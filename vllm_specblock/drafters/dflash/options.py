@@ -13,6 +13,7 @@ from vllm_specblock.drafters.registry import WeightedOptions, register_drafter
     "dflash",
     "vllm_specblock.drafters.dflash.drafter:DFlashDrafter",
     "vllm_specblock.drafters.dflash.checkpoint",
+    needs_block_drop=False,
 )
 class DFlashConfig(WeightedOptions):
     """How far a DFlash drafter drafts; its tree is the best paths through one block."""

@@ -10,6 +10,7 @@ from vllm_specblock.drafters.registry import register_drafter
     "jetspec",
     "vllm_specblock.drafters.jetspec.drafter:JetSpecDrafter",
     "vllm_specblock.drafters.jetspec.checkpoint",
+    needs_block_drop=False,
 )
 class JetSpecConfig(DFlashConfig):
     """How far a JetSpec drafter drafts; DFlash's options.

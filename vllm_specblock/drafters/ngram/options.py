@@ -9,7 +9,12 @@ from pydantic import Field, model_validator
 from vllm_specblock.drafters.registry import DrafterOptions, register_drafter
 
 
-@register_drafter("ngram", "vllm_specblock.drafters.ngram.drafter:NGramDrafter", reads_text=True)
+@register_drafter(
+    "ngram",
+    "vllm_specblock.drafters.ngram.drafter:NGramDrafter",
+    reads_text=True,
+    needs_block_drop=False,
+)
 class NGramConfig(DrafterOptions):
     """How the request's own text is looked up."""
 

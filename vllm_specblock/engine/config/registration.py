@@ -1,4 +1,4 @@
-"""Registration with vLLM at start-up: names, and four small patches.
+"""Registration with vLLM at start-up: names, and five small patches.
 
 `patches.py` lists these and all that come later.
 """
@@ -17,6 +17,7 @@ from vllm_specblock.engine.patches import Function, patch
 if TYPE_CHECKING:
     import torch
     from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig, VllmConfig
+    from vllm.v1.request import Request
     from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
     from vllm.v1.worker.gpu.states import RequestState
 
@@ -39,6 +40,7 @@ def register() -> None:
     _keep_method()
     _build_speculator()
     _accept_sampling_params()
+    _resume_sessions()
 
 
 def _accept_method() -> None:
@@ -140,3 +142,23 @@ def _accept_sampling_params() -> None:
         return _validate_spec_decode
 
     patch(SamplingParams, "_validate_spec_decode", make)
+
+
+def _resume_sessions() -> None:
+    """P7: a streaming-input session that stops inside an accepted path resumes at the stop.
+
+    vLLM counts the whole path as computed before it trims the output. Without drafts the last
+    token that was sampled is never computed, and the session drops it.
+    """
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    def make(original: Function) -> Function:
+        def _handle_stopped_request(self: Scheduler, request: Request) -> bool:
+            if request.resumable and is_ours(self.vllm_config.speculative_config):
+                frontier = request.num_tokens - 1 + request.num_output_placeholders
+                request.num_computed_tokens = min(request.num_computed_tokens, frontier)
+            return original(self, request)
+
+        return _handle_stopped_request
+
+    patch(Scheduler, "_handle_stopped_request", make)

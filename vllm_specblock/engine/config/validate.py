@@ -120,6 +120,14 @@ def check_cache(args: EngineArgs, target: ModelConfig) -> None:
         )
 
 
+def check_task(target: ModelConfig) -> None:
+    if target.runner_type != "generate":
+        raise OptionError(
+            f"runner is {target.runner_type!r}, but SpecBlock drafts generated text only: set "
+            "runner 'generate', or drop speculative_config."
+        )
+
+
 def check_target(target: ModelConfig) -> None:
     for refused, kind in (
         (target.is_encoder_decoder, "an encoder-decoder"),

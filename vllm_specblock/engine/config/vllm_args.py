@@ -34,6 +34,7 @@ from vllm_specblock.engine.config.validate import (
     check_lora,
     check_runner,
     check_target,
+    check_task,
     check_weights,
 )
 
@@ -55,6 +56,7 @@ def translate(args: EngineArgs, target: ModelConfig, parallel: ParallelConfig) -
     given, nodes = read_request(args)
     check_batch(args, nodes)
     check_runner(args, parallel)
+    check_task(target)
     check_target(target)
     check_quantization(target)
     check_cache(args, target)
@@ -74,6 +76,9 @@ def translate(args: EngineArgs, target: ModelConfig, parallel: ParallelConfig) -
         "method": "eagle3",
         "model": folder,
         "num_speculative_tokens": nodes,
+        "disable_eagle_block_drop": not any(
+            drafter_kind(drafter.kind).needs_block_drop for drafter in resolved.drafters
+        ),
     }
     if current_platform.is_cpu():
         # vLLM wants CUDA graphs with it; `host_budget.py` does without.

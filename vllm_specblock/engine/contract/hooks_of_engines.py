@@ -41,6 +41,11 @@ OF_ENGINES: tuple[Hook, ...] = (
         "enable_chunked_prefill kv_transfer_config kv_offloading_size compilation_config "
         "enforce_eager",
     ),
+    Takes("config/registration.py", "v1/core/sched/scheduler.py",
+          "Scheduler._handle_stopped_request", "self request"),
+    Says("config/registration.py", "v1/core/sched/scheduler.py",
+         "Scheduler._handle_stopped_request",
+         ("safe_frontier = request.num_computed_tokens - request.num_output_placeholders",)),
     Takes("config/batch_sizes.py", _ARGS, "EngineArgs.get_batch_defaults", "cls world_size"),
     # The plugin is asked before vLLM fills in what is unset.
     Says(
@@ -65,7 +70,8 @@ OF_ENGINES: tuple[Hook, ...] = (
          "BaseModelLoader.load_model", ("self.create_model(", "self.load_weights(")),
     Attributes("target_model.py", "model_executor/layers/attention/attention.py", "Attention",
                "head_size= head_size_v="),
-    Attributes("config/validate.py", "config/model.py", "ModelConfig", "attention_chunk_size="),
+    Attributes("config/validate.py", "config/model.py", "ModelConfig",
+               "attention_chunk_size= runner_type="),
     Has(
         "config/validate.py",
         "config/parallel.py",
@@ -104,7 +110,8 @@ OF_ENGINES: tuple[Hook, ...] = (
         ),
         one=True,
     ),
-    Has("config/vllm_args.py", _SPECULATIVE, "SpeculativeConfig", "use_eagle_block_drop"),
+    Has("config/vllm_args.py", _SPECULATIVE, "SpeculativeConfig",
+        "use_eagle_block_drop disable_eagle_block_drop"),
     # ---- sleep and weights ----
     Takes("deep_sleep.py", _WORKER, "Worker.sleep", "self level"),
     Takes("made_up_requests.py", _WORKER, "Worker.compile_or_warm_up_model", "self"),

@@ -21,7 +21,7 @@ from vllm_specblock.drafters.registry import drafter_kind
 from vllm_specblock.drafters.specblock.config import CheckpointError
 from vllm_specblock.engine.config.resolved_config import ResolvedDrafter, fetch_drafter
 from vllm_specblock.engine.config.target_weights import check_quantization
-from vllm_specblock.engine.config.validate import check_runner, check_target
+from vllm_specblock.engine.config.validate import check_runner, check_target, check_task
 from vllm_specblock.engine.config.vllm_args import read_request, resolve_request
 from vllm_specblock.engine.doctor.finding import Finding, as_line, wrong
 
@@ -52,6 +52,7 @@ def pair(target: str | None, given: dict[str, Any] | None) -> Iterator[Finding]:
             yield wrong("target", target, f"vLLM does not take it: {as_line(error)}")
             return
         try:
+            check_task(model)
             check_target(model)
             check_quantization(model)
         except OptionError as error:

@@ -197,6 +197,10 @@ class SpeculatorSetup(DraftModelSpeculator):
         self.group = min(drafters, default=self.group_of[self.target_layers[0]])
 
     def _bind_null_caches(self) -> None:
+        # With `max_model_len` "auto" vLLM lowers the limit after the drafters are made.
+        self.max_model_len = self.vllm_config.model_config.max_model_len
+        for drafter in self.draft_policy.drafters:
+            drafter.max_model_len = self.max_model_len
         size = self.vllm_config.cache_config.block_size
         bind_null_caches(self.draft_policy.drafters, size, self.dtype, self.device)
 

@@ -1,0 +1,124 @@
+"""Sessions of streaming input (`resumable` requests) give what they give without drafts."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import pytest
+from support.engines import Engine, keep_async_scheduling, make_engine
+from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
+
+TEXTS = (
+    "Once upon a time there was a small",
+    "The user wants to know how many times",
+    " and then she said to the",
+    "One day, Tom went to the park with his",
+    " He was happy because the",
+)
+SESSIONS, CHUNKS = 45, 4
+STOPS = (16, 201, 269, 14)
+"""Frequent tokens of the target's answers: stops within accepted paths."""
+
+Answer = tuple[tuple[int, ...], str]
+_ids = count()
+
+
+def sampling(session: int, chunk: int) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=2 + (3 * session + 5 * chunk) % 17,
+        temperature=0.8 * (session % 2),
+        seed=session,
+        stop_token_ids=list(STOPS) if session % 3 else None,
+        ignore_eos=True,
+        output_kind=RequestOutputKind.DELTA,
+    )
+
+
+def run(engine: Engine) -> list[list[Answer]]:
+    """The answers of every session, chunk by chunk.
+
+    Odd sessions send a chunk when the last one is answered, even ones send all of them at once.
+    """
+    llm, tokenizer = engine.llm.llm_engine, engine.llm.get_tokenizer()
+    texts = [tokenizer.encode(text) for text in TEXTS]
+    answers: dict[str, list[Answer]] = {}
+    waiting = {}
+    said: dict[str, list[int]] = {}
+
+    def request(name: str, tokens: list[int], params: SamplingParams, resumable: bool):
+        made = llm.input_processor.process_inputs(
+            request_id=name,
+            prompt={"prompt_token_ids": list(tokens)},
+            params=params,
+            supported_tasks=("generate",),
+            resumable=resumable,
+        )
+        made.external_req_id = name
+        return made
+
+    def start(session: int) -> None:
+        name = f"session {next(_ids)}"
+        answers[name], said[name] = [], []
+        chunks = [
+            request(name, texts[(session + i) % len(texts)], sampling(session, i), True)
+            for i in range(CHUNKS)
+        ]
+        at_once = chunks if session % 2 == 0 else chunks[:1]
+        waiting[name] = chunks[len(at_once) :]
+        for chunk in at_once:
+            llm.engine_core.add_request(chunk)
+
+    todo = list(range(SESSIONS))
+    while todo or any(len(each) < CHUNKS for each in answers.values()):
+        while todo and sum(len(each) < CHUNKS for each in answers.values()) < 6:
+            start(todo.pop(0))
+        for output in llm.engine_core.get_output().outputs:
+            name = output.request_id
+            said[name] += output.new_token_ids
+            if output.finish_reason is None:
+                continue
+            answers[name].append((tuple(said[name]), str(output.finish_reason)))
+            said[name] = []
+            if waiting[name]:
+                llm.engine_core.add_request(waiting[name].pop(0))
+            elif len(answers[name]) == CHUNKS:
+                llm.engine_core.add_request(request(name, [3], sampling(0, 0), False))
+    while engine.core.scheduler.has_requests():
+        llm.engine_core.get_output()
+    return list(answers.values())
+
+
+@pytest.fixture(scope="module")
+def expected(plain: Engine) -> list[list[Answer]]:
+    return run(plain)
+
+
+def assert_alive(engine: Engine) -> None:
+    ((answer,),) = engine.generate([[5, 6, 7]], SamplingParams(max_tokens=4, ignore_eos=True))
+    assert len(answer.tokens) == 4
+
+
+def test_sessions_that_stop_inside_accepted_paths(tree: Engine, expected):
+    assert run(tree) == expected
+    assert_alive(tree)
+
+
+@pytest.mark.parametrize(
+    "speculative", [{"num_speculative_tokens": 5}, {"kind": "ngram", "model": None}], ids=str
+)
+def test_chunked_prompts(expected, speculative):
+    """A step's budget is smaller than most chunks."""
+    engine = make_engine(
+        {"num_speculative_tokens": 6, **speculative}, max_num_batched_tokens=24, max_num_seqs=3
+    )
+    assert run(engine) == expected
+    assert_alive(engine)
+
+
+def test_asynchronous_scheduling(expected, monkeypatch):
+    keep_async_scheduling(monkeypatch)
+    engine = make_engine({"num_speculative_tokens": 12})
+    assert engine.core.vllm_config.scheduler_config.async_scheduling
+    assert run(engine) == expected
+    assert_alive(engine)
