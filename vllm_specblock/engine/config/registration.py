@@ -17,7 +17,7 @@ from vllm_specblock.engine.patches import Function, patch
 if TYPE_CHECKING:
     import torch
     from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig, VllmConfig
-    from vllm.v1.request import Request
+    from vllm.v1.core.sched.interface import SchedulerInterface
     from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
     from vllm.v1.worker.gpu.states import RequestState
 
@@ -40,7 +40,7 @@ def register() -> None:
     _keep_method()
     _build_speculator()
     _accept_sampling_params()
-    _resume_sessions()
+    _schedule_trees()
 
 
 def _accept_method() -> None:
@@ -61,7 +61,7 @@ def _accept_method() -> None:
             if not asks_for_us(given):
                 return original(self, target_model_config, target_parallel_config)
             from vllm_specblock.engine.config import vllm_args
-            from vllm_specblock.engine.metrics import exporter
+            from vllm_specblock.engine.metrics import exporter, stop_strings
 
             resolved = vllm_args.translate(self, target_model_config, target_parallel_config)
             config = original(self, target_model_config, target_parallel_config)
@@ -70,6 +70,7 @@ def _accept_method() -> None:
             vllm_args.finish(config, resolved, target_model_config)
             if not self.disable_log_stats:
                 exporter.announce(config)
+                stop_strings.install()
             return config
 
         return create_speculative_config
@@ -144,21 +145,24 @@ def _accept_sampling_params() -> None:
     patch(SamplingParams, "_validate_spec_decode", make)
 
 
-def _resume_sessions() -> None:
-    """P7: a streaming-input session that stops inside an accepted path resumes at the stop.
-
-    vLLM counts the whole path as computed before it trims the output. Without drafts the last
-    token that was sampled is never computed, and the session drops it.
-    """
-    from vllm.v1.core.sched.scheduler import Scheduler
+def _schedule_trees() -> None:
+    """P5: the scheduler is chosen by its own config, which does not say what drafts."""
+    from vllm.config import SchedulerConfig
 
     def make(original: Function) -> Function:
-        def _handle_stopped_request(self: Scheduler, request: Request) -> bool:
-            if request.resumable and is_ours(self.vllm_config.speculative_config):
-                frontier = request.num_tokens - 1 + request.num_output_placeholders
-                request.num_computed_tokens = min(request.num_computed_tokens, frontier)
-            return original(self, request)
+        def get_scheduler_cls(self: SchedulerConfig) -> Any:
+            base = original(self)
 
-        return _handle_stopped_request
+            def build(vllm_config: VllmConfig, **rest: Any) -> SchedulerInterface:
+                kind = base
+                if is_ours(vllm_config.speculative_config):
+                    from vllm_specblock.engine.scheduler import tree_scheduler
 
-    patch(Scheduler, "_handle_stopped_request", make)
+                    kind = tree_scheduler(base)
+                return kind(vllm_config=vllm_config, **rest)
+
+            return build
+
+        return get_scheduler_cls
+
+    patch(SchedulerConfig, "get_scheduler_cls", make)
