@@ -76,7 +76,12 @@ def test_register_twice_patches_once():
         "vllm.distributed.device_communicators.shm_broadcast.SpinCondition.__init__",
         "vllm.distributed.device_communicators.shm_broadcast.SpinCondition.wait",
     }
-    assert ours - of_a_cpu == {
+    of_a_scheduler = {  # of the first engine in this process
+        "vllm.v1.core.sched.scheduler.Scheduler.schedule",
+        "vllm.v1.core.sched.scheduler.Scheduler._update_after_schedule",
+    }
+    assert ours - of_a_cpu - of_a_scheduler == {
+        "vllm.config.scheduler.SchedulerConfig.get_scheduler_cls",
         "vllm.engine.arg_utils.EngineArgs.create_speculative_config",
         "vllm.engine.arg_utils.maybe_override_with_speculators",
         "vllm.sampling_params.SamplingParams._validate_spec_decode",

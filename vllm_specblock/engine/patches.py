@@ -8,7 +8,10 @@ At start-up (`registration.py`):
     arg_utils.maybe_override_with_speculators: a checkpoint's method overrules the user's.
     spec_decode.init_speculator: an if-chain over vLLM's own, until they can be registered.
     SamplingParams._validate_spec_decode: refuses min_p and logit_bias with any speculation; with
-        trees they are exact.
+        trees they are exact. It also checks `specblock_draft`.
+    SchedulerConfig.get_scheduler_cls: the scheduler is patched where it is loaded, below.
+With the first scheduler of a process (`undrafted.py`):
+    Scheduler.schedule, _update_after_schedule: every request gets as many drafts as the next.
 At start-up on a CPU (`cpu/install.py`, `cpu/compile_cache.py`, `cpu/sleeping_waits.py`):
     kernels of Model Runner V2, block tables, top-k/top-p: have no form for a CPU.
     CpuPlatform.get_attn_backend_cls: answers CPU_ATTN whatever was asked for.

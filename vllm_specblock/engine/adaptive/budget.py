@@ -36,8 +36,8 @@ class DraftingState:
 
     Attributes:
         all_paused: the drafters do not draft at the end of this step.
-        paused: [request slots] bool, requests for which they rested without being able to catch
-            up: their drafters' caches have holes, and nothing is drafted for them any more.
+        paused: [request slots] bool, requests that are not drafted for: they opted out, or
+            drafting was paused and their drafters cannot catch up.
         samples: [request slots] bool, requests at T > 0.
         can_resume: whether some can.
         draft_seconds: host time of the last proposal; of use where the host is the device, as
@@ -93,10 +93,23 @@ class TreeBudgetManager(AdaptiveVerificationManager):
         else:
             super().get_num_tokens(num_tokens_per_req, draft_tokens)
         _, others, budget = self._batch_budget
-        self._decide(list(num_tokens_per_req), draft_tokens)
+        prompts = self._has_prompts(num_tokens_per_req, draft_tokens)
+        self._decide(list(num_tokens_per_req), draft_tokens, prompts)
         return sum(others.values()) + budget
 
-    def _decide(self, requests: list[str], draft_tokens: dict[str, list[int]]) -> None:
+    def _has_prompts(
+        self, num_tokens_per_req: dict[str, int], draft_tokens: dict[str, list[int]]
+    ) -> bool:
+        """Whether some request neither verifies drafts nor decodes without any."""
+        index, paused = self.req_states.req_id_to_index, self.drafting_state.paused
+        return any(
+            not (draft_tokens.get(request) or (count == 1 and paused[index[request]]))
+            for request, count in num_tokens_per_req.items()
+        )
+
+    def _decide(
+        self, requests: list[str], draft_tokens: dict[str, list[int]], prompts: bool
+    ) -> None:
         """Whether the proposal at the end of this step takes place."""
         decoding = [request for request in requests if draft_tokens.get(request)]
         index = self.req_states.req_id_to_index
@@ -107,13 +120,15 @@ class TreeBudgetManager(AdaptiveVerificationManager):
             drafted = (confidence < 1).any(1) & ~self.drafting_state.paused[slots]
             self.drafting_switch.learn(confidence[drafted].astype(np.float64).cumprod(1))
         draft_cost, verify_cost = self.cost_tables
+        paused = self.drafting_state.paused[[index[request] for request in requests]]
         self.drafting_state.all_paused = self.drafting_switch.decide(
             len(requests),
             draft_cost[len(requests)],
             verify_cost,
             self._gain(len(requests)),
             self._catch_up(slots),
-            self.drafting_state.all_paused or len(decoding) < len(requests),
+            self.drafting_state.all_paused or prompts,
+            int((~paused).sum()),  # a host array
         )
 
     def _gain(self, requests: int) -> float | None:

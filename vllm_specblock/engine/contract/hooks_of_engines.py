@@ -11,6 +11,7 @@ _EXTRACT = "v1/worker/gpu/spec_decode/extract_hidden_states.py"
 _CONNECTOR = "distributed/kv_transfer/kv_connector/v1/example_hidden_states_connector.py"
 _EXAMPLE = "ExampleHiddenStatesConnector"
 _CLIENT = "v1/engine/core_client.py"
+_SCHEDULER = "v1/core/sched/scheduler.py"
 
 OF_ENGINES: tuple[Hook, ...] = (
     # ---- arguments ----
@@ -51,6 +52,16 @@ OF_ENGINES: tuple[Hook, ...] = (
     ),
     Takes("config/registration.py", "sampling_params.py", "SamplingParams._validate_spec_decode",
           "self speculative_config"),
+    # ---- requests without drafts ----
+    Takes("undrafted.py", "config/scheduler.py", "SchedulerConfig.get_scheduler_cls", "self"),
+    Has("undrafted.py", _SCHEDULER, "Scheduler", "schedule"),
+    Takes("undrafted.py", _SCHEDULER, "Scheduler._update_after_schedule", "self scheduler_output"),
+    Attributes("undrafted.py", _SCHEDULER, "Scheduler", "running requests vllm_config"),
+    Says("undrafted.py", "v1/core/sched/async_scheduler.py", "AsyncScheduler",
+         ("super()._update_after_schedule(scheduler_output)", "request.spec_token_ids = ")),
+    Has("undrafted.py", "v1/core/sched/output.py", "SchedulerOutput",
+        "num_scheduled_tokens total_num_scheduled_tokens scheduled_spec_decode_tokens"),
+    Has("undrafted.py", "sampling_params.py", "SamplingParams", "extra_args"),
     # ---- what is refused ----
     Has(
         "config/validate.py",
