@@ -83,10 +83,29 @@ def post(url: str, **body) -> dict:
     return json.load(urllib.request.urlopen(request, timeout=120))
 
 
-@pytest.mark.skipif(
+needs_command = pytest.mark.skipif(
     shutil.which("vllm", path=str(Path(sys.executable).parent)) is None,
     reason="the vllm command is not installed",
 )
+
+
+@needs_command
+def test_a_request_opts_out_of_drafts(server):
+    """A wrong value is a 400 for its request; the server goes on."""
+    body = {"model": DRAFTER, "prompt": "class Reader:\n", "max_tokens": 24, "temperature": 0}
+    plain = post(f"{server}/v1/completions", **body)["choices"]
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        post(f"{server}/v1/completions", **body, vllm_xargs={"specblock_draft": "off"})
+    assert refused.value.code == 400
+    assert "\"specblock_draft\" is 'off'" in json.load(refused.value)["error"]["message"]
+    for no in (False, 0):
+        answer = post(f"{server}/v1/completions", **body, vllm_xargs={"specblock_draft": no})
+        assert answer["choices"][0]["text"] == plain[0]["text"]
+        own = (answer["metrics"] or {}).get("speculative_decoding") or {"num_draft_tokens": 0}
+        assert own["num_draft_tokens"] == 0
+
+
+@needs_command
 def test_a_user_session(server, plain):
     prompt = "class Reader:\n    def __init__(self, name):\n"
     (model,) = [

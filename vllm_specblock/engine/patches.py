@@ -8,7 +8,7 @@ At start-up (`registration.py`):
     arg_utils.maybe_override_with_speculators: a checkpoint's method overrules the user's.
     spec_decode.init_speculator: an if-chain over vLLM's own, until they can be registered.
     SamplingParams._validate_spec_decode: refuses min_p and logit_bias with any speculation; with
-        trees they are exact.
+        trees they are exact. It also checks `specblock_draft`.
     SchedulerConfig.get_scheduler_cls: it does not know what drafts; see `scheduler.py`.
 With the first engine of ours in a frontend (`metrics/stop_strings.py`):
     OutputProcessor.process_outputs: counts tokens behind a stop string that it then drops.

@@ -9,6 +9,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
+from vllm_specblock.engine.undrafted import wants_drafts
+
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import ModelRunnerOutput
@@ -30,8 +32,9 @@ class TreeScheduling(Scheduler):
 
     Differs in four things. Accepted drafts are counted after the output is trimmed at max_tokens,
     EOS or a stop token. Drafts are counted only where something was drafted: neither while drafting
-    is paused nor where vLLM pads a new request. While drafting is paused, none are scheduled. A
-    streaming-input session that stops inside an accepted path resumes at the stop.
+    is paused nor where vLLM pads a new request. None are scheduled while drafting is paused or for
+    a request that declines them. A streaming-input session that stops inside an accepted path
+    resumes at the stop.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -42,10 +45,20 @@ class TreeScheduling(Scheduler):
         self._stats: SpecDecodingStats | None = None
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        if self._paused:
-            for request in self.running:
+        for request in self.running:  # proposed ones or, with asynchronous scheduling, placeholders
+            if self._paused or not wants_drafts(request.sampling_params):
                 request.spec_token_ids = []
         return super().schedule(*args, **kwargs)
+
+    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        # vLLM pads a request that starts with a single token, so that a step is uniform.
+        for req_id in list(drafts):
+            if not wants_drafts(self.requests[req_id].sampling_params):
+                padding = len(drafts.pop(req_id))
+                scheduler_output.num_scheduled_tokens[req_id] -= padding
+                scheduler_output.total_num_scheduled_tokens -= padding
+        super()._update_after_schedule(scheduler_output)
 
     def add_request(self, request: Request) -> None:
         super().add_request(request)

@@ -75,6 +75,7 @@ class DraftingSwitch:
         gain: float | None = None,
         catch_up: float = 0.0,
         can_wait: bool = False,
+        drafting: int | None = None,
     ) -> bool:
         """Whether drafting is paused from now on.
 
@@ -89,14 +90,16 @@ class DraftingSwitch:
                 unit.
             can_wait: drafters have not read the last step, or there are prompts for them to read:
                 where `gain` is known, nobody has to see it several times in a row.
+            drafting: those of the requests that are drafted for; None: all.
         """
         paused = self.all_paused or (can_wait and gain is not None)
         nodes = np.arange(len(self.usual) + 1)
-        tokens = num_requests * (1 + nodes)
+        drafting = num_requests if drafting is None else drafting
+        tokens = num_requests + drafting * nodes
         fits = tokens < len(verify_cost)
         if not fits[0]:
             return self.all_paused
-        gained = num_requests * (1 + np.concatenate(([0.0], np.cumsum(self.usual))))
+        gained = num_requests + drafting * np.concatenate(([0.0], np.cumsum(self.usual)))
         patience = _PATIENCE if gain is None else _PATIENCE_MEASURED
         if gain is None:
             speed = (gained[fits] / (draft_cost + verify_cost[tokens[fits]])).max()

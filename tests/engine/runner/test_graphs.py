@@ -39,7 +39,7 @@ def capture(engine) -> None:
 def run(engine, monkeypatch, count: int) -> tuple[list[list[int]], list[tuple]]:
     """Answers to `count` prompts, and what every step proposed and counted.
 
-    Some sample, and one verifies a chain.
+    Some sample, one verifies a chain, and one is not drafted for.
     """
     engine.llm.reset_prefix_cache()
     engine.speculator.counters.total.zero_()
@@ -48,12 +48,16 @@ def run(engine, monkeypatch, count: int) -> tuple[list[list[int]], list[tuple]]:
         request.max_tokens = 12 + 3 * index
         request.temperature = index % 2
     requests[0].presence_penalty = 0.1
+    if count > 2:
+        requests[2].extra_args = {"specblock_draft": 0}
     slots, steps = engine.speculator.tree_states, []
     propose = engine.speculator.propose
 
     def noting(batch, *args, **kwargs):
         proposed = tokens = propose(batch, *args, **kwargs)
-        if kwargs.get("num_speculative_tokens") == 0:  # 0.33 at an answer's end: any tokens do
+        # Any tokens do for no trees: in 0.33 at an answer's end, and if no request is drafted for.
+        undrafted = engine.speculator.undrafted.among(batch).all()
+        if undrafted or kwargs.get("num_speculative_tokens") == 0:
             tokens = torch.zeros_like(tokens)
         trees = (tokens, slots.parent[batch.idx_mapping], slots.origin[batch.idx_mapping])
         counts = engine.speculator.counters.total

@@ -33,7 +33,8 @@ class ScriptedHead(Drafter):
         """Has nothing to take in."""
 
     def draft(self, requests=None) -> DraftTree:
-        drafted = [self._one(req_idx) for req_idx in self.slots.tolist()]
+        slots = self.slots if requests is None else self.slots[requests]
+        drafted = [self._one(req_idx) for req_idx in slots.tolist()]
         N = self.num_nodes
         token = torch.zeros(len(drafted), N, dtype=torch.int64)
         parent = torch.full((len(drafted), N), -1, dtype=torch.int32)

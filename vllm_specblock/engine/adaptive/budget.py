@@ -39,8 +39,8 @@ class DraftingState:
 
     Attributes:
         all_paused: the drafters do not draft at the end of this step.
-        paused: [request slots] bool, requests for which they rested without being able to catch
-            up: their drafters' caches have holes, and nothing is drafted for them any more.
+        paused: [request slots] bool, requests that are not drafted for: they opted out, or
+            drafting was paused and their drafters cannot catch up.
         samples: [request slots] bool, requests at T > 0.
         can_resume: whether some can.
         draft_seconds: host time of the last proposal; of use where the host is the device, as
@@ -132,6 +132,8 @@ class TreeBudgetManager(AdaptiveVerificationManager):
             drafted = (confidence < 1).any(1) & ~self.drafting_state.paused[slots]
             self.drafting_switch.learn(confidence[drafted].astype(np.float64).cumprod(1))
         draft_cost, verify_cost = self.cost_tables
+        index = self.req_states.req_id_to_index
+        paused = self.drafting_state.paused[[index[request] for request in requests]]
         self.drafting_state.all_paused = self.drafting_switch.decide(
             len(requests),
             draft_cost[len(requests)],
@@ -139,6 +141,7 @@ class TreeBudgetManager(AdaptiveVerificationManager):
             self._gain(len(requests)),
             self._catch_up(slots),
             self.drafting_state.all_paused or len(slots) < len(requests),
+            int((~paused).sum()),  # a host array
         )
 
     def _gain(self, requests: int) -> float | None:

@@ -10,7 +10,7 @@ from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_specblock.combine.combined import Combined
 from vllm_specblock.drafters.common.backlog import Backlog, MissedRows
-from vllm_specblock.drafters.interface import CommittedTokens, Drafter
+from vllm_specblock.drafters.interface import Drafter
 from vllm_specblock.engine.adaptive import budget
 from vllm_specblock.engine.runner.tree_states import TreeStates
 from vllm_specblock.feedback.acceptance_estimator import AcceptanceEstimator
@@ -24,7 +24,7 @@ class AdaptiveTrees:
         drafting_state: shared with the manager, which decides; host only.
         paused: [S] bool, `drafting_state.paused` on the device.
         follow: some drafter has a cache, which has to follow the target.
-        backlog: what such drafters missed while they rested; only on a CPU.
+        backlog: what such drafters have not read yet; only on a CPU.
 
     Args:
         drafters: of the engine.
@@ -57,13 +57,11 @@ class AdaptiveTrees:
         else:
             budget.install()
 
-    def add(self, req_idx: int, samples: bool) -> None:
-        """A request comes to `req_idx`; samples: at T > 0."""
-        self.drafting_state.paused[req_idx] = False
+    def add(self, req_idx: int, samples: bool, drafts: bool) -> None:
+        """A request comes to `req_idx`; samples: at T > 0; drafts: it is to be drafted for."""
+        self.drafting_state.paused[req_idx] = not drafts
         self.drafting_state.samples[req_idx] = samples
-        self.paused[req_idx].fill_(False)
-        if self.backlog is not None:
-            self.backlog.forget(req_idx)
+        self.paused[req_idx].fill_(not drafts)
 
     def is_paused(self, batch: InputBatch) -> bool:
         """Whether nothing is to be drafted at the end of this step.
@@ -102,10 +100,6 @@ class AdaptiveTrees:
         """Nobody wanted drafts: the manager learns nothing, as of new requests, rather than from
         what stands there of others."""
         self.confidence[:num_reqs] = 1
-
-    def catch_up(self, rows: CommittedTokens) -> CommittedTokens:
-        """A step's rows, with those before them that drafting was paused for."""
-        return rows if self.backlog is None else self.backlog.catch_up(rows)
 
     def pause(self, batch: InputBatch, rows: Callable[[], MissedRows]) -> None:
         """Nothing is drafted at the end of this step.

@@ -9,6 +9,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from vllm_specblock.config import METHOD
+from vllm_specblock.engine import undrafted
 from vllm_specblock.engine.config.architecture import DRAFT_ARCHITECTURES, SpecBlockForDrafting
 from vllm_specblock.engine.config.hf_config import SpecBlockHFConfig
 from vllm_specblock.engine.config.ours import asks_for_us, extracts_features, is_ours
@@ -39,7 +40,7 @@ def register() -> None:
     _accept_method()
     _keep_method()
     _build_speculator()
-    _accept_sampling_params()
+    _check_sampling_params()
     _schedule_trees()
 
 
@@ -129,7 +130,7 @@ def _build_speculator() -> None:
         runner.init_speculator = spec_decode.init_speculator
 
 
-def _accept_sampling_params() -> None:
+def _check_sampling_params() -> None:
     """P3: min_p and logit_bias are refused with any speculation; with us they are exact."""
     from vllm.sampling_params import SamplingParams
 
@@ -137,7 +138,9 @@ def _accept_sampling_params() -> None:
         def _validate_spec_decode(
             self: SamplingParams, speculative_config: SpeculativeConfig | None
         ) -> None:
-            if not is_ours(speculative_config):
+            if is_ours(speculative_config):
+                undrafted.check(self)
+            else:
                 original(self, speculative_config)
 
         return _validate_spec_decode

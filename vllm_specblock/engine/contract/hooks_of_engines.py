@@ -52,6 +52,13 @@ OF_ENGINES: tuple[Hook, ...] = (
     ),
     Takes("config/registration.py", "sampling_params.py", "SamplingParams._validate_spec_decode",
           "self speculative_config"),
+    # ---- requests without drafts ----
+    Takes("scheduler.py", _SCHEDULER, "Scheduler._update_after_schedule", "self scheduler_output"),
+    Says("scheduler.py", "v1/core/sched/async_scheduler.py", "AsyncScheduler",
+         ("super()._update_after_schedule(scheduler_output)", "request.spec_token_ids = ")),
+    Has("scheduler.py", "v1/core/sched/output.py", "SchedulerOutput",
+        "num_scheduled_tokens total_num_scheduled_tokens scheduled_spec_decode_tokens"),
+    Has("undrafted.py", "sampling_params.py", "SamplingParams", "extra_args"),
     # ---- what is refused ----
     Has(
         "config/validate.py",

@@ -40,9 +40,13 @@ class DraftPolicy(ABC):
 
     Every drafter advances in every step, whoever drafts or is chosen: so they stay interchangeable
     (routing paper, §7). `skipping_merge.py` has what may lag behind instead.
+
+    Attributes:
+        wanted: [n] int64, the requests of this step that are drafted for; None: all of them.
     """
 
     drafters: list[Drafter]
+    wanted: torch.Tensor | None = None
 
     @property
     def max_depth(self) -> int:
@@ -72,6 +76,13 @@ class DraftPolicy(ABC):
         for drafter in self.drafters:
             drafter.advance(rows)
 
+    def draft(self, drafter: Drafter, rows: CommittedTokens) -> DraftTree:
+        """The trees of one drafter; those of requests that are not drafted for are empty."""
+        if self.wanted is None:
+            return drafter.draft()
+        trees = DraftTree.empty(len(rows.last), drafter.num_nodes, rows.last.device)
+        return trees.put(self.wanted, drafter.draft(self.wanted))
+
     @abstractmethod
     def combine(self, rows: CommittedTokens) -> Proposal:
         """One tree per request; the drafters have advanced."""
@@ -84,7 +95,7 @@ class SingleDrafter(DraftPolicy):
         self.drafters = [drafter]
 
     def combine(self, rows: CommittedTokens) -> Proposal:
-        tree = self.drafters[0].draft()
+        tree = self.draft(self.drafters[0], rows)
         return Proposal(Combined.of(tree, drafter=1), (tree.size,), None, None)
 
 
@@ -98,7 +109,7 @@ class RoutedDrafters(DraftPolicy):
         self.always = torch.ones(1, dtype=torch.bool, device=device)
 
     def combine(self, rows: CommittedTokens) -> Proposal:
-        first, second = (drafter.draft() for drafter in self.drafters)
+        first, second = (self.draft(drafter, rows) for drafter in self.drafters)
         return self.choose(first, second, self.always.expand(len(first.size)))
 
     def choose(self, first: DraftTree, second: DraftTree, drafted: torch.Tensor) -> Proposal:
@@ -147,13 +158,15 @@ class LazilyRoutedDrafters(RoutedDrafters):
             )
 
     def combine(self, rows: CommittedTokens) -> Proposal:
-        first = self.drafters[0].draft()
+        first = self.draft(self.drafters[0], rows)
         return self._of_some(rows, first) if self.looks else self._of_all_or_none(rows, first)
 
     def _of_some(self, rows: CommittedTokens, first: DraftTree) -> Proposal:
         """The second drafter drafts for those that want it."""
         sure, drafter = confidence(first, self.how), self.drafters[1]
         wanted = self.gate.wants(sure, rows.position[rows.last])
+        if self.wanted is not None:
+            wanted &= torch.zeros_like(wanted).index_fill_(0, self.wanted, True)
         self.sure[rows.req_idx], self.both[rows.req_idx] = sure, wanted
         index = wanted.nonzero()[:, 0]  # a host tensor
         if len(index) == len(wanted):
@@ -207,7 +220,7 @@ class MergedDrafters(DraftPolicy):
         self.always = torch.ones(1, dtype=torch.bool, device=device)
 
     def combine(self, rows: CommittedTokens) -> Proposal:
-        return self.union(*(drafter.draft() for drafter in self.drafters))
+        return self.union(*(self.draft(drafter, rows) for drafter in self.drafters))
 
     def union(self, first: DraftTree, second: DraftTree) -> Proposal:
         """Both trees in one; both drafters have drafted."""

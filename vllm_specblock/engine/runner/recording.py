@@ -22,6 +22,7 @@ from vllm_specblock.adapt.slabs import Slabs
 from vllm_specblock.drafters.interface import CommittedTokens
 from vllm_specblock.engine.metrics.counters import Counts
 from vllm_specblock.engine.runner.step_batch import StepBatch
+from vllm_specblock.engine.undrafted import wants_drafts
 from vllm_specblock.feedback.verified_trees import VerifiedTrees
 from vllm_specblock.triton_kernels.feedback.record_step import record_step
 from vllm_specblock.triton_kernels.feedback.slab_tensors import StepToRecord
@@ -115,7 +116,11 @@ class Recorder:
         if params is None or request.prompt_embeds is not None or self.warming_up:
             return  # no text to learn
         says = wanted(params)
-        if says is False or (self.requests == "marked" and says is None):
+        if (
+            says is False
+            or not wants_drafts(params)
+            or (self.requests == "marked" and says is None)
+        ):
             self._total[OPTED_OUT] += 1
             return
         stops = {*(params.stop_token_ids or ()), params.eos_token_id} - {None}

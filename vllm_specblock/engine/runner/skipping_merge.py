@@ -82,7 +82,7 @@ class SkippingMergedDrafters(MergedDrafters):
     def combine(self, rows: CommittedTokens) -> Proposal:
         found, drafter = self.found, self.drafters[1 - self.lookup]
         if self.asked:
-            tree = drafter.draft()
+            tree = self.draft(drafter, rows)
             return self.union(tree, found) if self.lookup else self.union(found, tree)
         nothing, never = (
             torch.zeros_like(found.size),

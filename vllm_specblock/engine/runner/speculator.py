@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import time
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from vllm.sampling_params import SamplingParams
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
-from vllm_specblock.drafters.common.backlog import MissedRows
+from vllm_specblock.drafters.common.backlog import Backlog, MissedRows
 from vllm_specblock.drafters.interface import CommittedTokens
 from vllm_specblock.engine.metrics.counters import Counts
 from vllm_specblock.engine.runner.dummy import null_inputs, to_scratch_slot
 from vllm_specblock.engine.runner.graphs import StepInputs
 from vllm_specblock.engine.runner.speculator_setup import SpeculatorSetup
 from vllm_specblock.engine.runner.step_batch import StepBatch, missed_rows
+from vllm_specblock.engine.undrafted import fills_block, wants_drafts
 from vllm_specblock.feedback.verified_trees import VerifiedTrees
 
 if TYPE_CHECKING:
@@ -39,6 +41,20 @@ class TreeSpeculator(SpeculatorSetup):
         groups = [group for group, _ in self.target_caches]
         self.graphs.capture(self.step, self.draft_tokens, groups)
 
+    @cached_property
+    def follows(self) -> bool:
+        """Whether a request that is not drafted for leaves blocks for others to draft from."""
+        drafters = self.draft_policy.drafters
+        cached = any(drafter.cache_layers() for drafter in drafters)
+        return cached and self.vllm_config.cache_config.enable_prefix_caching
+
+    @cached_property
+    def backlog(self) -> Backlog | None:
+        """Committed rows that the drafters have not read yet; only on a CPU."""
+        if self.adaptive is not None:
+            return self.adaptive.backlog
+        return Backlog() if self.follows and self.device.type == "cpu" else None
+
     # ---- once per request ----
 
     def note_request(self, req_idx: int, params: SamplingParams | None) -> None:
@@ -46,8 +62,12 @@ class TreeSpeculator(SpeculatorSetup):
         temperature = 0.0 if params is None else params.temperature
         self.temperature[req_idx].fill_(temperature)
         self.draft_policy.begin(req_idx)
+        self.undrafted.note(req_idx, params)
         if self.adaptive is not None:
-            self.adaptive.add(req_idx, samples=temperature > 0)
+            drafts = wants_drafts(params)
+            self.adaptive.add(req_idx, samples=temperature > 0, drafts=drafts)
+        if self.backlog is not None:
+            self.backlog.forget(req_idx)
         self.chains.note(req_idx, params)
 
     # ---- once per step ----
@@ -83,7 +103,11 @@ class TreeSpeculator(SpeculatorSetup):
             size = self.vllm_config.cache_config.block_size
             rows = StepBatch(batch, self.tree_states, self.pad_rows)
             return self.step(null_inputs(rows, aux_hidden_states, size, self.max_model_len))
-        if not dummy_run and self.adaptive is not None and self.adaptive.is_paused(batch):
+        undrafted = self.undrafted.among(batch)
+        if undrafted.all():  # a host array
+            self._follow(batch, slot_mappings, aux_hidden_states)
+            tokens = self._no_trees(batch.num_reqs)
+        elif not dummy_run and self.adaptive is not None and self.adaptive.is_paused(batch):
             if self.recorder is not None:
                 self.recorder.rest(batch.idx_mapping_np)
             missed = partial(missed_rows, batch, aux_hidden_states[: len(self.resolved.layers)])
@@ -101,7 +125,12 @@ class TreeSpeculator(SpeculatorSetup):
             graph = self.graphs.find(batch, dummy_run) if draft else None
             if graph is None:
                 inputs = self._inputs(batch, slot_mappings, aux_hidden_states)
+                # A device pads its batches: there they are drafted for, too.
+                if draft and undrafted.any() and not self.pad_rows:  # a host array
+                    wanted = np.flatnonzero(~undrafted)
+                    self.draft_policy.wanted = torch.from_numpy(wanted)  # a host array
                 tokens = self.step(inputs, draft)
+                self.draft_policy.wanted = None
             else:
                 self.graphs.fill(graph, batch, aux_hidden_states, self.chains.among(batch))
                 self.graphs.run_fullgraph(graph)
@@ -111,6 +140,23 @@ class TreeSpeculator(SpeculatorSetup):
         if not dummy_run:
             self.counters.publish(self._more_counts)
         return tokens
+
+    def _follow(
+        self,
+        batch: InputBatch,
+        slot_mappings: dict[str, torch.Tensor],
+        hidden_states: list[torch.Tensor],
+    ) -> None:
+        """No request of a batch is drafted for: the drafters read what others may find cached."""
+        paused = self.adaptive is not None and self.adaptive.drafting_state.all_paused
+        if not self.follows or paused:
+            return
+        block_size = self.block_tables.block_sizes[self.group]
+        if self.backlog is None or fills_block(batch, block_size):
+            self.step(self._inputs(batch, slot_mappings, hidden_states), draft=False)
+        else:
+            rows = missed_rows(batch, hidden_states[: len(self.resolved.layers)])
+            self.backlog.keep(rows, np.ones(batch.num_reqs, dtype=bool))
 
     def _inputs(
         self,
@@ -145,8 +191,8 @@ class TreeSpeculator(SpeculatorSetup):
         committed = self._committed(inputs)
         if self.recorder is not None:
             self.recorder.record(rows, committed, inputs.hidden_states, verified)
-        if self.adaptive is not None:
-            committed = self.adaptive.catch_up(committed)
+        if self.backlog is not None:
+            committed = self.backlog.catch_up(committed)
         self.clock.begin()
         self.draft_policy.advance(committed)
         if not draft:

@@ -45,6 +45,7 @@ from vllm_specblock.engine.runner.tree_states import TreeStates
 from vllm_specblock.engine.runner.warm_up import compile_kernels
 from vllm_specblock.engine.target_lora import embed_without_adapters
 from vllm_specblock.engine.target_model import check_target_model
+from vllm_specblock.engine.undrafted import UndraftedRequests
 from vllm_specblock.triton_kernels.kv_cache.commit import KVCacheSet
 from vllm_specblock.verify.synthetic_acceptance import SyntheticAcceptance
 
@@ -110,6 +111,7 @@ class SpeculatorSetup(DraftModelSpeculator):
         self.adaptive: AdaptiveTrees | None = None
         self.temperature = torch.zeros(self.num_slots, device=device)
         self.chains = ChainFallback(self.num_slots)
+        self.undrafted = UndraftedRequests(self.num_slots)
 
     def load_draft_model(
         self, target_model: VllmModel, target_attn_layer_names: set[str]

@@ -1,0 +1,198 @@
+"""Requests that opt out of drafts: exact, never drafted for, never in the others' way."""
+
+from __future__ import annotations
+
+import pytest
+from support import compared
+from support.drafters import install
+from support.engines import Engine, make_engine, record_drafts
+from support.matrix import CASES, PROMPTS, Checker, params
+from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
+from vllm.platforms.cpu import CpuPlatform
+
+check = Checker()
+compared.counters.append(check)
+
+NO = {"specblock_draft": 0}
+
+
+@pytest.fixture(scope="module", params=["SpecBlock, fixed", "n-gram, adaptive"])
+def engine(request) -> Engine:
+    """With vLLM's metrics of every request."""
+    speculative = {
+        "SpecBlock, fixed": {"num_speculative_tokens": 12, "calibrate_drafts": False},
+        "n-gram, adaptive": {
+            "kind": "ngram",
+            "model": None,
+            "num_speculative_tokens": 12,
+            "enable_adaptive_verification": True,
+        },
+    }[request.param]
+    return make_engine(speculative, per_request_spec_decode_metrics="summary")
+
+
+def opting_out(requests: list[SamplingParams], every: int = 1) -> list[SamplingParams]:
+    """The same requests; every n-th of them does without drafts."""
+    for request in requests[::every]:
+        request.extra_args = NO
+    return requests
+
+
+def drafts_of(engine: Engine, texts: list[list[int]], requests: list[SamplingParams]) -> list[int]:
+    """Draft tokens that vLLM scheduled for each request."""
+    answers = engine.llm.generate(
+        [{"prompt_token_ids": text} for text in texts], requests, use_tqdm=False
+    )
+    metrics = [answer.outputs[0].spec_decode_metrics for answer in answers]
+    return [0 if each is None else each.num_draft_tokens for each in metrics]
+
+
+def scheduled(engine: Engine) -> int:
+    """Draft tokens of all requests so far, by vLLM's counter."""
+    (count,) = (
+        metric.value
+        for metric in engine.llm.get_metrics()
+        if metric.name == "vllm:spec_decode_num_draft_tokens"
+    )
+    return count
+
+
+@pytest.mark.parametrize("name", ["greedy", "temperature 1", "repetition penalty"])
+def test_all_opt_out(engine, reference, monkeypatch, name):
+    drafted = []
+    (drafter,) = engine.speculator.draft_policy.drafters
+    monkeypatch.setattr(drafter, "draft", lambda *_: drafted.append("a tree"))
+    before = scheduled(engine)
+    requests = opting_out(params(**CASES[name]))
+    check(engine, requests, reference(name, params(**CASES[name])))
+    assert scheduled(engine) == before and not drafted
+
+
+@pytest.mark.parametrize("name", ["greedy", "temperature 1", "repetition penalty"])
+def test_some_opt_out(engine, reference, name):
+    requests = opting_out(params(**CASES[name]), every=3)
+    check(engine, requests, reference(name, params(**CASES[name])))
+    counts = drafts_of(engine, PROMPTS, opting_out(params(**CASES[name]), every=3))
+    assert not any(counts[::3])
+    assert all(count for at, count in enumerate(counts) if at % 3)
+
+
+def test_only_the_others_are_drafted_for(engine, monkeypatch):
+    drafted = []
+    (drafter,) = engine.speculator.draft_policy.drafters
+    draft = drafter.draft
+
+    def noting(requests=None):
+        drafted.append(None if requests is None else len(requests))
+        return draft(requests)
+
+    monkeypatch.setattr(drafter, "draft", noting)
+    requests = params(4, max_tokens=20)
+    engine.generate(PROMPTS[:4], [*opting_out(requests[:3]), requests[3]])
+    assert set(drafted) == {1}
+
+
+@pytest.mark.parametrize("extra", [None, NO])
+def test_a_prompt_of_one_token_is_not_padded(engine, monkeypatch, extra):
+    """vLLM schedules placeholder drafts for it, so that a decode step is uniform."""
+    core, steps = engine.llm.llm_engine, []
+    scheduler = engine.core.scheduler
+    update = scheduler._update_after_schedule
+
+    def noting(output):
+        update(output)
+        assert output.total_num_scheduled_tokens == sum(output.num_scheduled_tokens.values())
+        steps.append(list(output.num_scheduled_tokens.values()))
+
+    monkeypatch.setattr(scheduler, "_update_after_schedule", noting)
+    (running,) = params(1)
+    core.add_request("running", {"prompt_token_ids": PROMPTS[2]}, running)
+    core.step()
+    late = SamplingParams(max_tokens=2, ignore_eos=True, extra_args=extra)
+    core.add_request("late", {"prompt_token_ids": [7]}, late)
+    while core.has_unfinished_requests():
+        core.step()
+    assert steps[1][-1] == (1 if extra else 13)
+
+
+def test_asynchronous_scheduling(reference, monkeypatch):
+    """The scheduler gives placeholders to the requests that draft alone."""
+    original = CpuPlatform.check_and_update_config
+
+    def keeping_async(vllm_config):
+        original(vllm_config)
+        vllm_config.scheduler_config.async_scheduling = True
+
+    monkeypatch.setattr(CpuPlatform, "check_and_update_config", staticmethod(keeping_async))
+    engine = make_engine({"num_speculative_tokens": 12}, per_request_spec_decode_metrics="summary")
+    for every in (1, 2):
+        for name in ("greedy", "temperature 1"):
+            requests = opting_out(params(**CASES[name]), every)
+            check(engine, requests, reference(name, params(**CASES[name])))
+        counts = drafts_of(engine, PROMPTS, opting_out(params(), every))
+        assert not any(counts[::every])
+        assert every == 1 or all(counts[1::2])
+
+
+@pytest.mark.parametrize("given", [2, "no", None, [0], -1])
+def test_a_wrong_value_is_refused(engine, given):
+    request = SamplingParams(extra_args={"specblock_draft": given})
+    with pytest.raises(VLLMValidationError, match=r'"specblock_draft" is .* true or false'):
+        engine.generate([PROMPTS[0]], request)
+    (greedy,) = params(1)
+    assert len(engine.generate([PROMPTS[0]], greedy)[0][0].tokens) == greedy.max_tokens
+
+
+def test_adaptive_trees(reference):
+    """The manager of budgets takes a request without drafts for one that decodes."""
+    engine = make_engine({"num_speculative_tokens": 12, "enable_adaptive_verification": True})
+    for every in (3, 1, 2):
+        requests = opting_out(params(**CASES["temperature 1"]), every)
+        check(engine, requests, reference("temperature 1", params(**CASES["temperature 1"])))
+    throughput = engine.runner.adaptive_verification.throughput
+    throughput._classes.clear()
+    requests = params(2, max_tokens=60)
+    engine.generate(PROMPTS[:2], [*opting_out(requests[:1]), requests[1]])
+    (two,) = (of for (size, _), of in throughput._classes.items() if size == 1)
+    assert two.drafting.seconds or two.plain.seconds
+
+
+@pytest.fixture(scope="module")
+def following() -> Engine:
+    """What it drafts for a text is the same each time."""
+    return make_engine({"num_speculative_tokens": 24, "calibrate_drafts": False})
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_later_requests_draft_from_its_blocks(following, monkeypatch, beside):
+    """The next turn of a chat finds its blocks, and drafts as if it had been drafted for."""
+    text = PROMPTS[7][:45]
+    found = []
+    for opts_out in (False, True):
+        assert following.llm.reset_prefix_cache()
+        first = params(1, max_tokens=90)
+        others = params(1, max_tokens=50) if beside else []
+        if opts_out:
+            opting_out(first)
+        answers = following.generate([text, PROMPTS[1]][: 1 + beside], [*first, *others])
+        drafts = record_drafts(following, monkeypatch)
+        turn = [*text, *answers[0][0].tokens, 5, 6]
+        (again,) = following.llm.generate(
+            [{"prompt_token_ids": turn}], params(1, max_tokens=12)[0], use_tqdm=False
+        )
+        monkeypatch.undo()
+        found.append((again.num_cached_tokens, drafts))
+    assert found[0][0] >= 64
+    assert found[0] == found[1]
+
+
+def test_trees_made_to_hurt_the_others(following, reference):
+    """Deep drafts that are all right: the others run ahead."""
+    expected = reference("greedy", params())
+    future = {tuple(text): answer.tokens for text, (answer,) in zip(PROMPTS, expected)}
+    restore = install(following, "deep", future)
+    try:
+        check(following, opting_out(params(), every=2), expected)
+    finally:
+        restore()
