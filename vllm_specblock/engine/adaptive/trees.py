@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -10,7 +10,6 @@ from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_specblock.combine.combined import Combined
 from vllm_specblock.drafters.common.backlog import Backlog, MissedRows
-from vllm_specblock.drafters.interface import CommittedTokens, Drafter
 from vllm_specblock.engine.adaptive import budget
 from vllm_specblock.engine.runner.tree_states import TreeStates
 from vllm_specblock.feedback.acceptance_estimator import AcceptanceEstimator
@@ -23,27 +22,26 @@ class AdaptiveTrees:
     Attributes (S request slots):
         drafting_state: shared with the manager, which decides; host only.
         paused: [S] bool, `drafting_state.paused` on the device.
-        follow: some drafter has a cache, which has to follow the target.
-        backlog: what such drafters missed while they rested; only on a CPU.
 
     Args:
-        drafters: of the engine.
+        follow: some drafter has a cache, which has to follow the target.
+        backlog: rows that such drafters have missed; only on a CPU.
         confidence: [requests, N] fp32, where the runner looks for them after a proposal, by
             place in the batch.
     """
 
     def __init__(
         self,
-        drafters: Sequence[Drafter],
+        follow: bool,
+        backlog: Backlog | None,
         states: RequestState,
         tree_states: TreeStates,
         confidence: torch.Tensor,
         device: torch.device,
     ) -> None:
         self.tree_states, self.confidence = tree_states, confidence
+        self.follow, self.backlog = follow, backlog
         num_slots, on_host = len(tree_states.accepted), device.type == "cpu"
-        self.follow = any(drafter.cache_layers() for drafter in drafters)
-        self.backlog = Backlog() if self.follow and on_host else None
         can_resume = on_host or not self.follow
         self.drafting_state = budget.drafting_state_of(states, num_slots, can_resume)
         if self.backlog is not None:
@@ -62,8 +60,6 @@ class AdaptiveTrees:
         self.drafting_state.paused[req_idx] = False
         self.drafting_state.samples[req_idx] = samples
         self.paused[req_idx].fill_(False)
-        if self.backlog is not None:
-            self.backlog.forget(req_idx)
 
     def is_paused(self, batch: InputBatch) -> bool:
         """Whether nothing is to be drafted at the end of this step.
@@ -102,10 +98,6 @@ class AdaptiveTrees:
         """Nobody wanted drafts: the manager learns nothing, as of new requests, rather than from
         what stands there of others."""
         self.confidence[:num_reqs] = 1
-
-    def catch_up(self, rows: CommittedTokens) -> CommittedTokens:
-        """A step's rows, with those before them that drafting was paused for."""
-        return rows if self.backlog is None else self.backlog.catch_up(rows)
 
     def pause(self, batch: InputBatch, rows: Callable[[], MissedRows]) -> None:
         """Nothing is drafted at the end of this step.

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from vllm.sampling_params import SamplingParams
 from vllm.utils.torch_utils import async_tensor_h2d
@@ -46,6 +48,8 @@ class TreeSpeculator(SpeculatorSetup):
         temperature = 0.0 if params is None else params.temperature
         self.temperature[req_idx].fill_(temperature)
         self.draft_policy.begin(req_idx)
+        if self.backlog is not None:
+            self.backlog.forget(req_idx)
         if self.adaptive is not None:
             self.adaptive.add(req_idx, samples=temperature > 0)
         self.chains.note(req_idx, params)
@@ -83,7 +87,11 @@ class TreeSpeculator(SpeculatorSetup):
             size = self.vllm_config.cache_config.block_size
             rows = StepBatch(batch, self.tree_states, self.pad_rows)
             return self.step(null_inputs(rows, aux_hidden_states, size, self.max_model_len))
-        if not dummy_run and self.adaptive is not None and self.adaptive.is_paused(batch):
+        paused = not dummy_run and self.adaptive is not None and self.adaptive.is_paused(batch)
+        # None may be wanted: by vLLM's schedule by batch size and, from 0.33 on, where nobody
+        # could use them, in chunks of prompts and at the end of the answers.
+        draft = num_speculative_tokens != 0
+        if paused or (not draft and self._can_skip(batch, aux_hidden_states)):
             if self.recorder is not None:
                 self.recorder.rest(batch.idx_mapping_np)
             missed = partial(missed_rows, batch, aux_hidden_states[: len(self.resolved.layers)])
@@ -91,13 +99,13 @@ class TreeSpeculator(SpeculatorSetup):
                 inputs = self._inputs(batch, slot_mappings, aux_hidden_states)
                 self.settle(inputs)
                 missed = partial(MissedRows.of, self._committed(inputs))
-            self.adaptive.pause(batch, missed)
+            if paused and self.adaptive is not None:
+                self.adaptive.pause(batch, missed)
+            else:
+                self._skip(batch, missed)
             tokens = self._no_trees(batch.num_reqs)
         else:
             began = time.perf_counter()
-            # None may be wanted: by vLLM's schedule by batch size and, from 0.33 on, where nobody
-            # could use them, in chunks of prompts and at the end of the answers.
-            draft = num_speculative_tokens != 0
             graph = self.graphs.find(batch, dummy_run) if draft else None
             if graph is None:
                 inputs = self._inputs(batch, slot_mappings, aux_hidden_states)
@@ -145,15 +153,12 @@ class TreeSpeculator(SpeculatorSetup):
         committed = self._committed(inputs)
         if self.recorder is not None:
             self.recorder.record(rows, committed, inputs.hidden_states, verified)
-        if self.adaptive is not None:
-            committed = self.adaptive.catch_up(committed)
+        if self.backlog is not None:
+            committed = self.backlog.catch_up(committed)
         self.clock.begin()
         self.draft_policy.advance(committed)
         if not draft:
-            # Whatever is scheduled next has no verdict.
-            self.tree_states.accepted.index_fill_(0, req_idx, 0)
-            if self.adaptive is not None:
-                self.adaptive.nothing_drafted(len(req_idx))
+            self._nothing_drafted(req_idx)
             return self._no_trees(len(req_idx))
         proposal = self.draft_policy.combine(committed)
         # With a prompt, most of it is the drafters' reading that.
@@ -173,6 +178,28 @@ class TreeSpeculator(SpeculatorSetup):
             [drafter.beta_of(committed) for drafter in self.draft_policy.drafters],
         )
         return combined.tree.token
+
+    def _can_skip(self, batch: InputBatch, states: list[torch.Tensor]) -> bool:
+        """Whether drafters may read this step later, with the next one that drafts, or never."""
+        if self.recorder is not None or not self.can_resume:
+            return False
+        return self.backlog is None or self.backlog.has_room(
+            batch.num_tokens, states[: len(self.resolved.layers)]
+        )
+
+    def _skip(self, batch: InputBatch, missed: Callable[[], MissedRows]) -> None:
+        """No drafts are wanted at the end of this step; `missed` gives what it has committed."""
+        if self.backlog is not None:
+            self.backlog.keep(missed(), np.ones(batch.num_reqs, dtype=bool))
+        if self.adaptive is not None:
+            self.adaptive.drafting_state.draft_seconds = 0.0
+        self._nothing_drafted(batch.idx_mapping)
+
+    def _nothing_drafted(self, req_idx: torch.Tensor) -> None:
+        # Whatever is scheduled next has no verdict.
+        self.tree_states.accepted.index_fill_(0, req_idx, 0)
+        if self.adaptive is not None:
+            self.adaptive.nothing_drafted(len(req_idx))
 
     def _no_trees(self, num_reqs: int) -> torch.Tensor:
         """[R, N] int64, valid tokens of no tree: a copy, since vLLM marks in place, by −1, drafts
