@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
-from support.engines import make_engine
+from support.engines import make_engine, record_drafts
 from support.matrix import CASES, PROMPTS, Checker, crowded_engine, params, to_the_limit
 from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind
 
 from vllm_specblock.engine.cpu import host_budget
 from vllm_specblock.engine.runner.step_batch import StepBatch
@@ -223,36 +226,112 @@ def test_expected_tokens_are_about_what_is_accepted(engine, reference, monkeypat
     assert expected == pytest.approx(accepted, rel=0.2)
 
 
-def test_crowded(reference):
-    crowded = crowded_engine({"num_speculative_tokens": 16, **ADAPTIVE})
-    for temperature in (0.0, 1.0):
-        requests = to_the_limit(temperature)
-        Checker()(crowded, requests, reference(f"to the limit, {temperature}", requests))
+@pytest.fixture(scope="module")
+def crowded():
+    return crowded_engine({"num_speculative_tokens": 16, **ADAPTIVE})
 
 
-def test_vllms_own_schedule_by_batch_size(reference, monkeypatch):
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_crowded(crowded, reference, temperature):
+    requests = to_the_limit(temperature)
+    Checker()(crowded, requests, reference(f"to the limit, {temperature}", requests))
+
+
+@on_the_host
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_preemption_while_drafting_is_paused(crowded, reference, monkeypatch, temperature):
+    """Rows that a preempted request's drafter has missed are read again with its prompt."""
+    manager, steps = crowded.runner.adaptive_verification, itertools.count()
+    monkeypatch.setattr(manager, "throughput", Untimed())
+    monkeypatch.setattr(manager.drafting_switch, "decide", lambda *_: next(steps) % 16 >= 4)
+    backlog, missed = crowded.speculator.adaptive.backlog, []
+    preempt = crowded.core.scheduler._preempt_request
+
+    def noting(request, *args, **kwargs):
+        if manager.drafting_state.all_paused:
+            slot = crowded.runner.req_states.req_id_to_index[request.request_id]
+            missed.append(backlog.rows(slot))
+        return preempt(request, *args, **kwargs)
+
+    monkeypatch.setattr(crowded.core.scheduler, "_preempt_request", noting)
+    requests = to_the_limit(temperature)
+    Checker()(crowded, requests, reference(f"to the limit, {temperature}", requests))
+    assert any(missed), "no request was preempted while its drafter had missed rows"
+
+
+@pytest.fixture(scope="module")
+def scheduled():
     """Whole trees for up to two requests, their best three nodes for up to five, then none."""
-    scheduled = make_engine(
+    return make_engine(
         {
             "num_speculative_tokens": 10,
             "num_speculative_tokens_per_batch_size": [[1, 2, 10], [3, 5, 3], [6, 8, 0]],
+            "calibrate_drafts": False,  # drafts then follow from the text alone
         }
     )
+
+
+def test_vllms_own_schedule_by_batch_size(scheduled, reference, monkeypatch):
     counts, propose = set(), scheduled.speculator.propose
-    drafted = note_proposals(scheduled, monkeypatch)
+    drafted, policy, read = (
+        note_proposals(scheduled, monkeypatch),
+        scheduled.speculator.draft_policy,
+        [],
+    )
+    advance = policy.advance
+    monkeypatch.setattr(policy, "advance", lambda rows: read.append(advance(rows)))
 
     def noting(batch, *args, num_speculative_tokens, **kwargs):
-        before = len(drafted)
+        before = len(drafted), len(read)
         tokens = propose(batch, *args, num_speculative_tokens=num_speculative_tokens, **kwargs)
-        counts.add((num_speculative_tokens, len(drafted) - before))
+        counts.add((num_speculative_tokens, len(drafted) - before[0], len(read) - before[1]))
         return tokens
 
-    scheduled.speculator.propose = noting
+    monkeypatch.setattr(scheduled.speculator, "propose", noting)
     for temperature in (0.0, 1.0):
         requests = params(temperature=temperature)
         Checker()(scheduled, requests, reference(f"scheduled, {temperature}", requests))
-    assert counts == {(10, 1), (3, 1), (0, 0)}
+    # On a GPU a drafter with a cache follows each step.
+    follows = 0 if current_platform.is_cpu() else 1
+    assert counts == {(10, 1, 1), (3, 1, 1), (0, 0, follows)}
     assert max(size for _, sizes in drafted[-20:] for size in sizes) == 10
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_drafters_have_read_the_steps_without_drafts(
+    scheduled, reference, monkeypatch, temperature
+):
+    """One request drafts, then seven others join for some steps, in which nothing is drafted."""
+    requests = params(8, temperature=temperature, max_tokens=60)
+    expected = reference(f"joined, {temperature}", requests, PROMPTS[:8])
+    for request in requests:
+        request.output_kind = RequestOutputKind.CUMULATIVE
+    drafts, engine = record_drafts(scheduled, monkeypatch), scheduled.llm.llm_engine
+    batches: list[tuple[int, int, int]] = []  # (requests, tokens of the first, proposals so far)
+    engine.add_request("0", {"prompt_token_ids": PROMPTS[0]}, requests[0])
+    tokens: dict[str, list[int]] = {}
+    while engine.has_unfinished_requests():
+        if len(batches) == 5:
+            for index in range(1, 8):
+                text, request = {"prompt_token_ids": PROMPTS[index]}, requests[index].clone()
+                request.max_tokens = 5 + index
+                engine.add_request(str(index), text, request)
+        running = engine.get_num_unfinished_requests()
+        for answer in engine.step():
+            tokens[answer.request_id] = list(answer.outputs[0].token_ids)
+        batches.append((running, len(tokens.get("0", ())), len(drafts)))
+    for index, (answer,) in enumerate(expected):
+        assert tokens[str(index)] == answer.tokens[: len(tokens[str(index)])]
+    assert len(tokens["0"]) == 60 and [running for running, _, _ in batches].count(8) > 4
+    # The first proposal for the request alone again: as if all of its text were a prompt.
+    last = max(step for step, (running, _, _) in enumerate(batches) if running == 8)
+    alone = next(step for step in range(last, len(batches)) if batches[step][0] == 1)
+    _, count, proposals = batches[alone]
+    text = PROMPTS[0] + tokens["0"][: count - 1]
+    drafts_in_flight = drafts[proposals - 1]
+    drafts.clear()
+    scheduled.generate([text], params(1, temperature=temperature, max_tokens=2))
+    assert drafts[0] == drafts_in_flight
 
 
 def note_proposals(engine, monkeypatch):

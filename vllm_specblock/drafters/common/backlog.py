@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -95,9 +96,9 @@ class Backlog:
         """How many rows of the request in `kv_slot` are kept."""
         return self._rows[req_idx]
 
-    def has_room(self, rows: CommittedTokens) -> bool:
-        """Whether all of a step's rows can be kept."""
-        return self.bytes + len(rows.token) * _row_bytes(rows.states) <= self.most_bytes
+    def has_room(self, rows: int, states: Sequence[Tensor]) -> bool:
+        """Whether so many rows of such states can be kept."""
+        return self.bytes + rows * _row_bytes(states) <= self.most_bytes
 
     def keep(self, rows: MissedRows, wanted: np.ndarray) -> np.ndarray:
         """Keep a step's rows of some requests.
@@ -181,5 +182,5 @@ class Backlog:
         )
 
 
-def _row_bytes(states: tuple[Tensor, ...]) -> int:
+def _row_bytes(states: Sequence[Tensor]) -> int:
     return _ROW + sum(state[0].nbytes for state in states)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -10,7 +10,6 @@ from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_specblock.combine.combined import Combined
 from vllm_specblock.drafters.common.backlog import Backlog, MissedRows
-from vllm_specblock.drafters.interface import Drafter
 from vllm_specblock.engine.adaptive import budget
 from vllm_specblock.engine.runner.tree_states import TreeStates
 from vllm_specblock.feedback.acceptance_estimator import AcceptanceEstimator
@@ -23,27 +22,26 @@ class AdaptiveTrees:
     Attributes (S request slots):
         drafting_state: shared with the manager, which decides; host only.
         paused: [S] bool, `drafting_state.paused` on the device.
-        follow: some drafter has a cache, which has to follow the target.
-        backlog: what such drafters have not read yet; only on a CPU.
 
     Args:
-        drafters: of the engine.
+        follow: some drafter has a cache, which has to follow the target.
+        backlog: rows that such drafters have missed; only on a CPU.
         confidence: [requests, N] fp32, where the runner looks for them after a proposal, by
             place in the batch.
     """
 
     def __init__(
         self,
-        drafters: Sequence[Drafter],
+        follow: bool,
+        backlog: Backlog | None,
         states: RequestState,
         tree_states: TreeStates,
         confidence: torch.Tensor,
         device: torch.device,
     ) -> None:
         self.tree_states, self.confidence = tree_states, confidence
+        self.follow, self.backlog = follow, backlog
         num_slots, on_host = len(tree_states.accepted), device.type == "cpu"
-        self.follow = any(drafter.cache_layers() for drafter in drafters)
-        self.backlog = Backlog() if self.follow and on_host else None
         can_resume = on_host or not self.follow
         self.drafting_state = budget.drafting_state_of(states, num_slots, can_resume)
         if self.backlog is not None:

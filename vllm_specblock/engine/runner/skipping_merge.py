@@ -96,4 +96,6 @@ class SkippingMergedDrafters(MergedDrafters):
         """Whether what the drafter would miss can be kept and is little: no prompt, above all."""
         counts = np.diff(rows.row_start_host)
         late = [self.behind.rows(req_idx) for req_idx in rows.req_idx.tolist()]  # a host tensor
-        return bool((counts + late).max() <= _MOST_ROWS) and self.behind.has_room(rows)
+        return bool((counts + late).max() <= _MOST_ROWS) and self.behind.has_room(
+            len(rows.token), rows.states
+        )

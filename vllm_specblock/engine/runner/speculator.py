@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
-from vllm_specblock.drafters.common.backlog import Backlog, MissedRows
+from vllm_specblock.drafters.common.backlog import MissedRows
 from vllm_specblock.drafters.interface import CommittedTokens
 from vllm_specblock.engine.metrics.counters import Counts
 from vllm_specblock.engine.runner.dummy import null_inputs, to_scratch_slot
@@ -44,16 +45,8 @@ class TreeSpeculator(SpeculatorSetup):
     @cached_property
     def follows(self) -> bool:
         """Whether a request that is not drafted for leaves blocks for others to draft from."""
-        drafters = self.draft_policy.drafters
-        cached = any(drafter.cache_layers() for drafter in drafters)
+        cached = any(drafter.cache_layers() for drafter in self.draft_policy.drafters)
         return cached and self.vllm_config.cache_config.enable_prefix_caching
-
-    @cached_property
-    def backlog(self) -> Backlog | None:
-        """Committed rows that the drafters have not read yet; only on a CPU."""
-        if self.adaptive is not None:
-            return self.adaptive.backlog
-        return Backlog() if self.follows and self.device.type == "cpu" else None
 
     # ---- once per request ----
 
@@ -104,10 +97,14 @@ class TreeSpeculator(SpeculatorSetup):
             rows = StepBatch(batch, self.tree_states, self.pad_rows)
             return self.step(null_inputs(rows, aux_hidden_states, size, self.max_model_len))
         undrafted = self.undrafted.among(batch)
+        paused = not dummy_run and self.adaptive is not None and self.adaptive.is_paused(batch)
+        # None may be wanted: by vLLM's schedule by batch size and, from 0.33 on, where nobody
+        # could use them, in chunks of prompts and at the end of the answers.
+        draft = num_speculative_tokens != 0
         if undrafted.all():  # a host array
             self._follow(batch, slot_mappings, aux_hidden_states)
             tokens = self._no_trees(batch.num_reqs)
-        elif not dummy_run and self.adaptive is not None and self.adaptive.is_paused(batch):
+        elif paused or (not draft and self._can_skip(batch, aux_hidden_states)):
             if self.recorder is not None:
                 self.recorder.rest(batch.idx_mapping_np)
             missed = partial(missed_rows, batch, aux_hidden_states[: len(self.resolved.layers)])
@@ -115,13 +112,13 @@ class TreeSpeculator(SpeculatorSetup):
                 inputs = self._inputs(batch, slot_mappings, aux_hidden_states)
                 self.settle(inputs)
                 missed = partial(MissedRows.of, self._committed(inputs))
-            self.adaptive.pause(batch, missed)
+            if paused and self.adaptive is not None:
+                self.adaptive.pause(batch, missed)
+            else:
+                self._skip(batch, missed)
             tokens = self._no_trees(batch.num_reqs)
         else:
             began = time.perf_counter()
-            # None may be wanted: by vLLM's schedule by batch size and, from 0.33 on, where nobody
-            # could use them, in chunks of prompts and at the end of the answers.
-            draft = num_speculative_tokens != 0
             graph = self.graphs.find(batch, dummy_run) if draft else None
             if graph is None:
                 inputs = self._inputs(batch, slot_mappings, aux_hidden_states)
@@ -196,10 +193,7 @@ class TreeSpeculator(SpeculatorSetup):
         self.clock.begin()
         self.draft_policy.advance(committed)
         if not draft:
-            # Whatever is scheduled next has no verdict.
-            self.tree_states.accepted.index_fill_(0, req_idx, 0)
-            if self.adaptive is not None:
-                self.adaptive.nothing_drafted(len(req_idx))
+            self._nothing_drafted(req_idx)
             return self._no_trees(len(req_idx))
         proposal = self.draft_policy.combine(committed)
         # With a prompt, most of it is the drafters' reading that.
@@ -219,6 +213,28 @@ class TreeSpeculator(SpeculatorSetup):
             [drafter.beta_of(committed) for drafter in self.draft_policy.drafters],
         )
         return combined.tree.token
+
+    def _can_skip(self, batch: InputBatch, states: list[torch.Tensor]) -> bool:
+        """Whether drafters may read this step later, with the next one that drafts, or never."""
+        if self.recorder is not None or not self.can_resume:
+            return False
+        return self.backlog is None or self.backlog.has_room(
+            batch.num_tokens, states[: len(self.resolved.layers)]
+        )
+
+    def _skip(self, batch: InputBatch, missed: Callable[[], MissedRows]) -> None:
+        """No drafts are wanted at the end of this step; `missed` gives what it has committed."""
+        if self.backlog is not None:
+            self.backlog.keep(missed(), np.ones(batch.num_reqs, dtype=bool))
+        if self.adaptive is not None:
+            self.adaptive.drafting_state.draft_seconds = 0.0
+        self._nothing_drafted(batch.idx_mapping)
+
+    def _nothing_drafted(self, req_idx: torch.Tensor) -> None:
+        # Whatever is scheduled next has no verdict.
+        self.tree_states.accepted.index_fill_(0, req_idx, 0)
+        if self.adaptive is not None:
+            self.adaptive.nothing_drafted(len(req_idx))
 
     def _no_trees(self, num_reqs: int) -> torch.Tensor:
         """[R, N] int64, valid tokens of no tree: a copy, since vLLM marks in place, by −1, drafts

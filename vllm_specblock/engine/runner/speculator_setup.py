@@ -16,6 +16,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_specblock.config import OptionError
+from vllm_specblock.drafters.common.backlog import Backlog
 from vllm_specblock.drafters.common.synthetic import SyntheticDrafter
 from vllm_specblock.drafters.interface import Drafter
 from vllm_specblock.drafters.registry import drafter_kind
@@ -149,9 +150,13 @@ class SpeculatorSetup(DraftModelSpeculator):
             self.tree_states.synthetic_acceptance = SyntheticAcceptance(
                 self.num_slots, self.num_nodes, self.device
             )
+        on_host, follow = self.device.type == "cpu", any(each.cache_layers() for each in drafters)
+        self.backlog = Backlog() if follow and on_host else None
+        self.can_resume = on_host or not follow
         if self.resolved.adaptive:
             self.adaptive = AdaptiveTrees(
-                drafters,
+                follow,
+                self.backlog,
                 self.req_states,
                 self.tree_states,
                 self.draft_token_confidence_probs,
