@@ -10,7 +10,15 @@ from vllm.platforms import current_platform
 from vllm.triton_utils.dispatcher import _registry
 from vllm.v1.sample.ops import topk_topp_sampler
 from vllm.v1.worker.gpu import input_batch
-from vllm.v1.worker.gpu.sample import bad_words, gumbel, logit_bias, logprob, min_p, penalties
+from vllm.v1.worker.gpu.sample import (
+    bad_words,
+    gumbel,
+    logit_bias,
+    logprob,
+    min_p,
+    penalties,
+    thinking_budget,
+)
 
 from vllm_specblock.engine.cpu.gumbel import drawn_along
 from vllm_specblock.engine.cpu.kernels import KERNELS
@@ -266,6 +274,46 @@ def test_bad_words(both):
     )
     ours, theirs = both(bad_words, "_bad_words_kernel", call)
     assert torch.equal(ours, theirs) and torch.isneginf(ours).any()
+
+
+@pytest.mark.parametrize("markers", [(1, 1, 1), (2, 1, 3), (1, 3, 2), (3, 2, 5)])
+def test_thinking_budgets(monkeypatch, markers):
+    """Texts of four tokens, in which markers abound; decoding by chains of up to five drafts."""
+    draw = torch.Generator().manual_seed(sum(markers))
+    of = lambda *shape: torch.randint(4, shape, generator=draw, dtype=torch.int32)  # noqa: E731
+    texts, slots = of(6, 2200), torch.tensor([4, 0, 5, 1, 2])
+    start, natural, end = map(of, markers)
+    # From shorter than any marker to longer than two of the kernel's blocks.
+    lengths = torch.tensor([1, 1100, 2, 8, 2060, 5], dtype=torch.int32)
+    texts[1, :1100], texts[4, 700:1999] = 3, 2  # markers lie far back, if there are any
+    budgets = torch.tensor([0, 2, 3, 0, 0, -1], dtype=torch.int32)
+    drafts = [torch.randint(6, (5,), generator=draw) for _ in range(12)]
+    rows = [of(int((count + 1).sum())) for count in drafts]
+
+    def run() -> torch.Tensor:
+        total, found = lengths.clone(), []
+        cache = (*torch.full((2, 6), -1).int().unbind(), torch.zeros(6).int())
+        for step, (count, tokens) in enumerate(zip(drafts, rows)):
+            scores = torch.zeros(len(tokens), 4)
+            place = torch.cat([torch.arange(n + 1) for n in count.tolist()]).int()
+            expanded = slots.repeat_interleave(count + 1)
+            thinking_budget.apply_thinking_budget(
+                scores, slots, expanded, budgets, texts, total, tokens, place, *cache,
+                start, natural, end,
+            )  # fmt: skip
+            found += [scores.flatten(), cache[2].clone()]
+            total += 1 + step % 4
+            if step == 7:  # as for a request that was preempted
+                total[1] = 900
+        return torch.cat(found)
+
+    ours = run()
+    for kernel in ("_update_committed_marker_cache_kernel", "_thinking_budget_kernel"):
+        name = f"{thinking_budget.__name__}.{kernel}"
+        assert name in KERNELS
+        monkeypatch.setattr(thinking_budget, kernel, _registry[name][0])
+    assert torch.equal(ours, run())
+    assert (ours == 1e9).any()
 
 
 def test_logit_bias(both):

@@ -22,6 +22,8 @@ KERNELS = {
     _AT + "sample.penalties._penalties_kernel": sampling.penalties,
     _AT + "sample.logit_bias._bias_kernel": sampling.logit_bias,
     _AT + "sample.bad_words._bad_words_kernel": sampling.bad_words,
+    _AT + "sample.thinking_budget._update_committed_marker_cache_kernel": sampling.find_markers,
+    _AT + "sample.thinking_budget._thinking_budget_kernel": sampling.thinking_budget,
     _AT + "sample.logprob._topk_log_softmax_kernel": sampling.token_logprobs,
     _AT + "sample.logprob._ranks_kernel": sampling.ranks,
     _AT + "structured_outputs._apply_grammar_bitmask_kernel": sampling.grammar_bitmask,

@@ -124,6 +124,88 @@ def bad_words(
                 logits[row, last] = float("-inf")
 
 
+def find_markers(
+    req_idx: Tensor,
+    budget: Tensor,
+    all_token_ids: Tensor,
+    _0: int,
+    total_len: Tensor,
+    last_start: Tensor,
+    last_end: Tensor,
+    scan_pos: Tensor,
+    start_marker: Tensor,
+    end_marker: Tensor,
+    START_LEN: int,
+    NATURAL_END_LEN: int,
+    MAX_LEN: int,
+    BLOCK: int,
+) -> None:
+    """The kernel stops at the first block with a marker, going back: only their order counts."""
+    start, end = start_marker.tolist(), end_marker.tolist()
+    for at in req_idx.tolist():
+        if budget[at] < 0:
+            continue
+        length, scanned = int(total_len[at]), int(scan_pos[at])
+        if scanned > length:
+            scanned, last_start[at], last_end[at] = 0, -1, -1
+        text = all_token_ids[at, scanned:length].tolist()
+        for last, marker in ((last_start, start), (last_end, end)):
+            found = _last(marker, text)
+            if found >= 0:
+                last[at] = scanned + found
+        scan_pos[at] = max(0, length - (MAX_LEN - 1))
+
+
+def thinking_budget(
+    logits: Tensor,
+    _0: int,
+    req_idx: Tensor,
+    budget: Tensor,
+    all_token_ids: Tensor,
+    _1: int,
+    total_len: Tensor,
+    token: Tensor,
+    node: Tensor,
+    last_start: Tensor,
+    last_end: Tensor,
+    start_marker: Tensor,
+    natural_end_marker: Tensor,
+    end_marker: Tensor,
+    START_LEN: int,
+    NATURAL_END_LEN: int,
+    END_LEN: int,
+) -> None:
+    start, end = start_marker.tolist(), natural_end_marker.tolist()
+    forced = end_marker.tolist()
+    reach = max(START_LEN, NATURAL_END_LEN, END_LEN) - 1
+    for row, (at, place) in enumerate(zip(req_idx.tolist(), node.tolist())):
+        most = int(budget[at])
+        if most < 0:
+            continue
+        length = int(total_len[at])
+        first = max(0, length - reach)
+        text = all_token_ids[at, first:length].tolist()
+        text += token[row - place + 1 : row + 1].tolist()
+        begun, ended = int(last_start[at]), int(last_end[at])
+        if (found := _last(start, text)) >= 0:
+            begun = max(begun, first + found)
+        if (found := _last(end, text)) >= 0:
+            ended = max(ended, first + found)
+        thought = length + place - (begun + START_LEN)
+        if begun < 0 or begun <= ended or thought < most:
+            continue
+        counts = range(min(END_LEN - 1, len(text)), 0, -1)
+        said = next((n for n in counts if text[-n:] == forced[:n]), 0)
+        logits[row, forced[said]] = 1e9
+
+
+def _last(marker: list[int], text: list[int]) -> int:
+    """Where `marker` begins for the last time; −1: nowhere."""
+    count = len(marker)
+    places = range(len(text) - count, -1, -1)
+    return next((at for at in places if text[at : at + count] == marker), -1)
+
+
 def grammar_bitmask(
     logits: Tensor,
     _0: int,
