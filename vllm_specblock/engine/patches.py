@@ -23,7 +23,7 @@ With the first engine on a CPU that takes LoRA adapters (`cpu/lora.py`):
     bgmv_shrink, bgmv_expand, bgmv_expand_slice: take −1, no adapter, for the last one.
 With the first engine whose budgets adapt (`budget.py`, on a CPU `host_budget.py`):
     AdaptiveVerificationManager: built by its name, until a speculator can bring its own.
-    GPUModelRunner.sample_tokens: its output does not say where nothing was drafted.
+    GPUModelRunner.sample_tokens: its output does not name requests without new drafts.
     resolve_adaptive_cudagraph_mode: takes CUDA graphs for granted, on a CPU, too.
     CPUWorker.compile_or_warm_up_model: measures steps when all is ready, as a GPU's worker does.
 With the first engine that may sleep (`deep_sleep.py`):

@@ -46,7 +46,7 @@ class DraftingState:
         draft_seconds: host time of the last proposal; of use where the host is the device, as
         accepted: draft tokens that the last step has accepted.
         missed: request slot → committed rows that its drafters have missed and can catch up with.
-        decide: lets the manager decide in a step that has no drafts scheduled.
+        decide: called in a step that has no drafts scheduled, with its batch.
     """
 
     def __init__(self, num_slots: int, can_resume: bool) -> None:
@@ -237,7 +237,7 @@ def _medians(samples: list[StepTimingSample]) -> dict[int, tuple[float, int]]:
 def install(kind: type[TreeBudgetManager] = DeviceBudgetManager) -> None:
     """P4: the runner builds vLLM's manager by its name; engines of ours get `kind`. Idempotent.
 
-    And their runner says in its output for which requests nothing was drafted.
+    Their runner's output names the requests for which nothing was drafted.
     """
 
     def make(original: Function) -> Function:
@@ -251,7 +251,7 @@ def install(kind: type[TreeBudgetManager] = DeviceBudgetManager) -> None:
 
     patch(adaptive_verification, "AdaptiveVerificationManager", make)
 
-    def saying(original: Function) -> Function:
+    def naming_undrafted(original: Function) -> Function:
         def sample_tokens(self: Any, *args: Any) -> Any:
             step, state = self.execute_model_state, _SWITCHES.get(self.req_states)
             output = original(self, *args)
@@ -262,4 +262,4 @@ def install(kind: type[TreeBudgetManager] = DeviceBudgetManager) -> None:
 
         return sample_tokens
 
-    patch(model_runner.GPUModelRunner, "sample_tokens", saying)
+    patch(model_runner.GPUModelRunner, "sample_tokens", naming_undrafted)
