@@ -9,6 +9,9 @@ At start-up (`registration.py`):
     spec_decode.init_speculator: an if-chain over vLLM's own, until they can be registered.
     SamplingParams._validate_spec_decode: refuses min_p and logit_bias with any speculation; with
         trees they are exact.
+    SchedulerConfig.get_scheduler_cls: it does not know what drafts; see `scheduler.py`.
+With the first engine of ours in a frontend (`metrics/stop_strings.py`):
+    OutputProcessor.process_outputs: counts tokens behind a stop string that it then drops.
 At start-up on a CPU (`cpu/install.py`, `cpu/compile_cache.py`, `cpu/sleeping_waits.py`):
     kernels of Model Runner V2, block tables, top-k/top-p: have no form for a CPU.
     CpuPlatform.get_attn_backend_cls: answers CPU_ATTN whatever was asked for.
@@ -20,6 +23,7 @@ With the first engine on a CPU that takes LoRA adapters (`cpu/lora.py`):
     bgmv_shrink, bgmv_expand, bgmv_expand_slice: take −1, no adapter, for the last one.
 With the first engine whose budgets adapt (`budget.py`, on a CPU `host_budget.py`):
     AdaptiveVerificationManager: built by its name, until a speculator can bring its own.
+    GPUModelRunner.sample_tokens: its output does not name requests without new drafts.
     resolve_adaptive_cudagraph_mode: takes CUDA graphs for granted, on a CPU, too.
     CPUWorker.compile_or_warm_up_model: measures steps when all is ready, as a GPU's worker does.
 With the first engine that may sleep (`deep_sleep.py`):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from support.engines import make_engine
 
-from vllm_specblock.engine.offline.answering import ACCEPTED, DRAFTS, Answering
+from vllm_specblock.engine.metrics.acceptance import STEPS, TOKENS, acceptance_length_of
+from vllm_specblock.engine.offline.answering import Answering
 
 
 def test_steps_add_up_to_the_answer(plain):
@@ -24,10 +25,12 @@ def test_steps_add_up_to_the_answer(plain):
     found = engine.answer(job, lambda index, new: said[index].append(new))
     assert [[token for new in steps for token in new] for steps in said] == found["ids"]
     assert [len(ids) for ids in found["ids"]] == [30, 30]
-    # A step says all that was accepted in it.
-    steps, drafts = sum(map(len, said)), found["counters"][DRAFTS]
-    assert drafts == steps - 2  # a prompt is not drafted for
-    assert found["counters"][ACCEPTED] >= 60 - steps  # the last step's may go beyond the end
+    # A step says all that was accepted in it; the prompt's is not a decode step.
+    steps, counters = sum(map(len, said)) - 2, found["counters"]
+    assert counters[STEPS] == counters["vllm:spec_decode_num_drafts"] == steps
+    assert counters[TOKENS] == 60
+    assert counters["vllm:spec_decode_num_accepted_tokens"] == 60 - 2 - steps
+    assert acceptance_length_of([counters]) == (60 - 2) / steps
     assert found["wall"] > 0 and found["cpu"] > 0
     for other in (tree, plain):
         engine.llm = other.llm

@@ -19,13 +19,16 @@ import numpy as np
 import torch
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.async_utils import StepTimingSample
+from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode import adaptive_verification
 from vllm.v1.worker.gpu.spec_decode.adaptive_verification import AdaptiveVerificationManager
 from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_specblock.engine.patches import Function, patch
 from vllm_specblock.engine.releases import reallocated
+from vllm_specblock.engine.scheduler import UNDRAFTED
 from vllm_specblock.feedback.drafting_switch import DraftingSwitch
 from vllm_specblock.feedback.step_cost import cost_per_request
 from vllm_specblock.triton_kernels.verify.reallocate_drafts import reallocate_drafts_triton
@@ -43,6 +46,7 @@ class DraftingState:
         draft_seconds: host time of the last proposal; of use where the host is the device, as
         accepted: draft tokens that the last step has accepted.
         missed: request slot → committed rows that its drafters have missed and can catch up with.
+        decide: called in a step that has no drafts scheduled, with its batch.
     """
 
     def __init__(self, num_slots: int, can_resume: bool) -> None:
@@ -50,6 +54,14 @@ class DraftingState:
         self.paused, self.samples = np.zeros((2, num_slots), dtype=bool)
         self.draft_seconds, self.accepted = 0.0, 0
         self.missed: Callable[[int], int] = lambda slot: 0
+        self.decide: Callable[[InputBatch], None] = lambda batch: None
+
+    def undrafted(self, batch: InputBatch) -> frozenset[str]:
+        """Requests of a batch for which nothing was drafted at its end."""
+        if self.all_paused:
+            return frozenset(batch.req_ids)
+        paused = self.paused[batch.idx_mapping_np]
+        return frozenset(request for request, is_paused in zip(batch.req_ids, paused) if is_paused)
 
 
 _SWITCHES: weakref.WeakKeyDictionary[RequestState, DraftingState] = weakref.WeakKeyDictionary()
@@ -79,6 +91,7 @@ class TreeBudgetManager(AdaptiveVerificationManager):
     def __init__(self, req_states: RequestState, *args: Any, **kwargs: Any) -> None:
         super().__init__(req_states, *args, **kwargs)
         self.drafting_state = _SWITCHES[req_states]
+        self.drafting_state.decide = self.decide_without_drafts
         self.drafting_switch = DraftingSwitch(
             self.num_speculative_steps, self.drafting_state.can_resume
         )
@@ -93,14 +106,26 @@ class TreeBudgetManager(AdaptiveVerificationManager):
         else:
             super().get_num_tokens(num_tokens_per_req, draft_tokens)
         _, others, budget = self._batch_budget
-        self._decide(list(num_tokens_per_req), draft_tokens)
+        self._decide(list(num_tokens_per_req))
         return sum(others.values()) + budget
 
-    def _decide(self, requests: list[str], draft_tokens: dict[str, list[int]]) -> None:
+    def decide_without_drafts(self, batch: InputBatch) -> None:
+        """Decide whether a pause ends: vLLM asks for a budget only where drafts are scheduled."""
+        is_dummy = batch.req_ids[0] not in self.req_states.req_id_to_index
+        if self.drafting_state.all_paused and not is_dummy and not batch.is_prefilling_np.all():
+            tokens = batch.num_scheduled_tokens[: batch.num_reqs].tolist()  # a host array
+            self.get_num_tokens(dict(zip(batch.req_ids, tokens)), {})
+            self._batch_budget = None
+
+    def _decoding(self, requests: list[str]) -> np.ndarray:
+        """Slots of the requests whose prompts were finished before this step."""
+        states, index = self.req_states, self.req_states.req_id_to_index
+        slots = np.array([index[request] for request in requests], dtype=np.int64)
+        return slots[states.num_computed_prefill_tokens[slots] >= states.prefill_len.np[slots]]
+
+    def _decide(self, requests: list[str]) -> None:
         """Whether the proposal at the end of this step takes place."""
-        decoding = [request for request in requests if draft_tokens.get(request)]
-        index = self.req_states.req_id_to_index
-        slots = np.array([index[request] for request in decoding], dtype=np.int64)
+        slots = self._decoding(requests)
         if not self.drafting_state.all_paused:
             confidence = self._stale_confidences[self._stale_idx].np[slots]
             # New requests stand at 1 until something is drafted for them.
@@ -113,7 +138,7 @@ class TreeBudgetManager(AdaptiveVerificationManager):
             verify_cost,
             self._gain(len(requests)),
             self._catch_up(slots),
-            self.drafting_state.all_paused or len(decoding) < len(requests),
+            self.drafting_state.all_paused or len(slots) < len(requests),
         )
 
     def _gain(self, requests: int) -> float | None:
@@ -207,7 +232,10 @@ def _medians(samples: list[StepTimingSample]) -> dict[int, tuple[float, int]]:
 
 
 def install(kind: type[TreeBudgetManager] = DeviceBudgetManager) -> None:
-    """P4: the runner builds vLLM's manager by its name; engines of ours get `kind`. Idempotent."""
+    """P4: the runner builds vLLM's manager by its name; engines of ours get `kind`. Idempotent.
+
+    Their runner's output names the requests for which nothing was drafted.
+    """
 
     def make(original: Function) -> Function:
         def build(
@@ -219,3 +247,16 @@ def install(kind: type[TreeBudgetManager] = DeviceBudgetManager) -> None:
         return build
 
     patch(adaptive_verification, "AdaptiveVerificationManager", make)
+
+    def naming_undrafted(original: Function) -> Function:
+        def sample_tokens(self: Any, *args: Any) -> Any:
+            step, state = self.execute_model_state, _SWITCHES.get(self.req_states)
+            output = original(self, *args)
+            if state is not None and output is not None:
+                result = getattr(output, "model_runner_output", output)
+                setattr(result, UNDRAFTED, state.undrafted(step.input_batch))
+            return output
+
+        return sample_tokens
+
+    patch(model_runner.GPUModelRunner, "sample_tokens", naming_undrafted)

@@ -1,4 +1,4 @@
-"""Registration with vLLM at start-up: names, and four small patches.
+"""Registration with vLLM at start-up: names, and five small patches.
 
 `patches.py` lists these and all that come later.
 """
@@ -17,6 +17,7 @@ from vllm_specblock.engine.patches import Function, patch
 if TYPE_CHECKING:
     import torch
     from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig, VllmConfig
+    from vllm.v1.core.sched.interface import SchedulerInterface
     from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
     from vllm.v1.worker.gpu.states import RequestState
 
@@ -39,6 +40,7 @@ def register() -> None:
     _keep_method()
     _build_speculator()
     _accept_sampling_params()
+    _schedule_trees()
 
 
 def _accept_method() -> None:
@@ -59,7 +61,7 @@ def _accept_method() -> None:
             if not asks_for_us(given):
                 return original(self, target_model_config, target_parallel_config)
             from vllm_specblock.engine.config import vllm_args
-            from vllm_specblock.engine.metrics import exporter
+            from vllm_specblock.engine.metrics import exporter, stop_strings
 
             resolved = vllm_args.translate(self, target_model_config, target_parallel_config)
             config = original(self, target_model_config, target_parallel_config)
@@ -68,6 +70,7 @@ def _accept_method() -> None:
             vllm_args.finish(config, resolved, target_model_config)
             if not self.disable_log_stats:
                 exporter.announce(config)
+                stop_strings.install()
             return config
 
         return create_speculative_config
@@ -135,3 +138,26 @@ def _accept_sampling_params() -> None:
         return _validate_spec_decode
 
     patch(SamplingParams, "_validate_spec_decode", make)
+
+
+def _schedule_trees() -> None:
+    """P5: the scheduler is chosen by its own config, which does not say what drafts."""
+    from vllm.config import SchedulerConfig
+
+    def make(original: Function) -> Function:
+        def get_scheduler_cls(self: SchedulerConfig) -> Any:
+            base = original(self)
+
+            def build(vllm_config: VllmConfig, **rest: Any) -> SchedulerInterface:
+                kind = base
+                if is_ours(vllm_config.speculative_config):
+                    from vllm_specblock.engine.scheduler import tree_scheduler
+
+                    kind = tree_scheduler(base)
+                return kind(vllm_config=vllm_config, **rest)
+
+            return build
+
+        return get_scheduler_cls
+
+    patch(SchedulerConfig, "get_scheduler_cls", make)

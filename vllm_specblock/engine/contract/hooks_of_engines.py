@@ -11,6 +11,7 @@ _EXTRACT = "v1/worker/gpu/spec_decode/extract_hidden_states.py"
 _CONNECTOR = "distributed/kv_transfer/kv_connector/v1/example_hidden_states_connector.py"
 _EXAMPLE = "ExampleHiddenStatesConnector"
 _CLIENT = "v1/engine/core_client.py"
+_SCHEDULER = "v1/core/sched/scheduler.py"
 
 OF_ENGINES: tuple[Hook, ...] = (
     # ---- arguments ----
@@ -100,6 +101,35 @@ OF_ENGINES: tuple[Hook, ...] = (
         one=True,
     ),
     Has("config/vllm_args.py", _SPECULATIVE, "SpeculativeConfig", "use_eagle_block_drop"),
+    # ---- scheduler and counts ----
+    Takes("config/registration.py", "config/scheduler.py", "SchedulerConfig.get_scheduler_cls",
+          "self"),
+    Says("config/registration.py", "v1/engine/core.py", "EngineCore.__init__",
+         (".scheduler_config.get_scheduler_cls()", "Scheduler(vllm_config=vllm_config,")),
+    Takes("scheduler.py", _SCHEDULER, "Scheduler.update_from_output",
+          "self scheduler_output model_runner_output"),
+    Takes("scheduler.py", _SCHEDULER, "Scheduler._update_request_with_output",
+          "self request new_token_ids", "first"),
+    Takes("scheduler.py", _SCHEDULER, "Scheduler.make_spec_decoding_stats",
+          "self spec_decoding_stats num_draft_tokens num_accepted_tokens num_invalid_spec_tokens "
+          "request_id"),
+    # Counted in this order, where the request has new tokens.
+    Says("scheduler.py", _SCHEDULER, "Scheduler.update_from_output",
+         ("self.make_spec_decoding_stats(", "request.spec_decode_metrics.observe(",
+          "self._update_request_with_output(", "self.make_stats(spec_decoding_stats,")),
+    Attributes("scheduler.py", _SCHEDULER, "Scheduler",
+               "requests running num_spec_tokens log_stats spec_decode_metrics_level"),
+    Has("scheduler.py", "v1/core/sched/output.py", "SchedulerOutput",
+        "scheduled_new_reqs scheduled_cached_reqs num_scheduled_tokens"),
+    Has("scheduler.py", "v1/request.py", "Request", "num_output_tokens"),
+    Attributes("scheduler.py", "v1/request.py", "Request", "spec_token_ids spec_decode_metrics"),
+    Takes("scheduler.py", "v1/metrics/stats.py", "RequestSpecDecodeMetrics.observe",
+          "self num_draft_tokens num_accepted detailed"),
+    Takes("scheduler.py", "v1/spec_decode/metrics.py", "SpecDecodingStats.observe_draft",
+          "self num_draft_tokens num_accepted_tokens"),
+    Takes("metrics/stop_strings.py", "v1/engine/output_processor.py",
+          "OutputProcessor.process_outputs",
+          "self engine_core_outputs engine_core_timestamp iteration_stats", "first"),
     # ---- sleep and weights ----
     Takes("deep_sleep.py", _WORKER, "Worker.sleep", "self level"),
     Takes("made_up_requests.py", _WORKER, "Worker.compile_or_warm_up_model", "self"),

@@ -168,6 +168,12 @@ OF_STEPS: tuple[Hook, ...] = (
     Has("adaptive/budget.py", _GPU + "async_utils.py", "StepTimingSample",
         "forward_ms num_target_tokens num_reqs"),
     Takes("adaptive/budget.py", _RUNNER, "GPUModelRunner._dummy_run", "uniform_decode", "among"),
+    Takes("adaptive/budget.py", _RUNNER, "GPUModelRunner.sample_tokens", "self grammar_output"),
+    Attributes("adaptive/budget.py", _RUNNER, "GPUModelRunner", "execute_model_state req_states"),
+    Attributes("adaptive/budget.py", _GPU + "async_utils.py", "AsyncOutput",
+               "model_runner_output="),
+    Attributes("adaptive/budget.py", _GPU + "states.py", "RequestState",
+               "prefill_len= num_computed_prefill_tokens="),
     # ---- batches and requests ----
     Has(
         "runner/step_batch.py",

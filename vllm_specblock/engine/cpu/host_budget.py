@@ -94,7 +94,7 @@ class HostBudgetManager(TreeBudgetManager):
         self, num_tokens_per_req: dict[str, int], draft_tokens: dict[str, list[int]]
     ) -> int:
         requests = list(num_tokens_per_req)
-        decodes = all(draft_tokens.get(request) for request in requests)
+        decodes = len(self._decoding(requests)) == len(requests)
         index = self.req_states.req_id_to_index
         samples = self.drafting_state.samples[[index[request] for request in requests]]
         self.sampling = bool(samples.mean() > 0.5)  # a host array

@@ -20,6 +20,8 @@ import time
 from collections.abc import Callable
 from typing import Any, TextIO
 
+from vllm_specblock.engine.metrics.acceptance import REQUESTS, STEPS, TOKENS
+
 DRAFTS = "vllm:spec_decode_num_drafts"
 ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
 DRAFTING = ("vllm:specblock_drafting_nanoseconds", "vllm:specblock_drafting_steps")
@@ -33,10 +35,12 @@ def grown(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
 
 
 def read_counters(metrics: list[Any]) -> dict[str, int]:
-    """Every counter of speculation, by its name and the drafter that it is about."""
+    """What τ is made of, and every counter of speculation, by its name and its drafter."""
     found: dict[str, int] = {}
     for metric in metrics:
-        if "spec" in metric.name and hasattr(metric, "value"):
+        if metric.name in (REQUESTS, STEPS):
+            found[metric.name] = found.get(metric.name, 0) + metric.count
+        elif metric.name == TOKENS or ("spec" in metric.name and hasattr(metric, "value")):
             drafter = metric.labels.get("head")
             name = metric.name + (f"{{head={drafter}}}" if drafter else "")
             found[name] = found.get(name, 0) + int(metric.value)
@@ -105,7 +109,7 @@ class Answering:
             said: gets a prompt's index and its new tokens as they come, if given.
 
         Returns:
-            ids [n][tokens]; wall and cpu seconds; counters: by how much those of speculation grew.
+            ids [n][tokens]; wall and cpu seconds; counters: growth of `read_counters`.
         """
         from vllm import SamplingParams
 

@@ -128,6 +128,9 @@ class TreeModelState(DefaultModelState):
         self.tree_mask.fill(rows, self.tree_states.depth, self.tree_states.ancestors)
 
     def prepare_inputs(self, input_batch: InputBatch, req_states: RequestState) -> dict[str, Any]:
+        adaptive = self.speculator.adaptive
+        if adaptive is not None and input_batch.num_draft_tokens_per_req is None:
+            adaptive.drafting_state.decide(input_batch)
         positions = self.tree_mask.position[: input_batch.num_tokens_after_padding]
         return {**super().prepare_inputs(input_batch, req_states), "positions": positions}
 

@@ -1,0 +1,40 @@
+"""Generated tokens behind a stop string: vLLM counts them before it drops them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm_specblock.engine.patches import Function, patch
+
+if TYPE_CHECKING:
+    from vllm.v1.engine import EngineCoreOutput
+    from vllm.v1.engine.output_processor import OutputProcessor
+    from vllm.v1.metrics.stats import IterationStats
+
+
+def install() -> None:
+    """Patch `OutputProcessor.process_outputs`. Idempotent."""
+    from vllm.v1.engine.output_processor import OutputProcessor
+
+    def make(original: Function) -> Function:
+        def process_outputs(
+            self: OutputProcessor,
+            engine_core_outputs: list[EngineCoreOutput],
+            engine_core_timestamp: float | None = None,
+            iteration_stats: IterationStats | None = None,
+            **more: Any,
+        ) -> Any:
+            def count() -> int:
+                return sum(len(output.new_token_ids) for output in engine_core_outputs)
+
+            counted = count()
+            result = original(
+                self, engine_core_outputs, engine_core_timestamp, iteration_stats, **more
+            )
+            if iteration_stats is not None:
+                iteration_stats.num_generation_tokens -= counted - count()
+            return result
+
+        return process_outputs
+
+    patch(OutputProcessor, "process_outputs", make)
