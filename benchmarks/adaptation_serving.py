@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from vllm_specblock.bench.process import EngineProcess, end_all
 from vllm_specblock.bench.schedule import rotated
-from vllm_specblock.engine.offline.answering import ACCEPTED, DRAFTS
+from vllm_specblock.engine.metrics.acceptance import acceptance_length_of
 
 LEARNERS: dict[str, dict[str, Any] | None] = {
     "frozen": None,
@@ -190,8 +190,8 @@ def total(windows: Sequence[Window], name: str) -> int:
 
 
 def tau(windows: Sequence[Window]) -> float:
-    """Tokens per step of a request."""
-    return 1 + total(windows, ACCEPTED) / max(1, total(windows, DRAFTS))
+    """τ of a part of the stream."""
+    return acceptance_length_of(each["counters"] for each in windows)
 
 
 def rate(windows: Sequence[Window]) -> float:

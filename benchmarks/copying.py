@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from engine_process import ACCEPTED, DRAFTS, Answer, Request, Task
+from engine_process import Answer, Request, Task
 from lib.cells import PLAIN, TEMPERATURES, answers_of, cell_name, cells, summary
 from lib.results_store import MEASURED, ROOT, ResultsStore, from_root, markdown_table, weights
 from lib.spec_configs import NGRAM, alone, specblock, together
+
+from vllm_specblock.engine.metrics.acceptance import acceptance_length_of
 
 FOLDER = ROOT / "runs/copying"
 BASE = "SpecBlock"
@@ -67,9 +69,8 @@ def engines(drafter: str, nodes: int, blocks: int) -> dict[str, dict[str, Any] |
 def total(result: dict[str, dict[str, Any]], temperature: float) -> dict[str, float]:
     """τ, tokens/s and outputs that differ at one temperature, over all forms."""
     of = [result[cell_name(form, temperature)] for form in FORMS]
-    counted = {key: sum(cell["counters"].get(key, 0) for cell in of) for key in (DRAFTS, ACCEPTED)}
     return {
-        "tau": 1 + counted[ACCEPTED] / max(1, counted[DRAFTS]),
+        "tau": acceptance_length_of(cell["counters"] for cell in of),
         "speed": sum(cell["tokens"] for cell in of) / sum(cell["seconds"] for cell in of),
         "different": sum(cell.get("different", 0) for cell in of),
     }

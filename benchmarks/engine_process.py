@@ -20,7 +20,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vllm_specblock.engine.offline.answering import ACCEPTED, DRAFTS, grown, read_counters
+from vllm_specblock.engine.metrics.acceptance import acceptance_length_of
+from vllm_specblock.engine.offline.answering import grown, read_counters
 
 MARK = "engine_process:"
 TARGET = Path(__file__).resolve().parents[1] / "examples/tiny_pair/target"
@@ -72,7 +73,7 @@ class Answer:
     Attributes:
         ids: generated token ids of each prompt.
         seconds: of the quickest pass.
-        counters: by how much the engine's counters of speculation grew, over all passes.
+        counters: by how much those of `read_counters` grew, over all passes.
     """
 
     ids: list[list[int]]
@@ -81,8 +82,7 @@ class Answer:
 
     @property
     def tau(self) -> float:
-        """Tokens committed per target step: the accepted drafts and the bonus token."""
-        return 1 + self.counters.get(ACCEPTED, 0) / max(1, self.counters.get(DRAFTS, 0))
+        return acceptance_length_of([self.counters])
 
     def summary(self, plain: dict[str, Any] | None) -> dict[str, Any]:
         """What a benchmark keeps of it, in JSON's types.

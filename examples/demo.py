@@ -22,7 +22,7 @@ from transformers import AutoTokenizer
 
 from vllm_specblock.bench.near_ties import explain
 from vllm_specblock.bench.process import EngineFailed, EngineProcess, end_all
-from vllm_specblock.engine.offline.answering import ACCEPTED, DRAFTS
+from vllm_specblock.engine.metrics.acceptance import STEPS, acceptance_length
 
 EXAMPLES = Path(__file__).resolve().parent
 sys.path[:0] = [str(EXAMPLES), str(EXAMPLES / "smollm2")]
@@ -50,15 +50,14 @@ class Answer:
     Attributes:
         prompt, ids: token ids of the question and of the answer.
         wall, cpu: seconds by the clock, and of processor time.
-        drafts, accepted: trees verified, and their tokens that were accepted.
+        steps: decode steps.
     """
 
     prompt: list[int]
     ids: list[int]
     wall: float
     cpu: float
-    drafts: int
-    accepted: int
+    steps: int
 
 
 def main(
@@ -197,15 +196,8 @@ def ask(
         "stream": True,
     }
     found = engine.ask(job, listener.hear)
-    counters = found["counters"]
-    return Answer(
-        prompt,
-        found["ids"][0],
-        found["wall"],
-        found["cpu"],
-        counters.get(DRAFTS, 0),
-        counters.get(ACCEPTED, 0),
-    )
+    steps = found["counters"].get(STEPS, 0)
+    return Answer(prompt, found["ids"][0], found["wall"], found["cpu"], steps)
 
 
 class Hidden:
@@ -245,9 +237,8 @@ def show_table(
     for name, each in zip(("vLLM", f"vLLM + {label(speculative)}"), zip(*answers)):
         tokens = sum(len(answer.ids) for answer in each)
         wall, cpu = (sum(values) / tokens for values in zip(*((a.wall, a.cpu) for a in each)))
-        drafts, accepted = (sum(v) for v in zip(*((a.drafts, a.accepted) for a in each)))
         rates.append((wall, cpu))
-        tau = 1 + accepted / max(1, drafts)
+        tau = acceptance_length(tokens, len(each), sum(answer.steps for answer in each))
         print(f"{name:32}{1 / wall:>10.1f}{1e3 * cpu:>15.1f}{tau:>29.2f}")
     wall, cpu = (plain / drafted for plain, drafted in zip(*rates))
     print(f"speed-up: {wall:.2f} x by the clock, {cpu:.2f} x by processor time")

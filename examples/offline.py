@@ -23,19 +23,21 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import typer
 
+from vllm_specblock.engine.metrics.acceptance import acceptance_length_of
+from vllm_specblock.engine.offline.answering import grown, read_counters
+
 PAIR = Path(__file__).resolve().parent / "tiny_pair"
 sys.path.insert(0, str(PAIR))
 
 
 @dataclass
 class Run:
-    """What one engine did: ids generated per prompt, seconds, and target steps with drafts."""
+    """What one engine did: ids generated per prompt, seconds, and by how much counters grew."""
 
     tokens: list[list[int]]
     texts: list[str]
     seconds: float
-    drafts: int
-    accepted: int
+    counters: dict[str, int]
 
     @property
     def tokens_per_second(self) -> float:
@@ -43,8 +45,7 @@ class Run:
 
     @property
     def tau(self) -> float:
-        """Tokens committed per target step: the accepted drafts and the bonus token."""
-        return 1 + self.accepted / max(1, self.drafts)
+        return acceptance_length_of([self.counters])
 
 
 def generate(
@@ -65,11 +66,7 @@ def generate(
     )
     params = [SamplingParams(seed=index, **sampling) for index in range(len(prompts))]
     llm.generate(prompts[:1], params[0], use_tqdm=False)  # first calls allocate and compile
-
-    def counters() -> dict[str, int]:
-        return {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
-
-    before, seconds, answers = counters(), float("inf"), []
+    before, seconds, answers = read_counters(llm.get_metrics()), float("inf"), []
     for _ in range(repeat):
         began = time.perf_counter()
         answers = [
@@ -77,17 +74,11 @@ def generate(
             for prompt, each in zip(prompts, params)
         ]
         seconds = min(seconds, time.perf_counter() - began)
-    after = counters()
-
-    def grown(name: str) -> int:
-        return after.get(name, 0) - before.get(name, 0)
-
     return Run(
         [list(answer.token_ids) for answer in answers],
         [answer.text for answer in answers],
         seconds,
-        grown("vllm:spec_decode_num_drafts"),
-        grown("vllm:spec_decode_num_accepted_tokens"),
+        grown(before, read_counters(llm.get_metrics())),
     )
 
 

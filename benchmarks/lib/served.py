@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lib.results_store import ROOT, markdown_table
+from vllm_specblock.engine.metrics.acceptance import acceptance_length
 
 KEPT = [
     "completed",
@@ -125,8 +126,8 @@ def table(
     """A row per number of requests at a time and engine; medians over rounds.
 
     × plain: of output tokens/s over the first engine's in the same round. ITL is the time between
-    two parts of a stream, and the tokens of a tree come in one. Acceptance length: τ, of the trees
-    that were verified. Share drafted: of the requests' steps, those that verified one.
+    two parts of a stream, and the tokens of a tree come in one. Acceptance length: τ, over all
+    decode steps. Share drafted: of these steps, those that verified a tree.
     """
     head = ["at a time", "engine", "output tokens/s", "× plain", "TTFT ms", "TPOT ms", "ITL ms"]
     rows = [[*head, "p99 ITL ms", "acceptance length", "share drafted"]]
@@ -156,17 +157,19 @@ def _cells(
     cells += [f"{median(name):.1f}" for name in times]
     if not all(each.get("spec_decode_num_drafts") for each in found):
         return [*cells, "–", "–"]
-    share = statistics.median(map(share_drafted, found))
-    return [*cells, f"{median('spec_decode_acceptance_length'):.2f}", f"{share:.0%}"]
+    tau = statistics.median(map(tau_of, found))
+    share = statistics.median(each["spec_decode_num_drafts"] / decode_steps(each) for each in found)
+    return [*cells, f"{tau:.2f}", f"{share:.0%}"]
 
 
-def share_drafted(result: Mapping[str, Any]) -> float:
-    """Steps of requests that verified a tree, of all their steps after the prompt.
-
-    A step without a tree gives one token; one with a tree its accepted nodes and one more.
-    """
+def decode_steps(result: Mapping[str, Any]) -> int:
+    """Decode steps of all requests: each gives its accepted nodes and one token more."""
     tokens = result["total_output_tokens"] - result["completed"]
-    drafts = result["spec_decode_num_drafts"]
-    # A tree's last tokens may lie beyond a request's end, so this is a little low.
-    others = max(0, tokens - drafts - result["spec_decode_accepted_tokens"])
-    return drafts / (drafts + others)
+    # Older recordings count accepted nodes behind a request's end.
+    return max(result["spec_decode_num_drafts"], tokens - result["spec_decode_accepted_tokens"])
+
+
+def tau_of(result: Mapping[str, Any]) -> float:
+    return acceptance_length(
+        result["total_output_tokens"], result["completed"], decode_steps(result)
+    )

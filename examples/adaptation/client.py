@@ -3,7 +3,7 @@
     python client.py --phase chat=CHAT.jsonl --phase maths=MATHS.jsonl --url http://localhost:8000
 
 Files hold a `{"prompt": …}` in each line, plain or gzip. After every window of requests a line says
-τ (tokens per target step), tokens per second, and what adaptation did so far, all of it read from
+τ (tokens per decode step), tokens per second, and what adaptation did so far, all of it read from
 the server's own /metrics.
 """
 
@@ -22,8 +22,8 @@ from pathlib import Path
 from openai import AsyncOpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
-DRAFTS, ACCEPTED = "vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens"
-TOKENS = "vllm:generation_tokens"
+from vllm_specblock.engine.metrics.acceptance import REQUESTS, STEPS, TOKENS, acceptance_length
+
 ADAPT = "vllm:specblock_adapt_"
 SHOWN = ("updates_heads", "updates_full", "swaps", "rollbacks")
 
@@ -88,7 +88,7 @@ async def serve(options: argparse.Namespace) -> None:
 
 @dataclass(frozen=True)
 class Counters:
-    """Of /metrics, by name, without Prometheus' suffix."""
+    """Of /metrics, by name, without Prometheus' suffix; of a histogram, its count."""
 
     values: dict[str, float]
 
@@ -103,7 +103,7 @@ class Counters:
         values: dict[str, float] = {}
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
-                if sample.name == f"{family.name}_total":
+                if sample.name in (f"{family.name}_total", f"{family.name}_count"):
                     values[family.name] = values.get(family.name, 0.0) + sample.value
         return cls(values)
 
@@ -113,9 +113,9 @@ class Counters:
 
 def line(name: str, requests: int, before: Counters, after: Counters, seconds: float) -> str:
     """One window as a line; `requests` of the phase were served when it ended."""
-    steps = after[DRAFTS] - before[DRAFTS]
-    tau = f"{1 + (after[ACCEPTED] - before[ACCEPTED]) / steps:.2f}" if steps else "–"
-    speed = (after[TOKENS] - before[TOKENS]) / seconds
+    tokens, first, steps = (after[name] - before[name] for name in (TOKENS, REQUESTS, STEPS))
+    tau = f"{acceptance_length(tokens, first, steps):.2f}" if steps else "–"
+    speed = tokens / seconds
     learned = ", ".join(f"{after[ADAPT + each]:.0f} {each.replace('_', ' ')}" for each in SHOWN)
     return f"{name:12} {requests:5} requests   τ {tau}   {speed:6.1f} tokens/s   {learned}"
 

@@ -152,15 +152,16 @@ def test_all_files_of_a_run(make_bench):
     ]
     assert all(path.stat().st_size for path in files)
     assert files[1].read_text() == text
-    # Seconds per token: plain 1, plain-v2 2, ours 1/2, other 2; τ 2; 2 ms per step.
+    # Seconds per token: plain 1, plain-v2 2, ours 1/2, other 2; 2 ms per step; τ 3: an answer's
+    # four tokens are the prompt's one and three of a step.
     row = "1.00 | 1.0 | 1.00 | –"
     assert f"| plain (quickest plain) | {row} | {row} | {row} |" in text
-    assert "| ours | 2.00 (2.00–2.00) | 2.0 | 2.00 | 2.00 (1%) |" in text
+    assert "| ours | 2.00 (2.00–2.00) | 2.0 | 3.00 | 2.00 (1%) |" in text
     assert "| plain-v2 | 0.50 (0.50–0.50) | 0.5 | 1.00 | – |" in text
     # 2 questions of 2 turns and 5 of one, each twice.
     for row in (
-        "ours | 2.00 (2.00–2.00) | 2.00 | 2.0 | 2.00 | 2.00 (1%) | 72 | 0 of 18",
-        "other | 0.50 (0.50–0.50) | 0.50 | 0.5 | 2.00 | 2.00 (0%) | 72 | 18 of 18",
+        "ours | 2.00 (2.00–2.00) | 2.00 | 2.0 | 3.00 | 2.00 (1%) | 72 | 0 of 18",
+        "other | 0.50 (0.50–0.50) | 0.50 | 0.5 | 3.00 | 2.00 (0%) | 72 | 18 of 18",
     ):
         assert f"| mean | 0 | {row} |" in text
     whole = json.loads(files[0].read_text())

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from vllm_specblock.bench.config import BenchError
+from vllm_specblock.bench.run import _kept
 from vllm_specblock.bench.store import Answer, Record
 from vllm_specblock.bench.summary import MEAN, quickest, summarise
 
 
-def answer(tokens, wall, cpu=1.0, drafts=0, accepted=0, ns=0, steps=0, digests=("x",)):
-    return Answer(tokens, wall, cpu, drafts, accepted, ns, steps, tuple(digests))
+def answer(tokens, wall, cpu=1.0, steps=0, draft_ns=0, draft_steps=0, digests=("x",)):
+    return Answer(tokens, wall, cpu, steps, draft_ns, draft_steps, tuple(digests))
 
 
 def record(name, number, plain, ours, unit=0, temperature=0.0, other=None):
@@ -28,16 +31,17 @@ def figures(records, sets=("a",), plain_of=None, methods=("plain", "ours")):
 def test_one_set_one_round():
     # Seconds per token: 1 and 1/2, 1 and 1/4, 2 and 1, each plain and ours: 2, 4 and 2 times.
     records = [
-        record("a", 0, answer(10, 10.0, 8.0), answer(10, 5.0, 2.0, 4, 6, 20_000_000, 4), 0),
-        record("a", 0, answer(8, 8.0, 8.0), answer(20, 5.0, 5.0, 6, 14, 40_000_000, 6), 1),
-        record("a", 0, answer(4, 8.0, 3.0), answer(4, 4.0, 3.0, 2, 2, 10_000_000, 2, ["y"]), 2),
+        record("a", 0, answer(10, 10.0, 8.0), answer(10, 5.0, 2.0, 4, 20_000_000, 4), 0),
+        record("a", 0, answer(8, 8.0, 8.0), answer(20, 5.0, 5.0, 6, 40_000_000, 6), 1),
+        record("a", 0, answer(4, 8.0, 3.0), answer(4, 4.0, 3.0, 2, 10_000_000, 2, ["y"]), 2),
     ]
     ours = figures(records)["ours", "a"]
     assert ours.speedup == 2.0 and ours.units == 3
     # 0.8 / 0.2, 1 / 0.25, 0.75 / 0.75: 4, 4 and 1 times.
     assert ours.speedup_cpu == 4.0
     assert ours.throughput == pytest.approx(34 / 14) and ours.tokens == 34
-    assert ours.tau == pytest.approx(1 + 22 / 12)
+    # Without the first token of each answer: 9, 19 and 3 tokens in 4, 6 and 2 steps.
+    assert ours.tau == pytest.approx(31 / 12)
     # 70 ms in 12 steps, of 14 s.
     assert ours.draft_ms == pytest.approx(70 / 12) and ours.draft_share == pytest.approx(0.005)
     assert (ours.different, ours.outputs) == (1, 3)
@@ -58,21 +62,38 @@ def test_the_spread_of_one_round_is_the_middle_half():
 
 def test_the_spread_of_rounds_is_that_of_their_medians():
     records = [
-        record("a", number, answer(1, times), answer(1, 1.0, 1.0, 2, accepted), place)
+        record("a", number, answer(1, times), answer(5, 5.0, 1.0, steps), place)
         for number, those in enumerate([(1.0, 2.0, 9.0), (4.0, 4.0, 5.0)])
-        for place, (times, accepted) in enumerate(zip(those, (1, 2, 3)))
+        for place, (times, steps) in enumerate(zip(those, (1, 2, 3)))
     ]
     ours = figures(records)["ours", "a"]
     assert ours.speedup == 4.0 and ours.speedup_spread == (2.0, 4.0)
     assert ours.tau == ours.tau_spread[0] == ours.tau_spread[1] == 2.0
 
 
+def test_tau_of_a_recorded_run_has_no_tokens_behind_the_end():
+    """What an engine said of 8 questions of two tokens each: one of the prompt, one of a step."""
+    said = {
+        "ids": [[5, 6]] * 8,
+        "wall": 1.0,
+        "cpu": 1.0,
+        "counters": {
+            "vllm:spec_decode_num_drafts": 8,
+            "vllm:spec_decode_num_accepted_tokens": 9,
+            "vllm:inter_token_latency_seconds": 8,
+        },
+    }
+    kept = _kept(None, SimpleNamespace(last=True, temperature=0.8), said)
+    plain = answer(16, 2.0, digests=["x"] * 8)
+    assert figures([record("a", 0, plain, kept)])["ours", "a"].tau == 1.0
+
+
 def test_the_mean_over_sets():
     records = [
-        record("a", 0, answer(1, 2.0), answer(1, 1.0, 1.0, 1, 1, 2_000_000, 1)),
-        record("a", 1, answer(1, 4.0), answer(1, 1.0, 1.0, 1, 1, 2_000_000, 1)),
-        record("b", 0, answer(1, 8.0), answer(2, 4.0, 1.0, 1, 3, 4_000_000, 1, ["z"])),
-        record("b", 1, answer(1, 6.0), answer(2, 4.0, 1.0, 1, 3, 4_000_000, 1)),
+        record("a", 0, answer(1, 2.0), answer(3, 3.0, 1.0, 1, 2_000_000, 1)),
+        record("a", 1, answer(1, 4.0), answer(3, 3.0, 1.0, 1, 2_000_000, 1)),
+        record("b", 0, answer(1, 8.0), answer(5, 10.0, 1.0, 1, 4_000_000, 1, ["z"])),
+        record("b", 1, answer(1, 6.0), answer(5, 10.0, 1.0, 1, 4_000_000, 1)),
     ]
     found = figures(records, ["a", "b"])
     a, b, mean = (found["ours", name] for name in ("a", "b", MEAN))
@@ -82,7 +103,7 @@ def test_the_mean_over_sets():
     assert (a.tau, b.tau, mean.tau) == (2.0, 4.0, 3.0)
     assert (a.throughput, b.throughput, mean.throughput) == (1.0, 0.5, 0.75)
     assert (a.draft_ms, b.draft_ms, mean.draft_ms) == (2.0, 4.0, 3.0)
-    assert (mean.tokens, mean.outputs, mean.different, mean.units) == (6, 4, 1, 4)
+    assert (mean.tokens, mean.outputs, mean.different, mean.units) == (16, 4, 1, 4)
 
 
 def test_there_is_no_mean_without_every_set():

@@ -9,9 +9,11 @@ from dataclasses import replace
 import pytest
 from adaptation import table
 from adaptation_kills import kill_all, killed_at_last
-from adaptation_serving import ACCEPTED, DRAFTS, LEARNERS, UPDATES, Serving
+from adaptation_serving import LEARNERS, UPDATES, Serving
 from adaptation_serving import tables as tables_of_served
 from support.adapting import Pair
+
+from vllm_specblock.engine.metrics.acceptance import STEPS, TOKENS
 
 
 def results(tau: float, speed: float, returns: list[int]):
@@ -35,7 +37,7 @@ def test_means_over_seeds_and_times_of_the_same_seed():
 
 
 def window(accepted: int, updates: int = 0, different: int = 0):
-    counters = {DRAFTS: 10, ACCEPTED: accepted, f"{UPDATES}full": updates}
+    counters = {STEPS: 10, TOKENS: 10 + accepted, f"{UPDATES}full": updates}
     said = {"wall": 2.0, "cpu": 3.0, "tokens": 10 + accepted, "different": different}
     return said | {"counters": counters}
 

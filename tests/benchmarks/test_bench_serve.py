@@ -11,7 +11,7 @@ import bench_serve
 import pytest
 from bench_serve import PAIR, Servers, measure, words
 from lib.results_store import ResultsStore
-from lib.served import Load, kept, key_of, share_drafted, table, write_prompts
+from lib.served import Load, decode_steps, kept, key_of, table, tau_of, write_prompts
 from support import fake_vllm
 
 from vllm_specblock.bench.config import BenchConfig
@@ -107,8 +107,9 @@ def test_an_unanswered_request_ends_it():
 def test_shares_of_steps():
     # 10 requests of 31 tokens: 300 after the prompts' own; 60 trees give 180 of them.
     result = {"total_output_tokens": 310, "completed": 10, "spec_decode_num_drafts": 60}
-    assert share_drafted(result | {"spec_decode_accepted_tokens": 120}) == 60 / (60 + 120)
-    assert share_drafted(result | {"spec_decode_accepted_tokens": 400}) == 1.0
+    found = result | {"spec_decode_accepted_tokens": 120}
+    assert decode_steps(found) == 60 + 120 and tau_of(found) == 300 / 180
+    assert decode_steps(result | {"spec_decode_accepted_tokens": 400}) == 60
 
 
 def test_turns_of_every_server_and_a_run_that_goes_on(load, tmp_path):
@@ -131,7 +132,7 @@ def test_turns_of_every_server_and_a_run_that_goes_on(load, tmp_path):
     page = table(store.results, ["plain", "ngram"], [1, 2, 64], 2).splitlines()
     assert len(page) == 2 + 4
     cells = [cell.strip() for cell in page[-1].split("|")[1:-1]]
-    assert cells == ["2", "ngram", "30.0", "1.50", *["5.0"] * 2, *["7.0"] * 2, "2.00", "50%"]
+    assert cells == ["2", "ngram", "30.0", "1.50", *["5.0"] * 2, *["7.0"] * 2, "1.50", "50%"]
     assert page[2].endswith("| – | – |")
 
 

@@ -6,9 +6,10 @@ import json
 
 import copying
 import pytest
-from engine_process import ACCEPTED, DRAFTS
 from hypothesis import given
 from hypothesis import strategies as st
+
+from vllm_specblock.engine.metrics.acceptance import STEPS, TOKENS
 
 
 def naive_shares(prompt, answer):
@@ -67,7 +68,7 @@ def test_every_engine_of_two_heads_has_one_of_each_kind():
 
 
 def cell(seconds, drafts, accepted, **more):
-    counters = {DRAFTS: drafts, ACCEPTED: accepted}
+    counters = {STEPS: drafts, TOKENS: drafts + accepted}
     return {"tokens": 100, "seconds": seconds, "counters": counters, "digests": ["a"], **more}
 
 

@@ -12,10 +12,12 @@ import pytest
 import steady_state
 import typer
 from end_to_end import PLAIN, SPEED_TAU, Place
-from engine_process import ACCEPTED, DRAFTS, Answer, EngineFailed, Task
+from engine_process import Answer, EngineFailed, Task
 from lib import acceptance
 from steady_state import DEVICE, DRAFTING, STEPS, TOKENS
 from typer.testing import CliRunner
+
+from vllm_specblock.engine.metrics import acceptance as counted
 
 
 def cli(*arguments):
@@ -132,7 +134,7 @@ def window(rates, late, length):
     engine = FakeEngine(rates, late, length)
     llm = SimpleNamespace(
         llm_engine=engine,
-        get_metrics=lambda: [SimpleNamespace(name=DRAFTS, value=engine.count, labels={})],
+        get_metrics=lambda: [SimpleNamespace(name=counted.TOKENS, value=engine.count, labels={})],
     )
     return steady_state.window(llm, Task(["a", "b"], 0.0, length, batch=2), "w", None)
 
@@ -140,7 +142,7 @@ def window(rates, late, length):
 def test_a_window_is_from_the_last_warm_request_to_the_first_that_ends(no_vllm):
     # Request 1 comes in step 5 and is warm with step 7; request 0 ends in step 20.
     seconds, found = window((3, 2), 4, 60)
-    assert found == Counter({STEPS: 13, TOKENS: 13 * 5, DRAFTS: 13}) and seconds > 0
+    assert found == Counter({STEPS: 13, TOKENS: 13 * 5, counted.TOKENS: 13}) and seconds > 0
 
 
 def test_a_request_that_ends_too_early_is_an_error(no_vllm):
@@ -208,8 +210,8 @@ def fake_run(calls, failing=()):
             STEPS: 100,
             DRAFTING: 50_000_000,
             DEVICE: 0,
-            DRAFTS: 100,
-            ACCEPTED: 300,
+            counted.STEPS: 100,
+            counted.TOKENS: 400,
         }
         yield Answer([], 2.0, counters)
 

@@ -8,8 +8,6 @@ from types import SimpleNamespace
 import pytest
 import two_heads
 from engine_process import (
-    ACCEPTED,
-    DRAFTS,
     Answer,
     EngineFailed,
     Request,
@@ -24,6 +22,7 @@ from lib.spec_configs import POLICIES
 from typer.testing import CliRunner
 
 from vllm_specblock.config import parse_combine, parse_drafter, split_keys
+from vllm_specblock.engine.metrics.acceptance import STEPS, TOKENS
 
 HOW = {"num_blocks": 2, "num_starts": 4, "confidence": "sum"}
 
@@ -107,8 +106,8 @@ def fake_run(calls, wrong=(), failing=()):
                 [index, place, 7 if bad and index == 1 else 5]
                 for index, _ in enumerate(task.prompts)
             ]
-            drafts = {DRAFTS: 4, ACCEPTED: 6} if request.speculative else {}
-            yield Answer(ids, 0.5 if request.speculative else 1.0, drafts)
+            counters = {TOKENS: 10, STEPS: 4 if request.speculative else 10}
+            yield Answer(ids, 0.5 if request.speculative else 1.0, counters)
 
     return run
 
@@ -179,17 +178,25 @@ def test_counters_are_told_apart_by_head():
     def counter(name, value, **labels):
         return SimpleNamespace(name=name, value=value, labels=labels)
 
-    before = read_counters([counter(DRAFTS, 3), counter("vllm:prompt_tokens", 9)])
+    def histogram(name, count):
+        return SimpleNamespace(name=name, count=count, labels={})
+
+    before = read_counters(
+        [counter(TOKENS, 3), counter("vllm:prompt_tokens", 9), histogram(STEPS, 2)]
+    )
     after = read_counters(
         [
-            counter(DRAFTS, 8),
+            counter(TOKENS, 8),
+            histogram(STEPS, 6),
+            histogram("vllm:request_queue_time_seconds", 6),
             counter("specblock:drafted", 2, head="1"),
             counter("specblock:drafted", 5, head="2"),
             SimpleNamespace(name="vllm:spec_decode_num_accepted_tokens_per_pos", values=[1, 2]),
         ]
     )
     assert grown(before, after) == {
-        DRAFTS: 5,
+        TOKENS: 5,
+        STEPS: 4,
         "specblock:drafted{head=1}": 2,
         "specblock:drafted{head=2}": 5,
     }
@@ -210,7 +217,8 @@ def test_an_engine_in_a_process_of_its_own(tmp_path):
             "r = json.load(sys.stdin)\n"
             "assert r['speculative'] == {'x': 1} and r['tasks'][0]['prompts'] == ['a']\n"
             "print('loading')\n"
-            "answer = {'ids': [[1, 2]], 'seconds': 0.5, 'counters': {}}\n"
+            "counters = {'vllm:generation_tokens': 2}\n"
+            "answer = {'ids': [[1, 2]], 'seconds': 0.5, 'counters': counters}\n"
             "print('engine_process:' + json.dumps(answer))\n"
         ),
     )

@@ -14,12 +14,16 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples/adaptation"))
 import client
 
 SCRAPED = """\
-# HELP vllm:spec_decode_num_drafts_total Steps.
-# TYPE vllm:spec_decode_num_drafts_total counter
-vllm:spec_decode_num_drafts_total{engine="0"} 30.0
-# HELP vllm:spec_decode_num_accepted_tokens_total Nodes.
-# TYPE vllm:spec_decode_num_accepted_tokens_total counter
-vllm:spec_decode_num_accepted_tokens_total{engine="0"} 50.0
+# HELP vllm:inter_token_latency_seconds Steps.
+# TYPE vllm:inter_token_latency_seconds histogram
+vllm:inter_token_latency_seconds_bucket{engine="0",le="+Inf"} 30.0
+vllm:inter_token_latency_seconds_count{engine="0"} 30.0
+vllm:inter_token_latency_seconds_sum{engine="0"} 2.5
+# HELP vllm:time_to_first_token_seconds Requests.
+# TYPE vllm:time_to_first_token_seconds histogram
+vllm:time_to_first_token_seconds_bucket{engine="0",le="+Inf"} 12.0
+vllm:time_to_first_token_seconds_count{engine="0"} 12.0
+vllm:time_to_first_token_seconds_sum{engine="0"} 1.5
 # HELP vllm:generation_tokens_total Tokens.
 # TYPE vllm:generation_tokens_total counter
 vllm:generation_tokens_total{engine="0"} 60.0
@@ -34,12 +38,12 @@ vllm:num_requests_running{engine="0"} 7.0
 
 
 def test_a_window_is_the_difference_of_two_scrapes():
-    before = client.Counters({client.DRAFTS: 10.0, client.ACCEPTED: 20.0, client.TOKENS: 50.0})
+    before = client.Counters({client.STEPS: 10.0, client.REQUESTS: 2.0, client.TOKENS: 50.0})
     after = client.Counters.parsed(SCRAPED)
     assert "vllm:num_requests_running" not in after.values
     line = client.line("maths", 16, before, after, 2.0)
     assert line.split() == [
-        *("maths", "16", "requests", "τ", "2.50", "25.0", "tokens/s"),
+        *("maths", "16", "requests", "τ", "2.00", "25.0", "tokens/s"),
         *("0", "updates", "heads,", "0", "updates", "full,", "3", "swaps,", "0", "rollbacks"),
     ]
     assert "τ –" in client.line("maths", 16, after, after, 2.0)

@@ -28,7 +28,7 @@ for job in map(json.loads, sys.stdin):
     for number in range(3):
         say({"said": [0, [number, 7]]})
     ids = [job["prompts"][0] + [job["max_tokens"]]]
-    say({"ids": ids, "wall": 0.5, "cpu": 0.25, "counters": {"vllm:spec_decode_num_drafts": 4}})
+    say({"ids": ids, "wall": 0.5, "cpu": 0.25, "counters": {"vllm:inter_token_latency_seconds": 4}})
 """
 
 
@@ -80,7 +80,7 @@ def test_engines_start_together_and_are_heard_as_they_speak(start, capsys):
         engine.wait()
     for engine in (*engines, engines[0]):
         found = demo.ask(engine, Letters(), "hello", 9, demo.Shown(Letters()))
-        assert found == Answer([5], [5, 9], 0.5, 0.25, 4, 0)
+        assert found == Answer([5], [5, 9], 0.5, 0.25, 4)
     demo.ask(engines[1], Letters(), "hello", 9, demo.Hidden())
     assert capsys.readouterr().out == "ahbhch" * 3
 
@@ -104,8 +104,8 @@ def test_half_a_letter_waits_for_its_other_half(capsys):
     assert said.replace("|", "") == text and "\ufffd" not in said and "||" in said
 
 
-def answer_of(ids, wall=1.0, drafts=0, accepted=0):
-    return Answer([1, 2], ids, wall, 2 * wall, drafts, accepted)
+def answer_of(ids, wall=1.0, steps=4):
+    return Answer([1, 2], ids, wall, 2 * wall, steps)
 
 
 @pytest.fixture
@@ -146,14 +146,14 @@ FOUR = [[number] * 5 for number in range(10, 14)]
 
 def test_the_table(run, capsys):
     plain = [answer_of(ids, wall=0.5) for ids in FOUR]
-    drafted = [answer_of(ids, wall=0.25, drafts=2, accepted=3) for ids in FOUR]
+    drafted = [answer_of(ids, wall=0.25, steps=2) for ids in FOUR]
     code, (target, speculative, dtype, eager) = run(plain, drafted)
     assert (code, target, dtype, eager) == (0, TARGET, "float32", False)
     assert speculative["num_speculative_tokens"] == 16 and "second_drafter" not in speculative
     lines = capsys.readouterr().out.splitlines()
     rows = [line.split() for line in lines]
     assert ["vLLM", "10.0", "200.0", "1.00"] in rows
-    assert ["vLLM", "+", "SpecBlock", "(16)", "20.0", "100.0", "2.50"] in rows
+    assert ["vLLM", "+", "SpecBlock", "(16)", "20.0", "100.0", "2.00"] in rows
     assert "speed-up: 2.00 x by the clock, 2.00 x by processor time" in lines
     assert "identical: yes (4 of 4 answers, 20 tokens in all)" in lines
     assert sum("[vLLM 0.5 s, with drafts 0.2 s: the same answer]" in line for line in lines) == 4

@@ -28,7 +28,7 @@ def draw(figures: Sequence[Figures], base: str, folder: Path) -> list[Path]:
     paths = []
     for temperature in dict.fromkeys(each.temperature for each in figures):
         those = [each for each in figures if each.temperature == temperature]
-        for what, label in (("speedup", f"speed-up over {base}"), ("tau", "τ, tokens per draft")):
+        for what, label in (("speedup", f"speed-up over {base}"), ("tau", "τ, tokens per step")):
             figure = Figure(figsize=(2 + 1.6 * len({each.set for each in those}), 4))
             bars(figure.subplots(), those, what)
             (axes,) = figure.axes

@@ -20,7 +20,8 @@ from vllm_specblock.bench.questions import Reader, Sets, fingerprint, read_sets,
 from vllm_specblock.bench.schedule import Unit, groups, rotated, units
 from vllm_specblock.bench.store import Answer, Store
 from vllm_specblock.drafters.common.target_info import describe_target
-from vllm_specblock.engine.offline.answering import ACCEPTED, DRAFTING, DRAFTS
+from vllm_specblock.engine.metrics.acceptance import STEPS
+from vllm_specblock.engine.offline.answering import DRAFTING
 from vllm_specblock.train.data.chat_tokens import ChatTokens
 from vllm_specblock.train.target.features import load_tokenizer
 
@@ -233,8 +234,7 @@ def _kept(reader: Reader, unit: Unit, answer: Mapping[str, Any]) -> Answer:
         tokens=sum(map(len, ids)),
         wall=answer["wall"],
         cpu=answer["cpu"],
-        drafts=counters.get(DRAFTS, 0),
-        accepted=counters.get(ACCEPTED, 0),
+        steps=counters.get(STEPS, 0),
         draft_ns=nanoseconds,
         draft_steps=steps,
         digests=tuple(hashlib.sha256(json.dumps(each).encode()).hexdigest()[:16] for each in ids),

@@ -31,7 +31,7 @@ class Answer:
     Attributes:
         tokens: generated, of all questions of the unit.
         wall, cpu: seconds.
-        drafts, accepted: verified drafts, and accepted draft tokens.
+        steps: decode steps of all questions, see `engine/metrics/acceptance.py`.
         draft_ns, draft_steps: time of the drafters, and the steps it was taken over.
         digests: per question, of its token ids.
         texts: per question, where another turn follows; else empty.
@@ -41,8 +41,7 @@ class Answer:
     tokens: int
     wall: float
     cpu: float
-    drafts: int
-    accepted: int
+    steps: int
     draft_ns: int
     draft_steps: int
     digests: tuple[str, ...]

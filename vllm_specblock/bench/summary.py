@@ -9,6 +9,7 @@ from typing import Any
 
 from vllm_specblock.bench.config import BenchError
 from vllm_specblock.bench.store import Answer, Record
+from vllm_specblock.engine.metrics.acceptance import acceptance_length
 
 MEAN = "mean"
 """In the place of a set's name: the mean over all sets."""
@@ -25,7 +26,7 @@ class Figures:
             half of all units. None for the quickest plain vLLM, which is 1.
         speedup_cpu: the same by CPU seconds.
         throughput: Φ, tokens/s of wall time.
-        tau: τ = 1 + accepted / drafts, tokens per verified draft.
+        tau: τ, tokens emitted per decode step: `engine/metrics/acceptance.py`.
         tau_spread: from the lowest to the highest round's.
         draft_ms: T_D, milliseconds of the drafters' forwards per step without prompts.
         draft_share: the same time as a share of all wall time.
@@ -199,8 +200,8 @@ def _ratios(
 
 
 def _tau(answers: Iterable[Answer]) -> float:
-    drafts, accepted = (sum(x) for x in zip(*((a.drafts, a.accepted) for a in answers)))
-    return 1 + accepted / drafts if drafts else 1.0
+    counts = ((each.tokens, len(each.digests), each.steps) for each in answers)
+    return acceptance_length(*(sum(count) for count in zip(*counts)))
 
 
 def _by_round(records: Iterable[Record], figure: Callable[[list[Record]], Any]) -> list[Any]:

@@ -114,7 +114,7 @@ def caption(base: str, facts: Mapping[str, Any]) -> str:
     lines = [
         f"Spd: how many times quicker a token comes than from {base}, the quickest plain vLLM of "
         f"{', '.join(facts['plain'])} (median over turns, {spread}). Engines are alive side by "
-        "side and take turns. Φ: tokens/s. τ: tokens per verified draft, 1 + accepted / drafts. "
+        "side and take turns. Φ: tokens/s. τ: tokens emitted per decode step of a question. "
         "T_D: milliseconds of the drafters' forwards per step without prompts, and their share of "
         "all time. Outputs are compared with plain vLLM's of the same model runner.",
         f"Measured on {machine['gpu'] or cores}; {facts['dtype']}; batch {facts['batch']}; at most "

@@ -43,8 +43,7 @@ def main() -> None:
         counters = {}
         if how:
             counters = {
-                "vllm:spec_decode_num_drafts": tokens // 2,
-                "vllm:spec_decode_num_accepted_tokens": tokens // 2,
+                "vllm:inter_token_latency_seconds": len(ids),
                 "vllm:specblock_drafting_nanoseconds": 4_000_000 * tokens,
                 "vllm:specblock_drafting_steps": 2 * tokens,
             }

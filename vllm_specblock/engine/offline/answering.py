@@ -22,8 +22,6 @@ from typing import Any, TextIO
 
 from vllm_specblock.engine.metrics.acceptance import REQUESTS, STEPS, TOKENS
 
-DRAFTS = "vllm:spec_decode_num_drafts"
-ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
 DRAFTING = ("vllm:specblock_drafting_nanoseconds", "vllm:specblock_drafting_steps")
 """Time of the drafters, and the steps it was taken over."""
 
