@@ -68,7 +68,7 @@ def test_a_target_with_a_model_state_of_its_own_is_refused(no_weights, monkeypat
 def test_hooks_hand_out_what_the_interface_does(monkeypatch):
     drafts = []
     for supported in (True, False):
-        monkeypatch.setattr(target_model, "hands_out_states", lambda model, said=supported: said)
+        monkeypatch.setattr(target_model, "hands_out_states", lambda *_, said=supported: said)
         engine = make_engine({"num_speculative_tokens": 12})
         with monkeypatch.context() as patched:
             drafts.append(record_drafts(engine, patched))
@@ -84,9 +84,13 @@ def test_an_inherited_interface_counts_where_its_forward_serves_it():
         nn.Module.__init__(model.model)
         return model
 
-    assert target_model.hands_out_states(target(llama.LlamaModel))
-    assert target_model.hands_out_states(target(MistralModel))  # calls its parent's forward
-    assert not target_model.hands_out_states(target(MiMoModel))
+    assert target_model.hands_out_states(target(llama.LlamaModel), [0])
+    assert target_model.hands_out_states(target(MistralModel), [2])  # calls its parent's forward
+    assert not target_model.hands_out_states(target(MiMoModel), [2])
+    backend = target(llama.LlamaModel)
+    backend._output_aux_hidden_states_kwargs = {}  # the Transformers backend's
+    assert not target_model.hands_out_states(backend, [0, 2])
+    assert target_model.hands_out_states(backend, [1, 2])
 
 
 def test_no_state_is_asked_for_where_none_is_read():
