@@ -78,6 +78,7 @@ def test_register_twice_patches_once():
     }
     with_an_engine = {
         "vllm.model_executor.model_loader.base_loader.BaseModelLoader.create_model",
+        "vllm.v1.worker.gpu.attn_utils.add_kv_sharing_layers_to_kv_cache_groups",
         "vllm.v1.engine.output_processor.OutputProcessor.process_outputs",
     }
     assert ours - of_a_cpu - with_an_engine == {

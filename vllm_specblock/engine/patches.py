@@ -30,6 +30,7 @@ With the first engine that may sleep (`deep_sleep.py`):
     Worker.sleep: level 2 would discard what trees need.
 With every engine of ours, and in `specblock features` (`target_model.py`):
     BaseModelLoader.create_model: the last place before weights are loaded that knows the layers.
+    attn_utils.add_kv_sharing_layers_to_kv_cache_groups: leaves a sharing layer without a spec.
 With every engine of ours (`draft_updates.py`):
     Worker.start_draft_weight_update, supports_draft_weight_updates: they load into a drafter's
         parameters, which a folded drafter has not.

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.models.interfaces import EagleModelMixin, supports_eagle3
 from vllm.platforms import current_platform
+from vllm.v1.worker.gpu import attn_utils
 
 from vllm_specblock.engine.attention.backend import TreeAttentionBackend
 from vllm_specblock.engine.config.ours import extracts_features, is_ours
@@ -48,6 +51,23 @@ def install() -> None:
         return create_model
 
     patch(BaseModelLoader, "create_model", make)
+    patch(attn_utils, "add_kv_sharing_layers_to_kv_cache_groups", _name_shared_specs)
+
+
+def _name_shared_specs(original: Function) -> Function:
+    """Beside a drafter, vLLM looks up each layer's own spec, which a sharing layer lacks."""
+
+    def add_kv_sharing_layers_to_kv_cache_groups(
+        shared_kv_cache_layers: dict[str, str], kv_cache_groups: list[Any], *args: Any
+    ) -> None:
+        original(shared_kv_cache_layers, kv_cache_groups, *args)
+        for group in kv_cache_groups:
+            specs = getattr(group.kv_cache_spec, "kv_cache_specs", {})
+            for name, owner in shared_kv_cache_layers.items():
+                if owner in specs:
+                    specs[name] = specs[owner]
+
+    return add_kv_sharing_layers_to_kv_cache_groups
 
 
 def hands_out_states(model: nn.Module, wanted: Sequence[int]) -> bool:
@@ -62,6 +82,23 @@ def hands_out_states(model: nn.Module, wanted: Sequence[int]) -> bool:
     codes = (holder.forward.__code__ for holder in holders)
     names = (" ".join((*code.co_names, *code.co_varnames)) for code in codes)
     return supports_eagle3(model) and all("aux_hidden" in x or "super" in x for x in names)
+
+
+def embedding_of(model: nn.Module, device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the function from [n] token ids to [n, H]; EXAONE 3's own method is broken.
+
+    Raises:
+        TargetError: its own method fails, and it has not exactly one embedding layer.
+    """
+    embed: Any = model.embed_input_ids
+    try:
+        embed(torch.zeros(1, dtype=torch.int64, device=device))
+    except AttributeError:
+        found = [each for each in model.modules() if type(each) is VocabParallelEmbedding]
+        if len(found) != 1:
+            raise TargetError("no embedding that a drafter could use") from None
+        embed = found[0]
+    return embed
 
 
 def check_target_model(model: nn.Module, config: VllmConfig) -> None:

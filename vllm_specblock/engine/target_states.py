@@ -84,6 +84,8 @@ def _copy_input(layer: nn.Module, buffer: torch.Tensor) -> Any:
         hidden = given(hidden_at, args, kwargs)
         residual = None if residual_at is None else given(residual_at, args, kwargs)
         state = hidden if residual is None else hidden + residual
+        if state.dim() > 2 and state.shape[0] > 1:
+            raise TargetError("hidden states of several streams")
         state = state.flatten(0, -2)  # [1, T, H] of the Transformers backend
         buffer[: state.shape[0]].copy_(state)
 

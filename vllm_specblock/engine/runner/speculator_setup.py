@@ -45,7 +45,7 @@ from vllm_specblock.engine.runner.model_state import TreeModelState
 from vllm_specblock.engine.runner.tree_states import TreeStates
 from vllm_specblock.engine.runner.warm_up import compile_kernels
 from vllm_specblock.engine.target_lora import embed_without_adapters
-from vllm_specblock.engine.target_model import check_target_model
+from vllm_specblock.engine.target_model import check_target_model, embedding_of
 from vllm_specblock.engine.undrafted import UndraftedRequests
 from vllm_specblock.triton_kernels.kv_cache.commit import KVCacheSet
 from vllm_specblock.verify.synthetic_acceptance import SyntheticAcceptance
@@ -120,7 +120,7 @@ class SpeculatorSetup(DraftModelSpeculator):
         self.target_layers = sorted(target_attn_layer_names)
         budgets = drafter_budgets(self.resolved.combine, self.num_nodes)
         sizes = self.num_nodes, self.max_model_len, self.num_slots
-        embed = target_model.embed_input_ids
+        embed = embedding_of(target_model, self.device)
         if self.vllm_config.lora_config is not None:
             lora.install()
             embed = embed_without_adapters(target_model)
