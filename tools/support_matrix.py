@@ -112,8 +112,8 @@ def _drafters() -> Iterator[str]:
         yield f"| {name} | {' | '.join('yes' if each else 'no' for each in has)} |"
     yield "\nImposed acceptance is for benchmarks only. `adapt` is for ranks of one machine.\n"
     yield (
-        "A drafter that caches what depends on the next token recomputes the last cached block of "
-        "a\nprompt (`engine/test_prefix_hashes.py`). Two drafters reuse it if both do.\n"
+        "A drafter with cache rows that depend on the next token recomputes the last cached block "
+        "of a\nprompt (`engine/test_prefix_hashes.py`). Two drafters reuse it if both do.\n"
     )
     yield f"Tested over every sampling case below, one or two together (`{COMBINATIONS}`):\n"
     yield from (f"- {name}" for name in ("SpecBlock", *keys_of(COMBINATIONS, "COMBINATIONS")))

@@ -105,7 +105,7 @@ needs_command = pytest.mark.skipif(
 
 @needs_command
 def test_a_request_opts_out_of_drafts(server):
-    """A wrong value is a 400 for its request; the server goes on."""
+    """A wrong value gets HTTP 400; the server keeps running."""
     body = {"model": DRAFTER, "prompt": "class Reader:\n", "max_tokens": 24, "temperature": 0}
     plain = post(f"{server}/v1/completions", **body)["choices"]
     with pytest.raises(urllib.error.HTTPError) as refused:

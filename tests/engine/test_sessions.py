@@ -1,4 +1,4 @@
-"""Sessions of streaming input (`resumable` requests) give what they give without drafts."""
+"""Streaming-input sessions (`resumable` requests) give the same tokens as without drafts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TEXTS = (
 )
 SESSIONS, CHUNKS = 45, 4
 STOPS = (16, 201, 269, 14)
-"""Frequent tokens of the target's answers: stops within accepted paths."""
+"""Frequent tokens of the target's answers, to stop inside accepted paths."""
 
 Answer = tuple[tuple[int, ...], str]
 _ids = count()
@@ -36,9 +36,9 @@ def sampling(session: int, chunk: int) -> SamplingParams:
 
 
 def run(engine: Engine) -> list[list[Answer]]:
-    """The answers of every session, chunk by chunk.
+    """Return the answers of every session, chunk by chunk.
 
-    Odd sessions send a chunk when the last one is answered, even ones send all of them at once.
+    Odd sessions send a chunk once the last one is answered; even sessions send all at once.
     """
     llm, tokenizer = engine.llm.llm_engine, engine.llm.get_tokenizer()
     texts = [tokenizer.encode(text) for text in TEXTS]
@@ -108,7 +108,7 @@ def test_sessions_that_stop_inside_accepted_paths(tree: Engine, expected):
     "speculative", [{"num_speculative_tokens": 5}, {"kind": "ngram", "model": None}], ids=str
 )
 def test_chunked_prompts(expected, speculative):
-    """A step's budget is smaller than most chunks."""
+    """The token budget of a step is smaller than most chunks."""
     engine = make_engine(
         {"num_speculative_tokens": 6, **speculative}, max_num_batched_tokens=24, max_num_seqs=3
     )

@@ -1,4 +1,4 @@
-"""Checks of the target's layers, between their construction and the loading of weights."""
+"""Checks of the target's layers, after construction and before weights are loaded."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def install() -> None:
-    """Check and complete the targets of our engines when they are built."""
+    """Check SpecBlock's targets as they are built, and add a missing EAGLE-3 interface."""
 
     def make(original: Function) -> Function:
         def create_model(
@@ -71,9 +71,9 @@ def _name_shared_specs(original: Function) -> Function:
 
 
 def hands_out_states(model: nn.Module, wanted: Sequence[int]) -> bool:
-    """Whether `model` has vLLM's EAGLE-3 interface, and its forward serves it for these layers.
+    """Whether `model` has vLLM's EAGLE-3 interface and its forward implements it for these layers.
 
-    MiMo inherits the interface, but overrides the forward. The Transformers backend has no state
+    MiMo inherits the interface but overrides the forward. The Transformers backend has no state
     before its first layer.
     """
     if 0 in wanted and hasattr(model, "_output_aux_hidden_states_kwargs"):
@@ -102,24 +102,24 @@ def embedding_of(model: nn.Module, device: torch.device) -> Callable[[torch.Tens
 
 
 def check_target_model(model: nn.Module, config: VllmConfig) -> None:
-    """Refuse a target that would not see a tree as a tree.
+    """Refuse a target that ignores the tree mask.
 
     Raises:
-        TargetError: a model state of its own, which may look at neighbouring rows; a layer of
-            another kind, with another backend or one that wraps ours, or whose values are not as
-            wide as its keys; an fp8 cache of heads that are not packed.
+        TargetError: a custom model state, which may read neighbouring rows; a layer that is not
+            vLLM's `Attention` with our backend and equal key and value sizes; an fp8 cache with a
+            head size that cannot be packed.
     """
     if hasattr(model, "get_model_state_cls"):
-        raise TargetError(f"a model state of its own ({type(model).__name__})")
+        raise TargetError(f"its own model state ({type(model).__name__})")
     for name, layer in config.compilation_config.static_forward_context.items():
         if not isinstance(layer, AttentionLayerBase):
             continue
         backend = layer.get_attn_backend()
         if (
             backend is not TreeAttentionBackend
-            or type(layer) is not Attention  # subclasses mask or store in ways of their own
+            or type(layer) is not Attention  # subclasses may mask or store differently
             or layer.head_size_v != layer.head_size
         ):
             raise TargetError(f"{type(layer).__name__} layers ({name}, {backend.__name__})")
         if layer.impl.fp8 and current_platform.is_cpu() and layer.head_size % 32:
-            raise TargetError(f"an fp8 KV cache of heads of {layer.head_size} numbers ({name})")
+            raise TargetError(f"an fp8 KV cache with head size {layer.head_size} ({name})")
