@@ -34,6 +34,7 @@ class TreeScheduling(Scheduler):
     - Placeholder drafts are not counted: vLLM's padding, and steps of paused drafting.
     - No drafts are scheduled while drafting is paused, or for a request that declines them.
     - A streaming-input session that stops inside an accepted path resumes at the stop.
+    - A session that is preempted samples its step in flight again.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -116,6 +117,16 @@ class TreeScheduling(Scheduler):
                     request.spec_decode_metrics, drafts or 0, accepted, detailed
                 )
         return emitted, stopped
+
+    def _preempt_request(
+        self, request: Request, timestamp: float, drop_stale_output: bool = False
+    ) -> None:
+        """Preempt a request; a session's step in flight is dropped.
+
+        vLLM loses a session that stops by such a step: its text is cut to nothing, and it is in
+        no queue.
+        """
+        super()._preempt_request(request, timestamp, drop_stale_output or request.resumable)
 
     def _handle_stopped_request(self, request: Request) -> bool:
         """Resume a streaming-input session at its stop, not after the accepted path.
