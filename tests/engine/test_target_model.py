@@ -68,7 +68,7 @@ def test_a_target_with_its_own_model_state_is_refused(no_weights, monkeypatch):
 def test_hooks_return_the_same_states_as_the_interface(monkeypatch):
     drafts = []
     for supported in (True, False):
-        monkeypatch.setattr(target_model, "hands_out_states", lambda model, said=supported: said)
+        monkeypatch.setattr(target_model, "hands_out_states", lambda *_, said=supported: said)
         engine = make_engine({"num_speculative_tokens": 12})
         with monkeypatch.context() as patched:
             drafts.append(record_drafts(engine, patched))
@@ -84,9 +84,13 @@ def test_an_inherited_interface_counts_if_the_forward_implements_it():
         nn.Module.__init__(model.model)
         return model
 
-    assert target_model.hands_out_states(target(llama.LlamaModel))
-    assert target_model.hands_out_states(target(MistralModel))  # calls its parent's forward
-    assert not target_model.hands_out_states(target(MiMoModel))
+    assert target_model.hands_out_states(target(llama.LlamaModel), [0])
+    assert target_model.hands_out_states(target(MistralModel), [2])  # calls its parent's forward
+    assert not target_model.hands_out_states(target(MiMoModel), [2])
+    backend = target(llama.LlamaModel)
+    backend._output_aux_hidden_states_kwargs = {}  # the Transformers backend's
+    assert not target_model.hands_out_states(backend, [0, 2])
+    assert target_model.hands_out_states(backend, [1, 2])
 
 
 def test_no_hidden_states_are_requested_for_ngrams():

@@ -29,7 +29,12 @@ def engine(request) -> Engine:
             "enable_adaptive_verification": True,
         },
     }[request.param]
-    return make_engine(speculative, per_request_spec_decode_metrics="summary")
+    engine = make_engine(speculative, per_request_spec_decode_metrics="summary")
+    manager = engine.runner.adaptive_verification
+    if manager is not None:  # a busy machine would pause drafting
+        manager.drafting_switch.decide = lambda *_: False
+        manager.throughput.wants_plain = lambda *_: False
+    return engine
 
 
 def opting_out(requests: list[SamplingParams], every: int = 1) -> list[SamplingParams]:
@@ -76,6 +81,20 @@ def test_some_opt_out(engine, reference, name):
     counts = drafts_of(engine, PROMPTS, opting_out(params(**CASES[name]), every=3))
     assert not any(counts[::3])
     assert all(count for at, count in enumerate(counts) if at % 3)
+
+
+def test_logprobs_of_chosen_tokens_take_no_drafts(engine, plain):
+    """vLLM's rejection sampler would leave them out."""
+    wanted = [5, 300]
+    (request,) = params(1, max_tokens=8, logprobs=2)
+    request.logprob_token_ids = wanted
+    rows = []
+    for each in (engine, plain):
+        ((answer,),) = each.generate(PROMPTS[:1], request)
+        rows.append([{token: row[token][0] for token in wanted} for row in answer.logprobs])
+    assert len(rows[0]) == 8
+    for ours, theirs in zip(*rows, strict=True):
+        assert ours == pytest.approx(theirs, abs=2e-4)
 
 
 def test_only_the_others_are_drafted_for(engine, monkeypatch):

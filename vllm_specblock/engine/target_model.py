@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.model_executor.layers.attention import Attention
@@ -40,7 +41,7 @@ def install() -> None:
             if is_ours(speculative):
                 check_target_model(model, vllm_config)
             wanted = speculative.draft_model_config.hf_config.eagle_aux_hidden_state_layer_ids
-            if wanted and not hands_out_states(model):
+            if wanted and not hands_out_states(model, wanted):
                 add_interface(model, vllm_config)
             return model
 
@@ -49,11 +50,14 @@ def install() -> None:
     patch(BaseModelLoader, "create_model", make)
 
 
-def hands_out_states(model: nn.Module) -> bool:
-    """Whether `model` has vLLM's EAGLE-3 interface and its forward implements it.
+def hands_out_states(model: nn.Module, wanted: Sequence[int]) -> bool:
+    """Whether `model` has vLLM's EAGLE-3 interface and its forward implements it for `wanted`.
 
-    MiMo inherits the interface but overrides the forward.
+    MiMo inherits the interface but overrides the forward. The Transformers backend has no state
+    before its first layer.
     """
+    if 0 in wanted and hasattr(model, "_output_aux_hidden_states_kwargs"):
+        return False
     holders = (type(each) for each in model.modules() if isinstance(each, EagleModelMixin))
     codes = (holder.forward.__code__ for holder in holders)
     names = (" ".join((*code.co_names, *code.co_varnames)) for code in codes)

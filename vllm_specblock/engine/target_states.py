@@ -82,6 +82,8 @@ def _copy_input(layer: nn.Module, buffer: torch.Tensor) -> Any:
     def copy_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         hidden = given(hidden_at, args, kwargs)
         residual = None if residual_at is None else given(residual_at, args, kwargs)
-        buffer[: hidden.shape[0]].copy_(hidden if residual is None else hidden + residual)
+        state = hidden if residual is None else hidden + residual
+        state = state.flatten(0, -2)  # [1, T, H] of the Transformers backend
+        buffer[: state.shape[0]].copy_(state)
 
     return copy_input

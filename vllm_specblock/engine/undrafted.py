@@ -14,8 +14,10 @@ KEY = "specblock_draft"
 
 
 def wants_drafts(params: SamplingParams | None) -> bool:
-    """Whether a request accepts drafts; the default is yes."""
-    return params is None or not params.extra_args or params.extra_args.get(KEY, 1) != 0
+    """Whether a request accepts drafts; vLLM verifies none with `logprob_token_ids`."""
+    if params is None:
+        return True
+    return not params.logprob_token_ids and (params.extra_args or {}).get(KEY, 1) != 0
 
 
 def check(params: SamplingParams) -> None:

@@ -6,7 +6,6 @@ import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu import model_runner
 
 from vllm_specblock.engine.adaptive import budget
@@ -22,6 +21,7 @@ from vllm_specblock.triton_kernels.verify.reallocate_drafts_numba import realloc
 if TYPE_CHECKING:
     import torch
     from vllm.config.compilation import CUDAGraphMode
+    from vllm.v1.worker.cpu_worker import CPUWorker
     from vllm.v1.worker.gpu.input_batch import InputBatch
     from vllm.v1.worker.worker_base import CompilationTimes
 
@@ -206,6 +206,8 @@ def install() -> None:
             return original(self)
 
         return compile_or_warm_up_model
+
+    from vllm.v1.worker.cpu_worker import CPUWorker  # replaces copies to a device, process-wide
 
     patch(CPUWorker, "compile_or_warm_up_model", measuring)
     budget.install(HostBudgetManager)
