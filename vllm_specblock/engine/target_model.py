@@ -71,7 +71,7 @@ def _name_shared_specs(original: Function) -> Function:
 
 
 def hands_out_states(model: nn.Module, wanted: Sequence[int]) -> bool:
-    """Whether `model` has vLLM's EAGLE-3 interface and its forward implements it for these layers.
+    """Whether `model` has vLLM's EAGLE-3 interface and its forward implements it for `wanted`.
 
     MiMo inherits the interface but overrides the forward. The Transformers backend has no state
     before its first layer.
