@@ -5,7 +5,7 @@ VENV := .venv
 # Model Runner V2 is vLLM's default on a GPU; its CPU build has to be told.
 export VLLM_USE_V2_MODEL_RUNNER ?= 1
 
-.PHONY: demo test test-fast contract first-drafter two-heads lint types setup clean
+.PHONY: demo test test-fast contract targets first-drafter two-heads lint types setup clean
 
 demo: setup
 	$(VENV)/bin/python examples/demo.py
@@ -32,6 +32,12 @@ test-fast: setup
 # other: make contract VLLM=0.33.0. Nothing of it is installed or run.
 contract: setup
 	$(VENV)/bin/python tools/contract.py $(VLLM)
+
+# Each family of targets on a tiny random model, against plain vLLM. Continues a run that was
+# interrupted, and writes docs/support.md.
+targets: setup
+	$(VENV)/bin/python tests/targets/sweep.py
+	$(VENV)/bin/python tools/support_matrix.py
 
 FIRST := runs/first_drafter
 first-drafter: setup

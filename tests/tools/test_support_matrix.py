@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 
 import pytest
@@ -26,16 +27,16 @@ def test_the_page_is_up_to_date(tool):
     )
 
 
-def test_every_case_combination_and_refused_target_is_on_it(tool):
+def test_every_case_combination_and_family_is_on_it(tool):
     page = tool.render()
+    families = json.loads((ROOT / tool.FAMILIES).read_text())
     pytest.importorskip("vllm")
     from support.matrix import CASES
 
     assert tool.keys_of(tool.CASES, "CASES") == list(CASES)
     assert all(f"| {name} | " in page for name in CASES)
-    assert len(tool.target_refusals()) > 5 and "| ALiBi positions | refused |" in page
+    assert all(f"| {name} | `{entry['class']}` |" in page for name, entry in families.items())
     assert "- decode_context_parallel_size / prefill_context_parallel_size is …" in page
-    assert "layers ([why](hybrid_targets.md)) | refused |" in page
     assert all(f"| {name} | " in page for name in tool.keys_of(tool.QUANTISED, "FORMS"))
 
 

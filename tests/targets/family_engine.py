@@ -1,0 +1,267 @@
+"""One engine on a tiny random model: what it generates, or how it fails."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+import sys
+import traceback
+import zlib
+from collections import Counter
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+import torch
+from families import ROPE, VOCAB, Family
+from torch import Tensor
+
+NODES, TOKENS = 12, 48
+NGRAM = {"kind": "ngram"}
+MODES: dict[str, dict[str, Any] | None] = {
+    "plain": None,
+    "alone": None,
+    "trees": NGRAM,
+    "drafter": {"second_drafter": NGRAM, "draft_policy": "merge"},
+}
+"""Engine → what it drafts with; "alone" has one request after the other."""
+
+
+def generate(family: Family, folder: Path, mode: str) -> dict[str, Any]:
+    """Serve greedy and seeded requests with one engine.
+
+    Returns:
+        `tokens` and counts, and of an engine that drafts `control`: tokens from trees whose mask
+        is a chain's. Or `refused`, a sentence before weights are loaded. Or `error` and `where`.
+    """
+    from vllm_specblock.config import OptionError
+
+    loaded: list[str] = []
+    try:
+        _prepare(family, loaded)
+        return _serve(family, folder, mode)
+    except BaseException as error:
+        traceback.print_exc()
+        text = str(error).replace(str(folder), "…")
+        if isinstance(error, OptionError) and not loaded:
+            return {"refused": text}
+        return {"error": f"{type(error).__name__}: {text}", "where": _innermost_frame(error)}
+
+
+def _serve(family: Family, folder: Path, mode: str) -> dict[str, Any]:
+    from vllm import LLM, SamplingParams
+
+    settings = {
+        "model": str(folder),
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 256,
+        "max_num_seqs": 8,
+        "block_size": 32,
+        "kv_cache_memory_bytes": 48 << 20,
+        "distributed_executor_backend": "uni",
+        "disable_log_stats": False,
+        **family.engine,
+    }
+    drafts = MODES[mode]
+    if drafts is not None:
+        if mode == "drafter":
+            drafts = {**drafts, "model": str(_untrained_drafter(folder))}
+        settings["speculative_config"] = {
+            "method": "specblock",
+            "num_speculative_tokens": NODES,
+            "enable_adaptive_verification": False,
+            **drafts,
+        }
+    llm = LLM(**settings)
+    runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    common = {"max_tokens": TOKENS, "ignore_eos": True, "detokenize": False}
+    prompts = _prompts()
+    greedy = [SamplingParams(temperature=0.0, logprobs=2, **common) for _ in prompts]
+    seeded = [
+        SamplingParams(temperature=0.8, seed=seed, **common) for seed, _ in enumerate(prompts)
+    ]
+    requests = [{"prompt_token_ids": prompt} for prompt in prompts * 2]
+
+    params = greedy + seeded
+
+    def serve() -> list[Any]:
+        if mode == "alone":
+            pairs = zip(requests, params, strict=True)
+            answers = [llm.generate(one, how, use_tqdm=False)[0] for one, how in pairs]
+        else:
+            answers = llm.generate(requests, params, use_tqdm=False)
+        return [answer.outputs[0] for answer in answers]
+
+    answers = serve()
+    counts = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
+    result = {
+        "layers": _layers(runner),
+        "tokens": [list(answer.token_ids) for answer in answers],
+        "gaps": [_gaps(answer.logprobs) for answer in answers],
+    }
+    if drafts is None:
+        return result
+    _see_chains()
+    return result | {
+        "control": [list(answer.token_ids) for answer in serve()],
+        "accepted": int(counts["vllm:spec_decode_num_accepted_tokens"]),
+        "drafted": int(counts["vllm:spec_decode_num_draft_tokens"]),
+    }
+
+
+def _prompts() -> list[list[int]]:
+    """Prompts in which n-grams return with different tokens after them."""
+    draw = random.Random(11)
+    made = []
+    for length, words in ((40, 7), (75, 11), (21, 5)):
+        book = [[draw.randrange(5, VOCAB) for _ in range(3)] for _ in range(words)]
+        made.append([token for _ in range(length) for token in draw.choice(book)][:length])
+    return made
+
+
+def _gaps(logprobs: Any) -> list[float]:
+    """Nats between the two most probable tokens of each step: small ones are near ties."""
+    tops = [sorted(entry.logprob for entry in step.values())[-2:] for step in logprobs or ()]
+    return [round(top[-1] - top[0], 6) for top in tops]
+
+
+def _layers(runner: Any) -> dict[str, int]:
+    """Kind of cache → how many layers have one."""
+    kinds: Counter[str] = Counter()
+    for group in runner.kv_cache_config.kv_cache_groups:
+        specs = getattr(group.kv_cache_spec, "kv_cache_specs", {})
+        for name in group.layer_names:
+            spec = type(specs.get(name, group.kv_cache_spec)).__name__
+            words = re.sub("(?<=[a-z])(?=[A-Z])", " ", spec.removesuffix("Spec"))
+            kinds[words.removesuffix(" Attention").lower()] += 1
+    context = runner.vllm_config.compilation_config.static_forward_context
+    shared = sum(
+        getattr(layer, "kv_sharing_target_layer_name", None) is not None
+        for layer in context.values()
+    )
+    return dict(kinds) | ({"shared": shared} if shared else {})
+
+
+def _innermost_frame(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [frame for frame in frames if "vllm" in frame.filename] or frames
+    path = ours[-1].filename.rsplit("site-packages/", 1)[-1]
+    path = re.sub(r".*/(?=vllm_specblock/|triton_kernels/)", "", path)
+    return f"{path}:{ours[-1].lineno} {ours[-1].name}"
+
+
+# ---- changes of this process ----
+
+
+def _prepare(family: Family, loaded: list[str]) -> None:
+    """Make vLLM load random weights, configs without their code and models without torchvision."""
+    from transformers import AutoConfig, PretrainedConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+    from vllm.model_executor.models import registry
+    from vllm.transformers_utils.config import _CONFIG_REGISTRY
+
+    def load_weights(self, model, model_config) -> None:
+        loaded.append(type(model).__name__)
+        draw_weights(model)
+
+    DummyModelLoader.load_weights = load_weights
+    # vLLM inspects a class in a new process, which imports everything again.
+    registry._LazyRegisteredModel.inspect_model_cls = lambda self: (
+        registry._ModelInfo.from_model_cls(self.load_model_cls())
+    )
+    kind = family.config["model_type"]
+    if kind not in CONFIG_MAPPING and kind not in _CONFIG_REGISTRY:
+        AutoConfig.register(kind, type("Config", (PretrainedConfig,), {"model_type": kind}))
+    # Image processors import it, and no torchvision of PyPI loads beside torch's CPU build.
+    for part in ("", ".io", ".transforms", ".transforms.functional", ".transforms.v2"):
+        _stand_in(f"torchvision{part}")
+    _stand_in("torchvision.transforms.v2.functional")
+
+
+def _stand_in(name: str) -> None:
+    sys.modules.setdefault(name, MagicMock(__spec__=ModuleSpec(name, None), __version__="0.28.0"))
+
+
+def _see_chains() -> None:
+    """Let every node attend to all nodes before it: wrong wherever a tree branches."""
+    from vllm_specblock.verify.tree_mask import TreeMask
+
+    fill = TreeMask.fill
+
+    def fill_as_chain(self, rows, depth, ancestors) -> None:
+        fill(self, rows, depth, ancestors)
+        node = rows.node.long()
+        self.mask_words[rows.row, 0] = (torch.ones_like(node) << (node + 1)) - 1
+
+    TreeMask.fill = fill_as_chain
+
+
+def _untrained_drafter(folder: Path) -> Path:
+    """A SpecBlock drafter of random weights for the model in `folder`."""
+    from vllm_specblock.drafters.specblock import checkpoint
+
+    config = json.loads((folder / "config.json").read_text())
+    sizes = {"num_hidden_layers": 3, "intermediate_size": 192}
+    llama = {"model_type": "llama", "hidden_act": "silu", **sizes}
+    shape = {**config.get("text_config", config), **llama, "rope_parameters": ROPE}
+    like, drafter = folder / "like", folder / "drafter"
+    like.mkdir()
+    (like / "config.json").write_text(json.dumps(shape))
+    made = checkpoint.init(like, layer_ids=(0, 1, 2), target_name=str(folder), qk_norm=False)
+    checkpoint.save(made, drafter)
+    return drafter
+
+
+# ---- random weights ----
+
+
+HEAD = re.compile(r"lm_head|output_layer|embed_out|\boutput\.")
+
+
+def draw_weights(model: torch.nn.Module) -> None:
+    """Draw each weight by its name, so that every engine of a family has the same ones."""
+    parameters = dict(model.named_parameters())
+    tied = not any(HEAD.search(name) for name in parameters)
+    buffers = {
+        name: tensor
+        for name, tensor in model.named_buffers()
+        if re.search("bias|sink", name) and "scale" not in name
+    }
+    drawn = set()
+    for name, tensor in {**parameters, **buffers}.items():
+        if tensor.data_ptr() not in drawn and tensor.device.type != "meta":
+            drawn.add(tensor.data_ptr())
+            _draw(name, tensor.data, embedding=0.1 if tied else 1.0)
+
+
+def _draw(name: str, tensor: Tensor, embedding: float) -> None:
+    if not tensor.is_floating_point():
+        tensor.zero_()
+        return
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    normal = torch.randn(tensor.shape, generator=generator)
+    last = name.rsplit(".", 1)[-1]
+    if last == "A":  # of Mamba, kept negative by vLLM
+        value = -normal.abs() - 0.2
+    elif "dt_bias" in name or "sink" in name:
+        value = normal + 0.5
+    elif "bias" in last:
+        value = 0.1 * normal
+    elif tensor.dim() <= 1:  # of a norm
+        value = 1 + 0.1 * normal
+    elif HEAD.search(name):
+        value = 4 * normal / math.sqrt(tensor.shape[-1])  # logits far apart
+    elif re.search("embed|wte", name):
+        value = embedding * normal
+    elif "conv" in name:
+        value = 0.6 * normal
+    else:
+        value = 1.3 * normal / math.sqrt(tensor.shape[-1])
+    tensor.copy_(value)
