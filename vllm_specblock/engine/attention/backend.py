@@ -220,7 +220,7 @@ class TreeAttentionImpl(AttentionImpl):
         if attn_metadata is None:  # profiling
             return output.fill_(0)
         num_rows, whole = attn_metadata.num_rows, output
-        # Stored by the layer that shares its cache, or by an earlier call of this one (IQuest Loop).
+        # Stored by the layer that shares its cache, or by an earlier call of this one (IQuest).
         stored = self.shares_cache or key is None or not key.numel()
         slots = None if stored else attn_metadata.slot_mapping
         if query.shape[0] > num_rows:  # padding; slice only if needed
