@@ -112,6 +112,31 @@ def test_only_the_others_are_drafted_for(engine, monkeypatch):
     assert set(drafted) == {1}
 
 
+def test_a_merged_lookup_is_for_the_others_alone(monkeypatch):
+    """Whether the drafter is skipped is theirs to decide, too."""
+    merged = {"second_drafter": {"kind": "ngram"}, "draft_policy": "merge"}
+    engine = make_engine({"num_speculative_tokens": 12, **merged})
+    policy, mixed = engine.speculator.draft_policy, []
+    lookup, asks = policy.drafters[policy.lookup], policy.gate.asks
+    draft = lookup.draft
+
+    def drafting(requests=None):
+        if policy.wanted is not None:
+            mixed.append(("looked up", None if requests is None else len(requests)))
+        return draft(requests)
+
+    def voting(sure):
+        if policy.wanted is not None:
+            mixed.append(("voted", len(sure)))
+        return asks(sure)
+
+    monkeypatch.setattr(lookup, "draft", drafting)
+    monkeypatch.setattr(policy.gate, "asks", voting)
+    requests = params(4, max_tokens=20)
+    engine.generate(PROMPTS[:4], [*opting_out(requests[:3]), requests[3]])
+    assert set(mixed) == {("looked up", 1), ("voted", 1)}
+
+
 @pytest.mark.parametrize("extra", [None, NO])
 def test_a_prompt_of_one_token_is_not_padded(engine, monkeypatch, extra):
     """vLLM schedules placeholder drafts for it, to keep decode steps uniform."""

@@ -69,9 +69,10 @@ class SkippingMergedDrafters(MergedDrafters):
     def advance(self, rows: CommittedTokens) -> None:
         lookup, drafter = self.drafters[self.lookup], self.drafters[1 - self.lookup]
         lookup.advance(rows)
-        self.found = lookup.draft()
+        self.found = self.draft(lookup, rows)
         sure = first_token(self.found)
-        self.asked = not self._can_wait(rows) or self.gate.asks(sure.numpy())  # a host tensor
+        votes = sure if self.wanted is None else sure[self.wanted]
+        self.asked = not self._can_wait(rows) or self.gate.asks(votes.numpy())  # a host tensor
         self.sure[rows.req_idx], self.both[rows.req_idx] = sure, self.asked
         if self.asked:
             drafter.advance(self.behind.catch_up(rows))
