@@ -75,8 +75,8 @@ def _targets() -> Iterator[str]:
         yield f"| {name} | `{entry['class']}` | {layers} | {verdicts} |"
     yield (
         "\nWritten by `make targets`, with tiny models of random weights: float32, on a CPU, six "
-        "requests in a batch, greedy and at temperature 0.8, trees of 12 nodes. Layers that share "
-        "a cache have none of their own. Any other text model is neither refused nor tested."
+        "requests in a batch, greedy and at temperature 0.8, trees of 12 nodes. Shared: so many of "
+        "the layers read another layer's cache. Any other text model is neither refused nor tested."
     )
 
 
@@ -126,8 +126,8 @@ def _drafters() -> Iterator[str]:
         yield f"| {name} | {' | '.join('yes' if each else 'no' for each in has)} |"
     yield "\nImposed acceptance is for benchmarks only. `adapt` is for ranks of one machine.\n"
     yield (
-        "A drafter that caches what depends on the next token recomputes the last cached block of "
-        "a\nprompt (`engine/test_prefix_hashes.py`). Two drafters reuse it if both do.\n"
+        "A drafter with cache rows that depend on the next token recomputes the last cached block "
+        "of a\nprompt (`engine/test_prefix_hashes.py`). Two drafters reuse it if both do.\n"
     )
     yield f"Tested over every sampling case below, one or two together (`{COMBINATIONS}`):\n"
     yield from (f"- {name}" for name in ("SpecBlock", *keys_of(COMBINATIONS, "COMBINATIONS")))

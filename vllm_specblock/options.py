@@ -13,7 +13,7 @@ class OptionError(ValueError):
 
 
 class TargetError(OptionError):
-    """A target that has `what`, and would not verify a tree as a tree."""
+    """A target with `what`, which cannot verify a tree."""
 
     def __init__(self, what: str) -> None:
         super().__init__(

@@ -71,8 +71,8 @@ def test_the_spread_of_rounds_is_that_of_their_medians():
     assert ours.tau == ours.tau_spread[0] == ours.tau_spread[1] == 2.0
 
 
-def test_tau_of_a_recorded_run_has_no_tokens_behind_the_end():
-    """What an engine said of 8 questions of two tokens each: one of the prompt, one of a step."""
+def test_tau_of_a_recorded_run_stops_at_the_end():
+    """Recorded from 8 answers of two tokens: one of the prompt, one of a decode step."""
     said = {
         "ids": [[5, 6]] * 8,
         "wall": 1.0,

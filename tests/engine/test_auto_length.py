@@ -1,4 +1,4 @@
-"""`max_model_len` "auto" (−1): vLLM fits the limit to the cache after the drafters are made."""
+"""`max_model_len` "auto" (−1): vLLM fits the limit to the cache after building the drafters."""
 
 from __future__ import annotations
 

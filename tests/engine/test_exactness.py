@@ -113,6 +113,23 @@ def test_aborts(tree: Engine, reference):
         check.tokens += len(expected[index][0].tokens)
 
 
+def test_interrupted_and_used_again(tree: Engine, reference, monkeypatch):
+    """Ctrl-C in `LLM.generate`: vLLM keeps its requests, and the next call answers them first."""
+    expected = reference("greedy", params())
+    engine, steps = tree.llm.llm_engine, iter(range(10_000))
+    step = engine.step
+
+    def interrupted():
+        if next(steps) == 3:
+            raise KeyboardInterrupt
+        return step()
+
+    monkeypatch.setattr(engine, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        tree.generate(PROMPTS, params())
+    check(tree, params(), [*expected, *expected])
+
+
 @pytest.mark.parametrize("kind", ["scattered", "deep", "random", "twins", "empty"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_trees_made_to_hurt(tree: Engine, reference, kind, temperature):

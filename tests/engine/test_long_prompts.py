@@ -1,4 +1,4 @@
-"""Prompts of thousands of tokens, in chunks, with RoPE stretched beyond what the target learned."""
+"""Prompts of thousands of tokens, in chunks, with RoPE scaled beyond the trained length."""
 
 from __future__ import annotations
 

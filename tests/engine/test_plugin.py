@@ -76,7 +76,11 @@ def test_register_twice_patches_once():
         "vllm.distributed.device_communicators.shm_broadcast.SpinCondition.__init__",
         "vllm.distributed.device_communicators.shm_broadcast.SpinCondition.wait",
     }
-    with_an_engine = {"vllm.v1.engine.output_processor.OutputProcessor.process_outputs"}
+    with_an_engine = {
+        "vllm.model_executor.model_loader.base_loader.BaseModelLoader.create_model",
+        "vllm.v1.worker.gpu.attn_utils.add_kv_sharing_layers_to_kv_cache_groups",
+        "vllm.v1.engine.output_processor.OutputProcessor.process_outputs",
+    }
     assert ours - of_a_cpu - with_an_engine == {
         "vllm.config.scheduler.SchedulerConfig.get_scheduler_cls",
         "vllm.engine.arg_utils.EngineArgs.create_speculative_config",

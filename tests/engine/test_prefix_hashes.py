@@ -63,7 +63,7 @@ KINDS = {
     "jetspec": {"calibrate_drafts": False},
 }
 WITHOUT_DROP = {"ngram", "dflash", "jetspec"}
-"""What their drafters cache for a token does not depend on the next one."""
+"""Kinds with cache rows that do not depend on the next token."""
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -73,7 +73,7 @@ def kind(request) -> str:
 
 @pytest.fixture(scope="module")
 def engine(kind, tmp_path_factory) -> Engine:
-    """What it drafts for a text is the same each time: nothing is learned of the texts before."""
+    """An engine with reproducible drafts: it learns nothing from earlier texts."""
     given = KINDS[kind]
     if kind in dflash.FOR_TINY_PAIR:
         raw = dflash.FOR_TINY_PAIR[kind]
@@ -84,7 +84,7 @@ def engine(kind, tmp_path_factory) -> Engine:
 
 @pytest.fixture
 def served(engine, monkeypatch):
-    """Serves one text and says what of it was cached, what was drafted, and what came of it."""
+    """Serve one text; return its cached tokens, the drafts and the output."""
     drafts = record_drafts(engine, monkeypatch)
     greedy = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
 
@@ -97,7 +97,7 @@ def served(engine, monkeypatch):
 
 
 def two_texts() -> tuple[list[int], list[int]]:
-    """Of one prefix of two whole blocks, and different from the token after it on."""
+    """Two texts with a common prefix of two blocks, different from the next token on."""
     draw = random.Random(3)
     prefix, *ends = ([draw.randrange(3, 2048) for _ in range(n)] for n in (2 * BLOCK, 9, 9))
     assert ends[0][0] != ends[1][0]
@@ -105,7 +105,7 @@ def two_texts() -> tuple[list[int], list[int]]:
 
 
 def test_a_repeated_prompt(kind, served):
-    """Plain vLLM recomputes the tokens behind the last whole block."""
+    """Plain vLLM recomputes the tokens after the last full block."""
     text = (two_texts()[0] + two_texts()[1])[:101]
     first, again = served(text), served(text)
     assert again == (96 if kind in WITHOUT_DROP else 64, *first[1:])

@@ -1,4 +1,4 @@
-"""Prompts that are given as embeddings get the tokens that they get as ids."""
+"""Prompts given as embeddings get the same tokens as prompts given as ids."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from support.engines import TARGET, Engine, make_engine
 from support.matrix import PROMPTS, params
 
 
-def test_tokens_are_those_of_the_same_prompt_in_ids(plain: Engine):
-    """Prompts of both forms share a batch; the longer ones come in chunks."""
+def test_same_tokens_as_the_prompt_in_ids(plain: Engine):
+    """Both kinds of prompts share a batch; long ones are chunked."""
     engine = make_engine(
         {
             "num_speculative_tokens": 12,

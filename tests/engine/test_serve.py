@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+import psutil
 import pytest
 from support.dashboard import unanswered
 from support.engines import ROOT
@@ -22,8 +24,8 @@ DRAFTER = "examples/tiny_pair/drafter"
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    """The address of a server that was told nothing of speculation but the drafter's folder."""
+def process(tmp_path_factory):
+    """A server that was told nothing of speculation but the drafter's folder, and its address."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -57,7 +59,13 @@ def server(tmp_path_factory):
     ]
     with log.open("w") as output:
         process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            # A shell starts jobs in the background with Ctrl-C ignored, and that is inherited.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
     address = f"http://127.0.0.1:{port}"
     try:
@@ -70,10 +78,16 @@ def server(tmp_path_factory):
                 time.sleep(1)
         else:
             pytest.fail(log.read_text()[-3000:])
-        yield address
+        yield process, address
     finally:
         process.terminate()
         process.wait(timeout=60)
+
+
+@pytest.fixture(scope="module")
+def server(process):
+    """Its address."""
+    return process[1]
 
 
 def post(url: str, **body) -> dict:
@@ -91,7 +105,7 @@ needs_command = pytest.mark.skipif(
 
 @needs_command
 def test_a_request_opts_out_of_drafts(server):
-    """A wrong value is a 400 for its request; the server goes on."""
+    """A wrong value gets HTTP 400; the server keeps running."""
     body = {"model": DRAFTER, "prompt": "class Reader:\n", "max_tokens": 24, "temperature": 0}
     plain = post(f"{server}/v1/completions", **body)["choices"]
     with pytest.raises(urllib.error.HTTPError) as refused:
@@ -153,3 +167,21 @@ def test_a_user_session(server, plain):
     dashboard = unanswered(metrics)
     assert not {name for name in dashboard if "specblock" not in name}, "vLLM's own"
     assert "vllm:specblock_chosen_trees_total" not in dashboard
+
+
+def test_ctrl_c_with_a_request_in_flight(process):
+    """The server ends within seconds, and none of its processes is left. The last test here."""
+    running, address = process
+    body = {"model": DRAFTER, "prompt": "class ", "max_tokens": 480, "ignore_eos": True}
+    request = urllib.request.Request(
+        f"{address}/v1/completions",
+        json.dumps({**body, "stream": True}).encode(),
+        {"Content-Type": "application/json"},
+    )
+    children = psutil.Process(running.pid).children(recursive=True)
+    with urllib.request.urlopen(request, timeout=120) as stream:
+        assert stream.readline().startswith(b"data: ")
+        running.send_signal(signal.SIGINT)
+    # vLLM 0.32 may wait for the client's connection to close, with or without us.
+    assert running.wait(timeout=60) == 0
+    assert children and not psutil.wait_procs(children, timeout=5)[1]

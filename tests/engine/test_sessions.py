@@ -1,7 +1,8 @@
-"""Sessions of streaming input (`resumable` requests) give what they give without drafts."""
+"""Streaming-input sessions (`resumable` requests) give the same tokens as without drafts."""
 
 from __future__ import annotations
 
+import time
 from itertools import count
 
 import pytest
@@ -18,7 +19,7 @@ TEXTS = (
 )
 SESSIONS, CHUNKS = 45, 4
 STOPS = (16, 201, 269, 14)
-"""Frequent tokens of the target's answers: stops within accepted paths."""
+"""Frequent tokens of the target's answers, to stop inside accepted paths."""
 
 Answer = tuple[tuple[int, ...], str]
 _ids = count()
@@ -36,9 +37,9 @@ def sampling(session: int, chunk: int) -> SamplingParams:
 
 
 def run(engine: Engine) -> list[list[Answer]]:
-    """The answers of every session, chunk by chunk.
+    """Return the answers of every session, chunk by chunk.
 
-    Odd sessions send a chunk when the last one is answered, even ones send all of them at once.
+    Odd sessions send a chunk once the last one is answered; even sessions send all at once.
     """
     llm, tokenizer = engine.llm.llm_engine, engine.llm.get_tokenizer()
     texts = [tokenizer.encode(text) for text in TEXTS]
@@ -70,7 +71,9 @@ def run(engine: Engine) -> list[list[Answer]]:
             llm.engine_core.add_request(chunk)
 
     todo = list(range(SESSIONS))
+    steps = count()
     while todo or any(len(each) < CHUNKS for each in answers.values()):
+        assert next(steps) < 20_000, "a session was lost"
         while todo and sum(len(each) < CHUNKS for each in answers.values()) < 6:
             start(todo.pop(0))
         for output in llm.engine_core.get_output().outputs:
@@ -108,7 +111,7 @@ def test_sessions_that_stop_inside_accepted_paths(tree: Engine, expected):
     "speculative", [{"num_speculative_tokens": 5}, {"kind": "ngram", "model": None}], ids=str
 )
 def test_chunked_prompts(expected, speculative):
-    """A step's budget is smaller than most chunks."""
+    """The token budget of a step is smaller than most chunks."""
     engine = make_engine(
         {"num_speculative_tokens": 6, **speculative}, max_num_batched_tokens=24, max_num_seqs=3
     )
@@ -116,9 +119,34 @@ def test_chunked_prompts(expected, speculative):
     assert_alive(engine)
 
 
-def test_asynchronous_scheduling(expected, monkeypatch):
-    keep_async_scheduling(monkeypatch)
-    engine = make_engine({"num_speculative_tokens": 12})
+@pytest.fixture(scope="module")
+def asynchronous() -> Engine:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        keep_async_scheduling(monkeypatch)
+        engine = make_engine({"num_speculative_tokens": 12})
     assert engine.core.vllm_config.scheduler_config.async_scheduling
-    assert run(engine) == expected
-    assert_alive(engine)
+    return engine
+
+
+def test_asynchronous_scheduling(asynchronous, expected):
+    assert run(asynchronous) == expected
+    assert_alive(asynchronous)
+
+
+def test_preempted_while_the_last_step_is_in_flight(asynchronous, expected, monkeypatch):
+    """As if the cache were full in every third step. vLLM loses sessions by it."""
+    scheduler, steps, in_flight = asynchronous.core.scheduler, count(), []
+    schedule = scheduler.schedule
+
+    def preempting(*args, **kwargs):
+        if scheduler.running and next(steps) % 3 == 0:
+            request = scheduler.running.pop()
+            in_flight.append(request.num_in_flight_tokens)
+            scheduler._preempt_request(request, time.monotonic())
+        return schedule(*args, **kwargs)
+
+    monkeypatch.setattr(scheduler, "schedule", preempting)
+    assert run(asynchronous) == expected
+    assert any(in_flight)
+    monkeypatch.undo()
+    assert_alive(asynchronous)

@@ -1,4 +1,4 @@
-"""The target's layers: refused before weights are loaded, or completed by hooks."""
+"""Target layers: refused before weights are loaded, or read by hooks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BACKENDS = {
 
 
 class OwnAttention(Attention):
-    """Stores or masks in a way of its own, as far as anyone can tell."""
+    """A subclass, which may store or mask differently."""
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def no_weights(monkeypatch):
 
 
 @pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
-def test_a_layer_with_a_backend_of_its_own_is_refused(backend, no_weights, monkeypatch):
+def test_a_layer_with_another_backend_is_refused(backend, no_weights, monkeypatch):
     def attention(*args, prefix, **kwargs):
         own = {"attn_backend": backend} if "layers.3." in prefix else {}
         return Attention(*args, prefix=prefix, **kwargs, **own)
@@ -59,16 +59,16 @@ def test_a_subclass_of_attention_is_refused(no_weights, monkeypatch):
         make_engine({"kind": "ngram", "model": None})
 
 
-def test_a_target_with_a_model_state_of_its_own_is_refused(no_weights, monkeypatch):
+def test_a_target_with_its_own_model_state_is_refused(no_weights, monkeypatch):
     monkeypatch.setattr(llama.LlamaForCausalLM, "get_model_state_cls", object, raising=False)
-    with pytest.raises(OptionError, match=r"a model state of its own \(LlamaForCausalLM\)"):
+    with pytest.raises(OptionError, match=r"its own model state \(LlamaForCausalLM\)"):
         make_engine({"kind": "ngram", "model": None})
 
 
-def test_hooks_hand_out_what_the_interface_does(monkeypatch):
+def test_hooks_return_the_same_states_as_the_interface(monkeypatch):
     drafts = []
     for supported in (True, False):
-        monkeypatch.setattr(target_model, "hands_out_states", lambda model, said=supported: said)
+        monkeypatch.setattr(target_model, "hands_out_states", lambda *_, said=supported: said)
         engine = make_engine({"num_speculative_tokens": 12})
         with monkeypatch.context() as patched:
             drafts.append(record_drafts(engine, patched))
@@ -76,7 +76,7 @@ def test_hooks_hand_out_what_the_interface_does(monkeypatch):
     assert drafts[0] == drafts[1] and len(drafts[0]) > 10
 
 
-def test_an_inherited_interface_counts_where_its_forward_serves_it():
+def test_an_inherited_interface_counts_if_the_forward_implements_it():
     def target(inner):
         model = llama.LlamaForCausalLM.__new__(llama.LlamaForCausalLM)
         nn.Module.__init__(model)
@@ -84,18 +84,22 @@ def test_an_inherited_interface_counts_where_its_forward_serves_it():
         nn.Module.__init__(model.model)
         return model
 
-    assert target_model.hands_out_states(target(llama.LlamaModel))
-    assert target_model.hands_out_states(target(MistralModel))  # calls its parent's forward
-    assert not target_model.hands_out_states(target(MiMoModel))
+    assert target_model.hands_out_states(target(llama.LlamaModel), [0])
+    assert target_model.hands_out_states(target(MistralModel), [2])  # calls its parent's forward
+    assert not target_model.hands_out_states(target(MiMoModel), [2])
+    backend = target(llama.LlamaModel)
+    backend._output_aux_hidden_states_kwargs = {}  # the Transformers backend's
+    assert not target_model.hands_out_states(backend, [0, 2])
+    assert target_model.hands_out_states(backend, [1, 2])
 
 
-def test_no_state_is_asked_for_where_none_is_read():
+def test_no_hidden_states_are_requested_for_ngrams():
     engine = make_engine({"kind": "ngram", "model": None})
     assert not engine.runner.use_aux_hidden_state_outputs
 
 
-def test_caches_by_group_and_geometry_and_each_memory_once():
-    """Slots of one group are not another's, and a layer that shares a cache is no layer more."""
+def test_caches_are_grouped_and_shared_caches_listed_once():
+    """Cache groups stay separate, and layers that share a cache count once."""
 
     def layer(heads: int, cache: torch.Tensor | None = None):
         cache = torch.zeros(4, heads, 8, 16) if cache is None else cache

@@ -1,4 +1,4 @@
-"""Thinking budgets: the forced end is where plain vLLM puts it, drafts or none."""
+"""Thinking budgets: the forced end is at the same token as in plain vLLM."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MARKERS = {"reasoning_start_str": "class", "reasoning_end_str": "return self"}
 
 @pytest.fixture(scope="module")
 def engines() -> tuple[Engine, Engine]:
-    """Without us, and with trees of a fixed size."""
+    """Plain vLLM, and trees of a fixed size."""
     return tuple(
         make_engine(speculative, reasoning_config=MARKERS)
         for speculative in (None, {"num_speculative_tokens": 12})

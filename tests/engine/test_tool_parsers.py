@@ -1,4 +1,4 @@
-"""vLLM's streaming tool parsers when a step brings several tokens, as an accepted path does."""
+"""vLLM's streaming tool parsers with several tokens per step, as accepted paths give."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def tokenizer():
 
 
 def streamed(tokenizer, parser: str, ids: list[int], cuts: list[int]) -> list[tuple[str, str]]:
-    """Names and arguments that a client assembles of deltas that end at `cuts`."""
+    """Return the names and arguments that a client assembles from deltas ending at `cuts`."""
     kind = ParserManager.get_parser(parser, enable_auto_tools=True, model_name="target")
     request = ChatCompletionRequest(
         model="target",

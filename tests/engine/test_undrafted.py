@@ -1,4 +1,4 @@
-"""Requests that opt out of drafts: exact, never drafted for, never in the others' way."""
+"""Requests without drafts: exact, and without effect on other requests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NO = {"specblock_draft": 0}
 
 @pytest.fixture(scope="module", params=["SpecBlock, fixed", "n-gram, adaptive"])
 def engine(request) -> Engine:
-    """With vLLM's metrics of every request."""
+    """An engine with per-request metrics."""
     speculative = {
         "SpecBlock, fixed": {"num_speculative_tokens": 12, "calibrate_drafts": False},
         "n-gram, adaptive": {
@@ -29,18 +29,23 @@ def engine(request) -> Engine:
             "enable_adaptive_verification": True,
         },
     }[request.param]
-    return make_engine(speculative, per_request_spec_decode_metrics="summary")
+    engine = make_engine(speculative, per_request_spec_decode_metrics="summary")
+    manager = engine.runner.adaptive_verification
+    if manager is not None:  # a busy machine would pause drafting
+        manager.drafting_switch.decide = lambda *_: False
+        manager.throughput.wants_plain = lambda *_: False
+    return engine
 
 
 def opting_out(requests: list[SamplingParams], every: int = 1) -> list[SamplingParams]:
-    """The same requests; every n-th of them does without drafts."""
+    """Let every n-th request decline drafts."""
     for request in requests[::every]:
         request.extra_args = NO
     return requests
 
 
 def drafts_of(engine: Engine, texts: list[list[int]], requests: list[SamplingParams]) -> list[int]:
-    """Draft tokens that vLLM scheduled for each request."""
+    """Return the draft tokens that vLLM scheduled for each request."""
     answers = engine.llm.generate(
         [{"prompt_token_ids": text} for text in texts], requests, use_tqdm=False
     )
@@ -49,7 +54,7 @@ def drafts_of(engine: Engine, texts: list[list[int]], requests: list[SamplingPar
 
 
 def scheduled(engine: Engine) -> int:
-    """Draft tokens of all requests so far, by vLLM's counter."""
+    """Return vLLM's counter of draft tokens."""
     (count,) = (
         metric.value
         for metric in engine.llm.get_metrics()
@@ -78,6 +83,20 @@ def test_some_opt_out(engine, reference, name):
     assert all(count for at, count in enumerate(counts) if at % 3)
 
 
+def test_logprobs_of_chosen_tokens_take_no_drafts(engine, plain):
+    """vLLM's rejection sampler would leave them out."""
+    wanted = [5, 300]
+    (request,) = params(1, max_tokens=8, logprobs=2)
+    request.logprob_token_ids = wanted
+    rows = []
+    for each in (engine, plain):
+        ((answer,),) = each.generate(PROMPTS[:1], request)
+        rows.append([{token: row[token][0] for token in wanted} for row in answer.logprobs])
+    assert len(rows[0]) == 8
+    for ours, theirs in zip(*rows, strict=True):
+        assert ours == pytest.approx(theirs, abs=2e-4)
+
+
 def test_only_the_others_are_drafted_for(engine, monkeypatch):
     drafted = []
     (drafter,) = engine.speculator.draft_policy.drafters
@@ -95,7 +114,7 @@ def test_only_the_others_are_drafted_for(engine, monkeypatch):
 
 @pytest.mark.parametrize("extra", [None, NO])
 def test_a_prompt_of_one_token_is_not_padded(engine, monkeypatch, extra):
-    """vLLM schedules placeholder drafts for it, so that a decode step is uniform."""
+    """vLLM schedules placeholder drafts for it, to keep decode steps uniform."""
     core, steps = engine.llm.llm_engine, []
     scheduler = engine.core.scheduler
     update = scheduler._update_after_schedule
@@ -117,7 +136,7 @@ def test_a_prompt_of_one_token_is_not_padded(engine, monkeypatch, extra):
 
 
 def test_asynchronous_scheduling(reference, monkeypatch):
-    """The scheduler gives placeholders to the requests that draft alone."""
+    """The scheduler gives placeholders only to requests with drafts."""
     original = CpuPlatform.check_and_update_config
 
     def keeping_async(vllm_config):
@@ -138,14 +157,14 @@ def test_asynchronous_scheduling(reference, monkeypatch):
 @pytest.mark.parametrize("given", [2, "no", None, [0], -1])
 def test_a_wrong_value_is_refused(engine, given):
     request = SamplingParams(extra_args={"specblock_draft": given})
-    with pytest.raises(VLLMValidationError, match=r'"specblock_draft" is .* true or false'):
+    with pytest.raises(VLLMValidationError, match=r'"specblock_draft" is .* true, false, 1 or 0'):
         engine.generate([PROMPTS[0]], request)
     (greedy,) = params(1)
     assert len(engine.generate([PROMPTS[0]], greedy)[0][0].tokens) == greedy.max_tokens
 
 
 def test_adaptive_trees(reference):
-    """The manager of budgets takes a request without drafts for one that decodes."""
+    """The budget manager treats a request without drafts as plain decoding."""
     engine = make_engine({"num_speculative_tokens": 12, "enable_adaptive_verification": True})
     for every in (3, 1, 2):
         requests = opting_out(params(**CASES["temperature 1"]), every)
@@ -160,13 +179,13 @@ def test_adaptive_trees(reference):
 
 @pytest.fixture(scope="module")
 def following() -> Engine:
-    """What it drafts for a text is the same each time."""
+    """An engine with reproducible drafts."""
     return make_engine({"num_speculative_tokens": 24, "calibrate_drafts": False})
 
 
 @pytest.mark.parametrize("beside", [False, True])
 def test_later_requests_draft_from_its_blocks(following, monkeypatch, beside):
-    """The next turn of a chat finds its blocks, and drafts as if it had been drafted for."""
+    """The next turn of a chat reuses its blocks, and gets the same drafts."""
     text = PROMPTS[7][:45]
     found = []
     for opts_out in (False, True):
@@ -188,7 +207,7 @@ def test_later_requests_draft_from_its_blocks(following, monkeypatch, beside):
 
 
 def test_trees_made_to_hurt_the_others(following, reference):
-    """Deep drafts that are all right: the others run ahead."""
+    """Deep trees, all accepted: other requests run ahead."""
     expected = reference("greedy", params())
     future = {tuple(text): answer.tokens for text, (answer,) in zip(PROMPTS, expected)}
     restore = install(following, "deep", future)

@@ -359,7 +359,7 @@ FAMILIES = {
     "Llama 4": family("Llama4ForCausalLM", "llama4_text", LLAMA_4, attention_chunk_size=64),
     "MiniMax M3": family("MiniMaxM3SparseForCausalLM", "minimax_m3_text", EXPERTS,
         rope_theta=10000.0, partial_rotary_factor=0.5, use_gemma_norm=True, qk_norm_type="per_head",
-        hidden_act="swigluoai", dense_intermediate_size=192, shared_intermediate_size=64,
+        hidden_act="swigluoai", swiglu_limit=7.0, swiglu_alpha=1.7, dense_intermediate_size=192, shared_intermediate_size=64,
         moe_layer_freq=[0, 1, 1]),
     "Qwen2 with dual chunks": family("Qwen2ForCausalLM", "qwen2", use_sliding_window=False,
         dual_chunk_attention_config={"chunk_size": 64, "local_size": 32,

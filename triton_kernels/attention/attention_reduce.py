@@ -96,7 +96,7 @@ def _finish(
 ):
     """Write the rows of a tile, as one state says."""
     dim = tl.arange(0, TILE.BLOCK_D)
-    if into.sinks is not None:  # one more score, whose value is zero
+    if into.sinks is not None:  # an extra score with value zero
         sink = tl.load(into.sinks + head, mask=row_in, other=0.0).to(tl.float32)
         sink *= 1.4426950408889634
         m_new = tl.maximum(m_i, sink)

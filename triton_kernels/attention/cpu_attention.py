@@ -112,7 +112,7 @@ class LayerCall:
         self.loop = attention_loop(element, packing.amx, packing.element)
 
     def __call__(self, query: int, out: int, cache: int, sinks: int) -> None:
-        """Attend a layer whose tensors lie at these addresses; sinks: 0 if it has none."""
+        """Attend a layer, given the addresses of its tensors; sinks: 0 if it has none."""
         self.arguments[QUERY], self.arguments[OUT], self.arguments[CACHE] = query, out, cache
         self.arguments[SINKS] = sinks
         self.loop(self.address, self.threads)

@@ -34,7 +34,7 @@ LOG2E = np.float32(1.4426950408889634)
 # The columns of `jobs`: first row, rows, request, entries from … to, the mask's first entry and its
 # place.
 FIRST, COUNT, REQUEST, FROM, MASK_FROM, TO, MASK = range(7)
-QUERY, OUT, CACHE, SINKS = 0, 3, 6, 25  # the places of addresses among the loop's arguments
+QUERY, OUT, CACHE, SINKS = 0, 3, 6, 25  # indices of addresses in the loop's arguments
 
 
 @njit
@@ -224,7 +224,7 @@ def attention_loop(element: int, amx: bool, stored: int):
         for row in range(rows):
             at = (first + row // group) * out_row + (kv_head * group + row % group) * out_head
             total, past = totals[row], np.float32(value_scale)
-            if sinks != 0:  # one more score, whose value is zero
+            if sinks != 0:  # an extra score with value zero
                 sink = floats(sinks + (kv_head * group + row % group) * 4, 1)[0] * LOG2E
                 top = max(sink, tops[row] * factor)
                 decay = np.float32(2.0) ** (tops[row] * factor - top)

@@ -80,7 +80,7 @@ def tree_attention(
         soft_cap: c > 0 turns every score s into c · tanh(s / c).
         key_scale, value_scale: one fp32 on the device each: keys and values are what the cache
             holds times this. Positive.
-        sinks: [nh], for each head one more score whose value is zero.
+        sinks: [nh], an extra score of each head, with value zero.
         workspace: fp32, at least `workspace_size` elements; made if not given.
         unknown_up_to: requests of up to so many query tokens, of whatever lengths, have equal bits
             in every batch that says the same number here, and query_lens need not name theirs.

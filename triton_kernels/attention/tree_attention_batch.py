@@ -99,7 +99,7 @@ class TreeAttentionBatch:
         self.host_lens = {end - start for start, end in itertools.pairwise(query_start_host)}
         self.max_query_len = max_query_len or max(self.host_lens)
         self.unknown_up_to = unknown_up_to
-        # By window; of a packed cache by window and more.
+        # Keyed by window, for a packed cache by more.
         self.plan: dict[Any, Any] | None = None
 
     @property
@@ -135,7 +135,7 @@ class TreeAttentionBatch:
             out: [T, heads, D] to write into; made if not given.
             window: a query sees only the last so many entries of what it would see.
             soft_cap, key_scale, value_scale, sinks: see `tree_attention`.
-            packing: how the cache is packed, on a CPU; None: it is not.
+            packing: layout of a packed cache, on a CPU; None: not packed.
             causal_elsewhere: leave the rows of `causal` requests as they are. Of a packed cache.
 
         Returns:
@@ -191,7 +191,7 @@ class TreeAttentionBatch:
         return attend_reference(query, kv_cache, gathered, scale, out, **rare)
 
     def _see(self, window: int | None, query: torch.Tensor) -> LayerMask:
-        """What is left of the queries' sight, worked out by the first layer that asks."""
+        """Return the mask under `window`; the first layer of each window computes it."""
         if self.plan is None:
             self.plan = {}
         if window not in self.plan:

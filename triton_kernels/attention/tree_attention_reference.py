@@ -203,7 +203,7 @@ def _attend_by_formula(
     soft_cap: float,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """What SDPA does not offer: a soft cap, keys of another dtype, sinks.
+    """Attention with a soft cap, keys of another dtype or sinks, which SDPA lacks.
 
     query [G, nh, Q, D], key and value [G, nkv, L, D] of any dtype, mask [G, 1, Q, L] ->
     out [G, nh, Q, D] fp32.

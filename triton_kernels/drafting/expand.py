@@ -29,7 +29,7 @@ from .attach_block import BlockConstants, BlockDrafts, attach_part
 
 @dataclass(frozen=True)
 class Limits:
-    """Sizes of an expansion: K, M, S, B (children looked at per position) and N."""
+    """Sizes of an expansion: K, M, S, B (candidate children per position) and N."""
 
     block_size: int
     num_blocks: int

@@ -32,7 +32,7 @@ class Answer:
         tokens: generated, of all questions of the unit.
         wall, cpu: seconds.
         steps: decode steps of all questions, see `engine/metrics/acceptance.py`.
-        draft_ns, draft_steps: time of the drafters, and the steps it was taken over.
+        draft_ns, draft_steps: time of the drafters, and the steps that it covers.
         digests: per question, of its token ids.
         texts: per question, where another turn follows; else empty.
         ids: per question, its token ids, where it is greedy; else empty.

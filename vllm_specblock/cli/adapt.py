@@ -1,4 +1,4 @@
-"""`specblock adapt run`, `list` and `use`: a trainer elsewhere, and the versions that it writes."""
+"""`specblock adapt run`, `list` and `use`: train from a folder, and manage versions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 from vllm_specblock.cli.options import TargetDir, UpdateRate
 
 DELIVERED = "delivered"
-"""What `use` calls the drafter without adaptation."""
+"""Name of the unadapted drafter."""
 
 adapt = typer.Typer(
     help="Adaptation while serving: train from a folder, look at versions.", no_args_is_help=True
@@ -22,7 +22,7 @@ Out = Annotated[Path, typer.Argument(help="Folder of versions.")]
 
 @adapt.command()
 def run(
-    folder: Annotated[Path, typer.Argument(help="Where engines write requests: their `trainer`.")],
+    folder: Annotated[Path, typer.Argument(help="Folder that engines name as `trainer`.")],
     drafter: Annotated[Path, typer.Option(help="Drafter, as the engine loads it.")],
     target: TargetDir = None,
     out: Annotated[
@@ -36,21 +36,19 @@ def run(
     num_blocks: Annotated[
         int, typer.Option(min=1, max=8, help="M that the engine drafts with; 1 below 16 nodes.")
     ] = 2,
-    every: Annotated[int, typer.Option(min=1, help="Requests that make an update.")] = 8,
+    every: Annotated[int, typer.Option(min=1, help="Requests per update.")] = 8,
     memory: Annotated[float, typer.Option(help="MiB for recorded rows.")] = 512,
     device: Annotated[str, typer.Option(help="cpu or cuda:N.")] = "cpu",
-    threads: Annotated[int, typer.Option(min=1, help="Of the processor.")] = 1,
-    seconds: Annotated[
-        float, typer.Option(min=0, help="Between two versions that are written.")
-    ] = 30,
-    seed: Annotated[int, typer.Option(help="Of samples and exploration.")] = 0,
-    once: Annotated[bool, typer.Option(help="End when the folder is empty.")] = False,
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
+    seconds: Annotated[float, typer.Option(min=0, help="Least time between two versions.")] = 30,
+    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
+    once: Annotated[bool, typer.Option(help="Exit when the folder is empty.")] = False,
 ) -> None:
-    """Learn from the requests in a folder, and write versions that its engines follow.
+    """Train on the requests in a folder, and write versions for the engines that use it.
 
-    Requests are deleted when read. Ends with Ctrl-C, and goes on from there the next time.
+    Requests are deleted when read. Stop with Ctrl-C; the next run resumes.
     """
-    # Here and not above: torch takes seconds, `--help` should not.
+    # Imported here to keep `--help` fast.
     import torch
 
     from vllm_specblock.adapt.link.folder_link import VERSIONS, FolderSource
@@ -89,7 +87,7 @@ def run(
 
 @adapt.command("list")
 def list_versions(out: Out) -> None:
-    """Show versions, what they come from and what they gain; the current one has an asterisk."""
+    """List versions with their parents and gains; an asterisk marks the current one."""
     from vllm_specblock.adapt.versions import VersionFolder
 
     folder = VersionFolder(out)
@@ -111,7 +109,7 @@ def use(
     out: Out,
     version: Annotated[str, typer.Argument(help="A name from `list`, or `delivered`.")],
 ) -> None:
-    """Choose the version that serves: engines with this folder follow, and train on from it."""
+    """Choose the version to serve; engines with this folder load it and train from it."""
     from vllm_specblock.adapt.versions import VersionFolder
     from vllm_specblock.train.config import TrainError
 

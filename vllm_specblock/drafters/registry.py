@@ -56,8 +56,8 @@ class DrafterKind:
         vllm_reads_config: vLLM takes its config.json for that of a drafter of its own "eagle3".
         adapts: it can learn while it serves (`adapt/`).
         imposes: acceptance can be imposed on its trees, in benchmarks.
-        needs_block_drop: what it caches for a token depends on the next token, so a request
-            recomputes the last cached block of its prefix.
+        needs_block_drop: its cache row of a token depends on the next token, so a request must
+            recompute the last cached block of its prefix.
     """
 
     options: type[DrafterOptions]

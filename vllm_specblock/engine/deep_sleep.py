@@ -1,8 +1,7 @@
-"""Sleep that gives weights away, which draft trees would not wake from.
+"""Refuse sleep level 2: it discards weights that the drafter cannot reload.
 
-vLLM's `sleep(level=2)` discards what was allocated while the model was loaded, and keeps its named
-buffers. Trees that wait to be verified, what drafters have learned and the drafters' folded weights
-are none, and no reload brings them back.
+vLLM's `sleep(level=2)` keeps named buffers only. Unverified trees, learned statistics and the
+drafters' folded weights are none.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from vllm_specblock.engine.patches import Function, patch
 
 
 def install() -> None:
-    """P5: the worker refuses level 2 for engines of ours; level 1 keeps all. Idempotent."""
+    """Refuse sleep level 2 for our engines. Idempotent."""
     from vllm.v1.worker.gpu_worker import Worker
 
     def make(original: Function) -> Function:

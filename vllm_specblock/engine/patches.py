@@ -1,42 +1,43 @@
-"""Patches of vLLM: each callable once, and the original kept.
+"""Patches of vLLM: each callable once, with the original kept.
 
-vLLM has registries for draft architectures, model configs and attention backends. What it has no
-registry for is patched; every call that is not about SpecBlock goes to the original.
+Only what vLLM has no registry for is patched. Calls that do not concern SpecBlock go to the
+original. The list says why each patch is needed.
 
 At start-up (`registration.py`):
-    EngineArgs.create_speculative_config: "method" is a Literal, until methods can be registered.
-    arg_utils.maybe_override_with_speculators: a checkpoint's method overrules the user's.
-    spec_decode.init_speculator: an if-chain over vLLM's own, until they can be registered.
+    EngineArgs.create_speculative_config: `method` is a Literal.
+    arg_utils.maybe_override_with_speculators: the checkpoint's method overrides the user's.
+    spec_decode.init_speculator: speculators cannot be registered.
     SamplingParams._validate_spec_decode: refuses min_p and logit_bias with any speculation; with
         trees they are exact. It also checks `specblock_draft`.
-    SchedulerConfig.get_scheduler_cls: it does not know what drafts; see `scheduler.py`.
-With the first engine of ours in a frontend (`metrics/stop_strings.py`):
-    OutputProcessor.process_outputs: counts tokens behind a stop string that it then drops.
+    SchedulerConfig.get_scheduler_cls: does not depend on the method; see `scheduler.py`.
+With our first engine in a frontend (`metrics/stop_strings.py`):
+    OutputProcessor.process_outputs: counts the tokens after a stop string that it drops.
 At start-up on a CPU (`cpu/install.py`, `cpu/compile_cache.py`, `cpu/sleeping_waits.py`):
-    kernels of Model Runner V2, block tables, top-k/top-p: have no form for a CPU.
-    CpuPlatform.get_attn_backend_cls: answers CPU_ATTN whatever was asked for.
-    torch.compiler.load_compiled_function: a compiled model is not found again on a CPU.
-    SpinCondition: waiting processes take the cores that the model needs.
+    kernels of Model Runner V2, block tables, top-k/top-p: have no CPU form.
+    CpuPlatform.get_attn_backend_cls: always returns CPU_ATTN.
+    torch.compiler.load_compiled_function: misses the cache of compiled models on a CPU.
+    SpinCondition: waiting processes use the cores that the model needs.
 With the first engine on a CPU (`cpu/warm_up.py`):
-    warmup_kernels: made-up requests, so that Triton compiles what is interpreted there.
-With the first engine on a CPU that takes LoRA adapters (`cpu/lora.py`):
-    bgmv_shrink, bgmv_expand, bgmv_expand_slice: take −1, no adapter, for the last one.
-With the first engine whose budgets adapt (`budget.py`, on a CPU `host_budget.py`):
-    AdaptiveVerificationManager: built by its name, until a speculator can bring its own.
+    warmup_kernels: serves dummy requests to compile Triton kernels, which are interpreted there.
+With the first engine on a CPU with LoRA adapters (`cpu/lora.py`):
+    bgmv_shrink, bgmv_expand, bgmv_expand_slice: take −1, no adapter, for the last adapter.
+With the first engine with adaptive budgets (`budget.py`, on a CPU `host_budget.py`):
+    AdaptiveVerificationManager: a speculator cannot provide its own.
     GPUModelRunner.sample_tokens: its output does not name requests without new drafts.
-    resolve_adaptive_cudagraph_mode: takes CUDA graphs for granted, on a CPU, too.
-    CPUWorker.compile_or_warm_up_model: measures steps when all is ready, as a GPU's worker does.
-With the first engine that may sleep (`deep_sleep.py`):
-    Worker.sleep: level 2 would discard what trees need.
-With every engine of ours, and in `specblock features` (`target_model.py`):
-    BaseModelLoader.create_model: the last place before weights are loaded that knows the layers.
-With every engine of ours (`draft_updates.py`):
-    Worker.start_draft_weight_update, supports_draft_weight_updates: they load into a drafter's
-        parameters, which a folded drafter has not.
-With the first engine that learns (`made_up_requests.py`):
-    Worker.compile_or_warm_up_model: what a GPU's worker serves there is recorded of nobody.
+    resolve_adaptive_cudagraph_mode: requires CUDA graphs, even on a CPU.
+    CPUWorker.compile_or_warm_up_model: does not profile steps, as a GPU worker does.
+With the first engine with sleep mode (`deep_sleep.py`):
+    Worker.sleep: level 2 discards weights that the drafter cannot reload.
+With each of our engines, and in `specblock features` (`target_model.py`):
+    BaseModelLoader.create_model: builds the layers that are checked before weights are loaded.
+    attn_utils.add_kv_sharing_layers_to_kv_cache_groups: leaves a sharing layer without a spec.
+With each of our engines (`draft_updates.py`):
+    Worker.start_draft_weight_update, supports_draft_weight_updates: load into the drafter's
+        parameters, which a folded drafter lacks.
+With the first engine that adapts (`made_up_requests.py`):
+    Worker.compile_or_warm_up_model: serves dummy requests, which must not be recorded.
 In `specblock features` (`extract.py`):
-    ExtractHiddenStatesSpeculator.propose: the state after the final norm is kept, too.
+    ExtractHiddenStatesSpeculator.propose: does not keep the state after the final norm.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""vLLM's scheduler, for trees."""
+"""vLLM's scheduler for draft trees."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 UNDRAFTED = "specblock_undrafted"
-"""Attribute of a `ModelRunnerOutput`: its requests for which nothing was drafted, a set of ids."""
+"""Attribute of a `ModelRunnerOutput`: ids of its requests without new drafts, a set."""
 
 
 class _TrimmedMetrics(RequestSpecDecodeMetrics):
-    """RequestSpecDecodeMetrics that ignores the scheduler's call, which comes before the trim."""
+    """RequestSpecDecodeMetrics that ignores vLLM's own call, which precedes the trim."""
 
     def observe(self, *_: Any, **__: Any) -> None:
         pass
@@ -30,29 +30,29 @@ class _TrimmedMetrics(RequestSpecDecodeMetrics):
 class TreeScheduling(Scheduler):
     """Scheduler that counts decode steps, as `metrics/acceptance.py` defines them.
 
-    Differs in four things. Accepted drafts are counted after the output is trimmed at max_tokens,
-    EOS or a stop token. Drafts are counted only where something was drafted: neither while drafting
-    is paused nor where vLLM pads a new request. None are scheduled while drafting is paused or for
-    a request that declines them. A streaming-input session that stops inside an accepted path
-    resumes at the stop.
+    - Accepted drafts are counted after the output is trimmed at max_tokens, EOS or a stop token.
+    - Placeholder drafts are not counted: vLLM's padding, and steps of paused drafting.
+    - No drafts are scheduled while drafting is paused, or for a request that declines them.
+    - A streaming-input session that stops inside an accepted path resumes at the stop.
+    - A session that is preempted samples its step in flight again.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._paused = False
-        self._drafted: set[str] = set()  # requests that have a tree
-        self._verified: dict[str, int] = {}  # request → drafts of the step in hand
+        self._drafted: set[str] = set()  # requests with a tree
+        self._verified: dict[str, int] = {}  # request → drafts in this step
         self._stats: SpecDecodingStats | None = None
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        for request in self.running:  # proposed ones or, with asynchronous scheduling, placeholders
+        for request in self.running:  # drafts, or placeholders if asynchronous
             if self._paused or not wants_drafts(request.sampling_params):
                 request.spec_token_ids = []
         return super().schedule(*args, **kwargs)
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         drafts = scheduler_output.scheduled_spec_decode_tokens
-        # vLLM pads a request that starts with a single token, so that a step is uniform.
+        # vLLM pads a new request with one token left, so that the step is uniform.
         for req_id in list(drafts):
             if not wants_drafts(self.requests[req_id].sampling_params):
                 padding = len(drafts.pop(req_id))
@@ -89,7 +89,7 @@ class TreeScheduling(Scheduler):
         num_invalid_spec_tokens: dict[str, int] | None,
         request_id: str,
     ) -> SpecDecodingStats | None:
-        """Note the drafts, which are counted after the trim."""
+        """Record the number of drafts; they are counted after the trim."""
         if request_id not in self._drafted:
             return spec_decoding_stats
         invalid = (num_invalid_spec_tokens or {}).get(request_id, 0)
@@ -118,11 +118,21 @@ class TreeScheduling(Scheduler):
                 )
         return emitted, stopped
 
-    def _handle_stopped_request(self, request: Request) -> bool:
-        """Let a streaming-input session resume at its stop, not behind the accepted path.
+    def _preempt_request(
+        self, request: Request, timestamp: float, drop_stale_output: bool = False
+    ) -> None:
+        """Preempt a request; a session's step in flight is dropped.
 
-        vLLM counts the whole path as computed before it trims the output. Without drafts the last
-        token that was sampled is never computed, and the session drops it.
+        vLLM loses a session that stops by such a step: its text is cut to nothing, and it is in
+        no queue.
+        """
+        super()._preempt_request(request, timestamp, drop_stale_output or request.resumable)
+
+    def _handle_stopped_request(self, request: Request) -> bool:
+        """Resume a streaming-input session at its stop, not after the accepted path.
+
+        vLLM counts the whole path as computed before it trims the output. Without drafts, the last
+        sampled token is never computed, and the session drops it.
         """
         if request.resumable:
             frontier = request.num_tokens - 1 + request.num_output_placeholders
@@ -133,5 +143,5 @@ class TreeScheduling(Scheduler):
 
 @cache
 def tree_scheduler(base: type[Scheduler]) -> type[Scheduler]:
-    """Return `base`, vLLM's choice or the user's, with what `TreeScheduling` adds."""
+    """Return `TreeScheduling` mixed into `base`, vLLM's scheduler or the user's."""
     return type(f"Tree{base.__name__}", (TreeScheduling, base), {})

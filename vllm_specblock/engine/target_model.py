@@ -1,14 +1,18 @@
-"""Checks of the target's layers, between their construction and the loading of weights."""
+"""Checks of the target's layers, after construction and before weights are loaded."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.models.interfaces import EagleModelMixin, supports_eagle3
 from vllm.platforms import current_platform
+from vllm.v1.worker.gpu import attn_utils
 
 from vllm_specblock.engine.attention.backend import TreeAttentionBackend
 from vllm_specblock.engine.config.ours import extracts_features, is_ours
@@ -22,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def install() -> None:
-    """Check and complete the targets of our engines when they are built."""
+    """Check SpecBlock's targets as they are built, and add a missing EAGLE-3 interface."""
 
     def make(original: Function) -> Function:
         def create_model(
@@ -40,45 +44,82 @@ def install() -> None:
             if is_ours(speculative):
                 check_target_model(model, vllm_config)
             wanted = speculative.draft_model_config.hf_config.eagle_aux_hidden_state_layer_ids
-            if wanted and not hands_out_states(model):
+            if wanted and not hands_out_states(model, wanted):
                 add_interface(model, vllm_config)
             return model
 
         return create_model
 
     patch(BaseModelLoader, "create_model", make)
+    patch(attn_utils, "add_kv_sharing_layers_to_kv_cache_groups", _name_shared_specs)
 
 
-def hands_out_states(model: nn.Module) -> bool:
-    """Whether `model` has vLLM's EAGLE-3 interface, and its forward serves it.
+def _name_shared_specs(original: Function) -> Function:
+    """Beside a drafter, vLLM looks up each layer's own spec, which a sharing layer lacks."""
 
-    MiMo inherits the interface, but overrides the forward.
+    def add_kv_sharing_layers_to_kv_cache_groups(
+        shared_kv_cache_layers: dict[str, str], kv_cache_groups: list[Any], *args: Any
+    ) -> None:
+        original(shared_kv_cache_layers, kv_cache_groups, *args)
+        for group in kv_cache_groups:
+            specs = getattr(group.kv_cache_spec, "kv_cache_specs", {})
+            for name, owner in shared_kv_cache_layers.items():
+                if owner in specs:
+                    specs[name] = specs[owner]
+
+    return add_kv_sharing_layers_to_kv_cache_groups
+
+
+def hands_out_states(model: nn.Module, wanted: Sequence[int]) -> bool:
+    """Whether `model` has vLLM's EAGLE-3 interface and its forward implements it for these layers.
+
+    MiMo inherits the interface but overrides the forward. The Transformers backend has no state
+    before its first layer.
     """
+    if 0 in wanted and hasattr(model, "_output_aux_hidden_states_kwargs"):
+        return False
     holders = (type(each) for each in model.modules() if isinstance(each, EagleModelMixin))
     codes = (holder.forward.__code__ for holder in holders)
     names = (" ".join((*code.co_names, *code.co_varnames)) for code in codes)
     return supports_eagle3(model) and all("aux_hidden" in x or "super" in x for x in names)
 
 
-def check_target_model(model: nn.Module, config: VllmConfig) -> None:
-    """Refuse a target that would not see a tree as a tree.
+def embedding_of(model: nn.Module, device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the function from [n] token ids to [n, H]; EXAONE 3's own method is broken.
 
     Raises:
-        TargetError: a model state of its own, which may look at neighbouring rows; a layer of
-            another kind, with another backend or one that wraps ours, or whose values are not as
-            wide as its keys; an fp8 cache of heads that are not packed.
+        TargetError: its own method fails, and it has not exactly one embedding layer.
+    """
+    embed: Any = model.embed_input_ids
+    try:
+        embed(torch.zeros(1, dtype=torch.int64, device=device))
+    except AttributeError:
+        found = [each for each in model.modules() if type(each) is VocabParallelEmbedding]
+        if len(found) != 1:
+            raise TargetError("no embedding that a drafter could use") from None
+        embed = found[0]
+    return embed
+
+
+def check_target_model(model: nn.Module, config: VllmConfig) -> None:
+    """Refuse a target that ignores the tree mask.
+
+    Raises:
+        TargetError: a custom model state, which may read neighbouring rows; a layer that is not
+            vLLM's `Attention` with our backend and equal key and value sizes; an fp8 cache with a
+            head size that cannot be packed.
     """
     if hasattr(model, "get_model_state_cls"):
-        raise TargetError(f"a model state of its own ({type(model).__name__})")
+        raise TargetError(f"its own model state ({type(model).__name__})")
     for name, layer in config.compilation_config.static_forward_context.items():
         if not isinstance(layer, AttentionLayerBase):
             continue
         backend = layer.get_attn_backend()
         if (
             backend is not TreeAttentionBackend
-            or type(layer) is not Attention  # subclasses mask or store in ways of their own
+            or type(layer) is not Attention  # subclasses may mask or store differently
             or layer.head_size_v != layer.head_size
         ):
             raise TargetError(f"{type(layer).__name__} layers ({name}, {backend.__name__})")
         if layer.impl.fp8 and current_platform.is_cpu() and layer.head_size % 32:
-            raise TargetError(f"an fp8 KV cache of heads of {layer.head_size} numbers ({name})")
+            raise TargetError(f"an fp8 KV cache with head size {layer.head_size} ({name})")

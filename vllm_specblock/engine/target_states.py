@@ -1,4 +1,4 @@
-"""Hidden states of target classes that lack vLLM's EAGLE-3 interface, by forward hooks."""
+"""Hidden states by forward hooks, for targets without vLLM's EAGLE-3 interface."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ _ADDS_RESIDUAL = frozenset(
         "PhiMoEDecoderLayer",
     }
 )
-"""Layers that take a residual and do not read it: their hidden states are complete. All others
-leave the last sum to the next layer's norm."""
+"""Layers whose hidden states already include the residual that they take. All other layers leave
+the last addition to the next layer's norm."""
 
 
 def add_interface(model: nn.Module, config: VllmConfig) -> None:
     """Give `model` the methods of vLLM's `SupportsEagle3`.
 
-    The state after i layers is the input of layer i. A hook copies it to a persistent buffer, which
-    also holds in compiled code and CUDA graphs.
+    The state after i layers is the input of layer i. A hook copies it to a persistent buffer, so
+    that it works in compiled code and CUDA graphs.
 
     Raises:
-        TargetError: no list of as many decoder layers as the config names.
+        TargetError: no `ModuleList` has `num_hidden_layers` entries.
     """
     depth = config.model_config.hf_text_config.num_hidden_layers
     lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
     layers = next((found for found in lists if len(found) == depth), None)
     if layers is None:
-        raise TargetError(f"no list of {depth} decoder layers, whose states the drafter reads")
+        raise TargetError(f"no list of {depth} decoder layers for the drafter to read")
     interface: Any = model
     forward, buffers = model.forward, list[torch.Tensor]()
 
-    # No hook of the model: torch.compile would run it twice.
+    # Not a forward hook on the model: torch.compile would run it twice.
     @wraps(forward)
     def forward_with_states(*args: Any, **kwargs: Any) -> Any:
         hidden = forward(*args, **kwargs)
@@ -53,7 +53,6 @@ def add_interface(model: nn.Module, config: VllmConfig) -> None:
         model_config, rows = config.model_config, config.scheduler_config.max_num_batched_tokens
         for index in sorted(set(ids)):
             layer = layers[index]
-            # On the device of the context: vLLM loads models under the target's.
             buffer = torch.zeros(
                 rows,
                 model_config.get_hidden_size(),
@@ -71,7 +70,7 @@ def add_interface(model: nn.Module, config: VllmConfig) -> None:
 
 
 def _copy_input(layer: nn.Module, buffer: torch.Tensor) -> Any:
-    # Found here, since compiled code cannot inspect signatures.
+    # Compiled code cannot inspect signatures.
     names = list(inspect.signature(layer.forward).parameters)
     hidden_at = names.index("hidden_states") if "hidden_states" in names else 0
     adds = type(layer).__name__ in _ADDS_RESIDUAL or "residual" not in names
@@ -83,6 +82,10 @@ def _copy_input(layer: nn.Module, buffer: torch.Tensor) -> Any:
     def copy_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         hidden = given(hidden_at, args, kwargs)
         residual = None if residual_at is None else given(residual_at, args, kwargs)
-        buffer[: hidden.shape[0]].copy_(hidden if residual is None else hidden + residual)
+        state = hidden if residual is None else hidden + residual
+        if state.dim() > 2 and state.shape[0] > 1:
+            raise TargetError("hidden states of several streams")
+        state = state.flatten(0, -2)  # [1, T, H] of the Transformers backend
+        buffer[: state.shape[0]].copy_(state)
 
     return copy_input

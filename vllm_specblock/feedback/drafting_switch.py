@@ -1,54 +1,52 @@
-"""Drafting switch: pauses drafting where plain decoding is quicker."""
+"""Drafting switch: pauses drafting where plain decoding is faster."""
 
 from __future__ import annotations
 
 import numpy as np
 
 _PATIENCE, _PATIENCE_MEASURED = 8, 3
-"""Steps in a row in which plain decoding would have been quicker, before drafting stops; the second
+"""Consecutive steps in which plain decoding is faster before drafting is paused; the second value
 where both were timed."""
 
 _MARGIN = 0.03
-"""Drafting starts again only where it would be quicker by so much: to and fro costs more."""
+"""Relative gain that ends a pause; the margin avoids flapping."""
 
 _PROBE_STEPS = 6
 _PROBE_AFTER, _PROBE_LATEST = 128, 1024
-"""After so many steps at rest some are drafted for, to see whether the texts have changed; after
-twice as many the next time, and so on."""
+"""Paused steps before a probe, which drafts for some steps in case the texts have changed. The wait
+doubles with each probe."""
 
 _PROBE_SHARE = 0.02
-"""Of the time at rest, what a probe may lose: by catching up, and by its steps."""
+"""Share of the paused time that a probe may cost, catching up included."""
 
 _WORST = 1 / 3
-"""Gain below which a probe is thought to lose no more: a single slow measurement must not be one
-for good."""
+"""Lowest gain assumed for the cost of a probe; one slow measurement must not end all probes."""
 
 _REPAID_IN = 64
-"""Steps in which drafting again has to win what catching up takes: nobody knows how long requests
-go on, and the last ones of a batch are no reason to read for all of them what was missed."""
+"""Steps in which drafting must win back the time to catch up. The limit is short, since requests
+may end soon."""
 
 _PROBE_DECAY = 0.7
-"""Of what is known of trees, with every probed step."""
+"""Decay of `usual` in each step of a probe."""
 
 
 class DraftingSwitch:
-    """Decides between drafting and resting, by what a usual tree is expected to have accepted.
+    """Decides whether to draft, by the acceptance that an average tree is expected to have.
 
-    While drafters rest they do not even follow the target: that is what makes a step of a resting
-    engine a step of plain decoding. Requests which were there at the time have to be caught up
-    with, or can not be drafted for later. So nobody rests because of a few steps.
+    Paused drafters do not read committed rows either, so a paused step costs as much as plain
+    decoding. Running requests must catch up afterwards, or get no more drafts. A few slow steps do
+    not pause drafting.
 
     Attributes:
-        all_paused: now.
-        usual: [N] float, the survival of a tree's nodes, best first, of a request on average: of
-            all steps at first, beside one in which every node was accepted; later older steps
-            count less.
+        all_paused: drafting is paused.
+        usual: [N] float, mean survival of a tree's nodes, best first. Starts with one step in which
+            every node was accepted; later, older steps count less.
 
     Args:
         num_nodes: N.
-        probes: draft for some steps of a long rest, for engines whose requests can be drafted for
-            after it. Without, new requests are what a rest ends with.
-        decay: what a step counts one step later.
+        probes: draft for some steps of a long pause, in engines that can catch up. Otherwise only
+            new requests end a pause.
+        decay: weight of a step one step later.
     """
 
     def __init__(self, num_nodes: int, probes: bool = False, decay: float = 0.98) -> None:
@@ -57,10 +55,10 @@ class DraftingSwitch:
         self.probes, self.decay = probes, decay
         self._slower, self._learned = 0, 0
         self._rested, self._wait = 0, _PROBE_AFTER
-        self._probing = 0  # steps that are still to be drafted for, whatever is known
+        self._probing = 0  # steps left of the probe
 
     def learn(self, survival: np.ndarray) -> None:
-        """Take note of trees that stand to be verified: survival [R, N], descending by row."""
+        """Learn from the trees to be verified: survival [R, N], descending in each row."""
         if len(survival):
             self._learned += 1
             mean = self._learned / (1 + self._learned)
@@ -77,20 +75,18 @@ class DraftingSwitch:
         can_wait: bool = False,
         drafting: int | None = None,
     ) -> bool:
-        """Whether drafting is paused from now on.
+        """Decide whether drafting is paused from now on.
 
         Args:
             num_requests: requests that decode after this step.
-            draft_cost: time of one step's drafting for them.
+            draft_cost: time to draft for them.
             verify_cost: [T] times of a target forward over 0 … T − 1 tokens, in the same unit;
-                drafts that it has no room for are not verified.
-            gain: measured speed with drafts over that without, in place of what follows from costs;
-                None: not known.
-            catch_up: time that the drafters would take to read what they have missed, in the same
-                unit.
-            can_wait: drafters have not read the last step, or there are prompts for them to read:
-                where `gain` is known, nobody has to see it several times in a row.
-            drafting: those of the requests that are drafted for; None: all.
+                larger budgets are not verified.
+            gain: measured speed with drafts over speed without; None: derive it from the costs.
+            catch_up: time that the drafters need to read missed rows, in the same unit.
+            can_wait: drafters have rows to read; with a known `gain`, pausing then needs no
+                consecutive slow steps.
+            drafting: number of requests with drafts; None: all.
         """
         paused = self.all_paused or (can_wait and gain is not None)
         nodes = np.arange(len(self.usual) + 1)

@@ -240,7 +240,7 @@ def test_crowded(crowded, reference, temperature):
 @on_the_host
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_preemption_while_drafting_is_paused(crowded, reference, monkeypatch, temperature):
-    """Rows that a preempted request's drafter has missed are read again with its prompt."""
+    """The drafter reads the missed rows of a preempted request with its recomputed prompt."""
     manager, steps = crowded.runner.adaptive_verification, itertools.count()
     monkeypatch.setattr(manager, "throughput", Untimed())
     monkeypatch.setattr(manager.drafting_switch, "decide", lambda *_: next(steps) % 16 >= 4)
@@ -266,7 +266,7 @@ def scheduled():
         {
             "num_speculative_tokens": 10,
             "num_speculative_tokens_per_batch_size": [[1, 2, 10], [3, 5, 3], [6, 8, 0]],
-            "calibrate_drafts": False,  # drafts then follow from the text alone
+            "calibrate_drafts": False,  # reproducible drafts
         }
     )
 
@@ -291,17 +291,15 @@ def test_vllms_own_schedule_by_batch_size(scheduled, reference, monkeypatch):
     for temperature in (0.0, 1.0):
         requests = params(temperature=temperature)
         Checker()(scheduled, requests, reference(f"scheduled, {temperature}", requests))
-    # On a GPU a drafter with a cache follows each step.
+    # On a GPU, a drafter with a cache reads every step.
     follows = 0 if current_platform.is_cpu() else 1
     assert counts == {(10, 1, 1), (3, 1, 1), (0, 0, follows)}
     assert max(size for _, sizes in drafted[-20:] for size in sizes) == 10
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_drafters_have_read_the_steps_without_drafts(
-    scheduled, reference, monkeypatch, temperature
-):
-    """One request drafts, then seven others join for some steps, in which nothing is drafted."""
+def test_drafters_catch_up_on_steps_without_drafts(scheduled, reference, monkeypatch, temperature):
+    """One request drafts; seven more join, and the steps of all eight have no drafts."""
     requests = params(8, temperature=temperature, max_tokens=60)
     expected = reference(f"joined, {temperature}", requests, PROMPTS[:8])
     for request in requests:

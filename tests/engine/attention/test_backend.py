@@ -1,4 +1,4 @@
-"""The target's attention layer: what it passes to the kernel and to FlashAttention."""
+"""The target's attention layer: its calls of the kernel and of FlashAttention."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def test_tokens_are_vllms_own_and_drafts_are_accepted(kind, folders, reference, 
 
 @pytest.mark.parametrize("kind", ["medusa", "sps"])
 def test_the_last_cached_block_is_kept(kind, folders, monkeypatch):
-    """Neither caches anything for a token that depends on the next one."""
+    """The cache rows of neither depend on the next token."""
     engine = make_engine(
         {
             "model": str(folders[kind]),
@@ -107,7 +107,7 @@ def test_the_last_cached_block_is_kept(kind, folders, monkeypatch):
     greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     text, found = PROMPTS[5], []
     assert len(text) == 120
-    # The second time behind a text that goes on otherwise after three whole blocks.
+    # The second run follows a text that differs after three full blocks.
     for before in ([], [*text[:96], *text[:9]]):
         engine.llm.reset_prefix_cache()
         if before:

@@ -170,7 +170,7 @@ def test_a_cache_of_8_bits_that_this_machine_cannot_have(monkeypatch):
         validate.check_cache(args, target)
     gpu = SimpleNamespace(is_cpu=lambda: False)
     monkeypatch.setattr("vllm.platforms.current_platform", gpu)
-    with pytest.raises(OptionError, match=r"on a CPU only yet.*take 'auto'\.$"):
+    with pytest.raises(OptionError, match=r"only on a CPU.*take 'auto'\.$"):
         validate.check_cache(args, target)
 
 
@@ -178,7 +178,7 @@ def test_adapters_on_a_gpu(monkeypatch):
     parallel = EngineArgs(model=str(TARGET)).create_engine_config().parallel_config
     gpu = SimpleNamespace(is_cpu=lambda: False)
     monkeypatch.setattr("vllm.platforms.current_platform", gpu)
-    with pytest.raises(OptionError, match=r"LoRA on a CPU only yet.*drop enable_lora\.$"):
+    with pytest.raises(OptionError, match=r"LoRA only on a CPU.*drop enable_lora\.$"):
         validate.check_runner(EngineArgs(model=str(TARGET), enable_lora=True), parallel)
 
 
@@ -218,7 +218,7 @@ TARGET_KIND = {
         ({"use_mla": True}, "MLA"),
         ({"is_hybrid": True}, "Mamba"),
         ({"is_attention_free": True}, "Mamba"),
-        ({"supports_multimodal_inputs": True}, "inputs beside text"),
+        ({"supports_multimodal_inputs": True}, "multimodal inputs"),
         ({"attention_chunk_size": 8192}, "chunked attention"),
         ({"uses_alibi": True}, "ALiBi"),
     ],
@@ -471,7 +471,7 @@ def test_adaptation_is_off_and_can_be_on():
                 "rejection_sample_method": "synthetic",
                 "synthetic_acceptance_rates": [0.5] * 24,
             },
-            ["acceptance is imposed", "nothing to learn"],
+            ["synthetic acceptance", "nothing to learn"],
         ),
         ({"adapt": {"trainer": "cuda:99"}}, ["'adapt.trainer' is 'cuda:99'", "GPUs here"]),
         ({"adapt": {"trainer": "engine", "actions": "all"}}, ["'engine' trains heads only"]),
@@ -519,7 +519,7 @@ def test_adaptation_elsewhere(monkeypatch):
         with pytest.raises(OptionError, match=r"'engine' and .*_size is 2.*'cpu' or a folder\.$"):
             validate.check_adapt({}, inside, two, here)
         validate.check_adapt({}, inside, one, here)
-        with pytest.raises(OptionError, match=r"'some/target' is no folder here.*drop the key\.$"):
+        with pytest.raises(OptionError, match=r"'some/target' is not a folder.*drop the key\.$"):
             validate.check_adapt({}, learns, one, there)
     with pytest.raises(OptionError, match=r"'cuda:1', but vLLM serves on that GPU.*'cpu'\.$"):
         validate.check_adapt({}, busy, two, here)

@@ -278,7 +278,7 @@ def test_bad_words(both):
 
 @pytest.mark.parametrize("markers", [(1, 1, 1), (2, 1, 3), (1, 3, 2), (3, 2, 5)])
 def test_thinking_budgets(monkeypatch, markers):
-    """Texts of four tokens, in which markers abound; decoding by chains of up to five drafts."""
+    """A vocabulary of four tokens, so markers are frequent; chains of up to five drafts."""
     draw = torch.Generator().manual_seed(sum(markers))
     of = lambda *shape: torch.randint(4, shape, generator=draw, dtype=torch.int32)  # noqa: E731
     texts, slots = of(6, 2200), torch.tensor([4, 0, 5, 1, 2])

@@ -1,4 +1,4 @@
-"""τ as it is told, held against what requests were given step by step."""
+"""Reported τ, compared with the tokens emitted in each step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vllm_specblock.engine.offline.answering import grown, read_counters
 
 DRAFTS, ACCEPTED = "vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens"
 NODES = 12
-PROMPTS = [each[:20] * 3 for each in prompts(6)]  # of repetition, which is drafted well
+PROMPTS = [each[:20] * 3 for each in prompts(6)]  # repetitive, hence easy to draft
 ENDS = {
     "max_tokens 1": {"max_tokens": 1},
     "max_tokens 2": {"max_tokens": 2},
@@ -29,13 +29,13 @@ ENDS = {
 
 
 @dataclass
-class Told:
-    """A run.
+class Seen:
+    """Results of a run.
 
     Attributes:
-        given: (request, sequence) → tokens of each step.
+        given: (request, sequence) → tokens emitted in each step.
         metrics: (request, sequence) → vLLM's per-request metrics.
-        counters: by how much those of `read_counters` grew.
+        counters: growth of `read_counters`.
     """
 
     given: dict[tuple[str, int], list[int]] = field(default_factory=lambda: defaultdict(list))
@@ -52,8 +52,8 @@ class Told:
         return emitted / self.steps if self.steps else 1.0
 
 
-def run(engine: Engine, params: Sequence[SamplingParams], texts=PROMPTS, aborted=()) -> Told:
-    told, llm = Told(), engine.llm.llm_engine
+def run(engine: Engine, params: Sequence[SamplingParams], texts=PROMPTS, aborted=()) -> Seen:
+    seen, llm = Seen(), engine.llm.llm_engine
     before = read_counters(engine.llm.get_metrics())
     for index, (text, each) in enumerate(zip(texts, params)):
         each.output_kind = RequestOutputKind.DELTA
@@ -63,24 +63,24 @@ def run(engine: Engine, params: Sequence[SamplingParams], texts=PROMPTS, aborted
             for sequence in output.outputs:
                 where = output.request_id, sequence.index
                 if sequence.token_ids:
-                    told.given[where].append(len(sequence.token_ids))
+                    seen.given[where].append(len(sequence.token_ids))
                 if sequence.spec_decode_metrics is not None:
-                    told.metrics[where] = sequence.spec_decode_metrics.to_dict()
-                if where[0] in aborted and len(told.given[where]) == 3:
+                    seen.metrics[where] = sequence.spec_decode_metrics.to_dict()
+                if where[0] in aborted and len(seen.given[where]) == 3:
                     llm.abort_request([where[0]])
-    told.counters = grown(before, read_counters(engine.llm.get_metrics()))
-    return told
+    seen.counters = grown(before, read_counters(engine.llm.get_metrics()))
+    return seen
 
 
 def params(count: int = len(PROMPTS), **more) -> list[SamplingParams]:
     return [SamplingParams(**{"seed": i, "ignore_eos": True} | more) for i in range(count)]
 
 
-def check(told: Told) -> None:
-    """Everything that tells τ tells the true one."""
-    assert acceptance_length_of([told.counters]) == pytest.approx(told.tau)
-    for where, metrics in told.metrics.items():
-        steps = told.given[where][1:]
+def check(seen: Seen) -> None:
+    """Compare every reported τ with the emitted tokens."""
+    assert acceptance_length_of([seen.counters]) == pytest.approx(seen.tau)
+    for where, metrics in seen.metrics.items():
+        steps = seen.given[where][1:]
         true = sum(steps) / len(steps) if steps else 1.0
         assert metrics["mean_acceptance_length"] == pytest.approx(true)
         assert metrics.get("per_step_accepted", []) == [tokens - 1 for tokens in steps]
@@ -99,16 +99,16 @@ def engine(request):
 @pytest.fixture
 def fixed(engine):
     if engine.runner.adaptive_verification is not None:
-        pytest.skip("of fixed trees")
+        pytest.skip("fixed trees only")
     return engine
 
 
 @pytest.fixture
 def pausing(engine, monkeypatch):
-    """Pauses drafting, or drafts again, from the next step on."""
+    """Pause or resume drafting from the next step on."""
     manager = engine.runner.adaptive_verification
     if manager is None:
-        pytest.skip("of adaptive trees")
+        pytest.skip("adaptive trees only")
 
     def pause(paused: bool) -> None:
         monkeypatch.setattr(manager.drafting_switch, "decide", lambda *_: paused)
@@ -120,50 +120,50 @@ def pausing(engine, monkeypatch):
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("end", ENDS)
-def test_told_tau_is_true(engine, end, temperature):
-    told = run(engine, params(temperature=temperature, **ENDS[end]))
-    check(told)
-    assert len(told.given) == len(PROMPTS)
-    # A request that a stop string ends is gone before its metrics come.
-    assert len(told.metrics) == len(PROMPTS) or end == "stop string"
+def test_reported_tau(engine, end, temperature):
+    seen = run(engine, params(temperature=temperature, **ENDS[end]))
+    check(seen)
+    assert len(seen.given) == len(PROMPTS)
+    # A request that ends at a stop string gets no metrics.
+    assert len(seen.metrics) == len(PROMPTS) or end == "stop string"
 
 
 @pytest.mark.parametrize("end", ["max_tokens 2", "max_tokens 60", "stop token", "eos"])
-def test_vllms_counters_have_no_tokens_behind_the_end(fixed, end):
-    told = run(fixed, params(temperature=0.0, **ENDS[end]))
-    assert told.counters[DRAFTS] == told.steps
-    assert 1 + told.counters.get(ACCEPTED, 0) / told.counters[DRAFTS] == pytest.approx(told.tau)
+def test_vllms_counters_stop_at_the_end(fixed, end):
+    seen = run(fixed, params(temperature=0.0, **ENDS[end]))
+    assert seen.counters[DRAFTS] == seen.steps
+    assert 1 + seen.counters.get(ACCEPTED, 0) / seen.counters[DRAFTS] == pytest.approx(seen.tau)
 
 
 def test_a_stop_inside_an_accepted_path(fixed):
-    """max_tokens is one token short of a step of several."""
+    """max_tokens cuts the last token of an accepted path."""
     steps = run(fixed, params(1, temperature=0.0, max_tokens=60), PROMPTS[:1]).given["0", 0]
     ends = [sum(steps[: at + 1]) - 1 for at, tokens in enumerate(steps) if tokens > 2]
-    assert len(ends) > 3, "a target whose answers are not drafted shows nothing"
+    assert len(ends) > 3, "too few accepted drafts to test"
     for end in ends[:4]:
-        told = run(fixed, params(1, temperature=0.0, max_tokens=end), PROMPTS[:1])
-        assert sum(told.given["0", 0]) == end and told.given["0", 0][-1] > 1
-        assert told.counters[ACCEPTED] == end - 1 - told.steps
-        check(told)
+        seen = run(fixed, params(1, temperature=0.0, max_tokens=end), PROMPTS[:1])
+        assert sum(seen.given["0", 0]) == end and seen.given["0", 0][-1] > 1
+        assert seen.counters[ACCEPTED] == end - 1 - seen.steps
+        check(seen)
 
 
 def test_sequences_and_aborted_requests(engine):
-    told = run(engine, params(3, n=2, temperature=0.8, max_tokens=30), aborted=("1",))
-    assert len(told.given) == 6 and len(told.given["1", 0]) < len(told.given["0", 0])
-    check(told)
+    seen = run(engine, params(3, n=2, temperature=0.8, max_tokens=30), aborted=("1",))
+    assert len(seen.given) == 6 and len(seen.given["1", 0]) < len(seen.given["0", 0])
+    check(seen)
 
 
-def test_a_cached_prompt_is_not_drafted_for(fixed):
-    """vLLM pads the one token that is left of it with placeholders of drafts."""
+def test_a_cached_prompt_has_no_drafts(fixed):
+    """vLLM pads its last token with placeholder drafts."""
     text = prompts(8)[7][:65]
     fixed.generate([text], params(1, temperature=0.0, max_tokens=2))
-    told = run(fixed, params(2, temperature=0.0, max_tokens=30), [PROMPTS[0], text])
-    assert told.counters[DRAFTS] == told.steps
-    check(told)
+    seen = run(fixed, params(2, temperature=0.0, max_tokens=30), [PROMPTS[0], text])
+    assert seen.counters[DRAFTS] == seen.steps
+    check(seen)
 
 
 def scheduled_drafts(engine: Engine, monkeypatch) -> list[int]:
-    """Drafts of every step that is scheduled from now on."""
+    """Record the number of scheduled drafts in each step."""
     found, scheduler = [], engine.core.scheduler
     schedule = scheduler.schedule
 
@@ -181,14 +181,14 @@ def test_paused_drafting_schedules_and_counts_no_drafts(engine, pausing, monkeyp
     pausing(True)
     run(engine, params(temperature=temperature, max_tokens=10))
     drafts = scheduled_drafts(engine, monkeypatch)
-    told = run(engine, params(temperature=temperature, max_tokens=40))
-    assert told.counters.get(DRAFTS, 0) == 0 and not any(drafts)
-    assert told.tau == 1.0 and len(drafts) >= 40
-    check(told)
+    seen = run(engine, params(temperature=temperature, max_tokens=40))
+    assert seen.counters.get(DRAFTS, 0) == 0 and not any(drafts)
+    assert seen.tau == 1.0 and len(drafts) >= 40
+    check(seen)
 
 
-def test_drafts_come_back_after_a_pause(engine, pausing, monkeypatch):
-    """Within the same requests, and to the same tokens."""
+def test_drafting_resumes_after_a_pause(engine, pausing, monkeypatch):
+    """The same requests get drafts again, and the same tokens."""
     requests = params(temperature=0.0, max_tokens=60)
     pausing(False)
     expected = engine.generate(PROMPTS, requests)
@@ -215,6 +215,6 @@ def test_preempted_requests():
         per_request_spec_decode_metrics="detailed",
     )
     preempted = record_preemptions(crowded)
-    told = run(crowded, params(temperature=0.0, max_tokens=150))
+    seen = run(crowded, params(temperature=0.0, max_tokens=150))
     assert preempted
-    check(told)
+    check(seen)

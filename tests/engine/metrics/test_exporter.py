@@ -421,9 +421,9 @@ def counted(engine: Engine) -> dict[tuple[str, str | None], int]:
 
 
 def behind_the_end(engine: Engine) -> int:
-    """Accepted nodes that no request was given, while every decode step verifies a tree.
+    """Return the accepted nodes after the end of requests; drafters' counters include them.
 
-    The counters of a drafter are of its nodes, whether a request ends before them or not.
+    Every decode step must verify a tree.
     """
     values = {m.name: m for m in engine.llm.get_metrics()}
     drafts, accepted = (

@@ -64,7 +64,7 @@ def test_a_request_is_told_what_verification_said(engine, verified, temperature)
         # What was verified after a request's last token is nobody's.
         assert 0 <= len(steps) - len(told.per_step_accepted) <= 1
         steps = steps[: len(told.per_step_accepted)]
-        # The last step's nodes behind max_tokens are not counted.
+        # Nodes after max_tokens are not counted.
         emitted = len(answer.outputs[0].token_ids) - 1  # the first token is the prompt's
         behind = sum(1 + accepted for *_, accepted in steps) - emitted
         steps[-1] = (*steps[-1][:2], steps[-1][2] - behind)

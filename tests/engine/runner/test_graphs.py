@@ -55,7 +55,7 @@ def run(engine, monkeypatch, count: int) -> tuple[list[list[int]], list[tuple]]:
 
     def noting(batch, *args, **kwargs):
         proposed = tokens = propose(batch, *args, **kwargs)
-        # Any tokens do for no trees: in 0.33 at an answer's end, and if no request is drafted for.
+        # Placeholder tokens may differ: in 0.33 at the end of an answer, and without drafts.
         undrafted = engine.speculator.undrafted.among(batch).all()
         if undrafted or kwargs.get("num_speculative_tokens") == 0:
             tokens = torch.zeros_like(tokens)

@@ -418,7 +418,7 @@ def test_a_warm_up_is_nobodys(watching, monkeypatch):
 def test_off_there_is_nothing(off, monkeypatch):
     """No object, and not one operation more than where `record_step` does nothing."""
     assert off.speculator.recorder is None
-    for name in ("record", "turn", "rest", "begin", "end"):
+    for name in ("record", "turn", "pause", "begin", "end"):
         monkeypatch.setattr(recording.Recorder, name, None)
     monkeypatch.setattr(recording, "record_step", None)
     off.generate(PROMPTS[:3], params(3, max_tokens=10))

@@ -108,7 +108,7 @@ def test_a_folder(ranks, tmp_path):
     first, second = ranks.run(linked_to_folder, tmp_path)
     assert first.seen == second.seen and first.seen[0] == digest_of(1)
     assert first.seen[-1] == digest_of(3), "the delivered drafter was chosen meanwhile"
-    assert (first.sink, second.sink) == ("FolderLink", "Nobody")
+    assert (first.sink, second.sink) == ("FolderLink", "NullSink")
     assert first.counts["swaps"] == second.counts["swaps"] == 2
 
 
@@ -120,7 +120,7 @@ def test_a_start(ranks, tmp_path, bad):
     first, second = ranks.run(linked_to_process, tmp_path, bad)
     assert first.seen == second.seen and set(first.seen) == {digest_of(3 if bad else 7)}
     assert (first.started, second.started) == (["trainer"], [])
-    assert (first.sink, second.sink) == ("EngineLink", "Nobody")
+    assert (first.sink, second.sink) == ("EngineLink", "NullSink")
     assert first.reads == second.reads == (3 if bad else 2)
 
 

@@ -218,7 +218,7 @@ def reference(batch: Batch, max_seq_len: int = 1 << 30, **rare) -> torch.Tensor:
         batch.mask_words.cpu(),
         batch.tree_start.cpu(),
         batch.query.dtype,
-        rare.pop("prefix_from", None),
+        None if (start := rare.pop("prefix_from", None)) is None else start.cpu(),
     )
     query = batch.query.cpu()
     out = torch.full_like(query, torch.nan)

@@ -71,7 +71,7 @@ _TINY = PUBLISHED | {
 }
 FOR_TINY_PAIR = {
     "dflash": _TINY,
-    # vLLM reads `causal`, the authors write `causal_head`; both say the same of one checkpoint.
+    # vLLM reads `causal`, the authors write `causal_head`; with the same meaning.
     "jetspec": _TINY | {"dflash_config": _OWN | {"causal_head": True, "causal": True}},
 }
 """By kind, for the target of `examples/tiny_pair`."""

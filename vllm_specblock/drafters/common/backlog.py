@@ -97,7 +97,7 @@ class Backlog:
         return self._rows[req_idx]
 
     def has_room(self, rows: int, states: Sequence[Tensor]) -> bool:
-        """Whether so many rows of such states can be kept."""
+        """Whether there is memory for `rows` more rows of `states`."""
         return self.bytes + rows * _row_bytes(states) <= self.most_bytes
 
     def keep(self, rows: MissedRows, wanted: np.ndarray) -> np.ndarray:

@@ -29,8 +29,8 @@ class SpecBlockConfig(WeightedOptions):
     two fifths of a step on a processor, for a few per cent more tokens."""
 
     num_starts: Annotated[int, Field(ge=1, le=32)] = 8
-    """S: nodes from which the next block grows: those of the highest score, and the chain's end.
-    The paper takes the lowest rank buckets first, which won nothing."""
+    """S: nodes that the next block grows from: those of the highest score, and the chain's end. The
+    paper's order, lowest rank buckets first, gained nothing."""
 
     branching: Annotated[
         list[Annotated[int, Field(ge=0, le=32)]], Field(min_length=4, max_length=4)

@@ -1,10 +1,8 @@
-"""vLLM's adaptive verification over trees: the verify budget of a step, and whether to draft.
+"""vLLM's adaptive verification for trees: the verify budget of a step, and pauses of drafting.
 
-vLLM gives a batch's drafts to whoever gains most by them, and takes as many as maximise expected
-tokens per second. It orders drafts by the running product of their confidences, which for a chain
-is the probability to survive, and for us is that of reaching a node
-(`feedback/acceptance_estimator.py`): nodes stand in descending order, so what it keeps of a tree is
-a tree.
+vLLM picks the number of drafts that maximises expected tokens per second, ordered by the running
+product of their confidences. Here that product is the probability of reaching a node
+(`feedback/acceptance_estimator.py`). Nodes are in descending order, so any cut leaves a tree.
 """
 
 from __future__ import annotations
@@ -35,18 +33,18 @@ from vllm_specblock.triton_kernels.verify.reallocate_drafts import reallocate_dr
 
 
 class DraftingState:
-    """What the manager tells the speculator; both live on the host, in one process.
+    """State that the manager and the speculator share, on the host.
 
     Attributes:
-        all_paused: the drafters do not draft at the end of this step.
-        paused: [request slots] bool, requests that are not drafted for: they opted out, or
-            drafting was paused and their drafters cannot catch up.
+        all_paused: drafting is paused at the end of this step.
+        paused: [request slots] bool, requests without drafts: they declined them, or their
+            drafters missed rows during a pause and cannot catch up.
         samples: [request slots] bool, requests at T > 0.
-        can_resume: whether some can.
-        draft_seconds: host time of the last proposal; of use where the host is the device, as
-        accepted: draft tokens that the last step has accepted.
-        missed: request slot → committed rows that its drafters have missed and can catch up with.
-        decide: called in a step that has no drafts scheduled, with its batch.
+        can_resume: drafters can catch up after a pause.
+        draft_seconds: host time of the last proposal, used on a CPU only.
+        accepted: draft tokens accepted in the last step, on a CPU only.
+        missed: request slot → committed rows that its drafters have yet to read.
+        decide: called with the batch of a step without scheduled drafts.
     """
 
     def __init__(self, num_slots: int, can_resume: bool) -> None:
@@ -57,7 +55,7 @@ class DraftingState:
         self.decide: Callable[[InputBatch], None] = lambda batch: None
 
     def undrafted(self, batch: InputBatch) -> frozenset[str]:
-        """Requests of a batch for which nothing was drafted at its end."""
+        """Return the requests of a batch without new drafts."""
         if self.all_paused:
             return frozenset(batch.req_ids)
         paused = self.paused[batch.idx_mapping_np]
@@ -68,25 +66,23 @@ _SWITCHES: weakref.WeakKeyDictionary[RequestState, DraftingState] = weakref.Weak
 
 
 def drafting_state_of(states: RequestState, num_slots: int, can_resume: bool) -> DraftingState:
-    """Make the switch of an engine, known to the manager by the engine's request states."""
+    """Return the state of the engine that owns `states`; the manager finds it by the same key."""
     return _SWITCHES.setdefault(states, DraftingState(num_slots, can_resume))
 
 
 class TreeBudgetManager(AdaptiveVerificationManager):
-    """AdaptiveVerificationManager that can also do without drafting.
+    """AdaptiveVerificationManager that can also pause drafting.
 
-    Differs in two things. It compares the best budget with plain decoding, of which drafting is no
-    part: where that is quicker, drafting is paused. And one launch, or loop, and a copy where the
-    batch is not that of the step before, does what takes vLLM some twenty. Who gets a draft is as
-    vLLM has it, up to the rounding of survivals: `triton_kernels/verify/reallocate_drafts.py` says
-    how, and who wins ties.
+    It compares the best budget with plain decoding, and pauses drafting where that is faster. It
+    allocates drafts in one launch instead of vLLM's twenty or so, with the same result up to
+    rounding and ties (`triton_kernels/verify/reallocate_drafts.py`).
     """
 
     _counts: np.ndarray | None = None
-    """[2, R] int32, every request's drafts and its other tokens, as they lie on the device."""
+    """[2, R] int32, drafts and other tokens of each request, as last copied to the device."""
     _counts_there: torch.Tensor
     _batch_budget: Any
-    """vLLM's: what each request has of drafts and of other tokens, and the budget of a step."""
+    """vLLM's: drafts and other tokens of each request, and the budget of the step."""
 
     def __init__(self, req_states: RequestState, *args: Any, **kwargs: Any) -> None:
         super().__init__(req_states, *args, **kwargs)
@@ -99,7 +95,7 @@ class TreeBudgetManager(AdaptiveVerificationManager):
     def get_num_tokens(
         self, num_tokens_per_req: dict[str, int], draft_tokens: dict[str, list[int]]
     ) -> int:
-        if self.drafting_state.all_paused:  # there are no trees, whatever was scheduled
+        if self.drafting_state.all_paused:  # no trees, even if drafts were scheduled
             drafts = {req: len(draft_tokens.get(req, ())) for req in num_tokens_per_req}
             others = {req: count - drafts[req] for req, count in num_tokens_per_req.items()}
             self._batch_budget = drafts, others, 0
@@ -110,7 +106,7 @@ class TreeBudgetManager(AdaptiveVerificationManager):
         return sum(others.values()) + budget
 
     def decide_without_drafts(self, batch: InputBatch) -> None:
-        """Decide whether a pause ends: vLLM asks for a budget only where drafts are scheduled."""
+        """Decide whether a pause ends: vLLM asks for a budget only if drafts are scheduled."""
         is_dummy = batch.req_ids[0] not in self.req_states.req_id_to_index
         if self.drafting_state.all_paused and not is_dummy and not batch.is_prefilling_np.all():
             tokens = batch.num_scheduled_tokens[: batch.num_reqs].tolist()  # a host array
@@ -118,17 +114,17 @@ class TreeBudgetManager(AdaptiveVerificationManager):
             self._batch_budget = None
 
     def _decoding(self, requests: list[str]) -> np.ndarray:
-        """Slots of the requests whose prompts were finished before this step."""
+        """Return the slots of requests that decode in this step."""
         states, index = self.req_states, self.req_states.req_id_to_index
         slots = np.array([index[request] for request in requests], dtype=np.int64)
         return slots[states.num_computed_prefill_tokens[slots] >= states.prefill_len.np[slots]]
 
     def _decide(self, requests: list[str]) -> None:
-        """Whether the proposal at the end of this step takes place."""
+        """Decide whether to draft at the end of this step."""
         slots = self._decoding(requests)
         if not self.drafting_state.all_paused:
             confidence = self._stale_confidences[self._stale_idx].np[slots]
-            # New requests stand at 1 until something is drafted for them.
+            # The confidences of a new request are 1 until it has drafts.
             drafted = (confidence < 1).any(1) & ~self.drafting_state.paused[slots]
             self.drafting_switch.learn(confidence[drafted].astype(np.float64).cumprod(1))
         draft_cost, verify_cost = self.cost_tables
@@ -145,11 +141,11 @@ class TreeBudgetManager(AdaptiveVerificationManager):
         )
 
     def _gain(self, requests: int) -> float | None:
-        """Measured speed with drafts over that without; None: not known."""
+        """Return measured speed with drafts over speed without; None: unknown."""
         return None
 
     def _catch_up(self, slots: np.ndarray) -> float:
-        """Time that drafters would take to read what these requests' have missed; 0: not known."""
+        """Return the time drafters need to read the rows they missed; 0: unknown."""
         return 0.0
 
     def reallocate_drafts(self, req_ids: list[str], idx_mapping: torch.Tensor) -> Any:
@@ -158,7 +154,7 @@ class TreeBudgetManager(AdaptiveVerificationManager):
             [[drafts[request] for request in req_ids], [others[request] for request in req_ids]],
             dtype=np.int32,
         )
-        # Requests that go on decoding count the same in every step.
+        # Counts change only when the batch does.
         if self._counts is None or not np.array_equal(counts, self._counts):
             self._counts = counts
             self._counts_there = async_tensor_h2d(counts, device=idx_mapping.device)
@@ -174,24 +170,23 @@ class TreeBudgetManager(AdaptiveVerificationManager):
         return reallocated(self._cu_num_logits[: len(req_ids) + 1], self.query_start_loc, budget)
 
     def _reallocate(self, *args: Any) -> None:
-        """`reallocate_drafts_triton`, or what does the same here."""
+        """Run `reallocate_drafts_triton`, or its CPU form."""
         reallocate_drafts_triton(*args)
 
 
 class DeviceBudgetManager(TreeBudgetManager):
-    """TreeBudgetManager for a device with memory of its own.
+    """TreeBudgetManager for a GPU; it prices steps as trees.
 
-    Differs in that steps are priced as trees. vLLM profiles steps in which every token is a request
-    with a context of its own; a tree's nodes share one, so steps of whole trees are profiled, too,
-    and the difference is what a request costs.
+    vLLM profiles steps of single-token requests, each with its own context. The nodes of a tree
+    share one, so this also profiles steps of whole trees. The difference is the cost of a request.
     """
 
     _profiled: tuple[np.ndarray, np.ndarray] | None = None
-    """Drafting by requests, verification by tokens without what their requests cost."""
+    """Draft cost by number of requests; verify cost by tokens, less the cost of requests."""
     _per_request = 0.0  # ms
 
     def batches_to_profile(self, capture_sizes: list[int]) -> Iterator[dict[str, Any]]:
-        """Also steps of whole trees, of the sizes that steps of single tokens are profiled with."""
+        """Add steps of whole trees at each size that vLLM profiles."""
         each = self.num_speculative_steps + 1
         for batch in super().batches_to_profile(capture_sizes):
             yield batch
@@ -199,11 +194,11 @@ class DeviceBudgetManager(TreeBudgetManager):
                 yield {**batch, "uniform_decode": True}
 
     def set_initial_cost_curves(self, samples: list[StepTimingSample]) -> None:
-        """Also compiles, which vLLM's requests for warming up do not: they have no manager."""
+        """Set the costs, and compile the kernel: vLLM's warm-up requests do not reach it."""
         each = self.num_speculative_steps + 1
         trees = [s for s in samples if s.num_reqs * each == s.num_target_tokens]
         alone = [s for s in samples if s.num_reqs * each != s.num_target_tokens]
-        # Every rank has to price alike.
+        # All ranks must use the same price.
         self._per_request = get_tp_group().broadcast_object(
             cost_per_request(_medians(alone), _medians(trees)), src=0
         )
@@ -212,7 +207,7 @@ class DeviceBudgetManager(TreeBudgetManager):
         )
         self._profiled = self.cost_tables
         self._batch_budget = {"": 0}, {"": 1}, 0
-        # Of the dtype that the runner's have.
+        # int64, as in the runner.
         self.reallocate_drafts([""], self.query_start_loc.new_zeros(1, dtype=torch.int64))
 
     def get_num_tokens(
@@ -225,7 +220,7 @@ class DeviceBudgetManager(TreeBudgetManager):
 
 
 def _medians(samples: list[StepTimingSample]) -> dict[int, tuple[float, int]]:
-    """Tokens → (ms, requests): medians over the replays of a step."""
+    """Return tokens → (median ms over replays, requests)."""
     times: defaultdict[int, list[float]] = defaultdict(list)
     requests: dict[int, int] = {}
     for sample in samples:
@@ -235,9 +230,9 @@ def _medians(samples: list[StepTimingSample]) -> dict[int, tuple[float, int]]:
 
 
 def install(kind: type[TreeBudgetManager] = DeviceBudgetManager) -> None:
-    """P4: the runner builds vLLM's manager by its name; engines of ours get `kind`. Idempotent.
+    """Build `kind` instead of vLLM's manager for our engines. Idempotent.
 
-    Their runner's output names the requests for which nothing was drafted.
+    The runner's output also gets the requests without new drafts.
     """
 
     def make(original: Function) -> Function:

@@ -1,4 +1,4 @@
-"""Adaptive verification on the speculator's side: survival of nodes, paused requests."""
+"""Adaptive verification in the speculator: survival of nodes, paused requests."""
 
 from __future__ import annotations
 
@@ -17,17 +17,16 @@ from vllm_specblock.feedback.verified_trees import VerifiedTrees
 
 
 class AdaptiveTrees:
-    """Learns how likely nodes of a score are reached, and tells vLLM of every tree.
+    """Estimates the survival of nodes and passes it to vLLM's manager.
 
     Attributes (S request slots):
         drafting_state: shared with the manager, which decides; host only.
         paused: [S] bool, `drafting_state.paused` on the device.
 
     Args:
-        follow: some drafter has a cache, which has to follow the target.
-        backlog: rows that such drafters have missed; only on a CPU.
-        confidence: [requests, N] fp32, where the runner looks for them after a proposal, by
-            place in the batch.
+        follow: a drafter has a cache and must read every committed row.
+        backlog: rows that drafters have yet to read; only on a CPU.
+        confidence: [requests, N] fp32, the runner's buffer, in batch order.
     """
 
     def __init__(
@@ -56,23 +55,23 @@ class AdaptiveTrees:
             budget.install()
 
     def add(self, req_idx: int, samples: bool, drafts: bool) -> None:
-        """A request comes to `req_idx`; samples: at T > 0; drafts: it is to be drafted for."""
+        """Add a request in slot `req_idx`; samples: T > 0; drafts: it accepts drafts."""
         self.drafting_state.paused[req_idx] = not drafts
         self.drafting_state.samples[req_idx] = samples
         self.paused[req_idx].fill_(not drafts)
 
     def is_paused(self, batch: InputBatch) -> bool:
-        """Whether nothing is to be drafted at the end of this step.
+        """Whether drafting is paused at the end of this step.
 
-        The manager decides in decode steps. Where nobody decodes, what it said last was about
-        requests that are gone; where drafters can catch up, it stands, and prompts wait with them.
+        The manager decides in decode steps. A batch of prompts ends the pause, unless drafters can
+        catch up later.
         """
         if self.backlog is None and batch.is_prefilling_np[: batch.num_reqs].all():  # a host array
             self.drafting_state.all_paused = False
         return self.drafting_state.all_paused
 
     def learn(self, verified: VerifiedTrees) -> None:
-        """Take note of the verdicts."""
+        """Learn from the verified trees."""
         self.acceptance.learn_from(verified)
         if self.paused.device.type == "cpu":
             self.drafting_state.accepted = int(verified.accepted.sum())  # a host tensor
@@ -80,30 +79,28 @@ class AdaptiveTrees:
     def write_survival(
         self, req_idx: torch.Tensor, temperature: torch.Tensor, combined: Combined
     ) -> Combined:
-        """Say what the new trees' nodes are worth.
+        """Write the survival of the new trees' nodes.
 
         Args:
             req_idx: [R] integers.
             temperature: [R] fp32.
-            combined: the new trees.
 
         Returns:
-            These trees, but none for requests whose drafters were paused.
+            The trees, emptied for paused requests.
         """
         return self.acceptance.write_survival(
             combined, temperature, req_idx, self.paused, self.confidence
         )
 
     def nothing_drafted(self, num_reqs: int) -> None:
-        """Nobody wanted drafts: the manager learns nothing, as of new requests, rather than from
-        what stands there of others."""
+        """Reset the confidences of a batch without drafts, so that the manager ignores them."""
         self.confidence[:num_reqs] = 1
 
     def pause(self, batch: InputBatch, rows: Callable[[], MissedRows]) -> None:
-        """Nothing is drafted at the end of this step.
+        """Pause drafting at the end of this step.
 
         Args:
-            rows: gives what it has committed.
+            rows: returns the committed rows of the step.
         """
         paused, req_idx = self.drafting_state.paused, batch.idx_mapping_np
         if self.follow and not paused[req_idx].all():  # a host array
@@ -114,5 +111,5 @@ class AdaptiveTrees:
                 paused[req_idx] = ~self.backlog.keep(rows(), ~paused[req_idx])
                 self.paused.copy_(torch.from_numpy(paused))  # a host tensor
         self.confidence[: batch.num_reqs] = 0
-        # Whatever is scheduled next has no verdict.
+        # Drafts scheduled next are placeholders.
         self.tree_states.accepted.index_fill_(0, batch.idx_mapping, 0)

@@ -36,21 +36,21 @@ CACHE_DTYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3")
 
 @dataclass
 class TreeAttentionMetadata:
-    """One batch as every layer of the target attends it."""
+    """Tree attention metadata of one batch."""
 
     num_rows: int
     slot_mapping: torch.Tensor  # [T] int64
-    queries: TreeAttentionBatch | None  # None: every request is of `causal`
-    causal: CausalRequests | None = None  # behind those of `queries`
-    cpu: CpuStep | None = None  # made by the first layer whose cache is packed
+    queries: TreeAttentionBatch | None  # None: all requests are in `causal`
+    causal: CausalRequests | None = None  # after those of `queries`
+    cpu: CpuStep | None = None  # built by the first layer with a packed cache
 
 
 class TreeAttentionMetadataBuilder(AttentionMetadataBuilder[TreeAttentionMetadata]):
-    """Hands on what TreeModelState filled in; `tree_mask` is set by it before every build."""
+    """Builds metadata from `tree_mask`, which `TreeModelState` sets before every build."""
 
     tree_mask: TreeMask
 
-    # Every tensor of the metadata is persistent and the grid depends on host numbers only.
+    # All metadata tensors are persistent, and the grid depends on host values only.
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
 
     def __init__(
@@ -63,7 +63,7 @@ class TreeAttentionMetadataBuilder(AttentionMetadataBuilder[TreeAttentionMetadat
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.most_nodes = vllm_config.num_speculative_tokens
         layers = vllm_config.compilation_config.static_forward_context
-        # FlashAttention takes sinks on some GPUs only.
+        # FlashAttention supports sinks on some GPUs only.
         sinks = any(layers[name].impl.sinks is not None for name in layer_names)
         self.by_flash = not sinks and flash_causal.takes(kv_cache_spec, device)
 
@@ -71,7 +71,7 @@ class TreeAttentionMetadataBuilder(AttentionMetadataBuilder[TreeAttentionMetadat
     def get_varlen_cudagraph_max_query_len(
         cls, vllm_config: VllmConfig, kv_cache_spec: KVCacheSpec
     ) -> int:
-        # The kernel takes any mixture of lengths.
+        # The kernel takes any mix of lengths.
         return vllm_config.num_speculative_tokens + 1
 
     def build(
@@ -93,14 +93,14 @@ class TreeAttentionMetadataBuilder(AttentionMetadataBuilder[TreeAttentionMetadat
         )
 
     def _queries(self, batch: CommonAttentionMetadata, count: int) -> TreeAttentionBatch:
-        """The first `count` requests."""
+        """Return the metadata of the first `count` requests."""
         tree_mask = self.tree_mask
         starts = batch.query_start_loc_cpu
         if tree_mask.adaptive and batch.query_start_loc.device.type == "cpu":
             starts = batch.query_start_loc
         max_seq_len, max_query_len = batch.max_seq_len, batch.max_query_len
         if count < batch.num_reqs:
-            # Of trees alone; with `adaptive` the host does not know how long each of them is.
+            # Trees only; with `adaptive` their lengths are known on the device only.
             max_seq_len, max_query_len = None, self.most_nodes + 1
         return TreeAttentionBatch(
             batch.block_table_tensor[:count],
@@ -119,7 +119,7 @@ class TreeAttentionMetadataBuilder(AttentionMetadataBuilder[TreeAttentionMetadat
 
 
 class TreeAttentionBackend(AttentionBackend):
-    """Registered as vLLM's CUSTOM backend and chosen only by a SpecBlock request."""
+    """Tree attention, registered as vLLM's CUSTOM backend."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.bfloat16, torch.float16]
     supported_kv_cache_dtypes: ClassVar[list[str]] = list(CACHE_DTYPES)
@@ -146,16 +146,16 @@ class TreeAttentionBackend(AttentionBackend):
 
     @classmethod
     def supports_mm_prefix(cls) -> bool:
-        return True  # requests are text only, and have no such prefix
+        return True  # text-only requests have no such prefix
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        # Slots of a layer lie one after the other, so that a slot is one row to copy.
+        # A slot of a layer is one contiguous row to copy.
         return (KVCacheLayout.LBNHC,)
 
 
 class TreeAttentionImpl(AttentionImpl):
-    """Attention by visibility; refuses what the kernel does not do."""
+    """Tree attention of one layer."""
 
     def __init__(
         self,
@@ -175,7 +175,7 @@ class TreeAttentionImpl(AttentionImpl):
         for refused, what in (
             (alibi_slopes is not None, "ALiBi"),
             (attn_type != AttentionType.DECODER, f"attention of type {attn_type}"),
-            # A checkpoint may ask for one by itself.
+            # A checkpoint may set its own.
             (kv_cache_dtype not in CACHE_DTYPES, f"a KV cache of type {kv_cache_dtype}"),
             (others, f"attention with {', '.join(others)}"),
         ):
@@ -188,20 +188,20 @@ class TreeAttentionImpl(AttentionImpl):
         self.sinks = sinks  # [heads], a parameter of the model
         self.cache_dtype, self.fp8 = kv_cache_dtype, kv_cache_dtype.startswith("fp8")
         self.packed: PackedCache | None = None
-        self.packed_at = 0  # the address of the cache that `packed` is about
+        self.packed_at = 0  # address of the cache in `packed`
 
     def packed_cache(self, kv_cache: torch.Tensor) -> PackedCache | None:
-        """The cache as it is packed on a CPU; None: it is not."""
+        """Return the packed cache on a CPU; None: it is not packed."""
         if kv_cache.is_cuda:
             return None
-        # vLLM may measure with a small cache before it makes the real one.
+        # vLLM may profile with a small cache first.
         if self.packed_at != kv_cache.data_ptr():
             self.packed = packed_cache(kv_cache, self.cache_dtype)
             self.packed_at = kv_cache.data_ptr()
         return self.packed
 
     def packing(self, kv_cache: torch.Tensor) -> Packing | None:
-        """How the cache is packed on a CPU; None: it is not."""
+        """Return the layout of the packed cache on a CPU; None: it is not packed."""
         packed = self.packed_cache(kv_cache)
         return None if packed is None else packed.packing
 
@@ -220,16 +220,16 @@ class TreeAttentionImpl(AttentionImpl):
         if attn_metadata is None:  # profiling
             return output.fill_(0)
         num_rows, whole = attn_metadata.num_rows, output
-        # The layer whose cache this one reads has written it.
+        # A shared cache is written by its own layer.
         slots = None if self.shares_cache else attn_metadata.slot_mapping
-        if query.shape[0] > num_rows:  # padding; a slice takes as long as a small kernel
+        if query.shape[0] > num_rows:  # padding; slice only if needed
             query, output = query[:num_rows], output[:num_rows]
             if slots is not None:
                 key, value = key[:num_rows], value[:num_rows]
         packed = self.packed_cache(kv_cache)
         if packed is not None:
             if attn_metadata.cpu is None:
-                # FlashAttention takes requests away on a GPU only.
+                # `queries` is None only with FlashAttention, on a GPU.
                 attn_metadata.cpu = CpuStep(attn_metadata.queries)  # type: ignore[arg-type]
             attn_metadata.cpu.attend(
                 packed,
@@ -242,12 +242,12 @@ class TreeAttentionImpl(AttentionImpl):
                 self.window,
                 self.soft_cap,
                 Scales(layer._k_scale, layer._v_scale) if self.fp8 else None,
-                # In every step, since weights may be updated in place.
+                # Cast in every step: weights may be updated in place.
                 None if self.sinks is None else self.sinks.float(),
             )
             return whole
         scales = {}
-        if self.fp8:  # vLLM keeps it as bytes
+        if self.fp8:  # vLLM stores it as uint8
             kv_cache = kv_cache.view(torch.float8_e4m3fn)
             scales = {"key_scale": layer._k_scale, "value_scale": layer._v_scale}
         if slots is not None:

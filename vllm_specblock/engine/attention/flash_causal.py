@@ -1,11 +1,7 @@
-"""Causal requests by vLLM's own FlashAttention: prompts, and plain decoding beside trees.
+"""Causal requests by vLLM's FlashAttention: prompts, and requests without a tree.
 
-Each of their rows sees all up to its own, which is what FlashAttention's causal mask says. So they
-cost what they cost in vLLM, and get the bits that vLLM's own backend gives them. On a CPU
-`cpu/attention.py` does the same with vLLM's kernel for CPUs.
-
-Only where a batch runs eagerly: a captured graph holds decode steps, every row of which may be one
-of a tree.
+They cost the same as in vLLM, and get the same bits as from its own backend. `cpu/attention.py` is
+the CPU counterpart. Eager batches only: in a captured graph any row may belong to a tree.
 """
 
 from __future__ import annotations
@@ -27,9 +23,9 @@ class CausalRequests:
     """The last C requests of a batch.
 
     Attributes:
-        first_row: of the first of them; the rows before are of trees.
-        query_start: [C+1] int32, from 0 on.
-        seq_len: [C] int32, entries up to and with a request's last row.
+        first_row: first row of the first request; the rows before belong to trees.
+        query_start: [C+1] int32, starts at 0.
+        seq_len: [C] int32, entries up to and including the last row of a request.
         block_table: [C, max blocks] int32.
         max_query_len, max_seq_len: bounds of both, on the host.
     """
@@ -44,10 +40,10 @@ class CausalRequests:
 
 @cache
 def flash_attention(head_size: int) -> partial[Any]:
-    """vLLM's FlashAttention of this GPU's version.
+    """Return vLLM's FlashAttention, in the version for this GPU.
 
     Raises:
-        ImportError: not on a CUDA GPU.
+        ImportError: this is not a CUDA GPU.
     """
     from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
 
@@ -55,26 +51,26 @@ def flash_attention(head_size: int) -> partial[Any]:
 
 
 def keys_and_values(kv_cache: torch.Tensor, head_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A cache [blocks, kv heads, block size, 2D] as FlashAttention wants it: two views of it,
+    """Split a cache [blocks, kv heads, block size, 2D] into FlashAttention's key and value views,
     [blocks, block size, kv heads, D] each."""
     key, value = kv_cache.transpose(1, 2).split(head_size, dim=-1)
     return canonicalize_singleton_dim_strides(key), canonicalize_singleton_dim_strides(value)
 
 
 def takes(spec: AttentionSpec, device: torch.device) -> bool:
-    """Whether FlashAttention is there for layers of this kind."""
+    """Whether FlashAttention supports layers of this kind."""
     if device.type != "cuda" or spec.dtype not in (torch.float16, torch.bfloat16):
         return False
     try:
         flash = flash_attention(spec.head_size)
-    except (ImportError, AssertionError):  # this build, or a head size that it does not know
+    except (ImportError, AssertionError):  # not in this build, or not for this head size
         return False
-    known = flash.keywords["fa_version"] is not None  # this GPU
+    known = flash.keywords["fa_version"] is not None  # unsupported GPU if None
     return known and spec.head_size % 8 == 0
 
 
 def after_trees(batch: CommonAttentionMetadata, num_trees: int) -> CausalRequests | None:
-    """The requests behind the first `num_trees`; None: there are none."""
+    """Return the requests after the first `num_trees`; None: there are none."""
     if num_trees >= batch.num_reqs:
         return None
     starts = batch.query_start_loc_cpu[num_trees : batch.num_reqs + 1].tolist()  # a host tensor
@@ -99,15 +95,15 @@ def attend_causal(
     window: int | None = None,
     soft_cap: float = 0.0,
 ) -> None:
-    """Attention of one layer for these requests; the rows before theirs stay as they are.
+    """Compute attention of one layer for these requests; leave the rows before theirs unchanged.
 
     Args:
-        flash: as `flash_attention` gives it.
+        flash: from `flash_attention`.
         query: [T, heads, D] bf16 or fp16, all rows of the batch.
         kv_cache: [blocks, kv heads, block size, 2D] of the same dtype.
         scale: factor on the scores.
         out: [T, heads, D] to write into.
-        window: a row sees only the last so many entries, its own among them.
+        window: a row sees only this many entries, up to and including its own.
         soft_cap: as in `tree_attention`.
     """
     key, value = keys_and_values(kv_cache, query.shape[-1])

@@ -24,7 +24,7 @@ def is_ours(config: Any) -> bool:
 
 
 def extracts_features(config: Any) -> bool:
-    """Whether a vLLM SpeculativeConfig, or None, is that of `specblock features`."""
+    """Whether a vLLM SpeculativeConfig, or None, belongs to `specblock features`."""
     return _marked(config, "specblock_features")
 
 

@@ -1,7 +1,4 @@
-"""Registration with vLLM at start-up: names, and five small patches.
-
-`patches.py` lists these and all that come later.
-"""
+"""Registration with vLLM at start-up: names, and five of the patches in `patches.py`."""
 
 from __future__ import annotations
 
@@ -45,10 +42,10 @@ def register() -> None:
 
 
 def _accept_method() -> None:
-    """P1: `speculative_config["method"]` is a Literal; ours becomes "eagle3" plus our keys.
+    """Translate our method to "eagle3" plus our keys; `method` is a Literal.
 
-    "eagle3" is what gives us the target's inner hidden states, slots for the draft nodes and
-    asynchronous scheduling without another line.
+    "eagle3" gives us the target's inner hidden states, slots for draft nodes and asynchronous
+    scheduling.
     """
     from vllm.engine.arg_utils import EngineArgs
 
@@ -66,7 +63,7 @@ def _accept_method() -> None:
 
             resolved = vllm_args.translate(self, target_model_config, target_parallel_config)
             config = original(self, target_model_config, target_parallel_config)
-            # Whoever makes a second config of the same arguments asks for us again.
+            # Restore the user's config: EngineArgs may be reused.
             self.speculative_config = given
             vllm_args.finish(config, resolved, target_model_config)
             if not self.disable_log_stats:
@@ -80,8 +77,7 @@ def _accept_method() -> None:
 
 
 def _keep_method() -> None:
-    """P4: a checkpoint in the speculators layout, served by itself, overrules the method that was
-    asked for; an EAGLE-3 one shall draft a tree for those who ask for us."""
+    """Keep our method for a checkpoint in the speculators layout, which names its own."""
     from vllm.engine import arg_utils
 
     def make(original: Function) -> Function:
@@ -102,7 +98,7 @@ def _keep_method() -> None:
 
 
 def _build_speculator() -> None:
-    """P2: the choice of a speculator is an if-chain over vLLM's own."""
+    """Build our speculator; vLLM has no registry for them."""
     from vllm.v1.worker.gpu import spec_decode
 
     def make(original: Function) -> Function:
@@ -123,15 +119,15 @@ def _build_speculator() -> None:
         return init_speculator
 
     patch(spec_decode, "init_speculator", make)
-    # The runner holds the function by name if it is loaded already. It is not imported here:
-    # that would pull the whole runner into processes that never run a model.
+    # A runner that is already loaded holds the function by name. Importing it here would load it
+    # in processes that never run a model.
     runner: Any = sys.modules.get("vllm.v1.worker.gpu.model_runner")
     if runner is not None:
         runner.init_speculator = spec_decode.init_speculator
 
 
 def _check_sampling_params() -> None:
-    """P3: min_p and logit_bias are refused with any speculation; with us they are exact."""
+    """Accept min_p and logit_bias, which are exact with trees; check `specblock_draft`."""
     from vllm.sampling_params import SamplingParams
 
     def make(original: Function) -> Function:
@@ -149,7 +145,7 @@ def _check_sampling_params() -> None:
 
 
 def _schedule_trees() -> None:
-    """P5: the scheduler is chosen by its own config, which does not say what drafts."""
+    """Add `TreeScheduling` to the scheduler of our engines."""
     from vllm.config import SchedulerConfig
 
     def make(original: Function) -> Function:

@@ -1,4 +1,4 @@
-"""Validation of engine arguments and targets: what draft trees cannot be had with."""
+"""Validation of engine arguments and targets."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def check_batch(args: EngineArgs, nodes: int) -> None:
     budget = args.max_num_batched_tokens
     if budget is not None and budget < nodes + 1:
         raise OptionError(
-            f"max_num_batched_tokens is {budget}, but one request's tree takes {nodes + 1} tokens "
-            f"(num_speculative_tokens {nodes} and its root): raise the one or lower the other."
+            f"max_num_batched_tokens is {budget}, but one tree needs {nodes + 1} tokens ({nodes} "
+            "nodes and a root): raise it, or lower num_speculative_tokens."
         )
 
 
@@ -34,19 +34,18 @@ def check_runner(args: EngineArgs, parallel: ParallelConfig) -> None:
 
     if current_platform.is_cpu() and (envs.VLLM_USE_V2_MODEL_RUNNER is not True or not HAS_TRITON):
         raise OptionError(
-            "SpecBlock runs on vLLM's Model Runner V2, which a CPU build uses only when told to: "
-            "set VLLM_USE_V2_MODEL_RUNNER=1 before Python starts."
+            "SpecBlock needs vLLM's Model Runner V2, which is off by default on a CPU: set "
+            "VLLM_USE_V2_MODEL_RUNNER=1 before Python starts."
         )
     if envs.VLLM_USE_V2_MODEL_RUNNER is False:
         raise OptionError(
-            "SpecBlock runs on vLLM's Model Runner V2, and VLLM_USE_V2_MODEL_RUNNER=0 switches "
-            "it off: unset it."
+            "SpecBlock needs vLLM's Model Runner V2, but VLLM_USE_V2_MODEL_RUNNER=0 switches it "
+            "off: unset it."
         )
     if parallel.pipeline_parallel_size > 1:
         raise OptionError(
             f"pipeline_parallel_size is {parallel.pipeline_parallel_size}, but SpecBlock supports "
-            "1 only, since drafters read hidden states of layers that other ranks would have: drop "
-            "it."
+            "1 only, since drafters read hidden states of several layers: drop it."
         )
     for name, size in (
         ("decode_context_parallel_size", parallel.decode_context_parallel_size),
@@ -54,28 +53,28 @@ def check_runner(args: EngineArgs, parallel: ParallelConfig) -> None:
     ):
         if size > 1:
             raise OptionError(
-                f"{name} is {size}, but SpecBlock supports 1 only, since a tree is attended in one "
-                "cache: drop it."
+                f"{name} is {size}, but SpecBlock supports 1 only, since tree attention needs the "
+                "whole cache: drop it."
             )
     if args.enable_lora and not current_platform.is_cpu():
         raise OptionError(
-            "SpecBlock supports LoRA on a CPU only yet, since vLLM's kernels for GPUs map rows of "
-            "logits to adapters in a way that was not tried with trees: drop enable_lora."
+            "SpecBlock supports LoRA only on a CPU, since vLLM's GPU kernels are untested with "
+            "trees: drop enable_lora."
         )
     if parallel.use_ubatching:
         raise OptionError(
-            "SpecBlock does not support micro-batches, since trees are laid out for a whole batch: "
+            "SpecBlock does not support micro-batches, since the tree mask covers a whole batch: "
             "drop enable_dbo and ubatch_size."
         )
     if args.kv_transfer_config is not None or args.kv_offloading_size:
         raise OptionError(
-            "SpecBlock does not support KV connectors yet, since nothing brings the drafters' part "
-            "of the cache along: drop kv_transfer_config and kv_offloading_size."
+            "SpecBlock does not support KV connectors, since they do not transfer the drafters' "
+            "cache: drop kv_transfer_config and kv_offloading_size."
         )
     if args.disable_hybrid_kv_cache_manager is False:
         raise OptionError(
-            "disable_hybrid_kv_cache_manager is False, but drafters and target need one block "
-            "table, also where the target has sliding windows: drop it."
+            "disable_hybrid_kv_cache_manager is False, but drafters and target share one block "
+            "table: drop it."
         )
     if args.kv_sharing_fast_prefill:
         raise OptionError("SpecBlock does not support kv_sharing_fast_prefill: drop it.")
@@ -92,11 +91,7 @@ def check_runner(args: EngineArgs, parallel: ParallelConfig) -> None:
 
 
 def check_cache(args: EngineArgs, target: ModelConfig) -> None:
-    """Whether trees can be attended in the cache that the user asks for.
-
-    Raises:
-        OptionError: they cannot.
-    """
+    """Refuse KV cache dtypes that tree attention does not support."""
     from vllm.platforms import current_platform
 
     dtype = args.kv_cache_dtype
@@ -104,19 +99,19 @@ def check_cache(args: EngineArgs, target: ModelConfig) -> None:
         return
     if dtype not in ("fp8", "fp8_e4m3"):
         raise OptionError(
-            f"kv_cache_dtype is {dtype!r}, but SpecBlock supports 'auto', and on a CPU 'fp8' and "
-            "'fp8_e4m3'."
+            f"kv_cache_dtype is {dtype!r}, but SpecBlock supports 'auto' and, on a CPU, 'fp8' and "
+            "'fp8_e4m3': take one of them."
         )
     if not current_platform.is_cpu():
         raise OptionError(
-            f"kv_cache_dtype is {dtype!r}, which SpecBlock supports on a CPU only yet, since on a "
-            "GPU vLLM may round queries to 8 bits as well, and our kernel does not: take 'auto'."
+            f"kv_cache_dtype is {dtype!r}, which SpecBlock supports only on a CPU, since on a GPU "
+            "vLLM may quantise queries too: take 'auto'."
         )
     size, block = target.get_head_size(), args.block_size or 32
     if not torch.cpu._is_avx512_supported() or size % 32 or block % 32:
         raise OptionError(
-            f"kv_cache_dtype is {dtype!r}, but on a CPU that takes AVX-512, and a head size and a "
-            f"block_size that are multiples of 32 (here {size} and {block}): take 'auto'."
+            f"kv_cache_dtype is {dtype!r}, which needs AVX-512, and a head size and block_size "
+            f"that are multiples of 32 (here {size} and {block}): take 'auto'."
         )
 
 
@@ -136,10 +131,10 @@ def check_target(target: ModelConfig) -> None:
             target.is_hybrid or target.is_attention_free,
             "recurrent (Mamba or hybrid) layers (docs/hybrid_targets.md)",
         ),
-        # Their placeholders are no tokens that a drafter could embed.
+        # Drafters cannot embed their placeholder tokens.
         (
             target.supports_multimodal_inputs,
-            "inputs beside text (--language-model-only drops them)",
+            "multimodal inputs (--language-model-only drops them)",
         ),
         (target.attention_chunk_size is not None, "chunked attention"),
         (target.uses_alibi, "ALiBi positions"),
@@ -152,28 +147,23 @@ def check_target(target: ModelConfig) -> None:
 
 
 def check_lora(args: EngineArgs, resolved: ResolvedConfig) -> None:
-    """For targets with adapters: whether rows keep theirs, also where a drafter learns from them.
-
-    Raises:
-        OptionError: they do not.
-    """
+    """Refuse the options that do not work with LoRA adapters."""
     if not args.enable_lora:
         return
     if resolved.adaptive:
         raise OptionError(
             "speculative_config key 'enable_adaptive_verification' is true and enable_lora is set, "
-            "but vLLM maps tokens to adapters before it knows how many nodes of each tree are "
-            "verified: drop one of them."
+            "but vLLM maps tokens to adapters before budgets are known: drop one of them."
         )
     if resolved.adapting is not None:
         raise OptionError(
-            "speculative_config key 'adapt' is given and enable_lora is set, but a drafter learns "
-            "from the target as its files have it, without adapters: drop one of them."
+            "speculative_config key 'adapt' is given and enable_lora is set, but the trainer loads "
+            "the target without adapters: drop one of them."
         )
 
 
 def check_weights(resolved: ResolvedConfig) -> None:
-    """For drafters in 8 bits: whether the device computes with them."""
+    """Refuse fp8 drafters on a GPU without float8."""
     from vllm.platforms import current_platform
 
     short = any(
@@ -181,37 +171,33 @@ def check_weights(resolved: ResolvedConfig) -> None:
     )
     if short and current_platform.is_cuda() and not current_platform.has_device_capability(89):
         raise OptionError(
-            "speculative_config key 'quantization' is 'fp8', but this GPU has no float8: that "
-            "takes compute capability 8.9 or later (Ada, Hopper): drop the key."
+            "speculative_config key 'quantization' is 'fp8', but this GPU has no float8 (compute "
+            "capability 8.9 or later): drop the key."
         )
 
 
 def check_acceptance(given: dict[str, Any], resolved: ResolvedConfig) -> None:
-    """Say aloud that acceptance is imposed; `given` is the user's `speculative_config`.
+    """Check `rejection_sample_method`, and warn if acceptance is synthetic.
 
-    With `rejection_sample_method: "synthetic"`, vLLM's own key for measurements without trained
-    weights, entry i of `synthetic_acceptance_rates` (N of them) is the probability that the best
-    candidates down to depth i + 1 are all accepted, as it is of a chain's.
-    `drafters/common/synthetic.py` says what the other candidates have,
-    `verify/synthetic_acceptance.py` how one is taken.
+    Entry i of `synthetic_acceptance_rates` is the probability that the best candidates down to
+    depth i + 1 are all accepted, as in vLLM. `drafters/common/synthetic.py` and
+    `verify/synthetic_acceptance.py` define the rest.
 
-    Raises:
-        OptionError: a method that trees do not have; acceptance imposed on two drafters, or on one
-            whose kind does not take it.
+    Args:
+        given: the user's `speculative_config`.
     """
     method = given.get("rejection_sample_method", "standard")
     if method not in ("standard", "synthetic"):
         raise OptionError(
-            f"speculative_config key 'rejection_sample_method' is {method!r}, but draft trees "
-            "are verified by 'standard', or by 'synthetic' in benchmarks: drop the key."
+            f"speculative_config key 'rejection_sample_method' is {method!r}, but it must be "
+            "'standard', or 'synthetic' in benchmarks: drop the key."
         )
     if method == "standard":
         return
     if resolved.combine is not None or not drafter_kind(resolved.drafters[0].kind).imposes:
         raise OptionError(
-            "speculative_config key 'rejection_sample_method' is 'synthetic', but acceptance can "
-            f"be imposed on a single drafter of kind {kinds_that('imposes')} only: drop the key or "
-            "the other drafter."
+            "speculative_config key 'rejection_sample_method' is 'synthetic', but that needs a "
+            f"single drafter of kind {kinds_that('imposes')}: drop the key or the other drafter."
         )
     logger.warning(
         "Acceptance is imposed (rejection_sample_method 'synthetic'): the output is not the "
@@ -220,7 +206,7 @@ def check_acceptance(given: dict[str, Any], resolved: ResolvedConfig) -> None:
 
 
 def gpus_of(parallel: ParallelConfig) -> range:
-    """Numbers of the GPUs on this machine that vLLM computes on."""
+    """Indices of the GPUs that vLLM uses on this machine."""
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
@@ -231,13 +217,10 @@ def gpus_of(parallel: ParallelConfig) -> range:
 def check_adapt(
     given: dict[str, Any], resolved: ResolvedConfig, parallel: ParallelConfig, target: ModelConfig
 ) -> None:
-    """For drafters that learn while they serve: whether they can here.
+    """Refuse `adapt` where it cannot run.
 
     Args:
         given: the user's `speculative_config`.
-
-    Raises:
-        OptionError: they cannot.
     """
     adapting = resolved.adapting
     if adapting is None or adapting.adapt is None:
@@ -248,31 +231,31 @@ def check_adapt(
     options, key = adapting.adapt, f"speculative_config key '{ADAPT}'"
     if sum(drafter.adapt is not None for drafter in resolved.drafters) > 1:
         raise OptionError(
-            f"{key} is given to both drafters, but one can adapt: drop it of the other."
+            f"{key} is given to both drafters, but only one can adapt: drop it from one."
         )
     if given.get("rejection_sample_method", "standard") != "standard":
         raise OptionError(
-            f"{key} is given, but where acceptance is imposed (rejection_sample_method "
-            "'synthetic') there is nothing to learn: drop the one or the other."
+            f"{key} is given, but synthetic acceptance (rejection_sample_method) leaves "
+            "nothing to learn: drop one of them."
         )
     check_trainer(options, gpus_of(parallel), torch.cuda.device_count())
     if parallel.tensor_parallel_size > 1:
         if parallel.distributed_executor_backend != "mp" or parallel.nnodes > 1:
             raise OptionError(
                 f"{key} is given and tensor_parallel_size is {parallel.tensor_parallel_size}, but "
-                "ranks read versions out of one memory, so they have to be on one machine "
-                "(distributed_executor_backend 'mp', nnodes 1): drop one of them."
+                "ranks must share one machine (distributed_executor_backend 'mp', nnodes 1): drop "
+                "one of them."
             )
         if options.trainer == "engine":
             raise OptionError(
                 "speculative_config key 'adapt.trainer' is 'engine' and tensor_parallel_size is "
-                f"{parallel.tensor_parallel_size}, but what a rank learns inside itself no other "
-                "rank can read: take 'cpu' or a folder."
+                f"{parallel.tensor_parallel_size}, but other ranks cannot read its versions: take "
+                "'cpu' or a folder."
             )
     if options.folder is None and not options.trains_beside:
         return
     if not os.path.isdir(target.model):
         raise OptionError(
             f"{key} is given, but the trainer reads the target's files, and {target.model!r} is "
-            "no folder here: give its folder, or drop the key."
+            "not a folder: use one, or drop the key."
         )

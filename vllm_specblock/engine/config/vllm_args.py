@@ -90,7 +90,7 @@ def translate(args: EngineArgs, target: ModelConfig, parallel: ParallelConfig) -
         capture_trees(args, nodes)
     args.additional_config = {**(args.additional_config or {}), METHOD: resolved.dump()}
     args.attention_backend = AttentionBackendEnum.CUSTOM
-    # One block table for all layers, at the price of what windows would save of the cache.
+    # One block table for all layers; sliding windows then save no memory.
     args.disable_hybrid_kv_cache_manager = True
     return resolved
 

@@ -131,6 +131,8 @@ OF_ENGINES: tuple[Hook, ...] = (
     Says("scheduler.py", _SCHEDULER, "Scheduler.update_from_output",
          ("self.make_spec_decoding_stats(", "request.spec_decode_metrics.observe(",
           "self._update_request_with_output(", "self.make_stats(spec_decoding_stats,")),
+    Takes("scheduler.py", _SCHEDULER, "Scheduler._preempt_request",
+          "self request timestamp drop_stale_output"),
     Takes("scheduler.py", _SCHEDULER, "Scheduler._handle_stopped_request", "self request"),
     Says("scheduler.py", _SCHEDULER, "Scheduler._handle_stopped_request",
          ("safe_frontier = request.num_computed_tokens - request.num_output_placeholders",)),

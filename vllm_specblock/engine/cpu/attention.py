@@ -112,7 +112,7 @@ class CpuStep:
         Args:
             query, out: [T, heads, D].
             key, value: [T, kv heads, D].
-            slots: [T] int64; None: another layer has stored its keys and values in this cache.
+            slots: [T] int64; None: another layer writes this cache.
             window, soft_cap: as in `TreeAttentionBatch.attend`.
             scales: of a cache of 8 bits.
             sinks: [heads] fp32.

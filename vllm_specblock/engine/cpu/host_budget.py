@@ -1,4 +1,4 @@
-"""Adaptive verification on a CPU, where there is no graph capture in which to measure costs."""
+"""Adaptive verification on a CPU, with costs measured outside graph capture."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu import model_runner
 
 from vllm_specblock.engine.adaptive import budget
@@ -22,35 +21,35 @@ from vllm_specblock.triton_kernels.verify.reallocate_drafts_numba import realloc
 if TYPE_CHECKING:
     import torch
     from vllm.config.compilation import CUDAGraphMode
+    from vllm.v1.worker.cpu_worker import CPUWorker
     from vllm.v1.worker.gpu.input_batch import InputBatch
     from vllm.v1.worker.worker_base import CompilationTimes
 
 _FIRST_SHARES = (1.0, 0.0, 0.5, 0.25)
-"""Of what is drafted, so much is verified in turn in the first steps, where costs were not measured
-before."""
+"""Shares of the drafts to verify in the first steps, in turn, if costs were not measured before."""
 _FIRST_STEPS = 12
 _EXPLORE_EVERY = 64
-"""Later one step in so many verifies half as much as it would, or twice as much."""
+"""Later, one step in this many verifies half or twice the best budget."""
 
 _PLAIN_STEPS = 2
-"""In a row, where one is to be timed: the first verifies the trees that are there."""
+"""Consecutive plain steps to time one: the first still verifies existing trees."""
 
 _MANY = 8
-"""Missed rows of a request with which drafting takes the longer for catching up."""
+"""Missed rows per request above which catching up dominates the draft time."""
 
 _FEW = 16
-"""Steps of more tokens than so many come in few sizes: see `round_up`."""
+"""Token count above which steps are rounded to few sizes: see `round_up`."""
 
 
 class Before(NamedTuple):
-    """The step before this one.
+    """The previous step.
 
     Attributes:
-        began: seconds, of `time.perf_counter`.
+        began: seconds, from `time.perf_counter`.
         tokens: rows of the target.
-        trees: some were there to be verified.
-        drafts: new ones were made.
-        missed: rows that drafters had not read when it began.
+        trees: it verified trees.
+        drafts: it drafted new trees.
+        missed: rows that drafters had yet to read.
     """
 
     began: float
@@ -62,12 +61,12 @@ class Before(NamedTuple):
 
 
 class HostBudgetManager(TreeBudgetManager):
-    """TreeBudgetManager for a device whose memory is the host's.
+    """TreeBudgetManager for a CPU.
 
-    Differs in where costs come from (steps measured at start-up, and then the time from one decode
-    step to the next), in that steps with and without drafts are timed against each other, in that
-    budgets are chosen by the confidences of the very trees to be verified, and in that they come to
-    few sizes of steps.
+    - Costs come from steps measured at start-up, then from the time between decode steps.
+    - Steps with and without drafts are timed against each other.
+    - Budgets use the confidences of the trees to be verified, not those of an earlier step.
+    - Steps are rounded to few sizes.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -76,15 +75,14 @@ class HostBudgetManager(TreeBudgetManager):
         self.throughput, self.sampling = Throughput(), False
         self.steps, self.explores = 0, True
         self._before: Before | None = None
-        self._row_seconds = 0.0  # of catching up, by row that was missed
-        self._missed_rows = 0  # by the batch, before this step
-        self._plain_steps = 0  # that are still to be taken, to be timed
-        # Of a step with prompts and drafts: seconds that drafting takes without prompts.
+        self._row_seconds = 0.0  # to catch up, per missed row
+        self._missed_rows = 0  # of the batch, before this step
+        self._plain_steps = 0  # left to time
+        # After a step with prompts and drafts: seconds that drafting takes without prompts.
         self._usual_drafting: float | None = None
 
     def measured(self, verify: dict[int, float], draft: dict[int, float]) -> None:
-        """Take what steps took: tokens → seconds of verification, rising; requests → seconds of
-        drafting."""
+        """Set measured costs: tokens → seconds to verify, rising; requests → seconds to draft."""
         self.verify_costs.measured(np.array(list(verify)), np.array(list(verify.values())))
         for count, seconds in draft.items():
             self.draft_costs.observe(count, count, seconds)
@@ -99,7 +97,7 @@ class HostBudgetManager(TreeBudgetManager):
         samples = self.drafting_state.samples[[index[request] for request in requests]]
         self.sampling = bool(samples.mean() > 0.5)  # a host array
         self._observe(requests if decodes else None)
-        # A table of all sizes that a step may have took longer than the rest of this.
+        # Only the sizes of this step: a full table takes longer than the rest of this method.
         most = len(requests) * (self.num_speculative_steps + 1)
         count = np.arange(max(sum(num_tokens_per_req.values()), most) + 1)
         each = count[: len(requests) + 1]
@@ -128,7 +126,7 @@ class HostBudgetManager(TreeBudgetManager):
         return tokens
 
     def _observe(self, requests: list[str] | None) -> None:
-        """Learn from the last step, if this one follows it: the same requests, still decoding."""
+        """Learn from the previous step if this one decodes the same requests."""
         before, self._before = self._before, None
         if self._usual_drafting is not None:
             reading = self.drafting_state.draft_seconds - self._usual_drafting
@@ -139,7 +137,7 @@ class HostBudgetManager(TreeBudgetManager):
         count, drafting = len(requests), 0.0
         if before.drafts:
             drafting = self.drafting_state.draft_seconds
-            if before.trees:  # else the drafters also take in what they have missed
+            if before.trees:  # else the time includes catching up
                 self.draft_costs.observe(count, count, drafting)
             elif before.missed > _MANY * count:
                 self._row_seconds = drafting / before.missed
@@ -161,7 +159,7 @@ class HostBudgetManager(TreeBudgetManager):
         return self._row_seconds * self._missed_rows
 
     def _explored(self) -> int:
-        """Another budget than the best one, now and then; returns the batch's tokens."""
+        """Vary the budget now and then, to explore; return the tokens of the batch."""
         drafts, others, budget = self._batch_budget
         room = max(0, self._max_total_logits - len(drafts) * self.num_bonus_tokens)
         limit = min(sum(drafts.values()), room)
@@ -184,12 +182,12 @@ class HostBudgetManager(TreeBudgetManager):
     def record_confidences(self, confidence_probs: torch.Tensor, input_batch: InputBatch) -> None:
         slots, count = input_batch.idx_mapping, input_batch.num_reqs
         self._confidence_probs[slots] = confidence_probs[:count]
-        # Host memory, as everything here.
+        # Host memory.
         self._stale_confidences[self._stale_idx].np[:] = self._confidence_probs.numpy()
 
 
 def install() -> None:
-    """P4 for a CPU, where vLLM takes CUDA graphs for granted; idempotent."""
+    """Allow adaptive verification without CUDA graphs. Idempotent."""
 
     def make(original: Function) -> Function:
         def resolve_adaptive_cudagraph_mode(mode: CUDAGraphMode, **kwargs: Any) -> CUDAGraphMode:
@@ -208,6 +206,8 @@ def install() -> None:
             return original(self)
 
         return compile_or_warm_up_model
+
+    from vllm.v1.worker.cpu_worker import CPUWorker  # replaces copies to a device, process-wide
 
     patch(CPUWorker, "compile_or_warm_up_model", measuring)
     budget.install(HostBudgetManager)

@@ -64,7 +64,7 @@ def _hidden(package: str) -> Iterator[None]:
 
 
 def _accept_custom_attention() -> None:
-    """The CPU platform answers CPU_ATTN to every request for a backend, and validates none."""
+    """Let the CPU platform select our backend; vLLM's always returns CPU_ATTN, unvalidated."""
     from vllm.platforms.cpu import CpuPlatform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -82,7 +82,7 @@ def _accept_custom_attention() -> None:
                 device_capability=None, **attn_selector_config._asdict()
             )
             if reasons:
-                raise TargetError(f"attention of another kind ({', '.join(reasons)})")
+                raise TargetError(f"unsupported attention ({', '.join(reasons)})")
             return AttentionBackendEnum.CUSTOM.get_path()
 
         return get_attn_backend_cls

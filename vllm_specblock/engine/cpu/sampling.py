@@ -140,7 +140,7 @@ def find_markers(
     MAX_LEN: int,
     BLOCK: int,
 ) -> None:
-    """The kernel stops at the first block with a marker, going back: only their order counts."""
+    """Find the last markers. The kernel may miss the earlier of the two: only the order counts."""
     start, end = start_marker.tolist(), end_marker.tolist()
     for at in req_idx.tolist():
         if budget[at] < 0:
@@ -200,7 +200,7 @@ def thinking_budget(
 
 
 def _last(marker: list[int], text: list[int]) -> int:
-    """Where `marker` begins for the last time; −1: nowhere."""
+    """Return the last start of `marker` in `text`; −1: none."""
     count = len(marker)
     places = range(len(text) - count, -1, -1)
     return next((at for at in places if text[at : at + count] == marker), -1)

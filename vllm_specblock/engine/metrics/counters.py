@@ -27,15 +27,14 @@ _KINDS = 3
 class DrafterCounters:
     """Sums over all steps and requests, in one small tensor of the device.
 
-    Counting never waits for the device. `publish` hands on what has arrived on the host: on a
-    GPU the sums as they stood one step before, since it starts the copy of today's and does
-    not wait for it.
+    Counting never waits for the device. On a GPU, `publish` passes the sums of the previous step
+    and starts an asynchronous copy of the current ones.
 
     Args:
         num_drafters: 1 or 2.
         num_nodes: N, slots of a verified tree.
         max_depth: D, the deepest path.
-        sink: takes the counts of every `publish`; None: nobody listens.
+        sink: takes the counts of every `publish`; None: no metrics.
     """
 
     def __init__(
@@ -67,7 +66,7 @@ class DrafterCounters:
             return count_verified_triton(self._nodes, verified)
         if takes(self.total):
             return count_verified_numba(self._nodes, verified)
-        # The root is nobody's: its 0 also stands for what lies beyond the path's end.
+        # The root has origin 0, and so has padding after the end of the path.
         run = self._node <= verified.num_run[:, None]
         seen = torch.nn.functional.pad(verified.authors, (1, 0)) * run
         kinds = torch.cat([seen, seen.gather(1, verified.path), seen[:, 1:2]], dim=1)
@@ -104,7 +103,7 @@ class DrafterCounters:
         self._drafts += torch.cat(rows).sum(1)
 
     def publish(self, more: Callable[[], Counts] = dict) -> None:
-        """Hand the sink what is on the host by now, and what `more` adds if anybody listens."""
+        """Pass the counts on the host, and those of `more`, to the sink."""
         if self.sink is None:
             return
         self.sink(tally(self._host.tolist(), self.num_drafters) | more())  # a host tensor

@@ -15,8 +15,8 @@ DRAFTING_NS, DRAFTING_STEPS = "drafting_nanoseconds", "drafting_steps"
 class DraftClock:
     """Sums the time between `begin` and `end`, over all steps that ended one.
 
-    On a GPU the device reads its own clock, before and after: that is captured in a graph like any
-    kernel, and nobody waits for it. What the host sees there is as old as in `DrafterCounters`.
+    On a GPU, kernels read the device clock, also in graphs. The host sees the sums as late as in
+    `DrafterCounters`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -39,7 +39,7 @@ class DraftClock:
         self.total[1] += 1
 
     def counts(self) -> Counts:
-        """What is on the host by now; starts the copy of today's."""
+        """Return the counts on the host, and start copying the current ones."""
         nanoseconds, steps, _ = self._host.tolist()  # a host tensor
         if self._host is not self.total:
             self._host.copy_(self.total, non_blocking=True)

@@ -1,4 +1,4 @@
-"""Generated tokens behind a stop string: vLLM counts them before it drops them."""
+"""Subtract the tokens after a stop string, which vLLM counts before it drops them."""
 
 from __future__ import annotations
 

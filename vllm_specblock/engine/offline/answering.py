@@ -33,7 +33,7 @@ def grown(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
 
 
 def read_counters(metrics: list[Any]) -> dict[str, int]:
-    """What τ is made of, and every counter of speculation, by its name and its drafter."""
+    """Return the metrics that τ needs and every speculation counter, by name and drafter."""
     found: dict[str, int] = {}
     for metric in metrics:
         if metric.name in (REQUESTS, STEPS):

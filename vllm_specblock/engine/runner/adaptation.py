@@ -27,7 +27,7 @@ from vllm_specblock.drafters.specblock.drafter import SpecBlockDrafter
 from vllm_specblock.drafters.specblock.options import SpecBlockConfig
 from vllm_specblock.engine import draft_updates, made_up_requests
 from vllm_specblock.engine.config.resolved_config import ResolvedConfig, ResolvedDrafter
-from vllm_specblock.engine.runner.recording import Nobody, Recorder, Sink, Turning
+from vllm_specblock.engine.runner.recording import NullSink, Recorder, Sink, Turning
 from vllm_specblock.engine.versions.drafter_versions import DeviceVersions, SlicedVersions, Versions
 from vllm_specblock.engine.versions.rank_links import link_to_folder, link_to_process
 from vllm_specblock.engine.versions.rank_versions import FollowingRank
@@ -74,7 +74,7 @@ def make_recorder(
     # At load, as is what `link_up` makes: vLLM's memory profile counts it.
     slabs = Slabs(len(parent), model.get_hidden_size(), model.dtype, device=parent.device)
     versions: Turning | None = None
-    sink: Sink = Nobody()
+    sink: Sink = NullSink()
     if options.trains_beside or options.folder is not None:
         versions, sink = link_up(config, adapting, options, drafter, ranks)
     return Recorder(

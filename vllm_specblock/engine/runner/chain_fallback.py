@@ -8,10 +8,9 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 
 
 def looks_back(params: SamplingParams) -> bool:
-    """Whether what a request samples depends on the order of the tokens before it.
+    """Whether sampling reads earlier output tokens of the step.
 
-    Penalties, bad words, thinking budgets and grammars do. vLLM's processors take those tokens
-    from the rows before a position: right for a chain, wrong for a tree.
+    vLLM's processors take them from the rows before a position, which is wrong for a tree.
     """
     return (
         params.repetition_penalty != 1.0
@@ -24,10 +23,10 @@ def looks_back(params: SamplingParams) -> bool:
 
 
 class ChainFallback:
-    """Which request slots of an engine verify the best path of their tree alone.
+    """Request slots that verify only the best path of their tree.
 
     Attributes:
-        everyone: all requests do: a logits processor of the user's may look at anything.
+        everyone: all requests do, since a custom logits processor may read the output.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -35,7 +34,7 @@ class ChainFallback:
         self._slots = np.zeros(num_slots, dtype=bool)
 
     def note(self, req_idx: int, params: SamplingParams | None) -> None:
-        """A request that samples by `params` comes to `req_idx`."""
+        """Add a request in slot `req_idx`."""
         self._slots[req_idx] = self.everyone or (params is not None and looks_back(params))
 
     def among(self, batch: InputBatch) -> np.ndarray:

@@ -20,7 +20,7 @@ from vllm_specblock.triton_kernels.feedback.lazy_gate import learn_gate_triton, 
 
 @dataclass(frozen=True)
 class Proposal:
-    """The trees of a step, and how they came about.
+    """The trees of a step, and their origin.
 
     Attributes:
         combined: R trees of N slots, and which drafter each node is from.
@@ -36,13 +36,13 @@ class Proposal:
 
 
 class DraftPolicy(ABC):
-    """Asks the drafters of an engine for trees, once a step.
+    """Runs the drafters of an engine, once per step.
 
-    Every drafter advances in every step, whoever drafts or is chosen: so they stay interchangeable
-    (routing paper, §7). `skipping_merge.py` has what may lag behind instead.
+    All drafters advance in every step, so that each can draft in the next one (routing paper, §7).
+    `skipping_merge.py` is the exception.
 
     Attributes:
-        wanted: [n] int64, the requests of this step that are drafted for; None: all of them.
+        wanted: [n] int64, requests of this step that get drafts; None: all.
     """
 
     drafters: list[Drafter]
@@ -54,30 +54,30 @@ class DraftPolicy(ABC):
         return max(drafter.max_depth for drafter in self.drafters)
 
     def learn(self, verified: VerifiedTrees) -> None:
-        """Take note of what was accepted."""
+        """Learn from the verified trees."""
         for index, drafter in enumerate(self.drafters):
             if drafter.calibration is not None:
                 drafter.calibration.learn_from(verified, index)
 
     def forget(self) -> None:
-        """As if no request had been served yet."""
+        """Reset everything learned."""
         for drafter in self.drafters:
             if drafter.calibration is not None:
                 drafter.calibration.forget()
 
     def begin(self, req_idx: int) -> None:
-        """A request comes to `req_idx`; nothing learned of its last one holds."""
+        """Reset what was learned in slot `req_idx`."""
         for drafter in self.drafters:
             if drafter.calibration is not None:
                 drafter.calibration.begin(req_idx)
 
     def advance(self, rows: CommittedTokens) -> None:
-        """The drafters take in what was committed; all of them, see above."""
+        """Advance all drafters over the committed rows."""
         for drafter in self.drafters:
             drafter.advance(rows)
 
     def draft(self, drafter: Drafter, rows: CommittedTokens) -> DraftTree:
-        """The trees of one drafter; those of requests that are not drafted for are empty."""
+        """Return the trees of one drafter, empty for requests without drafts."""
         if self.wanted is None:
             return drafter.draft()
         trees = DraftTree.empty(len(rows.last), drafter.num_nodes, rows.last.device)
@@ -85,11 +85,11 @@ class DraftPolicy(ABC):
 
     @abstractmethod
     def combine(self, rows: CommittedTokens) -> Proposal:
-        """One tree per request; the drafters have advanced."""
+        """Return one tree per request, after `advance`."""
 
 
 class SingleDrafter(DraftPolicy):
-    """A single drafter: its tree is the tree."""
+    """A single drafter."""
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafters = [drafter]
@@ -100,7 +100,7 @@ class SingleDrafter(DraftPolicy):
 
 
 class RoutedDrafters(DraftPolicy):
-    """Both drafters draft, the surer one's tree is verified (routing paper, §5)."""
+    """Both drafters draft; the more confident tree is verified (routing paper, §5)."""
 
     def __init__(
         self, drafters: list[Drafter], options: CombineConfig, device: torch.device
@@ -113,21 +113,20 @@ class RoutedDrafters(DraftPolicy):
         return self.choose(first, second, self.always.expand(len(first.size)))
 
     def choose(self, first: DraftTree, second: DraftTree, drafted: torch.Tensor) -> Proposal:
-        """The tree of the surer drafter; `drafted` [R] bool: the second drafter was asked at all.
+        """Return the more confident trees; `drafted` [R] bool: the second drafter ran.
 
-        Where it was not, its tree is empty.
+        Its tree is empty where it did not.
         """
         combined, _, agreed = route(first, second, self.how)
         return Proposal(combined, (first.size, second.size), drafted, agreed)
 
 
 class LazilyRoutedDrafters(RoutedDrafters):
-    """Differs from Route in that the second drafter drafts only where the first is not sure.
+    """Routed drafters, of which the second drafts only where the first is unsure.
 
-    On a device whose memory is the host's, it drafts for just those requests. Elsewhere nobody
-    may wait for a device value: it drafts for all requests or for none, by what most of them
-    wanted in the last step whose answer has come back. There all explore in the same steps, or
-    those that do would be outvoted.
+    On a CPU it drafts for exactly those requests. On a GPU the host must not wait for a device
+    value, so it drafts for all requests or none, by the majority of the last step with a result on
+    the host. All requests explore in the same steps there, since a minority would be outvoted.
 
     Args:
         num_slots: request slots of the engine.
@@ -143,7 +142,7 @@ class LazilyRoutedDrafters(RoutedDrafters):
         self.step = torch.zeros(1, dtype=torch.int64, device=device)
         self.never = torch.zeros(1, dtype=torch.bool, device=device)
         self.nothing = torch.zeros(1, dtype=torch.int32, device=device)
-        # By request slot, of the tree under verification.
+        # By request slot, for the tree under verification.
         self.sure = torch.zeros(num_slots, device=device)
         self.both = torch.zeros(num_slots, dtype=torch.bool, device=device)
 
@@ -162,7 +161,7 @@ class LazilyRoutedDrafters(RoutedDrafters):
         return self._of_some(rows, first) if self.looks else self._of_all_or_none(rows, first)
 
     def _of_some(self, rows: CommittedTokens, first: DraftTree) -> Proposal:
-        """The second drafter drafts for those that want it."""
+        """Run the second drafter for the requests that want it."""
         sure, drafter = confidence(first, self.how), self.drafters[1]
         wanted = self.gate.wants(sure, rows.position[rows.last])
         if self.wanted is not None:
@@ -178,7 +177,7 @@ class LazilyRoutedDrafters(RoutedDrafters):
         return self.choose(first, second, wanted)
 
     def _of_all_or_none(self, rows: CommittedTokens, first: DraftTree) -> Proposal:
-        """The second drafter drafts if most wanted it, when they were last heard of."""
+        """Run the second drafter if most requests wanted it, as far as the host knows."""
         asked = bool(self.most_want)  # a host tensor
         self.most_want.copy_(self._most_of(rows.req_idx, first, asked), non_blocking=True)
         count = len(first.size)
@@ -189,7 +188,7 @@ class LazilyRoutedDrafters(RoutedDrafters):
         return Proposal(Combined.of(first, drafter=1), sizes, never, never)
 
     def _most_of(self, req_idx: torch.Tensor, first: DraftTree, asked: bool) -> torch.Tensor:
-        """[1] bool, whether most want the second drafter; keeps how sure the first one is."""
+        """Return whether most requests want the second drafter, [1] bool; store `sure`."""
         if self.sure.is_cuda:
             return most_want_triton(
                 self.gate.state,

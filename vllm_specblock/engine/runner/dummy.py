@@ -1,7 +1,7 @@
-"""Dummy batches: what vLLM runs to measure memory and time, and to keep ranks in step.
+"""Dummy batches, which vLLM runs to measure memory and time, and to keep ranks in step.
 
-The drafters draft on them as on any batch, or their cost would be missed. Whatever they leave
-behind lies in the spare request slot and in vLLM's null block.
+The drafters draft on them too, so that their cost is measured. Results go to the scratch request
+slot and vLLM's null block.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def to_scratch_slot(batch: InputBatch, scratch_idx: int) -> InputBatch:
 def null_inputs(
     rows: StepBatch, hidden_states: list[torch.Tensor], block_size: int, max_model_len: int
 ) -> StepInputs:
-    """What a dummy step reads from before vLLM made the caches: every block is one of no use.
+    """Return inputs of a dummy step before vLLM allocates caches; all blocks are null blocks.
 
     Args:
         hidden_states: per layer that a drafter reads [≥ batch rows, Ht].
@@ -56,7 +56,7 @@ def null_inputs(
 def bind_null_caches(
     drafters: list[Drafter], block_size: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Give drafters caches of the null block alone, for before vLLM has made any.
+    """Bind drafters to caches of one null block, until vLLM allocates the real ones.
 
     Args:
         block_size: tokens per block.

@@ -1,11 +1,10 @@
 """CUDA graphs of the commit and draft step, one per number of requests.
 
-A graph serves batches in which every request decodes: one committed token and up to N nodes,
-hence 1 + D rows for the drafters, whatever was scheduled or accepted. Batches with prompt chunks
-run the same function eagerly.
+A graph serves batches in which every request decodes one committed token and up to N nodes, so
+the drafters always read 1 + D rows per request. Batches with prompt chunks run eagerly.
 
-Inside a graph is everything from the commit to the tokens of the next trees. Outside is what
-the host knows: it goes to the device in one small copy before a replay.
+It covers everything from the commit to the tokens of the next trees. Host values go to the device
+in one small copy before a replay.
 """
 
 from __future__ import annotations
@@ -28,16 +27,16 @@ from vllm_specblock.engine.runner.tree_states import TreeStates
 
 @dataclass(frozen=True)
 class StepInputs:
-    """All that a proposal reads of a step of the target.
+    """Inputs of a proposal.
 
     Attributes (R requests):
-        rows: the batch, row by row.
+        rows: rows of the batch.
         slot_mapping: [≥ batch rows] int64, of the drafters' cache group.
-        target_slots: likewise, of each set of the target's caches.
-        hidden_states: per layer that a drafter reads [≥ batch rows, Ht].
+        target_slots: the same for each set of the target's caches.
+        hidden_states: [≥ batch rows, Ht] for each layer that drafters read.
         block_table: [R, max blocks] int32.
         block_size: tokens per block.
-        chain: [R] bool or integers (not 0), requests that verify a chain; None: no one does.
+        chain: [R] bool or integers, nonzero: verify a chain; None: all requests verify trees.
     """
 
     rows: StepBatch
@@ -50,21 +49,21 @@ class StepInputs:
 
 
 Step = Callable[[StepInputs], torch.Tensor]
-"""A proposal: commits, drafts, keeps the trees; returns their tokens, [R, N] int64."""
+"""Commits, drafts and stores the trees; returns their tokens, [R, N] int64."""
 
 _SLOT, _GOES_ON, _CHAIN = range(3)
-"""Columns of what the host knows of a request."""
+"""Columns of the host values of a request."""
 
 
 class GraphStepBatch(StepBatch):
-    """StepBatch of a batch that a graph reads from fixed addresses.
+    """StepBatch at fixed addresses, for a graph.
 
-    Differs in that the layout is that of R requests with N nodes each, and stays. What changes
-    from step to step is read again by `read`, inside the graph.
+    The layout is always R requests with N nodes each. `read` loads the values of a step, inside
+    the graph.
 
     Args:
         batch: R requests in persistent buffers, N nodes each.
-        known: [R, 3] int64, see `_SLOT` and its neighbours.
+        known: [R, 3] int64; columns `_SLOT`, `_GOES_ON` and `_CHAIN`.
     """
 
     def __init__(self, batch: InputBatch, tree_states: TreeStates, known: torch.Tensor) -> None:
@@ -72,25 +71,24 @@ class GraphStepBatch(StepBatch):
         self.known = known
 
     def read(self) -> None:
-        """Take in the step's own values."""
+        """Load the values of this step."""
         self.goes_on, self.chain = self.known[:, _GOES_ON], self.known[:, _CHAIN]
         self.read_accepted(self.known[:, _SLOT])
 
 
 class ProposalGraphs(CudaGraphManager):
-    """CudaGraphManager of the proposals; vLLM's memory profile knows it by its class.
+    """CudaGraphManager of the proposals; vLLM's memory profile finds it by its class.
 
-    Serves the decode batches that the target's graphs serve: as many requests, or, where the
-    device shares out the drafts, as many rows. A batch between two sizes is filled up with
-    requests that own the spare slot and null blocks: they commit nothing, and count nowhere.
+    Captures the sizes of the target's decode graphs: by requests, or by rows with `varlen`. A batch
+    between two sizes is padded with requests that own the scratch slot and null blocks.
 
     Keeps a copy of the drafters' input states, (layers read) · (largest capture size + 1) · Ht
     elements: 12 MiB for three layers of 4096 in bfloat16 at 512 rows.
 
     Args:
-        varlen: the device shares out the drafts: a request has any number of them up to N.
-        tree_states: the engine's; its last one is the spare.
-        num_states: layers of the target that a drafter reads.
+        varlen: the device allocates the drafts: a request has 0 to N of them.
+        tree_states: of the engine; the last slot is the scratch slot.
+        num_states: layers of the target that drafters read.
     """
 
     def __init__(
@@ -110,7 +108,7 @@ class ProposalGraphs(CudaGraphManager):
         self.tree_states, self.scratch_idx = tree_states, len(tree_states.accepted) - 1
         self.buffers, self.block_tables, self.group = target_buffers, block_tables, group
         descs = self._capture_descs.get(CUDAGraphMode.FULL, [])
-        # One row remains for those who fill up.
+        # One row is kept for padding requests.
         self.most_rows = min(
             self.compilation_config.max_cudagraph_capture_size or 0,
             target_buffers.max_num_tokens - 1,
@@ -128,9 +126,9 @@ class ProposalGraphs(CudaGraphManager):
         most = max((desc.num_reqs for desc in descs), default=0)
         self.known = torch.zeros(most, 3, dtype=torch.int64, device=device)
         self.known[:, _SLOT] = self.scratch_idx
-        # vLLM's own lie elsewhere where the device shares out the drafts.
+        # With `varlen`, vLLM's buffer is a different one.
         self.query_start = torch.zeros(most + 1, dtype=torch.int32, device=device)
-        # What a graph was captured with has to live as long as the graph.
+        # Tensors that were captured must live as long as the graph.
         self.rows: dict[int, GraphStepBatch] = {}
 
     # ---- once ----
@@ -140,7 +138,7 @@ class ProposalGraphs(CudaGraphManager):
 
         Args:
             target_groups: cache group of each set of the target's caches.
-            tokens: [≥ most requests, N] int64, where every replay leaves its tokens.
+            tokens: [≥ most requests, N] int64, output of every replay.
         """
 
         def create_forward_fn(
@@ -178,7 +176,7 @@ class ProposalGraphs(CudaGraphManager):
                 num_scheduled_tokens=np.full(count, num_nodes + 1, dtype=np.int32),
                 num_draft_tokens=count * num_nodes,
                 num_draft_tokens_per_req=np.full(count, num_nodes, dtype=np.int32),
-                # Bounds have to hold at every replay.
+                # An upper bound for every replay.
                 seq_lens_cpu_upper_bound=torch.full(
                     (count,), self.vllm_config.model_config.max_model_len, dtype=torch.int32
                 ),
@@ -189,11 +187,11 @@ class ProposalGraphs(CudaGraphManager):
     # ---- once per step ----
 
     def find(self, batch: InputBatch, dummy: bool) -> BatchExecutionDescriptor | None:
-        """The graph that serves `batch`; None if it has to run eagerly.
+        """Return the graph for `batch`; None: run it eagerly.
 
         Args:
-            dummy: the batch is vLLM's, without drafts: as many rows as a decode step has at
-                most are taken for one.
+            dummy: a dummy batch of vLLM, without drafts: requests of up to N + 1 rows count as
+                decoding.
         """
         count, each = batch.num_reqs, self.decode_query_len
         scheduled = batch.num_scheduled_tokens[:count]
@@ -214,9 +212,9 @@ class ProposalGraphs(CudaGraphManager):
         hidden_states: list[torch.Tensor],
         chain: np.ndarray,
     ) -> None:
-        """Bring a step's values to where the graph of `desc` reads them.
+        """Copy the values of a step to the buffers of the graph of `desc`.
 
-        Positions, cache slots and block tables are there already: vLLM's own buffers are read.
+        The graph reads positions, cache slots and block tables from vLLM's own buffers.
 
         Args:
             hidden_states: per layer [batch rows, Ht].
@@ -231,16 +229,16 @@ class ProposalGraphs(CudaGraphManager):
         known[:count, _CHAIN] = chain
         async_tensor_h2d(known, out=self.known[:size])
         self.query_start[: count + 1].copy_(batch.query_start_loc[: count + 1])
-        # An n-gram drafter reads none, though vLLM hands one on.
+        # n-gram lookup reads none, though vLLM passes one.
         wanted = list(zip(self.hidden_states, hidden_states or ()))
-        if wanted:  # all of them in one launch
+        if wanted:  # one launch for all
             torch._foreach_copy_(
                 [buffer[:num_rows] for buffer, _ in wanted],
                 [states[:num_rows] for _, states in wanted],
             )
         if count < size:
-            # Whoever had these rows in an earlier batch may still own the blocks, and a filler
-            # drafts into the slots behind its root. At position 0 it has nothing to attend to.
+            # A padding request drafts into the slots after its root: point it at null blocks, not
+            # at those of an earlier batch. At position 0 it attends to nothing.
             self.block_tables.input_block_tables[self.group][count:size].zero_()
             self.buffers.positions[num_rows].zero_()
             self.query_start[count + 1 : size + 1].fill_(num_rows)

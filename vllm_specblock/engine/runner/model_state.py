@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def _trees_in_front(batch: InputBatch) -> int | None:
-    """How many requests have drafts, if these come first, as the runner sorts them."""
+    """Return the number of requests with drafts if these come first, else None."""
     if batch.num_draft_tokens_per_req is None:
         return 0
     has_drafts = batch.num_draft_tokens_per_req[: batch.num_reqs] > 0  # a host array
@@ -36,11 +36,11 @@ def _trees_in_front(batch: InputBatch) -> int | None:
 
 
 class TreeModelState(DefaultModelState):
-    """DefaultModelState for targets whose drafts are trees.
+    """DefaultModelState for draft trees.
 
-    Differs in three things. The model's positions follow a node's depth, while
-    `input_batch.positions`, and with it every cache slot, stays consecutive. Attention is
-    handed what each row sees. And drafts are judged by a TreeSampler.
+    - Positions follow node depth; `input_batch.positions` and cache slots stay consecutive.
+    - Attention gets a tree mask.
+    - A `TreeSampler` verifies the drafts.
 
     `speculator` is set on a subclass per engine: vLLM builds this object from its class.
     """
@@ -93,7 +93,7 @@ class TreeModelState(DefaultModelState):
         *args: Any,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        # Full graphs are captured of decode steps only, by dummy batches that have no drafts.
+        # Full graphs serve decode steps only, and are captured with dummy batches without drafts.
         captured = kwargs.get("for_capture", False)
         self._build_tree_mask(input_batch)
         if self.adapters is not None:
@@ -110,7 +110,7 @@ class TreeModelState(DefaultModelState):
         )
 
     def _build_tree_mask(self, batch: InputBatch) -> None:
-        """Fill visibility and positions for this batch."""
+        """Fill the tree mask and positions of this batch."""
         rows = BatchRows(
             batch.positions,
             batch.query_start_loc,
@@ -131,7 +131,7 @@ class TreeModelState(DefaultModelState):
         position, rows = self.tree_mask.position, input_batch.num_tokens
         if self.rope_state is None:
             return {**inputs, "positions": position[: input_batch.num_tokens_after_padding]}
-        # M-RoPE: a node moves along all axes alike, in the buffer that a CUDA graph reads.
+        # M-RoPE: shift all axes by the same amount, in the buffer that a CUDA graph reads.
         inputs["positions"][:, :rows] += position[:rows] - input_batch.positions[:rows]
         return inputs
 
@@ -140,12 +140,11 @@ class TreeModelState(DefaultModelState):
         return {"positions": self.tree_mask.position[:num_tokens], **inputs}
 
     def custom_sampler(self, sampler: Sampler) -> tuple[Any, Any]:
-        # Beyond vLLM's own three there are the user's, and those may look at anything.
+        # Processors beyond vLLM's own three are the user's, and may read the output so far.
         self.speculator.chains.everyone = len(sampler.logits_processors) > 3
         combine = self.speculator.resolved.combine
         if combine is not None and (combine.draft_policy, combine.merge) == ("merge", "disjoint"):
-            # Two nodes may be of equal text, and have to draw the same. FlashInfer's sampler
-            # draws for every row apart.
+            # Nodes with equal text must draw the same token; FlashInfer draws per row.
             sampler.use_flashinfer = False
         spec_config = self.vllm_config.speculative_config
         adaptive = self.speculator.enable_adaptive_verification

@@ -1,7 +1,6 @@
-"""What is recorded of a running engine's requests, and who gets it.
+"""Recording of requests for adaptation.
 
-The requests' texts are whoever's they are: nothing is recorded of those that opted out, and nothing
-here is written anywhere but into memory of a fixed size.
+Requests that opted out are not recorded. Records stay in memory of a fixed size.
 """
 
 from __future__ import annotations
@@ -28,49 +27,46 @@ from vllm_specblock.triton_kernels.feedback.record_step import record_step
 from vllm_specblock.triton_kernels.feedback.slab_tensors import StepToRecord
 
 SAYS = "specblock_adapt"
-"""Key of a request's `extra_args`, `vllm_xargs` over HTTP: 1 wants to be recorded, 0 not."""
+"""Key of `extra_args` (`vllm_xargs` over HTTP): 1: record the request; 0: do not."""
 
 RECORDED_TOKENS, RECORDED = "adapt_recorded_tokens", "adapt_recorded_requests"
 UNRECORDED, OPTED_OUT = "adapt_unrecorded_requests", "adapt_opted_out_requests"
 
 
 class Sink(Protocol):
-    """Takes what was recorded."""
+    """Receives records."""
 
     def offer(self, record: Record | None, finished: FinishedRequest | None) -> bool:
         """Take a part of a request.
 
         Args:
-            record: its rows, the taker's own.
-            finished: of the whole request, with its last part; None: it goes on in another.
+            record: its rows; the sink owns them.
+            finished: facts of the whole request, with its last part only.
 
         Returns:
-            whether there was room for it.
+            Whether there was room for it.
         """
 
 
 class Turning(Protocol):
-    """What changes weights between two steps."""
+    """Changes weights between two steps."""
 
     def turn(self) -> None:
-        """Between two steps, on the stream on which they run."""
+        """Called between two steps, on their stream."""
 
     def counts(self) -> Counts:
-        """For the metrics, always of the same names."""
+        """Return the metrics; the names never change."""
 
 
-class Nobody:
-    """Takes everything and keeps nothing: for watching."""
+class NullSink:
+    """Accepts and drops all records."""
 
     def offer(self, record: Record | None, finished: FinishedRequest | None) -> bool:
         return True
 
 
 def wanted(params: SamplingParams) -> bool | None:
-    """Whether a request says that it is to be recorded; None: it says nothing.
-
-    What is no clear yes is a no.
-    """
+    """Whether a request asks to be recorded; None: unset. An unclear value is a no."""
     said: Any = (params.extra_args or {}).get(SAYS)
     return None if said is None else str(said) in ("1", "1.0", "True")
 
@@ -79,16 +75,16 @@ class Recorder:
     """Records the requests of an engine, step by step.
 
     Args:
-        slabs: as many request slots as the engine's.
-        columns: which of a step's states are the drafter's low, mid and high one.
+        slabs: has the request slots of the engine.
+        columns: indices of the drafter's low, mid and high hidden state.
         parent: [S, N] int32, of the trees under verification.
-        reach: rows that a decode step may commit of a request.
-        requests: whom to record, see `AdaptConfig`.
-        sink: gets what was recorded.
-        versions: gives the drafter other weights; None: it keeps those that it has.
+        reach: rows of a request that a decode step may commit.
+        requests: which requests to record, see `AdaptConfig`.
+        sink: receives the records.
+        versions: swaps the drafter's weights; None: no swaps.
 
     Attributes:
-        warming_up: requests that come are made up: nobody is recorded.
+        warming_up: new requests are dummies and are not recorded.
     """
 
     def __init__(
@@ -111,10 +107,10 @@ class Recorder:
     # ---- once per request ----
 
     def begin(self, slot: int, request: NewRequestData) -> None:
-        """A request comes to a slot, for the first time or after a preemption."""
+        """Start recording a request, new or resumed after a preemption."""
         params = request.sampling_params
         if params is None or request.prompt_embeds is not None or self.warming_up:
-            return  # no text to learn
+            return  # no text to learn from
         says = wanted(params)
         if (
             says is False
@@ -125,7 +121,7 @@ class Recorder:
             return
         stops = {*(params.stop_token_ids or ()), params.eos_token_id} - {None}
         prompt, computed = len(request.prefill_token_ids), request.num_computed_tokens
-        self._hand_on()  # a slab may be free by it
+        self._hand_on()  # may free a slab
         now = time.perf_counter()
         if self.slabs.begin(slot, request.req_id, prompt, computed, now, stops):
             self._slots[request.req_id] = slot
@@ -133,7 +129,7 @@ class Recorder:
             self._total[UNRECORDED] += 1
 
     def end(self, request: str) -> None:
-        """A request goes: it is done, or preempted."""
+        """Stop recording a request that is finished or preempted."""
         slot = self._slots.pop(request, None)
         if slot is not None:
             self._leave(slot)
@@ -141,8 +137,7 @@ class Recorder:
     # ---- once per step ----
 
     def turn(self, slots: np.ndarray) -> None:
-        """Before a step of the requests in some slots: a version that waits is taken, and whose
-        slab is full goes on in another."""
+        """Prepare a step: swap in a waiting version, and continue full slabs in new ones."""
         if self.versions is not None:
             self.versions.turn()
         self._now = time.perf_counter()
@@ -161,11 +156,11 @@ class Recorder:
         hidden_states: list[torch.Tensor],
         verified: VerifiedTrees,
     ) -> None:
-        """Take in a step, eagerly or in a graph; its trees have not been replaced yet.
+        """Record a step before its trees are replaced, eagerly or in a graph.
 
         Args:
-            hidden_states: per layer that a drafter reads [batch rows, Ht], and what the LM head
-                reads last.
+            hidden_states: [batch rows, Ht] for each layer that drafters read; the input of the LM
+                head comes last.
         """
         low, mid, high = (hidden_states[column] for column in self.columns)
         step = StepToRecord(
@@ -182,8 +177,8 @@ class Recorder:
         )
         record_step(self.slabs.tensors, step)
 
-    def rest(self, slots: np.ndarray) -> None:
-        """Heads rest in this step, which leaves a gap: recording ends for its requests."""
+    def pause(self, slots: np.ndarray) -> None:
+        """End the recording of these requests: a paused step leaves a gap."""
         self._now = time.perf_counter()
         for slot in slots.tolist():  # a host array
             self._leave(slot)
@@ -198,7 +193,7 @@ class Recorder:
             self._hand_on()
 
     def _hand_on(self) -> None:
-        """Give the sink what has left the slabs and is in host memory by now."""
+        """Pass finished slabs that have reached host memory to the sink."""
         for record, finished, last in self.slabs.arrived():
             if record is None:
                 continue

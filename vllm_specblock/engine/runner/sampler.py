@@ -23,10 +23,9 @@ if TYPE_CHECKING:
 class TreeSampler(RejectionSampler):
     """RejectionSampler for draft trees.
 
-    Differs in `_verify`. The parent compares drafts with the target one position after the
-    other; here the very function that plain decoding calls (`Sampler.sample`) draws a token at
-    every node, with the noise of the node's depth, and the walk follows the draws. The parent
-    keeps what is around it: chunks of at most 1 GiB of logits, log-probabilities, NaN counts.
+    Only `_verify` differs. It draws a token at every node with plain decoding's `Sampler.sample`
+    and the noise of the node's depth; the accepted path follows the draws. The parent handles
+    chunks of at most 1 GiB of logits, log-probabilities and NaN counts.
     """
 
     def __init__(
@@ -51,8 +50,8 @@ class TreeSampler(RejectionSampler):
         pos: torch.Tensor,
         *rest: Any,
     ) -> Any:
-        # Noise is keyed by (seed, position): a node's is the position that its token would
-        # take in plain decoding, which goes by depth. It was found for the target's forward.
+        # Noise is keyed by (seed, position): use the position of the token in plain decoding, which
+        # follows depth.
         pos = self.tree_mask.node_position[: len(pos)]
         return super()._verify_in_chunks(
             logits, input_batch, draft_logits, draft_sampled, pos, *rest
@@ -115,7 +114,7 @@ class TreeSampler(RejectionSampler):
     def _drawing(
         self, token: torch.Tensor, first_row: torch.Tensor, slot: torch.Tensor
     ) -> AbstractContextManager[None]:
-        """Where the host draws, one row after the other, those off the path are left out."""
+        """On a CPU, draw only for rows on the accepted path."""
         if token.device.type != "cpu" or self.tree_states.synthetic_acceptance is not None:
             return nullcontext()
         from vllm_specblock.engine.cpu.gumbel import drawn_along
@@ -125,10 +124,9 @@ class TreeSampler(RejectionSampler):
     def _path_order(
         self, cu_num_logits: torch.Tensor, idx_mapping: torch.Tensor, num_rows: int
     ) -> torch.Tensor:
-        """Row to read for every row to write, [num_rows] int64.
+        """Return the row to read for every row to write, [num_rows] int64.
 
-        Position j of the path (node `path[j]`) goes to row `first + j`; since only rows of
-        the path are read afterwards, what stands elsewhere does not matter.
+        Position j of the path (node `path[j]`) goes to row `first + j`. Other rows are not read.
         """
         first = cu_num_logits[:-1, None].long()  # [R, 1]
         path, accepted = self.tree_states.path[idx_mapping], self.tree_states.accepted[idx_mapping]

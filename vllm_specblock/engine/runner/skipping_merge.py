@@ -1,4 +1,4 @@
-"""Merged drafters of which the costly one is skipped where a lookup is sure."""
+"""Merged drafters; the costly one is skipped where the lookup is confident."""
 
 from __future__ import annotations
 
@@ -14,23 +14,22 @@ from vllm_specblock.feedback.skip_gate import DrafterGate, first_token
 from vllm_specblock.feedback.verified_trees import VerifiedTrees
 
 _COST = 0.2
-"""What drafting with weights adds to a step on a CPU: 5.3 of 24.6 ms for SmolLM2-135M's drafter.
-Steps measured at start-up would say 0.3: they are a third shorter than those of requests, and a
-drafter that is priced so is left out too often (τ 2.65 in place of 2.85)."""
+"""Share of a CPU step that drafting with weights takes: 5.3 of 24.6 ms for SmolLM2-135M's drafter.
+Steps measured at start-up are a third shorter; their 0.3 skips the drafter too often (τ 2.65, not
+2.85)."""
 
 _MOST_ROWS = 64
-"""Rows of a request that a drafter may be behind: what takes it in one go no longer than a step."""
+"""Rows of a request that a drafter may lag: it reads them in one go in the time of a step."""
 
 
 class SkippingMergedDrafters(MergedDrafters):
-    """Differs from Merge in that a drafter rests in steps for which a lookup alone will do.
+    """Merged drafters, of which one is skipped in steps where the lookup suffices.
 
-    Following the target costs a drafter what drafting costs it, so it does not follow either: what
-    it misses is kept, and taken in when it drafts again. A device whose memory is the host's can
-    decide that from step to step.
+    A skipped drafter does not read the step either, since reading costs as much as drafting. Missed
+    rows are kept until it drafts again. Only a CPU can decide this in every step.
 
     Args:
-        drafters: one of them keeps no cache: it has nothing to follow with.
+        drafters: one of them is the lookup, without a cache.
         num_slots: request slots of the engine.
     """
 
@@ -46,7 +45,7 @@ class SkippingMergedDrafters(MergedDrafters):
         (self.lookup,) = (at for at, drafter in enumerate(drafters) if not drafter.cache_layers())
         self.gate, self.behind = DrafterGate(_COST), Backlog()
         self.asked = True
-        # By request slot, of the tree under verification.
+        # By request slot, for the tree under verification.
         self.sure = torch.zeros(num_slots)
         self.both = torch.zeros(num_slots, dtype=torch.bool)
 
@@ -93,7 +92,7 @@ class SkippingMergedDrafters(MergedDrafters):
         return Proposal(Combined.of(found, drafter=self.lookup + 1), sizes, second, never)
 
     def _can_wait(self, rows: CommittedTokens) -> bool:
-        """Whether what the drafter would miss can be kept and is little: no prompt, above all."""
+        """Whether the missed rows are few and fit in memory; prompts are too long."""
         counts = np.diff(rows.row_start_host)
         late = [self.behind.rows(req_idx) for req_idx in rows.req_idx.tolist()]  # a host tensor
         return bool((counts + late).max() <= _MOST_ROWS) and self.behind.has_room(

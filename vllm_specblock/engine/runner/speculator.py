@@ -1,4 +1,4 @@
-"""Tree speculator: commit the accepted path, advance the drafters, draft, keep the trees."""
+"""Tree speculator: commit the accepted path, advance the drafters, draft, store the trees."""
 
 from __future__ import annotations
 
@@ -30,10 +30,8 @@ if TYPE_CHECKING:
 class TreeSpeculator(SpeculatorSetup):
     """DraftModelSpeculator that proposes trees.
 
-    Differs from the chain drafters beside it in that it also commits: a target step over a
-    tree leaves the accepted path's keys, values and hidden states scattered among rejected
-    nodes, and everything after this (vLLM's bookkeeping, the drafter, the next step) wants them
-    in a row.
+    Unlike vLLM's speculators it also commits: a target step leaves the keys, values and hidden
+    states of the accepted path scattered among rejected nodes, and later steps need them in order.
     """
 
     def capture(self) -> None:
@@ -44,14 +42,14 @@ class TreeSpeculator(SpeculatorSetup):
 
     @cached_property
     def follows(self) -> bool:
-        """Whether a request that is not drafted for leaves blocks for others to draft from."""
+        """Whether drafters read requests without drafts, since later ones may reuse the blocks."""
         cached = any(drafter.cache_layers() for drafter in self.draft_policy.drafters)
         return cached and self.vllm_config.cache_config.enable_prefix_caching
 
     # ---- once per request ----
 
     def note_request(self, req_idx: int, params: SamplingParams | None) -> None:
-        """Remember how the request in `req_idx` samples; nothing learned of its last one holds."""
+        """Store the sampling parameters of a new request, and reset the state of its slot."""
         temperature = 0.0 if params is None else params.temperature
         self.temperature[req_idx].fill_(temperature)
         self.draft_policy.begin(req_idx)
@@ -98,17 +96,17 @@ class TreeSpeculator(SpeculatorSetup):
             return self.step(null_inputs(rows, aux_hidden_states, size, self.max_model_len))
         undrafted = self.undrafted.among(batch)
         paused = not dummy_run and self.adaptive is not None and self.adaptive.is_paused(batch)
-        # None may be wanted: by vLLM's schedule by batch size and, from 0.33 on, where nobody
-        # could use them, in chunks of prompts and at the end of the answers.
+        # 0 comes from vLLM's schedule by batch size and, from 0.33 on, in prompt chunks and last
+        # steps.
         draft = num_speculative_tokens != 0
         if undrafted.all():  # a host array
             self._follow(batch, slot_mappings, aux_hidden_states)
             tokens = self._no_trees(batch.num_reqs)
         elif paused or (not draft and self._can_skip(batch, aux_hidden_states)):
             if self.recorder is not None:
-                self.recorder.rest(batch.idx_mapping_np)
+                self.recorder.pause(batch.idx_mapping_np)
             missed = partial(missed_rows, batch, aux_hidden_states[: len(self.resolved.layers)])
-            if batch.num_draft_tokens:  # of the step before the rest
+            if batch.num_draft_tokens:  # drafted before the pause
                 inputs = self._inputs(batch, slot_mappings, aux_hidden_states)
                 self.settle(inputs)
                 missed = partial(MissedRows.of, self._committed(inputs))
@@ -122,7 +120,7 @@ class TreeSpeculator(SpeculatorSetup):
             graph = self.graphs.find(batch, dummy_run) if draft else None
             if graph is None:
                 inputs = self._inputs(batch, slot_mappings, aux_hidden_states)
-                # A device pads its batches: there they are drafted for, too.
+                # A GPU pads its batches and drafts for all requests.
                 if draft and undrafted.any() and not self.pad_rows:  # a host array
                     wanted = np.flatnonzero(~undrafted)
                     self.draft_policy.wanted = torch.from_numpy(wanted)  # a host array
@@ -144,7 +142,7 @@ class TreeSpeculator(SpeculatorSetup):
         slot_mappings: dict[str, torch.Tensor],
         hidden_states: list[torch.Tensor],
     ) -> None:
-        """No request of a batch is drafted for: the drafters read what others may find cached."""
+        """Let the drafters read a batch in which every request declined drafts."""
         paused = self.adaptive is not None and self.adaptive.drafting_state.all_paused
         if not self.follows or paused:
             return
@@ -161,7 +159,7 @@ class TreeSpeculator(SpeculatorSetup):
         slot_mappings: dict[str, torch.Tensor],
         hidden_states: list[torch.Tensor],
     ) -> StepInputs:
-        """What an eager step reads of a batch."""
+        """Return the inputs of an eager step."""
         chain = self.chains.among(batch)
         slots = {group: slot_mappings[name] for name, group in self.group_of.items()}
         return StepInputs(
@@ -175,10 +173,10 @@ class TreeSpeculator(SpeculatorSetup):
         )
 
     def step(self, inputs: StepInputs, draft: bool = True) -> torch.Tensor:
-        """Commit, draft and keep the trees; the same eagerly and in a graph.
+        """Commit, draft and store the trees; the same eagerly and in a graph.
 
         Args:
-            draft: without, the drafters only follow the target.
+            draft: False: the drafters read the step and draft nothing.
 
         Returns:
             [R, N] int64, the trees' tokens.
@@ -196,7 +194,7 @@ class TreeSpeculator(SpeculatorSetup):
             self._nothing_drafted(req_idx)
             return self._no_trees(len(req_idx))
         proposal = self.draft_policy.combine(committed)
-        # With a prompt, most of it is the drafters' reading that.
+        # With a prompt, most of the time is spent reading it.
         if not rows.batch.has_prefill:
             self.clock.end()
         combined = proposal.combined
@@ -215,7 +213,7 @@ class TreeSpeculator(SpeculatorSetup):
         return combined.tree.token
 
     def _can_skip(self, batch: InputBatch, states: list[torch.Tensor]) -> bool:
-        """Whether drafters may read this step later, with the next one that drafts, or never."""
+        """Whether drafters can read this step later, or need not read it."""
         if self.recorder is not None or not self.can_resume:
             return False
         return self.backlog is None or self.backlog.has_room(
@@ -223,7 +221,7 @@ class TreeSpeculator(SpeculatorSetup):
         )
 
     def _skip(self, batch: InputBatch, missed: Callable[[], MissedRows]) -> None:
-        """No drafts are wanted at the end of this step; `missed` gives what it has committed."""
+        """Skip the drafters in this step; `missed` returns its committed rows."""
         if self.backlog is not None:
             self.backlog.keep(missed(), np.ones(batch.num_reqs, dtype=bool))
         if self.adaptive is not None:
@@ -231,14 +229,15 @@ class TreeSpeculator(SpeculatorSetup):
         self._nothing_drafted(batch.idx_mapping)
 
     def _nothing_drafted(self, req_idx: torch.Tensor) -> None:
-        # Whatever is scheduled next has no verdict.
+        # Drafts scheduled next are placeholders.
         self.tree_states.accepted.index_fill_(0, req_idx, 0)
         if self.adaptive is not None:
             self.adaptive.nothing_drafted(len(req_idx))
 
     def _no_trees(self, num_reqs: int) -> torch.Tensor:
-        """[R, N] int64, valid tokens of no tree: a copy, since vLLM marks in place, by −1, drafts
-        that it did not want, and would read these marks as tokens in a later step."""
+        """Return valid placeholder tokens, [R, N] int64.
+
+        A copy: vLLM overwrites unused drafts with −1 and would read those later."""
         return self.draft_tokens[:num_reqs].clone()
 
     def _committed(self, inputs: StepInputs) -> CommittedTokens:
@@ -252,7 +251,7 @@ class TreeSpeculator(SpeculatorSetup):
         )
 
     def settle(self, inputs: StepInputs) -> VerifiedTrees:
-        """Commit the accepted paths, and learn from the verdicts."""
+        """Commit the accepted paths, and learn from them."""
         rows = inputs.rows
         if rows.has_drafts:
             for (_, caches), slots in zip(self.target_caches, inputs.target_slots):

@@ -1,4 +1,4 @@
-"""What a tree speculator makes once: drafters, their caches, the trees' tensors, graphs."""
+"""Setup of a tree speculator: drafters, their caches, tree tensors, graphs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from vllm_specblock.engine.runner.model_state import TreeModelState
 from vllm_specblock.engine.runner.tree_states import TreeStates
 from vllm_specblock.engine.runner.warm_up import compile_kernels
 from vllm_specblock.engine.target_lora import embed_without_adapters
-from vllm_specblock.engine.target_model import check_target_model
+from vllm_specblock.engine.target_model import check_target_model, embedding_of
 from vllm_specblock.engine.undrafted import UndraftedRequests
 from vllm_specblock.triton_kernels.kv_cache.commit import KVCacheSet
 from vllm_specblock.verify.synthetic_acceptance import SyntheticAcceptance
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 def caches_of(
     context: dict[str, Any], names: list[str], group_of: dict[str, int]
 ) -> list[tuple[int, KVCacheSet]]:
-    """Caches by cache group and geometry; layers that share one count once."""
+    """Group the layers' caches by cache group and geometry; list a shared cache once."""
     alike: dict[tuple[Any, ...], dict[int, Any]] = {}
     for name in names:
         layer = context[name]
@@ -77,7 +77,7 @@ class SpeculatorSetup(DraftModelSpeculator):
 
     draft_policy: DraftPolicy
     target_caches: list[tuple[int, KVCacheSet]]
-    """Each with the number of its cache group."""
+    """(cache group, caches)."""
 
     def __init__(
         self, vllm_config: VllmConfig, device: torch.device, req_states: RequestState
@@ -87,7 +87,7 @@ class SpeculatorSetup(DraftModelSpeculator):
             deep_sleep.install()
         self.req_states = req_states
         self.resolved = read_back(vllm_config.additional_config)
-        # A slot that no request gets: rows that fill up a batch belong to it.
+        # An extra slot for padding rows.
         self.scratch_idx = self.max_num_reqs
         self.num_slots = self.max_num_reqs + 1
         texts = req_states.all_token_ids
@@ -95,7 +95,7 @@ class SpeculatorSetup(DraftModelSpeculator):
             (self.num_slots, texts.gpu.shape[1]),
             dtype=texts.dtype,
             device=device,
-            # vLLM keeps the texts in host memory unless its own n-gram method reads them.
+            # vLLM keeps token ids in host memory unless its own n-gram method reads them.
             uva_instead_of_gpu=not any(
                 drafter_kind(drafter.kind).reads_text for drafter in self.resolved.drafters
             ),
@@ -108,7 +108,7 @@ class SpeculatorSetup(DraftModelSpeculator):
         self.num_nodes = self.num_speculative_steps
         self.pad_rows = device.type != "cpu"
         self.enable_adaptive_verification = self.resolved.adaptive
-        self.use_acceptance_estimator = False  # a chain's
+        self.use_acceptance_estimator = False  # vLLM's, for chains
         self.adaptive: AdaptiveTrees | None = None
         self.temperature = torch.zeros(self.num_slots, device=device)
         self.chains = ChainFallback(self.num_slots)
@@ -120,7 +120,7 @@ class SpeculatorSetup(DraftModelSpeculator):
         self.target_layers = sorted(target_attn_layer_names)
         budgets = drafter_budgets(self.resolved.combine, self.num_nodes)
         sizes = self.num_nodes, self.max_model_len, self.num_slots
-        embed = target_model.embed_input_ids
+        embed = embedding_of(target_model, self.device)
         if self.vllm_config.lora_config is not None:
             lora.install()
             embed = embed_without_adapters(target_model)
@@ -136,10 +136,10 @@ class SpeculatorSetup(DraftModelSpeculator):
         self.drafter_layers = register_layers(self.vllm_config, drafters)
         weights = [drafter.model for drafter in drafters if drafter.model is not None]
         rates = self.speculative_config.synthetic_acceptance_rates
-        if rates is not None:  # benchmarks only, and then there is one drafter
+        if rates is not None:  # benchmarks only, with one drafter
             best = unconditional_to_conditional_rates(rates)
             (drafter,) = drafters
-            assert isinstance(drafter, SpecBlockDrafter)  # `check_acceptance` has said so
+            assert isinstance(drafter, SpecBlockDrafter)  # checked by `check_acceptance`
             drafters = [SyntheticDrafter(drafter, best, self.device)]
         self.draft_policy = make_draft_policy(
             drafters, self.resolved.combine, self.num_nodes, self.num_slots, self.device
@@ -176,19 +176,18 @@ class SpeculatorSetup(DraftModelSpeculator):
         return nn.ModuleList(weights)
 
     def load_model(self, target_model: VllmModel) -> None:
-        check_target_model(target_model, self.vllm_config)  # not every loader asks before
+        check_target_model(target_model, self.vllm_config)  # not all loaders call `create_model`
         super().load_model(target_model)
         if self.device.type == "cpu":
             compile_loops(self.dtype)
             without_made_up_requests()
-        # vLLM asks the model for its state's class next. It takes no argument of ours, hence
-        # a class per engine.
+        # vLLM builds this class without our arguments, hence one class per engine.
         state = type("TreeModelState", (TreeModelState,), {"speculator": self})
         target_model.get_model_state_cls = lambda: state
 
     def set_attn(self, *args: Any, **kwargs: Any) -> None:
         super().set_attn(*args, **kwargs)
-        # vLLM measures graphs with caches of its own, which must go before it makes the others.
+        # Release the caches that vLLM profiled graphs with; it allocates the real ones next.
         self.target_caches = []
         self._bind_null_caches()
         groups = self.kv_cache_config.kv_cache_groups
@@ -198,13 +197,13 @@ class SpeculatorSetup(DraftModelSpeculator):
         if missing or len(drafters) > 1:
             given = f"{missing[0]} no block table" if missing else "drafters several block tables"
             raise OptionError(
-                f"vLLM gave {given}, which SpecBlock cannot draft with: run this target without "
+                f"vLLM gave {given}, but SpecBlock needs exactly one: run this target without "
                 "speculative_config."
             )
         self.group = min(drafters, default=self.group_of[self.target_layers[0]])
 
     def _bind_null_caches(self) -> None:
-        # With `max_model_len` "auto" vLLM lowers the limit after the drafters are made.
+        # With `max_model_len` "auto", vLLM lowers the limit after the drafters are built.
         self.max_model_len = self.vllm_config.model_config.max_model_len
         for drafter in self.draft_policy.drafters:
             drafter.max_model_len = self.max_model_len
@@ -212,12 +211,12 @@ class SpeculatorSetup(DraftModelSpeculator):
         bind_null_caches(self.draft_policy.drafters, size, self.dtype, self.device)
 
     def bind_caches(self) -> None:
-        """The paged caches exist now: hand them to the commit and to the drafter."""
+        """Bind the allocated KV caches to the commit and the drafters."""
         context = self.vllm_config.compilation_config.static_forward_context
         self.target_caches = caches_of(context, self.target_layers, self.group_of)
         for drafter, names in zip(self.draft_policy.drafters, self.drafter_layers):
             drafter.bind([context[name].kv_cache for name in names])
-        # Where nothing will be captured.
+        # Otherwise `capture` compiles them.
         if self.device.type == "cpu" or self.vllm_config.model_config.enforce_eager:
             self._compile_kernels()
 
@@ -233,7 +232,7 @@ class SpeculatorSetup(DraftModelSpeculator):
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         full = cudagraph_mode.decode_mode() == CUDAGraphMode.FULL
-        # Whether lazy routing asks its second drafter is a decision of the host, step by step.
+        # Lazy routing decides on the host, in every step, whether to run the second drafter.
         if isinstance(self.draft_policy, LazilyRoutedDrafters):
             full = False
         self.graphs = ProposalGraphs(
@@ -249,7 +248,7 @@ class SpeculatorSetup(DraftModelSpeculator):
         )
 
     def forget_warm_up(self) -> None:
-        """vLLM's warm-up requests, which came before, are nobody's."""
+        """Reset the counters and estimates after vLLM's warm-up requests."""
         self.counters.total.zero_()
         self.clock.total.zero_()
         self.draft_policy.forget()

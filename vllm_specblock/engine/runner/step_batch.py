@@ -1,4 +1,4 @@
-"""Index arithmetic of a step's batch: what is committed, and where it goes."""
+"""Index arithmetic of a batch: committed rows and their destinations."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def rounding(rows: int, room: np.ndarray) -> np.ndarray:
 
 
 def missed_rows(batch: InputBatch, hidden_states: list[torch.Tensor]) -> MissedRows:
-    """A step without drafts on a CPU, of which all rows are committed, in their order.
+    """Return the committed rows of a step without drafts on a CPU: all rows, in order.
 
     Args:
         hidden_states: per layer [batch rows, Ht].
@@ -106,7 +106,7 @@ class StepBatch:
         self.row_start = put(np.array(self.row_start_host), np.int32)
 
     def read_accepted(self, slot: torch.Tensor) -> None:
-        """Take in what waits for the requests; `kv_slot` [R] int64. Without a root: no drafts."""
+        """Load the accepted paths of the slots [R] int64; a request without a root has none."""
         self.path, self.accepted, self.query_start, self.drafts = read_accepted(
             slot,
             self.goes_on,
@@ -117,7 +117,7 @@ class StepBatch:
         )
 
     def verified(self, temperature: torch.Tensor) -> VerifiedTrees:
-        """What became of the trees; `temperature` [slots] fp32."""
+        """Return the verified trees; `temperature` [slots] fp32."""
         return VerifiedTrees(
             self.batch.idx_mapping,
             self.drafts,
@@ -129,7 +129,7 @@ class StepBatch:
         )
 
     def move(self, kv_caches: KVCacheSet, slot_mapping: torch.Tensor) -> None:
-        """Bring the accepted paths together in the target's caches; slot_mapping [batch rows]."""
+        """Move the accepted paths together in the target's caches; slot_mapping [batch rows]."""
         move_path(
             kv_caches,
             slot_mapping,
@@ -149,7 +149,7 @@ class StepBatch:
         block_size: int,
         temperature: torch.Tensor,
     ) -> CommittedTokens:
-        """The rows a drafter advances on.
+        """Return the rows that drafters advance on.
 
         Args:
             slot_mapping: [batch rows] int64.

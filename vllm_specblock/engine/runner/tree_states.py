@@ -52,10 +52,9 @@ class TreeStates:
         self.reset(slice(None))
 
     def reset(self, req_idx: int | slice) -> None:
-        """Forget the slot's last owner.
+        """Reset a slot to a chain, for drafts that are not ours.
 
-        A chain is what vLLM itself would verify. It stands for drafts that are not ours:
-        placeholders of the scheduler, dummy batches, graph capture.
+        These are placeholders of the scheduler, dummy batches and graph capture.
         """
         self.parent[req_idx] = self._chain_parent
         self.depth[req_idx] = self._chain_depth
@@ -67,10 +66,9 @@ class TreeStates:
             self.synthetic_acceptance.forget(req_idx)
 
     def store(self, req_idx: torch.Tensor, combined: Combined) -> None:
-        """Keep the trees that were just proposed; `req_idx` [R] int64.
+        """Store the proposed trees; `req_idx` [R] int64.
 
-        They have no verdict yet. Nor will they get one if their drafts are not scheduled, and
-        then nothing of them must be committed.
+        No node is accepted yet; nothing may be committed if their drafts are not scheduled.
         """
         tree = combined.tree
         if self.parent.is_cuda:

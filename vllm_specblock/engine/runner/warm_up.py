@@ -23,14 +23,13 @@ def compile_kernels(
     block_table: torch.Tensor,
     caches: list[tuple[int, KVCacheSet]],
 ) -> None:
-    """Launch every attention kernel of target and drafters once, unless vLLM is told not to warm
-    up.
+    """Launch every attention kernel of target and drafters once, if vLLM's JIT warm-up is on.
 
     Args:
-        target_layers: names of the target's attention layers, whose caches are there.
+        target_layers: names of the target's attention layers, with caches.
         num_nodes: N.
-        block_table: [most requests, max blocks] int32, the one that batches are attended with.
-        caches: of the target, each set with its cache group.
+        block_table: [most requests, max blocks] int32, the one used for batches.
+        caches: the target's, as (cache group, caches).
     """
     if not config.kernel_config.enable_jit_warmup:
         return

@@ -19,7 +19,7 @@ from vllm_specblock.adapt.versions import VersionFolder
 from vllm_specblock.drafters.specblock.device_refresh import DeviceRefresh
 from vllm_specblock.drafters.specblock.drafter import SpecBlockDrafter
 from vllm_specblock.drafters.specblock.host_refresh import HostRefresh
-from vllm_specblock.engine.runner.recording import Nobody, Sink
+from vllm_specblock.engine.runner.recording import NullSink, Sink
 from vllm_specblock.engine.versions.drafter_versions import Link, Versions
 from vllm_specblock.engine.versions.rank_versions import RankVersions
 from vllm_specblock.engine.versions.ranks import Ranks
@@ -49,7 +49,7 @@ def link_to_process(
         process, descriptor = ranks.from_first([0, 0])
         versions = _versions(ranks, drafter, RankLink(process, descriptor, sizes.shapes))
         versions.start(current)
-        return versions, Nobody()
+        return versions, NullSink()
     link = EngineLink(sizes)
     ranks.from_first([os.getpid(), link.descriptor])
     trainer = TrainerProcess(told, link)
@@ -79,7 +79,7 @@ def link_to_folder(
     atexit.register(link.close)
     versions = _versions(ranks, drafter, link)
     versions.start(link.current)
-    return versions, link if isinstance(link, FolderLink) else Nobody()
+    return versions, link if isinstance(link, FolderLink) else NullSink()
 
 
 def _versions(

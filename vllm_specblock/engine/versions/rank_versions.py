@@ -122,7 +122,7 @@ class FollowingRank:
     def record(self, *args: Any) -> None:
         """See `Recorder`."""
 
-    def rest(self, slots: np.ndarray) -> None:
+    def pause(self, slots: np.ndarray) -> None:
         """See `Recorder`."""
 
     def counts(self) -> Counts:
