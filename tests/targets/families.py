@@ -357,7 +357,7 @@ FAMILIES = {
     "IQuest Loop Coder": family("IQuestLoopCoderForCausalLM", "iquestloopcoder", loop_num=2,
         loop_window_size=16),
     "Llama 4": family("Llama4ForCausalLM", "llama4_text", LLAMA_4, attention_chunk_size=64),
-    "MiniMax M3": family("MiniMaxM3SparseForCausalLM", "minimax_m3_text", EXPERTS,
+    "MiniMax M3": family("MiniMaxM3SparseForCausalLM", "minimax_m3_text", ROUTED, NOAUX,
         rope_theta=10000.0, partial_rotary_factor=0.5, use_gemma_norm=True, qk_norm_type="per_head",
         hidden_act="swigluoai", swiglu_limit=7.0, swiglu_alpha=1.7, swiglu_beta=1.0,
         dense_intermediate_size=192, shared_intermediate_size=64, moe_layer_freq=[0, 1, 1]),

@@ -291,7 +291,7 @@ def test_the_chain_from_corpus_to_table(tmp_path):
     results = (work / "results.md").read_text()
     rows = re.findall(r"^\| ([^|]+) \| [\d.]+ ± [\d.]+ \| [\d.]+ ± [\d.]+ \|$", results, re.M)
     uniform = "− rank-guided branching"
-    others = ["paper's branching", uniform, "starts by rank"]
+    others = ["paper's branching", uniform]
     others += [f"{uniform}, width {width}" for width in (3, 8, 16, 32)]
     others += ["true rank buckets", "paper's branching, true rank buckets"]
     assert rows == ["specblock", "EAGLE-3", "Medusa", *others]

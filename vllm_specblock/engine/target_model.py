@@ -71,12 +71,12 @@ def _name_shared_specs(original: Function) -> Function:
 
 
 def hands_out_states(model: nn.Module, wanted: Sequence[int]) -> bool:
-    """Whether `model` has vLLM's EAGLE-3 interface and its forward implements it for these layers.
+    """Whether `model` has vLLM's EAGLE-3 interface and its forward implements it for `wanted`.
 
-    MiMo inherits the interface but overrides the forward. The Transformers backend has no state
-    before its first layer.
+    MiMo inherits the interface but overrides the forward. Not every class has a state before its
+    first layer: DeepSeek V2 and the Transformers backend do not.
     """
-    if 0 in wanted and hasattr(model, "_output_aux_hidden_states_kwargs"):
+    if 0 in wanted:
         return False
     holders = (type(each) for each in model.modules() if isinstance(each, EagleModelMixin))
     codes = (holder.forward.__code__ for holder in holders)

@@ -14,11 +14,16 @@ from vllm_specblock.options import TargetError
 
 _ADDS_RESIDUAL = frozenset(
     {
+        "Cohere2MoeDecoderLayer",
+        "CohereCompassDecoderLayer",
         "CohereDecoderLayer",
         "Exaone4DecoderLayer",
+        "Gemma4DecoderLayer",
         "GraniteMoeHybridAttentionDecoderLayer",
         "GraniteMoeHybridMambaDecoderLayer",
         "HyperCLOVAXDecoderLayer",
+        "MiniCPMDecoderLayer",
+        "MuseGlimmerDecoderLayer",
         "PhiMoEDecoderLayer",
     }
 )

@@ -220,8 +220,9 @@ class TreeAttentionImpl(AttentionImpl):
         if attn_metadata is None:  # profiling
             return output.fill_(0)
         num_rows, whole = attn_metadata.num_rows, output
-        # A shared cache is written by its own layer.
-        slots = None if self.shares_cache else attn_metadata.slot_mapping
+        # Stored by the layer that shares its cache, or by an earlier call of this one (IQuest).
+        stored = self.shares_cache or key is None or not key.numel()
+        slots = None if stored else attn_metadata.slot_mapping
         if query.shape[0] > num_rows:  # padding; slice only if needed
             query, output = query[:num_rows], output[:num_rows]
             if slots is not None:
