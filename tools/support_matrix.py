@@ -75,8 +75,8 @@ def _targets() -> Iterator[str]:
         yield f"| {name} | `{entry['class']}` | {layers} | {verdicts} |"
     yield (
         "\nWritten by `make targets`, with tiny models of random weights: float32, on a CPU, six "
-        "requests in a batch, greedy and at temperature 0.8, trees of 12 nodes. Layers that share "
-        "a cache have none of their own. Any other text model is neither refused nor tested."
+        "requests in a batch, greedy and at temperature 0.8, trees of 12 nodes. Shared: so many of "
+        "the layers read another layer's cache. Any other text model is neither refused nor tested."
     )
 
 
