@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from vllm.config import VllmConfig
+from vllm.model_executor.layers.attention import Attention
 
 from vllm_specblock.options import TargetError
 
@@ -30,6 +31,9 @@ _ADDS_RESIDUAL = frozenset(
 """Layers whose hidden states already include the residual that they take. All other layers leave
 the last addition to the next layer's norm."""
 
+_SEVERAL_STREAMS = frozenset({"Gemma3nDecoderLayer", "LoopCoderDecoderLayer"})
+"""Layers whose hidden states are not one row per token."""
+
 
 def add_interface(model: nn.Module, config: VllmConfig) -> None:
     """Give `model` the methods of vLLM's `SupportsEagle3`.
@@ -38,13 +42,16 @@ def add_interface(model: nn.Module, config: VllmConfig) -> None:
     that it works in compiled code and CUDA graphs.
 
     Raises:
-        TargetError: no `ModuleList` has `num_hidden_layers` entries.
+        TargetError: no `ModuleList` has `num_hidden_layers` entries with attention, or its layers
+            pass on several streams of hidden states.
     """
     depth = config.model_config.hf_text_config.num_hidden_layers
     lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
-    layers = next((found for found in lists if len(found) == depth), None)
+    layers = next((each for each in lists if len(each) == depth and _attends(each)), None)
     if layers is None:
         raise TargetError(f"no list of {depth} decoder layers for the drafter to read")
+    if type(layers[0]).__name__ in _SEVERAL_STREAMS:
+        raise TargetError("several streams of hidden states, of which the drafter reads one")
     interface: Any = model
     forward, buffers = model.forward, list[torch.Tensor]()
 
@@ -74,6 +81,10 @@ def add_interface(model: nn.Module, config: VllmConfig) -> None:
     interface.get_eagle3_default_aux_hidden_state_layers = lambda: (2, depth // 2, depth - 3)
 
 
+def _attends(layers: nn.ModuleList) -> bool:
+    return any(isinstance(module, Attention) for module in layers.modules())
+
+
 def _copy_input(layer: nn.Module, buffer: torch.Tensor) -> Any:
     # Compiled code cannot inspect signatures.
     names = list(inspect.signature(layer.forward).parameters)
@@ -88,8 +99,6 @@ def _copy_input(layer: nn.Module, buffer: torch.Tensor) -> Any:
         hidden = given(hidden_at, args, kwargs)
         residual = None if residual_at is None else given(residual_at, args, kwargs)
         state = hidden if residual is None else hidden + residual
-        if state.dim() > 2 and state.shape[0] > 1:
-            raise TargetError("hidden states of several streams")
         state = state.flatten(0, -2)  # [1, T, H] of the Transformers backend
         buffer[: state.shape[0]].copy_(state)
 
