@@ -69,7 +69,12 @@ def test_a_head_drafts_and_is_overruled():
         return DraftTree.empty(3, 20, "cpu")
 
     inner = SimpleNamespace(
-        kind="specblock", num_nodes=20, max_depth=8, shape=shape_of(20), draft=draft
+        kind="specblock",
+        num_nodes=20,
+        max_depth=8,
+        max_model_len=64,
+        shape=shape_of(20),
+        draft=draft,
     )
     head = SyntheticDrafter(inner, BEST, torch.device("cpu"))
     wanted = synthetic_tree(shape_of(20), BEST)
