@@ -100,7 +100,7 @@ def simulate(
     costs = CostModel.of(step_seconds, _pair(update_seconds), _pair(swap_seconds))
     names = list(dict.fromkeys(policy or ["frozen", "always", "paper", "gain"]))
     for name in names:
-        make_policy(name, seed)  # a wrong name is told before the target writes anything
+        make_policy(name, seed)  # fails before the target writes anything
     files = [home, *away]
     streams = {name: make_stream(name, requests, seed, len(files)) for name in stream or ["switch"]}
     pairing = pair_specblock(drafter, target)
