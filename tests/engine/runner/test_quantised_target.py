@@ -37,6 +37,9 @@ def test_tokens_are_vllms_own(form, tmp_path):
     assert accepted > 40, "hardly a draft was right"
 
 
+@pytest.mark.skipif(
+    torch.cpu._is_amx_tile_supported(), reason="with AMX, vLLM's int8 kernel takes no float32"
+)
 def test_int8_answers_leave_vllms_where_two_tokens_are_close(tmp_path):
     """Activations are rounded to 8 bits, by sums that a tree adds up in another order."""
     target = write_quantised(tmp_path / "target", "int8")

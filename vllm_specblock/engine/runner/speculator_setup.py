@@ -120,8 +120,9 @@ class SpeculatorSetup(DraftModelSpeculator):
         self.target_layers = sorted(target_attn_layer_names)
         budgets = drafter_budgets(self.resolved.combine, self.num_nodes)
         sizes = self.num_nodes, self.max_model_len, self.num_slots
-        embed = embedding_of(target_model, self.device)
-        if self.vllm_config.lora_config is not None:
+        if self.vllm_config.lora_config is None:
+            embed = embedding_of(target_model, self.device)
+        else:
             lora.install()
             embed = embed_without_adapters(target_model)
         drafters: list[Drafter] = build_drafters(
