@@ -8,10 +8,9 @@ import transformers
 
 pytest.importorskip("vllm", reason="needs vLLM")
 
-from vllm_specblock.engine.offline.extract import FeatureExtractor
+from support.features import features_of
 
 LAYERS = (1, 2, 3)
-ALIVE = []  # a collected engine destroys the process groups of all others
 SIZES = {
     "vocab_size": 64,
     "hidden_size": 64,
@@ -38,17 +37,7 @@ def test_hooked_states_are_the_layers_inputs(config, tmp_path):
     tokens = torch.randint(3, 60, (20,))
     with torch.no_grad():
         wanted = target(tokens[None], output_hidden_states=True).hidden_states
-    engine = {
-        "enforce_eager": True,
-        "max_num_seqs": 4,
-        "distributed_executor_backend": "uni",
-        "kv_cache_memory_bytes": 64 << 20,
-    }
-    extractor = FeatureExtractor(
-        tmp_path / "target", LAYERS, 128, "float32", tmp_path / "scratch", engine
-    )
-    ALIVE.append(extractor)
-    (features,) = extractor([tokens])
-    states = features[0].view(len(tokens), len(LAYERS), -1).unbind(1)
+    found = features_of(tmp_path / "target", LAYERS, tokens.tolist(), tmp_path / "scratch")
+    states = torch.tensor(found).view(len(tokens), len(LAYERS), -1).unbind(1)
     for layer, state in zip(LAYERS, states):
         torch.testing.assert_close(state, wanted[layer][0], atol=1e-5, rtol=1e-5)
