@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
     from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -31,21 +29,6 @@ def check(params: SamplingParams) -> None:
             parameter="extra_args",
             value=given,
         )
-
-
-class UndraftedRequests:
-    """Request slots that declined drafts."""
-
-    def __init__(self, num_slots: int) -> None:
-        self._slots = np.zeros(num_slots, dtype=bool)
-
-    def note(self, req_idx: int, params: SamplingParams | None) -> None:
-        """Add a request in slot `req_idx`."""
-        self._slots[req_idx] = not wants_drafts(params)
-
-    def among(self, batch: InputBatch) -> np.ndarray:
-        """Return the requests of `batch` that declined drafts: [R] bool, on the host."""
-        return self._slots[batch.idx_mapping_np]
 
 
 def fills_block(batch: InputBatch, block_size: int) -> bool:

@@ -56,7 +56,7 @@ def run(engine, monkeypatch, count: int) -> tuple[list[list[int]], list[tuple]]:
     def noting(batch, *args, **kwargs):
         proposed = tokens = propose(batch, *args, **kwargs)
         # Placeholder tokens may differ: in 0.33 at the end of an answer, and without drafts.
-        undrafted = engine.speculator.undrafted.among(batch).all()
+        undrafted = engine.speculator.undrafted[batch.idx_mapping_np].all()
         if undrafted or kwargs.get("num_speculative_tokens") == 0:
             tokens = torch.zeros_like(tokens)
         trees = (tokens, slots.parent[batch.idx_mapping], slots.origin[batch.idx_mapping])

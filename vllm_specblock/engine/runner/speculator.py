@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -40,12 +40,6 @@ class TreeSpeculator(SpeculatorSetup):
         groups = [group for group, _ in self.target_caches]
         self.graphs.capture(self.step, self.draft_tokens, groups)
 
-    @cached_property
-    def follows(self) -> bool:
-        """Whether drafters read requests without drafts, since later ones may reuse the blocks."""
-        cached = any(drafter.cache_layers() for drafter in self.draft_policy.drafters)
-        return cached and self.vllm_config.cache_config.enable_prefix_caching
-
     # ---- once per request ----
 
     def note_request(self, req_idx: int, params: SamplingParams | None) -> None:
@@ -53,9 +47,9 @@ class TreeSpeculator(SpeculatorSetup):
         temperature = 0.0 if params is None else params.temperature
         self.temperature[req_idx].fill_(temperature)
         self.draft_policy.begin(req_idx)
-        self.undrafted.note(req_idx, params)
+        drafts = wants_drafts(params)
+        self.undrafted[req_idx] = not drafts
         if self.adaptive is not None:
-            drafts = wants_drafts(params)
             self.adaptive.add(req_idx, samples=temperature > 0, drafts=drafts)
         if self.backlog is not None:
             self.backlog.forget(req_idx)
@@ -94,7 +88,7 @@ class TreeSpeculator(SpeculatorSetup):
             size = self.vllm_config.cache_config.block_size
             rows = StepBatch(batch, self.tree_states, self.pad_rows)
             return self.step(null_inputs(rows, aux_hidden_states, size, self.max_model_len))
-        undrafted = self.undrafted.among(batch)
+        undrafted = self.undrafted[batch.idx_mapping_np]
         paused = not dummy_run and self.adaptive is not None and self.adaptive.is_paused(batch)
         # 0 comes from vLLM's schedule by batch size and, from 0.33 on, in prompt chunks and last
         # steps.
@@ -161,7 +155,7 @@ class TreeSpeculator(SpeculatorSetup):
     ) -> StepInputs:
         """Return the inputs of an eager step."""
         chain = self.chains.among(batch)
-        slots = {group: slot_mappings[name] for name, group in self.group_of.items()}
+        slots = {group: slot_mappings[name] for group, name in self.layer_of.items()}
         return StepInputs(
             StepBatch(batch, self.tree_states, self.pad_rows),
             slots[self.group],

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import nn
 from vllm.config import VllmConfig
@@ -46,7 +47,6 @@ from vllm_specblock.engine.runner.tree_states import TreeStates
 from vllm_specblock.engine.runner.warm_up import compile_kernels
 from vllm_specblock.engine.target_lora import embed_without_adapters
 from vllm_specblock.engine.target_model import check_target_model, embedding_of
-from vllm_specblock.engine.undrafted import UndraftedRequests
 from vllm_specblock.triton_kernels.kv_cache.commit import KVCacheSet
 from vllm_specblock.verify.synthetic_acceptance import SyntheticAcceptance
 
@@ -112,7 +112,7 @@ class SpeculatorSetup(DraftModelSpeculator):
         self.adaptive: AdaptiveTrees | None = None
         self.temperature = torch.zeros(self.num_slots, device=device)
         self.chains = ChainFallback(self.num_slots)
-        self.undrafted = UndraftedRequests(self.num_slots)
+        self.undrafted = np.zeros(self.num_slots, dtype=bool)
 
     def load_draft_model(
         self, target_model: VllmModel, target_attn_layer_names: set[str]
@@ -154,6 +154,8 @@ class SpeculatorSetup(DraftModelSpeculator):
         on_host, follow = self.device.type == "cpu", any(each.cache_layers() for each in drafters)
         self.backlog = Backlog() if follow and on_host else None
         self.can_resume = on_host or not follow
+        # Later requests may reuse the blocks of a request without drafts.
+        self.follows = follow and self.vllm_config.cache_config.enable_prefix_caching
         if self.resolved.adaptive:
             self.adaptive = AdaptiveTrees(
                 follow,
@@ -193,6 +195,7 @@ class SpeculatorSetup(DraftModelSpeculator):
         self._bind_null_caches()
         groups = self.kv_cache_config.kv_cache_groups
         self.group_of = {name: i for i, group in enumerate(groups) for name in group.layer_names}
+        self.layer_of = {i: name for name, i in self.group_of.items()}  # any layer of each group
         drafters = {self.group_of[name] for names in self.drafter_layers for name in names}
         missing = [name for name in self.target_layers if name not in self.group_of]
         if missing or len(drafters) > 1:
