@@ -155,7 +155,7 @@ class Controller:
         survival: np.ndarray,
         requests: int,
         rows: int,
-        most: int,
+        most: int | None = None,
         sampling: bool = False,
         padded: Callable[[np.ndarray], np.ndarray] = lambda rows: rows,
     ) -> int:
@@ -164,7 +164,7 @@ class Controller:
         Args:
             survival: [R, N], descending in each row; 0 where there is no node.
             rows: of the step without nodes.
-            most: nodes, at most.
+            most: nodes, at most; None: all.
             padded: [n] rows → [n] rows that such steps are run with.
         """
         known = self._yields[sampling]
