@@ -92,7 +92,7 @@ class Controller:
     | drafting | one plain step | every PLAIN_EVERY steps |
     | drafting | paused | the yield was below that of plain steps PATIENCE times in a row |
     | paused | drafting | another batch size or kind of sampling has a gain above MARGIN |
-    | paused | probing | after PROBE_AFTER steps, or more where a probe costs more than PROBE_SHARE |
+    | paused | probing | after PROBE_AFTER steps; later where a probe costs more than its share |
     | probing | drafting | it ends with a gain above MARGIN |
     | probing | paused | it ends without |
 

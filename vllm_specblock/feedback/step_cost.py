@@ -22,6 +22,7 @@ CLIP = 0.35
 
 _OUTLIER = 2.5  # nats; the process did something else meanwhile
 _FRESH = 3  # drafts of a batch size that replace the figure measured at start-up
+_LOOKUP = 0.1  # share of the time to draft that a lookup takes, until it is seen
 _READ_STEPS = 0.1  # share of a catch-up's error that the cost of a row takes over
 
 
@@ -39,12 +40,15 @@ class StepCost:
 
     def __init__(self) -> None:
         rows = 2 ** np.arange(13)
-        self.measured(
-            dict(zip(rows.tolist(), (0.95 + 0.05 * rows).tolist())), {1: 0.0}  # host arrays
-        )
+        times = 0.95 + 0.05 * rows
+        self.measured(dict(zip(rows.tolist(), times.tolist())), {1: 0.0})  # host arrays
 
     def measured(
-        self, verify: Mapping[int, float], draft: Mapping[int, float], per_request: float = 0.0
+        self,
+        verify: Mapping[int, float],
+        draft: Mapping[int, float],
+        per_request: float = 0.0,
+        noisy: bool = True,
     ) -> None:
         """Begin anew with measured times.
 
@@ -52,11 +56,13 @@ class StepCost:
             verify: rows of a step → seconds, or any unit; two sizes at least.
             draft: requests → time to draft for them, in the same unit.
             per_request: time of a request beside its rows.
+            noisy: other work may have been in these times.
         """
         self._rows = np.array(sorted(verify), dtype=float)
-        times = _plausible(self._rows, np.array([verify[int(rows)] for rows in self._rows]))
+        times = np.array([verify[int(rows)] for rows in self._rows])
+        times = _plausible(self._rows, times) if noisy else np.maximum.accumulate(times)
         self._log_scale = float(np.log(times[0]))
-        self._shape = np.log(times / times[0])
+        self._times = times / times[0]
         self._steps = np.full(len(times), 2.0)
         slope = (times[-1] - times[-2]) / (self._rows[-1] - self._rows[-2]) / times[0]
         self._beyond = max(float(slope), 0.0)  # per row
@@ -66,15 +72,15 @@ class StepCost:
         seconds = np.array([draft[int(count)] for count in given])
         seconds = np.minimum.accumulate(seconds[::-1])[::-1]  # too long, if anything
         found = np.interp(self._requests, given, seconds) / times[0]
-        # By whether a drafter with weights was asked.
-        self._draft = np.log(np.maximum([found, found], 1e-6))
+        # Without a drafter with weights, and with one, as it was measured.
+        self._draft = np.log(np.maximum([_LOOKUP * found, found], 1e-6))
         self._drafts = np.zeros((2, len(found)))
         self.per_request, self.read = per_request / times[0], 0.0
 
     def verify(self, rows: np.ndarray | float, requests: int) -> np.ndarray:
         """[n] rows of a step that verifies trees → [n] relative costs."""
         beyond = np.maximum(np.asarray(rows) - self._rows[-1], 0)
-        found = np.interp(rows, self._rows, np.exp(self._shape))
+        found = np.interp(rows, self._rows, self._times)
         return found + self._beyond * beyond + self.per_request * requests
 
     def plain(self, requests: int) -> float:
@@ -107,9 +113,9 @@ class StepCost:
         share = 1.0 if not gap else float(np.clip((rows - self._rows[below]) / gap, 0, 1))
         for place, part in ((above, share), (below, 1 - share)):
             step = SHAPE_STEP / min(self._steps[place], SHAPE_MEMORY)
-            self._shape[place] += part * step * error
+            self._times[place] *= np.exp(part * step * error)
             self._steps[place] += part
-        self._shape = np.maximum.accumulate(self._shape)
+        self._times = np.maximum.accumulate(self._times)
 
     def observe_draft(self, requests: int, asked: bool, seconds: float, read: int) -> None:
         """Learn from a proposal; read: rows that its drafters had missed before."""

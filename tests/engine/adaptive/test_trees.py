@@ -10,11 +10,11 @@ from support.engines import make_engine, record_drafts
 from support.matrix import CASES, PROMPTS, Checker, crowded_engine, params, to_the_limit
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
+from vllm_specblock.feedback.throughput import Throughput
 
 from vllm_specblock.engine.cpu import host_budget
 from vllm_specblock.engine.runner.step_batch import StepBatch
 from vllm_specblock.feedback.acceptance_estimator import kinds
-from vllm_specblock.feedback.throughput import Throughput
 
 ADAPTIVE = {"enable_adaptive_verification": True}
 on_the_host = pytest.mark.skipif(

@@ -43,10 +43,12 @@ class DraftPolicy(ABC):
 
     Attributes:
         wanted: [n] int64, requests of this step that get drafts; None: all.
+        asked: a drafter with weights took part in the last proposal, or there is none.
     """
 
     drafters: list[Drafter]
     wanted: torch.Tensor | None = None
+    asked = True
 
     @property
     def max_depth(self) -> int:

@@ -47,6 +47,7 @@ from vllm_specblock.engine.runner.tree_states import TreeStates
 from vllm_specblock.engine.runner.warm_up import compile_kernels
 from vllm_specblock.engine.target_lora import embed_without_adapters
 from vllm_specblock.engine.target_model import check_target_model, embedding_of
+from vllm_specblock.feedback.controller import Controller
 from vllm_specblock.triton_kernels.kv_cache.commit import KVCacheSet
 from vllm_specblock.verify.synthetic_acceptance import SyntheticAcceptance
 
@@ -142,8 +143,9 @@ class SpeculatorSetup(DraftModelSpeculator):
             (drafter,) = drafters
             assert isinstance(drafter, SpecBlockDrafter)  # checked by `check_acceptance`
             drafters = [SyntheticDrafter(drafter, best, self.device)]
+        controller = Controller(self.num_nodes) if self.resolved.adaptive else None
         self.draft_policy = make_draft_policy(
-            drafters, self.resolved.combine, self.num_nodes, self.num_slots, self.device
+            drafters, self.resolved.combine, self.num_nodes, self.num_slots, self.device, controller
         )
         self.max_depth = self.draft_policy.max_depth
         self.tree_states = TreeStates(self.num_slots, self.num_nodes, self.max_depth, self.device)
@@ -156,8 +158,9 @@ class SpeculatorSetup(DraftModelSpeculator):
         self.can_resume = on_host or not follow
         # Later requests may reuse the blocks of a request without drafts.
         self.follows = follow and self.vllm_config.cache_config.enable_prefix_caching
-        if self.resolved.adaptive:
+        if controller is not None:
             self.adaptive = AdaptiveTrees(
+                controller,
                 follow,
                 self.backlog,
                 self.req_states,
