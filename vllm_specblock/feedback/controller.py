@@ -168,7 +168,7 @@ class Controller:
             padded: [n] rows → [n] rows that such steps are run with.
         """
         known = self._yields[sampling]
-        known.add(survival)
+        known.add(survival[survival[:, 0] < 1])  # 1: nothing is known yet
         self._steps += 1
         kind = _kind(requests, sampling)
         if self._steps % 8 == 0 or known.count < TREES or kind != self._kind:

@@ -12,7 +12,6 @@ from support.host_reads import HostRead, NoHostReads
 from support.matrix import PROMPTS, params
 
 from vllm_specblock.drafters.specblock import drafter
-from vllm_specblock.engine.cpu.host_budget import HostBudgetManager
 
 SECOND = {"model": str(ROOT / "examples/two_heads/eagle3")}
 HEADS = {
@@ -65,9 +64,7 @@ def engine(request) -> Engine:
     engine = make_engine({"num_speculative_tokens": 10, **HEADS[request.param]})
     manager = engine.runner.adaptive_verification
     if manager is not None:  # heads at rest draft nothing that could be watched
-        manager.drafting_switch.decide = lambda *_: False
-        if isinstance(manager, HostBudgetManager):
-            manager.throughput.wants_plain = lambda *_: False
+        manager.controller.drafts = lambda *_: True
     return engine
 
 
