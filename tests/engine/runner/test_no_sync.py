@@ -18,7 +18,7 @@ HEADS = {
     "SpecBlock": {},
     "EAGLE-3": SECOND,
     "n-gram": {"kind": "ngram", "model": None},
-    "lazy": {"second_drafter": SECOND, "route": "lazy"},
+    "route": {"second_drafter": SECOND},
     # As on a GPU, where nobody may decide on the host whether a drafter is left out.
     "trie": {"second_drafter": {"kind": "ngram"}, "draft_policy": "merge", "skip_drafter": False},
     "adaptive": {"enable_adaptive_verification": True},
@@ -44,7 +44,6 @@ def watched(engine: Engine, monkeypatch):
     with monkeypatch.context() as patch:
         # As on a device with memory of its own.
         patch.setattr(engine.speculator, "pad_rows", True)
-        patch.setattr(engine.speculator.draft_policy, "looks", False, raising=False)
         watch(engine.speculator, "propose")
         watch(engine.runner.rejection_sampler, "_verify")
         watch(engine.runner.model_state, "prepare_attn")

@@ -18,7 +18,6 @@ from vllm_specblock.engine.attention.draft_attention_layer import DraftAttention
 from vllm_specblock.engine.config.resolved_config import ResolvedConfig, ResolvedDrafter
 from vllm_specblock.engine.runner.draft_policy import (
     DraftPolicy,
-    LazilyRoutedDrafters,
     MergedDrafters,
     RoutedDrafters,
     SingleDrafter,
@@ -168,6 +167,4 @@ def make_draft_policy(
         return SkippingMergedDrafters(drafters, options, num_nodes, num_slots, device, controller)
     if options.draft_policy == "merge":
         return MergedDrafters(drafters, options, num_nodes, device)
-    if options.route == "lazy":
-        return LazilyRoutedDrafters(drafters, options, num_slots, device)
     return RoutedDrafters(drafters, options, device)

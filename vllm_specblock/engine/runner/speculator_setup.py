@@ -32,7 +32,7 @@ from vllm_specblock.engine.metrics.draft_clock import DraftClock
 from vllm_specblock.engine.metrics.exporter import make_sink
 from vllm_specblock.engine.runner.adaptation import make_recorder
 from vllm_specblock.engine.runner.chain_fallback import ChainFallback
-from vllm_specblock.engine.runner.draft_policy import DraftPolicy, LazilyRoutedDrafters
+from vllm_specblock.engine.runner.draft_policy import DraftPolicy
 from vllm_specblock.engine.runner.drafter_loader import (
     build_drafters,
     drafter_budgets,
@@ -239,9 +239,6 @@ class SpeculatorSetup(DraftModelSpeculator):
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         full = cudagraph_mode.decode_mode() == CUDAGraphMode.FULL
-        # Lazy routing decides on the host, in every step, whether to run the second drafter.
-        if isinstance(self.draft_policy, LazilyRoutedDrafters):
-            full = False
         self.graphs = ProposalGraphs(
             self.vllm_config,
             self.device,
