@@ -17,7 +17,6 @@ from vllm_specblock.config import CombineConfig, NGramConfig, OptionError, SpecB
 from vllm_specblock.drafters.ngram.drafter import NGramDrafter
 from vllm_specblock.engine.config import vllm_args
 from vllm_specblock.engine.config.resolved_config import ResolvedConfig, ResolvedDrafter
-from vllm_specblock.engine.runner import skipping_merge
 from vllm_specblock.engine.runner.skipping_merge import SkippingMergedDrafters
 
 pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="for a host's memory")
@@ -69,7 +68,6 @@ def test_by_itself_it_leaves_the_drafter_out_where_text_repeats(engine, monkeypa
         engine.generate([[100, 200, 300, 400] * 12], params(1, temperature=0.0, max_tokens=40))
     finally:
         del draft_policy.advance
-    assert decided[0], "prompts are never left for later"
     assert not all(decided)
 
 
@@ -80,29 +78,28 @@ def steps_of_one_text(first: int):
 
 
 @torch.no_grad()
-def test_it_drafts_what_one_drafts_that_was_never_left_out(monkeypatch):
+@pytest.mark.parametrize("first", [True, False], ids=["prompt read", "prompt kept for later"])
+def test_it_drafts_what_one_drafts_that_was_never_left_out(first):
     """Both before the same text; one took in all rows at once, the other step by step."""
     always, width = head_of("specblock")
     sometimes, _ = head_of("specblock")
     lookup = NGramDrafter(NGramConfig(), NODES, MAX_LEN)
     options = CombineConfig(draft_policy="merge", skip_drafter=True)
-    merged = SkippingMergedDrafters([sometimes, lookup], options, NODES, 4, torch.device("cpu"))
-    turns = iter([False, False, True, False, True, False, False, True])  # the prompt asks itself
-    merged.gate = SimpleNamespace(asks=lambda sure: next(turns), learn=lambda *_: None)
+    turns = iter([first, False, False, True, False, True, False, False, True])
+    controller = SimpleNamespace(asks=lambda *_: next(turns))
+    merged = SkippingMergedDrafters(
+        [sometimes, lookup], options, NODES, 4, torch.device("cpu"), controller
+    )
     draw = torch.Generator().manual_seed(0)
     states = torch.randn(3, 1, MAX_LEN, width, generator=draw)
     text = torch.randint(0, 500, (1, MAX_LEN + 1), generator=draw)
     table, asked = torch.arange(1, 17)[None], 0
     drafted, draft = [], sometimes.draft
     sometimes.draft = lambda: drafted.append(draft()) or drafted[-1]
-    # Whatever the gate says, a prompt of so many rows is not left for later.
-    monkeypatch.setattr(skipping_merge, "_MOST_ROWS", 12)
     for begin, end in steps_of_one_text(20):
         rows = rows_of([(begin, end)], table, states, text, PAGE)
         always.advance(rows)
         merged.advance(rows)
-        if begin == 0:
-            assert merged.asked
         drafted.clear()
         proposal = merged.combine(rows)
         assert len(drafted) == merged.asked
@@ -114,7 +111,7 @@ def test_it_drafts_what_one_drafts_that_was_never_left_out(monkeypatch):
             assert len(common) >= len(wanted) - 2, "more than a tie at the budget's cut differs"
             for path in common:
                 assert found[path] == pytest.approx(wanted[path], abs=1e-3)
-    assert asked == 4 and merged.behind.bytes == 0
+    assert asked == 3 + first and merged.behind.bytes == 0
 
 
 def a_plan(**changes) -> ResolvedConfig:
@@ -145,3 +142,29 @@ def test_where_a_drafter_is_left_out():
             skips(a_plan(skip_drafter=True, **changes), parallel)
     two_drafters = a_plan().model_copy(update={"drafters": a_plan().drafters[:1] * 2})
     assert not skips(two_drafters)
+
+
+def test_requests_whose_rows_have_no_room_get_lookups_only():
+    drafter, width = head_of("specblock")
+    turns = iter([False, True, True])
+    merged = SkippingMergedDrafters(
+        [drafter, NGramDrafter(NGramConfig(), NODES, MAX_LEN)],
+        CombineConfig(draft_policy="merge", skip_drafter=True),
+        NODES,
+        4,
+        torch.device("cpu"),
+        SimpleNamespace(asks=lambda *_: next(turns)),
+    )
+    merged.behind.most_bytes = 0
+    draw = torch.Generator().manual_seed(0)
+    states = torch.randn(3, 1, MAX_LEN, width, generator=draw)
+    text = torch.randint(0, 500, (1, MAX_LEN + 1), generator=draw)
+    sizes = []
+    for begin, end in steps_of_one_text(20)[:3]:
+        if begin == 21:
+            merged.begin(0)  # another request in its slot
+        rows = rows_of([(begin, end)], torch.arange(1, 17)[None], states, text, PAGE)
+        with torch.no_grad():
+            merged.advance(rows)
+            sizes.append(int(merged.combine(rows).combined.tree.size[0]))
+    assert sizes[1] == 0 < sizes[2]

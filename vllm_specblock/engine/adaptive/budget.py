@@ -11,6 +11,7 @@ import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -205,16 +206,18 @@ class DeviceBudgetManager(TreeBudgetManager):
         each = self.num_speculative_steps + 1
         trees = [s for s in samples if s.num_reqs * each == s.num_target_tokens]
         alone = [s for s in samples if s.num_reqs * each != s.num_target_tokens]
-        super().set_initial_cost_curves(alone)  # all ranks get those of rank 0
-        per_request = cost_per_request(_medians(alone), _medians(trees))
-        per_request = get_tp_group().broadcast_object(per_request, src=0)
+        # All ranks must use the same price; vLLM sends them the rest.
+        per_request = get_tp_group().broadcast_object(
+            cost_per_request(_medians(alone), _medians(trees)), src=0
+        )
+        super().set_initial_cost_curves(
+            [replace(s, forward_ms=s.forward_ms - per_request * s.num_reqs) for s in alone]
+        )
         assert self.cost_tables is not None  # set just now
-        drafting, verifying = self.cost_tables
-        requests = np.minimum(np.arange(len(verifying)), self.req_states.max_num_reqs)
-        shared = np.maximum(verifying - per_request * requests, verifying[1] / 2)
+        drafting, verifying = (table.tolist() for table in self.cost_tables)  # host arrays
         self.controller.cost.measured(
-            dict(enumerate(shared[1:].tolist(), 1)),  # a host array
-            dict(enumerate(drafting[1:].tolist(), 1)),  # a host array
+            dict(enumerate(verifying[1:], 1)),
+            dict(enumerate(drafting[1:], 1)),
             per_request,
             noisy=False,
         )
