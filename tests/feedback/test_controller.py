@@ -4,9 +4,29 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from lib.controller_world import MACHINES, Fixed, Phase, Trace, World, figures, simulate
+from lib.controller_world import MACHINES, Phase, Trace, World, figures, simulate
 
 SLOW, FAST = "CPU, SpecBlock", "GPU, n-gram"
+
+
+class Fixed:
+    """Verify every node above a survival; 1: plain decoding."""
+
+    def __init__(self, threshold: float) -> None:
+        self.threshold, self.steps = threshold, []
+
+    def measured(self, verify, draft):
+        assert min(verify.values()) > 0 and min(draft.values()) > 0
+
+    def observe(self, step):
+        self.steps.append(step)
+
+    def budget(self, survival, requests, rows):
+        assert len(survival) == requests == rows and (np.diff(survival) <= 0).all()
+        return int((survival > self.threshold).sum())
+
+    def drafts(self, requests):
+        return self.threshold < 1
 
 
 def world(name: str, *phases: Phase, **options) -> World:
@@ -28,11 +48,11 @@ def test_a_fixed_policy_runs_as_it_was_computed(name):
 
 def test_verdicts_agree_with_expected_tokens():
     found = world(FAST, Phase(4000, 4))
-    counted = []
     policy = Fixed(0.1)
-    policy.observe = lambda step: counted.append(step.tokens)
     run = simulate(found, policy)
-    assert np.mean(counted) == pytest.approx(run.tokens.mean(), rel=0.03)
+    assert np.mean([step.tokens for step in policy.steps]) == pytest.approx(
+        run.tokens.mean(), rel=0.03
+    )
 
 
 def test_the_text_gives_the_gain_that_was_asked_for():
