@@ -117,6 +117,7 @@ def compare(
             max_num_seqs=8,
             **({"max_num_batched_tokens": CHUNK} if other else {}),
             kv_cache_memory_bytes=(256 if questions is None else 1024) << 20,
+            gpu_memory_utilization=0.3,  # vLLM wants so much free, and several engines share a GPU
             distributed_executor_backend="uni",
             speculative_config=speculative,
         )

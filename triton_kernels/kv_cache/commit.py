@@ -115,7 +115,7 @@ def move_path_triton(
     Arguments as `commit.move.move_path` has them; those of the requests may be columns of a table.
     """
     num_requests, depth = len(path), path.shape[1] - 1
-    if num_requests * depth == 0:
+    if num_requests * depth * num_rows == 0:
         return
     cache = kv_caches.caches[0]
     _, num_kv_heads, block_size, width = cache.shape

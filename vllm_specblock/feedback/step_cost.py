@@ -1,4 +1,8 @@
-"""Step cost by number of tokens and requests, learned from the steps themselves."""
+"""Step cost: how long a step takes, by its rows, learned from the steps themselves.
+
+A machine that is slow for a while is slow for all steps, and no decision depends on that. So time
+is a scale, which follows every step at once, times a shape, which hardly moves with any one step.
+"""
 
 from __future__ import annotations
 
@@ -6,106 +10,151 @@ from collections.abc import Mapping
 
 import numpy as np
 
-_PRIOR = np.array([1.0, 0.05, 0.05])
-"""Before anything was measured: a request, and a token, add a twentieth of an empty step."""
+SCALE_STEP = 0.35
+"""Share of a step's error that the scale takes over."""
 
-_MEASURED = np.array([1.0, 0.0, 0.0])
-"""Where steps were measured by their tokens: nothing is added, until steps say so."""
+SHAPE_STEP, SHAPE_MEMORY = 0.6, 25
+"""Share of an error that the shape takes over at the first step of a size; at the n-th, n-th part
+of it, down to this many."""
 
-_RIDGE, _RIDGE_MEASURED = 1e-3, 3e-2
-"""What the prior counts, of all steps: of what was measured more, since a step's time on a busy
-machine is off by more than what a few tokens add."""
+CLIP = 0.35
+"""Largest error, in nats, that the shape learns from: one outlier must not decide."""
 
-_FAR = 1e6  # tokens
-
-_NEWCOMER = 2.0
-"""Of n steps the sum counts as n / this: the first ones less than the last."""
-
-_SOLVE_EVERY = 8
-"""Once `_ROBUST_AFTER` steps were seen: a solution takes as long as a hundred additions."""
-
-_ROBUST_AFTER, _OUTLIER = 16, 3.0
-"""Once so many steps were seen, one that took so many times what was expected is no step of ours:
-the process was paused, or waited for something."""
+_OUTLIER = 2.5  # nats; the process did something else meanwhile
+_FRESH = 3  # drafts of a batch size that replace the figure measured at start-up
+_READ_STEPS = 0.1  # share of a catch-up's error that the cost of a row takes over
 
 
 class StepCost:
-    """Least squares of time on (base(tokens), requests, tokens), older steps counting less.
+    """The model of a step's time.
 
-    `base` is 1, or what steps of so many tokens took when they were measured, relative to one
-    token: a processor's products cost nothing more up to a number of rows, and then they do. Only
-    the ratio of two predictions is of use before anything was observed.
+    A step takes `scale · (verify(rows, requests) + draft(requests))`, a plain one
+    `scale · plain(requests)`. Relative costs have no unit; a plain step of one request was 1 when
+    costs were measured.
 
-    Args:
-        decay: what a step counts one step later. The default forgets half in 140 steps.
+    Attributes:
+        per_request: what a request costs beside its rows.
+        read: what drafters take to read a row that they have missed.
     """
 
-    def __init__(self, decay: float = 0.995) -> None:
-        self.decay, self.seen = decay, 0
-        self._normal = np.zeros((3, 3))
-        self._moment = np.zeros(3)
-        self._weights = self._prior = _PRIOR
-        self._ridge = _RIDGE
-        self._base = np.array([0.0]), np.array([1.0])
+    def __init__(self) -> None:
+        rows = 2 ** np.arange(13)
+        self.measured(
+            dict(zip(rows.tolist(), (0.95 + 0.05 * rows).tolist())), {1: 0.0}  # host arrays
+        )
 
-    def measured(self, tokens: np.ndarray, seconds: np.ndarray) -> None:
-        """Begin anew with what steps took: [n] rising integers, two at least, [n] times.
+    def measured(
+        self, verify: Mapping[int, float], draft: Mapping[int, float], per_request: float = 0.0
+    ) -> None:
+        """Begin anew with measured times.
 
-        Between and beyond them it is as on straight lines.
+        Args:
+            verify: rows of a step → seconds, or any unit; two sizes at least.
+            draft: requests → time to draft for them, in the same unit.
+            per_request: time of a request beside its rows.
         """
-        seconds = np.maximum.accumulate(seconds)
-        slope = (seconds[-1] - seconds[-2]) / (tokens[-1] - tokens[-2])
-        beyond = seconds[-1] + slope * (_FAR - tokens[-1])
-        tokens, seconds = np.append(tokens, _FAR), np.append(seconds, beyond)
-        self._base = tokens.astype(float), seconds / seconds[0]
-        self._prior, self._ridge = _MEASURED, _RIDGE_MEASURED
-        self._weights = seconds[0] * _MEASURED
-        self._normal[:], self._moment[:], self.seen = 0, 0, 0
+        self._rows = np.array(sorted(verify), dtype=float)
+        times = _plausible(self._rows, np.array([verify[int(rows)] for rows in self._rows]))
+        self._log_scale = float(np.log(times[0]))
+        self._shape = np.log(times / times[0])
+        self._steps = np.full(len(times), 2.0)
+        slope = (times[-1] - times[-2]) / (self._rows[-1] - self._rows[-2]) / times[0]
+        self._beyond = max(float(slope), 0.0)  # per row
+        self._plain, self._plain_steps = 0.0, 2.0  # log ratio to a step of so many rows with trees
+        self._requests = 2.0 ** np.arange(11)
+        given = np.array(sorted(draft), dtype=float)
+        seconds = np.array([draft[int(count)] for count in given])
+        seconds = np.minimum.accumulate(seconds[::-1])[::-1]  # too long, if anything
+        found = np.interp(self._requests, given, seconds) / times[0]
+        # By whether a drafter with weights was asked.
+        self._draft = np.log(np.maximum([found, found], 1e-6))
+        self._drafts = np.zeros((2, len(found)))
+        self.per_request, self.read = per_request / times[0], 0.0
 
-    def observe(self, tokens: int, requests: int, seconds: float) -> None:
-        """A step of so many tokens and requests took so long."""
-        if self.seen >= _ROBUST_AFTER:
-            expected = self.seconds(np.array([tokens]), requests)[0]
-            if seconds > _OUTLIER * expected:
-                return
-        x = np.array([np.interp(tokens, *self._base), requests, tokens])
-        # The first steps also load and prepare what later ones find there: they count for little.
-        keep = min(self.decay, self.seen / (self.seen + _NEWCOMER))
-        self._normal = keep * self._normal + np.outer(x, x)
-        self._moment = keep * self._moment + seconds * x
-        self.seen += 1
-        if self.seen > _ROBUST_AFTER and self.seen % _SOLVE_EVERY:
+    def verify(self, rows: np.ndarray | float, requests: int) -> np.ndarray:
+        """[n] rows of a step that verifies trees → [n] relative costs."""
+        beyond = np.maximum(np.asarray(rows) - self._rows[-1], 0)
+        found = np.interp(rows, self._rows, np.exp(self._shape))
+        return found + self._beyond * beyond + self.per_request * requests
+
+    def plain(self, requests: int) -> float:
+        """Relative cost of a step without drafts."""
+        return float(self.verify(requests, requests) * np.exp(self._plain))
+
+    def draft(self, requests: int, asked: bool = True) -> float:
+        """Relative cost to draft; asked: by a drafter with weights, if there is one."""
+        return float(np.exp(np.interp(np.log2(requests), np.arange(11), self._draft[int(asked)])))
+
+    def of(self, seconds: float) -> float:
+        """Relative cost of something that took so long just now."""
+        return float(seconds * np.exp(-self._log_scale))
+
+    def observe(self, rows: int, requests: int, trees: bool, seconds: float) -> None:
+        """Learn from a step, less its drafting; trees: it had drafts to verify, or new ones."""
+        expected = float(self.verify(rows, requests)) if trees else self.plain(requests)
+        error = float(np.log(max(seconds, 1e-9) / expected)) - self._log_scale
+        self._log_scale += SCALE_STEP * float(np.clip(error, -_OUTLIER, _OUTLIER))
+        if abs(error) > _OUTLIER:
             return
-        # What the steps so far say nothing of (a single batch size, say) stays as in the prior.
-        scale = self._moment[0] / (self._normal[0] @ self._prior)
-        ridge = self._ridge * np.diag(np.diag(self._normal))
-        left = self._moment - self._normal @ (scale * self._prior)
-        self._weights = scale * self._prior + np.linalg.solve(self._normal + ridge, left)
+        error = float(np.clip(error, -CLIP, CLIP))
+        if not trees:
+            self._plain += SHAPE_STEP * error / min(self._plain_steps, SHAPE_MEMORY)
+            self._plain_steps += 1
+        # The two sizes around it share the error.
+        above = min(int(np.searchsorted(self._rows, rows)), len(self._rows) - 1)
+        below = max(above - 1, 0)
+        gap = self._rows[above] - self._rows[below]
+        share = 1.0 if not gap else float(np.clip((rows - self._rows[below]) / gap, 0, 1))
+        for place, part in ((above, share), (below, 1 - share)):
+            step = SHAPE_STEP / min(self._steps[place], SHAPE_MEMORY)
+            self._shape[place] += part * step * error
+            self._steps[place] += part
+        self._shape = np.maximum.accumulate(self._shape)
 
-    def seconds(self, tokens: np.ndarray, requests: int) -> np.ndarray:
-        """[n] integers → [n] float, never falling from one number of tokens to a larger one."""
-        base, request, token = self._weights
-        token = max(token, 0.0)
-        floor = 1e-3 * abs(base) + 1e-9
-        by_tokens = np.maximum(base, 0.0) * np.interp(tokens, *self._base)
-        return np.maximum(by_tokens + request * requests, floor) + token * tokens
+    def observe_draft(self, requests: int, asked: bool, seconds: float, read: int) -> None:
+        """Learn from a proposal; read: rows that its drafters had missed before."""
+        cost, expected = self.of(seconds), self.draft(requests, asked)
+        if read > 4 * requests:  # mostly that
+            extra = max(cost - expected, 0.0) / read
+            self.read += (_READ_STEPS if self.read else 1.0) * (extra - self.read)
+            return
+        error = float(np.clip(np.log(max(cost, 1e-6) / expected), -3, 3))
+        mode, place = int(asked), round(np.log2(requests))
+        if self._drafts[mode, place] >= _FRESH:
+            self._draft[mode, place] += 0.05 * error
+        else:  # sizes that never came follow
+            unseen = self._drafts[mode] == 0
+            unseen[place] = True
+            self._draft[mode, unseen] += SHAPE_STEP * error
+        self._drafts[mode, place] += 1
+
+
+def _plausible(rows: np.ndarray, times: np.ndarray) -> np.ndarray:
+    """Measured times, less what other work took meanwhile: they can only be too long.
+
+    A step takes no longer than a larger one, nor than as many smaller ones as have its rows.
+    """
+    times = np.minimum.accumulate(times[::-1])[::-1].astype(float)
+    for place in range(1, len(rows)):
+        times[place] = min(times[place], times[place - 1] * rows[place] / rows[place - 1])
+    return np.minimum.accumulate(times[::-1])[::-1]
 
 
 def cost_per_request(
     alone: Mapping[int, tuple[float, int]], trees: Mapping[int, tuple[float, int]]
 ) -> float:
-    """What a request adds to a step beside its tokens: its context is read once for all of them.
+    """What a request adds to a step beside its rows: its context is read once for all of them.
 
     Args:
-        alone: tokens → (time, requests) of a step of as many requests as can be.
-        trees: tokens → (time, requests) of a step in which few requests have them all.
+        alone: rows → (time, requests) of a step of as many requests as can be.
+        trees: rows → (time, requests) of a step in which few requests have them all.
 
     Returns:
         The median over the steps that both have, in the unit of the times; 0 where none has.
     """
     found = []
-    for tokens in alone.keys() & trees.keys():
-        (time, many), (shorter, few) = alone[tokens], trees[tokens]
+    for rows in alone.keys() & trees.keys():
+        (time, many), (shorter, few) = alone[rows], trees[rows]
         if many > few:
             found.append((time - shorter) / (many - few))
     return max(float(np.median(found)), 0.0) if found else 0.0

@@ -77,3 +77,22 @@ def test_the_memory_profile_runs_the_heads(engine, monkeypatch):
     for head, sight in zip(engine.speculator.draft_policy.drafters, bound):
         assert head.attention_builder.caches[0].shape[0] == 1  # no cache of vLLM's was touched
         head.attention_builder = sight
+
+
+def test_a_dummy_request_longer_than_the_model_allows_stays_in_its_table(engine, monkeypatch):
+    """One request has all of vLLM's `max_num_batched_tokens`; a kernel reads a column for each."""
+    speculator, tables = engine.speculator, []
+    step = speculator.step
+    monkeypatch.setattr(speculator, "scratch_idx", 0)
+    monkeypatch.setattr(
+        speculator, "step", lambda inputs: tables.append(inputs.block_table) or step(inputs)
+    )
+    tokens = 2 * engine.runner.max_model_len
+    monkeypatch.setattr(engine.runner, "max_num_reqs", 1)
+    monkeypatch.setattr(engine.runner, "max_num_tokens", tokens)
+    bound = [drafter.attention_builder for drafter in speculator.draft_policy.drafters]
+    engine.runner._dummy_run(tokens, skip_attn=True, is_profile=True)
+    for drafter, builder in zip(speculator.draft_policy.drafters, bound):
+        drafter.attention_builder = builder
+    size = speculator.vllm_config.cache_config.block_size
+    assert tables[0].shape[1] * size >= tokens

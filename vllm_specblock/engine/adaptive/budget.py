@@ -190,7 +190,8 @@ class DeviceBudgetManager(TreeBudgetManager):
         each = self.num_speculative_steps + 1
         for batch in super().batches_to_profile(capture_sizes):
             yield batch
-            if batch["num_tokens"] % each == 0:
+            trees, rest = divmod(batch["num_tokens"], each)
+            if not rest and trees <= self.req_states.max_num_reqs:
                 yield {**batch, "uniform_decode": True}
 
     def set_initial_cost_curves(self, samples: list[StepTimingSample]) -> None:

@@ -45,7 +45,7 @@ def capture_trees(args: EngineArgs, nodes: int) -> None:
     if any(size is not None for size in given) or scheduled or args.enforce_eager:
         return
     grid = {1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)}
-    trees = {count * (nodes + 1) for count in _GRAPH_REQUESTS}
     most = args.max_num_seqs or _GRAPH_REQUESTS[-1]
+    trees = {count * (nodes + 1) for count in _GRAPH_REQUESTS if count <= most}
     longest = max(512, min(most, _GRAPH_REQUESTS[-1]) * (nodes + 1))
     args.cudagraph_capture_sizes = sorted(size for size in grid | trees if size <= longest)

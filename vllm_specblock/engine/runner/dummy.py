@@ -41,7 +41,9 @@ def null_inputs(
         block_size: tokens per block.
     """
     count, device = rows.batch.num_reqs, rows.base.device
-    blocks = -(-max_model_len // block_size)
+    # With few requests, vLLM's have more tokens than a real one can.
+    longest = int(rows.batch.num_scheduled_tokens[:count].max())  # a host array
+    blocks = -(-max(max_model_len, longest) // block_size)
     return StepInputs(
         rows,
         torch.full((rows.batch.num_tokens,), -1, dtype=torch.int64, device=device),
