@@ -16,8 +16,8 @@ from typing import Annotated, Any
 import typer
 from lib.controller_world import MACHINES, World, figures, simulate, traces
 from lib.results_store import MEASURED, markdown_table
-from vllm_specblock.feedback.controller import Controller
 
+from vllm_specblock.feedback.controller import Controller
 from vllm_specblock.train.provenance import provenance
 
 BARS = {"regret": 0.03, "loss": 0.01, "first": 0.97, "back": 256}
@@ -72,7 +72,7 @@ def main(
                 continue
             for seed in range(seeds):
                 world = World(machine, trace, seed)
-                controller = Controller(machine.nodes, machine.costly)
+                controller = Controller(machine.nodes)
                 found.append(figures(world, simulate(world, controller)))
                 steps += len(world.phase)
             results[name] = worst(found)

@@ -10,18 +10,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from vllm_specblock.feedback.controller import Controller, Step
+
 RECORDED = Path(__file__).parents[1] / "results/controller_traces.npz"
 """SmolLM2 on a busy machine, batch 4, 12 nodes of each tree verified: estimates, verdicts, load."""
-
-
-class Step(NamedTuple):
-    requests: int
-    rows: int
-    trees: bool
-    drafted: bool
-    tokens: int
-    seconds: float
-    draft_seconds: float
 
 
 class Machine(NamedTuple):
@@ -35,10 +27,14 @@ class Machine(NamedTuple):
     draft: tuple[float, float] = (0.2, 0.01)  # alone, and per request
     nodes: int = 12
     costly: bool = True  # the drafter has weights
+    tile: int = 1  # steps of more than 16 rows are filled up to a multiple of it
+
+    def padded(self, rows: Any) -> Any:
+        return np.where(rows > 16, -(-rows // self.tile) * self.tile, rows)
 
     def step_ms(self, rows: Any, requests: Any, context: Any = 300, slope: Any = 1.0) -> Any:
         """Return the time of a target step; slope: factor on what further rows cost."""
-        ms = np.interp(rows, self.rows, self.step)
+        ms = np.interp(self.padded(rows), self.rows, self.step)
         attention = requests * (self.per_request + self.per_context * context / 1000)
         return self.step[0] + slope * (ms - self.step[0]) + attention
 
@@ -47,8 +43,13 @@ class Machine(NamedTuple):
 
 
 _CPU = Machine((1, 8, 13, 26, 52, 520), (10.05, 12.2, 14.4, 18.5, 29.7, 231), 0.05, 0.15, 0.4)
-_AMX = Machine(  # tiles of 16 rows
-    (1, 16, 17, 32, 33, 48, 49, 64, 520), (8, 8.4, 9.3, 9.6, 10.8, 11.2, 12.4, 13, 58), 0, 0.1, 0.4
+_AMX = Machine(
+    (1, 16, 17, 32, 33, 48, 49, 64, 520),
+    (8, 8.4, 9.3, 9.6, 10.8, 11.2, 12.4, 13, 58),
+    0,
+    0.1,
+    0.4,
+    tile=16,
 )
 _GPU = Machine((1, 64, 128, 1024), (6.0, 6.2, 8.5, 48), 0.005, 0.01, 0.25, nodes=24)
 MACHINES = {
@@ -253,15 +254,16 @@ class Run(NamedTuple):
     drafted: np.ndarray
 
 
-def simulate(world: World, controller: Any) -> Run:
+def simulate(world: World, controller: Controller) -> Run:
     """Serve a trace."""
     total, machine, phases = len(world.phase), world.machine, world.trace.phases
     run = Run(np.zeros(total), np.zeros(total), np.zeros(total, dtype=bool))
     wobble = np.random.default_rng(world.seed + 2).lognormal(0, 0.1, world.survival.shape)
     trees, calibrated, text = False, 0, ""
-    controller.measured(*world.startup())
+    controller.cost.measured(*world.startup())
     for at in range(total):
         requests, accepted = int(world.requests[at]), 0
+        sampling = phases[world.phase[at]].text == "sampled"
         if phases[world.phase[at]].text != text:  # scores mean something else now
             text, calibrated = phases[world.phase[at]].text, calibrated // 2
         chosen = np.zeros(0, dtype=int)
@@ -272,20 +274,25 @@ def simulate(world: World, controller: Any) -> Run:
                 estimate = estimate ** (1 - 0.5 * np.exp(-calibrated / 40)) * wobble[at, :requests]
             estimate = np.minimum(world.trace.bias * estimate, 0.99)
             estimate = np.minimum.accumulate(estimate, axis=1)
-            nodes = min(int(controller.budget(estimate, requests, requests)), limit)
+            nodes = min(
+                int(
+                    controller.budget(estimate, requests, requests, None, sampling, machine.padded)
+                ),
+                limit,
+            )
             chosen = np.argsort(-estimate, axis=None, kind="stable")[:nodes]
             likely = survival.ravel()[chosen]
             run.tokens[at] = likely.sum()
             accepted = int((world.verdicts[at, chosen // machine.nodes] < likely).sum())
             calibrated += nodes > 0
-        drafts = bool(controller.drafts(requests))
+        drafts = bool(controller.drafts(requests, sampling))
         rows = requests + len(chosen)
         run.tokens[at] += requests
         run.seconds[at] = seconds = float(world.step_seconds(at, rows, trees, drafts))
         run.drafted[at] = drafts
         drafting = float(drafts * machine.draft_ms(requests) * world.load[at] / 1000)
         tokens = requests + accepted
-        controller.observe(Step(requests, rows, trees, drafts, tokens, seconds, drafting))
+        controller.observe(Step(requests, rows, trees, drafts, tokens, seconds, drafting), sampling)
         trees = drafts
     return run
 

@@ -21,7 +21,8 @@ CLIP = 0.35
 """Largest error, in nats, that the shape learns from: one outlier must not decide."""
 
 _OUTLIER = 2.5  # nats; the process did something else meanwhile
-_FRESH = 3  # drafts of a batch size that replace the figure measured at start-up
+_FRESH = 3  # steps of a size that replace the figure measured at start-up
+_PLAIN_STEPS = 31  # plain steps that the cost of plain steps is the median of
 _READ_STEPS = 0.1  # share of a catch-up's error that the cost of a row takes over
 
 
@@ -40,7 +41,8 @@ class StepCost:
     def __init__(self) -> None:
         rows = 2 ** np.arange(13)
         self.measured(
-            dict(zip(rows.tolist(), (0.95 + 0.05 * rows).tolist())), {1: 0.0}  # host arrays
+            dict(zip(rows.tolist(), (0.95 + 0.05 * rows).tolist())),
+            {1: 0.0},  # host arrays
         )
 
     def measured(
@@ -57,10 +59,11 @@ class StepCost:
         times = _plausible(self._rows, np.array([verify[int(rows)] for rows in self._rows]))
         self._log_scale = float(np.log(times[0]))
         self._shape = np.log(times / times[0])
-        self._steps = np.full(len(times), 2.0)
+        self._steps = np.zeros(len(times))
         slope = (times[-1] - times[-2]) / (self._rows[-1] - self._rows[-2]) / times[0]
         self._beyond = max(float(slope), 0.0)  # per row
-        self._plain, self._plain_steps = 0.0, 2.0  # log ratio to a step of so many rows with trees
+        # Log ratio to a step of so many rows with trees: as last seen after such steps.
+        self._plain, self._plain_seen, self._in_a_row = 0.0, [0.0], 0
         self._requests = 2.0 ** np.arange(11)
         given = np.array(sorted(draft), dtype=float)
         seconds = np.array([draft[int(count)] for count in given])
@@ -93,21 +96,26 @@ class StepCost:
         """Learn from a step, less its drafting; trees: it had drafts to verify, or new ones."""
         expected = float(self.verify(rows, requests)) if trees else self.plain(requests)
         error = float(np.log(max(seconds, 1e-9) / expected)) - self._log_scale
-        self._log_scale += SCALE_STEP * float(np.clip(error, -_OUTLIER, _OUTLIER))
-        if abs(error) > _OUTLIER:
-            return
-        error = float(np.clip(error, -CLIP, CLIP))
-        if not trees:
-            self._plain += SHAPE_STEP * error / min(self._plain_steps, SHAPE_MEMORY)
-            self._plain_steps += 1
         # The two sizes around it share the error.
         above = min(int(np.searchsorted(self._rows, rows)), len(self._rows) - 1)
         below = max(above - 1, 0)
         gap = self._rows[above] - self._rows[below]
         share = 1.0 if not gap else float(np.clip((rows - self._rows[below]) / gap, 0, 1))
+        known = share * self._steps[above] + (1 - share) * self._steps[below]
+        clipped = float(np.clip(error, -CLIP, CLIP))
+        if error < -CLIP and known < _FRESH:
+            clipped = error  # the start-up figure was too high
+        else:
+            self._log_scale += SCALE_STEP * float(np.clip(error, -_OUTLIER, _OUTLIER))
+            if abs(error) > _OUTLIER:
+                return
+        self._in_a_row = 0 if trees else self._in_a_row + 1
+        if 1 <= self._in_a_row <= 3:  # later ones have a scale of their own
+            self._plain_seen = [*self._plain_seen[1 - _PLAIN_STEPS :], self._plain + clipped]
+            self._plain = float(np.median(self._plain_seen))
         for place, part in ((above, share), (below, 1 - share)):
-            step = SHAPE_STEP / min(self._steps[place], SHAPE_MEMORY)
-            self._shape[place] += part * step * error
+            step = SHAPE_STEP / np.clip(self._steps[place], 1, SHAPE_MEMORY)
+            self._shape[place] += part * step * clipped
             self._steps[place] += part
         self._shape = np.maximum.accumulate(self._shape)
 
