@@ -91,7 +91,7 @@ class Controller:
 
     | state | next | when |
     | --- | --- | --- |
-    | drafting | one plain step | every PLAIN_EVERY steps |
+    | drafting | two steps without | every PLAIN_EVERY steps |
     | drafting | paused | the yield was below that of plain steps, by LOSS steps in sum |
     | paused | drafting | another batch size or kind of sampling has a gain |
     | paused | probing | of this kind of sampling nothing is known |
@@ -222,6 +222,9 @@ class Controller:
                 self._probe(requests, sampling, behind)
                 return True
         else:
+            if self._since_plain < 0:
+                self._since_plain = 0
+                return False
             self._since_plain += 1
             self._lost = max(0.0, self._lost + 0.99 - self._gain)
             self.paused = self._lost > LOSS
@@ -230,7 +233,8 @@ class Controller:
                 self._lost = 0.0
             elif self._since_plain >= self._plain_after:
                 most = PLAIN_EVERY if self._gain > _CLOSE else PLAIN_EVERY // 8
-                self._since_plain, self._plain_after = 0, min(2 * self._plain_after, most)
+                # A step that drafts at its end is none either: the second one is timed.
+                self._since_plain, self._plain_after = -1, min(2 * self._plain_after, most)
                 return False
         return not self.paused
 
