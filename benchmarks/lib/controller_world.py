@@ -271,7 +271,7 @@ def simulate(world: World, controller: Controller) -> Run:
             survival, estimate = world.survival[at, :requests], world.estimate[at, :requests]
             limit = int((estimate > 0).sum())
             if not world.trace.recorded:  # drafters are sure of themselves at first
-                estimate = estimate ** (1 - 0.5 * np.exp(-calibrated / 40)) * wobble[at, :requests]
+                estimate = estimate ** (1 - 0.4 * np.exp(-calibrated / 15)) * wobble[at, :requests]
             estimate = np.minimum(world.trace.bias * estimate, 0.99)
             estimate = np.minimum.accumulate(estimate, axis=1)
             nodes = min(

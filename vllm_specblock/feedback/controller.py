@@ -17,7 +17,7 @@ from vllm_specblock.feedback.step_cost import StepCost
 TREES = 256
 """Trees that the expected yield is averaged over."""
 
-LOSS = 0.7
+LOSS = 2.0
 """Plain steps' worth of yield that drafting may lose before it pauses."""
 
 PLAIN_EVERY = 256
@@ -123,9 +123,8 @@ class Controller:
     def observe(self, step: Step, sampling: bool = False) -> None:
         """Learn from a step that decoded the same requests as the next one."""
         drafting = step.draft_seconds if step.drafted else 0.0
-        self.cost.observe(
-            step.rows, step.requests, step.trees or step.drafted, step.seconds - drafting
-        )
+        if step.trees or not step.drafted:  # else it took longer than a plain one
+            self.cost.observe(step.rows, step.requests, step.trees, step.seconds - drafting)
         if step.drafted:
             self.cost.observe_draft(step.requests, step.asked, step.draft_seconds, step.read)
             self._asked += 0.1 * (step.asked - self._asked)
@@ -182,8 +181,11 @@ class Controller:
         sizes = padded(rows + np.arange(len(tokens)))
         value = known.correction * tokens - self._rate * self.cost.verify(sizes, requests)
         nodes = int(value.argmax())
-        if self._steps % _EXPLORE_EVERY == 0:
-            nodes = 2 * nodes + 2 if self._steps // _EXPLORE_EVERY % 2 else nodes // 2
+        turn, rest = divmod(self._steps, _EXPLORE_EVERY)
+        if rest == 0:
+            nodes = 2 * nodes + 2 if turn % 2 else nodes // 2
+        elif rest % 8 == 0 and not self.cost.knows(rows + 2 * nodes + 2):
+            nodes = 2 * nodes + 2
         nodes = min(int(padded(np.array([rows + nodes]))[0]) - rows, len(best))
         self._expected = float(tokens[nodes])
         return nodes

@@ -1,7 +1,8 @@
 """Step cost: how long a step takes, by its rows, learned from the steps themselves.
 
 A machine that is slow for a while is slow for all steps, and no decision depends on that. So time
-is a scale, which follows every step at once, times a shape, which hardly moves with any one step.
+is a scale, which follows every step at once, times a shape, which is learned where two successive
+steps differ in size.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ CLIP = 0.35
 
 _OUTLIER = 2.5  # nats; the process did something else meanwhile
 _FRESH = 3  # steps of a size that replace the figure measured at start-up
-_PLAIN_STEPS = 31  # plain steps that the cost of plain steps is the median of
+_PLAIN_STEPS = 31  # comparisons of plain steps with others; their median counts
 _READ_STEPS = 0.1  # share of a catch-up's error that the cost of a row takes over
 
 
@@ -62,8 +63,10 @@ class StepCost:
         self._steps = np.zeros(len(times))
         slope = (times[-1] - times[-2]) / (self._rows[-1] - self._rows[-2]) / times[0]
         self._beyond = max(float(slope), 0.0)  # per row
-        # Log ratio to a step of so many rows with trees: as last seen after such steps.
-        self._plain, self._plain_seen, self._in_a_row = 0.0, [0.0], 0
+        # Log ratio to a step of so many rows with trees: the median where one follows the other.
+        self._plain, self._plain_seen = 0.0, [0.0]
+        self._before: tuple[int, int, bool, float] | None = None
+        self._now = self._log_scale  # of the last step alone
         self._requests = 2.0 ** np.arange(11)
         given = np.array(sorted(draft), dtype=float)
         seconds = np.array([draft[int(count)] for count in given])
@@ -93,35 +96,54 @@ class StepCost:
         return float(seconds * np.exp(-self._log_scale))
 
     def observe(self, rows: int, requests: int, trees: bool, seconds: float) -> None:
-        """Learn from a step, less its drafting; trees: it had drafts to verify, or new ones."""
+        """Learn from a step, less its drafting; trees: it verified drafts."""
+        level, before = self._level((rows, requests, trees, seconds)), self._before
+        self._log_scale += SCALE_STEP * float(np.clip(level - self._log_scale, -_OUTLIER, _OUTLIER))
+        self._now, self._before = level, (rows, requests, trees, seconds)
+        if before is None or before[:3] == (rows, requests, trees):
+            return
+        error = level - self._level(before)
+        if abs(error) > _OUTLIER:
+            return
+        if trees != before[2]:
+            error = self._plain + float(np.clip(error, -CLIP, CLIP)) * (1 if before[2] else -1)
+            self._plain_seen = [*self._plain_seen[1 - _PLAIN_STEPS :], error]
+            self._plain = float(np.median(self._plain_seen))
+            return
+        ends = self._around(rows), self._around(before[0])
+        known = [sum(part * self._steps[place] for place, part in end) for end in ends]
+        for end, sign, mine, other in zip(ends, (1, -1), known, known[::-1]):
+            # A start-up figure gives way at once, but only downwards: it was too high.
+            least = -_OUTLIER if mine < _FRESH else -CLIP
+            change = float(np.clip(sign * error, least, CLIP)) * (other + 1) / (mine + other + 2)
+            for place, part in end:
+                step = 2 * SHAPE_STEP / np.clip(self._steps[place], 1, SHAPE_MEMORY)
+                self._shape[place] += part * min(step, 1) * change
+                self._steps[place] += part
+        self._shape = np.maximum.accumulate(self._shape)
+
+    def _level(self, step: tuple[int, int, bool, float]) -> float:
+        """Return the log of a step's time over its relative cost."""
+        rows, requests, trees, seconds = step
         expected = float(self.verify(rows, requests)) if trees else self.plain(requests)
-        error = float(np.log(max(seconds, 1e-9) / expected)) - self._log_scale
-        # The two sizes around it share the error.
+        return float(np.log(max(seconds, 1e-9) / expected))
+
+    def _around(self, rows: int) -> list[tuple[int, float]]:
+        """Return the two sizes around `rows`, and their shares of it."""
         above = min(int(np.searchsorted(self._rows, rows)), len(self._rows) - 1)
         below = max(above - 1, 0)
         gap = self._rows[above] - self._rows[below]
         share = 1.0 if not gap else float(np.clip((rows - self._rows[below]) / gap, 0, 1))
-        known = share * self._steps[above] + (1 - share) * self._steps[below]
-        clipped = float(np.clip(error, -CLIP, CLIP))
-        if error < -CLIP and known < _FRESH:
-            clipped = error  # the start-up figure was too high
-        else:
-            self._log_scale += SCALE_STEP * float(np.clip(error, -_OUTLIER, _OUTLIER))
-            if abs(error) > _OUTLIER:
-                return
-        self._in_a_row = 0 if trees else self._in_a_row + 1
-        if 1 <= self._in_a_row <= 3:  # later ones have a scale of their own
-            self._plain_seen = [*self._plain_seen[1 - _PLAIN_STEPS :], self._plain + clipped]
-            self._plain = float(np.median(self._plain_seen))
-        for place, part in ((above, share), (below, 1 - share)):
-            step = SHAPE_STEP / np.clip(self._steps[place], 1, SHAPE_MEMORY)
-            self._shape[place] += part * step * clipped
-            self._steps[place] += part
-        self._shape = np.maximum.accumulate(self._shape)
+        return [(above, share), (below, 1 - share)]
+
+    def knows(self, rows: int) -> bool:
+        """Whether steps of about so many rows were seen, or none ever are."""
+        seen = sum(part * self._steps[place] for place, part in self._around(rows))
+        return self._before is None or seen >= _FRESH
 
     def observe_draft(self, requests: int, asked: bool, seconds: float, read: int) -> None:
         """Learn from a proposal; read: rows that its drafters had missed before."""
-        cost, expected = self.of(seconds), self.draft(requests, asked)
+        cost, expected = seconds * np.exp(-self._now), self.draft(requests, asked)
         if read > 4 * requests:  # mostly that
             extra = max(cost - expected, 0.0) / read
             self.read += (_READ_STEPS if self.read else 1.0) * (extra - self.read)
