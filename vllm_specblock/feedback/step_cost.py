@@ -113,14 +113,17 @@ class StepCost:
         ends = self._around(rows), self._around(before[0])
         known = [sum(part * self._steps[place] for place, part in end) for end in ends]
         for end, sign, mine, other in zip(ends, (1, -1), known, known[::-1]):
-            # A start-up figure gives way at once, but only downwards: it was too high.
-            least = -_OUTLIER if mine < _FRESH else -CLIP
+            # A start-up figure gives way sooner, but only downwards: it was too high.
+            least = -2 * CLIP if mine < _FRESH else -CLIP
             change = float(np.clip(sign * error, least, CLIP)) * (other + 1) / (mine + other + 2)
             for place, part in end:
                 step = 2 * SHAPE_STEP / np.clip(self._steps[place], 1, SHAPE_MEMORY)
                 self._shape[place] += part * min(step, 1) * change
                 self._steps[place] += part
+        # As in `_plausible`: a size costs no less than a smaller one, and a row of it no more.
         self._shape = np.maximum.accumulate(self._shape)
+        rows = np.log(self._rows)
+        self._shape = rows + np.minimum.accumulate(self._shape - rows)
 
     def _level(self, step: tuple[int, int, bool, float]) -> float:
         """Return the log of a step's time over its relative cost."""
