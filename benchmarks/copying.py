@@ -60,8 +60,6 @@ def engines(drafter: str, nodes: int, blocks: int) -> dict[str, dict[str, Any] |
         "n-gram": alone(NGRAM, nodes),
         "route, mean": together(head, NGRAM, nodes, "route", confidence="mean"),
         "route, sum": together(head, NGRAM, nodes, "route", confidence="sum"),
-        "lazy route, sum": together(head, NGRAM, nodes, "lazy route", confidence="sum"),
-        "n-gram first, lazy, sum": together(NGRAM, head, nodes, "lazy route", confidence="sum"),
         "merge trie, joint": together(head, NGRAM, nodes, "merge trie, joint"),
     }
 

@@ -164,7 +164,7 @@ def start_swaps(engine: Any, speculative: dict[str, Any], other: Path) -> Swaps:
     adaptive = getattr(runner, "adaptive_verification", None)
     if adaptive is not None and not torch.cuda.is_available():
         # Drafts this poor are soon not worth their time, and then there are none to compare.
-        adaptive.drafting_switch.decide = lambda *_: False
+        adaptive.controller.drafts = lambda *_: True
     return swaps
 
 

@@ -101,7 +101,7 @@ def test_a_wrong_option_of_the_second_drafter_says_so():
         ({"draft_policy": "vote"}, ["'draft_policy' is 'vote'", "'route' or 'merge'"]),
         ({"merge": "tree"}, ["'merge' is 'tree'", "'disjoint' or 'trie'"]),
         ({"budget": 3}, ["'budget' is 3", "'split' or 'joint'"]),
-        ({"route": True}, ["'route' is True", "'eager' or 'lazy'"]),
+        ({"confidence": True}, ["'confidence' is True", "'mean' or 'sum'"]),
     ],
 )
 def test_wrong_policies(given, says):

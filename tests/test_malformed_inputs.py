@@ -53,7 +53,6 @@ OPTIONS: dict[str, dict[str, list[Any]]] = {
 }
 COMBINE: dict[str, list[Any]] = {
     "draft_policy": ["vote", 1, ["route"], None],
-    "route": ["sometimes", True, None],
     "confidence": ["max", 0, None],
     "merge": ["both", True, None],
     "budget": ["all", 60, None],

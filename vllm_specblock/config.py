@@ -75,9 +75,6 @@ class CombineConfig(Options):
     draft_policy: Literal["route", "merge"] = "route"
     """Verify the tree of the surer drafter, or both trees at once under the root they share."""
 
-    route: Literal["eager", "lazy"] = "eager"
-    """Draft with both in every step, or with the second one only where the first is not sure."""
-
     confidence: Literal["mean", "sum"] = "mean"
     """What makes a drafter the surer one: the mean of its nodes' probabilities, as the paper has
     it, or their sum, the number of tokens it expects to be accepted. The mean favours small

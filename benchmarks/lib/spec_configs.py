@@ -9,7 +9,6 @@ NGRAM = {"kind": "ngram"}
 
 POLICIES: dict[str, dict[str, str]] = {
     "route": {"draft_policy": "route"},
-    "lazy route": {"draft_policy": "route", "route": "lazy"},
     "merge disjoint": {"draft_policy": "merge", "merge": "disjoint", "budget": "joint"},
     "merge disjoint, split": {"draft_policy": "merge", "merge": "disjoint", "budget": "split"},
     "merge trie, joint": {"draft_policy": "merge", "merge": "trie", "budget": "joint"},

@@ -59,7 +59,7 @@ def test_every_engine_of_two_heads_has_one_of_each_kind():
     found = copying.engines("folder", 24, 1)
     assert found[copying.PLAIN] is None
     pairs = [keys for keys in found.values() if keys and "second_drafter" in keys]
-    assert len(pairs) == 5
+    assert len(pairs) == 3
     for keys in pairs:
         assert {keys["kind"], keys["second_drafter"]["kind"]} == {"specblock", "ngram"}
         assert keys["num_speculative_tokens"] == 24

@@ -24,19 +24,14 @@ def test_every_pair_by_every_policy_with_keys_that_are_taken():
                 head.pop("model", None)
                 parse_drafter(head, head.pop("kind"))
         policy = parse_combine(how) if len(kinds) == 2 else None
-        seen.add((kinds, policy and (policy.draft_policy, policy.route, policy.merge)))
+        seen.add((kinds, policy and (policy.draft_policy, policy.merge)))
     pairs = [
         ("specblock", "specblock"),
         ("specblock", "eagle3"),
         ("specblock", "ngram"),
         ("eagle3", "ngram"),
     ]
-    ways = [
-        ("route", "eager", "trie"),
-        ("route", "lazy", "trie"),
-        ("merge", "eager", "disjoint"),
-        ("merge", "eager", "trie"),
-    ]
+    ways = [("route", "trie"), ("merge", "disjoint"), ("merge", "trie")]
     assert seen == {((kind,), None) for kind in ("specblock", "eagle3", "ngram")} | {
         (pair, way) for pair in pairs for way in ways
     }
@@ -47,7 +42,7 @@ def test_all_runs_each_and_fails_with_any(monkeypatch, capsys):
 
     def called(command):
         calls.append(command)
-        bad = any("n-gram, lazy" in word for word in command)
+        bad = any("n-gram, route" in word for word in command)
         return subprocess.CompletedProcess(command, int(bad))
 
     monkeypatch.setattr(exactness.subprocess, "run", called)
@@ -58,19 +53,19 @@ def test_all_runs_each_and_fails_with_any(monkeypatch, capsys):
     assert all("--tokens=5" in command and "--nodes=9" in command for command in calls)
     said = capsys.readouterr().out
     assert f"{len(known) - 2} of {len(known)} combinations are exact" in said
-    assert "not exact, or failed: EAGLE-3 + n-gram, lazy route" in said
+    assert "not exact, or failed: EAGLE-3 + n-gram, route" in said
 
 
 def test_swaps_are_of_combinations_whose_first_drafter_takes_weights(monkeypatch, capsys):
     exactness.main(swaps=True, list_all=True, drafter="a", second="b", eagle="c", nodes=9)
     names = capsys.readouterr().out.splitlines()
-    assert len(names) == 23 and all(name.startswith("SpecBlock") for name in names)
+    assert len(names) == 20 and all(name.startswith("SpecBlock") for name in names)
     calls = []
     done = subprocess.CompletedProcess([], 0)
     monkeypatch.setattr(exactness.subprocess, "run", lambda command: calls.append(command) or done)
     with pytest.raises(typer.Exit) as ended:
         exactness.main("all", swaps=True)
-    assert ended.value.exit_code == 0 and len(calls) == 23
+    assert ended.value.exit_code == 0 and len(calls) == 20
     assert all("--swaps" in command for command in calls)
 
 

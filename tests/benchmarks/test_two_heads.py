@@ -63,13 +63,12 @@ def test_our_own_options_take_what_is_asked(all_engines):
                 parse_drafter(head, kind)
         if second is not None:
             policies.add(parse_combine(how))
-    assert {(p.draft_policy, p.route, p.merge, p.budget) for p in policies} == {
-        ("route", "eager", "trie", "joint"),
-        ("route", "lazy", "trie", "joint"),
-        ("merge", "eager", "disjoint", "joint"),
-        ("merge", "eager", "disjoint", "split"),
-        ("merge", "eager", "trie", "joint"),
-        ("merge", "eager", "trie", "split"),
+    assert {(p.draft_policy, p.merge, p.budget) for p in policies} == {
+        ("route", "trie", "joint"),
+        ("merge", "disjoint", "joint"),
+        ("merge", "disjoint", "split"),
+        ("merge", "trie", "joint"),
+        ("merge", "trie", "split"),
     }
     assert {p.confidence for p in policies if p.draft_policy == "route"} == {"sum"}
 

@@ -106,8 +106,7 @@ def test_combinations(versions, reference, monkeypatch, combination):
     if combination == "adaptive verification" and current_platform.is_cpu():
         # Drafts this poor are soon not worth their time.
         manager = combined.runner.adaptive_verification
-        monkeypatch.setattr(manager.drafting_switch, "decide", lambda *_: False)
-        monkeypatch.setattr(manager.throughput, "wants_plain", lambda *_: False)
+        monkeypatch.setattr(manager.controller, "drafts", lambda *_: True)
     swaps = swapping(combined, versions, monkeypatch, heads)
     for name in ("greedy", "temperature 1"):
         compare(combined, reference, name)

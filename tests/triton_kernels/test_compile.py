@@ -733,26 +733,6 @@ def test_combining_compiles(compiler, num_nodes, flag):
     assert fits(choosing) and fits(merging)
 
 
-@pytest.mark.parametrize("num_nodes", [1, 60, 256])
-def test_lazy_gate_compiles(compiler, num_nodes):
-    from vllm_specblock.triton_kernels.feedback import lazy_gate
-    from vllm_specblock.triton_kernels.verify.verification_result import VerificationResult
-
-    wanting, learning = (compiler(lazy_gate, f"_{name}_kernel") for name in ("most_want", "learn"))
-    state = torch.zeros(2, 16)
-    gate = lazy_gate.GateState(state, state, torch.zeros(()).long(), 16, 0.1, 0.9, -(2**62), 4)
-    known, slots = torch.zeros(3, 3, dtype=torch.int64), torch.zeros(5)
-    score, size = torch.zeros(3, num_nodes), torch.zeros(3, dtype=torch.int32)
-    both, origin = slots.bool(), torch.zeros(5, num_nodes, dtype=torch.uint8)
-    lazy_gate.most_want_triton(
-        gate, score, size, True, known[0, :1], True, known[:, 0], slots, both
-    )
-    result = VerificationResult(known[:, 0], size, size, None, None, origin, None)
-    lazy_gate.learn_gate_triton(gate, slots, both, result)
-    assert len(wanting.compiled) == len(learning.compiled) == 1
-    assert fits(wanting) and fits(learning)
-
-
 @pytest.mark.parametrize("num_nodes", [1, 60, 120, 256])
 def test_reallocation_compiles(compiler, num_nodes):
     from vllm_specblock.triton_kernels.verify import reallocate_drafts

@@ -1,1 +1,1 @@
-"""What verdicts teach: calibration, acceptance rates, counters, the lazy gate."""
+"""What verdicts teach: calibration, acceptance rates, counters."""

@@ -103,7 +103,6 @@ class Drafter(ABC):
         model: its network; None for a drafter without weights.
         calibration: what its scores are set right with, and what learns from the verdicts on its
             nodes; None for a drafter whose scores are what they are.
-        usual_cost: what it adds to a step as the second drafter, as a share of the step's time.
     """
 
     kind: str
@@ -112,7 +111,6 @@ class Drafter(ABC):
     max_model_len: int
     model: nn.Module | None = None
     calibration: DraftCalibration | None = None
-    usual_cost: float = 0.15
 
     def beta_of(self, rows: CommittedTokens) -> torch.Tensor | None:
         """β for the step's requests, [R] fp32; None: 1."""

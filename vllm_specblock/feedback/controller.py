@@ -95,7 +95,7 @@ class Controller:
     | drafting | paused | the yield was below that of plain steps, by LOSS steps in sum |
     | paused | drafting | another batch size or kind of sampling has a gain |
     | paused | probing | of this kind of sampling nothing is known |
-    | paused | probing | after PROBE_AFTER steps, or more if a probe costs over PROBE_SHARE |
+    | paused | probing | after PROBE_AFTER steps; later where a probe costs more than its share |
     | probing | drafting | it ends with a gain |
     | probing | paused | it ends without |
 
@@ -171,7 +171,7 @@ class Controller:
             padded: [n] rows → [n] rows that such steps are run with.
         """
         known = self._yields[sampling]
-        known.add(survival)
+        known.add(survival[survival[:, 0] < 1])  # 1: nothing is known yet
         self._steps += 1
         kind = _kind(requests, sampling)
         if self._steps % 8 == 0 or known.count < TREES or kind != self._kind:

@@ -11,9 +11,6 @@ from collections.abc import Mapping
 
 import numpy as np
 
-SCALE_STEP = 0.35
-"""Share of a step's error that the scale takes over."""
-
 SHAPE_STEP, SHAPE_MEMORY = 0.6, 25
 """Share of an error that the shape takes over at the first step of a size; at the n-th, n-th part
 of it, down to this many."""
@@ -24,6 +21,7 @@ CLIP = 0.35
 _OUTLIER = 2.5  # nats; the process did something else meanwhile
 _FRESH = 3  # steps of a size that replace the figure measured at start-up
 _PLAIN_STEPS = 31  # comparisons of plain steps with others; their median counts
+_LOOKUP = 0.1  # share of the time to draft that a lookup takes, until it is seen
 _READ_STEPS = 0.1  # share of a catch-up's error that the cost of a row takes over
 
 
@@ -41,13 +39,15 @@ class StepCost:
 
     def __init__(self) -> None:
         rows = 2 ** np.arange(13)
-        self.measured(
-            dict(zip(rows.tolist(), (0.95 + 0.05 * rows).tolist())),
-            {1: 0.0},  # host arrays
-        )
+        times = 0.95 + 0.05 * rows
+        self.measured(dict(zip(rows.tolist(), times.tolist())), {1: 0.0})  # host arrays
 
     def measured(
-        self, verify: Mapping[int, float], draft: Mapping[int, float], per_request: float = 0.0
+        self,
+        verify: Mapping[int, float],
+        draft: Mapping[int, float],
+        per_request: float = 0.0,
+        noisy: bool = True,
     ) -> None:
         """Begin anew with measured times.
 
@@ -55,32 +55,33 @@ class StepCost:
             verify: rows of a step → seconds, or any unit; two sizes at least.
             draft: requests → time to draft for them, in the same unit.
             per_request: time of a request beside its rows.
+            noisy: other work may have been in these times.
         """
         self._rows = np.array(sorted(verify), dtype=float)
-        times = _plausible(self._rows, np.array([verify[int(rows)] for rows in self._rows]))
-        self._log_scale = float(np.log(times[0]))
-        self._shape = np.log(times / times[0])
+        times = np.array([verify[int(rows)] for rows in self._rows])
+        times = _plausible(self._rows, times) if noisy else np.maximum.accumulate(times)
+        self._scale = float(np.log(times[0]))
+        self._times = times / times[0]
         self._steps = np.zeros(len(times))
         slope = (times[-1] - times[-2]) / (self._rows[-1] - self._rows[-2]) / times[0]
         self._beyond = max(float(slope), 0.0)  # per row
         # Log ratio to a step of so many rows with trees: the median where one follows the other.
         self._plain, self._plain_seen = 0.0, [0.0]
         self._before: tuple[int, int, bool, float] | None = None
-        self._now = self._log_scale  # of the last step alone
         self._requests = 2.0 ** np.arange(11)
         given = np.array(sorted(draft), dtype=float)
         seconds = np.array([draft[int(count)] for count in given])
         seconds = np.minimum.accumulate(seconds[::-1])[::-1]  # too long, if anything
         found = np.interp(self._requests, given, seconds) / times[0]
-        # By whether a drafter with weights was asked.
-        self._draft = np.log(np.maximum([found, found], 1e-6))
+        # Without a drafter with weights, and with one, as it was measured.
+        self._draft = np.log(np.maximum([_LOOKUP * found, found], 1e-6))
         self._drafts = np.zeros((2, len(found)))
         self.per_request, self.read = per_request / times[0], 0.0
 
     def verify(self, rows: np.ndarray | float, requests: int) -> np.ndarray:
         """[n] rows of a step that verifies trees → [n] relative costs."""
         beyond = np.maximum(np.asarray(rows) - self._rows[-1], 0)
-        found = np.interp(rows, self._rows, np.exp(self._shape))
+        found = np.interp(rows, self._rows, self._times)
         return found + self._beyond * beyond + self.per_request * requests
 
     def plain(self, requests: int) -> float:
@@ -93,13 +94,12 @@ class StepCost:
 
     def of(self, seconds: float) -> float:
         """Relative cost of something that took so long just now."""
-        return float(seconds * np.exp(-self._log_scale))
+        return float(seconds * np.exp(-self._scale))
 
     def observe(self, rows: int, requests: int, trees: bool, seconds: float) -> None:
         """Learn from a step, less its drafting; trees: it verified drafts."""
         level, before = self._level((rows, requests, trees, seconds)), self._before
-        self._log_scale += SCALE_STEP * float(np.clip(level - self._log_scale, -_OUTLIER, _OUTLIER))
-        self._now, self._before = level, (rows, requests, trees, seconds)
+        self._scale, self._before = level, (rows, requests, trees, seconds)
         if before is None or before[:3] == (rows, requests, trees):
             return
         error = level - self._level(before)
@@ -118,12 +118,11 @@ class StepCost:
             change = float(np.clip(sign * error, least, CLIP)) * (other + 1) / (mine + other + 2)
             for place, part in end:
                 step = 2 * SHAPE_STEP / np.clip(self._steps[place], 1, SHAPE_MEMORY)
-                self._shape[place] += part * min(step, 1) * change
+                self._times[place] *= np.exp(part * min(step, 1) * change)
                 self._steps[place] += part
         # As in `_plausible`: a size costs no less than a smaller one, and a row of it no more.
-        self._shape = np.maximum.accumulate(self._shape)
-        rows = np.log(self._rows)
-        self._shape = rows + np.minimum.accumulate(self._shape - rows)
+        self._times = np.maximum.accumulate(self._times)
+        self._times = self._rows * np.minimum.accumulate(self._times / self._rows)
 
     def _level(self, step: tuple[int, int, bool, float]) -> float:
         """Return the log of a step's time over its relative cost."""
@@ -146,7 +145,7 @@ class StepCost:
 
     def observe_draft(self, requests: int, asked: bool, seconds: float, read: int) -> None:
         """Learn from a proposal; read: rows that its drafters had missed before."""
-        cost, expected = seconds * np.exp(-self._now), self.draft(requests, asked)
+        cost, expected = seconds * np.exp(-self._scale), self.draft(requests, asked)
         if read > 4 * requests:  # mostly that
             extra = max(cost - expected, 0.0) / read
             self.read += (_READ_STEPS if self.read else 1.0) * (extra - self.read)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 
 import numpy as np
 import pytest
@@ -122,9 +123,8 @@ def test_as_many_values_as_vllm_gives(managers):
 def test_compiled_before_there_are_requests(managers, monkeypatch):
     _, ours = managers
     launches = []
-    monkeypatch.setattr(ours, "set_cost_curves", lambda *_: None)
     monkeypatch.setattr(budget, "reallocate_drafts_triton", lambda *args: launches.append(args))
-    ours.set_initial_cost_curves([])
+    ours.set_initial_cost_curves(profiled(ours, 0.01, 0.1))
     ours._batch_budget = {"one": 3, "two": 4}, {"one": 1, "two": 1}, 5
     ours.reallocate_drafts(["one", "two"], torch.tensor([4, 2]))
     warm, real = launches
@@ -153,28 +153,26 @@ def test_trees_share_their_context(managers, per_token, per_request):
     each = NUM_NODES + 1
     assert {s.num_reqs for s in samples if s.num_target_tokens == 2 * each} == {2, MOST}
     ours.set_initial_cost_curves(samples)
-    assert ours._per_request == pytest.approx(per_request)
-    names = [f"request {at}" for at in range(3)]
-    states = ours.req_states
-    states.req_id_to_index.update({name: at for at, name in enumerate(names)})
-    try:
-        ours.get_num_tokens(dict.fromkeys(names, each), dict.fromkeys(names, [0] * NUM_NODES))
-    finally:
-        for name in names:
-            states.req_id_to_index.pop(name)
-    _, verifying = ours.cost_tables
-    tokens = 2 * each
-    assert verifying[tokens] == pytest.approx(3 + per_token * tokens + per_request * 3)
+    cost, tokens, one = ours.controller.cost, 2 * each, 3 + per_token * 1 + per_request
+    took = 3 + per_token * tokens + per_request * 3
+    one -= per_request  # of which the relative costs are multiples
+    found = float(cost.verify(tokens, 3))
+    assert found / float(cost.verify(1, 0)) == pytest.approx(took / one, rel=0.02)
     theirs.set_initial_cost_curves([s for s in samples if s.num_reqs != 2 and s.num_reqs != 1])
-    wrong = theirs.cost_tables[1][tokens] - verifying[tokens]
+    wrong = theirs.cost_tables[1][tokens] - took
     assert wrong == pytest.approx(per_request * (MOST - 3))
 
 
 def test_in_an_engine_no_token_changes(engine, reference, monkeypatch):
-    """Exploration takes all drafts, none, half and a quarter in turn."""
+    """Steps verify all drafts, none, half and a quarter in turn."""
     manager, shares = engine.runner.adaptive_verification, []
-    manager.steps, manager.explores = 0, True
-    monkeypatch.setattr(manager.drafting_switch, "decide", lambda *_: False)
+    parts = itertools.cycle([1, 0, 1 / 2, 1 / 4])
+    monkeypatch.setattr(manager.controller, "drafts", lambda *_: True)
+    monkeypatch.setattr(
+        manager.controller,
+        "budget",
+        lambda survival, requests, rows, most, *_: int(most * next(parts)),
+    )
     reallocate = manager.reallocate_drafts
 
     def survivals(logit_start, slots):

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import itertools
 
-import numpy as np
 import pytest
 from support.engines import make_engine, record_drafts
 from support.matrix import CASES, PROMPTS, Checker, crowded_engine, params, to_the_limit
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 
-from vllm_specblock.engine.cpu import host_budget
 from vllm_specblock.engine.runner.step_batch import StepBatch
+from vllm_specblock.feedback import controller as module
 from vllm_specblock.feedback.acceptance_estimator import kinds
-from vllm_specblock.feedback.throughput import Throughput
+from vllm_specblock.feedback.controller import Controller
+from vllm_specblock.feedback.step_cost import StepCost
 
 ADAPTIVE = {"enable_adaptive_verification": True}
 on_the_host = pytest.mark.skipif(
@@ -43,67 +43,40 @@ def verified(engine, monkeypatch):
     return found
 
 
-class FixedCosts:
-    """A machine whose steps take what `of_tokens` says."""
-
-    def __init__(self, of_tokens):
-        self.of_tokens = of_tokens
-
-    def observe(self, *_):
-        pass
-
-    def seconds(self, tokens, requests):
-        return self.of_tokens(tokens.astype(float))
-
-
-class Untimed:
-    """Nobody looks at the clock."""
-
-    def observe(self, *_):
-        pass
-
-    observe_prompts = observe
-
-    def gain(self, requests, sampling):
-        return None
-
-    def wants_plain(self, requests, sampling):
-        return False
-
-    def forget_drafting(self, requests, sampling):
-        pass
-
-
-def charge(engine, monkeypatch, of_tokens, drafting=0.0):
-    """Steps take what `of_tokens` says, and drafting so long; no budget is an experiment.
-
-    Whether the test before rested is forgotten: a rest outlasts its requests.
-    """
+def charge(engine, monkeypatch, of_rows, drafting=0.0):
+    """Steps take what `of_rows` says, and drafting so long; no budget is an experiment."""
     manager = engine.runner.adaptive_verification
-    manager.drafting_state.all_paused = manager.drafting_switch.all_paused = False
-    monkeypatch.setattr(manager, "throughput", Untimed())
-    monkeypatch.setattr(manager, "verify_costs", FixedCosts(of_tokens))
-    monkeypatch.setattr(manager, "draft_costs", FixedCosts(lambda count: 0 * count + drafting))
-    monkeypatch.setattr(host_budget, "_FIRST_STEPS", 0)
-    monkeypatch.setattr(host_budget, "_EXPLORE_EVERY", 10**9)
+    controller = Controller(manager.num_speculative_steps)
+    controller.cost.measured({n: of_rows(n) for n in range(1, 513)}, {1: drafting})
+    monkeypatch.setattr(manager, "controller", controller)
+    monkeypatch.setattr(manager.drafting_state, "controller", controller)
+    manager.drafting_state.all_paused = False
+    for name in ("observe", "observe_draft"):
+        monkeypatch.setattr(controller.cost, name, lambda *_: None)
+    monkeypatch.setattr(module, "_EXPLORE_EVERY", 10**9)
+    monkeypatch.setattr(module, "PLAIN_EVERY", 10**9)
 
 
-def explore_again(engine):
-    """As where costs were not measured at start-up: the next steps verify all, none, and parts."""
+def never_pause(engine, monkeypatch):
     manager = engine.runner.adaptive_verification
-    manager.steps, manager.explores = 0, True
+    manager.drafting_state.all_paused = False
+    monkeypatch.setattr(manager.controller, "drafts", lambda *_: True)
 
 
-def never_rest(engine, monkeypatch):
-    manager = engine.runner.adaptive_verification
-    monkeypatch.setattr(manager.drafting_switch, "decide", lambda *_: False)
-    monkeypatch.setattr(manager, "throughput", Untimed(), raising=False)
+def vary(engine, monkeypatch):
+    """Steps verify all nodes, none, half and a quarter in turn."""
+    shares = itertools.cycle([1, 0, 1 / 2, 1 / 4])
+    monkeypatch.setattr(
+        engine.runner.adaptive_verification.controller,
+        "budget",
+        lambda survival, requests, rows, most, *_: int(most * next(shares)),
+    )
 
 
 @pytest.mark.skipif(current_platform.is_cpu(), reason="the next test has more budgets")
 @pytest.mark.parametrize("name", CASES)
 def test_budgets_by_what_steps_take_change_no_token(engine, reference, monkeypatch, name):
-    never_rest(engine, monkeypatch)
+    never_pause(engine, monkeypatch)
     requests = params(**CASES[name])
     Checker()(engine, requests, reference(name, requests))
 
@@ -111,9 +84,9 @@ def test_budgets_by_what_steps_take_change_no_token(engine, reference, monkeypat
 @on_the_host
 @pytest.mark.parametrize("name", CASES)
 def test_budgets_that_come_and_go_change_no_token(engine, reference, verified, monkeypatch, name):
-    """Exploration alone takes all, none, half and a quarter in turn."""
-    never_rest(engine, monkeypatch)
-    explore_again(engine)
+    """Steps verify all nodes, none, and parts."""
+    never_pause(engine, monkeypatch)
+    vary(engine, monkeypatch)
     check = Checker()
     requests = params(**CASES[name])
     check(engine, requests, reference(name, requests))
@@ -124,9 +97,9 @@ def test_budgets_that_come_and_go_change_no_token(engine, reference, verified, m
 @on_the_host
 def test_rows_padded_as_on_a_gpu(engine, reference, verified, monkeypatch):
     """Where nothing is verified, the paths of the step before still stand there."""
-    never_rest(engine, monkeypatch)
+    never_pause(engine, monkeypatch)
     monkeypatch.setattr(engine.speculator, "pad_rows", True)
-    explore_again(engine)
+    vary(engine, monkeypatch)
     requests = params(temperature=1.0)
     Checker()(engine, requests, reference("padded, adaptive", requests))
     assert any(budget == 0 for drafted, budget in verified if drafted)
@@ -135,8 +108,8 @@ def test_rows_padded_as_on_a_gpu(engine, reference, verified, monkeypatch):
 @on_the_host
 def test_experiments_leave_room_for_the_logits(engine, monkeypatch, verified):
     """vLLM samples in one piece what the device has shared out."""
-    never_rest(engine, monkeypatch)
-    explore_again(engine)
+    never_pause(engine, monkeypatch)
+    vary(engine, monkeypatch)
     manager = engine.runner.adaptive_verification
     monkeypatch.setattr(manager, "_max_total_logits", 20)
     engine.generate(PROMPTS[:4], params(4, temperature=0.0, max_tokens=30))
@@ -146,22 +119,22 @@ def test_experiments_leave_room_for_the_logits(engine, monkeypatch, verified):
 
 @on_the_host
 def test_free_tokens_are_all_verified(engine, monkeypatch, verified):
-    charge(engine, monkeypatch, lambda tokens: np.full_like(tokens, 1.0) + 1e-9 * tokens)
+    charge(engine, monkeypatch, lambda rows: 1 + 1e-9 * rows)
     engine.generate(PROMPTS[:2], params(2, temperature=0.0))
     assert all(budget >= 0.9 * drafted for drafted, budget in verified)
 
 
 @on_the_host
 def test_dear_tokens_are_not_verified_at_all(engine, monkeypatch, verified):
-    charge(engine, monkeypatch, lambda tokens: tokens)
-    never_rest(engine, monkeypatch)
+    charge(engine, monkeypatch, float)
+    never_pause(engine, monkeypatch)
     engine.generate(PROMPTS[:2], params(2, temperature=0.0))
     assert all(budget == 0 for drafted, budget in verified if drafted)
 
 
 @on_the_host
 def test_between_the_two_the_surer_request_gets_more(engine, monkeypatch):
-    charge(engine, monkeypatch, lambda tokens: 10 + tokens)
+    charge(engine, monkeypatch, lambda rows: 10 + rows)
     manager = engine.runner.adaptive_verification
     shares, divide = [], manager.reallocate_drafts
 
@@ -186,8 +159,8 @@ def test_between_the_two_the_surer_request_gets_more(engine, monkeypatch):
 
 @on_the_host
 def test_nodes_that_were_cut_are_not_judged(engine, monkeypatch, verified):
-    charge(engine, monkeypatch, lambda tokens: 10 + tokens)
-    never_rest(engine, monkeypatch)
+    charge(engine, monkeypatch, lambda rows: 10 + rows)
+    never_pause(engine, monkeypatch)
     acceptance, judged = engine.speculator.adaptive.acceptance, []
     learn = acceptance.learn_from
 
@@ -204,7 +177,7 @@ def test_nodes_that_were_cut_are_not_judged(engine, monkeypatch, verified):
 @on_the_host
 def test_expected_tokens_are_about_what_is_accepted(engine, reference, monkeypatch):
     """With everything verified, the sum of survivals is the number of accepted nodes."""
-    charge(engine, monkeypatch, lambda tokens: np.full_like(tokens, 1.0))
+    charge(engine, monkeypatch, lambda rows: 1 + 1e-9 * rows)
     slots, speculator = engine.speculator.tree_states, engine.speculator
     expected = accepted = 0.0
     acceptance = speculator.adaptive.acceptance
@@ -242,8 +215,7 @@ def test_crowded(crowded, reference, temperature):
 def test_preemption_while_drafting_is_paused(crowded, reference, monkeypatch, temperature):
     """The drafter reads the missed rows of a preempted request with its recomputed prompt."""
     manager, steps = crowded.runner.adaptive_verification, itertools.count()
-    monkeypatch.setattr(manager, "throughput", Untimed())
-    monkeypatch.setattr(manager.drafting_switch, "decide", lambda *_: next(steps) % 16 >= 4)
+    monkeypatch.setattr(manager.controller, "drafts", lambda *_: next(steps) % 16 < 4)
     backlog, missed = crowded.speculator.adaptive.backlog, []
     preempt = crowded.core.scheduler._preempt_request
 
@@ -348,7 +320,7 @@ def note_proposals(engine, monkeypatch):
 
 @on_the_host
 def test_where_plain_decoding_is_quicker_nothing_is_drafted(engine, monkeypatch, verified):
-    charge(engine, monkeypatch, lambda tokens: 1 + 1e-6 * tokens, drafting=100.0)
+    charge(engine, monkeypatch, lambda rows: 1 + 1e-6 * rows, drafting=100.0)
     engine.generate(PROMPTS[:2], params(2, temperature=0.0))  # learns that it does not pay
     proposals = note_proposals(engine, monkeypatch)
     verified.clear()
@@ -370,9 +342,9 @@ def test_who_was_there_when_heads_rested_catches_up_or_gets_no_tree(
     """
     if not room:
         monkeypatch.setattr(engine.speculator.adaptive.backlog, "most_bytes", 0)
-    charge(engine, monkeypatch, lambda tokens: 1 + 1e-9 * tokens)
-    drafting_switch, turn = engine.runner.adaptive_verification.drafting_switch, iter(range(10**6))
-    monkeypatch.setattr(drafting_switch, "decide", lambda *_: 4 <= next(turn) < 9)
+    charge(engine, monkeypatch, lambda rows: 1 + 1e-9 * rows)
+    controller, turn = engine.runner.adaptive_verification.controller, iter(range(10**6))
+    monkeypatch.setattr(controller, "drafts", lambda *_: not 4 <= next(turn) < 9)
     adaptive, slots, verdicts = engine.speculator.adaptive, engine.speculator.tree_states, []
     pause, commit = adaptive.pause, StepBatch.committed
 
@@ -398,53 +370,52 @@ def test_who_was_there_when_heads_rested_catches_up_or_gets_no_tree(
 
 
 @on_the_host
-def test_what_was_timed_decides_and_changes_no_token(engine, reference, monkeypatch, verified):
-    """Costs say that drafting pays; the clock says that it does not, and a plain step is timed."""
-    charge(engine, monkeypatch, lambda tokens: 1 + 1e-6 * tokens)
-    manager, seen = engine.runner.adaptive_verification, []
-    meter = Throughput()
-    monkeypatch.setattr(manager, "throughput", meter)
-    observe = meter.observe
+def test_steps_are_observed_as_they_were(engine, reference, monkeypatch, verified):
+    """What the controller learns from; slow steps with drafts pause them, and change no token."""
+    charge(engine, monkeypatch, lambda rows: 1 + 1e-6 * rows)
+    controller, seen, prompts = engine.runner.adaptive_verification.controller, [], []
+    controller.cost, observe = StepCost(), controller.observe
 
-    def slow(requests, drafting, tokens, seconds, sampling):
-        seen.append((drafting, tokens))
+    def slow(step, sampling):
+        seen.append(step)
         assert not sampling
-        observe(requests, drafting, tokens, 100.0 if drafting else 1.0, sampling)
+        observe(step._replace(seconds=100.0 if step.trees else 1.0), sampling)
 
-    prompts = []
-    monkeypatch.setattr(meter, "observe", slow)
-    monkeypatch.setattr(meter, "observe_prompts", prompts.append)
-    requests = params(temperature=0.0, max_tokens=120)  # both ways want their steps
+    monkeypatch.setattr(controller, "observe", slow)
+    monkeypatch.setattr(controller, "observe_prompts", prompts.append)
+    requests = params(temperature=0.0, max_tokens=120)
     requests[0].max_tokens = 10  # and prompts that come while there are drafts
     Checker()(engine, requests, reference("timed", requests))
-    plain, drafted = ([n for d, n in seen if d == way] for way in (False, True))
+    plain = [step.tokens for step in seen if not step.trees]
+    drafted = [step.tokens for step in seen if step.trees]
     assert len(drafted) >= 8 and len(plain) > 10
     assert max(drafted) > max(plain), "accepted drafts count"
-    assert meter.gain(8) < 0.1
-    assert prompts and min(prompts) >= 0, "what the drafters took for them"
+    assert controller.gain(8) < 0.1
+    assert all(step.rows >= step.requests and step.draft_seconds > 0 for step in seen)
+    assert prompts, "what the drafters took for them"
 
 
 @on_the_host
 def test_at_rest_confidences_of_earlier_steps_are_not_believed(engine, monkeypatch, verified):
     """On a GPU they are two steps old."""
-    charge(engine, monkeypatch, lambda tokens: 1 + 1e-9 * tokens)
+    charge(engine, monkeypatch, lambda rows: 1 + 1e-9 * rows)
     manager = engine.runner.adaptive_verification
 
     def late(*_):
         manager._stale_confidences[manager._stale_idx].np[:] = 0.9
 
     monkeypatch.setattr(manager, "record_confidences", late)
-    monkeypatch.setattr(manager.drafting_switch, "decide", lambda *_: True)
+    monkeypatch.setattr(manager.controller, "drafts", lambda *_: False)
     engine.generate(PROMPTS[:2], params(2, temperature=0.0, max_tokens=20))
     assert len(verified) > 15 and all(budget == 0 for _, budget in verified[1:])
 
 
 @on_the_host
 def test_rest_ends_when_drafting_pays_again(engine, monkeypatch, verified):
-    charge(engine, monkeypatch, lambda tokens: 1 + 1e-6 * tokens, drafting=100.0)
+    charge(engine, monkeypatch, lambda rows: 1 + 1e-6 * rows, drafting=100.0)
     engine.generate(PROMPTS[:2], params(2, temperature=0.0))
     assert engine.speculator.adaptive.drafting_state.all_paused
-    charge(engine, monkeypatch, lambda tokens: 1 + 1e-6 * tokens)
+    charge(engine, monkeypatch, lambda rows: 1 + 1e-6 * rows)
     verified.clear()
     engine.generate(PROMPTS[:2], params(2, temperature=0.0))
     assert sum(budget > 0 for _, budget in verified) > 5

@@ -354,10 +354,11 @@ def test_a_head_without_weights():
         ({"kind": "eagle3"}, ["'kind' is 'eagle3'", "kind 'specblock'"]),
         ({"draft_policy": "merge"}, ["'draft_policy'", "'second_drafter'"]),
         ({"second_drafter": NGRAM, "draft_policy": "vote"}, ["'draft_policy' is 'vote'"]),
+        ({"second_drafter": NGRAM, "route": "lazy"}, ["'route' is not known"]),
         ({"second_drafter": NGRAM, "merge": "trie"}, ["'merge'", "draft_policy is 'route'"]),
         (
-            {"second_drafter": NGRAM, "draft_policy": "merge", "route": "lazy"},
-            ["'route'", "draft_policy is 'merge'"],
+            {"second_drafter": NGRAM, "draft_policy": "merge", "confidence": "sum"},
+            ["'confidence'", "draft_policy is 'merge'"],
         ),
         (
             {
@@ -375,16 +376,6 @@ def test_a_head_without_weights():
 )
 def test_wrong_combinations(speculative, parts):
     refused(*parts, speculative=speculative)
-
-
-def test_lazy_routing_over_several_devices():
-    refused(
-        "'route' is 'lazy'",
-        "tensor_parallel_size is 2",
-        speculative={"second_drafter": NGRAM, "route": "lazy"},
-        tensor_parallel_size=2,
-        distributed_executor_backend="mp",
-    )
 
 
 @pytest.mark.skipif(not current_platform.is_cpu(), reason="on a GPU nothing is adapted unasked")

@@ -111,9 +111,7 @@ def pausing(engine, monkeypatch):
         pytest.skip("adaptive trees only")
 
     def pause(paused: bool) -> None:
-        monkeypatch.setattr(manager.drafting_switch, "decide", lambda *_: paused)
-        if hasattr(manager, "throughput"):
-            monkeypatch.setattr(manager.throughput, "wants_plain", lambda *_: False)
+        monkeypatch.setattr(manager.controller, "drafts", lambda *_: not paused)
 
     return pause
 
@@ -194,8 +192,8 @@ def test_drafting_resumes_after_a_pause(engine, pausing, monkeypatch):
     expected = engine.generate(PROMPTS, requests)
     turn = iter(range(10**6))
     pausing(True)
-    switch = engine.runner.adaptive_verification.drafting_switch
-    monkeypatch.setattr(switch, "decide", lambda *_: 4 <= next(turn) < 12)
+    controller = engine.runner.adaptive_verification.controller
+    monkeypatch.setattr(controller, "drafts", lambda *_: not 4 <= next(turn) < 12)
     drafts = scheduled_drafts(engine, monkeypatch)
     answers = engine.generate(PROMPTS, requests)
     assert [a.tokens for (a,) in answers] == [a.tokens for (a,) in expected]

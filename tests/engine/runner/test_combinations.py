@@ -22,7 +22,6 @@ COMBINATIONS = {
     "EAGLE-3": {"model": EAGLE3},
     "n-gram": ONLY_NGRAM,
     "two SpecBlocks, route": {"second_drafter": {"model": SECOND}},
-    "two SpecBlocks, lazy": {"second_drafter": {"model": SECOND}, "route": "lazy"},
     "SpecBlock and EAGLE-3, trie": {"second_drafter": {"model": EAGLE3}, "draft_policy": "merge"},
     "SpecBlock and EAGLE-3, disjoint, split": {
         "second_drafter": {"model": EAGLE3},
@@ -30,7 +29,6 @@ COMBINATIONS = {
         "merge": "disjoint",
         "budget": "split",
     },
-    "SpecBlock and n-gram, lazy": {"second_drafter": NGRAM, "route": "lazy", "confidence": "sum"},
     "n-gram and SpecBlock, trie": {
         **ONLY_NGRAM,
         "second_drafter": {"model": str(DRAFTER)},
@@ -65,13 +63,12 @@ def test_prefix_cache_hits(engine, reference):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_rows_padded_as_on_a_gpu(engine, reference, monkeypatch, temperature):
     monkeypatch.setattr(engine.speculator, "pad_rows", True)
-    monkeypatch.setattr(engine.speculator.draft_policy, "looks", False, raising=False)
     requests = params(temperature=temperature)
     Checker()(engine, requests, reference(f"padded, {temperature}", requests))
 
 
 @pytest.mark.parametrize(
-    "name", ["two SpecBlocks, lazy", "SpecBlock and EAGLE-3, trie", "EAGLE-3 and n-gram, route"]
+    "name", ["two SpecBlocks, route", "SpecBlock and EAGLE-3, trie", "EAGLE-3 and n-gram, route"]
 )
 def test_crowded(name, reference):
     """Chunked prefill, preemption and the length limit at once."""

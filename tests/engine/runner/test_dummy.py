@@ -9,7 +9,7 @@ from support.matrix import PROMPTS, params
 
 HEADS = {
     "SpecBlock": {},
-    "lazy": {"second_drafter": {"model": str(ROOT / "examples/two_heads/eagle3")}, "route": "lazy"},
+    "route": {"second_drafter": {"model": str(ROOT / "examples/two_heads/eagle3")}},
 }
 
 
@@ -27,10 +27,6 @@ def state(engine) -> list[torch.Tensor]:
     speculator = engine.speculator
     slots = speculator.tree_states
     kept = [slots.parent, slots.depth, slots.ancestors, slots.accepted, slots.origin]
-    draft_policy = speculator.draft_policy
-    kept += [
-        getattr(draft_policy, name) for name in ("sure", "both") if hasattr(draft_policy, name)
-    ]
     kept = [each[: speculator.scratch_idx] for each in kept] + [speculator.counters.total]
     context = speculator.vllm_config.compilation_config.static_forward_context
     heads = (name for names in speculator.drafter_layers for name in names)

@@ -131,13 +131,6 @@ def test_graphs_of_as_many_rows_as_the_device_gives(engine, monkeypatch):
     assert sum(graph.replays for graph in graphs.values()) == before
 
 
-def test_lazy_routing_runs_eagerly(monkeypatch):
-    engine = make_engine({"num_speculative_tokens": NUM_NODES, **HEADS["route"], "route": "lazy"})
-    stand_in(monkeypatch)
-    capture(engine)
-    assert not engine.speculator.graphs.graphs
-
-
 # ---- what the stand-in for a graph holds, and what it refuses ----
 
 

@@ -12,14 +12,13 @@ from support.host_reads import HostRead, NoHostReads
 from support.matrix import PROMPTS, params
 
 from vllm_specblock.drafters.specblock import drafter
-from vllm_specblock.engine.cpu.host_budget import HostBudgetManager
 
 SECOND = {"model": str(ROOT / "examples/two_heads/eagle3")}
 HEADS = {
     "SpecBlock": {},
     "EAGLE-3": SECOND,
     "n-gram": {"kind": "ngram", "model": None},
-    "lazy": {"second_drafter": SECOND, "route": "lazy"},
+    "route": {"second_drafter": SECOND},
     # As on a GPU, where nobody may decide on the host whether a drafter is left out.
     "trie": {"second_drafter": {"kind": "ngram"}, "draft_policy": "merge", "skip_drafter": False},
     "adaptive": {"enable_adaptive_verification": True},
@@ -45,7 +44,6 @@ def watched(engine: Engine, monkeypatch):
     with monkeypatch.context() as patch:
         # As on a device with memory of its own.
         patch.setattr(engine.speculator, "pad_rows", True)
-        patch.setattr(engine.speculator.draft_policy, "looks", False, raising=False)
         watch(engine.speculator, "propose")
         watch(engine.runner.rejection_sampler, "_verify")
         watch(engine.runner.model_state, "prepare_attn")
@@ -65,9 +63,7 @@ def engine(request) -> Engine:
     engine = make_engine({"num_speculative_tokens": 10, **HEADS[request.param]})
     manager = engine.runner.adaptive_verification
     if manager is not None:  # heads at rest draft nothing that could be watched
-        manager.drafting_switch.decide = lambda *_: False
-        if isinstance(manager, HostBudgetManager):
-            manager.throughput.wants_plain = lambda *_: False
+        manager.controller.drafts = lambda *_: True
     return engine
 
 

@@ -272,9 +272,9 @@ def test_resting_heads_end_recordings(monkeypatch, reference):
 
     def decide(*_):
         asked[0] += 1
-        return asked[0] % 12 > 8
+        return asked[0] % 12 <= 8
 
-    monkeypatch.setattr(manager.drafting_switch, "decide", decide)
+    monkeypatch.setattr(manager.controller, "drafts", decide)
     requests, texts = params(8, max_tokens=90), PROMPTS[:8]
     check(engine, requests, reference("greedy, 90", requests, texts), texts)
     flush(engine)

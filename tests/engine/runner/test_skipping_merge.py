@@ -37,14 +37,11 @@ def engine():
 def every_third(engine, monkeypatch) -> list[bool]:
     """The drafter is asked in one step of three; what was decided."""
     found: list[bool] = []
-    gate = SimpleNamespace(
-        asks=lambda sure: found.append(len(found) % 3 == 2) or found[-1], learn=lambda *_: None
-    )
-    monkeypatch.setattr(engine.speculator.draft_policy, "gate", gate)
-    # Nor do all heads rest.
+    controller = engine.runner.adaptive_verification.controller
     monkeypatch.setattr(
-        engine.runner.adaptive_verification.drafting_switch, "decide", lambda *_: False
+        controller, "asks", lambda *_: found.append(len(found) % 3 == 2) or found[-1]
     )
+    monkeypatch.setattr(controller, "drafts", lambda *_: True)
     return found
 
 
@@ -57,9 +54,7 @@ def test_no_token_changes(engine, reference, monkeypatch, name):
 
 
 def test_by_itself_it_leaves_the_drafter_out_where_text_repeats(engine, monkeypatch):
-    monkeypatch.setattr(
-        engine.runner.adaptive_verification.drafting_switch, "decide", lambda *_: False
-    )
+    monkeypatch.setattr(engine.runner.adaptive_verification.controller, "drafts", lambda *_: True)
     draft_policy = engine.speculator.draft_policy
     assert isinstance(draft_policy, SkippingMergedDrafters) and draft_policy.lookup == 1
     draft_policy.forget()

@@ -71,7 +71,6 @@ class NGramDrafter(Drafter):
     """
 
     kind = "ngram"
-    usual_cost = 0.02
 
     def __init__(self, options: NGramConfig, num_nodes: int, max_model_len: int) -> None:
         self.options, self.num_nodes, self.max_model_len = options, num_nodes, max_model_len

@@ -1,16 +1,16 @@
-"""vLLM's adaptive verification for trees: the verify budget of a step, and pauses of drafting.
+"""The controller in vLLM's adaptive verification: the verify budget of a step, and pauses.
 
-vLLM picks the number of drafts that maximises expected tokens per second, ordered by the running
-product of their confidences. Here that product is the probability of reaching a node
+vLLM's manager trims the scheduled drafts to a budget, ordered by the running product of their
+confidences. Here that product is the probability of reaching a node
 (`feedback/acceptance_estimator.py`). Nodes are in descending order, so any cut leaves a tree.
 """
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -27,30 +27,36 @@ from vllm.v1.worker.gpu.states import RequestState
 from vllm_specblock.engine.patches import Function, patch
 from vllm_specblock.engine.releases import reallocated
 from vllm_specblock.engine.scheduler import UNDRAFTED
-from vllm_specblock.feedback.drafting_switch import DraftingSwitch
+from vllm_specblock.feedback.controller import Controller
 from vllm_specblock.feedback.step_cost import cost_per_request
 from vllm_specblock.triton_kernels.verify.reallocate_drafts import reallocate_drafts_triton
+
+clock = time.thread_time
+"""Seconds that this thread computed: other work on the machine hardly moves them."""
 
 
 class DraftingState:
     """State that the manager and the speculator share, on the host.
 
     Attributes:
+        controller: decides in every step that only decodes.
         all_paused: drafting is paused at the end of this step.
         paused: [request slots] bool, requests without drafts: they declined them, or their
             drafters missed rows during a pause and cannot catch up.
         samples: [request slots] bool, requests at T > 0.
         can_resume: drafters can catch up after a pause.
-        draft_seconds: host time of the last proposal, used on a CPU only.
-        accepted: draft tokens accepted in the last step, on a CPU only.
+        draft_seconds: time of the last proposal, by `clock`; a CPU's, as all that follows.
+        accepted: draft tokens accepted in the last step.
+        asked: a drafter with weights took part in the last proposal.
         missed: request slot → committed rows that its drafters have yet to read.
         decide: called with the batch of a step without scheduled drafts.
     """
 
-    def __init__(self, num_slots: int, can_resume: bool) -> None:
+    def __init__(self, num_slots: int, controller: Controller, can_resume: bool) -> None:
+        self.controller = controller
         self.all_paused, self.can_resume = False, can_resume
         self.paused, self.samples = np.zeros((2, num_slots), dtype=bool)
-        self.draft_seconds, self.accepted = 0.0, 0
+        self.draft_seconds, self.accepted, self.asked = 0.0, 0, True
         self.missed: Callable[[int], int] = lambda slot: 0
         self.decide: Callable[[InputBatch], None] = lambda batch: None
 
@@ -62,19 +68,20 @@ class DraftingState:
         return frozenset(request for request, is_paused in zip(batch.req_ids, paused) if is_paused)
 
 
-_SWITCHES: weakref.WeakKeyDictionary[RequestState, DraftingState] = weakref.WeakKeyDictionary()
+_STATES: weakref.WeakKeyDictionary[RequestState, DraftingState] = weakref.WeakKeyDictionary()
 
 
-def drafting_state_of(states: RequestState, num_slots: int, can_resume: bool) -> DraftingState:
+def drafting_state_of(
+    states: RequestState, num_slots: int, controller: Controller, can_resume: bool
+) -> DraftingState:
     """Return the state of the engine that owns `states`; the manager finds it by the same key."""
-    return _SWITCHES.setdefault(states, DraftingState(num_slots, can_resume))
+    return _STATES.setdefault(states, DraftingState(num_slots, controller, can_resume))
 
 
 class TreeBudgetManager(AdaptiveVerificationManager):
-    """AdaptiveVerificationManager that can also pause drafting.
+    """AdaptiveVerificationManager whose budgets and pauses are the controller's.
 
-    It compares the best budget with plain decoding, and pauses drafting where that is faster. It
-    allocates drafts in one launch instead of vLLM's twenty or so, with the same result up to
+    It allocates drafts in one launch instead of vLLM's twenty or so, with the same result up to
     rounding and ties (`triton_kernels/verify/reallocate_drafts.py`).
     """
 
@@ -83,27 +90,65 @@ class TreeBudgetManager(AdaptiveVerificationManager):
     _counts_there: torch.Tensor
     _batch_budget: Any
     """vLLM's: drafts and other tokens of each request, and the budget of the step."""
+    _unknown = 1.0
+    """Survival of nodes of which nothing is known yet: on a GPU it arrives a step later."""
 
     def __init__(self, req_states: RequestState, *args: Any, **kwargs: Any) -> None:
         super().__init__(req_states, *args, **kwargs)
-        self.drafting_state = _SWITCHES[req_states]
+        self.drafting_state = _STATES[req_states]
         self.drafting_state.decide = self.decide_without_drafts
-        self.drafting_switch = DraftingSwitch(
-            self.num_speculative_steps, self.drafting_state.can_resume
-        )
+        self.controller = self.drafting_state.controller
 
     def get_num_tokens(
         self, num_tokens_per_req: dict[str, int], draft_tokens: dict[str, list[int]]
     ) -> int:
-        if self.drafting_state.all_paused:  # no trees, even if drafts were scheduled
-            drafts = {req: len(draft_tokens.get(req, ())) for req in num_tokens_per_req}
-            others = {req: count - drafts[req] for req, count in num_tokens_per_req.items()}
-            self._batch_budget = drafts, others, 0
-        else:
-            super().get_num_tokens(num_tokens_per_req, draft_tokens)
-        _, others, budget = self._batch_budget
-        self._decide(list(num_tokens_per_req))
-        return sum(others.values()) + budget
+        state, requests = self.drafting_state, list(num_tokens_per_req)
+        index = self.req_states.req_id_to_index
+        slots = np.array([index[request] for request in requests], dtype=np.int64)
+        drafts = np.array([len(draft_tokens.get(request, ())) for request in requests])
+        others = np.array(list(num_tokens_per_req.values())) - drafts
+        rows, nodes = int(others.sum()), 0  # a host array
+        computed, prompts = self.req_states.num_computed_prefill_tokens, self.req_states.prefill_len
+        decodes = bool((computed[slots] >= prompts.np[slots]).all())  # a host array
+        sampling = bool(state.samples[slots].mean() > 0.5)  # a host array
+        self._observe(requests, decodes, sampling)
+        trees = bool(draft_tokens) and not state.all_paused
+        if trees:
+            survival = self._survival(slots, drafts)
+            room = self._max_total_logits - len(requests) * self.num_bonus_tokens
+            most = max(0, min(int(drafts.sum()), room))  # a host array
+            nodes = self.controller.budget(
+                survival, len(requests), rows, most, sampling, self._padded
+            )
+        self._batch_budget = (
+            dict(zip(requests, drafts.tolist())),  # a host array
+            dict(zip(requests, others.tolist())),  # a host array
+            nodes,
+        )
+        if decodes and (state.can_resume or not state.all_paused):
+            behind = sum(map(state.missed, slots.tolist()))  # a host array
+            state.all_paused = not self.controller.drafts(len(requests), sampling, behind)
+            self._begin(requests, rows + nodes, trees, behind)
+        return rows + nodes
+
+    def _survival(self, slots: np.ndarray, drafts: np.ndarray) -> np.ndarray:
+        """Return the survival of scheduled nodes, [R, N], 0 elsewhere."""
+        confidence = self._stale_confidences[self._stale_idx].np[slots].astype(np.float64)
+        survival = confidence.cumprod(axis=1)
+        # The confidences of a new request are 1 until it has drafts.
+        survival[(confidence == 1).all(1)] = self._unknown
+        survival[np.arange(survival.shape[1]) >= drafts[:, None]] = 0
+        return survival
+
+    def _observe(self, requests: list[str], decodes: bool, sampling: bool) -> None:
+        """Learn from the previous step, where times are measured step by step."""
+
+    def _begin(self, requests: list[str], rows: int, trees: bool, behind: int) -> None:
+        """Begin a step that only decodes."""
+
+    def _padded(self, rows: np.ndarray) -> np.ndarray:
+        """[n] rows → [n] rows that such steps are run with; a GPU's costs contain it."""
+        return rows
 
     def decide_without_drafts(self, batch: InputBatch) -> None:
         """Decide whether a pause ends: vLLM asks for a budget only if drafts are scheduled."""
@@ -112,41 +157,6 @@ class TreeBudgetManager(AdaptiveVerificationManager):
             tokens = batch.num_scheduled_tokens[: batch.num_reqs].tolist()  # a host array
             self.get_num_tokens(dict(zip(batch.req_ids, tokens)), {})
             self._batch_budget = None
-
-    def _decoding(self, requests: list[str]) -> np.ndarray:
-        """Return the slots of requests that decode in this step."""
-        states, index = self.req_states, self.req_states.req_id_to_index
-        slots = np.array([index[request] for request in requests], dtype=np.int64)
-        return slots[states.num_computed_prefill_tokens[slots] >= states.prefill_len.np[slots]]
-
-    def _decide(self, requests: list[str]) -> None:
-        """Decide whether to draft at the end of this step."""
-        slots = self._decoding(requests)
-        if not self.drafting_state.all_paused:
-            confidence = self._stale_confidences[self._stale_idx].np[slots]
-            # The confidences of a new request are 1 until it has drafts.
-            drafted = (confidence < 1).any(1) & ~self.drafting_state.paused[slots]
-            self.drafting_switch.learn(confidence[drafted].astype(np.float64).cumprod(1))
-        draft_cost, verify_cost = self.cost_tables
-        index = self.req_states.req_id_to_index
-        paused = self.drafting_state.paused[[index[request] for request in requests]]
-        self.drafting_state.all_paused = self.drafting_switch.decide(
-            len(requests),
-            draft_cost[len(requests)],
-            verify_cost,
-            self._gain(len(requests)),
-            self._catch_up(slots),
-            self.drafting_state.all_paused or len(slots) < len(requests),
-            int((~paused).sum()),  # a host array
-        )
-
-    def _gain(self, requests: int) -> float | None:
-        """Return measured speed with drafts over speed without; None: unknown."""
-        return None
-
-    def _catch_up(self, slots: np.ndarray) -> float:
-        """Return the time drafters need to read the rows they missed; 0: unknown."""
-        return 0.0
 
     def reallocate_drafts(self, req_ids: list[str], idx_mapping: torch.Tensor) -> Any:
         (drafts, others, budget), self._batch_budget = self._batch_budget, None
@@ -181,10 +191,6 @@ class DeviceBudgetManager(TreeBudgetManager):
     share one, so this also profiles steps of whole trees. The difference is the cost of a request.
     """
 
-    _profiled: tuple[np.ndarray, np.ndarray] | None = None
-    """Draft cost by number of requests; verify cost by tokens, less the cost of requests."""
-    _per_request = 0.0  # ms
-
     def batches_to_profile(self, capture_sizes: list[int]) -> Iterator[dict[str, Any]]:
         """Add steps of whole trees at each size that vLLM profiles."""
         each = self.num_speculative_steps + 1
@@ -199,25 +205,22 @@ class DeviceBudgetManager(TreeBudgetManager):
         each = self.num_speculative_steps + 1
         trees = [s for s in samples if s.num_reqs * each == s.num_target_tokens]
         alone = [s for s in samples if s.num_reqs * each != s.num_target_tokens]
-        # All ranks must use the same price.
-        self._per_request = get_tp_group().broadcast_object(
-            cost_per_request(_medians(alone), _medians(trees)), src=0
+        super().set_initial_cost_curves(alone)  # all ranks get those of rank 0
+        per_request = cost_per_request(_medians(alone), _medians(trees))
+        per_request = get_tp_group().broadcast_object(per_request, src=0)
+        assert self.cost_tables is not None  # set just now
+        drafting, verifying = self.cost_tables
+        requests = np.minimum(np.arange(len(verifying)), self.req_states.max_num_reqs)
+        shared = np.maximum(verifying - per_request * requests, verifying[1] / 2)
+        self.controller.cost.measured(
+            dict(enumerate(shared[1:].tolist(), 1)),  # a host array
+            dict(enumerate(drafting[1:].tolist(), 1)),  # a host array
+            per_request,
+            noisy=False,
         )
-        super().set_initial_cost_curves(
-            [replace(s, forward_ms=s.forward_ms - self._per_request * s.num_reqs) for s in alone]
-        )
-        self._profiled = self.cost_tables
         self._batch_budget = {"": 0}, {"": 1}, 0
         # int64, as in the runner.
         self.reallocate_drafts([""], self.query_start_loc.new_zeros(1, dtype=torch.int64))
-
-    def get_num_tokens(
-        self, num_tokens_per_req: dict[str, int], draft_tokens: dict[str, list[int]]
-    ) -> int:
-        if self._profiled is not None:
-            drafting, verifying = self._profiled
-            self.cost_tables = drafting, verifying + self._per_request * len(num_tokens_per_req)
-        return super().get_num_tokens(num_tokens_per_req, draft_tokens)
 
 
 def _medians(samples: list[StepTimingSample]) -> dict[int, tuple[float, int]]:
@@ -240,7 +243,7 @@ def install(kind: type[TreeBudgetManager] = DeviceBudgetManager) -> None:
         def build(
             req_states: RequestState, *args: Any, **kwargs: Any
         ) -> AdaptiveVerificationManager:
-            ours = req_states in _SWITCHES
+            ours = req_states in _STATES
             return (kind if ours else original)(req_states, *args, **kwargs)
 
         return build
@@ -249,7 +252,7 @@ def install(kind: type[TreeBudgetManager] = DeviceBudgetManager) -> None:
 
     def naming_undrafted(original: Function) -> Function:
         def sample_tokens(self: Any, *args: Any) -> Any:
-            step, state = self.execute_model_state, _SWITCHES.get(self.req_states)
+            step, state = self.execute_model_state, _STATES.get(self.req_states)
             output = original(self, *args)
             if state is not None and output is not None:
                 result = getattr(output, "model_runner_output", output)

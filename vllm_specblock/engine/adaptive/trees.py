@@ -13,6 +13,7 @@ from vllm_specblock.drafters.common.backlog import Backlog, MissedRows
 from vllm_specblock.engine.adaptive import budget
 from vllm_specblock.engine.runner.tree_states import TreeStates
 from vllm_specblock.feedback.acceptance_estimator import AcceptanceEstimator
+from vllm_specblock.feedback.controller import Controller
 from vllm_specblock.feedback.verified_trees import VerifiedTrees
 
 
@@ -31,6 +32,7 @@ class AdaptiveTrees:
 
     def __init__(
         self,
+        controller: Controller,
         follow: bool,
         backlog: Backlog | None,
         states: RequestState,
@@ -42,7 +44,7 @@ class AdaptiveTrees:
         self.follow, self.backlog = follow, backlog
         num_slots, on_host = len(tree_states.accepted), device.type == "cpu"
         can_resume = on_host or not self.follow
-        self.drafting_state = budget.drafting_state_of(states, num_slots, can_resume)
+        self.drafting_state = budget.drafting_state_of(states, num_slots, controller, can_resume)
         if self.backlog is not None:
             self.drafting_state.missed = self.backlog.rows
         self.acceptance = AcceptanceEstimator(device)
@@ -68,6 +70,7 @@ class AdaptiveTrees:
         """
         if self.backlog is None and batch.is_prefilling_np[: batch.num_reqs].all():  # a host array
             self.drafting_state.all_paused = False
+            self.drafting_state.controller.paused = False
         return self.drafting_state.all_paused
 
     def learn(self, verified: VerifiedTrees) -> None:
@@ -75,6 +78,10 @@ class AdaptiveTrees:
         self.acceptance.learn_from(verified)
         if self.paused.device.type == "cpu":
             self.drafting_state.accepted = int(verified.accepted.sum())  # a host tensor
+
+    def drafted(self, seconds: float, asked: bool) -> None:
+        """Note the time of a proposal; asked: a drafter with weights took part."""
+        self.drafting_state.draft_seconds, self.drafting_state.asked = seconds, asked
 
     def write_survival(
         self, req_idx: torch.Tensor, temperature: torch.Tensor, combined: Combined

@@ -198,10 +198,7 @@ def _resolve_drafter(
 
 def _check_policy(combine: CombineConfig, num_nodes: int) -> None:
     policy = combine.draft_policy
-    of_policy = {
-        "route": ("route", "confidence"),
-        "merge": ("merge", "budget"),
-    }
+    of_policy = {"route": ("confidence",), "merge": ("merge", "budget")}
     for other, keys in of_policy.items():
         given = [key for key in keys if key in combine.model_fields_set]
         if other != policy and given:

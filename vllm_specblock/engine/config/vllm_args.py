@@ -180,12 +180,6 @@ def _check_ranks(resolved: ResolvedConfig, parallel: ParallelConfig) -> None:
             f"tensor_parallel_size is {parallel.tensor_parallel_size}, but on a CPU every process "
             "measures costs of its own: drop one of them."
         )
-    lazy = resolved.combine is not None and resolved.combine.route == "lazy"
-    if lazy and parallel.tensor_parallel_size > 1:
-        raise OptionError(
-            f"speculative_config key 'route' is 'lazy' and tensor_parallel_size is "
-            f"{parallel.tensor_parallel_size}, but lazy routing supports 1 only: take 'eager'."
-        )
 
 
 def finish(config: SpeculativeConfig, resolved: ResolvedConfig, target: ModelConfig) -> None:

@@ -18,12 +18,12 @@ from vllm_specblock.engine.attention.draft_attention_layer import DraftAttention
 from vllm_specblock.engine.config.resolved_config import ResolvedConfig, ResolvedDrafter
 from vllm_specblock.engine.runner.draft_policy import (
     DraftPolicy,
-    LazilyRoutedDrafters,
     MergedDrafters,
     RoutedDrafters,
     SingleDrafter,
 )
 from vllm_specblock.engine.runner.skipping_merge import SkippingMergedDrafters
+from vllm_specblock.feedback.controller import Controller
 
 if TYPE_CHECKING:
     from vllm.model_executor.models.interfaces_base import VllmModel
@@ -155,14 +155,16 @@ def make_draft_policy(
     num_nodes: int,
     num_slots: int,
     device: torch.device,
+    controller: Controller | None,
 ) -> DraftPolicy:
-    """The policy of `options`; None with a single drafter."""
+    """The policy of `options`; None with a single drafter.
+
+    Without a controller all drafters draft in every step.
+    """
     if options is None:
         return SingleDrafter(drafters[0])
-    if options.draft_policy == "merge" and options.skip_drafter:
-        return SkippingMergedDrafters(drafters, options, num_nodes, num_slots, device)
+    if options.draft_policy == "merge" and options.skip_drafter and controller is not None:
+        return SkippingMergedDrafters(drafters, options, num_nodes, num_slots, device, controller)
     if options.draft_policy == "merge":
         return MergedDrafters(drafters, options, num_nodes, device)
-    if options.route == "lazy":
-        return LazilyRoutedDrafters(drafters, options, num_slots, device)
     return RoutedDrafters(drafters, options, device)

@@ -1,4 +1,4 @@
-"""Merged drafters; the costly one is skipped where the lookup is confident."""
+"""Merged drafters; the one with weights is asked only where that pays."""
 
 from __future__ import annotations
 
@@ -10,16 +10,10 @@ from vllm_specblock.config import CombineConfig
 from vllm_specblock.drafters.common.backlog import Backlog, MissedRows
 from vllm_specblock.drafters.interface import CommittedTokens, Drafter
 from vllm_specblock.engine.runner.draft_policy import MergedDrafters, Proposal
+from vllm_specblock.feedback.controller import Controller
 from vllm_specblock.feedback.skip_gate import DrafterGate, first_token
 from vllm_specblock.feedback.verified_trees import VerifiedTrees
-
-_COST = 0.2
-"""Share of a CPU step that drafting with weights takes: 5.3 of 24.6 ms for SmolLM2-135M's drafter.
-Steps measured at start-up are a third shorter; their 0.3 skips the drafter too often (τ 2.65, not
-2.85)."""
-
-_MOST_ROWS = 64
-"""Rows of a request that a drafter may lag: it reads them in one go in the time of a step."""
+from vllm_specblock.tree import DraftTree
 
 
 class SkippingMergedDrafters(MergedDrafters):
@@ -28,9 +22,13 @@ class SkippingMergedDrafters(MergedDrafters):
     A skipped drafter does not read the step either, since reading costs as much as drafting. Missed
     rows are kept until it drafts again. Only a CPU can decide this in every step.
 
+    Attributes:
+        lost: [slots] bool, requests whose missed rows had no room: they get lookups only.
+
     Args:
         drafters: one of them is the lookup, without a cache.
         num_slots: request slots of the engine.
+        controller: knows what asking costs.
     """
 
     def __init__(
@@ -40,11 +38,12 @@ class SkippingMergedDrafters(MergedDrafters):
         num_nodes: int,
         num_slots: int,
         device: torch.device,
+        controller: Controller,
     ) -> None:
         super().__init__(drafters, options, num_nodes, device)
         (self.lookup,) = (at for at, drafter in enumerate(drafters) if not drafter.cache_layers())
-        self.gate, self.behind = DrafterGate(_COST), Backlog()
-        self.asked = True
+        self.gate, self.behind, self.controller = DrafterGate(), Backlog(), controller
+        self.lost = np.zeros(num_slots, dtype=bool)
         # By request slot, for the tree under verification.
         self.sure = torch.zeros(num_slots)
         self.both = torch.zeros(num_slots, dtype=torch.bool)
@@ -52,10 +51,11 @@ class SkippingMergedDrafters(MergedDrafters):
     def begin(self, req_idx: int) -> None:
         super().begin(req_idx)
         self.behind.forget(req_idx)
+        self.lost[req_idx] = False
 
     def forget(self) -> None:
         super().forget()
-        self.gate = DrafterGate(_COST)
+        self.gate = DrafterGate()
 
     def learn(self, verified: VerifiedTrees) -> None:
         super().learn(verified)
@@ -71,31 +71,32 @@ class SkippingMergedDrafters(MergedDrafters):
         lookup.advance(rows)
         self.found = self.draft(lookup, rows)
         sure = first_token(self.found)
-        votes = sure if self.wanted is None else sure[self.wanted]
-        self.asked = not self._can_wait(rows) or self.gate.asks(votes.numpy())  # a host tensor
-        self.sure[rows.req_idx], self.both[rows.req_idx] = sure, self.asked
+        slots = rows.req_idx.numpy()  # a host tensor
+        reads = ~self.lost[slots]
+        votes = reads.copy()
+        if self.wanted is not None:
+            votes &= np.isin(np.arange(len(slots)), self.wanted.numpy())  # a host tensor
+        behind = sum(map(self.behind.rows, slots[reads].tolist())) + len(rows.token)  # a host array
+        expected = self.gate.expects(sure.numpy()[votes])  # a host tensor
+        self.asked = self.controller.asks(expected, len(slots), behind)
+        self.sure[rows.req_idx], self.both[rows.req_idx] = sure, torch.from_numpy(reads)
         if self.asked:
             drafter.advance(self.behind.catch_up(rows))
         else:
-            self.behind.keep(MissedRows.of(rows), np.ones(len(rows.last), dtype=bool))
+            self.both[rows.req_idx] = False
+            kept = self.behind.keep(MissedRows.of(rows), reads)
+            self.lost[slots] |= ~kept
 
     def combine(self, rows: CommittedTokens) -> Proposal:
         found, drafter = self.found, self.drafters[1 - self.lookup]
         if self.asked:
             tree = self.draft(drafter, rows)
+            lost = self.lost[rows.req_idx.numpy()]  # a host tensor
+            if lost.any():  # a host array
+                nothing = DraftTree.empty(len(lost), tree.token.shape[1], tree.token.device)
+                tree = nothing.where(torch.from_numpy(lost), tree)
             return self.union(tree, found) if self.lookup else self.union(found, tree)
-        nothing, never = (
-            torch.zeros_like(found.size),
-            torch.zeros_like(found.size, dtype=torch.bool),
-        )
-        sizes = (nothing, found.size) if self.lookup else (found.size, nothing)
+        none, never = torch.zeros_like(found.size), torch.zeros_like(found.size, dtype=torch.bool)
+        sizes = (none, found.size) if self.lookup else (found.size, none)
         second = ~never if self.lookup else never
         return Proposal(Combined.of(found, drafter=self.lookup + 1), sizes, second, never)
-
-    def _can_wait(self, rows: CommittedTokens) -> bool:
-        """Whether the missed rows are few and fit in memory; prompts are too long."""
-        counts = np.diff(rows.row_start_host)
-        late = [self.behind.rows(req_idx) for req_idx in rows.req_idx.tolist()]  # a host tensor
-        return bool((counts + late).max() <= _MOST_ROWS) and self.behind.has_room(
-            len(rows.token), rows.states
-        )

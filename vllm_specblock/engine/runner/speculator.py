@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_specblock.drafters.common.backlog import MissedRows
 from vllm_specblock.drafters.interface import CommittedTokens
+from vllm_specblock.engine.adaptive.budget import clock
 from vllm_specblock.engine.metrics.counters import Counts
 from vllm_specblock.engine.runner.dummy import null_inputs, to_scratch_slot
 from vllm_specblock.engine.runner.graphs import StepInputs
@@ -110,7 +110,7 @@ class TreeSpeculator(SpeculatorSetup):
                 self._skip(batch, missed)
             tokens = self._no_trees(batch.num_reqs)
         else:
-            began = time.perf_counter()
+            began = clock()
             graph = self.graphs.find(batch, dummy_run) if draft else None
             if graph is None:
                 inputs = self._inputs(batch, slot_mappings, aux_hidden_states)
@@ -125,7 +125,7 @@ class TreeSpeculator(SpeculatorSetup):
                 self.graphs.run_fullgraph(graph)
                 tokens = self.draft_tokens[: batch.num_reqs]
             if self.adaptive is not None:
-                self.adaptive.drafting_state.draft_seconds = time.perf_counter() - began
+                self.adaptive.drafted(clock() - began, self.draft_policy.asked)
         if not dummy_run:
             self.counters.publish(self._more_counts)
         return tokens
@@ -219,7 +219,7 @@ class TreeSpeculator(SpeculatorSetup):
         if self.backlog is not None:
             self.backlog.keep(missed(), np.ones(batch.num_reqs, dtype=bool))
         if self.adaptive is not None:
-            self.adaptive.drafting_state.draft_seconds = 0.0
+            self.adaptive.drafted(0.0, asked=False)
         self._nothing_drafted(batch.idx_mapping)
 
     def _nothing_drafted(self, req_idx: torch.Tensor) -> None:

@@ -32,7 +32,7 @@ from vllm_specblock.engine.metrics.draft_clock import DraftClock
 from vllm_specblock.engine.metrics.exporter import make_sink
 from vllm_specblock.engine.runner.adaptation import make_recorder
 from vllm_specblock.engine.runner.chain_fallback import ChainFallback
-from vllm_specblock.engine.runner.draft_policy import DraftPolicy, LazilyRoutedDrafters
+from vllm_specblock.engine.runner.draft_policy import DraftPolicy
 from vllm_specblock.engine.runner.drafter_loader import (
     build_drafters,
     drafter_budgets,
@@ -47,6 +47,7 @@ from vllm_specblock.engine.runner.tree_states import TreeStates
 from vllm_specblock.engine.runner.warm_up import compile_kernels
 from vllm_specblock.engine.target_lora import embed_without_adapters
 from vllm_specblock.engine.target_model import check_target_model, embedding_of
+from vllm_specblock.feedback.controller import Controller
 from vllm_specblock.triton_kernels.kv_cache.commit import KVCacheSet
 from vllm_specblock.verify.synthetic_acceptance import SyntheticAcceptance
 
@@ -142,8 +143,9 @@ class SpeculatorSetup(DraftModelSpeculator):
             (drafter,) = drafters
             assert isinstance(drafter, SpecBlockDrafter)  # checked by `check_acceptance`
             drafters = [SyntheticDrafter(drafter, best, self.device)]
+        controller = Controller(self.num_nodes) if self.resolved.adaptive else None
         self.draft_policy = make_draft_policy(
-            drafters, self.resolved.combine, self.num_nodes, self.num_slots, self.device
+            drafters, self.resolved.combine, self.num_nodes, self.num_slots, self.device, controller
         )
         self.max_depth = self.draft_policy.max_depth
         self.tree_states = TreeStates(self.num_slots, self.num_nodes, self.max_depth, self.device)
@@ -156,8 +158,9 @@ class SpeculatorSetup(DraftModelSpeculator):
         self.can_resume = on_host or not follow
         # Later requests may reuse the blocks of a request without drafts.
         self.follows = follow and self.vllm_config.cache_config.enable_prefix_caching
-        if self.resolved.adaptive:
+        if controller is not None:
             self.adaptive = AdaptiveTrees(
+                controller,
                 follow,
                 self.backlog,
                 self.req_states,
@@ -236,9 +239,6 @@ class SpeculatorSetup(DraftModelSpeculator):
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         full = cudagraph_mode.decode_mode() == CUDAGraphMode.FULL
-        # Lazy routing decides on the host, in every step, whether to run the second drafter.
-        if isinstance(self.draft_policy, LazilyRoutedDrafters):
-            full = False
         self.graphs = ProposalGraphs(
             self.vllm_config,
             self.device,
