@@ -4,9 +4,29 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from lib.controller_world import MACHINES, Fixed, Phase, Trace, World, figures, simulate
+from lib.controller_world import MACHINES, Phase, Trace, World, figures, simulate, traces
+
+from vllm_specblock.feedback.controller import Controller, Step
+from vllm_specblock.feedback.step_cost import StepCost
 
 SLOW, FAST = "CPU, SpecBlock", "GPU, n-gram"
+
+
+class Fixed:
+    """Verify every node above a survival; 1: plain decoding."""
+
+    def __init__(self, threshold: float) -> None:
+        self.threshold, self.steps, self.cost = threshold, [], StepCost()
+
+    def observe(self, step, sampling):
+        self.steps.append(step)
+
+    def budget(self, survival, requests, rows, most, sampling, padded):
+        assert len(survival) == requests == rows and (np.diff(survival) <= 0).all()
+        return int((survival > self.threshold).sum())
+
+    def drafts(self, requests, sampling):
+        return self.threshold < 1
 
 
 def world(name: str, *phases: Phase, **options) -> World:
@@ -28,11 +48,11 @@ def test_a_fixed_policy_runs_as_it_was_computed(name):
 
 def test_verdicts_agree_with_expected_tokens():
     found = world(FAST, Phase(4000, 4))
-    counted = []
     policy = Fixed(0.1)
-    policy.observe = lambda step: counted.append(step.tokens)
     run = simulate(found, policy)
-    assert np.mean(counted) == pytest.approx(run.tokens.mean(), rel=0.03)
+    assert np.mean([step.tokens for step in policy.steps]) == pytest.approx(
+        run.tokens.mean(), rel=0.03
+    )
 
 
 def test_the_text_gives_the_gain_that_was_asked_for():
@@ -48,3 +68,94 @@ def test_plain_decoding_has_no_regret_where_it_is_best():
     result = figures(found, simulate(found, Fixed(1.0)))
     assert result["loss"] == pytest.approx(0, abs=1e-6)
     assert result["regret"] > 0.05 and result["back"] == 600
+
+
+SHORT = [
+    (SLOW, "wrong start-up figures"),
+    (SLOW, "batch 1, 16, 1"),
+    (SLOW, "plain is best, batch 1"),
+    ("AMX, SpecBlock", "start under load"),
+    ("GPU, SpecBlock", "noise of factor 3"),
+    ("CPU, n-gram", "plain is best, bursts"),
+    ("CPU, n-gram", "sampling on and off"),
+]
+
+
+@pytest.mark.parametrize("name, trace", SHORT)
+def test_the_controller_meets_its_bars(name, trace):
+    found = World(MACHINES[name], traces(800)[trace])
+    result = figures(found, simulate(found, Controller(found.machine.nodes)))
+    assert result["regret"] <= 0.03 and result["first"] >= 0.97
+    assert (result["loss"] or 0) <= 0.01 and (result["back"] or 0) <= 256
+
+
+def served(survival: float, draft: float, steps: int = 1200) -> list[bool]:
+    """One request and one node, at true costs: whether each step drafted."""
+    controller, trees, drafted = Controller(1), False, []
+    controller.cost.measured({1: 1.0, 2: 1.0, 4: 1.0}, {1: draft})
+    for _ in range(steps):
+        nodes = controller.budget(np.array([[survival]]), 1, 1) if trees else 0
+        drafts = controller.drafts(1)
+        tokens = 1 + nodes * survival
+        seconds = 1.0 + drafts * draft
+        controller.observe(Step(1, 1 + nodes, trees, drafts, tokens, seconds, drafts * draft))
+        trees = drafts
+        drafted.append(drafts)
+    return drafted
+
+
+def runs(drafted: list[bool]) -> list[int]:
+    """Lengths of the runs of equal decisions."""
+    ends = np.flatnonzero(np.diff(drafted)) + 1
+    return np.diff([0, *ends, len(drafted)]).tolist()
+
+
+def test_drafting_pauses_after_a_loss_of_two_steps():
+    first = runs(served(0.2, 0.5))[0]  # a gain of 0.8: 0.19 of a step lost in each
+    assert 10 <= first <= 14
+
+
+def test_a_pause_ends_with_a_short_probe():
+    found = runs(served(0.0, 0.5))
+    assert found[1] == 224 and found[2] == 4  # paused, then probing
+
+
+def test_a_cheap_probe_is_longer():
+    probe = runs(served(0.0, 0.1))[2]  # 0.007 of 224 steps pay for 15
+    assert 12 <= probe <= 18
+
+
+def test_plain_steps_are_timed_now_and_then():
+    found = runs(served(0.9, 0.1))
+    assert found[1::2] == [2] * len(found[1::2]) and found[-3] == 255
+
+
+def test_a_change_of_text_is_seen_after_as_many_trees():
+    controller = Controller(1)
+    for survival, trees in ((0.9, 256), (0.3, 128)):
+        for _ in range(trees):
+            controller.budget(np.array([[survival]]), 1, 1)
+    known = controller._yields[0]
+    assert known.tokens()[-1] / known.correction == pytest.approx(0.6)
+
+
+def shape_after(times: int, error: float) -> float:
+    """Log change of two rows over one, after comparisons of the two with this log error."""
+    cost = StepCost()
+    cost.measured({1: 1.0, 2: 1.5}, {1: 0.1})
+    for turn in range(times + 1):
+        # The error is upwards, as that of a start-up figure is not.
+        level = float(cost.verify(1 + turn % 2, 1))
+        cost.observe(1 + turn % 2, 1, True, level * np.exp(error * (turn % 2)))
+    return float(np.log(cost.verify(2, 1) / cost.verify(1, 1) / 1.5))
+
+
+def test_the_shape_takes_over_a_part_of_a_small_error():
+    assert shape_after(1, 0.1) == pytest.approx(0.1, rel=0.2)
+    late = shape_after(200, 0.01) - shape_after(198, 0.01)
+    assert late == pytest.approx(2 * 0.01 * 2 * 0.6 / 25, rel=0.3)
+
+
+def test_one_outlier_does_not_decide():
+    assert shape_after(1, 2.0) == pytest.approx(np.log(2 / 1.5), abs=0.1)
+    assert shape_after(1, 3.0) == 0

@@ -14,20 +14,22 @@ import numpy as np
 
 from vllm_specblock.feedback.step_cost import StepCost
 
-TREES = 192
+TREES = 256
 """Trees that the expected yield is averaged over."""
 
-PATIENCE, MARGIN = 8, 0.015
-"""Steps of a yield below a plain one before drafting pauses; gain that ends a pause."""
+LOSS = 2.0
+"""Plain steps' worth of yield that drafting may lose before it pauses."""
 
 PLAIN_EVERY = 256
-"""Steps with drafts after which a plain one is taken, to time it."""
+"""Steps with drafts after which a plain one is taken, to time it; fewer at first, and an eighth of
+it where the gain is below _CLOSE."""
 
 PROBE_AFTER, PROBE_SHARE, PROBE_STEPS = 224, 0.007, 4
 """Paused steps before a probe; share of the paused time that it may cost; its least steps."""
 
 _EXPLORE_EVERY = 48  # steps; then a budget is halved or doubled, to learn what rows cost
 _DECAY = 0.995  # of expected and accepted tokens
+_CLOSE = 1.1
 _HORIZON = 64  # steps in which a drafter has to win back the time to read missed rows
 
 
@@ -89,11 +91,12 @@ class Controller:
 
     | state | next | when |
     | --- | --- | --- |
-    | drafting | one plain step | every PLAIN_EVERY steps |
-    | drafting | paused | the yield was below that of plain steps PATIENCE times in a row |
-    | paused | drafting | another batch size or kind of sampling has a gain above MARGIN |
+    | drafting | two steps without | every PLAIN_EVERY steps |
+    | drafting | paused | the yield was below that of plain steps, by LOSS steps in sum |
+    | paused | drafting | another batch size or kind of sampling has a gain |
+    | paused | probing | of this kind of sampling nothing is known |
     | paused | probing | after PROBE_AFTER steps; later where a probe costs more than its share |
-    | probing | drafting | it ends with a gain above MARGIN |
+    | probing | drafting | it ends with a gain |
     | probing | paused | it ends without |
 
     On a GPU, `observe` is not called: costs were measured from captured graphs, and survival is
@@ -112,16 +115,16 @@ class Controller:
         self._gain, self._steps = 1.5, 0
         self._expected = 0.0  # tokens, of the budget
         self._asked = 1.0  # share of the proposals
-        self._slow = self._since_plain = self._rested = self._probing = 0
+        self._lost, self._plain_after = 0.0, 12
+        self._since_plain = self._rested = self._probing = 0
         self._wait = PROBE_AFTER
         self._prompts, self._drafted = 0.0, float(TREES)  # cost of prompts; over so many steps
 
     def observe(self, step: Step, sampling: bool = False) -> None:
         """Learn from a step that decoded the same requests as the next one."""
         drafting = step.draft_seconds if step.drafted else 0.0
-        self.cost.observe(
-            step.rows, step.requests, step.trees or step.drafted, step.seconds - drafting
-        )
+        if step.trees or not step.drafted:  # else it took longer than a plain one
+            self.cost.observe(step.rows, step.requests, step.trees, step.seconds - drafting)
         if step.drafted:
             self.cost.observe_draft(step.requests, step.asked, step.draft_seconds, step.read)
             self._asked += 0.1 * (step.asked - self._asked)
@@ -178,8 +181,11 @@ class Controller:
         sizes = padded(rows + np.arange(len(tokens)))
         value = known.correction * tokens - self._rate * self.cost.verify(sizes, requests)
         nodes = int(value.argmax())
-        if self._steps % _EXPLORE_EVERY == 0:
-            nodes = 2 * nodes + 2 if self._steps // _EXPLORE_EVERY % 2 else nodes // 2
+        turn, rest = divmod(self._steps, _EXPLORE_EVERY)
+        if rest == 0:
+            nodes = 2 * nodes + 2 if turn % 2 else nodes // 2
+        elif rest % 8 == 0 and not self.cost.knows(rows + 2 * nodes + 2):
+            nodes = 2 * nodes + 2
         nodes = min(int(padded(np.array([rows + nodes]))[0]) - rows, len(best))
         self._expected = float(tokens[nodes])
         return nodes
@@ -205,26 +211,32 @@ class Controller:
             self._probing -= 1
             if self._probing:
                 return True
-            self.paused = self.gain(requests, sampling) < 1 + MARGIN
+            self.paused = self.gain(requests, sampling) < 1
             self._rested = self._since_plain = 0
             self._kind = kind
         elif self.paused:
             self._rested += 1
             if kind != self._kind:
                 self._kind = kind
-                self.paused = self.gain(requests, sampling) < 1 + MARGIN
-            if self.paused and self._rested >= self._wait:
+                self.paused = self.gain(requests, sampling) < 1
+            unknown = not self._yields[sampling].count
+            if self.paused and (self._rested >= self._wait or unknown):
                 self._probe(requests, sampling, behind)
                 return True
         else:
+            if self._since_plain < 0:
+                self._since_plain = 0
+                return False
             self._since_plain += 1
-            self._slow = self._slow + 1 if self._gain < 1 else 0
-            self.paused = self._slow >= PATIENCE
+            self._lost = max(0.0, self._lost + 0.99 - self._gain)
+            self.paused = self._lost > LOSS
             self._rested, self._wait = 0, PROBE_AFTER
             if self.paused:
-                self._slow = 0
-            elif self._since_plain >= PLAIN_EVERY:
-                self._since_plain = 0
+                self._lost = 0.0
+            elif self._since_plain >= self._plain_after:
+                most = PLAIN_EVERY if self._gain > _CLOSE else PLAIN_EVERY // 8
+                # A step that drafts at its end is none either: the second one is timed.
+                self._since_plain, self._plain_after = -1, min(2 * self._plain_after, most)
                 return False
         return not self.paused
 

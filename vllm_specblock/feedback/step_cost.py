@@ -1,7 +1,8 @@
 """Step cost: how long a step takes, by its rows, learned from the steps themselves.
 
 A machine that is slow for a while is slow for all steps, and no decision depends on that. So time
-is a scale, which follows every step at once, times a shape, which hardly moves with any one step.
+is a scale, which follows every step at once, times a shape, which is learned where two successive
+steps differ in size.
 """
 
 from __future__ import annotations
@@ -9,9 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
-
-SCALE_STEP = 0.35
-"""Share of a step's error that the scale takes over."""
 
 SHAPE_STEP, SHAPE_MEMORY = 0.6, 25
 """Share of an error that the shape takes over at the first step of a size; at the n-th, n-th part
@@ -21,7 +19,8 @@ CLIP = 0.35
 """Largest error, in nats, that the shape learns from: one outlier must not decide."""
 
 _OUTLIER = 2.5  # nats; the process did something else meanwhile
-_FRESH = 3  # drafts of a batch size that replace the figure measured at start-up
+_FRESH = 3  # steps of a size that replace the figure measured at start-up
+_PLAIN_STEPS = 31  # comparisons of plain steps with others; their median counts
 _LOOKUP = 0.1  # share of the time to draft that a lookup takes, until it is seen
 _READ_STEPS = 0.1  # share of a catch-up's error that the cost of a row takes over
 
@@ -61,12 +60,14 @@ class StepCost:
         self._rows = np.array(sorted(verify), dtype=float)
         times = np.array([verify[int(rows)] for rows in self._rows])
         times = _plausible(self._rows, times) if noisy else np.maximum.accumulate(times)
-        self._log_scale = float(np.log(times[0]))
+        self._scale = float(np.log(times[0]))
         self._times = times / times[0]
-        self._steps = np.full(len(times), 2.0)
+        self._steps = np.zeros(len(times))
         slope = (times[-1] - times[-2]) / (self._rows[-1] - self._rows[-2]) / times[0]
         self._beyond = max(float(slope), 0.0)  # per row
-        self._plain, self._plain_steps = 0.0, 2.0  # log ratio to a step of so many rows with trees
+        # Log ratio to a step of so many rows with trees: the median where one follows the other.
+        self._plain, self._plain_seen = 0.0, [0.0]
+        self._before: tuple[int, int, bool, float] | None = None
         self._requests = 2.0 ** np.arange(11)
         given = np.array(sorted(draft), dtype=float)
         seconds = np.array([draft[int(count)] for count in given])
@@ -93,33 +94,58 @@ class StepCost:
 
     def of(self, seconds: float) -> float:
         """Relative cost of something that took so long just now."""
-        return float(seconds * np.exp(-self._log_scale))
+        return float(seconds * np.exp(-self._scale))
 
     def observe(self, rows: int, requests: int, trees: bool, seconds: float) -> None:
-        """Learn from a step, less its drafting; trees: it had drafts to verify, or new ones."""
-        expected = float(self.verify(rows, requests)) if trees else self.plain(requests)
-        error = float(np.log(max(seconds, 1e-9) / expected)) - self._log_scale
-        self._log_scale += SCALE_STEP * float(np.clip(error, -_OUTLIER, _OUTLIER))
+        """Learn from a step, less its drafting; trees: it verified drafts."""
+        level, before = self._level((rows, requests, trees, seconds)), self._before
+        self._scale, self._before = level, (rows, requests, trees, seconds)
+        if before is None or before[:3] == (rows, requests, trees):
+            return
+        error = level - self._level(before)
         if abs(error) > _OUTLIER:
             return
-        error = float(np.clip(error, -CLIP, CLIP))
-        if not trees:
-            self._plain += SHAPE_STEP * error / min(self._plain_steps, SHAPE_MEMORY)
-            self._plain_steps += 1
-        # The two sizes around it share the error.
+        if trees != before[2]:
+            error = self._plain + float(np.clip(error, -CLIP, CLIP)) * (1 if before[2] else -1)
+            self._plain_seen = [*self._plain_seen[1 - _PLAIN_STEPS :], error]
+            self._plain = float(np.median(self._plain_seen))
+            return
+        ends = self._around(rows), self._around(before[0])
+        known = [sum(part * self._steps[place] for place, part in end) for end in ends]
+        for end, sign, mine, other in zip(ends, (1, -1), known, known[::-1]):
+            # A start-up figure gives way sooner, but only downwards: it was too high.
+            least = -2 * CLIP if mine < _FRESH else -CLIP
+            change = float(np.clip(sign * error, least, CLIP)) * (other + 1) / (mine + other + 2)
+            for place, part in end:
+                step = 2 * SHAPE_STEP / np.clip(self._steps[place], 1, SHAPE_MEMORY)
+                self._times[place] *= np.exp(part * min(step, 1) * change)
+                self._steps[place] += part
+        # As in `_plausible`: a size costs no less than a smaller one, and a row of it no more.
+        self._times = np.maximum.accumulate(self._times)
+        self._times = self._rows * np.minimum.accumulate(self._times / self._rows)
+
+    def _level(self, step: tuple[int, int, bool, float]) -> float:
+        """Return the log of a step's time over its relative cost."""
+        rows, requests, trees, seconds = step
+        expected = float(self.verify(rows, requests)) if trees else self.plain(requests)
+        return float(np.log(max(seconds, 1e-9) / expected))
+
+    def _around(self, rows: int) -> list[tuple[int, float]]:
+        """Return the two sizes around `rows`, and their shares of it."""
         above = min(int(np.searchsorted(self._rows, rows)), len(self._rows) - 1)
         below = max(above - 1, 0)
         gap = self._rows[above] - self._rows[below]
         share = 1.0 if not gap else float(np.clip((rows - self._rows[below]) / gap, 0, 1))
-        for place, part in ((above, share), (below, 1 - share)):
-            step = SHAPE_STEP / min(self._steps[place], SHAPE_MEMORY)
-            self._times[place] *= np.exp(part * step * error)
-            self._steps[place] += part
-        self._times = np.maximum.accumulate(self._times)
+        return [(above, share), (below, 1 - share)]
+
+    def knows(self, rows: int) -> bool:
+        """Whether steps of about so many rows were seen, or none ever are."""
+        seen = sum(part * self._steps[place] for place, part in self._around(rows))
+        return self._before is None or seen >= _FRESH
 
     def observe_draft(self, requests: int, asked: bool, seconds: float, read: int) -> None:
         """Learn from a proposal; read: rows that its drafters had missed before."""
-        cost, expected = self.of(seconds), self.draft(requests, asked)
+        cost, expected = seconds * np.exp(-self._scale), self.draft(requests, asked)
         if read > 4 * requests:  # mostly that
             extra = max(cost - expected, 0.0) / read
             self.read += (_READ_STEPS if self.read else 1.0) * (extra - self.read)
