@@ -94,7 +94,7 @@ class SkippingMergedDrafters(MergedDrafters):
             lost = self.lost[rows.req_idx.numpy()]  # a host tensor
             if lost.any():  # a host array
                 nothing = DraftTree.empty(len(lost), tree.token.shape[1], tree.token.device)
-                tree = nothing.where(torch.from_numpy(lost), tree)
+                tree = tree.where(torch.from_numpy(lost), nothing)
             return self.union(tree, found) if self.lookup else self.union(found, tree)
         none, never = torch.zeros_like(found.size), torch.zeros_like(found.size, dtype=torch.bool)
         sizes = (none, found.size) if self.lookup else (found.size, none)
