@@ -1,8 +1,8 @@
 """Target attention on a CPU, over the cache as vLLM's own kernel packs it.
 
-Requests whose rows see everything up to their own (prompts, plain decode, a root alone, drafts in a
-chain) go to vLLM's kernel: what it gives is what vLLM gives without us, bit for bit. Trees go to a
-kernel of ours that reads the same cache in place.
+Requests without drafts (prompts, plain decode, a root alone) go to vLLM's kernel: what it gives is
+what vLLM gives without us, bit for bit. Trees, and drafts in a chain, go to a kernel of ours that
+reads the same cache in place.
 """
 
 from __future__ import annotations

@@ -163,7 +163,7 @@ class TreeSpeculator(SpeculatorSetup):
         chain = self.chains.among(batch)
         slots = {group: slot_mappings[name] for group, name in self.layer_of.items()}
         return StepInputs(
-            StepBatch(batch, self.tree_states, self.pad_rows),
+            StepBatch(batch, self.tree_states, self.pad_rows, self.reads_rows),
             slots[self.group],
             [slots[group] for group, _ in self.target_caches],
             hidden_states,

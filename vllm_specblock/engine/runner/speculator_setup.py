@@ -175,6 +175,7 @@ class SpeculatorSetup(DraftModelSpeculator):
         self.recorder = make_recorder(
             self.vllm_config, self.resolved, drafters, self.tree_states.parent, self.max_depth
         )
+        self.reads_rows = bool(follow or self.num_layers or self.recorder is not None)
         return nn.ModuleList(weights)
 
     def load_model(self, target_model: VllmModel) -> None:
