@@ -202,44 +202,40 @@ def _scratch(group: int, head_dim: int, amx: bool, threads: int) -> tuple[np.nda
     return np.zeros((threads, scratch_size(group, head_dim)), dtype=np.float32), config
 
 
-def _share(jobs: np.ndarray, kv_heads: int, threads: int) -> np.ndarray:
+@njit(nogil=True)
+def _share(jobs, kv_heads, threads):
     """→ [threads + 1] int64: runs of jobs × KV heads that take equally long, more or less.
 
     Fewer where there is so little to do that a team would wait longer than it works.
     """
     work = jobs[:, COUNT] * (jobs[:, TO] - jobs[:, FROM])
-    done = np.concatenate(([0], np.repeat(work, kv_heads).cumsum()))
-    threads = max(min(threads, len(done) - 1, done[-1] // _LEAST_WORK), 1)
-    bounds = np.searchsorted(done, np.arange(threads + 1) * (done[-1] / threads))
-    bounds[-1] = len(done) - 1
+    items, total = len(jobs) * kv_heads, work.sum() * kv_heads
+    threads = max(min(threads, items, total // _LEAST_WORK), 1)
+    bounds = np.full(threads + 1, items)
+    done, thread = 0, 0
+    for item in range(items):
+        while thread < threads and done >= thread * (total / threads):
+            bounds[thread] = item
+            thread += 1
+        done += work[item // kv_heads]
     return bounds
 
 
 @njit(nogil=True)
 def find_causal(query_start, seq_len, prefix_len, mask_words, tree_start):
-    """[R] bool: every row of the request sees all entries up to its own, and no other.
+    """[R] bool: requests without drafts, each row of which sees all entries up to its own.
 
-    Prompts, plain decode steps, a root alone, and drafts that form a chain.
+    Prompts, plain decode steps and a root alone. Drafts in a chain are not among them: for two to
+    a dozen rows of a request our loop is faster than vLLM's kernel, which is made for prompts.
     """
     causal = np.ones(len(seq_len), dtype=np.bool_)
     for request in range(len(seq_len)):
         first, last = query_start[request], query_start[request + 1]
         for row in range(first, last):
-            wanted = seq_len[request] - (last - row) + 1
-            seen, base = prefix_len[row], tree_start[request]
-            if seen > wanted:
-                causal[request] = False
-            for word in range(mask_words.shape[1]):
-                bits, here = mask_words[row, word], base + word * 64
-                if bits == 0:
-                    continue
-                for bit in range(64):
-                    if (bits >> bit) & 1 and here + bit >= seen:
-                        if here + bit == seen:
-                            seen += 1
-                        else:
-                            causal[request] = False
-            if seen != wanted:
+            seen = np.int64(prefix_len[row])
+            seen += mask_words[row, 0] & 1 and tree_start[request] == seen
+            drafts = np.any(mask_words[row, 1:]) or mask_words[row, 0] & ~np.int64(1)
+            if drafts or seen != seq_len[request] - (last - row) + 1:
                 causal[request] = False
     return causal
 

@@ -21,6 +21,8 @@ def move_path_numba(
     """Arguments as `commit.move.move_path` has them; packed, or an entry's elements consecutive."""
     of_requests = (x.contiguous().numpy() for x in (query_start, base, path, accepted))
     source, target = _slots(slot_mapping.numpy(), *of_requests, num_rows - 1)
+    if not len(source):
+        return
     cache = kv_caches.caches[0]
     if kv_caches.packing is not None:
         from ..attention.cpu_packing import move_packed

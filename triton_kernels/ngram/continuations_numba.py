@@ -10,12 +10,11 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import torch
 
 from ..optional_numba import njit
 from ..tree.candidate_keys import CLOSED, DEPTH_ONE
 from ..tree.select_tree import TreeTensors
-from ..tree.select_tree_numba import select_numba
+from ..tree.select_tree_numba import select_arrays
 from .continuations import Following
 from .occurrences import Texts
 
@@ -23,8 +22,8 @@ from .occurrences import Texts
 def follow_numba(texts: Texts, how: Following) -> TreeTensors:
     """The trees of R texts; see `NGramDrafter`."""
     shape = len(texts.row), how.candidates
-    token, parent = (torch.zeros(shape, dtype=torch.int64) for _ in range(2))
-    score, key = torch.empty(shape), torch.zeros(shape, dtype=torch.int64)
+    token, parent, key = np.zeros((3, *shape), np.int64)
+    score = np.empty(shape, np.float32)
     _follow(
         texts.table.numpy(),
         texts.row.contiguous().numpy(),
@@ -38,12 +37,12 @@ def follow_numba(texts: Texts, how: Following) -> TreeTensors:
         how.power,
         how.votes,
         how.nats,
-        token.numpy(),
-        parent.numpy(),
-        score.numpy(),
-        key.numpy(),
+        token,
+        parent,
+        score,
+        key,
     )
-    return select_numba(token, parent, score, key, None, how.budget)
+    return select_arrays(token, parent, score, key, None, how.budget)
 
 
 @njit

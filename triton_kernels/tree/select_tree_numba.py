@@ -22,15 +22,24 @@ def select_numba(
     budget: int,
 ) -> TreeTensors:
     """Arguments as in `vllm_specblock.candidates.select`, each [R, C]."""
+    given = (x.contiguous().numpy() for x in (token, parent, score, key))
+    hashes = None if path_hash is None else path_hash.contiguous().numpy()
+    return select_arrays(*given, hashes, budget)
+
+
+def select_arrays(
+    token: np.ndarray,
+    parent: np.ndarray,
+    score: np.ndarray,
+    key: np.ndarray,
+    path_hash: np.ndarray | None,
+    budget: int,
+) -> TreeTensors:
+    """`select_numba` of contiguous arrays."""
     tree = TreeTensors.empty(len(key), budget, torch.empty(key.shape, dtype=torch.int64))
-    given = [x.contiguous() for x in (token, parent, score, key)]
-    path_hash = given[3] if path_hash is None else path_hash.contiguous()
-    _select(
-        *(x.numpy() for x in given),
-        path_hash.numpy(),
-        path_hash is not given[3],
-        *(x.numpy() for x in tree.pointers),
-    )
+    hashes = key if path_hash is None else path_hash
+    made = map(torch.Tensor.numpy, tree.pointers)
+    _select(token, parent, score, key, hashes, path_hash is not None, *made)
     return tree
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from vllm_specblock.triton_kernels.optional_numba import takes
 from vllm_specblock.triton_kernels.verify.read_accepted import read_accepted_triton
+from vllm_specblock.triton_kernels.verify.read_accepted_numba import read_accepted_numba
 
 
 def read_accepted(
@@ -31,8 +33,9 @@ def read_accepted(
         drafts: [R] int64, nodes that the target ran on. On the host there is only how many were
             scheduled.
     """
-    if path.is_cuda:
-        return read_accepted_triton(req_idx, live, row_start, base, path, accepted)
+    if path.is_cuda or takes(path):
+        op = read_accepted_triton if path.is_cuda else read_accepted_numba
+        return op(req_idx, live, row_start, base, path, accepted)
     starts = row_start.long()
     drafts = (starts.diff() - base) * (live != 0)
     return path[req_idx], accepted[req_idx], starts[:-1], drafts

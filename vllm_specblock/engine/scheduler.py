@@ -13,7 +13,7 @@ from vllm_specblock.engine.undrafted import wants_drafts
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.outputs import ModelRunnerOutput
+    from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
     from vllm.v1.request import Request
 
 UNDRAFTED = "specblock_undrafted"
@@ -49,6 +49,10 @@ class TreeScheduling(Scheduler):
             if self._paused or not wants_drafts(request.sampling_params):
                 request.spec_token_ids = []
         return super().schedule(*args, **kwargs)
+
+    def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
+        if not self._paused:  # else placeholders
+            super().update_draft_token_ids(draft_token_ids)
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         drafts = scheduler_output.scheduled_spec_decode_tokens

@@ -39,6 +39,21 @@ def test_we_pack_as_vllm_does(dtype):
     assert torch.equal(ours, theirs)
 
 
+def test_tile_registers_are_requested(monkeypatch):
+    """A drafter without weights runs no kernel of ours that would, and vLLM's does not."""
+    from vllm.v1.attention.backends import cpu_attn
+
+    from vllm_specblock.engine.cpu import attention
+
+    asked = []
+    monkeypatch.setattr(torch.cpu, "_init_amx", lambda: asked.append(True))
+    monkeypatch.setattr(cpu_attn, "_get_attn_isa", lambda *_: "amx")
+    packing = SimpleNamespace(head_stride=2 * BLOCK * SIZE)
+    monkeypatch.setattr(attention, "packing_on_cpu", lambda *_: packing)
+    packed_cache(torch.zeros(2, KV_HEADS, BLOCK, 2 * SIZE, dtype=torch.bfloat16), "auto")
+    assert asked
+
+
 def causal_only(batch, rows: slice, cache) -> torch.Tensor:
     """Rows of one causal request by vLLM's own backend's two calls."""
     packed = packed_cache(cache, "auto")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -20,13 +21,24 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm_specblock.commit.store import store_kv
 from vllm_specblock.engine.attention import flash_causal
 from vllm_specblock.engine.attention.flash_causal import CausalRequests, attend_causal
-from vllm_specblock.engine.cpu.attention import CpuStep, PackedCache, Scales, packed_cache
+from vllm_specblock.engine.cpu.attention import (
+    CpuStep,
+    PackedCache,
+    Scales,
+    packed_cache,
+    plain_builder,
+)
 from vllm_specblock.options import TargetError
 from vllm_specblock.triton_kernels.attention.tree_attention_batch import TreeAttentionBatch
 from vllm_specblock.verify.tree_mask import TreeMask
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.attention.backends.cpu_attn import (
+        CPUAttentionBackendImpl,
+        CPUAttentionMetadata,
+        CPUAttentionMetadataBuilder,
+    )
     from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 
     from vllm_specblock.triton_kernels.attention.cpu_packing import Packing
@@ -67,6 +79,18 @@ class TreeAttentionMetadataBuilder(AttentionMetadataBuilder[TreeAttentionMetadat
         sinks = any(layers[name].impl.sinks is not None for name in layer_names)
         self.by_flash = not sinks and flash_causal.takes(kv_cache_spec, device)
 
+    @cached_property
+    def plain(self) -> CPUAttentionMetadataBuilder | None:
+        """vLLM's own builder, for steps without drafts on a CPU; not before caches are bound."""
+        if self.device.type != "cpu":
+            return None
+        return plain_builder(self.kv_cache_spec, self.layer_names, self.vllm_config, self.device)
+
+    @property
+    def needs_mask(self) -> bool:
+        """Whether an eager step without drafts needs the tree mask, too."""
+        return not self.by_flash and self.plain is None
+
     @classmethod
     def get_varlen_cudagraph_max_query_len(
         cls, vllm_config: VllmConfig, kv_cache_spec: KVCacheSpec
@@ -79,8 +103,10 @@ class TreeAttentionMetadataBuilder(AttentionMetadataBuilder[TreeAttentionMetadat
         common_prefix_len: int,
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
-    ) -> TreeAttentionMetadata:
+    ) -> TreeAttentionMetadata | CPUAttentionMetadata:
         batch, tree_mask = common_attn_metadata, self.tree_mask
+        if tree_mask.num_trees == 0 and self.plain is not None:
+            return self.plain.build(common_prefix_len, batch, fast_build)
         causal = None
         if self.by_flash and tree_mask.num_trees is not None:
             causal = flash_causal.after_trees(batch, tree_mask.num_trees)
@@ -155,7 +181,13 @@ class TreeAttentionBackend(AttentionBackend):
 
 
 class TreeAttentionImpl(AttentionImpl):
-    """Tree attention of one layer."""
+    """Tree attention of one layer.
+
+    Attributes:
+        plain: vLLM's own implementation, for steps without drafts on a CPU.
+    """
+
+    plain: CPUAttentionBackendImpl | None = None
 
     def __init__(
         self,
@@ -190,6 +222,20 @@ class TreeAttentionImpl(AttentionImpl):
         self.packed: PackedCache | None = None
         self.packed_at = 0  # address of the cache in `packed`
 
+    def as_in(self, kind: type[CPUAttentionBackendImpl]) -> CPUAttentionBackendImpl:
+        """Return the same layer in another implementation."""
+        return kind(
+            self.num_heads,
+            self.head_size,
+            self.scale,
+            self.num_kv_heads,
+            None,
+            self.window,
+            self.cache_dtype,
+            self.soft_cap,
+            sinks=self.sinks,
+        )
+
     def packed_cache(self, kv_cache: torch.Tensor) -> PackedCache | None:
         """Return the packed cache on a CPU; None: it is not packed."""
         if kv_cache.is_cuda:
@@ -212,17 +258,23 @@ class TreeAttentionImpl(AttentionImpl):
         key: torch.Tensor,  # [T, kv heads, head size]
         value: torch.Tensor,
         kv_cache: torch.Tensor,  # [blocks, kv heads, block size, 2 × head size]; uint8 for fp8
-        attn_metadata: TreeAttentionMetadata | None,
+        attn_metadata: TreeAttentionMetadata | CPUAttentionMetadata | None,
         output: torch.Tensor,  # [T, heads, head size]
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if attn_metadata is None:  # profiling
             return output.fill_(0)
-        num_rows, whole = attn_metadata.num_rows, output
         # Stored by the layer that shares its cache, or by an earlier call of this one (IQuest).
         stored = self.shares_cache or key is None or not key.numel()
         slots = None if stored else attn_metadata.slot_mapping
+        if not isinstance(attn_metadata, TreeAttentionMetadata):
+            plain, cache = self.plain, self.packed_cache(kv_cache)
+            assert plain is not None and cache is not None  # set by `plain_builder`
+            if slots is not None:
+                plain.do_kv_cache_update(layer, key, value, cache.whole, slots)
+            return plain.forward(layer, query, key, value, cache.whole, attn_metadata, output)
+        num_rows, whole = attn_metadata.num_rows, output
         if query.shape[0] > num_rows:  # padding; slice only if needed
             query, output = query[:num_rows], output[:num_rows]
             if slots is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from vllm_specblock.engine.contract.hook import Attributes, Has, Hook, IsClassMethod, Says, Takes
 
+_BACKEND = "v1/attention/backends/cpu_attn.py"
 _OPS = "_custom_ops.py"
 _PLATFORM = "platforms/cpu.py"
 _TABLES = "v1/worker/gpu/block_table.py"
@@ -37,10 +38,21 @@ ON_A_CPU: tuple[Hook, ...] = (
     Says("cpu/compile_cache.py", "compilation/decorators.py", "",
          ("torch.compiler.load_compiled_function(", "._artifacts.compiled_fn.finalize_loading(")),
     # ---- vLLM's attention kernels, over a cache packed as its backend says ----
-    Takes("cpu/attention.py", "v1/attention/backends/cpu_attn.py", "_get_attn_isa",
+    Takes("cpu/attention.py", _BACKEND, "_get_attn_isa",
           "dtype block_size head_size kv_cache_dtype"),
-    Has("cpu/attention.py", "v1/attention/backends/cpu_attn.py", "CPUAttentionBackend",
+    Has("cpu/attention.py", _BACKEND, "CPUAttentionBackend",
         "get_supported_head_sizes"),
+    # ---- vLLM's backend itself, in steps without drafts ----
+    Takes("cpu/attention.py", _BACKEND, "CPUAttentionMetadataBuilder.__init__",
+          "self kv_cache_spec layer_names vllm_config device"),
+    Attributes("cpu/attention.py", _BACKEND, "CPUAttentionMetadataBuilder", "window_size= isa="),
+    Takes("attention/backend.py", _BACKEND, "CPUAttentionBackendImpl.__init__",
+          "self num_heads head_size scale num_kv_heads alibi_slopes sliding_window kv_cache_dtype "
+          "logits_soft_cap", "first"),
+    Takes("attention/backend.py", _BACKEND, "CPUAttentionBackendImpl.forward",
+          "self layer query key value kv_cache attn_metadata output", "first"),
+    Takes("attention/backend.py", _BACKEND, "CPUAttentionBackendImpl.do_kv_cache_update",
+          "self layer key value kv_cache slot_mapping"),
     Has("cpu/attention.py", "envs.py", "", "VLLM_CPU_ATTN_SPLIT_KV VLLM_USE_V2_MODEL_RUNNER"),
     Takes("cpu/attention.py", _OPS, "cpu_attn_reshape_and_cache",
           "key value key_cache value_cache slot_mapping isa", "first"),

@@ -54,6 +54,7 @@ OF_ENGINES: tuple[Hook, ...] = (
           "self speculative_config"),
     # ---- requests without drafts ----
     Takes("scheduler.py", _SCHEDULER, "Scheduler._update_after_schedule", "self scheduler_output"),
+    Takes("scheduler.py", _SCHEDULER, "Scheduler.update_draft_token_ids", "self draft_token_ids"),
     Says("scheduler.py", "v1/core/sched/async_scheduler.py", "AsyncScheduler",
          ("super()._update_after_schedule(scheduler_output)", "request.spec_token_ids = ")),
     Has("scheduler.py", "v1/core/sched/output.py", "SchedulerOutput",

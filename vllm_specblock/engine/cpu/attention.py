@@ -1,8 +1,8 @@
 """Target attention on a CPU, over the cache as vLLM's own kernel packs it.
 
-Requests whose rows see everything up to their own (prompts, plain decode, a root alone, drafts in a
-chain) go to vLLM's kernel: what it gives is what vLLM gives without us, bit for bit. Trees go to a
-kernel of ours that reads the same cache in place.
+Requests without drafts (prompts, plain decode, a root alone) go to vLLM's kernel: what it gives is
+what vLLM gives without us, bit for bit. Trees, and drafts in a chain, go to a kernel of ours that
+reads the same cache in place.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from vllm import _custom_ops as ops
 from vllm import envs
+from vllm.config import set_current_vllm_config
 
 from vllm_specblock.triton_kernels.attention.tree_attention_batch import (
     TreeAttentionBatch,
@@ -21,6 +22,9 @@ from vllm_specblock.triton_kernels.attention.tree_attention_batch import (
 
 if TYPE_CHECKING:
     import numpy as np
+    from vllm.config import VllmConfig
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadataBuilder
+    from vllm.v1.kv_cache_interface import AttentionSpec
 
     from vllm_specblock.triton_kernels.attention.cpu_packing import Packing
 
@@ -45,6 +49,7 @@ class PackedCache:
     packing: Packing
     isa: str
     dtype: str  # vLLM's name of it
+    whole: torch.Tensor  # [blocks, kv heads, block size, 2D], as vLLM's backend takes it
     keys: torch.Tensor  # [blocks, kv heads, block size, D], packed inside a block
     values: torch.Tensor  # likewise; both uint8 for a cache of 8 bits
 
@@ -79,9 +84,34 @@ def packed_cache(kv_cache: torch.Tensor, cache_dtype: str) -> PackedCache | None
                 "of a multiple of 32 tokens, and with numba: drop kv_cache_dtype."
             )
         return None
-    strides = kv_cache.stride(0), packing.head_stride, head_dim, 1
-    whole = kv_cache.as_strided((blocks, kv_heads, 2 * block_size, head_dim), strides)
-    return PackedCache(packing, isa, cache_dtype, *whole.chunk(2, dim=2))
+    if isa == "amx":
+        torch.cpu._init_amx()  # asks the kernel for the tile registers; vLLM's kernel does not
+    strides = kv_cache.stride(0), packing.head_stride, width, 1
+    whole = kv_cache.as_strided(kv_cache.shape, strides)
+    halves = whole.view(blocks, kv_heads, 2 * block_size, head_dim).chunk(2, dim=2)
+    return PackedCache(packing, isa, cache_dtype, whole, *halves)
+
+
+def plain_builder(
+    spec: AttentionSpec, layer_names: list[str], config: VllmConfig, device: torch.device
+) -> CPUAttentionMetadataBuilder | None:
+    """Set up vLLM's own attention for steps without drafts; None: the caches are not packed."""
+    from vllm.v1.attention.backends import cpu_attn
+
+    layers = [config.compilation_config.static_forward_context[name] for name in layer_names]
+    caches = [layer.impl.packed_cache(layer.kv_cache) for layer in layers]
+    if any(cache is None for cache in caches):
+        return None
+    with set_current_vllm_config(config):
+        for layer in layers:
+            layer.impl.plain = layer.impl.as_in(cpu_attn.CPUAttentionBackendImpl)
+        builder = cpu_attn.CPUAttentionMetadataBuilder(spec, layer_names, config, device)
+    windows = {layer.impl.plain.sliding_window for layer in layers}
+    builder.window_size = windows.pop() if len(windows) == 1 else -1
+    builder.isa = caches[0].isa
+    for layer in layers:
+        layer.isa = builder.isa
+    return builder
 
 
 @dataclass

@@ -271,4 +271,4 @@ def _slot_mapping(
 
 
 def _arrays(*tensors: Tensor) -> Iterator[Array]:
-    return (tensor.numpy() for tensor in tensors)
+    return map(Tensor.numpy, tensors)

@@ -24,15 +24,13 @@ def install() -> None:
             iteration_stats: IterationStats | None = None,
             **more: Any,
         ) -> Any:
-            def count() -> int:
-                return sum(len(output.new_token_ids) for output in engine_core_outputs)
-
-            counted = count()
+            counted = sum([len(output.new_token_ids) for output in engine_core_outputs])
             result = original(
                 self, engine_core_outputs, engine_core_timestamp, iteration_stats, **more
             )
             if iteration_stats is not None:
-                iteration_stats.num_generation_tokens -= counted - count()
+                kept = sum([len(output.new_token_ids) for output in engine_core_outputs])
+                iteration_stats.num_generation_tokens -= counted - kept
             return result
 
         return process_outputs

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 def _trees_in_front(batch: InputBatch) -> int | None:
     """Return the number of requests with drafts if these come first, else None."""
-    if batch.num_draft_tokens_per_req is None:
+    if batch.num_draft_tokens_per_req is None or not batch.num_draft_tokens:
         return 0
     has_drafts = batch.num_draft_tokens_per_req[: batch.num_reqs] > 0  # a host array
     count = int(has_drafts.sum())  # a host array
@@ -43,9 +43,13 @@ class TreeModelState(DefaultModelState):
     - A `TreeSampler` verifies the drafts.
 
     `speculator` is set on a subclass per engine: vLLM builds this object from its class.
+
+    Attributes:
+        plain: no request has drafts in this step, so that it runs as without us.
     """
 
     speculator: Any = None
+    plain = False
 
     def __init__(
         self,
@@ -95,16 +99,20 @@ class TreeModelState(DefaultModelState):
     ) -> dict[str, Any]:
         # Full graphs serve decode steps only, and are captured with dummy batches without drafts.
         captured = kwargs.get("for_capture", False)
-        self._build_tree_mask(input_batch)
         if self.adapters is not None:
             self.adapters.map_rows(input_batch)
         graph = captured or cudagraph_mode == CUDAGraphMode.FULL
         self.tree_mask.num_trees = None if graph else _trees_in_front(input_batch)
+        # A graph of pieces reads positions in the mask's buffer.
+        self.plain = self.tree_mask.num_trees == 0 and cudagraph_mode == CUDAGraphMode.NONE
         for groups in attn_groups:
             for group in groups:
                 builder = group.get_metadata_builder(0)
                 if isinstance(builder, TreeAttentionMetadataBuilder):
                     builder.tree_mask = self.tree_mask
+                    self.plain = self.plain and not builder.needs_mask
+        if not self.plain:
+            self._build_tree_mask(input_batch)
         return super().prepare_attn(
             input_batch, cudagraph_mode, block_tables, slot_mappings, attn_groups, *args, **kwargs
         )
@@ -128,6 +136,8 @@ class TreeModelState(DefaultModelState):
         if adaptive is not None and input_batch.num_draft_tokens_per_req is None:
             adaptive.drafting_state.decide(input_batch)
         inputs = super().prepare_inputs(input_batch, req_states)
+        if self.plain:
+            return inputs
         position, rows = self.tree_mask.position, input_batch.num_tokens
         if self.rope_state is None:
             return {**inputs, "positions": position[: input_batch.num_tokens_after_padding]}

@@ -34,6 +34,9 @@ class TreeSpeculator(SpeculatorSetup):
     states of the accepted path scattered among rejected nodes, and later steps need them in order.
     """
 
+    _counted = True
+    """The last step added to the counters."""
+
     def capture(self) -> None:
         self.forget_warm_up()
         self._compile_kernels()
@@ -93,13 +96,14 @@ class TreeSpeculator(SpeculatorSetup):
         # 0 comes from vLLM's schedule by batch size and, from 0.33 on, in prompt chunks and last
         # steps.
         draft = num_speculative_tokens != 0
+        counted, self._counted = self._counted, batch.num_draft_tokens > 0
         if undrafted.all():  # a host array
             self._follow(batch, slot_mappings, aux_hidden_states)
             tokens = self._no_trees(batch.num_reqs)
         elif paused or (not draft and self._can_skip(batch, aux_hidden_states)):
             if self.recorder is not None:
                 self.recorder.pause(batch.idx_mapping_np)
-            missed = partial(missed_rows, batch, aux_hidden_states[: len(self.resolved.layers)])
+            missed = partial(missed_rows, batch, aux_hidden_states[: self.num_layers])
             if batch.num_draft_tokens:  # drafted before the pause
                 inputs = self._inputs(batch, slot_mappings, aux_hidden_states)
                 self.settle(inputs)
@@ -110,6 +114,7 @@ class TreeSpeculator(SpeculatorSetup):
                 self._skip(batch, missed)
             tokens = self._no_trees(batch.num_reqs)
         else:
+            self._counted = True
             began = clock()
             graph = self.graphs.find(batch, dummy_run) if draft else None
             if graph is None:
@@ -126,7 +131,8 @@ class TreeSpeculator(SpeculatorSetup):
                 tokens = self.draft_tokens[: batch.num_reqs]
             if self.adaptive is not None:
                 self.adaptive.drafted(clock() - began, self.draft_policy.asked)
-        if not dummy_run:
+        # A GPU's counts are on the host one step later.
+        if not dummy_run and (counted or self._counted or self.recorder is not None):
             self.counters.publish(self._more_counts)
         return tokens
 
@@ -144,7 +150,7 @@ class TreeSpeculator(SpeculatorSetup):
         if self.backlog is None or fills_block(batch, block_size):
             self.step(self._inputs(batch, slot_mappings, hidden_states), draft=False)
         else:
-            rows = missed_rows(batch, hidden_states[: len(self.resolved.layers)])
+            rows = missed_rows(batch, hidden_states[: self.num_layers])
             self.backlog.keep(rows, np.ones(batch.num_reqs, dtype=bool))
 
     def _inputs(
@@ -157,7 +163,7 @@ class TreeSpeculator(SpeculatorSetup):
         chain = self.chains.among(batch)
         slots = {group: slot_mappings[name] for group, name in self.layer_of.items()}
         return StepInputs(
-            StepBatch(batch, self.tree_states, self.pad_rows),
+            StepBatch(batch, self.tree_states, self.pad_rows, self.reads_rows),
             slots[self.group],
             [slots[group] for group, _ in self.target_caches],
             hidden_states,
@@ -211,7 +217,7 @@ class TreeSpeculator(SpeculatorSetup):
         if self.recorder is not None or not self.can_resume:
             return False
         return self.backlog is None or self.backlog.has_room(
-            batch.num_tokens, states[: len(self.resolved.layers)]
+            batch.num_tokens, states[: self.num_layers]
         )
 
     def _skip(self, batch: InputBatch, missed: Callable[[], MissedRows]) -> None:
@@ -237,7 +243,7 @@ class TreeSpeculator(SpeculatorSetup):
     def _committed(self, inputs: StepInputs) -> CommittedTokens:
         return inputs.rows.committed(
             inputs.slot_mapping,
-            inputs.hidden_states[: len(self.resolved.layers)],
+            inputs.hidden_states[: self.num_layers],
             self.req_states.all_token_ids.gpu,
             inputs.block_table,
             inputs.block_size,

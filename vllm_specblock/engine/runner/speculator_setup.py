@@ -102,10 +102,9 @@ class SpeculatorSetup(DraftModelSpeculator):
             ),
         )
         depth = vllm_config.model_config.hf_text_config.num_hidden_layers
+        self.num_layers = len(self.resolved.layers)
         self.num_inner = sum(layer < depth for layer in self.resolved.layers)
-        self.reads_last = (
-            self.num_inner < len(self.resolved.layers) or self.resolved.adapting is not None
-        )
+        self.reads_last = self.num_inner < self.num_layers or self.resolved.adapting is not None
         self.num_nodes = self.num_speculative_steps
         self.pad_rows = device.type != "cpu"
         self.enable_adaptive_verification = self.resolved.adaptive
@@ -179,6 +178,7 @@ class SpeculatorSetup(DraftModelSpeculator):
         self.recorder = make_recorder(
             self.vllm_config, self.resolved, drafters, self.tree_states.parent, self.max_depth
         )
+        self.reads_rows = bool(follow or self.num_layers or self.recorder is not None)
         return nn.ModuleList(weights)
 
     def load_model(self, target_model: VllmModel) -> None:

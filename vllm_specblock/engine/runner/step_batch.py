@@ -72,9 +72,14 @@ class StepBatch:
     shape follows from what was scheduled. Without, it gets as many as it needs: for devices
     whose memory is the host's, where looking costs nothing and rows do. Only their sum is rounded
     up, see `rounding`.
+
+    Args:
+        every_row: False: drafters read texts alone, and get the newest row of each request.
     """
 
-    def __init__(self, batch: InputBatch, tree_states: TreeStates, pad: bool) -> None:
+    def __init__(
+        self, batch: InputBatch, tree_states: TreeStates, pad: bool, every_row: bool = True
+    ) -> None:
         self.batch, self.tree_states = batch, tree_states
         num_reqs, device = batch.num_reqs, batch.idx_mapping.device
         drafts = batch.num_draft_tokens_per_req
@@ -84,12 +89,19 @@ class StepBatch:
         base = rows_without_drafts(batch)
 
         def put(array: np.ndarray, dtype: type = np.int64) -> torch.Tensor:
-            return async_tensor_h2d(array.astype(dtype), device=device)
+            return async_tensor_h2d(array.astype(dtype, copy=False), device=device)
 
         self.base = put(base)
         prompt_done = batch.num_computed_prefill_tokens_np + batch.num_scheduled_tokens[:num_reqs]
-        self.goes_on = put(prompt_done >= batch.prefill_len_np).bool()  # [R], has a root
+        self.goes_on = put(prompt_done >= batch.prefill_len_np, bool)  # [R], has a root
         self.read_accepted(batch.idx_mapping)
+        self.last: torch.Tensor | None = None
+        if not every_row:
+            self.last = torch.arange(num_reqs, device=device)
+            self.row_start_host = list(range(num_reqs + 1))
+            self.row_start = torch.arange(num_reqs + 1, dtype=torch.int32, device=device)
+            self.request, self.local = self.last, self.base - 1 + self.accepted
+            return
         drafted = drafts > 0
         if pad:
             counts = base + np.where(drafted, tree_states.max_depth, 0)
@@ -184,7 +196,7 @@ class StepBatch:
             kv_slot=slot,
             row_start=self.row_start,
             row_start_host=self.row_start_host,
-            last=last,
+            last=last if self.last is None else self.last,
             block_table=block_table,
             block_size=block_size,
             max_position=int(bound.max()) - 1,  # a host tensor
