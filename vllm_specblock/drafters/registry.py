@@ -36,9 +36,10 @@ class WeightedOptions(DrafterOptions):
     """Learn from what is accepted how much surer the target is than the drafter says, and grow
     trees by that. Off: by the drafter's own probabilities, as the papers do."""
 
-    quantization: Literal["fp8"] | None = None
-    """Keep the drafter's weights in 8 bits (float8 e4m3, a scale per output): half the bytes that a
-    draft has to read. Drafts differ a little from those of the full weights, outputs do not."""
+    quantization: Literal["fp8", "int8"] | None = None
+    """Keep the drafter's weights in 8 bits: half the bytes that a draft has to read. Drafts differ
+    a little from those of the full weights, outputs do not. "fp8" is for GPUs (float8 e4m3, a scale
+    per output), "int8" for CPUs with AMX."""
 
 
 @dataclass(frozen=True)

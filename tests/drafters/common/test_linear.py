@@ -8,6 +8,7 @@ from torch import nn
 
 from vllm_specblock.drafters.common.linear import (
     Fp8Linear,
+    Int8Linear,
     Joined,
     PackedLinear,
     Stacked,
@@ -94,3 +95,35 @@ def test_packed_for_a_cpu(bias, rows):
     for wanted in (slice(None), slice(3, 9)):
         expected = linear(x)[..., wanted]
         torch.testing.assert_close(packed(x, wanted), expected, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="needs AMX")
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+@torch.no_grad()
+def test_packed_for_tiles_gives_a_row_the_same_bits_in_any_batch(bias):
+    pytest.importorskip("vllm._C")
+    linear = nn.Linear(64, 48, bias=bias).bfloat16()
+    packed = PackedLinear(linear)
+    assert packed.tiled and not PackedLinear(three(bias)[0].bfloat16()).tiled
+    x = torch.randn(3, 11, 128, dtype=torch.bfloat16)[..., :64]
+    many = packed(x)
+    torch.testing.assert_close(many, linear(x), rtol=1e-2, atol=1e-2)
+    for count in (0, 1, 4, 9):
+        assert torch.equal(packed(x[:1, :count]), many[:1, :count])
+    assert torch.equal(packed(x, slice(16, 33)), many[..., 16:33])
+
+
+@pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="needs AMX")
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+@torch.no_grad()
+def test_integers_of_eight_bits_are_within_two_hundredths(bias):
+    pytest.importorskip("vllm._C")
+    linear = nn.Linear(64, 96, bias=bias).bfloat16()
+    assert Int8Linear.takes(linear) and not Int8Linear.takes(three(bias)[0].bfloat16())
+    x = torch.randn(3, 11, 128, dtype=torch.bfloat16)[..., :64]
+    linear.weight[5] = 0
+    many, wanted = Int8Linear(linear)(x), linear(x)
+    assert (many - wanted).float().norm() < 0.02 * wanted.float().norm()
+    for count in (1, 4, 9):
+        torch.testing.assert_close(Int8Linear(linear)(x[:1, :count]), many[:1, :count])
+    assert torch.equal(Int8Linear(linear)(x, slice(16, 33)), many[..., 16:33])

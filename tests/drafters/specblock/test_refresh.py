@@ -7,7 +7,7 @@ import torch
 from support.engines import DRAFTER, ROOT
 from support.lone_drafters import head_of
 
-from vllm_specblock.drafters.common.linear import Fp8Linear, PackedLinear
+from vllm_specblock.drafters.common.linear import Fp8Linear, Int8Linear, PackedLinear
 from vllm_specblock.drafters.common.post_load import process_after_loading
 from vllm_specblock.drafters.ngram.drafter import NGramDrafter
 from vllm_specblock.drafters.specblock import checkpoint
@@ -151,6 +151,19 @@ def test_the_examples_there_and_back(dtype, quantization):
     assert_equal(drafter, wanted | {f".{name}": start[f".{name}"] for name in MAPPING})
     refresh(drafter, weights(DRAFTER))
     assert_equal(drafter, start)
+    assert addresses(drafter) == places
+
+
+@pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="needs AMX")
+def test_the_examples_in_integers_of_eight_bits():
+    pytest.importorskip("vllm._C")
+    drafter = served(DRAFTER, torch.bfloat16, "int8")
+    assert isinstance(drafter.lm_head, Int8Linear)
+    assert type(drafter.input_layer.condition_proj) is PackedLinear, "the target's states"
+    start, places = values(drafter), addresses(drafter)
+    refresh(drafter, weights(SECOND))
+    wanted = values(served(SECOND, torch.bfloat16, "int8"))
+    assert_equal(drafter, wanted | {f".{name}": start[f".{name}"] for name in MAPPING})
     assert addresses(drafter) == places
 
 

@@ -20,7 +20,7 @@ from vllm.v1.worker.gpu.sample import (
     thinking_budget,
 )
 
-from vllm_specblock.engine.cpu.gumbel import drawn_along
+from vllm_specblock.engine.cpu.gumbel import drawn_along, sample_by_depth
 from vllm_specblock.engine.cpu.kernels import KERNELS
 from vllm_specblock.verify.accept_path import DrawnRows, accept_path_rows
 
@@ -144,13 +144,13 @@ def along_a_tree(turn: int, heat: float) -> tuple[int, int]:
     token = torch.randint(-1, 4, (rows,), generator=random)
     scores = torch.randn(rows, 4, generator=random)
 
-    def sample():
+    def sample(which=slice(None)):
         return gumbel.gumbel_sample(
-            scores,
-            req_idx.repeat_interleave(count),
+            scores[which],
+            req_idx.repeat_interleave(count)[which],
             torch.full((5,), heat),
             torch.arange(5),
-            torch.arange(rows) + turn,
+            torch.arange(rows)[which] + turn,
             apply_temperature=True,
             is_drafting=False,
             use_fp64=False,
@@ -168,6 +168,7 @@ def along_a_tree(turn: int, heat: float) -> tuple[int, int]:
     whole = sample()
     with drawn_along(token, first_row, req_idx, parent):
         part = sample()
+    assert torch.equal(sample_by_depth(sample, token, first_row, req_idx, parent), part)
     assert all(map(torch.equal, walked(whole), walked(part)))
     drawn = part >= 0
     assert drawn[first_row[:-1].long()].all() and torch.equal(part[drawn], whole[drawn])

@@ -1,7 +1,5 @@
 """Which requests verify a chain."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
@@ -39,12 +37,11 @@ def test_a_slot_is_its_last_requests():
     chains.note(2, SamplingParams(repetition_penalty=1.1))
     chains.note(2, SamplingParams())
     chains.note(1, None)  # nothing is sampled for it
-    batch = SimpleNamespace(idx_mapping_np=np.array([2, 0, 1, 0]))
-    assert chains.among(batch).tolist() == [False, True, False, True]
+    assert chains.among(np.array([2, 0, 1, 0])).tolist() == [False, True, False, True]
 
 
 def test_processors_of_the_users_make_chains_of_all():
     chains = ChainFallback(2)
     chains.everyone = True
     chains.note(0, SamplingParams())
-    assert chains.among(SimpleNamespace(idx_mapping_np=np.array([0, 1]))).tolist() == [True, False]
+    assert chains.among(np.array([0, 1])).tolist() == [True, False]

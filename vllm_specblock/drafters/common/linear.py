@@ -36,17 +36,34 @@ class Fp8Linear(nn.Module):
         self.register_buffer("scale", scale)
         self.bias = linear.bias
 
+    @staticmethod
+    def takes(linear: nn.Linear) -> bool:
+        """All layers."""
+        return True
+
     def forward(self, x: Tensor, outputs: slice = ALL) -> Tensor:
         """[..., in] -> [..., out], in the dtype of x; outputs: which of them are wanted."""
         out = fp8_linear(x, self.weight[outputs], self.scale[outputs])
         return out if self.bias is None else out + self.bias[outputs]
 
 
-class PackedLinear(nn.Module):
-    """nn.Linear without a gradient in bfloat16 on a CPU, its weights laid out as oneDNN wants them.
+_TILED_BYTES = 16 << 20
+"""Largest weights for vLLM's kernel; with larger ones oneDNN is as fast, and faster on prompts."""
+_TILED_ROWS = 8
+"""Rows are padded to this number: with fewer than five the kernel uses no tiles and is slower."""
 
-    Left to itself torch lays them out anew in every call, which for the few rows of a draft costs
-    more than the product.
+
+def _tiles(weight: Tensor) -> bool:
+    """Whether vLLM's kernels for AMX are there, and take weights [out, in]."""
+    there = torch.cpu._is_amx_tile_supported() and hasattr(torch.ops._C, "weight_packed_linear")
+    return there and weight.shape[0] % 16 == 0 and weight.shape[1] % 32 == 0
+
+
+class PackedLinear(nn.Module):
+    """nn.Linear without a gradient in bfloat16 on a CPU, its weights laid out for the product.
+
+    Torch would lay them out anew in every call, which takes longer than the product of a few rows.
+    With AMX vLLM's kernel multiplies, if it is loaded; otherwise oneDNN, whose calls cost more.
 
     Args:
         linear: what it stands for from now on.
@@ -54,9 +71,14 @@ class PackedLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
-        # Not a buffer: nothing but the product can read it.
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach())
-        self.bias = linear.bias
+        weight, bias = linear.weight.detach(), linear.bias
+        self.tiled = _tiles(weight) and weight.nbytes <= _TILED_BYTES
+        pack = torch.ops.mkldnn._reorder_linear_weight
+        if self.tiled:
+            pack = torch.ops._C.convert_weight_packed
+            bias = None if bias is None else bias.detach().float()
+        # No buffers: nothing but the product can read them.
+        self.weight, self.bias = pack(weight), bias
 
     @staticmethod
     def packs() -> bool:
@@ -75,8 +97,47 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor, outputs: slice = ALL) -> Tensor:
         """[..., in] -> [..., out]; outputs: which of them are wanted."""
-        out = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
-        return out[..., outputs]
+        if not self.tiled:
+            out = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+            return out[..., outputs]
+        rows = x.flatten(0, -2)
+        count = len(rows)
+        if count < _TILED_ROWS:
+            rows = F.pad(rows, (0, 0, 0, _TILED_ROWS - count))
+        out = x.new_empty(len(rows), len(self.weight))
+        torch.ops._C.weight_packed_linear(out, rows, self.weight, self.bias, True)
+        return out[:count].view(*x.shape[:-1], len(self.weight))[..., outputs]
+
+
+class Int8Linear(PackedLinear):
+    """nn.Linear without a gradient in bfloat16 on a CPU with AMX, multiplied in 8-bit integers.
+
+    Weights have a scale per output, inputs one per row, which vLLM's kernel finds on the way.
+
+    Args:
+        linear: what it stands for from now on.
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        nn.Module.__init__(self)
+        weight, bias = linear.weight.detach().float(), linear.bias
+        self.scale = weight.abs().amax(1).clamp(min=1e-12) / 127
+        rounded = (weight / self.scale[:, None]).round().to(torch.int8)
+        self.weight = torch.ops._C.convert_weight_packed(rounded)
+        self.bias = None if bias is None else bias.detach().float()
+
+    @classmethod
+    def takes(cls, linear: nn.Linear) -> bool:
+        """Whether a layer can be in 8 bits."""
+        weight = linear.weight
+        return super().takes(linear) and _tiles(weight) and weight.shape[0] % 32 == 0
+
+    def forward(self, x: Tensor, outputs: slice = ALL) -> Tensor:
+        """[..., in] -> [..., out]; outputs: which of them are wanted."""
+        out = torch.ops._C.int8_scaled_mm_with_quant(
+            x.flatten(0, -2).contiguous(), self.weight, self.scale, self.bias, x.dtype, True
+        )
+        return out.view(*x.shape[:-1], len(self.scale))[..., outputs]
 
 
 class Joined(nn.Linear):

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from vllm_specblock.drafters.common.linear import Fp8Linear, PackedLinear
+from vllm_specblock.drafters.common.linear import Fp8Linear, Int8Linear, PackedLinear
 
-Quantization = Literal["fp8"]
+Quantization = Literal["fp8", "int8"]
 
 
 KEPT = ("rank_head",)
 """Modules whose weights stay as they are: they are few and decide."""
+RAW = ("condition_proj", "fc")
+"""Modules that read the target's states, whose outliers a scale per row would not hold."""
 KERNELS = ("shift_proj",)
 """Modules whose weights go to a kernel of their own, which takes no 8 bits."""
 
@@ -27,7 +28,8 @@ def process_after_loading(
 
     Args:
         drafter: a loaded drafter of any kind; changed in place, and no longer one to train.
-        quantization: "fp8": linear layers in float8 e4m3, a scale per output.
+        quantization: "fp8": linear layers in float8 e4m3, a scale per output; "int8": layers and
+            their inputs in 8-bit integers, on a CPU with AMX.
         serves: device on which the weights will serve; None: where they are.
 
     Returns:
@@ -40,21 +42,19 @@ def process_after_loading(
     if quantization == "fp8":
         _replace(drafter, Fp8Linear, KEPT + KERNELS)
     elif serves is None or serves.type == "cpu":
-        _replace(
-            drafter,
-            lambda linear: PackedLinear(linear) if PackedLinear.takes(linear) else linear,
-            KEPT,
-        )
+        if quantization == "int8":
+            _replace(drafter, Int8Linear, KEPT + RAW)
+        _replace(drafter, PackedLinear, KEPT)
     return drafter
 
 
 def _replace(
-    module: nn.Module, make: Callable[[nn.Linear], nn.Module], kept: tuple[str, ...]
+    module: nn.Module, kind: type[Fp8Linear] | type[PackedLinear], kept: tuple[str, ...]
 ) -> None:
     for name, child in module.named_children():
         if name in kept:
             continue
-        if isinstance(child, nn.Linear):
-            setattr(module, name, make(child))
-        else:
-            _replace(child, make, kept)
+        if not isinstance(child, nn.Linear):
+            _replace(child, kind, kept)
+        elif kind.takes(child):
+            setattr(module, name, kind(child))

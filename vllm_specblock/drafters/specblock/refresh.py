@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from vllm_specblock.drafters.common.checkpoint_files import listed
-from vllm_specblock.drafters.common.linear import Fp8Linear
+from vllm_specblock.drafters.common.linear import Fp8Linear, Int8Linear
 from vllm_specblock.drafters.common.post_load import Quantization, process_after_loading
 from vllm_specblock.drafters.specblock.config import DrafterConfig
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
@@ -45,8 +45,9 @@ class Preparation:
         weight = drafter.norm.weight
         self.config, self.dtype, self.serves = drafter.config, weight.dtype, weight.device
         self.device = weight.device if device is None else device
+        kinds = {type(module) for module in drafter.modules()}
         self.quantization: Quantization | None = (
-            "fp8" if isinstance(drafter.lm_head, Fp8Linear) else None
+            "fp8" if Fp8Linear in kinds else "int8" if Int8Linear in kinds else None
         )
         self._mapping = {name: getattr(drafter, name).to(self.device) for name in ("d2t", "t2d")}
 

@@ -162,17 +162,22 @@ def check_lora(args: EngineArgs, resolved: ResolvedConfig) -> None:
         )
 
 
-def check_weights(resolved: ResolvedConfig) -> None:
-    """Refuse fp8 drafters on a GPU without float8."""
+def check_weights(resolved: ResolvedConfig, dtype: torch.dtype) -> None:
+    """Refuse drafters in 8 bits where the device does not multiply them; `dtype`: the target's."""
     from vllm.platforms import current_platform
 
-    short = any(
-        getattr(drafter.options, "quantization", None) == "fp8" for drafter in resolved.drafters
-    )
-    if short and current_platform.is_cuda() and not current_platform.has_device_capability(89):
+    asked = {getattr(drafter.options, "quantization", None) for drafter in resolved.drafters}
+    old = current_platform.is_cuda() and not current_platform.has_device_capability(89)
+    if "fp8" in asked and old:
         raise OptionError(
             "speculative_config key 'quantization' is 'fp8', but this GPU has no float8 (compute "
             "capability 8.9 or later): drop the key."
+        )
+    tiles = current_platform.is_cpu() and torch.cpu._is_amx_tile_supported()
+    if "int8" in asked and not (tiles and dtype == torch.bfloat16):
+        raise OptionError(
+            "speculative_config key 'quantization' is 'int8', but that needs a CPU with AMX tiles "
+            "and dtype 'bfloat16': drop the key."
         )
 
 

@@ -123,7 +123,7 @@ def resolve_request(
     _check_ranks(resolved, parallel)
     check_lora(args, resolved)
     resolved = _with_skipping(resolved, parallel)
-    check_weights(resolved)
+    check_weights(resolved, target.dtype)
     check_acceptance(given, resolved)
     check_adapt(given, resolved, parallel, target)
     return resolved

@@ -37,6 +37,13 @@ ON_A_CPU: tuple[Hook, ...] = (
          "SpinCondition.__init__", ("self.busy_loop_s = ",)),
     Says("cpu/compile_cache.py", "compilation/decorators.py", "",
          ("torch.compiler.load_compiled_function(", "._artifacts.compiled_fn.finalize_loading(")),
+    # ---- vLLM's matrix product for AMX, which drafters use ----
+    Says("../drafters/common/linear.py", _OPS, "weight_packed_linear_cpu",
+         ("torch.ops._C.weight_packed_linear(output.reshape(-1, n), x.reshape(-1, x.size(-1)), "
+          "packed_weight, bias, True",)),
+    Says("../drafters/common/linear.py", "model_executor/layers/utils.py",
+         "dispatch_cpu_unquantized_gemm", ("torch.ops._C.convert_weight_packed(layer.weight)",
+                                           "layer.bias.to(torch.float32)")),
     # ---- vLLM's attention kernels, over a cache packed as its backend says ----
     Takes("cpu/attention.py", _BACKEND, "_get_attn_isa",
           "dtype block_size head_size kv_cache_dtype"),

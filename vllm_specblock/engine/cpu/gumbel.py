@@ -5,13 +5,14 @@ handful of tokens can win. So the compiled loop takes the hash of every token, b
 from above by the hash's leading bits, and works out those alone whose bound reaches the best
 score so far: the same tokens as with all noise, at the price of the hash.
 
-Of a tree only the rows that its walk comes by are drawn, where `drawn_along` says so.
+Of a tree only the rows on its accepted path are drawn (`drawn_along`), or processed and drawn
+(`sample_by_depth`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -59,6 +60,48 @@ def drawn_along(
         yield
     finally:
         _trees = None
+
+
+def sample_by_depth(
+    sample: Callable[[Tensor], Tensor],
+    token: Tensor,
+    first_row: Tensor,
+    req_idx: Tensor,
+    parent: Tensor,
+) -> Tensor:
+    """Sample the roots, then the nodes whose token their parent drew, one depth at a time.
+
+    Args:
+        sample: rows [n] int64 -> their tokens [n] int64.
+        token, first_row, req_idx, parent: as in `drawn_along`.
+
+    Returns:
+        [rows] int64, −1 for the others.
+    """
+    trees = [x.contiguous().numpy() for x in (token, first_row, req_idx, parent)]
+    drawn = torch.full(token.shape, -1)
+    rows = first_row[:-1].long()
+    while len(rows):
+        drawn[rows] = sample(rows)
+        rows = torch.from_numpy(_drawn_children(*trees, drawn.numpy()))
+    return drawn
+
+
+@njit
+def _drawn_children(
+    draft: Array, first_row: Array, owner: Array, parent: Array, drawn: Array
+) -> Array:
+    """Rows [n] int64 that have no draw yet, and whose parent drew them; as in `draw_along`."""
+    rows, count = np.empty(len(drawn), np.int64), 0
+    for request in range(len(owner)):
+        first = first_row[request]
+        for node in range(min(first_row[request + 1] - first - 1, parent.shape[1])):
+            row, above = first + 1 + node, parent[owner[request], node]
+            wanted = draft[row] >= 0 and above >= 0 and drawn[row] < 0
+            if wanted and drawn[first + above] == draft[row]:
+                rows[count] = row
+                count += 1
+    return rows[:count]
 
 
 def gumbel_sample(

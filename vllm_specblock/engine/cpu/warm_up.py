@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm_specblock.engine.config.ours import is_ours
-from vllm_specblock.engine.cpu.gumbel import gumbel_sample
+from vllm_specblock.engine.cpu.gumbel import gumbel_sample, sample_by_depth
 from vllm_specblock.engine.cpu.top_k_top_p import apply_top_k_top_p
 from vllm_specblock.engine.patches import Function, patch
 
@@ -64,3 +64,5 @@ def compile_loops(dtype: torch.dtype) -> None:
             False,
         )
     apply_top_k_top_p(torch.zeros(1, 2), torch.ones(1, dtype=torch.int32), torch.full((1,), 0.5))
+    row = torch.zeros(1, dtype=torch.int32)  # types as in a step
+    sample_by_depth(lambda rows: rows, row, torch.arange(2, dtype=torch.int32), row, row[None])

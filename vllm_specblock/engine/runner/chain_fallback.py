@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 from vllm.sampling_params import SamplingParams
-from vllm.v1.worker.gpu.input_batch import InputBatch
 
 
 def looks_back(params: SamplingParams) -> bool:
@@ -37,6 +36,6 @@ class ChainFallback:
         """Add a request in slot `req_idx`."""
         self._slots[req_idx] = self.everyone or (params is not None and looks_back(params))
 
-    def among(self, batch: InputBatch) -> np.ndarray:
-        """[R] bool, on the host."""
-        return self._slots[batch.idx_mapping_np]
+    def among(self, req_idx: np.ndarray) -> np.ndarray:
+        """[R] bool, of the requests in these slots."""
+        return self._slots[req_idx]

@@ -157,7 +157,7 @@ class TreeModelState(DefaultModelState):
             # Nodes with equal text must draw the same token; FlashInfer draws per row.
             sampler.use_flashinfer = False
         spec_config = self.vllm_config.speculative_config
-        adaptive = self.speculator.enable_adaptive_verification
+        chains, adaptive = self.speculator.chains, self.speculator.enable_adaptive_verification
         return sampler, TreeSampler(
-            sampler, spec_config, self.device, self.tree_states, self.tree_mask, adaptive
+            sampler, spec_config, self.device, self.tree_states, self.tree_mask, chains, adaptive
         )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
+from vllm_specblock.engine.runner.chain_fallback import ChainFallback
 from vllm_specblock.engine.runner.tree_states import TreeStates
 from vllm_specblock.verify.accept_path import DrawnRows, accept_path_rows
 from vllm_specblock.verify.tree_mask import TreeMask
@@ -35,10 +35,11 @@ class TreeSampler(RejectionSampler):
         device: torch.device,
         tree_states: TreeStates,
         tree_mask: TreeMask,
+        chains: ChainFallback,
         adaptive: bool,
     ) -> None:
         super().__init__(sampler, spec_config, device)
-        self.tree_states, self.tree_mask = tree_states, tree_mask
+        self.tree_states, self.tree_mask, self.chains = tree_states, tree_mask, chains
         self.enable_adaptive_verification = adaptive
 
     def _verify_in_chunks(
@@ -72,18 +73,36 @@ class TreeSampler(RejectionSampler):
         verify_draft_sampled: torch.Tensor,  # [rows], as draft_sampled; -1: a grammar forbids it
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         tree_states = self.tree_states
-        with self._drawing(verify_draft_sampled, cu_num_logits, idx_mapping):
-            drawn, processed = self.sampler.sample(
-                logits,
-                expanded_idx_mapping,
+        wants_rows = self.sampler.return_sampling_mask or (
+            self.sampler.sampling_states.max_num_logprobs(idx_mapping_np) != NO_LOGPROBS
+        )
+
+        def sample(rows: torch.Tensor | slice) -> tuple[torch.Tensor, torch.Tensor]:
+            return self.sampler.sample(
+                logits[rows],
+                expanded_idx_mapping[rows],
                 idx_mapping,
                 idx_mapping_np,
-                pos,
-                draft_sampled,
-                expanded_local_pos,
+                pos[rows],
+                draft_sampled[rows],
+                expanded_local_pos[rows],
                 seq_lens_upper_bound_np,
                 return_logprobs=True,
             )
+
+        if logits.device.type != "cpu" or tree_states.synthetic_acceptance is not None:
+            drawn, processed = sample(slice(None))
+        else:
+            from vllm_specblock.engine.cpu.gumbel import drawn_along, sample_by_depth
+
+            trees_of = verify_draft_sampled, cu_num_logits, idx_mapping, tree_states.parent
+            processes = self.sampler.needs_logits_processing[idx_mapping_np].any()
+            if processes and not wants_rows and not self.chains.among(idx_mapping_np).any():
+                processed = logits  # nothing reads it
+                drawn = sample_by_depth(lambda rows: sample(rows)[0], *trees_of)
+            else:
+                with drawn_along(*trees_of):
+                    drawn, processed = sample(slice(None))
         rows = DrawnRows(verify_draft_sampled, drawn, cu_num_logits, idx_mapping)
         trees = (
             tree_states.parent,
@@ -100,9 +119,6 @@ class TreeSampler(RejectionSampler):
                 rows, seed, pos, *trees
             )
 
-        wants_rows = self.sampler.return_sampling_mask or (
-            self.sampler.sampling_states.max_num_logprobs(idx_mapping_np) != NO_LOGPROBS
-        )
         if wants_rows:
             # vLLM reports on rows cu[r] + j for the j-th token: bring the path there.
             order = self._path_order(cu_num_logits, idx_mapping, logits.shape[0])
@@ -110,16 +126,6 @@ class TreeSampler(RejectionSampler):
             if processed is not logits:
                 processed = processed[order]
         return processed, output, num_sampled
-
-    def _drawing(
-        self, token: torch.Tensor, first_row: torch.Tensor, slot: torch.Tensor
-    ) -> AbstractContextManager[None]:
-        """On a CPU, draw only for rows on the accepted path."""
-        if token.device.type != "cpu" or self.tree_states.synthetic_acceptance is not None:
-            return nullcontext()
-        from vllm_specblock.engine.cpu.gumbel import drawn_along
-
-        return drawn_along(token, first_row, slot, self.tree_states.parent)
 
     def _path_order(
         self, cu_num_logits: torch.Tensor, idx_mapping: torch.Tensor, num_rows: int

@@ -126,7 +126,9 @@ class TreeSpeculator(SpeculatorSetup):
                 tokens = self.step(inputs, draft)
                 self.draft_policy.wanted = None
             else:
-                self.graphs.fill(graph, batch, aux_hidden_states, self.chains.among(batch))
+                self.graphs.fill(
+                    graph, batch, aux_hidden_states, self.chains.among(batch.idx_mapping_np)
+                )
                 self.graphs.run_fullgraph(graph)
                 tokens = self.draft_tokens[: batch.num_reqs]
             if self.adaptive is not None:
@@ -160,7 +162,7 @@ class TreeSpeculator(SpeculatorSetup):
         hidden_states: list[torch.Tensor],
     ) -> StepInputs:
         """Return the inputs of an eager step."""
-        chain = self.chains.among(batch)
+        chain = self.chains.among(batch.idx_mapping_np)
         slots = {group: slot_mappings[name] for group, name in self.layer_of.items()}
         return StepInputs(
             StepBatch(batch, self.tree_states, self.pad_rows, self.reads_rows),
