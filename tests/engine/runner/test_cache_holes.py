@@ -76,9 +76,10 @@ def fresh(engine: Engine, garbage: float) -> None:
     speculator = engine.speculator
     speculator.masks.zero_()
     speculator.bind_caches()
-    for drafter in speculator.draft_policy.drafters:
-        for cache in drafter.attention_builder.caches:
-            cache.fill_(garbage)
+    context = engine.core.vllm_config.compilation_config.static_forward_context
+    for names in speculator.drafter_layers:
+        for name in names:
+            context[name].kv_cache.fill_(garbage)
     assert not speculator.holes.any
 
 
@@ -167,4 +168,41 @@ def test_a_request_that_lives_through_a_pause(engine, monkeypatch):
     assert answer(engine, PROMPT[:40], 100)[0] == tokens
     if speculator.backlog is None:
         speculator.holes.skip(blocks(engine)[1:3] * BLOCK)
+    assert drafts_of(engine, monkeypatch, text) == ((hit, cached), drafts)
+
+
+def test_a_drafter_skipped_beside_a_lookup(monkeypatch):
+    """Its missed rows are kept for the request itself; other requests do not see them."""
+    engine = make_engine(
+        {
+            "num_speculative_tokens": 24,
+            "calibrate_drafts": False,
+            "enable_adaptive_verification": True,
+            "draft_policy": "merge",
+            "second_drafter": {"kind": "ngram"},
+        }
+    )
+    force(engine, Pause())
+    policy, asked, found = engine.speculator.draft_policy, Pause(), []
+    policy.controller.asks = lambda *_: asked.on
+    text, alone = [*PROMPT, 5, 6, 7], []
+    for garbage, asked.on in ((0.0, False), (1e6, False), (0.0, True)):
+        fresh(engine, garbage)
+        alone.append(answer(engine, PROMPT, 40)[0])
+        if asked.on:
+            policy.holes.skip(blocks(engine)[:4] * BLOCK)
+        assert policy.holes.any
+        asked.on = True
+        found.append(drafts_of(engine, monkeypatch, text))
+    assert found[0] == found[1] == found[2] and alone[0] == alone[2]
+    # Asked in the end, the drafter reads what it missed.
+    fresh(engine, 1e6)
+    steps = iter(range(10**6))
+    policy.controller.asks = lambda *_: next(steps) > 8
+    answer(engine, PROMPT, 60)
+    assert not policy.holes.any and policy.behind.bytes == 0
+    policy.controller.asks = lambda *_: True
+    (hit, cached), drafts = drafts_of(engine, monkeypatch, text)
+    fresh(engine, 0.0)
+    answer(engine, PROMPT, 60)
     assert drafts_of(engine, monkeypatch, text) == ((hit, cached), drafts)
