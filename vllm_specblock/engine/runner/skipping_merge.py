@@ -91,7 +91,7 @@ class SkippingMergedDrafters(MergedDrafters):
         if self.asked:
             tree = self.draft(drafter, rows)
             if self.blind is not None:
-                nothing = DraftTree.empty(*tree.token.shape, tree.token.device)
+                nothing = DraftTree.empty(len(self.blind), tree.token.shape[1], tree.token.device)
                 tree = tree.where(self.blind, nothing)
             return self.union(tree, found) if self.lookup else self.union(found, tree)
         none, never = torch.zeros_like(found.size), torch.zeros_like(found.size, dtype=torch.bool)

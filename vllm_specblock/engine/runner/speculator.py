@@ -150,8 +150,9 @@ class TreeSpeculator(SpeculatorSetup):
         block_size = self.block_tables.block_sizes[self.group]
         if self.adaptive is not None and self.adaptive.drafting_state.all_paused:
             self.holes.skip(self._slots(batch, slot_mappings))
-            for req_idx in batch.idx_mapping_np.tolist() if self.backlog is not None else ():
-                self.backlog.forget(req_idx)
+            if self.backlog is not None:
+                rows = missed_rows(batch, hidden_states[: len(self.resolved.layers)])
+                self.backlog.keep(rows, np.zeros(batch.num_reqs, dtype=bool))
         elif self.backlog is None or fills_block(batch, block_size):
             self.step(self._inputs(batch, slot_mappings, hidden_states), draft=False)
         else:
