@@ -75,6 +75,7 @@ def test_states_are_gathered_along_the_path():
             torch.tensor([0]),
             torch.zeros(1, 40, dtype=torch.int32),
             torch.zeros(1),
+            *torch.zeros(2, 1, dtype=torch.int64),
         )[0]
         return states[source][:, 0].tolist() == [0, 2, 3, 5]
 

@@ -358,7 +358,7 @@ def test_sight_compiles(compiler, size, starts, mask_words):
     row = torch.zeros(2, starts, dtype=torch.int64)
     known, table = torch.zeros(5, 3, dtype=torch.int64), torch.zeros(2, 9, dtype=torch.int32)
     first_block_metadata.first_block_metadata_triton(
-        known[:, 0], known[:, 1], table[0, :3], known[:2, 2], size, mask_words
+        known[:, 0], known[:, 0], known[:, 1], table[0, :3], known[:2, 2], size, mask_words
     )
     rows = 1 + 3 * starts
     for last, reach in ((known[:2, 0], None), (row[:, 0], torch.zeros(2, 5, dtype=torch.int64))):
@@ -366,6 +366,7 @@ def test_sight_compiles(compiler, size, starts, mask_words):
             row,
             row,
             row.bool(),
+            known[:, 1],
             known[:, 1],
             last,
             torch.zeros(rows, size, mask_words, dtype=torch.int64),
@@ -402,8 +403,10 @@ def test_committed_rows_compile(compiler, req_idx):
         known[0] if req_idx == torch.int32 else known[:, 0],
         text,
         torch.zeros(5),
+        of_rows,
+        of_rows,
     )
-    assert [len(x) for x in found] == [39, 39, 39, 39, 3, 3]
+    assert [len(x) for x in found] == [39, 39, 39, 39, 39, 3, 3]
     assert len(stand_in.compiled) == 1 and fits(stand_in)
 
 

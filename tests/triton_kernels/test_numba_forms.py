@@ -188,6 +188,8 @@ def test_committed_rows(same):
             torch.tensor([4, 0, 6]),
             text,
             torch.rand(SLOTS, generator=draw.manual_seed(4)),
+            torch.tensor([0, 16, 0]),
+            torch.tensor([0, 0, 46]),
         )
     )
 

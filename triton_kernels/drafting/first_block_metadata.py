@@ -51,6 +51,7 @@ class FirstBlockMetadata(NamedTuple):
 
 def first_block_metadata_triton(
     position: torch.Tensor,
+    index: torch.Tensor,
     kv_slot: torch.Tensor,
     row_start: torch.Tensor,
     last: torch.Tensor,
@@ -60,7 +61,7 @@ def first_block_metadata_triton(
     """Launch the kernel of block 1.
 
     Args:
-        position, kv_slot, row_start, last: as `CommittedTokens` has them.
+        position, index, kv_slot, row_start, last: as `CommittedTokens` has them.
         block_size: K.
         num_words: W.
     """
@@ -72,6 +73,8 @@ def first_block_metadata_triton(
     _first_block_metadata_kernel[(cdiv(most, _CELLS),)](
         position,
         position.stride(0),
+        index,
+        index.stride(0),
         kv_slot,
         kv_slot.stride(0),
         row_start,
@@ -90,10 +93,16 @@ def first_block_metadata_triton(
 
 
 # A part of a long prompt begins anywhere: the alignment of its tensors is not to be compiled for.
-@jit(do_not_specialize=["position", "kv_slot", "row_start", "last", "num_rows", "num_requests"])
+@jit(
+    do_not_specialize=[
+        "position", "index", "kv_slot", "row_start", "last", "num_rows", "num_requests"
+    ]
+)  # fmt: skip
 def _first_block_metadata_kernel(
     position,  # [T] int64
     position_stride,
+    index,  # [T] int64
+    index_stride,
     kv_slot,  # [T] int64
     kv_slot_stride,
     row_start,  # [R+1] int32
@@ -113,15 +122,16 @@ def _first_block_metadata_kernel(
     inside = one < num_rows
     at = tl.load(kv_slot + one * kv_slot_stride, mask=inside, other=-1)
     tl.store(out.kv_index + cell, tl.where(at >= 0, at * K, -K) + k, mask=inside)
-    stands = tl.load(position + one * position_stride, mask=inside, other=0)
+    stands = tl.load(index + one * index_stride, mask=inside, other=0)
     tl.store(out.prefix_len + cell, (stands * K + k + 1).to(tl.int32), mask=inside)
-    tl.store(out.base + one, stands + 1, mask=inside & (k == 0))
+    rope = tl.load(position + one * position_stride, mask=inside, other=0)
+    tl.store(out.base + one, rope + 1, mask=inside & (k == 0))
     for w in range(W):
         tl.store(out.mask_words + cell * W + w, tl.full([CELLS], 0, tl.int64), mask=inside)
 
     inside = one < num_requests
     newest = tl.load(last + one * last_stride, mask=inside, other=0)
-    stands = tl.load(position + newest * position_stride, mask=inside, other=0)
+    stands = tl.load(index + newest * index_stride, mask=inside, other=0)
     tl.store(out.kept_prefix + cell, (stands * K + k + 1).to(tl.int32), mask=inside)
     tl.store(out.ends + one, ((stands + 1) * K).to(tl.int32), mask=inside & (k == 0))
     start = tl.load(row_start + cell * row_stride, mask=cell <= num_requests, other=0)

@@ -32,6 +32,7 @@ def later_block_metadata_triton(
     position: torch.Tensor,
     valid: torch.Tensor,
     stands: torch.Tensor,
+    index: torch.Tensor,
     last: torch.Tensor,
     own: torch.Tensor,
     block_table: torch.Tensor,
@@ -48,7 +49,7 @@ def later_block_metadata_triton(
     Args:
         row, position: [R, S] int64, of the starts; rows before this block's.
         valid: [R, S] bool, likewise.
-        stands: [T] int64, the positions of the step's committed rows.
+        stands, index: [T] int64, `position` and `index` of the step's committed rows.
         last: [R] int64, which of those drafts.
         own: [rows, K, W] int64 contiguous, the bits up to each position of a row.
         block_table: [R, max blocks] int32.
@@ -82,6 +83,8 @@ def later_block_metadata_triton(
         given,
         stands,
         stands.stride(0),
+        index,
+        index.stride(0),
         last,
         last.stride(0),
         own,
@@ -125,6 +128,8 @@ def _later_block_metadata_kernel(
     starts,  # StartPointers
     stands,  # [T] int64
     stands_stride,
+    index,  # [T] int64
+    index_stride,
     last,  # [R] int64
     last_stride,
     own,  # [ROWS, K, W] int64
@@ -148,10 +153,13 @@ def _later_block_metadata_kernel(
     tl.store(out.query_start + request, request * (S * K))
     if request >= num_requests:
         return
-    newest = tl.load(stands + tl.load(last + request * last_stride) * stands_stride)
+    drafts_from = tl.load(last + request * last_stride)
+    rope = tl.load(stands + drafts_from * stands_stride)
+    newest = tl.load(index + drafts_from * index_stride)
+    longest = max_position - (rope - newest)  # in places of the block table
     ends = (newest + 1) * K
     tl.store(out.tree_start + request, ends.to(tl.int32))
-    limit = tl.minimum(ends + (first_row - 1 + S) * K, max_position * K)
+    limit = tl.minimum(ends + (first_row - 1 + S) * K, longest * K)
     tl.store(out.seq_len + request, limit.to(tl.int32))
 
     place = tl.arange(0, PLACES)
@@ -170,7 +178,7 @@ def _later_block_metadata_kernel(
     # Rows drafted so far lie request by request, and there are as many as this block's first.
     goes_on = (request * first_row + from_row) * K + from_k
     tl.store(out.source + of_start, goes_on, mask=once)
-    ahead = newest + 1
+    ahead = rope + 1
     if kept.reach is not None:
         longer = tl.load(kept.reach + request * ROWS + from_row, mask=drafted, other=0) + from_k + 1
         tl.store(kept.reach + request * ROWS + first_row + start, longer, mask=once)
@@ -183,8 +191,8 @@ def _later_block_metadata_kernel(
         mine = tl.load(own + ((first_row + start) * K + k) * W + w, mask=inside, other=0)
         tl.store(out.mask_words + cell * W + w, path | mine, mask=inside)
 
-    at = newest + first_row + start  # the token position to borrow
-    real = at < max_position
+    at = newest + first_row + start  # the place to borrow
+    real = at < longest
     column = tl.minimum(at // TOKENS, table_width - 1)
     borrowed = block_table + request.to(tl.int64) * table_stride + column
     kv_slot = tl.load(borrowed, mask=inside & real, other=-1).to(tl.int64) * TOKENS

@@ -27,11 +27,13 @@ def committed_tokens_triton(
     req_idx: torch.Tensor,
     text: torch.Tensor,
     temperature: torch.Tensor,
+    hidden: torch.Tensor,
+    first: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
     """Launch the kernel; arguments and results as `commit.rows.committed_tokens` has them."""
     rows, count, device = len(request), len(req_idx), path.device
-    source, token, position, kv_slot, last = (
-        torch.empty(size, dtype=torch.int64, device=device) for size in (*[rows] * 4, count)
+    source, token, position, index, kv_slot, last = (
+        torch.empty(size, dtype=torch.int64, device=device) for size in (*[rows] * 5, count)
     )
     req_temperature = torch.empty(count, dtype=temperature.dtype, device=device)
     if rows:
@@ -55,9 +57,12 @@ def committed_tokens_triton(
             text.stride(0),
             text.shape[1],
             temperature,
+            hidden,
+            first,
             source,
             token,
             position,
+            index,
             kv_slot,
             last,
             req_temperature,
@@ -66,7 +71,7 @@ def committed_tokens_triton(
             num_rows - 1,
             BLOCK=_ROWS,
         )
-    return source, token, position, kv_slot, last, req_temperature
+    return source, token, position, index, kv_slot, last, req_temperature
 
 
 @jit(do_not_specialize=["num_rows", "num_requests", "last_row"])
@@ -90,9 +95,12 @@ def _committed_tokens_kernel(
     text_stride,
     text_len,
     temperature,  # [slots] fp32
+    hidden,  # [R] int64
+    first,  # [R] int64
     source,  # [T] int64
     token,  # [T] int64
     position,  # [T] int64
+    index,  # [T] int64
     kv_slot,  # [T] int64
     last,  # [R] int64
     req_temperature,  # [R] fp32
@@ -116,18 +124,20 @@ def _committed_tokens_kernel(
     real = inside & (beyond <= tl.load(accepted + of * accepted_stride, mask=inside, other=0))
     place = tl.load(positions + start, mask=inside, other=0) + here
     tl.store(position + at, place, mask=inside)
+    tl.store(index + at, place - tl.load(hidden + of, mask=inside, other=0), mask=inside)
     whose = tl.load(req_idx + of * req_idx_stride, mask=inside, other=0).to(tl.int64)
     ahead = tl.minimum(place + 1, text_len - 1)
     word = tl.load(text + whose * text_stride + ahead, mask=real, other=0).to(tl.int64)
     tl.store(token + at, word, mask=inside)
     where = slot_mapping + tl.minimum(start + here, last_row)
-    tl.store(kv_slot + at, tl.load(where, mask=real, other=-1), mask=inside)
+    stored = real & (place >= tl.load(first + of, mask=inside, other=0))
+    tl.store(kv_slot + at, tl.load(where, mask=stored, other=-1), mask=inside)
 
     inside = at < num_requests
-    first = tl.load(row_start + at, mask=inside, other=0).to(tl.int64)
+    begin = tl.load(row_start + at, mask=inside, other=0).to(tl.int64)
     root = tl.load(base + at * base_stride, mask=inside, other=0) - 1
     end = tl.load(accepted + at * accepted_stride, mask=inside, other=0)
-    tl.store(last + at, first + root + end, mask=inside)
+    tl.store(last + at, begin + root + end, mask=inside)
     whose = tl.load(req_idx + at * req_idx_stride, mask=inside, other=0).to(tl.int64)
     tl.store(
         req_temperature + at, tl.load(temperature + whose, mask=inside, other=0.0), mask=inside

@@ -25,10 +25,12 @@ def committed_tokens_numba(
     req_idx: torch.Tensor,
     text: torch.Tensor,
     temperature: torch.Tensor,
+    hidden: torch.Tensor,
+    first: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
     """Arguments and results as `vllm_specblock.commit.committed_tokens.committed_tokens` has
     them."""
-    made = torch.empty(4, len(request), dtype=torch.int64)
+    made = torch.empty(5, len(request), dtype=torch.int64)
     last, req_temperature = torch.empty(len(req_idx), dtype=torch.int64), torch.empty(len(req_idx))
     _committed_tokens(
         request.numpy(),
@@ -44,6 +46,8 @@ def committed_tokens_numba(
         req_idx.contiguous().numpy(),
         text.numpy(),
         temperature.numpy(),
+        hidden.numpy(),
+        first.numpy(),
         made.numpy(),
         last.numpy(),
         req_temperature.numpy(),
@@ -66,7 +70,9 @@ def _committed_tokens(
     req_idx,  # [R] integers
     text,  # [slots, longest request] int32
     temperature,  # [slots] fp32
-    made,  # [4, T] int64: source, token, position, slot
+    hidden,  # [R] int64
+    first,  # [R] int64
+    made,  # [5, T] int64: source, token, position, index, slot
     last,  # [R] int64
     req_temperature,  # [R] fp32
 ):
@@ -80,7 +86,9 @@ def _committed_tokens(
         made[0, t] = min(source, num_rows - 1)
         made[1, t] = text[req_idx[r], min(position + 1, longest)] if real else 0
         made[2, t] = position
-        made[3, t] = slot_mapping[min(start + own, num_rows - 1)] if real else -1
+        made[3, t] = position - hidden[r]
+        stored = real and position >= first[r]
+        made[4, t] = slot_mapping[min(start + own, num_rows - 1)] if stored else -1
     for r in range(len(req_idx)):
         last[r] = row_start[r] + base[r] - 1 + accepted[r]
         req_temperature[r] = temperature[req_idx[r]]

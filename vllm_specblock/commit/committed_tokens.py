@@ -54,6 +54,8 @@ def committed_tokens(
     req_idx: torch.Tensor,
     text: torch.Tensor,
     temperature: torch.Tensor,
+    hidden: torch.Tensor,
+    first: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
     """What a drafter is told of the T rows of a step. CUDA tensors go to the kernel.
 
@@ -69,9 +71,11 @@ def committed_tokens(
         req_idx: [R] integers, the slot of each request.
         text: [slots, longest request] int32, this step's tokens included.
         temperature: [slots] fp32.
+        hidden: [R] int64, tokens in masked blocks.
+        first: [R] int64, the first position to store.
 
     Returns:
-        source, token, position, kv_slot: [T] int64, as in `CommittedTokens`.
+        source, token, position, index, kv_slot: [T] int64, as in `CommittedTokens`.
         last: [R] int64.
         temperature: [R] fp32.
     """
@@ -91,6 +95,8 @@ def committed_tokens(
             req_idx,
             text,
             temperature,
+            hidden,
+            first,
         )
     start = query_start[request]
     beyond = local - base[request] + 1  # position on the path, ≤ 0 up to the root
@@ -103,6 +109,7 @@ def committed_tokens(
     position = positions[query_start][request] + local
     ahead = (position + 1).clamp(max=text.shape[1] - 1)
     token = torch.where(real, text[req_idx[request], ahead].long(), 0)
-    kv_slot = torch.where(real, slot_mapping[place], -1)
+    kv_slot = torch.where(real & (position >= first[request]), slot_mapping[place], -1)
     last = row_start[:-1] + base - 1 + accepted
-    return source, token, position, kv_slot, last, temperature[req_idx]
+    index = position - hidden[request]
+    return source, token, position, index, kv_slot, last, temperature[req_idx]

@@ -29,12 +29,15 @@ class CommittedTokens:
         source: [T] int64, the row of `states` that each row is.
         token: [T] int64, the token at position + 1, target vocabulary.
         position: [T] int64.
-        kv_slot: [T] int64, the target's cache slot of that position, −1 for padding.
+        index: [T] int64, place in `block_table`: `position` less the tokens of masked blocks.
+        kv_slot: [T] int64, the target's cache slot of that position, −1 for rows that leave nothing
+            in the cache: padding, and positions before `start`.
         row_start: [R+1] int32, first row of each request.
         row_start_host: the same on the host (no copy from the device: it follows from what
             was scheduled).
         last: [R] int64, the newest row of each request, from which it drafts.
-        block_table: [R, max blocks] int32.
+        start: [R] int64, the first position to store; 0 unless a block is incomplete.
+        block_table: [R, max blocks] int32, without masked blocks (`common/cache_holes.py`).
         block_size: tokens in one block.
         max_position: host upper bound of `position`, for loop bounds only.
         text: [S, longest request] int32, the tokens of whoever owns each of the engine's S
@@ -47,10 +50,12 @@ class CommittedTokens:
     source: torch.Tensor
     token: torch.Tensor
     position: torch.Tensor
+    index: torch.Tensor
     kv_slot: torch.Tensor
     row_start: torch.Tensor
     row_start_host: list[int]
     last: torch.Tensor
+    start: torch.Tensor
     block_table: torch.Tensor
     block_size: int
     max_position: int

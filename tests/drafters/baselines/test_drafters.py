@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from baselines.falcon import Falcon
@@ -126,6 +128,23 @@ def test_served_as_learned(pair):
             assert_same(tree, request, drafts[request](end))
     some = head.draft(torch.tensor([1]))
     assert texts(some, 0) == pytest.approx(texts(tree, 1), abs=1e-5)
+
+
+@torch.no_grad()
+def test_a_masked_first_block_is_as_a_text_that_begins_later(pair):
+    """RoPE is relative: positions may begin anywhere, and places in the table follow them."""
+    learner, head = pair
+    states, text = made_up(2)
+    later = states[:, :, PAGE:], text[:, PAGE:]
+    drafts = [learner.draft_along(script_of(*later, request)) for request in range(2)]
+    tables = torch.tensor([[3, 7, 1, 5], [4, 2, 8, 11]])
+    for requests in ([(16, 35), (16, 22)], [(35, 36), (22, 25)]):
+        rows = rows_of(requests, tables, states, text, PAGE)
+        kept = torch.cat([tables[:, 1:], torch.zeros_like(tables[:, :1])], 1).int()
+        head.advance(replace(rows, index=rows.position - PAGE, block_table=kept))
+        tree = head.draft()
+        for request, (_, end) in enumerate(requests):
+            assert_same(tree, request, drafts[request](end - PAGE))
 
 
 @torch.no_grad()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from support.committed import rows_of
@@ -51,6 +53,22 @@ def test_paged_equals_plain(kind, options):
             assert_same(tree, request, best_paths(says))
     some = drafter.draft(torch.tensor([1]))
     assert texts(some, 0) == pytest.approx(texts(tree, 1), abs=1e-4)
+
+
+@torch.no_grad()
+def test_a_masked_first_block_is_as_a_text_that_begins_later(kind):
+    drafter = make_drafter(kind)
+    states, text = made_up(2)
+    for requests in ([(PAGE, PAGE + 9), (PAGE, PAGE + 6)], [(PAGE + 9, PAGE + 13), (PAGE + 6, 23)]):
+        rows = rows_of(requests, TABLES, states, text, PAGE)
+        kept = torch.cat([TABLES[:, 1:], torch.zeros_like(TABLES[:, :1])], 1).int()
+        drafter.advance(replace(rows, index=rows.position - PAGE, block_table=kept))
+        tree = drafter.draft()
+        for request, (_, end) in enumerate(requests):
+            beta = float(drafter.beta[request])
+            of = states[:, request, PAGE:], text[request, PAGE:]
+            says = plain_logprobs(kind, *of, end - PAGE, masks_of(kind), beta)
+            assert_same(tree, request, best_paths(says))
 
 
 @torch.no_grad()

@@ -33,12 +33,14 @@ def some_rows(requests: int, width: int, device) -> SimpleNamespace:
     request = torch.arange(requests).repeat_interleave(lengths)
     local = torch.arange(len(request)) - row_start[request]
     position = newest[request] - last[request] + local
+    index = position - TOKENS * (request % 2)
     # Twice as wide as what is used of it.
     table = torch.randint(0, 1 << 30, (requests, 2 * width), dtype=torch.int32)[:, :width]
     kv_slot = torch.randint(0, 1 << 40, position.shape)
     kv_slot[local > last[request]] = -1
     return SimpleNamespace(
         position=column(position).to(device),
+        index=column(index).to(device),
         kv_slot=column(kv_slot).to(device),
         row_start=column(row_start.int()).to(device),
         row_start_host=row_start.tolist(),
@@ -168,7 +170,7 @@ def test_no_rows(both, kernels):
     (_, fused), device = both(4, 3), kernels.device
     none = torch.zeros(0, dtype=torch.int64, device=device)
     start = torch.zeros(1, dtype=torch.int32, device=device)
-    first = draft_attention.first_block_metadata_triton(none, none, start, none, 4, 1)
+    first = draft_attention.first_block_metadata_triton(none, none, none, start, none, 4, 1)
     shapes = [(0, 4), (1,), (0,), (0, 1), (0,), (1,), (0,), (0,)]
     assert [tuple(x.shape) for x in first] == shapes
     assert first.query_start.tolist() == first.kept_start.tolist() == [0]
@@ -178,6 +180,7 @@ def test_no_rows(both, kernels):
         starts,
         starts,
         starts.bool(),
+        none,
         none,
         none,
         fused.own,

@@ -8,7 +8,7 @@ import torch
 from vllm_specblock.commit.committed_tokens import committed_sources, committed_tokens
 
 HUGE = 2**40
-NAMES = ("source", "token", "position", "slot", "last", "temperature")
+NAMES = ("source", "token", "position", "index", "slot", "last", "temperature")
 
 
 def ragged(count: int, seed: int, depth: int = 5, spare: int = 1, nodes: int = 11) -> dict:
@@ -61,6 +61,8 @@ def ragged(count: int, seed: int, depth: int = 5, spare: int = 1, nodes: int = 1
         "req_idx": known[:, 0],
         "text": text,
         "temperature": temperature,
+        "hidden": among(0, 2, count) * 16,
+        "first": among(0, 2, count) * 16,
     }
 
 
@@ -109,8 +111,11 @@ def test_as_torch_does(kernels, count, form, seed):
 def test_the_arguments_have_everything_in_them():
     """What the comparison above is worth: all cases occur."""
     args = ragged(300, 0)
-    source, token, position, kv_slot, last, _ = committed_tokens(**args)
-    assert (kv_slot == -1).any() and (kv_slot >= 0).any() and (token[kv_slot == -1] == 0).all()
+    source, token, position, index, kv_slot, last, _ = committed_tokens(**args)
+    assert (kv_slot == -1).any() and (kv_slot >= 0).any() and (index < position).any()
+    early = position < args["first"][args["request"]]
+    assert (token[(kv_slot == -1) & ~early] == 0).all() and token[early].any()
+    assert (kv_slot[early] == -1).all()
     assert (source == args["num_rows"] - 1).any(), "garbage on a path"
     assert (position >= args["text"].shape[1] - 1).any(), "the text's end"
     assert (args["base"] > 1).any() and (last.diff() > 1).any()
@@ -143,8 +148,9 @@ def test_one_row_a_request(kernels):
 
 def test_nobody(kernels):
     args = ragged(2, 0)
-    for name in ("query_start", "base", "path", "accepted", "request", "local", "req_idx"):
+    of_rows = ("request", "local")
+    for name in (*of_rows, "query_start", "base", "path", "accepted", "req_idx", "hidden", "first"):
         args[name] = args[name][:0]
     args["row_start"] = args["row_start"][:1]
     launch, args = kernels.load("committed_tokens"), on(kernels.device, args)
-    assert [tuple(x.shape) for x in launch.committed_tokens_triton(**args)] == [(0,)] * 6
+    assert [tuple(x.shape) for x in launch.committed_tokens_triton(**args)] == [(0,)] * 7

@@ -1,7 +1,7 @@
 """Causal attention metadata: committed tokens and a few drafted ones behind each request's newest.
 
-Row p of a request lies in the slot of position p and sees all slots up to its own. The rows behind
-the newest borrow the slots of the tokens to come, which are reserved for the step.
+A row lies in the slot of its place in the block table and sees all slots up to its own. The rows
+behind the newest borrow the slots of the tokens to come, which are reserved for the step.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class CausalRows:
 
     def step(self, rows: CommittedTokens) -> None:
         """Begin a step: later forwards stand behind the newest of `rows`."""
-        self.newest, self.table = rows.position[rows.last], rows.block_table
+        self.newest, self.table = _newest(rows), rows.block_table
         self.block_size, self.bound = rows.block_size, rows.max_position
 
     def begin(self, requests: Tensor | None) -> None:
@@ -51,9 +51,9 @@ class CausalRows:
             [T + R·count] int64; keep: those that a last layer keeps, request by request [R · m]
             int64, m being count, and one more with `keep_newest`: the newest first.
         """
-        newest, requests = rows.position[rows.last], len(rows.last)
+        newest, requests = _newest(rows), len(rows.last)
         device, total = newest.device, len(rows.token)
-        more, kv_slot = self._places(newest, rows.block_table, 0, count)
+        more, index, kv_slot = self._places(newest, rows.block_table, 0, count)
         position = torch.cat([rows.position, more.flatten()])
         keep = torch.arange(total, total + requests * count, device=device).view(requests, count)
         if keep_newest:
@@ -64,8 +64,9 @@ class CausalRows:
         host = list(rows.row_start_host)
         host += [host[-1] + count * request for request in range(1, requests + 1)]
         bound = min(rows.max_position + 1 + count, self.max_position)
-        ends = torch.cat([newest + 1, newest + 1 + count]).clamp(max=self.max_position).int()
-        see = (position + 1).int()
+        ends = torch.cat([newest[:, 1] + 1, newest[:, 1] + 1 + count])
+        ends = ends.clamp(max=self.max_position).int()
+        see = (torch.cat([rows.index, index.flatten()]) + 1).int()
         mask_words = see.new_zeros(len(see), 1, dtype=torch.int64)
         queries = TreeAttentionBatch(
             torch.cat([rows.block_table, rows.block_table]),
@@ -88,15 +89,15 @@ class CausalRows:
         Returns:
             the attention, and the rows' positions [n] int64.
         """
-        position, kv_slot = self._places(self.position, self.block_table, ahead, 1)
+        position, index, kv_slot = self._places(self.position, self.block_table, ahead, 1)
         bound = min(self.bound + 2 + ahead, self.max_position)
-        queries = self._queries(self.block_table, (position + 1).int(), self.block_size, bound)
+        queries = self._queries(self.block_table, (index + 1).int(), self.block_size, bound)
         return PagedAttention(self.caches, kv_slot, queries), position[:, 0]
 
     def there(self, count: int) -> Tensor:
         """[n, count] bool: whether rows behind the newest have a slot at all."""
         ahead = torch.arange(1, count + 1, device=self.position.device)
-        return self.position[:, None] + ahead < self.max_position
+        return self.position[:, :1] + ahead < self.max_position
 
     def warm_up(self, block_table: Tensor, most_rows: int, num_heads: int) -> None:
         """Compile the attention; arguments as `Drafter.warm_up` has them."""
@@ -106,13 +107,16 @@ class CausalRows:
 
     def _places(
         self, newest: Tensor, table: Tensor, ahead: int, count: int
-    ) -> tuple[Tensor, Tensor]:
-        """Positions and slots [R, count] int64 of rows behind the newest; −1: there is no slot."""
-        first = newest[:, None] + 1 + ahead
-        position = first + torch.arange(count, device=newest.device)
-        block = (position // self.block_size).clamp(max=table.shape[1] - 1)
-        kv_slot = table.gather(1, block).long() * self.block_size + position % self.block_size
-        return position, torch.where(position < self.max_position, kv_slot, -1)
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return position, index and slot [R, count] int64 of rows behind `newest` [R, 2].
+
+        The slot is −1 where there is none.
+        """
+        first = newest[..., None] + 1 + ahead
+        position, index = (first + torch.arange(count, device=newest.device)).unbind(1)
+        block = (index // self.block_size).clamp(max=table.shape[1] - 1)
+        kv_slot = table.gather(1, block).long() * self.block_size + index % self.block_size
+        return position, index, torch.where(position < self.max_position, kv_slot, -1)
 
     def _queries(
         self, table: Tensor, see: Tensor, block_size: int, bound: int
@@ -134,6 +138,11 @@ class CausalRows:
             mask_words,
             ends,
         )
+
+
+def _newest(rows: CommittedTokens) -> Tensor:
+    """[R, 2] int64, position and index of each request's newest row."""
+    return torch.stack([rows.position[rows.last], rows.index[rows.last]], 1)
 
 
 class NetworkSizes(Sizes, Protocol):

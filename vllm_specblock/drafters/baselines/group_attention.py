@@ -50,7 +50,8 @@ class GroupAttentionBuilder:
 
     def step(self, rows: CommittedTokens) -> None:
         """Begin a step; drafted groups follow the newest of `rows`."""
-        self.newest, self.table = rows.position[rows.last], rows.block_table
+        self.rope, self.newest = rows.position[rows.last], rows.index[rows.last]
+        self.table = rows.block_table
         self.block_size, self.bound = rows.block_size, rows.max_position
 
     def groups(self, rows: CommittedTokens, entry: Tensor) -> Tensor:
@@ -58,9 +59,9 @@ class GroupAttentionBuilder:
         rows before it and its own, zeros where the text has not begun."""
         key, value = entry[:, None].chunk(2, dim=-1)
         store_kv(self.inputs, rows.kv_slot, key, value)
-        position = rows.position[:, None] + self.offset - (self.size - 1)
-        exists = position >= 0
-        there = position.clamp(min=0)
+        index = rows.index[:, None] + self.offset - (self.size - 1)
+        exists = index >= 0
+        there = index.clamp(min=0)
         block = rows.block_table[
             rows.request()[:, None],
             (there // rows.block_size).clamp(max=rows.block_table.shape[1] - 1),
@@ -89,14 +90,13 @@ class GroupAttentionBuilder:
             host += [(size + k - 1 - turn) // k for turn in range(k)]
         for number in range(1, len(host)):
             host[number] = host[number - 1] + k * host[number]
-        begins = rows.position[rows.row_start[:-1].long().clamp(max=len(row) - 1)]
+        begins = rows.index[rows.row_start[:-1].long().clamp(max=len(row) - 1)]
         which = (begins[:, None] + self.offset) % k  # [R, k]
         table = rows.block_table[:, None] * k + which[..., None]  # [R, k, blocks]
 
-        position = rows.position[order]
-        newest = rows.position[rows.last]
+        index, newest = rows.index[order], rows.index[rows.last]
         ends = self._ends(newest)
-        see = ((position // k + 1) * k).minimum(ends[request[order]]).int()
+        see = ((index // k + 1) * k).minimum(ends[request[order]]).int()
         bound = self._bound(rows.max_position, 0)
         queries = TreeAttentionBatch(
             table.flatten(0, 1).int(),
@@ -115,16 +115,17 @@ class GroupAttentionBuilder:
         place = torch.empty_like(order).scatter_(0, order, row)
         keep = (place[rows.last, None] * k + self.offset).flatten()
         kv_slot = rows.kv_slot[order]
-        block, at = kv_slot // self.block_size, position % self.block_size
-        entry = (block * k + position % k) * self.block_size + at - position % k
+        block, at = kv_slot // self.block_size, index % self.block_size
+        entry = (block * k + index % k) * self.block_size + at - index % k
         entry = torch.where(kv_slot >= 0, entry, -k)[:, None] + self.offset
         return PagedAttention(self.caches, entry.view(-1, 1), queries, kept), order, keep
 
     def begin(self, requests: Tensor | None) -> None:
         """Say for which requests ([n] int64; None: all of the step) groups are drafted."""
-        self.position, self.block_table = self.newest, self.table
+        self.position, self.index, self.block_table = self.rope, self.newest, self.table
         if requests is not None:
-            self.position, self.block_table = self.newest[requests], self.table[requests]
+            self.position, self.index = self.rope[requests], self.newest[requests]
+            self.block_table = self.table[requests]
 
     def next(self, step: int, before: int, starts: int) -> tuple[PagedAttention, Tensor]:
         """The groups of a later step of the plan, S per request.
@@ -138,15 +139,15 @@ class GroupAttentionBuilder:
         """
         k, size = self.size, self.block_size
         group = torch.arange(before, before + starts, device=self.position.device)
-        at = self._ends(self.position)[:, None] + group * k  # [R, S], in the sequence
-        there = at + k <= self.max_position
+        at = self._ends(self.index)[:, None] + group * k  # [R, S], in the sequence
+        there = at + k <= self.max_position - (self.position - self.index)[:, None]
         column = (at // size).clamp(max=self.block_table.shape[1] - 1)
-        block = self.block_table.gather(1, column).long() * k + self.position[:, None] % k
+        block = self.block_table.gather(1, column).long() * k + self.index[:, None] % k
         entry = torch.where(there, block * size + at % size, -k)[..., None] + self.offset
         bound = self._bound(self.bound, before + starts)
         mask_words = self.mask_words[step - 1].expand(len(at), -1, -1).flatten(0, 1)
         queries = self._queries(
-            self.position, self.block_table, starts, bound, mask_words, (before + starts) * k
+            self.index, self.block_table, starts, bound, mask_words, (before + starts) * k
         )
         return PagedAttention(self.caches, entry.view(-1, 1), queries), there
 

@@ -139,29 +139,37 @@ class Backlog:
         if not self.pieces:
             return rows
         slots = rows.req_idx.tolist()  # a host tensor
-        behind = [self.pieces.get(req_idx, []) for req_idx in slots]
+        first = rows.position[rows.row_start_host[:-1]].tolist()  # a host tensor
+        behind = []
+        for req_idx, position in zip(slots, first):
+            pieces = self.pieces.get(req_idx, [])
+            end = position if not pieces else pieces[-1].position + len(pieces[-1])
+            behind.append(pieces if end == position else [])  # rows in between were skipped
+            self.forget(req_idx)
         if not any(behind):
             return rows
-        for req_idx in slots:
-            self.forget(req_idx)
         # Kept states go behind the batch's own.
         there = len(rows.states[0]) if rows.states else 0
         kept: list[_Piece] = []
-        source, position, cache_slot, token = [], [], [], []
+        source, position, places, cache_slot, token = [], [], [], [], []
         counts = [sum(map(len, pieces)) for pieces in behind]
         for r, (pieces, count) in enumerate(zip(behind, counts)):
             here = slice(rows.row_start_host[r], rows.row_start_host[r + 1])
             if pieces:
                 kept += pieces
                 place = torch.arange(pieces[0].position, pieces[0].position + count)
-                block = rows.block_table[r, place // rows.block_size].long()
+                index = place - (rows.position[here.start] - rows.index[here.start])
+                block = rows.block_table[r, index.clamp(min=0) // rows.block_size].long()
+                kv_slot = block * rows.block_size + place % rows.block_size
                 source.append(torch.arange(there, there + count))
                 position.append(place)
-                cache_slot.append(block * rows.block_size + place % rows.block_size)
+                places.append(index)
+                cache_slot.append(torch.where(place < rows.start[r], -1, kv_slot))
                 token.append(rows.text[rows.req_idx[r], place + 1].long())
                 there += count
             source.append(rows.source[here])
             position.append(rows.position[here])
+            places.append(rows.index[here])
             cache_slot.append(rows.kv_slot[here])
             token.append(rows.token[here])
         added = np.cumsum(counts)
@@ -175,6 +183,7 @@ class Backlog:
             source=torch.cat(source),
             token=torch.cat(token),
             position=torch.cat(position),
+            index=torch.cat(places),
             kv_slot=torch.cat(cache_slot),
             row_start=torch.from_numpy(start).to(rows.row_start.dtype),
             row_start_host=start.tolist(),  # a host array

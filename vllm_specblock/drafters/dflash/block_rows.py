@@ -41,31 +41,31 @@ class BlockRows:
         store_kv(self.caches[layer], rows.kv_slot, key, value, packing=self.packing)
 
     def blocks(
-        self, rows: CommittedTokens, newest: Tensor, requests: Tensor | None
+        self, rows: CommittedTokens, requests: Tensor | None
     ) -> tuple[PagedAttention, Tensor]:
         """The blocks behind the newest rows of a step.
 
         Args:
             rows: of the step.
-            newest: [R] int64, positions of the requests' newest rows.
             requests: [n] int64, for which ones; None: for all.
 
         Returns:
             the attention over n·S rows, block by block, and their positions [n, S] int64.
         """
-        table, size = rows.block_table, self.size
+        table, size, last = rows.block_table, self.size, rows.last
         if requests is not None:
-            newest, table = newest[requests], table[requests]
-        count = len(newest)
-        position = newest[:, None] + 1 + self.offset
-        block = (position // rows.block_size).clamp(max=table.shape[1] - 1)
-        kv_slot = table.gather(1, block).long() * rows.block_size + position % rows.block_size
+            last, table = last[requests], table[requests]
+        count = len(last)
+        first, ahead = rows.index[last] + 1, rows.position[last, None] + 1
+        index, position = first[:, None] + self.offset, ahead + self.offset
+        block = (index // rows.block_size).clamp(max=table.shape[1] - 1)
+        kv_slot = table.gather(1, block).long() * rows.block_size + index % rows.block_size
         kv_slot = torch.where(position < self.max_position, kv_slot, -1)
-        first = (newest + 1).int()
+        first = first.int()
         queries = TreeAttentionBatch(
             table,
             rows.block_size,
-            torch.arange(0, count * size + 1, size, dtype=torch.int32, device=newest.device),
+            torch.arange(0, count * size + 1, size, dtype=torch.int32, device=last.device),
             [size * request for request in range(count + 1)],
             (first + size).clamp(max=self.max_position),
             [min(rows.max_position + 1 + size, self.max_position)] * count,

@@ -76,20 +76,20 @@ class DFlashDrafter(Drafter):
 
     def advance(self, rows: CommittedTokens) -> None:
         self.rows = rows
-        self.newest = chunked_advance(rows, self._remember)  # [R]
+        chunked_advance(rows, self._remember)
         self.beta = self.beta_of(rows)  # [R]
 
     def _remember(self, rows: CommittedTokens) -> Tensor:
         context = self.model.context(rows.features(self.layers), rows.position)
         for layer, (key, value) in enumerate(context):
             self.block_rows.store(layer, rows, key, value)
-        return rows.position[rows.last]
+        return rows.last
 
     def draft(self, requests: Tensor | None = None) -> DraftTree:
         root, beta = self.rows.token[self.rows.last], self.beta
         if requests is not None:
             root, beta = root[requests], None if beta is None else beta[requests]
-        attend, position = self.block_rows.blocks(self.rows, self.newest, requests)
+        attend, position = self.block_rows.blocks(self.rows, requests)
         tokens = torch.cat([root[:, None], self.masks.expand(len(root), -1)], 1)
         state = self.model(
             self.embed(tokens.flatten()),

@@ -100,7 +100,8 @@ class DraftAttentionBuilder:
         """Begin a step; later blocks stand behind the last of `rows`."""
         # Not the rows themselves: a prompt's states may be hundreds of megabytes, and the next
         # step may be a graph's.
-        self.position, self.row, self.table = rows.position, rows.last, rows.block_table
+        self.position, self.index = rows.position, rows.index
+        self.row, self.table = rows.last, rows.block_table
         self.token_block, self.newest_bound = rows.block_size, rows.max_position
 
     @property
@@ -118,7 +119,7 @@ class DraftAttentionBuilder:
             the attention, and [T] int64: RoPE's position of each row's first.
         """
         K, table, size = self.K, rows.block_table, rows.block_size * self.K
-        where = rows.position, rows.kv_slot, rows.row_start, rows.last
+        where = rows.position, rows.index, rows.kv_slot, rows.row_start, rows.last
         if self.fused:
             metadata = first_block_metadata_triton(*where, K, self.own.shape[-1])
         else:
@@ -154,13 +155,13 @@ class DraftAttentionBuilder:
     def _first(self, rows: CommittedTokens) -> FirstBlockMetadata:
         """What `first_block_metadata_triton` works out."""
         K, requests = self.K, len(rows.last)
-        see = (rows.position[:, None] * K + self.k + 1).int()  # [T, K]
+        see = (rows.index[:, None] * K + self.k + 1).int()  # [T, K]
         return FirstBlockMetadata(
             kv_index=torch.where(rows.kv_slot >= 0, rows.kv_slot * K, -K)[:, None] + self.k,
             query_start=rows.row_start * K,
             prefix_len=see.flatten(),
             mask_words=self.own.new_zeros(see.numel(), self.own.shape[-1]),
-            ends=((rows.position[rows.last] + 1) * K).int(),
+            ends=((rows.index[rows.last] + 1) * K).int(),
             kept_start=torch.arange(0, requests * K + 1, K, dtype=torch.int32, device=see.device),
             kept_prefix=see[rows.last].flatten(),
             base=rows.position + 1,
@@ -183,9 +184,10 @@ class DraftAttentionBuilder:
     def begin(self, requests: torch.Tensor | None) -> None:
         """Say for which requests ([n] int64; None: all of the step) later blocks are drafted."""
         # Of the row that drafts: its number in the step where a launch looks its position up.
-        last, table = self.row if self.fused else self.newest, self.table
+        row, table = self.row, self.table
         if requests is not None:
-            last, table = last[requests], table[requests]
+            row, table = row[requests], table[requests]
+        last = row if self.fused else self.index[row]
         self.last, self.block_table, self.requests = last, table, len(last)
         # Per row that has been drafted: entries it sees as prefix, its window bits, and tokens
         # drafted before it.
@@ -196,6 +198,7 @@ class DraftAttentionBuilder:
             self.reach: torch.Tensor | None
             self.reach = torch.empty_like(self.prefix) if self.path_rope else None
         else:
+            self.rope = self.position[row]
             self.prefix = last[:, None] * self.K  # [R, 1]
             self.mask_words = self.own.new_zeros(len(last), 1, self.own.shape[-1])  # [R, 1, W]
             self.reach = torch.zeros_like(self.prefix)
@@ -209,6 +212,7 @@ class DraftAttentionBuilder:
                 starts.position,
                 starts.valid,
                 self.position,
+                self.index,
                 self.last,
                 self.own,
                 table,
@@ -255,8 +259,9 @@ class DraftAttentionBuilder:
         self.reach = torch.cat([self.reach, reach], 1)
         self.mask_words = torch.cat([self.mask_words, path], 1)
 
-        at = self.last[:, None] + first_row + self.rows  # [R, S] token positions to borrow
-        there = at < self.max_position
+        limit = self.max_position - (self.rope - self.last)  # [R]
+        at = self.last[:, None] + first_row + self.rows  # [R, S] places to borrow
+        there = at < limit[:, None]
         block_index = (at // size).clamp(max=self.block_table.shape[1] - 1)
         kv_slot = self.block_table.gather(1, block_index).long() * size
         kv_slot = torch.where(there, kv_slot + at % size, -1)
@@ -267,13 +272,13 @@ class DraftAttentionBuilder:
         ahead = (block - 1) * S * K
         last = self.requests * S * K
         request = torch.arange(self.requests, device=at.device)[:, None]
-        base = self.last[:, None] + 1 + (reach if self.path_rope else torch.zeros_like(reach))
+        base = self.rope[:, None] + 1 + (reach if self.path_rope else torch.zeros_like(reach))
         return LaterBlockMetadata(
             kv_index=kv_index.flatten(0, 1),
             query_start=torch.arange(0, last + 1, S * K, dtype=torch.int32, device=at.device),
             prefix_len=prefix[..., None].expand(-1, -1, K).flatten().int(),
             mask_words=(path[:, :, None] | own).flatten(0, 2),
-            seq_len=(window + ahead).clamp(max=self.max_position * K),
+            seq_len=(window + ahead).minimum(limit * K).int(),
             tree_start=window,
             valid=starts.valid & there,
             source=((request * first_row + row) * K + position).flatten(),

@@ -42,10 +42,8 @@ class DraftingState:
     Attributes:
         controller: decides in every step that only decodes.
         all_paused: drafting is paused at the end of this step.
-        paused: [request slots] bool, requests without drafts: they declined them, or their
-            drafters missed rows during a pause and cannot catch up.
+        paused: [request slots] bool, requests that declined drafts.
         samples: [request slots] bool, requests at T > 0.
-        can_resume: drafters can catch up after a pause.
         draft_seconds: time of the last proposal, by `clock`; a CPU's, as all that follows.
         accepted: draft tokens accepted in the last step.
         asked: a drafter with weights took part in the last proposal.
@@ -53,9 +51,8 @@ class DraftingState:
         decide: called with the batch of a step without scheduled drafts.
     """
 
-    def __init__(self, num_slots: int, controller: Controller, can_resume: bool) -> None:
-        self.controller = controller
-        self.all_paused, self.can_resume = False, can_resume
+    def __init__(self, num_slots: int, controller: Controller) -> None:
+        self.controller, self.all_paused = controller, False
         self.paused, self.samples = np.zeros((2, num_slots), dtype=bool)
         self.draft_seconds, self.accepted, self.asked = 0.0, 0, True
         self.missed: Callable[[int], int] = lambda slot: 0
@@ -73,10 +70,10 @@ _STATES: weakref.WeakKeyDictionary[RequestState, DraftingState] = weakref.WeakKe
 
 
 def drafting_state_of(
-    states: RequestState, num_slots: int, controller: Controller, can_resume: bool
+    states: RequestState, num_slots: int, controller: Controller
 ) -> DraftingState:
     """Return the state of the engine that owns `states`; the manager finds it by the same key."""
-    return _STATES.setdefault(states, DraftingState(num_slots, controller, can_resume))
+    return _STATES.setdefault(states, DraftingState(num_slots, controller))
 
 
 class TreeBudgetManager(AdaptiveVerificationManager):
@@ -126,7 +123,7 @@ class TreeBudgetManager(AdaptiveVerificationManager):
             dict(zip(requests, others.tolist())),  # a host array
             nodes,
         )
-        if decodes and (state.can_resume or not state.all_paused):
+        if decodes:
             behind = sum(map(state.missed, slots.tolist()))  # a host array
             state.all_paused = not self.controller.drafts(len(requests), sampling, behind)
             self._begin(requests, rows + nodes, trees, behind)

@@ -25,7 +25,6 @@ class AdaptiveTrees:
         paused: [S] bool, `drafting_state.paused` on the device.
 
     Args:
-        follow: a drafter has a cache and must read every committed row.
         backlog: rows that drafters have yet to read; only on a CPU.
         confidence: [requests, N] fp32, the runner's buffer, in batch order.
     """
@@ -33,7 +32,6 @@ class AdaptiveTrees:
     def __init__(
         self,
         controller: Controller,
-        follow: bool,
         backlog: Backlog | None,
         states: RequestState,
         tree_states: TreeStates,
@@ -41,10 +39,9 @@ class AdaptiveTrees:
         device: torch.device,
     ) -> None:
         self.tree_states, self.confidence = tree_states, confidence
-        self.follow, self.backlog = follow, backlog
+        self.backlog = backlog
         num_slots, on_host = len(tree_states.accepted), device.type == "cpu"
-        can_resume = on_host or not self.follow
-        self.drafting_state = budget.drafting_state_of(states, num_slots, controller, can_resume)
+        self.drafting_state = budget.drafting_state_of(states, num_slots, controller)
         if self.backlog is not None:
             self.drafting_state.missed = self.backlog.rows
         self.acceptance = AcceptanceEstimator(device)
@@ -109,14 +106,8 @@ class AdaptiveTrees:
         Args:
             rows: returns the committed rows of the step.
         """
-        paused, req_idx = self.drafting_state.paused, batch.idx_mapping_np
-        if self.follow and not paused[req_idx].all():  # a host array
-            if self.backlog is None:
-                paused[req_idx] = True
-                self.paused.index_fill_(0, batch.idx_mapping, True)
-            else:
-                paused[req_idx] = ~self.backlog.keep(rows(), ~paused[req_idx])
-                self.paused.copy_(torch.from_numpy(paused))  # a host tensor
+        if self.backlog is not None:
+            self.backlog.keep(rows(), ~self.drafting_state.paused[batch.idx_mapping_np])
         self.confidence[: batch.num_reqs] = 0
         # Drafts scheduled next are placeholders.
         self.tree_states.accepted.index_fill_(0, batch.idx_mapping, 0)

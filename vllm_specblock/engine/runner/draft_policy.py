@@ -11,6 +11,7 @@ from vllm_specblock.combine.combined import Combined
 from vllm_specblock.combine.merge import merge
 from vllm_specblock.combine.route import route
 from vllm_specblock.config import CombineConfig
+from vllm_specblock.drafters.common.cache_holes import CacheHoles
 from vllm_specblock.drafters.interface import CommittedTokens, Drafter
 from vllm_specblock.feedback.verified_trees import VerifiedTrees
 from vllm_specblock.tree import DraftTree
@@ -41,11 +42,13 @@ class DraftPolicy(ABC):
 
     Attributes:
         wanted: [n] int64, requests of this step that get drafts; None: all.
+        holes: of a policy that masks cache blocks itself; None: tables come masked.
         asked: a drafter with weights took part in the last proposal, or there is none.
     """
 
     drafters: list[Drafter]
     wanted: torch.Tensor | None = None
+    holes: CacheHoles | None = None
     asked = True
 
     @property

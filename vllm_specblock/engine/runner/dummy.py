@@ -51,6 +51,7 @@ def null_inputs(
         hidden_states,
         torch.zeros(count, blocks, dtype=torch.int32, device=device),
         block_size,
+        torch.zeros(2, count, dtype=torch.int64, device=device),
         chain=None,
     )
 

@@ -34,8 +34,9 @@ class StepInputs:
         slot_mapping: [≥ batch rows] int64, of the drafters' cache group.
         target_slots: the same for each set of the target's caches.
         hidden_states: [≥ batch rows, Ht] for each layer that drafters read.
-        block_table: [R, max blocks] int32.
+        block_table: [R, max blocks] int32, of the drafters' cache group.
         block_size: tokens per block.
+        masks: [2, R] int64, see `CacheHoles.mask`.
         chain: [R] bool or integers, nonzero: verify a chain; None: all requests verify trees.
     """
 
@@ -45,6 +46,7 @@ class StepInputs:
     hidden_states: list[torch.Tensor]
     block_table: torch.Tensor
     block_size: int
+    masks: torch.Tensor
     chain: torch.Tensor | None
 
 
@@ -102,11 +104,13 @@ class ProposalGraphs(CudaGraphManager):
         target_buffers: InputBuffers,
         block_tables: BlockTables,
         group: int,
+        masks: torch.Tensor,
     ) -> None:
         each = 1 if varlen else tree_states.num_nodes + 1
         super().__init__(vllm_config, device, cudagraph_mode, decode_query_len=each)
         self.tree_states, self.scratch_idx = tree_states, len(tree_states.accepted) - 1
         self.buffers, self.block_tables, self.group = target_buffers, block_tables, group
+        self.masks = masks
         descs = self._capture_descs.get(CUDAGraphMode.FULL, [])
         # One row is kept for padding requests.
         self.most_rows = min(
@@ -152,6 +156,7 @@ class ProposalGraphs(CudaGraphManager):
                 "target_slots": [slots[group] for group in target_groups],
                 "block_table": self.block_tables.get_dummy_block_tables(count)[self.group],
                 "block_size": self.block_tables.block_sizes[self.group],
+                "masks": self.masks[:, :count],
                 "hidden_states": self.hidden_states,
             }
 

@@ -22,9 +22,6 @@ class SkippingMergedDrafters(MergedDrafters):
     A skipped drafter does not read the step either, since reading costs as much as drafting. Missed
     rows are kept until it drafts again. Only a CPU can decide this in every step.
 
-    Attributes:
-        lost: [slots] bool, requests whose missed rows had no room: they get lookups only.
-
     Args:
         drafters: one of them is the lookup, without a cache.
         num_slots: request slots of the engine.
@@ -43,7 +40,6 @@ class SkippingMergedDrafters(MergedDrafters):
         super().__init__(drafters, options, num_nodes, device)
         (self.lookup,) = (at for at, drafter in enumerate(drafters) if not drafter.cache_layers())
         self.gate, self.behind, self.controller = DrafterGate(), Backlog(), controller
-        self.lost = np.zeros(num_slots, dtype=bool)
         # By request slot, for the tree under verification.
         self.sure = torch.zeros(num_slots)
         self.both = torch.zeros(num_slots, dtype=torch.bool)
@@ -51,7 +47,6 @@ class SkippingMergedDrafters(MergedDrafters):
     def begin(self, req_idx: int) -> None:
         super().begin(req_idx)
         self.behind.forget(req_idx)
-        self.lost[req_idx] = False
 
     def forget(self) -> None:
         super().forget()
@@ -72,29 +67,32 @@ class SkippingMergedDrafters(MergedDrafters):
         self.found = self.draft(lookup, rows)
         sure = first_token(self.found)
         slots = rows.req_idx.numpy()  # a host tensor
-        reads = ~self.lost[slots]
-        votes = reads.copy()
+        everyone = np.ones(len(slots), dtype=bool)
+        votes = everyone
         if self.wanted is not None:
-            votes &= np.isin(np.arange(len(slots)), self.wanted.numpy())  # a host tensor
-        behind = sum(map(self.behind.rows, slots[reads].tolist())) + len(rows.token)  # a host array
+            votes = np.isin(np.arange(len(slots)), self.wanted.numpy())  # a host tensor
+        behind = sum(map(self.behind.rows, slots.tolist())) + len(rows.token)  # a host array
         expected = self.gate.expects(sure.numpy()[votes])  # a host tensor
         self.asked = self.controller.asks(expected, len(slots), behind)
-        self.sure[rows.req_idx], self.both[rows.req_idx] = sure, torch.from_numpy(reads)
+        self.sure[rows.req_idx], self.both[rows.req_idx] = sure, self.asked
+        self.blind = None
         if self.asked:
-            drafter.advance(self.behind.catch_up(rows))
+            rows = self.behind.catch_up(rows)
+            if self.holes is not None and self.holes.any:
+                rows, self.blind = self.holes.masked(rows)
+            drafter.advance(rows)
         else:
-            self.both[rows.req_idx] = False
-            kept = self.behind.keep(MissedRows.of(rows), reads)
-            self.lost[slots] |= ~kept
+            self.behind.keep(MissedRows.of(rows), everyone)
+            if self.holes is not None:
+                self.holes.skip(rows.kv_slot)
 
     def combine(self, rows: CommittedTokens) -> Proposal:
         found, drafter = self.found, self.drafters[1 - self.lookup]
         if self.asked:
             tree = self.draft(drafter, rows)
-            lost = self.lost[rows.req_idx.numpy()]  # a host tensor
-            if lost.any():  # a host array
-                nothing = DraftTree.empty(len(lost), tree.token.shape[1], tree.token.device)
-                tree = tree.where(torch.from_numpy(lost), nothing)
+            if self.blind is not None:
+                nothing = DraftTree.empty(len(self.blind), tree.token.shape[1], tree.token.device)
+                tree = tree.where(self.blind, nothing)
             return self.union(tree, found) if self.lookup else self.union(found, tree)
         none, never = torch.zeros_like(found.size), torch.zeros_like(found.size, dtype=torch.bool)
         sizes = (none, found.size) if self.lookup else (found.size, none)

@@ -19,7 +19,7 @@ from vllm_specblock.engine.metrics.counters import Counts
 from vllm_specblock.engine.runner.dummy import null_inputs, to_scratch_slot
 from vllm_specblock.engine.runner.graphs import StepInputs
 from vllm_specblock.engine.runner.speculator_setup import SpeculatorSetup
-from vllm_specblock.engine.runner.step_batch import StepBatch, missed_rows
+from vllm_specblock.engine.runner.step_batch import StepBatch, missed_rows, rows_without_drafts
 from vllm_specblock.engine.undrafted import fills_block, wants_drafts
 from vllm_specblock.feedback.verified_trees import VerifiedTrees
 
@@ -91,6 +91,7 @@ class TreeSpeculator(SpeculatorSetup):
             size = self.vllm_config.cache_config.block_size
             rows = StepBatch(batch, self.tree_states, self.pad_rows)
             return self.step(null_inputs(rows, aux_hidden_states, size, self.max_model_len))
+        self.blind = None
         undrafted = self.undrafted[batch.idx_mapping_np]
         paused = not dummy_run and self.adaptive is not None and self.adaptive.is_paused(batch)
         # 0 comes from vLLM's schedule by batch size and, from 0.33 on, in prompt chunks and last
@@ -104,10 +105,14 @@ class TreeSpeculator(SpeculatorSetup):
             if self.recorder is not None:
                 self.recorder.pause(batch.idx_mapping_np)
             missed = partial(missed_rows, batch, aux_hidden_states[: self.num_layers])
+            skipped = self._slots(batch, slot_mappings)
             if batch.num_draft_tokens:  # drafted before the pause
                 inputs = self._inputs(batch, slot_mappings, aux_hidden_states)
                 self.settle(inputs)
-                missed = partial(MissedRows.of, self._committed(inputs))
+                committed = self._committed(inputs)
+                missed, skipped = partial(MissedRows.of, committed), committed.kv_slot
+            if self.holes is not None:
+                self.holes.skip(skipped)
             if paused and self.adaptive is not None:
                 self.adaptive.pause(batch, missed)
             else:
@@ -129,8 +134,11 @@ class TreeSpeculator(SpeculatorSetup):
                 self.graphs.fill(
                     graph, batch, aux_hidden_states, self.chains.among(batch.idx_mapping_np)
                 )
+                self._mask(batch)
                 self.graphs.run_fullgraph(graph)
                 tokens = self.draft_tokens[: batch.num_reqs]
+            if self.blind is not None:
+                self._discard(batch.idx_mapping, self.blind)
             if self.adaptive is not None:
                 self.adaptive.drafted(clock() - began, self.draft_policy.asked)
         # A GPU's counts are on the host one step later.
@@ -145,11 +153,15 @@ class TreeSpeculator(SpeculatorSetup):
         hidden_states: list[torch.Tensor],
     ) -> None:
         """Let the drafters read a batch in which every request declined drafts."""
-        paused = self.adaptive is not None and self.adaptive.drafting_state.all_paused
-        if not self.follows or paused:
+        if self.holes is None or not self.follows:
             return
         block_size = self.block_tables.block_sizes[self.group]
-        if self.backlog is None or fills_block(batch, block_size):
+        if self.adaptive is not None and self.adaptive.drafting_state.all_paused:
+            self.holes.skip(self._slots(batch, slot_mappings))
+            if self.backlog is not None:
+                rows = missed_rows(batch, hidden_states[: self.num_layers])
+                self.backlog.keep(rows, np.zeros(batch.num_reqs, dtype=bool))
+        elif self.backlog is None or fills_block(batch, block_size):
             self.step(self._inputs(batch, slot_mappings, hidden_states), draft=False)
         else:
             rows = missed_rows(batch, hidden_states[: self.num_layers])
@@ -162,6 +174,7 @@ class TreeSpeculator(SpeculatorSetup):
         hidden_states: list[torch.Tensor],
     ) -> StepInputs:
         """Return the inputs of an eager step."""
+        self._mask(batch)
         chain = self.chains.among(batch.idx_mapping_np)
         slots = {group: slot_mappings[name] for group, name in self.layer_of.items()}
         return StepInputs(
@@ -171,8 +184,36 @@ class TreeSpeculator(SpeculatorSetup):
             hidden_states,
             self.block_tables.input_block_tables[self.group][: batch.num_reqs],
             self.block_tables.block_sizes[self.group],
+            self.masks[:, : batch.num_reqs],
             async_tensor_h2d(chain, device=self.device) if chain.any() else None,
         )
+
+    def _slots(self, batch: InputBatch, slot_mappings: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Return the drafters' cache slots of a batch, [rows] int64."""
+        return slot_mappings[self.layer_of[self.group]][: batch.num_tokens]
+
+    def _mask(self, batch: InputBatch) -> None:
+        """Mask cache blocks with rows that the drafters skipped; vLLM gathers its tables anew."""
+        if self.holes is None or self.draft_policy.holes is not None or not self.holes.any:
+            return
+        num_reqs, req_idx = batch.num_reqs, batch.idx_mapping
+        end = async_tensor_h2d(rows_without_drafts(batch).astype(np.int64), device=self.device)
+        first = batch.positions[batch.query_start_loc[:num_reqs].long()]
+        last = first + end - 1 + self.tree_states.accepted[req_idx.long()]
+        if self.backlog is not None:
+            missed = [self.backlog.rows(index) for index in batch.idx_mapping_np.tolist()]
+            first = first - torch.tensor(missed)
+        # Drafting borrows slots after the root.
+        longest = int(batch.seq_lens_cpu_upper_bound[:num_reqs].max())  # a host tensor
+        width = (longest + self.num_nodes) // self.holes.block_size + 1
+        table = self.block_tables.input_block_tables[self.group][:num_reqs, :width]
+        self.blind = self.holes.mask(table, first, last)
+
+    def _discard(self, req_idx: torch.Tensor, blind: torch.Tensor) -> None:
+        """Discard the trees of requests whose drafter could not see their newest tokens."""
+        self.tree_states.discard(req_idx, blind)
+        if self.adaptive is not None:
+            self.adaptive.confidence[: len(blind)].masked_fill_(blind[:, None], 0)
 
     def step(self, inputs: StepInputs, draft: bool = True) -> torch.Tensor:
         """Commit, draft and store the trees; the same eagerly and in a graph.
@@ -250,6 +291,7 @@ class TreeSpeculator(SpeculatorSetup):
             inputs.block_table,
             inputs.block_size,
             self.temperature,
+            inputs.masks,
         )
 
     def settle(self, inputs: StepInputs) -> VerifiedTrees:

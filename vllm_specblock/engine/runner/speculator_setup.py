@@ -18,6 +18,7 @@ from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_specblock.config import OptionError
 from vllm_specblock.drafters.common.backlog import Backlog
+from vllm_specblock.drafters.common.cache_holes import CacheHoles
 from vllm_specblock.drafters.common.synthetic import SyntheticDrafter
 from vllm_specblock.drafters.interface import Drafter
 from vllm_specblock.drafters.registry import drafter_kind
@@ -43,6 +44,7 @@ from vllm_specblock.engine.runner.drafter_loader import (
 from vllm_specblock.engine.runner.dummy import bind_null_caches
 from vllm_specblock.engine.runner.graphs import ProposalGraphs
 from vllm_specblock.engine.runner.model_state import TreeModelState
+from vllm_specblock.engine.runner.skipping_merge import SkippingMergedDrafters
 from vllm_specblock.engine.runner.tree_states import TreeStates
 from vllm_specblock.engine.runner.warm_up import compile_kernels
 from vllm_specblock.engine.target_lora import embed_without_adapters
@@ -113,6 +115,9 @@ class SpeculatorSetup(DraftModelSpeculator):
         self.temperature = torch.zeros(self.num_slots, device=device)
         self.chains = ChainFallback(self.num_slots)
         self.undrafted = np.zeros(self.num_slots, dtype=bool)
+        self.masks = torch.zeros(2, self.max_num_reqs, dtype=torch.int64, device=device)
+        self.holes: CacheHoles | None = None
+        self.blind: torch.Tensor | None = None  # [R] bool, see `CacheHoles.mask`
 
     def load_draft_model(
         self, target_model: VllmModel, target_attn_layer_names: set[str]
@@ -160,7 +165,6 @@ class SpeculatorSetup(DraftModelSpeculator):
         if controller is not None:
             self.adaptive = AdaptiveTrees(
                 controller,
-                follow,
                 self.backlog,
                 self.req_states,
                 self.tree_states,
@@ -223,6 +227,12 @@ class SpeculatorSetup(DraftModelSpeculator):
         self.target_caches = caches_of(context, self.target_layers, self.group_of)
         for drafter, names in zip(self.draft_policy.drafters, self.drafter_layers):
             drafter.bind([context[name].kv_cache for name in names])
+        if any(self.drafter_layers):
+            size, masks = self.block_tables.block_sizes[self.group], self.masks
+            skips = isinstance(self.draft_policy, SkippingMergedDrafters)
+            masks = torch.zeros_like(masks) if skips else masks
+            self.holes = CacheHoles(self.kv_cache_config.num_blocks, size, masks)
+            self.draft_policy.holes = self.holes if skips else None
         # Otherwise `capture` compiles them.
         if self.device.type == "cpu" or self.vllm_config.model_config.enforce_eager:
             self._compile_kernels()
@@ -249,6 +259,7 @@ class SpeculatorSetup(DraftModelSpeculator):
             self.target_input_buffers,
             self.block_tables,
             self.group,
+            self.masks,
         )
 
     def forget_warm_up(self) -> None:

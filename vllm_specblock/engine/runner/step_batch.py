@@ -160,6 +160,7 @@ class StepBatch:
         block_table: torch.Tensor,
         block_size: int,
         temperature: torch.Tensor,
+        masks: torch.Tensor,
     ) -> CommittedTokens:
         """Return the rows that drafters advance on.
 
@@ -170,9 +171,10 @@ class StepBatch:
             block_table: [R, max blocks] int32.
             block_size: tokens per block.
             temperature: [slots] fp32.
+            masks: [2, R] int64, see `CacheHoles.mask`.
         """
         batch = self.batch
-        source, token, position, slot, last, req_temperature = committed_tokens(
+        source, token, position, index, slot, last, req_temperature = committed_tokens(
             self.request,
             self.local,
             self.row_start,
@@ -186,6 +188,7 @@ class StepBatch:
             batch.idx_mapping,
             all_token_ids,
             temperature,
+            *masks,
         )
         bound = batch.seq_lens_cpu_upper_bound[: batch.num_reqs]
         return CommittedTokens(
@@ -193,10 +196,12 @@ class StepBatch:
             source=source,
             token=token,
             position=position,
+            index=index,
             kv_slot=slot,
             row_start=self.row_start,
             row_start_host=self.row_start_host,
             last=last if self.last is None else self.last,
+            start=masks[1],
             block_table=block_table,
             block_size=block_size,
             max_position=int(bound.max()) - 1,  # a host tensor

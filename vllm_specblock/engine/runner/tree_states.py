@@ -95,3 +95,8 @@ class TreeStates:
             self.score[req_idx] = tree.logprob
         if self.synthetic_acceptance is not None:
             self.synthetic_acceptance.note(req_idx, tree)
+
+    def discard(self, req_idx: torch.Tensor, where: torch.Tensor) -> None:
+        """Drop the trees of the requests where `where` [R] bool holds."""
+        for field, none in ((self.parent, -1), (self.origin, 0), (self.score, float("-inf"))):
+            field[req_idx] = field[req_idx].masked_fill(where[:, None], none)

@@ -1,0 +1,100 @@
+"""Cache blocks that drafters have not written in full, and block tables without them.
+
+vLLM hashes a block once the target has filled it, so a later request may reuse a block that a
+paused drafter skipped. Keys carry their RoPE positions: a table without the block masks it exactly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from vllm_specblock.drafters.interface import CommittedTokens
+
+
+class CacheHoles:
+    """The first row that is missing in each block, and what follows for a step's block tables.
+
+    Everything stays on the device and has a fixed shape. Only `any` is read on the host.
+
+    Args:
+        num_blocks: cache blocks of the engine.
+        masks: [2, requests] int64, by batch row; see `mask`.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, masks: Tensor) -> None:
+        self.block_size, self.masks = block_size, masks
+        # The last entry is for rows without a slot.
+        self.missing = torch.full((num_blocks + 1,), block_size, device=masks.device)
+        self.skips = 0
+        # 2 · `skips` at the time of the last mask, plus 1 if any block was incomplete.
+        self.seen = torch.zeros(1, dtype=torch.int64, pin_memory=masks.is_cuda)
+
+    @property
+    def any(self) -> bool:
+        """Whether a block may be incomplete, as far as the host knows."""
+        return self.skips > 0 and int(self.seen) != 2 * self.skips  # a host tensor
+
+    def skip(self, kv_slot: Tensor) -> None:
+        """Drafters do not write the rows in `kv_slot` [T] int64; negative: no row."""
+        block = torch.where(kv_slot >= 0, kv_slot // self.block_size, -1)
+        block = block.remainder(len(self.missing))
+        self.missing.scatter_reduce_(0, block, kv_slot % self.block_size, "amin")
+        self.skips += 1
+
+    def mask(self, table: Tensor, first: Tensor, last: Tensor) -> Tensor | None:
+        """Remove incomplete blocks from the tables of requests whose next rows will be written.
+
+        Rows in an incomplete block are not stored. Writes, for each request, `masks`: the tokens in
+        removed blocks, and the first position to store.
+
+        Args:
+            table: [R, blocks] int32, changed in place.
+            first, last: [R] int64, positions of the first and the last row that will be written.
+
+        Returns:
+            [R] bool, requests that cannot draft: all their rows lie in an incomplete block, which
+            stays in the table. None: no request has an incomplete block, on a CPU.
+        """
+        size, index = self.block_size, table.long()
+        self.masks.zero_()
+        missing = self.missing[index]
+        if not table.is_cuda and bool((missing == size).all()):  # a host tensor
+            self._report()
+            return None
+        column = torch.arange(table.shape[1], device=table.device)
+        current, end = (first // size)[:, None], (last // size)[:, None]
+        here = column == current
+        hole = torch.where(here, missing < (first % size)[:, None], missing < size)
+        hole &= column <= current
+        begun = (hole & here).any(1)
+        blind = begun & (last // size == first // size)
+        # Blocks that are written from here on, or up to here: complete until a row is skipped.
+        written = (column >= current) & (column <= end) & ~hole
+        self.missing[torch.where(written, index, len(self.missing) - 1)] = size
+        hole &= ~(here & blind[:, None])
+
+        hidden, start = self.masks[:, : len(table)]
+        torch.mul(hole.sum(1), size, out=hidden)
+        torch.mul(first // size + 1, begun * size, out=start)
+        place = torch.where(hole, len(column), (~hole).cumsum(1) - 1)
+        kept = table.new_zeros(len(table), len(column) + 1).scatter_(1, place, table)
+        table.copy_(kept[:, :-1])
+        self._report()
+        return blind
+
+    def masked(self, rows: CommittedTokens) -> tuple[CommittedTokens, Tensor | None]:
+        """Return rows whose tables were not masked with masked ones, and the blind requests."""
+        table, first = rows.block_table.clone(), rows.position[rows.row_start_host[:-1]]
+        blind = self.mask(table, first, rows.position[rows.last])
+        hidden, start = self.masks[:, : len(table)]
+        request = rows.request()
+        index = rows.position - hidden[request]
+        kv_slot = rows.kv_slot.masked_fill(rows.position < start[request], -1)
+        return replace(rows, index=index, kv_slot=kv_slot, start=start, block_table=table), blind
+
+    def _report(self) -> None:
+        incomplete = (self.missing[:-1] < self.block_size).any() + 2 * self.skips
+        self.seen.copy_(incomplete, non_blocking=True)
