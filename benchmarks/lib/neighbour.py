@@ -15,10 +15,9 @@ BURST, PAUSE = 0.4, 0.8
 
 
 @contextmanager
-def neighbour(seed: int) -> Iterator[None]:
-    """Occupy every core in bursts; the same seed gives the same bursts."""
-    cores = len(os.sched_getaffinity(0))
-    busy = [subprocess.Popen([sys.executable, __file__, str(seed)]) for _ in range(cores)]
+def neighbour() -> Iterator[None]:
+    """Occupy all cores in bursts."""
+    busy = [subprocess.Popen([sys.executable, __file__]) for _ in os.sched_getaffinity(0)]
     try:
         yield
     finally:
@@ -27,16 +26,10 @@ def neighbour(seed: int) -> Iterator[None]:
             each.wait()
 
 
-def bursts(seed: int) -> Iterator[tuple[float, float]]:
-    """(pause, burst) in seconds, without end."""
-    draw = random.Random(seed)
-    while True:
-        yield draw.expovariate(1 / PAUSE), draw.expovariate(1 / BURST)
-
-
 if __name__ == "__main__":
-    for pause, burst in bursts(int(sys.argv[1])):
-        time.sleep(pause)
-        until = time.monotonic() + burst
+    draw = random.Random(0)  # the same in all of them: a burst takes all cores at once
+    while True:
+        time.sleep(draw.expovariate(1 / PAUSE))
+        until = time.monotonic() + draw.expovariate(1 / BURST)
         while time.monotonic() < until:
             pass

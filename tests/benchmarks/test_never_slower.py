@@ -1,114 +1,33 @@
-"""Served figures: which prompts a turn has, whose time is compared, and engines that take turns."""
+"""Served figures: which engines and questions there are, and what the first steps are."""
 
 from __future__ import annotations
 
 import json
 import sys
-from contextlib import contextmanager
-from itertools import islice
 
 import never_slower
 import pytest
 from lib.engines import ENGINES
-from lib.neighbour import BURST, PAUSE, bursts
-from lib.turns import FIRST, LATER, figures, over, records_of, table, turns_of
-from never_slower import Engines, default_methods
+from never_slower import FIRST, LATER, default_methods, rows_of, table, write_sets
 from support import fake_engine
 from support.engines import DRAFTER, TARGET
 
 from vllm_specblock.bench.config import BenchConfig
-from vllm_specblock.bench.methods import Method, resolve
-from vllm_specblock.engine.metrics.acceptance import REQUESTS, STEPS, TOKENS
-
-
-def test_turns_go_round_the_sets_and_no_prompt_recurs():
-    sets = {name: [[100 * place + i] for i in range(9)] for place, name in enumerate("ab")}
-    turns = [*turns_of(sets, batch=4, passes=2, tokens=10, first_steps=20)]
-    assert [(turn.set, turn.phase) for turn in turns] == [
-        *(("a", FIRST), ("b", FIRST)),
-        *(("a", LATER), ("b", LATER)),
-    ]
-    for name in "ab":
-        prompts = [ids for turn in turns if turn.set == name for (ids,) in turn.prompts]
-        assert len({*prompts}) == 8 and {ids // 100 for ids in prompts} == {"ab".index(name)}
-    jobs = [turn.job(0.8, 10) for turn in turns]
-    assert len({seed for job in jobs for seed in job["seeds"]}) == 16
-    assert all(job["ignore_eos"] and job["max_tokens"] == 10 for job in jobs)
-
-
-def answer(cpu, ids, steps=4):
-    counters = {TOKENS: len(ids), REQUESTS: 1, STEPS: steps}
-    return {"ids": [ids], "cpu": cpu, "wall": 2 * cpu, "counters": counters}
-
-
-def record(turn_set, phase, cpu, plain_cpu, **more):
-    clocks = {"cpu": cpu, "wall": cpu, "plain_cpu": plain_cpu, "plain_wall": plain_cpu}
-    counters = {TOKENS: 9, REQUESTS: 1, STEPS: 4}
-    return {
-        **{"set": turn_set, "phase": phase, "counters": counters, "tokens": 9, "different": 0},
-        **clocks,
-        **more,
-    }
-
-
-def test_answers_are_compared_on_the_same_model_runner():
-    (turn,) = turns_of({"a": [[1]]}, 1, 1, 10, 20)
-    answers = {
-        "plain": answer(4.0, [1, 2]),
-        "plain-v2": answer(5.0, [1, 3]),
-        "ngram": answer(2.0, [1, 3]),
-        "vllm-ngram": answer(3.0, [1, 3]),
-        "gone": answer(1.0, [1, 3]),
-    }
-    runners = {"plain": "V1", "plain-v2": "V2", "ngram": "V2", "vllm-ngram": "V1"}
-    found = records_of(turn, answers, runners)
-    assert {name: each["different"] for name, each in found.items()} == {
-        **{"plain": 0, "plain-v2": 0, "ngram": 0, "vllm-ngram": 1}
-    }
-    assert found["ngram"]["plain_cpu"] == 4.0 and found["ngram"]["plain_wall"] == 8.0
-    alone = {"plain": "V1", "ngram": "V2"}
-    assert records_of(turn, answers, alone | {"plain-v2": "V2"})["ngram"]["different"] == 0
-    without = {name: each for name, each in answers.items() if name != "plain-v2"}
-    assert records_of(turn, without, alone)["ngram"]["different"] == 1
-
-
-def test_first_steps_and_later_ones_are_apart_and_turns_weigh_by_time():
-    records = [
-        record("a", FIRST, 2.0, 1.0),
-        record("random", FIRST, 4.0, 1.0),
-        record("a", LATER, 1.0, 3.0),
-        record("random", LATER, 4.0, 2.0),
-    ]
-    found = figures(records)
-    assert found["first_cpu"] == pytest.approx(2 / 6)
-    assert found["later_wall"] == pytest.approx(5 / 5)
-    assert found["sets"] == {"a": pytest.approx(4 / 3), "random": pytest.approx(3 / 8)}
-    assert found["mean_of_sets"] == pytest.approx(4 / 3), "random tokens are no text"
-    assert found["tau"] == pytest.approx(2) and found["error"] == pytest.approx(1.25)
-
-
-def test_a_table_holds_ours_against_vllms_ngram_and_the_best_fixed_tree():
-    speeds = {"plain": 1.0, "ngram": 1.2, "ngram-4": 1.1, "ngram-12": 1.5, "vllm-ngram": 0.8}
-    cell = {name: [record("a", LATER, 1 / speed, 1.0)] for name, speed in speeds.items()}
-    found = {name: figures(records) for name, records in cell.items()}
-    assert over(found, "ngram", ["ngram-4", "ngram-12", "ngram-24"]) == pytest.approx(0.8)
-    lines = table({"batch 1, T = 0": cell}).splitlines()
-    assert lines[3].startswith("| batch 1, T = 0 | ngram | – (–) | 1.20 (1.20) | – | 1.20 | 1.20 a")
-    assert "| 1.50 | 0.80 |" in lines[3] and "| 1.25 | – |" in lines[2]
+from vllm_specblock.bench.methods import resolve
+from vllm_specblock.bench.summary import MEAN, Figures
 
 
 def test_every_engine_is_one_that_vllm_can_be_asked_for():
-    drafters = {"specblock": DRAFTER, "eagle3": DRAFTER}
     names = default_methods(DRAFTER, DRAFTER, fixed=True)
     assert {*names} == {*ENGINES, "plain", "plain-v2"}
     assert {*default_methods(None, None, fixed=False)} == {
         *("plain", "plain-v2", "ngram", "vllm-ngram", "vllm-suffix")
     }
-    found = resolve(
-        BenchConfig(
-            target=TARGET, set=("-",), method=tuple(names), drafter=drafters, define=ENGINES
-        )
+    config = BenchConfig(
+        **{"target": TARGET, "set": ("-",), "method": names, "define": ENGINES},
+        drafter={"specblock": DRAFTER, "eagle3": DRAFTER},
     )
+    found = resolve(config)
     assert found["ngram"].speculative == {"method": "specblock", "kind": "ngram"}
     fixed = found["merged-24"].speculative
     assert fixed["num_speculative_tokens"] == 24 and fixed["draft_policy"] == "merge"
@@ -116,53 +35,68 @@ def test_every_engine_is_one_that_vllm_can_be_asked_for():
     assert found["vllm-ngram"].speculative["method"] == "ngram"
 
 
-@pytest.fixture
-def engines(tmp_path, monkeypatch):
-    monkeypatch.setenv("FAKE_JOURNAL", str(tmp_path / "journal"))
-    beside = []
-
-    @contextmanager
-    def noting(number):
-        beside.append(number)
-        yield
-
-    command = (sys.executable, fake_engine.__file__)
-    made = Engines({}, tmp_path, noting, {}, command)
-    made.said = beside
-    yield made
-    made.end()
+def test_a_small_set_begins_again(tmp_path):
+    write_sets({"a": ["x", "y", "z"]}, 4, tmp_path / "sets")
+    lines = (tmp_path / "sets/a.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [
+        {"id": str(i), "turns": [text]} for i, text in enumerate("xyzx")
+    ]
 
 
-def methods(**how):
-    env = {"VLLM_USE_V2_MODEL_RUNNER": None}
-    return [Method(name, given, {}, env) for name, given in how.items()]
-
-
-def test_engines_take_turns_and_one_that_fails_is_left_out(engines, tmp_path):
-    group = methods(
-        plain=None,
-        fast={"method": "x", "seconds": 0.5},
-        refusing={"method": "x", "refuses": "There is no such package"},
-        dying={"method": "x", "dies_at": 2},
+def figures(method, speed, name=MEAN, **more):
+    nothing = dict.fromkeys(
+        ("speedup_spread", "throughput", "tau_spread", "draft_ms", "draft_share", "units", "tokens")
     )
-    turns = [*turns_of({"a": [[1], [2], [3]]}, 1, 3, 10, 20)]
-    found = engines.measure("cell", group, turns, 0.0, 10)
-    assert [*found] == ["plain", "fast"] and engines.said == [0] * 3 + [1] * 3 + [2] * 2
-    assert [r["phase"] for r in found["fast"]] == [FIRST, FIRST, LATER]
-    assert figures_of_time(found["fast"]) == [(15.0, 30.0)] * 3
-    assert "There is no such package" in engines.failed["refusing"]
-    assert "out of luck" in engines.failed["dying"]
+    given = {"tau": 1.0, "outputs": 2, "different": None, "speedup": 1.0, **more}
+    return Figures(
+        method=method, set=name, temperature=0.0, speedup_cpu=speed, **{**nothing, **given}
+    )
+
+
+def test_ours_stand_beside_vllms_ngram_and_the_best_fixed_tree():
+    speeds = {"plain": 1.0, "ngram": 1.2, "ngram-4": 1.1, "ngram-12": 1.5, "vllm-ngram": 0.8}
+    later = [figures(*each) for each in speeds.items()]
+    later += [figures("ngram", 0.9, "a", different=1), figures("ngram", 1.5, "b")]
+    rows = rows_of({FIRST: [figures("ngram", 0.7, different=1)], LATER: later})
+    ngram = rows["ngram"]
+    assert ngram["over_vllm_ngram"] == pytest.approx(1.5)
+    assert ngram["over_best_fixed"] == pytest.approx(0.8)
+    assert (ngram["worst"], ngram["worst_set"], ngram["different"]) == (0.9, "a", 1)
+    assert rows["plain"]["first_cpu"] is None and rows["plain"]["over_best_fixed"] is None
+    assert "| c | ngram | 0.70 (1.00) | 1.20 (1.00) | 0.90 a | 1.50 | 0.80 | 1.00 | 1 of 4 |" in (
+        table({"c": rows})
+    )
+
+
+def test_passes_are_first_until_plain_has_taken_its_steps(tmp_path, monkeypatch, capsys):
+    """Stand-ins: each answer of 10 tokens to two sets takes 20 of 30 first steps, so two passes."""
+    monkeypatch.setenv("FAKE_JOURNAL", str(tmp_path / "journal"))
+    prepare = never_slower.prepare
+
+    def fake(config):
+        bench = prepare(config)
+        bench.command = sys.executable, fake_engine.__file__
+        return bench
+
+    monkeypatch.setattr(never_slower, "prepare", fake)
+    monkeypatch.setitem(
+        ENGINES,
+        "ngram",
+        ENGINES["ngram"].model_copy(
+            update={"speculative": {"seconds": 0.5, "method": "specblock"}}
+        ),
+    )
+    questions = tmp_path / "set.jsonl"
+    questions.write_text('{"id": "a", "turns": ["one"]}\n{"id": "b", "turns": ["two"]}\n')
+    options = dict(batches="2", temperature=[0.0], tokens=10, passes=3, first_steps=30)
+    never_slower.main(
+        TARGET, [str(questions)], method=["plain", "ngram"], out=tmp_path / "out", **options
+    )
+    row = json.loads((tmp_path / "out/never_slower.json").read_text())["batch 2, T = 0"]["ngram"]
+    assert (row["first_cpu"], row["later_cpu"]) == (2.0, 2.0)
     journal = [json.loads(line) for line in (tmp_path / "journal").read_text().splitlines()]
-    assert [job["max_tokens"] for job in journal[:3]] == [never_slower.WARM_UP] * 3
-
-
-def figures_of_time(records):
-    return [(each["cpu"], each["plain_cpu"]) for each in records]
-
-
-def test_a_neighbour_has_the_same_bursts_beside_every_engine():
-    first = [*islice(bursts(1), 400)]
-    assert first == [*islice(bursts(1), 400)] != [*islice(bursts(2), 400)]
-    pauses, busy = zip(*first)
-    assert sum(pauses) / 400 == pytest.approx(PAUSE, rel=0.2)
-    assert sum(busy) / 400 == pytest.approx(BURST, rel=0.2)
+    assert [job["max_tokens"] for job in journal] == [8] * 2 + [10] * 12
+    assert all(len(job["prompts"]) == 2 and job["ignore_eos"] for job in journal)
+    assert "| batch 2, T = 0 | ngram | 2.00 (2.00) | 2.00 (2.00) |" in capsys.readouterr().out
+    units = (tmp_path / "out/batch_2_T_0/units.jsonl").read_text().splitlines()
+    assert [json.loads(line)["set"] for line in units] == ["random", "set"] * 3
