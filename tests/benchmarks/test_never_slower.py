@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
+from pathlib import Path
 
 import never_slower
+import psutil
 import pytest
 from lib.engines import ENGINES
 from never_slower import FIRST, LATER, default_methods, rows_of, table, write_sets
@@ -100,3 +104,18 @@ def test_passes_are_first_until_plain_has_taken_its_steps(tmp_path, monkeypatch,
     assert "| batch 2, T = 0 | ngram | 2.00 (2.00) | 2.00 (2.00) |" in capsys.readouterr().out
     units = (tmp_path / "out/batch_2_T_0/units.jsonl").read_text().splitlines()
     assert [json.loads(line)["set"] for line in units] == ["random", "set"] * 3
+
+
+def test_a_neighbour_ends_with_its_benchmark():
+    """Also with one that was killed."""
+    code = (
+        "import time, neighbour\nwith neighbour.neighbour():\n    print(flush=True); time.sleep(99)"
+    )
+    folder = Path(never_slower.__file__).parent / "lib"
+    killed = subprocess.Popen([sys.executable, "-c", code], cwd=folder, stdout=subprocess.PIPE)
+    killed.stdout.readline()
+    busy = psutil.Process(killed.pid).children()
+    assert len(busy) == len(os.sched_getaffinity(0))
+    killed.kill()
+    killed.wait()
+    assert not psutil.wait_procs(busy, timeout=30)[1]
