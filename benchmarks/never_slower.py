@@ -9,8 +9,11 @@ is stopped, so load on the machine slows all of them. A killed run goes on.
 
 Figures are times per token over plain vLLM's, prompts included, the mean over the sets. All answers
 have the same length (`ignore_eos`): at T > 0 vLLM's drafters and its two model runners give other
-texts. CPU time is of all threads. "First" are the passes over the sets in which plain vLLM takes
-its first `--first-steps` decode steps, "later" those after it. A warm-up of 8 steps is in neither.
+texts. "First" are the passes over the sets in which plain vLLM takes its first `--first-steps`
+decode steps, "later" those after it. A warm-up of 8 steps is in neither.
+
+CPU time is of all threads. Beside other work, set OMP_WAIT_POLICY=passive or use one thread: what
+a thread spins away while it waits for one without a core counts, 20 times a step's own work.
 """
 
 from __future__ import annotations
