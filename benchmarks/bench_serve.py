@@ -21,12 +21,13 @@ from typing import Annotated, Any, NamedTuple
 
 import serve_process
 import typer
+from lib.engines import ENGINES
 from lib.options import numbers
 from lib.results_store import MEASURED, ROOT, ResultsStore, from_root
 from lib.served import Load, kept, key_of, table, write_prompts
 from tqdm import tqdm
 
-from vllm_specblock.bench.config import BenchConfig, BenchError, MethodSpec
+from vllm_specblock.bench.config import BenchConfig, BenchError
 from vllm_specblock.bench.engine_arguments import cache_bytes
 from vllm_specblock.bench.machine import describe_machine
 from vllm_specblock.bench.methods import Method, resolve
@@ -34,13 +35,6 @@ from vllm_specblock.bench.process import EngineProcess, end_all
 from vllm_specblock.bench.schedule import rotated
 
 PAIR = ROOT / "examples/tiny_pair"
-_AS_SERVED: dict[str, Any] = {"enable_adaptive_verification": None}
-"""The built-in methods verify every node; a server has our defaults, and on a CPU adapts."""
-ENGINES = {
-    "ngram": MethodSpec(base="ngram", speculative=_AS_SERVED),
-    "specblock": MethodSpec(base="specblock", speculative=_AS_SERVED),
-    "merged": MethodSpec(base="merge-ngram", speculative=_AS_SERVED),
-}
 
 
 @dataclass(frozen=True)
@@ -134,7 +128,7 @@ def main(
     drafter: Annotated[Path, typer.Option(help="Of specblock and merged.")] = PAIR / "drafter",
     method: Annotated[
         list[str], typer.Option(help="Engines, those of specblock bench too; the first is 1 ×.")
-    ] = ["plain", "plain-v2", *ENGINES],  # noqa: B006
+    ] = ["plain", "plain-v2", "ngram", "specblock", "merged"],  # noqa: B006
     at_once: Annotated[str, typer.Option(help="Requests at a time.")] = "1,8,64",
     prompts: Annotated[
         Path | None, typer.Option(help='Lines of {"prompt"} or {"turns"}; else Python files.')

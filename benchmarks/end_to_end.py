@@ -30,10 +30,9 @@ import torch
 import typer
 from engine_process import Answer, EngineFailed, Request, Task, run
 from lib.acceptance import PAPER_TREE, chain_tau, imposed, profile, tree_tau
-from lib.cells import PLAIN
 from lib.goals import SPEED_TAU, VERIFY_CONTEXT, goals
 from lib.model_configs import MODELS, write_drafter, write_eagle3, write_target
-from lib.options import chosen, numbers
+from lib.options import PLAIN, chosen, numbers
 from lib.results_store import MEASURED, ROOT, ResultsStore, markdown_table
 from lib.spec_configs import NGRAM, alone, eagle3_chain, specblock
 from lib.timing import device_name

@@ -20,68 +20,37 @@ import typer
 from lib.sections import ORDER
 from transformers import AutoTokenizer
 
-from vllm_specblock.bench.methods import RUNNER
+from vllm_specblock.bench.config import BenchConfig, MethodSpec
+from vllm_specblock.bench.engine_arguments import arguments_of, common_arguments
+from vllm_specblock.bench.methods import resolve
 from vllm_specblock.bench.process import EngineFailed, EngineProcess, end_all
 from vllm_specblock.bench.questions import read_questions
 from vllm_specblock.bench.table import markdown_table
 from vllm_specblock.train.data.prompts import prompt_ids
 
+_ONE: dict[str, Any] = {"num_blocks": 1}
+METHODS = {
+    "specblock": MethodSpec(base="specblock", speculative=_ONE),
+    "merged": MethodSpec(base="merge-ngram", speculative=_ONE),
+    "merged, adaptive": MethodSpec(
+        base="merged", speculative={"enable_adaptive_verification": True}
+    ),
+}
+LENGTH = 1024
+"""Tokens of a request, at most."""
 _COMMAND = (sys.executable, "-P", str(Path(__file__).parent / "lib/sections.py"))
 
 
-def engines_of(drafter: str | None, nodes: int) -> dict[str, tuple[str | None, dict | None]]:
-    """By name: which runner is asked for, and vLLM's `speculative_config`."""
-    trees = {
-        "method": "specblock",
-        "num_speculative_tokens": nodes,
-        "enable_adaptive_verification": False,
-    }
-    found: dict[str, tuple[str | None, dict | None]] = {
-        "default runner": (None, None),
-        "V2, plain": ("1", None),
-        f"n-gram tree of {nodes}": ("1", trees | {"kind": "ngram"}),
-    }
-    if drafter is not None:
-        drafting = trees | {"model": drafter, "num_blocks": 1}
-        merged = drafting | {"second_drafter": {"kind": "ngram"}, "draft_policy": "merge"}
-        found[f"SpecBlock tree of {nodes}, M = 1"] = "1", drafting
-        found["merged with n-grams"] = "1", merged
-        found["merged, adaptive"] = "1", merged | {"enable_adaptive_verification": True}
-    return found
-
-
-def start(
-    target: str,
-    which: dict[str, tuple[str | None, dict | None]],
-    batch: int,
-    dtype: str,
-    eager: bool,
-    logs: Path,
-) -> dict[str, EngineProcess]:
-    """All engines, each ready and at rest."""
+def start(config: BenchConfig, logs: Path) -> dict[str, EngineProcess]:
+    """All engines, each ready and stopped."""
     logs.mkdir(parents=True, exist_ok=True)
-    settings = {
-        "model": target,
-        "dtype": dtype,
-        "max_model_len": 1024,
-        "max_num_seqs": batch,
-        "kv_cache_memory_bytes": 512 << 20,
-        "enable_prefix_caching": False,
-        "disable_log_stats": False,
-        "distributed_executor_backend": "uni",
-        "enforce_eager": eager,
-    }
+    common = common_arguments(config, LENGTH, on_gpu=False)
     engines: dict[str, EngineProcess] = {}
     try:
-        for number, (name, (runner, speculative)) in enumerate(which.items()):
-            environment = {
-                "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-                "VLLM_LOGGING_LEVEL": "ERROR",
-                RUNNER: runner,
-            }
-            arguments = settings | {"speculative_config": speculative}
-            log = logs / f"{number}.log"
-            engines[name] = EngineProcess(name, arguments, environment, log, _COMMAND)
+        for name, method in resolve(config).items():
+            env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
+            arguments, log = arguments_of(method, common), logs / f"{name}.log"
+            engines[name] = EngineProcess(name, arguments, env | method.env, log, _COMMAND)
     except BaseException:
         end_all(engines.values())
         raise
@@ -169,11 +138,16 @@ def main(
         prompt_ids(question.turns[0], tokenizer, chat=True)
         for question in read_questions(questions)[: max(sizes)]
     ]
+    names = ["plain", "plain-v2", "ngram", *(METHODS if drafter else ())]
+    config = BenchConfig(
+        **{"target": target, "set": (str(questions),), "method": names, "define": METHODS},
+        **{"nodes": nodes, "batch": max(sizes), "dtype": dtype, "engine": {"enforce_eager": eager}},
+        drafter={"specblock": drafter} if drafter else {},
+    )
     engines: dict[str, EngineProcess] = {}
     figures = {}
     try:
-        which = engines_of(drafter, nodes)
-        engines = start(target, which, max(sizes), dtype, eager, out / "logs")
+        engines = start(config, out / "logs")
         for size in sizes:
             found = take_turns(engines, prompts[:size], tokens, temperature, rounds)
             figures[str(size)] = found

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from engine_process import TARGET, Request, Task
-from lib.cells import PLAIN, answers_of, cell_name, cell_names, cells, summary
-from lib.options import chosen, numbers
+from engine_process import TARGET, EngineFailed, Request, Task, run
+from lib.options import PLAIN, chosen, numbers
 from lib.results_store import MEASURED, ROOT, ResultsStore, from_root, markdown_table, weights
 from lib.spec_configs import POLICIES, alone, eagle3, eagle3_chain, specblock, together
 
@@ -27,6 +26,15 @@ CHAIN = "EAGLE-3 chain, vLLM's own"
 """Its rejection sampler keeps the law of a sampled output, not its tokens: only those of T = 0
 have to be plain vLLM's."""
 SLICES = ("code", "tables")
+TEMPERATURES = (0.0, 1.0)
+CELLS = [(name, temperature) for name in SLICES for temperature in TEMPERATURES]
+
+
+def cell_name(name: str, temperature: float) -> str:
+    return f"{name}, T = {temperature:g}"
+
+
+CELL_NAMES = [cell_name(*cell) for cell in CELLS]
 
 
 def engines(
@@ -57,12 +65,11 @@ def engines(
 
 def markdown(results: dict[str, dict[str, Any]]) -> str:
     """A row per engine; a cell holds τ and tokens/s, and how many times plain vLLM's it is."""
-    names = cell_names(SLICES)
-    head = ["engine @ nodes", *names, "outputs that differ"]
+    head = ["engine @ nodes", *CELL_NAMES, "outputs that differ"]
     rows = [head]
     for engine, result in results.items():
         row, different, asked = [engine], 0, 0
-        for name in names:
+        for name in CELL_NAMES:
             cell, plain = result[name], results[PLAIN][name]
             times = cell["tokens_per_second"] / plain["tokens_per_second"]
             row.append(f"τ {cell['tau']:.2f}, {cell['tokens_per_second']:.0f}/s ({times:.2f} ×)")
@@ -99,10 +106,14 @@ def texts_of(path: Path, count: int) -> list[str]:
 
 def measure(request: Request, store: ResultsStore, name: str) -> bool:
     """Run one engine and keep its results; False if it failed."""
-    answers = answers_of(request, name)
-    if answers is None:
+    print(f"{name} …", flush=True)
+    try:
+        answers = dict(zip(CELL_NAMES, run(request), strict=True))
+    except EngineFailed as error:
+        print(f"{name}: {error}")
         return False
-    store.add(name, summary(SLICES, answers, store.results.get(PLAIN)))
+    plain = store.results.get(PLAIN, {})
+    store.add(name, {cell: each.summary(plain.get(cell)) for cell, each in answers.items()})
     for cell, result in store.results[name].items():
         print(f"  {cell}: τ {result['tau']:.2f}, {result['tokens_per_second']:.1f} tokens/s")
     return True
@@ -157,7 +168,7 @@ def main(
         }
         path = out if size == 1 else out.with_stem(f"{out.stem}_batch{size}")
         store = ResultsStore(path, settings)
-        tasks = [Task(texts[name], t, max_tokens, size, repeat) for name, t in cells(SLICES)]
+        tasks = [Task(texts[name], t, max_tokens, size, repeat) for name, t in CELLS]
         arguments = {
             "dtype": dtype,
             "enforce_eager": not graphs,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lib.cells import PLAIN
+from lib.options import PLAIN
 
 SPEED_GOAL, SPEED_TAU = 3.5, 4.41
 """Tokens/s over plain vLLM at batch 1, where the tree of 60 has this τ."""

@@ -3,8 +3,8 @@
     python examples/copying/build.py [--help]
 
 Stages, each left alone once its result is there: WORK/target, then WORK/prompts.jsonl to be
-answered and learned from, and WORK/held_out.jsonl from files that no stage has seen. Killed and run
-again with the same options, it goes on.
+answered and learned from, and WORK/held_out/FORM.jsonl from files that no stage has seen. Killed
+and run again with the same options, it goes on.
 """
 
 from __future__ import annotations
@@ -107,12 +107,11 @@ def write_prompts(work: Path, text: corpus.Corpus, count: int, rng: random.Rando
         asked += [t.prompt for t in draw(text.train, form, (count - part) // len(FORMS), rng)]
     rng.shuffle(asked)
     write(work / "prompts.jsonl", [{"prompt": prompt} for prompt in asked])
-    held_out = [
-        {"prompt": task.prompt, "form": task.form, "answer": task.answer}
-        for form in FORMS
-        for task in draw(text.held_out, form, HELD_OUT, rng, shortest=ENOUGH)
-    ]
-    write(work / "held_out.jsonl", held_out)
+    (work / "held_out").mkdir(exist_ok=True)
+    for form in FORMS:
+        tasks = draw(text.held_out, form, HELD_OUT, rng, shortest=ENOUGH)
+        lines = [{"id": index, "turns": [task.prompt]} for index, task in enumerate(tasks)]
+        write(work / "held_out" / f"{form}.jsonl", lines)
 
 
 def main(

@@ -86,9 +86,9 @@ def test_real_engines(tmp_path, capsys):
             str(TARGET), questions, None, 6, [1], 32, 0.0, 1, "float32", True, tmp_path / "out"
         )
     figures = json.loads((tmp_path / "out/step_parts.json").read_text())["1"]
-    assert [*figures] == ["default runner", "V2, plain", "n-gram tree of 6"]
+    assert [*figures] == ["plain", "plain-v2", "ngram"]
     for name, each in figures.items():
-        drafts = "tree" in name
+        drafts = name == "ngram"
         taken = [section for section in ORDER if each["sections"][section][0] > 0]
         assert len(taken) == (9 if drafts else 6), (name, taken)
         assert each["tokens"] > (1.05 if drafts else 0.9)

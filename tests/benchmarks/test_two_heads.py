@@ -16,7 +16,6 @@ from engine_process import (
     read_counters,
     run,
 )
-from lib import cells
 from lib.options import chosen
 from lib.spec_configs import POLICIES
 from typer.testing import CliRunner
@@ -86,7 +85,7 @@ def test_only_keeps_plain_vllm(all_engines):
 
 
 def test_dry_run_starts_nothing(monkeypatch):
-    monkeypatch.setattr(cells, "run", lambda request: pytest.fail("an engine was started"))
+    monkeypatch.setattr(two_heads, "run", lambda request: pytest.fail("an engine was started"))
     result = cli("--dry-run", "--budgets", "12", "--only", "merge")
     assert result.exit_code == 0 and "merge disjoint @ 12: {" in result.output
 
@@ -139,12 +138,12 @@ def go(folder, *more):
 
 def test_the_table_and_a_killed_run_that_goes_on(prompts_folder, monkeypatch):
     calls = []
-    monkeypatch.setattr(cells, "run", fake_run(calls, failing=["tables"]))
+    monkeypatch.setattr(two_heads, "run", fake_run(calls, failing=["tables"]))
     first = go(prompts_folder)
     assert first.exit_code == 1 and "no such head" in first.output
     asked = [task.prompts for task in calls[0].tasks]
     assert asked == [["code 0", "code 1"]] * 2 + [["tables 0", "tables 1"]] * 2
-    monkeypatch.setattr(cells, "run", fake_run(calls))
+    monkeypatch.setattr(two_heads, "run", fake_run(calls))
     before = len(calls)
     second = go(prompts_folder)
     assert second.exit_code == 0, second.output
@@ -156,7 +155,7 @@ def test_the_table_and_a_killed_run_that_goes_on(prompts_folder, monkeypatch):
 
 
 def test_an_output_that_differs_is_counted_and_fails(prompts_folder, monkeypatch):
-    monkeypatch.setattr(cells, "run", fake_run([], wrong=["second_drafter"]))
+    monkeypatch.setattr(two_heads, "run", fake_run([], wrong=["second_drafter"]))
     result = go(prompts_folder)
     assert result.exit_code == 1
     (row,) = [line for line in result.output.splitlines() if line.startswith("| route")]

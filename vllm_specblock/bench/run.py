@@ -25,9 +25,6 @@ from vllm_specblock.engine.offline.answering import DRAFTING
 from vllm_specblock.train.data.chat_tokens import ChatTokens
 from vllm_specblock.train.target.features import load_tokenizer
 
-WARM_UP_TOKENS = 32
-"""Of the first question, at every temperature, before an engine's first turn counts."""
-
 
 @dataclass
 class Bench:
@@ -37,6 +34,7 @@ class Bench:
         methods: by name, plain vLLM first.
         common: arguments of all engines.
         command: of an engine's process.
+        warm_up_tokens: of the first questions, at every temperature, before an engine's first turn.
         failures: by method, why it gave no more answers in this call.
     """
 
@@ -47,6 +45,7 @@ class Bench:
     common: dict[str, Any]
     store: Store
     command: Sequence[str] = COMMAND
+    warm_up_tokens: int = 32
     failures: dict[str, str] = field(default_factory=dict)
 
 
@@ -191,7 +190,7 @@ def _start(bench: Bench, method: Method, unit: Unit) -> EngineProcess:
     try:
         bench.store.note_engine(method.name, engine.facts)
         prompts = [bench.reader.prompt(each, []) for each in unit.questions]
-        most = min(WARM_UP_TOKENS, config.max_new_tokens)
+        most = min(bench.warm_up_tokens, config.max_new_tokens)
         for temperature in config.temperature:
             engine.ask(_job(config, prompts, [0] * len(prompts), temperature, most))
     except BaseException:
