@@ -5,7 +5,7 @@ VENV := .venv
 # Model Runner V2 is vLLM's default on a GPU; its CPU build has to be told.
 export VLLM_USE_V2_MODEL_RUNNER ?= 1
 
-.PHONY: demo test test-fast contract targets first-drafter two-heads lint types setup clean
+.PHONY: demo test test-fast contract targets test-emulated-gpu first-drafter two-heads lint types setup clean
 
 demo: setup
 	$(VENV)/bin/python examples/demo.py
@@ -38,6 +38,18 @@ contract: setup
 targets: setup
 	$(VENV)/bin/python tests/targets/sweep.py
 	$(VENV)/bin/python tools/support_matrix.py
+
+# The CUDA build on an emulated GPU, on demand: an environment of its own (9 GB, some 25 minutes),
+# then 20 minutes on two cores. `make test` runs a kernel there once the environment exists.
+CUDA_VENV := .venv-cuda
+EMULATED := $(CUDA_VENV)/bin/python tests/emulated_gpu/run.py
+MODES := --lazy --poison --bounds --shuffle
+test-emulated-gpu:
+	@$(PYTHON) tools/setup_env.py --venv $(CUDA_VENV) --cuda
+	@$(MAKE) --no-print-directory -C tests/emulated_gpu PYTHON=$(CURDIR)/$(CUDA_VENV)/bin/python
+	$(EMULATED) -m pytest tests/emulated_gpu/checks/check_device.py
+	$(EMULATED) $(MODES) -m pytest --numprocesses $(WORKERS) --dist worksteal --ignore $(COMPILED) \
+		tests/emulated_gpu/checks/check_*.py tests/triton_kernels -k "check_ or (cuda and not loop)"
 
 FIRST := runs/first_drafter
 first-drafter: setup

@@ -73,6 +73,17 @@ def test_combine_and_verify_know_trees_not_drafters():
                 assert not module.startswith("vllm_specblock.drafters"), f"{path} imports {module}"
 
 
+def test_no_import_loads_vllms_cpu_worker():
+    """It replaces vLLM's copies to a device and Triton's barrier in the whole process."""
+    names = [
+        name for name in names_of("vllm_specblock", "vllm_specblock") if "__main__" not in name
+    ]
+    code = "import importlib, sys\nfor name in sys.argv[1:]: importlib.import_module(name)\n"
+    code += "print([name for name in sys.modules if name.startswith('vllm.v1.worker.cpu')])"
+    done = subprocess.run([sys.executable, "-c", code, *names], capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1:] == ["[]"], done.stderr
+
+
 def names_of(folder: str, package: str) -> dict[str, Path]:
     """Modules of a folder by the names under which they are imported."""
     found = {}

@@ -1,10 +1,10 @@
 """Make `.venv` with vLLM, this plugin and its test tools; a second call finds it ready.
 
-    python3 tools/setup_env.py [--venv DIR]
+    python3 tools/setup_env.py [--venv DIR] [--cuda]
 
-Takes vLLM's CUDA build where an NVIDIA GPU answers and its CPU build elsewhere; installs by uv
-where it is there, else by pip. Ends with a working `import vllm, vllm_specblock`, or with one
-sentence why not.
+Takes vLLM's CUDA build where an NVIDIA GPU answers, or with --cuda, and its CPU build elsewhere;
+installs by uv where it is there, else by pip. Ends with a working `import vllm, vllm_specblock`, or
+with one sentence why not.
 """
 
 from __future__ import annotations
@@ -35,16 +35,17 @@ class SetupError(Exception):
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv")
-    folder = parser.parse_args().venv.absolute()
+    parser.add_argument("--cuda", action="store_true", help="vLLM's CUDA build, without a GPU too")
+    args = parser.parse_args()
     try:
-        set_up(folder)
+        set_up(args.venv.absolute(), args.cuda)
     except SetupError as error:
         print(f"setup: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-def set_up(folder: Path) -> None:
+def set_up(folder: Path, cuda: bool = False) -> None:
     if sys.version_info < (3, 11):  # noqa: UP036, this runs before pip could refuse
         raise SetupError(
             f"Python 3.11 or later is needed, and this is {sys.version.split()[0]}: "
@@ -56,8 +57,8 @@ def set_up(folder: Path) -> None:
     if stamp.exists() and stamp.read_text() == wanted and _imports(python) is None:
         _say(f"{folder} is ready")
         return
-    gpu = _has_gpu()
-    _say(f"an environment for vLLM {VLLM} on {'an NVIDIA GPU' if gpu else 'this CPU'}, once")
+    cuda = cuda or _has_gpu()
+    _say(f"an environment for vLLM {VLLM}, its {'CUDA' if cuda else 'CPU'} build, once")
     if not python.exists():
         _say(f"making {folder} with Python {sys.version.split()[0]}")
         try:
@@ -67,8 +68,10 @@ def set_up(folder: Path) -> None:
                 "Python's venv module could not install pip; on Debian: apt install python3-venv."
             ) from None
     installer = Installer(python)
-    if gpu:
-        installer.install(f"vLLM {VLLM}, its CUDA build: several GB", f"vllm=={VLLM}")
+    if cuda:
+        # `==` would also take a CPU wheel (+cpu) that pip's settings prefer.
+        what = f"vLLM {VLLM}, its CUDA build: 9 GB, some 25 minutes"
+        installer.install(what, f"vllm=={VLLM}", f"torch==={TORCH}")
     else:
         _install_cpu_build(installer)
     installer.install("this plugin, and what its tests and examples need", "-e", f"{ROOT}[test]")

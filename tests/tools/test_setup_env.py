@@ -59,7 +59,7 @@ def test_a_cpu_in_steps(setup, capsys):
     assert tail(setup.machine.commands) == [TORCH, *REST]
     said = capsys.readouterr().out.splitlines()
     assert all(line.startswith("setup: ") for line in said)
-    assert "on this CPU" in said[0] and said[-1].endswith("v is ready")
+    assert "its CPU build" in said[0] and said[-1].endswith("v is ready")
     assert "setup: installing torch 2.13.0 for CPUs, by pip" in said
     # The second call finds it ready, and a change of what is wanted does not.
     setup.set_up(setup.folder)
@@ -121,10 +121,13 @@ def test_pip_goes_on_where_uv_knows_too_little(setup):
         setup.set_up(setup.folder)
 
 
-def test_a_gpu_gets_the_cuda_build(setup):
-    setup.monkeypatch.setattr(setup, "_has_gpu", lambda: True)
-    setup.set_up(setup.folder)
-    assert tail(setup.machine.commands) == ["python install --quiet vllm==0.32.0", REST[-1]]
+@pytest.mark.parametrize("gpu", [True, False])
+def test_a_gpu_or_an_option_gets_the_cuda_build(setup, gpu):
+    setup.monkeypatch.setattr(setup, "_has_gpu", lambda: gpu)
+    setup.set_up(setup.folder, cuda=not gpu)
+    # `==` would also take the build for CPUs, 2.13.0+cpu, of a machine that keeps its wheel.
+    wanted = "python install --quiet vllm==0.32.0 torch===2.13.0"
+    assert tail(setup.machine.commands) == [wanted, REST[-1]]
 
 
 def test_a_terminal_sees_the_progress(setup):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -31,6 +32,7 @@ class Kernels:
 
     def __init__(self, device: str):
         self.device = torch.device(device)
+        self.interpreted = device == "cpu" or os.environ.get("TRITON_INTERPRET") == "1"
 
     def load(self, name: str, *parts: str) -> ModuleType:
         """The module `<name>.py` of any room; on CPU a private copy bound to the interpreter.

@@ -1,0 +1,1 @@
+"""The Python side of the emulated GPU; `sitecustomize.py` installs its modules."""

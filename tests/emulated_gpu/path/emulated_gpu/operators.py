@@ -1,0 +1,43 @@
+"""torch's operators on the emulated GPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+import torch
+
+NAMES = """
+empty.memory_format empty_strided as_strided view view.dtype _reshape_alias alias
+set_.source_Storage set_.source_Storage_storage_offset set_.source_Tensor set_ resize_
+record_stream is_pinned _pin_memory _local_scalar_dense unfold view_as_real view_as_complex
+is_set_to _has_same_storage_numel _fused_sdp_choice _efficientzerotensor
+"""
+NATIVE = frozenset(f"aten::{name}" for name in NAMES.split())
+"""Operators that launch no kernel: memory, views, and calls of the runtime."""
+
+
+def install() -> None:
+    import _emulated_gpu
+
+    replace([*with_cuda_kernel("aten::"), "aten::copy_"])
+    if os.environ.get("EMU_POISON") == "1":
+        _emulated_gpu.install_poison()
+
+
+def with_cuda_kernel(prefix: str) -> list[str]:
+    """Return the names of a library's operators that have a CUDA kernel of their own."""
+    return [
+        name
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith(prefix)
+        and name not in NATIVE
+        and torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA")
+    ]
+
+
+def replace(names: Iterable[str]) -> None:
+    """Compute these operators by the CPU's kernels."""
+    import _emulated_gpu
+
+    _emulated_gpu.install([tuple(name.partition(".")[::2]) for name in names])

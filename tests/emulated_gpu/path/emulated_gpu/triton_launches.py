@@ -1,0 +1,188 @@
+"""Triton launches on the emulated GPU: interpreted, in stream order and at each replay."""
+
+from __future__ import annotations
+
+import atexit
+import collections
+import functools
+import inspect
+import itertools
+import os
+import random
+import sys
+import time
+from collections.abc import Callable, Iterable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import _emulated_gpu
+import numpy as np
+import torch
+from lib.interpreter import teach_bf16_dot, teach_whole_arrays
+
+SHUFFLE = os.environ.get("EMU_SHUFFLE") == "1"
+BOUNDS = os.environ.get("EMU_BOUNDS") == "1"
+TRACE = os.environ.keys() & {"EMU_TRACE", "EMU_TRACE_ALL"}
+TAKES_POINTERS = (
+    "_gather_block_tables_kernel",
+    "_compute_slot_mappings_kernel",
+    "_move_path_kernel",
+)
+"""Kernels whose arguments contain pointers: they may access any memory of the device."""
+
+seconds: collections.Counter[str] = collections.Counter()
+order = random.Random(0)
+running: list[tuple[str, list[tuple[int, int]]]] = []
+"""The kernel that runs, and first byte and end of each storage in its arguments."""
+
+
+def install() -> None:
+    from triton.runtime import interpreter
+
+    interpreter.GridExecutor.__call__ = launch
+    if TRACE:
+        atexit.register(print_times)
+
+
+@functools.cache  # at the first launch: the language is only half imported before it
+def patch_interpreter(interpreter: ModuleType) -> None:
+    """Add what the interpreter lacks, and replace what takes seconds in it."""
+    tl = interpreter.tl
+    teach_bf16_dot(interpreter)
+    teach_whole_arrays(interpreter)
+    if BOUNDS:
+        check_accesses(interpreter)
+
+    def globaltimer(_semantic=None, **_):
+        return interpreter.interpreter_semantic.to_tensor(time.time_ns())
+
+    tl.extra.cuda.globaltimer = globaltimer
+
+    # No kernel is compiled in this process, so the language keeps the interpreter's functions:
+    # replacing them at each launch takes longer than most launches.
+    patch_language = interpreter._patch_lang
+    patched: set[int] = set()
+
+    def patch_once(fn: Callable) -> SimpleNamespace:
+        modules = {id(value) for value in fn.__globals__.values() if value in (tl, tl.core)}
+        if not modules <= patched:
+            patched.update(modules)
+            patch_language(fn)
+        return SimpleNamespace(restore=lambda: None)
+
+    interpreter._patch_lang = patch_once
+
+
+def check_accesses(interpreter: ModuleType) -> None:
+    """Check the addresses of all loads and stores."""
+    builder = interpreter.InterpreterBuilder
+    load, store = builder.create_masked_load, builder.create_masked_store
+
+    def checked_load(self, pointers, mask, *rest):
+        itemsize = np.dtype(interpreter._get_np_dtype(pointers.get_element_ty())).itemsize
+        check(pointers.data, mask.data, itemsize)
+        return load(self, pointers, mask, *rest)
+
+    def checked_store(self, pointers, value, mask, *rest):
+        check(pointers.data, mask.data, np.dtype(value.data.dtype).itemsize)
+        return store(self, pointers, value, mask, *rest)
+
+    builder.create_masked_load, builder.create_masked_store = checked_load, checked_store
+
+
+def check(pointers: np.ndarray, mask: np.ndarray, itemsize: int) -> None:
+    """Raise if an address is in no argument of the kernel that runs."""
+    name, ranges = running[-1]
+    addresses = pointers[np.broadcast_to(mask, pointers.shape)].astype(np.uint64)
+    inside = np.zeros(addresses.shape, dtype=bool)
+    for begin, end in ranges:
+        inside |= (addresses >= begin) & (addresses <= end - itemsize)
+    outside = addresses[~inside]
+    if name.endswith(TAKES_POINTERS):
+        outside = [each for each in outside.tolist() if not _emulated_gpu.holds(each)]
+    if len(outside):
+        raise IndexError(f"{len(outside)} of {addresses.size} accesses are outside its arguments")
+
+
+def print_times() -> None:
+    for name, spent in seconds.most_common(25):
+        print(f"[emu] {spent:8.2f} s in {name}", file=sys.stderr)
+
+
+def on_host(arg: Any) -> Any:
+    """Return the argument as the interpreter reads it: a host tensor on the same memory."""
+    if isinstance(arg, tuple):
+        values = [on_host(item) for item in arg]
+        return type(arg)(*values) if hasattr(arg, "_fields") else tuple(values)
+    if isinstance(arg, torch.Tensor):
+        if not arg.is_cuda and not arg.is_pinned():
+            raise ValueError("Pointer argument cannot be accessed from Triton (cpu tensor?)")
+        alias = _emulated_gpu.alias(arg.detach())
+        if BOUNDS and arg.numel():
+            storage = arg.untyped_storage()
+            alias.storage_range = (storage.data_ptr(), storage.data_ptr() + storage.nbytes())
+        return alias
+    if hasattr(arg, "data_ptr"):  # a reinterpreted tensor
+        from triton.runtime.interpreter import _rewrap_tensor, _unwrap_tensor
+
+        return _rewrap_tensor(on_host(_unwrap_tensor(arg)), original_tensor=arg)
+    return arg
+
+
+def storages(arg: Any) -> Iterable[tuple[int, int]]:
+    """Yield the storages of all tensors in an argument."""
+    if isinstance(arg, (list, tuple)):
+        for item in arg:
+            yield from storages(item)
+    arg = getattr(arg, "base", arg)
+    if hasattr(arg, "storage_range"):
+        yield arg.storage_range
+
+
+def launch(self, *args: Any, **kwargs: Any) -> None:
+    """`GridExecutor.__call__`: run the kernel, or add it to the current stream."""
+    from triton.runtime import interpreter
+
+    patch_interpreter(interpreter)
+    spec = inspect.getfullargspec(self.fn)
+    known = {*spec.args, *spec.kwonlyargs}
+    args = tuple(on_host(arg) for arg in args)
+    kwargs = {name: on_host(arg) for name, arg in kwargs.items() if name in known}
+    for hook in self.pre_run_hooks:
+        hook(*args, **kwargs)
+    given = inspect.getcallargs(self.fn, *args, **kwargs)
+    grid = self.grid(given) if callable(self.grid) else self.grid
+    grid = tuple(map(int, grid if isinstance(grid, (tuple, list)) else (grid,)))
+    grid += (1,) * (3 - len(grid))
+    if grid[1] > 65535 or grid[2] > 65535:
+        raise RuntimeError("Triton Error [CUDA]: invalid argument")
+    if 0 in grid:
+        return
+    name = f"{self.fn.__module__}.{self.fn.__name__}"
+    ranges = [found for arg in given.values() for found in storages(arg)]
+
+    def run() -> None:
+        running.append((name, ranges))
+        began = time.perf_counter()
+        scope = interpreter._patch_lang(self.fn)
+        try:
+            values = {
+                key: arg if key in self.constexprs else interpreter._implicit_cvt(arg)
+                for key, arg in given.items()
+            }
+            interpreter.interpreter_builder.set_grid_dim(*grid)
+            programs = list(itertools.product(*map(range, grid)))
+            if SHUFFLE:
+                order.shuffle(programs)
+            for index in programs:
+                interpreter.interpreter_builder.set_grid_idx(*index)
+                self.fn(**values)
+        finally:
+            scope.restore()
+            running.pop()
+            seconds[name] += time.perf_counter() - began
+
+    if _emulated_gpu.lazy() or _emulated_gpu.capturing():
+        _emulated_gpu.enqueue(run, name)
+    else:
+        run()

@@ -1,0 +1,140 @@
+"""vLLM's own operators on the emulated GPU: references in torch.
+
+They are registered as CPU kernels. The bridge (`csrc/ops.cpp`) calls them in stream order and at
+each replay of a graph.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from itertools import pairwise
+
+import torch
+
+from emulated_gpu.operators import replace, with_cuda_kernel
+
+libraries: dict[str, torch.library.Library] = {}
+
+
+def install() -> None:
+    """Register the references of each of vLLM's libraries that is loaded by now."""
+    loaded = {name.split("::")[0] for name in torch._C._dispatch_get_all_op_names()}
+    for space in REFERENCES.keys() & loaded - libraries.keys():
+        library = libraries[space] = torch.library.Library(space, "FRAGMENT")
+        for name, function in REFERENCES[space].items():
+            library.impl(name, function, "CPU")
+            if name in SHAPES:
+                library.impl(name, SHAPES[name], "Meta")
+        known = {f"{space}::{name}" for name in REFERENCES[space]}
+        replace(name for name in with_cuda_kernel(f"{space}::") if name.split(".")[0] in known)
+    sampler = sys.modules.get("vllm.v1.sample.ops.topk_topp_sampler")
+    if sampler is not None:
+        sampler.HAS_TRITON = False  # the interpreter cannot run the loop of its kernel
+
+
+def normed(x, weight, epsilon):
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
+    return wide.to(x.dtype) if weight is None else wide.to(x.dtype) * weight
+
+
+def rms_norm(result, input, weight, epsilon):
+    result.copy_(normed(input, weight, epsilon))
+
+
+def fused_add_rms_norm(input, residual, weight, epsilon):
+    residual.add_(input)
+    input.copy_(normed(residual, weight, epsilon))
+
+
+def rotary_embedding(
+    positions, query, key, head_size, cos_sin_cache, is_neox, rope_dim_offset=0, inverse=False
+):
+    assert is_neox and not inverse
+    rows = cos_sin_cache[positions.flatten()]
+    cos, sin = (x.unsqueeze(1).to(query.dtype) for x in rows.chunk(2, dim=-1))
+    end = rope_dim_offset + rows.shape[-1]
+    for x in filter(torch.is_tensor, (query, key)):
+        heads = x.view(len(rows), -1, head_size)[..., rope_dim_offset:end]
+        a, b = heads.chunk(2, dim=-1)
+        heads.copy_(torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1))
+
+
+def silu_and_mul(result, input):
+    gate, up = input.chunk(2, dim=-1)
+    result.copy_(torch.nn.functional.silu(gate) * up)
+
+
+def reshape_and_cache_flash(
+    key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, *scales
+):
+    assert kv_cache_dtype == "auto"
+    size = key_cache.shape[1]
+    rows = (slot_mapping >= 0).nonzero().flatten()
+    slots = slot_mapping[rows]
+    for cache, new in ((key_cache, key), (value_cache, value)):
+        cache[slots // size, slots % size] = new[: len(slot_mapping)][rows].to(cache.dtype)
+
+
+def fa3_fwd(
+    q, k, v, k_new, v_new, q_v, out, cu_seqlens_q, cu_seqlens_k, cu_seqlens_k_new, seqused_q,
+    seqused_k, max_seqlen_q, max_seqlen_k, page_table, kv_batch_idx, leftpad_k, rotary_cos,
+    rotary_sin, seqlens_rotary, q_descale, k_descale, v_descale, softmax_scale, is_causal,
+    window_left, window_right, softcap, *rest,
+):  # fmt: skip
+    """Attend one request after the other, in float32."""
+    out = torch.empty_like(q) if out is None else out
+    lse = torch.full((q.shape[1], q.shape[0]), float("inf"))
+    for i, (first, last) in enumerate(pairwise(cu_seqlens_q.tolist())):
+        if first == last:
+            continue
+        if page_table is not None:
+            count = int(seqused_k[i])
+            blocks = page_table[i, : -(-count // k.shape[1])].long()
+            entries = (x[blocks].flatten(0, 1)[:count] for x in (k, v))
+        else:
+            begin, end = cu_seqlens_k[i : i + 2].tolist()
+            count = end - begin
+            entries = (x[begin:end] for x in (k, v))
+        group = q.shape[1] // k.shape[-2]
+        keys, values = (x.float().repeat_interleave(group, dim=1) for x in entries)
+        scores = torch.einsum("qhd,khd->hqk", q[first:last].float(), keys) * softmax_scale
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        distance = torch.arange(count) - torch.arange(count - (last - first), count)[:, None]
+        hidden = (distance > 0) & is_causal
+        if window_left >= 0:
+            hidden |= distance < -window_left
+        if window_right >= 0:
+            hidden |= distance > window_right
+        scores = scores.masked_fill(hidden, float("-inf"))
+        total = scores.logsumexp(-1)
+        seen = total > float("-inf")
+        weights = torch.where(seen[..., None], scores.softmax(-1), 0.0)
+        out[first:last] = torch.einsum("hqk,khd->qhd", weights, values).to(out.dtype)
+        lse[:, first:last] = torch.where(seen, total, float("inf"))
+    return [out, lse, torch.empty(0), torch.empty(0)]
+
+
+def scheduler_metadata(*_):
+    return torch.zeros(1, dtype=torch.int32)  # `fa3_fwd` reads none
+
+
+def fa3_shapes(q, *rest):
+    """Without a meta kernel, the bridge would have no shapes before the kernel runs."""
+    lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+    return [torch.empty_like(q), lse, q.new_empty(0), q.new_empty(0)]
+
+
+SHAPES: dict[str, Callable] = {"fwd": fa3_shapes, "get_scheduler_metadata": scheduler_metadata}
+REFERENCES: dict[str, dict[str, Callable]] = {
+    "_C": {
+        "rms_norm": rms_norm,
+        "fused_add_rms_norm": fused_add_rms_norm,
+        "rotary_embedding": rotary_embedding,
+        "silu_and_mul": silu_and_mul,
+    },
+    "_C_cache_ops": {"reshape_and_cache_flash": reshape_and_cache_flash},
+    "_vllm_fa3_C": {"fwd": fa3_fwd, "get_scheduler_metadata": scheduler_metadata},
+}

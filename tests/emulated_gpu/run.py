@@ -1,0 +1,54 @@
+"""Run a Python program on the emulated GPU.
+
+    PYTHON tests/emulated_gpu/run.py [FLAG …] SCRIPT|-m MODULE [ARGUMENT …]
+
+PYTHON belongs to an environment with vLLM's CUDA build, and `make` here has run with it.
+--lazy: a stream runs its work only when the host waits for it.
+--poison: fresh memory reads as NaN or -1, at every replay of a graph as well.
+--bounds: a Triton access outside of the kernel's arguments is an error.
+--shuffle: the programs of a launch run in random order.
+--trace: print refused calls, and the time of each Triton kernel.
+--trace-all: print each operation, too.
+--skip-kernels: a compiled kernel without an emulation does nothing, and is no error.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+FLAGS = ("--lazy", "--poison", "--bounds", "--shuffle", "--trace", "--trace-all", "--skip-kernels")
+
+
+def environment() -> dict[str, str]:
+    """Variables by which a process, and those that it starts, find the device."""
+    build = ROOT / "build/emulated_gpu" / Path(sys.prefix).name
+    # `sitecustomize.py` is in `path`; the interpreter's missing parts are in `benchmarks/lib`.
+    paths = [HERE / "path", build, ROOT / "benchmarks", os.environ.get("PYTHONPATH", "")]
+    libraries = [build, os.environ.get("LD_LIBRARY_PATH", "")]
+    return {
+        "LD_PRELOAD": str(build / "libemucudart.so"),
+        "LD_LIBRARY_PATH": os.pathsep.join(str(each) for each in libraries if str(each)),
+        "PYTHONPATH": os.pathsep.join(str(each) for each in paths if str(each)),
+        "EMULATED_GPU": "1",
+        "TRITON_INTERPRET": "1",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "CUDA_MODULE_LOADING": "LAZY",
+    }
+
+
+def main() -> None:
+    arguments, settings = sys.argv[1:], {}
+    while arguments and arguments[0] in FLAGS:
+        settings["EMU_" + arguments.pop(0)[2:].upper().replace("-", "_")] = "1"
+    if not arguments or (arguments[0].startswith("-") and arguments[0] != "-m"):
+        raise SystemExit(__doc__)
+    os.execve(sys.executable, [sys.executable, *arguments], os.environ | environment() | settings)
+
+
+if __name__ == "__main__":
+    main()
