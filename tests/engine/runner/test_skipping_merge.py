@@ -142,29 +142,3 @@ def test_where_a_drafter_is_left_out():
             skips(a_plan(skip_drafter=True, **changes), parallel)
     two_drafters = a_plan().model_copy(update={"drafters": a_plan().drafters[:1] * 2})
     assert not skips(two_drafters)
-
-
-def test_requests_whose_rows_have_no_room_get_lookups_only():
-    drafter, width = head_of("specblock")
-    turns = iter([False, True, True])
-    merged = SkippingMergedDrafters(
-        [drafter, NGramDrafter(NGramConfig(), NODES, MAX_LEN)],
-        CombineConfig(draft_policy="merge", skip_drafter=True),
-        NODES,
-        4,
-        torch.device("cpu"),
-        SimpleNamespace(asks=lambda *_: next(turns)),
-    )
-    merged.behind.most_bytes = 0
-    draw = torch.Generator().manual_seed(0)
-    states = torch.randn(3, 1, MAX_LEN, width, generator=draw)
-    text = torch.randint(0, 500, (1, MAX_LEN + 1), generator=draw)
-    sizes = []
-    for begin, end in steps_of_one_text(20)[:3]:
-        if begin == 21:
-            merged.begin(0)  # another request in its slot
-        rows = rows_of([(begin, end)], torch.arange(1, 17)[None], states, text, PAGE)
-        with torch.no_grad():
-            merged.advance(rows)
-            sizes.append(int(merged.combine(rows).combined.tree.size[0]))
-    assert sizes[1] == 0 < sizes[2]
