@@ -72,7 +72,7 @@ def test_plain_decoding_has_no_regret_where_it_is_best():
 
 SHORT = [
     (SLOW, "wrong start-up figures"),
-    (SLOW, "batch 1, 16, 1"),
+    (SLOW, "quiet, batch 8"),
     (SLOW, "plain is best, batch 1"),
     ("AMX, SpecBlock", "start under load"),
     ("GPU, SpecBlock", "noise of factor 3"),
@@ -83,7 +83,7 @@ SHORT = [
 
 @pytest.mark.parametrize("name, trace", SHORT)
 def test_the_controller_meets_its_bars(name, trace):
-    found = World(MACHINES[name], traces(800)[trace])
+    found = World(MACHINES[name], traces(500)[trace])
     result = figures(found, simulate(found, Controller(found.machine.nodes)))
     assert result["regret"] <= 0.03 and result["first"] >= 0.97
     assert (result["loss"] or 0) <= 0.01 and (result["back"] or 0) <= 256
@@ -110,19 +110,24 @@ def runs(drafted: list[bool]) -> list[int]:
     return np.diff([0, *ends, len(drafted)]).tolist()
 
 
+def paused(found: list[int]) -> int:
+    """Place of the first long run, a pause."""
+    return next(place for place, steps in enumerate(found) if steps > 32)
+
+
 def test_drafting_pauses_after_a_loss_of_two_steps():
-    first = runs(served(0.2, 0.5))[0]  # a gain of 0.8: 0.19 of a step lost in each
-    assert 10 <= first <= 14
+    found = runs(served(0.2, 0.5))  # a gain of 0.8: a fifth of a step lost in each
+    assert 9 <= sum(found[: paused(found) : 2]) <= 13
 
 
 def test_a_pause_ends_with_a_short_probe():
     found = runs(served(0.0, 0.5))
-    assert found[1] == 224 and found[2] == 4  # paused, then probing
+    assert found[paused(found) :][:2] == [224, 4]  # paused, then probing
 
 
 def test_a_cheap_probe_is_longer():
-    probe = runs(served(0.0, 0.1))[2]  # 0.007 of 224 steps pay for 15
-    assert 12 <= probe <= 18
+    found = runs(served(0.0, 0.1))
+    assert 12 <= found[paused(found) + 1] <= 18  # 0.007 of 224 steps pay for 15
 
 
 def test_plain_steps_are_timed_now_and_then():
@@ -142,12 +147,11 @@ def test_a_change_of_text_is_seen_after_as_many_trees():
 def shape_after(times: int, error: float) -> float:
     """Log change of two rows over one, after comparisons of the two with this log error."""
     cost = StepCost()
-    cost.measured({1: 1.0, 2: 1.5}, {1: 0.1})
+    cost.measured({1: 1.0, 2: 1.1}, {1: 0.1})
     for turn in range(times + 1):
-        # The error is upwards, as that of a start-up figure is not.
         level = float(cost.verify(1 + turn % 2, 1))
         cost.observe(1 + turn % 2, 1, True, level * np.exp(error * (turn % 2)))
-    return float(np.log(cost.verify(2, 1) / cost.verify(1, 1) / 1.5))
+    return float(np.log(cost.verify(2, 1) / cost.verify(1, 1) / 1.1))
 
 
 def test_the_shape_takes_over_a_part_of_a_small_error():
@@ -157,5 +161,5 @@ def test_the_shape_takes_over_a_part_of_a_small_error():
 
 
 def test_one_outlier_does_not_decide():
-    assert shape_after(1, 2.0) == pytest.approx(np.log(2 / 1.5), abs=0.1)
-    assert shape_after(1, 3.0) == 0
+    assert shape_after(1, 1.0) == pytest.approx(1.5 * 0.35)
+    assert shape_after(1, 3.0) == 0  # the process did something else

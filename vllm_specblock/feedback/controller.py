@@ -21,8 +21,8 @@ LOSS = 2.0
 """Plain steps' worth of yield that drafting may lose before it pauses."""
 
 PLAIN_EVERY = 256
-"""Steps with drafts after which a plain one is taken, to time it; fewer at first, and an eighth of
-it where the gain is below _CLOSE."""
+"""Steps with drafts after which a plain one is taken, to time it; fewer at first, and where
+the gain is below _CLOSE."""
 
 PROBE_AFTER, PROBE_SHARE, PROBE_STEPS = 224, 0.007, 4
 """Paused steps before a probe; share of the paused time that it may cost; its least steps."""
@@ -115,7 +115,7 @@ class Controller:
         self._gain, self._steps = 1.5, 0
         self._expected = 0.0  # tokens, of the budget
         self._asked = 1.0  # share of the proposals
-        self._lost, self._plain_after = 0.0, 12
+        self._lost, self._plain_after = 0.0, 8
         self._since_plain = self._rested = self._probing = 0
         self._wait = PROBE_AFTER
         self._prompts, self._drafted = 0.0, float(TREES)  # cost of prompts; over so many steps
@@ -228,13 +228,14 @@ class Controller:
                 self._since_plain = 0
                 return False
             self._since_plain += 1
-            self._lost = max(0.0, self._lost + 0.99 - self._gain)
+            self._lost = max(0.0, self._lost + 1 - self._gain)
             self.paused = self._lost > LOSS
             self._rested, self._wait = 0, PROBE_AFTER
             if self.paused:
                 self._lost = 0.0
             elif self._since_plain >= self._plain_after:
-                most = PLAIN_EVERY if self._gain > _CLOSE else PLAIN_EVERY // 8
+                often = 8 if self.cost.compared else 32
+                most = PLAIN_EVERY if self._gain > _CLOSE else PLAIN_EVERY // often
                 # A step that drafts at its end is none either: the second one is timed.
                 self._since_plain, self._plain_after = -1, min(2 * self._plain_after, most)
                 return False

@@ -108,7 +108,7 @@ class StepCost:
         if trees != before[2]:
             error = self._plain + float(np.clip(error, -CLIP, CLIP)) * (1 if before[2] else -1)
             self._plain_seen = [*self._plain_seen[1 - _PLAIN_STEPS :], error]
-            self._plain = float(np.median(self._plain_seen))
+            self._plain = min(float(np.median(self._plain_seen)), 0.0)
             return
         ends = self._around(rows), self._around(before[0])
         known = [sum(part * self._steps[place] for place, part in end) for end in ends]
@@ -137,6 +137,11 @@ class StepCost:
         gap = self._rows[above] - self._rows[below]
         share = 1.0 if not gap else float(np.clip((rows - self._rows[below]) / gap, 0, 1))
         return [(above, share), (below, 1 - share)]
+
+    @property
+    def compared(self) -> bool:
+        """Whether plain steps were compared with others often enough."""
+        return len(self._plain_seen) >= _PLAIN_STEPS
 
     def knows(self, rows: int) -> bool:
         """Whether steps of about so many rows were seen, or none ever are."""
