@@ -22,14 +22,14 @@ LOSS = 2.0
 
 PLAIN_EVERY = 256
 """Steps with drafts after which a plain one is taken, to time it; fewer at first, and where
-the gain is below _CLOSE."""
+the gain is small."""
 
 PROBE_AFTER, PROBE_SHARE, PROBE_STEPS = 224, 0.007, 4
 """Paused steps before a probe; share of the paused time that it may cost; its least steps."""
 
 _EXPLORE_EVERY = 48  # steps; then a budget is halved or doubled, to learn what rows cost
 _DECAY = 0.995  # of expected and accepted tokens
-_CLOSE = 1.1
+_CLOSE = 1.1  # gain
 _HORIZON = 64  # steps in which a drafter has to win back the time to read missed rows
 
 
