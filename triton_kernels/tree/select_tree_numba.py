@@ -22,9 +22,9 @@ def select_numba(
     budget: int,
 ) -> TreeTensors:
     """Arguments as in `vllm_specblock.candidates.select`, each [R, C]."""
-    given = (x.contiguous().numpy() for x in (token, parent, score, key))
+    token, parent, score, key = (x.contiguous() for x in (token, parent, score, key))
     hashes = None if path_hash is None else path_hash.contiguous().numpy()
-    return select_arrays(*given, hashes, budget)
+    return select_arrays(token.numpy(), parent.numpy(), score.numpy(), key.numpy(), hashes, budget)
 
 
 def select_arrays(
