@@ -202,16 +202,21 @@ def _scratch(group: int, head_dim: int, amx: bool, threads: int) -> tuple[np.nda
     return np.zeros((threads, scratch_size(group, head_dim)), dtype=np.float32), config
 
 
-def _share(jobs: np.ndarray, kv_heads: int, threads: int) -> np.ndarray:
+@njit(nogil=True)
+def _share(jobs, kv_heads, threads):
     """→ [threads + 1] int64: runs of jobs × KV heads that take equally long, more or less.
 
     Fewer where there is so little to do that a team would wait longer than it works.
     """
     work = jobs[:, COUNT] * (jobs[:, TO] - jobs[:, FROM])
-    done = np.concatenate(([0], np.repeat(work, kv_heads).cumsum()))
-    threads = max(min(threads, len(done) - 1, done[-1] // _LEAST_WORK), 1)
-    bounds = np.searchsorted(done, np.arange(threads + 1) * (done[-1] / threads))
-    bounds[-1] = len(done) - 1
+    total, units = work.sum() * kv_heads, len(jobs) * kv_heads
+    threads = max(min(threads, units, total // _LEAST_WORK), 1)
+    bounds, done, thread = np.full(threads + 1, units), 0, 0
+    for unit in range(units):
+        while thread < threads and done >= thread * (total / threads):
+            bounds[thread] = unit
+            thread += 1
+        done += work[unit // kv_heads]
     return bounds
 
 
