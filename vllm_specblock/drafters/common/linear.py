@@ -71,12 +71,12 @@ class PackedLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
-        weight, bias = linear.weight.detach(), linear.bias
+        weight, bias = linear.weight.detach(), _bias(linear)
         self.tiled = _tiles(weight) and weight.nbytes <= _TILED_BYTES
         pack = torch.ops.mkldnn._reorder_linear_weight
         if self.tiled:
             pack = torch.ops._C.convert_weight_packed
-            bias = None if bias is None else bias.detach().float()
+            bias = None if bias is None else bias.float()
         # No buffers: nothing but the product can read them.
         self.weight, self.bias = pack(weight), bias
 
@@ -120,11 +120,11 @@ class Int8Linear(PackedLinear):
 
     def __init__(self, linear: nn.Linear) -> None:
         nn.Module.__init__(self)
-        weight, bias = linear.weight.detach().float(), linear.bias
+        weight, bias = linear.weight.detach().float(), _bias(linear)
         self.scale = weight.abs().amax(1).clamp(min=1e-12) / 127
         rounded = (weight / self.scale[:, None]).round().to(torch.int8)
         self.weight = torch.ops._C.convert_weight_packed(rounded)
-        self.bias = None if bias is None else bias.detach().float()
+        self.bias = None if bias is None else bias.float()
 
     @classmethod
     def takes(cls, linear: nn.Linear) -> bool:
@@ -187,6 +187,11 @@ def add_linear(residual: Tensor, x: Tensor, linear: nn.Linear | Fp8Linear | Pack
     # In place: given a tensor of its own, torch copies the summand there first.
     residual.flatten(0, -2).addmm_(x.flatten(0, -2), linear.weight.T)
     return residual
+
+
+def _bias(linear: nn.Linear) -> Tensor | None:
+    bias: Tensor | None = linear.bias
+    return None if bias is None else bias.detach()
 
 
 def _frozen(parts: list[Tensor]) -> nn.Parameter:
