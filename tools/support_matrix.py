@@ -37,7 +37,7 @@ HEAD = """# What runs together
 
 Written by `python tools/support_matrix.py` from the tests' own lists, the registry of drafters and
 the engine's refusals; a test fails when it is out of date. "Tested" means: in float32, on a CPU,
-token for token what the same vLLM generates without the plugin. Nothing has run on a GPU yet
+token for token what the same vLLM generates without the plugin. What has run on a GPU
 ([`gpu_checklist.md`](gpu_checklist.md))."""
 
 
