@@ -119,21 +119,8 @@ def prompts_folder(tmp_path):
 
 
 def go(folder, *more):
-    return cli(
-        "--prompts-from",
-        str(folder),
-        "--out",
-        str(folder / "r.json"),
-        "--prompts",
-        "2",
-        "--budgets",
-        "8",
-        "--chains",
-        "3",
-        "--only",
-        "head; route @",
-        *more,
-    )
+    given = f"--prompts-from {folder} --out {folder}/r.json --prompts 2 --budgets 8 --chains 3"
+    return cli(*given.split(), "--only", "head; route @", *more)
 
 
 def test_the_table_and_a_killed_run_that_goes_on(prompts_folder, monkeypatch):
