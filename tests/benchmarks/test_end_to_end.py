@@ -260,8 +260,8 @@ def test_one_real_engine_of_random_weights(tmp_path, monkeypatch):
         lambda request, script: (really if request.speculative else instead)(request, script),
     )
     path = tmp_path / "e.json"
-    sizes = "--nodes 12 --batches 2 --context 40 --tokens 200 --repeat 1".split()
-    found = cli("--model", "tiny", "--only", "SpecBlock @ 12", *sizes, "--out", str(path))
+    given = f"--model tiny --nodes 12 --batches 2 --context 40 --tokens 200 --repeat 1 --out {path}"
+    found = cli(*given.split(), "--only", "SpecBlock @ 12")
     assert found.exit_code == 0, found.output
     results = json.loads(path.read_text())["results"]
     ours = results["SpecBlock @ 12, batch 2"]

@@ -35,28 +35,12 @@ def process(tmp_path_factory):
         for name, value in os.environ.items()
         if name not in ("VLLM_ENABLE_V1_MULTIPROCESSING", "TRITON_INTERPRET")
     }
-    command = [
-        str(Path(sys.executable).with_name("vllm")),
-        "serve",
-        DRAFTER,
-        "--port",
-        str(port),
-        "--host",
-        "127.0.0.1",
-        "--dtype",
-        "float32",
-        "--enforce-eager",
-        "--max-model-len",
-        "512",
-        "--kv-cache-memory-bytes",
-        str(256 << 20),
-        "--max-num-seqs",
-        "8",
-        "--gpu-memory-utilization",
-        "0.3",
-        "--per-request-spec-decode-metrics",
-        "detailed",
-    ]
+    options = (
+        f"--port {port} --host 127.0.0.1 --dtype float32 --enforce-eager --max-model-len 512 "
+        f"--kv-cache-memory-bytes {256 << 20} --max-num-seqs 8 --gpu-memory-utilization 0.3 "
+        "--per-request-spec-decode-metrics detailed"
+    )
+    command = [Path(sys.executable).with_name("vllm"), "serve", DRAFTER, *options.split()]
     with log.open("w") as output:
         process = subprocess.Popen(
             command,
