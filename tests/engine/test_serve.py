@@ -128,10 +128,7 @@ def test_a_user_session(server, plain):
 
     client = OpenAI(base_url=f"{server}/v1", api_key="none", max_retries=0)
     chat = client.chat.completions.create(
-        model=model,
-        messages=[{"role": "user", "content": "write a class"}],
-        max_tokens=24,
-        seed=3,
+        model=model, messages=[{"role": "user", "content": "write a class"}], max_tokens=24, seed=3
     )
     assert chat.usage.completion_tokens == 24 or chat.choices[0].finish_reason == "stop"
 

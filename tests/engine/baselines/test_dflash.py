@@ -10,14 +10,7 @@ import pytest
 import torch
 from support import dflash
 from support.committed import rows_of
-from support.engines import (
-    DRAFTER,
-    TARGET,
-    assert_identical,
-    configure,
-    make_engine,
-    record_drafts,
-)
+from support.engines import DRAFTER, TARGET, assert_identical, configure, make_engine, record_drafts
 from support.mask_blocks import KINDS
 from support.matrix import PROMPTS, params
 

@@ -9,14 +9,7 @@ from baselines.mask_blocks import JetSpec
 from baselines.medusa import Medusa
 from baselines.parallelspec import ParallelSpec
 from baselines.sps import SmallModel
-from support.engines import (
-    DRAFTER,
-    TARGET,
-    assert_identical,
-    configure,
-    make_engine,
-    record_drafts,
-)
+from support.engines import DRAFTER, TARGET, assert_identical, configure, make_engine, record_drafts
 from support.matrix import PROMPTS, params
 from transformers import AutoConfig, LlamaConfig
 from vllm import SamplingParams
@@ -103,11 +96,7 @@ def test_tokens_are_vllms_own_and_drafts_are_accepted(kind, folders, reference, 
 def test_the_last_cached_block_is_kept(kind, folders, monkeypatch):
     """The cache rows of neither depend on the next token."""
     engine = make_engine(
-        {
-            "model": str(folders[kind]),
-            "num_speculative_tokens": 12,
-            "calibrate_drafts": False,
-        }
+        {"model": str(folders[kind]), "num_speculative_tokens": 12, "calibrate_drafts": False}
     )
     drafts = record_drafts(engine, monkeypatch)
     greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

@@ -458,10 +458,7 @@ def test_adaptation_is_off_and_can_be_on():
         ),
         (
             ADAPT
-            | {
-                "rejection_sample_method": "synthetic",
-                "synthetic_acceptance_rates": [0.5] * 24,
-            },
+            | {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.5] * 24},
             ["synthetic acceptance", "nothing to learn"],
         ),
         ({"adapt": {"trainer": "cuda:99"}}, ["'adapt.trainer' is 'cuda:99'", "GPUs here"]),

@@ -113,8 +113,7 @@ def test_the_saved_model_is_a_llama(learner, tmp_path):
     again = SmallModel.for_target(TARGET, learner.d2t, learner.t2d, 3, **SIZES)
     assert torch.equal(before, torch.get_rng_state())
     assert torch.equal(
-        again.model.layers[1].mlp.up_proj.weight,
-        learner.model.layers[1].mlp.up_proj.weight,
+        again.model.layers[1].mlp.up_proj.weight, learner.model.layers[1].mlp.up_proj.weight
     )
     learner.save(tmp_path / "out")
     learner.save(tmp_path / "out")
