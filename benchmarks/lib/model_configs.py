@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import PretrainedConfig, Qwen3Config
+from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
 
-from lib.synthetic_training import SHAPES
 from vllm_specblock.drafters.specblock import checkpoint
 from vllm_specblock.drafters.specblock.config import default_layer_ids
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
@@ -24,7 +23,19 @@ class Model:
 
 
 MODELS = {
-    "llama-8b": Model(SHAPES["8b"].target, SHAPES["8b"].draft_vocab),  # Llama-3.1-8B
+    "llama-8b": Model(  # Llama-3.1-8B
+        LlamaConfig(
+            hidden_size=4096,
+            intermediate_size=14336,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            head_dim=128,
+            num_hidden_layers=32,
+            vocab_size=128256,
+            max_position_embeddings=131072,
+        ),
+        draft_vocab=32000,
+    ),
     "qwen3-8b": Model(
         Qwen3Config(
             hidden_size=4096,
@@ -51,7 +62,18 @@ MODELS = {
         ),
         draft_vocab=32000,
     ),
-    "tiny": Model(SHAPES["tiny"].target, SHAPES["tiny"].draft_vocab),
+    "tiny": Model(
+        LlamaConfig(
+            hidden_size=256,
+            intermediate_size=384,
+            num_attention_heads=8,
+            num_key_value_heads=2,
+            head_dim=32,
+            num_hidden_layers=8,
+            vocab_size=160,
+        ),
+        draft_vocab=96,
+    ),
 }
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 

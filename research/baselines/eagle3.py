@@ -115,11 +115,6 @@ class Eagle3(Learner, Eagle3Model):
             learner.lm_head.weight.data.copy_(head)
         return learner
 
-    @property
-    def num_parameters(self) -> int:
-        """Numbers that are trained."""
-        return sum(weight.numel() for weight in self.parameters())
-
     def forward(self, train_batch: TrainBatch) -> LossOutput:
         """The unrolled steps over every row (M = 1, K = J).
 

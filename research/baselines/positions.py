@@ -42,11 +42,6 @@ class PositionsLearner(Learner):
             head = torch.randn(weight.shape) * weight.shape[1] ** -0.5
         weight.data.copy_(head)
 
-    @property
-    def num_parameters(self) -> int:
-        """All that is trained, the LM head included."""
-        return sum(weight.numel() for weight in self.parameters())
-
     def outcome(
         self, states: Tensor, train_batch: TrainBatch, weights: Sequence[float], blocks: int = 1
     ) -> LossOutput:

@@ -103,11 +103,6 @@ class SmallModel(Learner, SmallLanguageModel):
             torch.manual_seed(seed)
             return cls(shape, d2t, t2d, depth, names)
 
-    @property
-    def num_parameters(self) -> int:
-        """Numbers that are trained, the embedding's included (which is the LM head, too)."""
-        return sum(weight.numel() for weight in self.parameters())
-
     def forward(self, train_batch: TrainBatch) -> LossOutput:
         """Cross-entropy to the target's law at every token whose successor is counted."""
         batch = train_batch.batch

@@ -32,7 +32,7 @@ def results(tau: float, speed: float, returns: list[int]):
 def test_means_over_seeds_and_times_of_the_same_seed():
     rows = table([results(2.0, 80.0, []), results(3.0, 100.0, [0, 1])]).strip().splitlines()
     assert [cell.strip() for cell in rows[-1].strip("|").split("|")] == [
-        *("switch", "gain", "3.000", "108.0 (96.0 – 120.0)", "1.200", "5.0 %", "4.0", "1.0"),
+        *("switch", "gain", "3.000", "108.0 (96.0 – 120.0)", "1.200", "5.0 %", "4.0", "1.0")
     ]
 
 

@@ -36,26 +36,9 @@ def simulate(prompts: list[Path], out: Path, *more: str | int):
 
 def test_writes_figures_table_and_plot(prompts, tmp_path):
     out = tmp_path / "new" / "out"
-    result = simulate(
-        prompts,
-        out,
-        "--policy",
-        "frozen",
-        "--policy",
-        "full every 8",
-        "--requests",
-        12,
-        "--new-tokens",
-        24,
-        "--nodes",
-        8,
-        "--held-out",
-        1,
-        "--window",
-        4,
-        "--update-seconds",
-        "1,2",
-    )
+    sizes = "--requests 12 --new-tokens 24 --nodes 8 --held-out 1 --window 4 --update-seconds 1,2"
+    policies = "--policy", "frozen", "--policy", "full every 8"
+    result = simulate(prompts, out, *policies, *sizes.split())
     assert result.exit_code == 0, result.output
     whole = json.loads((out / "simulation.json").read_text())
     assert (

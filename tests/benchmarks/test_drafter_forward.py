@@ -96,23 +96,8 @@ def test_the_command_on_a_cpu(tmp_path):
     app = typer.Typer()
     app.command()(bench.main)
     path = tmp_path / "d.json"
-    result = CliRunner().invoke(
-        app,
-        [
-            "--device",
-            "cpu",
-            "--rows",
-            "1,3",
-            "--batches",
-            "2",
-            "--context",
-            "20",
-            "--runs",
-            "2",
-            "--out",
-            str(path),
-        ],
-    )
+    given = f"--device cpu --rows 1,3 --batches 2 --context 20 --runs 2 --out {path}"
+    result = CliRunner().invoke(app, given.split())
     assert result.exit_code == 0, result.output
     found = json.loads(path.read_text())
     assert found["settings"]["model"] == "tiny" and len(found["results"]) == 4

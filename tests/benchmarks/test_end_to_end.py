@@ -219,22 +219,8 @@ def fake_run(calls, failing=()):
 
 
 def test_a_failed_engine_is_named_and_a_second_run_goes_on(tmp_path, monkeypatch):
-    out = [
-        "--model",
-        "tiny",
-        "--out",
-        str(tmp_path / "e.json"),
-        "--batches",
-        "1,2",
-        "--nodes",
-        "12",
-        "--chains",
-        "3",
-        "--context",
-        "40",
-        "--tokens",
-        "32",
-    ]
+    out = f"--model tiny --out {tmp_path}/e.json --batches 1,2 --nodes 12 --chains 3".split()
+    out += ["--context", "40", "--tokens", "32"]
     calls = []
     monkeypatch.setattr(end_to_end, "run", fake_run(calls, failing=["eagle3"]))
     first = cli(*out)
@@ -274,24 +260,8 @@ def test_one_real_engine_of_random_weights(tmp_path, monkeypatch):
         lambda request, script: (really if request.speculative else instead)(request, script),
     )
     path = tmp_path / "e.json"
-    found = cli(
-        "--model",
-        "tiny",
-        "--only",
-        "SpecBlock @ 12",
-        "--nodes",
-        "12",
-        "--batches",
-        "2",
-        "--context",
-        "40",
-        "--tokens",
-        "200",
-        "--repeat",
-        "1",
-        "--out",
-        str(path),
-    )
+    given = f"--model tiny --nodes 12 --batches 2 --context 40 --tokens 200 --repeat 1 --out {path}"
+    found = cli(*given.split(), "--only", "SpecBlock @ 12")
     assert found.exit_code == 0, found.output
     results = json.loads(path.read_text())["results"]
     ours = results["SpecBlock @ 12, batch 2"]

@@ -7,20 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 import two_heads
-from engine_process import (
-    Answer,
-    EngineFailed,
-    Request,
-    Task,
-    grown,
-    read_counters,
-    run,
-)
+from engine_process import Answer, EngineFailed, Request, Task, grown, read_counters, run
 from lib.options import chosen
 from lib.spec_configs import POLICIES
 from typer.testing import CliRunner
 
-from vllm_specblock.config import parse_combine, parse_drafter, split_keys
 from vllm_specblock.engine.metrics.acceptance import STEPS, TOKENS
 
 HOW = {"num_blocks": 2, "num_starts": 4, "confidence": "sum"}
@@ -46,30 +37,6 @@ def test_every_engine_is_there_once_per_budget(all_engines):
     assert len(all_engines) == 1 + 2 + 2 * len(of_budget)
     told_apart = {json.dumps(keys, sort_keys=True) for keys in all_engines.values()}
     assert len(told_apart) == len(all_engines)
-
-
-def test_our_own_options_take_what_is_asked(all_engines):
-    policies = set()
-    for name, keys in all_engines.items():
-        if not keys or keys["method"] != "specblock":
-            continue
-        assert keys["num_speculative_tokens"] == int(name.rpartition("@ ")[2])
-        first, second, how = split_keys(keys)
-        for head in (first, second):
-            if head is not None:
-                kind, model = head.pop("kind"), head.pop("model")
-                assert model in ("one", "two", "eagle")
-                parse_drafter(head, kind)
-        if second is not None:
-            policies.add(parse_combine(how))
-    assert {(p.draft_policy, p.merge, p.budget) for p in policies} == {
-        ("route", "trie", "joint"),
-        ("merge", "disjoint", "joint"),
-        ("merge", "disjoint", "split"),
-        ("merge", "trie", "joint"),
-        ("merge", "trie", "split"),
-    }
-    assert {p.confidence for p in policies if p.draft_policy == "route"} == {"sum"}
 
 
 def test_only_keeps_plain_vllm(all_engines):
@@ -119,21 +86,8 @@ def prompts_folder(tmp_path):
 
 
 def go(folder, *more):
-    return cli(
-        "--prompts-from",
-        str(folder),
-        "--out",
-        str(folder / "r.json"),
-        "--prompts",
-        "2",
-        "--budgets",
-        "8",
-        "--chains",
-        "3",
-        "--only",
-        "head; route @",
-        *more,
-    )
+    given = f"--prompts-from {folder} --out {folder}/r.json --prompts 2 --budgets 8 --chains 3"
+    return cli(*given.split(), "--only", "head; route @", *more)
 
 
 def test_the_table_and_a_killed_run_that_goes_on(prompts_folder, monkeypatch):

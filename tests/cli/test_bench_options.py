@@ -42,34 +42,13 @@ def bench(*arguments: str | Path):
 
 
 def test_options_of_every_kind(called):
-    bench(
-        *FIRST,
-        "--set",
-        "b=U",
-        "--method",
-        "plain",
-        "--method",
-        "wide",
-        "--drafter",
-        "specblock=D",
-        "--drafter",
-        "eagle3=E",
-        "--define",
-        '{"wide": {"base": "specblock"}}',
-        "--temperature",
-        "0",
-        "--temperature",
-        "0.7",
-        "--raw",
-        "--no-in-process",
-        "--template-options",
-        '{"enable_thinking": false}',
-        "--at-once",
-        "4",
-        "--nodes",
-        "12",
-        "--fresh",
-    )
+    several = "--set", "b=U", "--method", "plain", "--method", "wide"
+    drafters = "--drafter", "specblock=D", "--drafter", "eagle3=E"
+    objects = "--define", '{"wide": {"base": "specblock"}}'
+    objects += "--template-options", '{"enable_thinking": false}'
+    numbers = "--temperature", "0", "--temperature", "0.7", "--at-once", "4", "--nodes", "12"
+    flags = "--raw", "--no-in-process", "--fresh"
+    bench(*FIRST, *several, *drafters, *objects, *numbers, *flags)
     ((config, fresh),) = called
     assert fresh and config.set == ("S", "b=U") and config.method == ("plain", "wide")
     assert config.drafter == {"specblock": Path("D"), "eagle3": Path("E")}

@@ -38,24 +38,9 @@ def source(tmp_path) -> Path:
 def specblock_data(source: Path, out: Path, *more: str | int | Path):
     """The command as a user gives it, in a process of its own."""
     engine = {"enforce_eager": True, "kv_cache_memory_bytes": 64 << 20}
-    arguments = [
-        "data",
-        "--target",
-        TARGET,
-        "--input",
-        source,
-        "--out",
-        out,
-        "--max-length",
-        256,
-        "--max-new-tokens",
-        NEW,
-        "--dtype",
-        "float32",
-        "--engine",
-        json.dumps(engine),
-        *more,
-    ]
+    arguments = ["data", "--target", TARGET, "--input", source, "--out", out, "--max-length", 256]
+    arguments += ["--max-new-tokens", NEW, "--dtype", "float32", "--engine", json.dumps(engine)]
+    arguments += more
     # As in a user's shell, where nothing has chosen how vLLM runs its engine.
     hidden = ("VLLM_ENABLE_V1_MULTIPROCESSING", "TRITON_INTERPRET")
     environment = {name: value for name, value in os.environ.items() if name not in hidden}
@@ -127,16 +112,8 @@ def test_what_vllm_refuses_is_one_sentence(source, tmp_path):
 
 def test_keeping_and_its_errors(source, tmp_path):
     def run(*more):
-        arguments = [
-            "data",
-            "--target",
-            TARGET,
-            "--input",
-            source,
-            "--out",
-            tmp_path / "out",
-            *more,
-        ]
+        where = "--target", TARGET, "--input", source, "--out", tmp_path / "out"
+        arguments = ["data", *where, *more]
         return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
     result = run("--answers", "keep", "--draft-vocab-size", 3)

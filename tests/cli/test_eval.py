@@ -34,38 +34,17 @@ def prompts(tmp_path) -> Path:
     return path
 
 
+def evaluated(prompts: Path, out: Path, *more):
+    """Evaluate two prompts at T = 0 and at those that `more` adds."""
+    given = "--target", TARGET, "--data", prompts, "--prompts", 2, "--temperature", 0
+    return specblock("eval", DRAFTER, *given, "--json", out, *more)
+
+
 def test_table_and_file_say_what_replay_finds(prompts, tmp_path):
     out = tmp_path / "new" / "figures.json"
-    result = specblock(
-        "eval",
-        DRAFTER,
-        "--target",
-        TARGET,
-        "--data",
-        prompts,
-        "--prompts",
-        2,
-        "--new-tokens",
-        40,
-        "--temperature",
-        0,
-        "--temperature",
-        0.8,
-        "--nodes",
-        16,
-        "--nodes",
-        30,
-        "--blocks",
-        3,
-        "--starts",
-        4,
-        "--uniform",
-        "--seed",
-        5,
-        "--json",
-        out,
-        "--no-calibrate-drafts",
-    )
+    sizes = "--nodes", 16, "--nodes", 30, "--blocks", 3, "--starts", 4, "--uniform", "--seed", 5
+    options = "--new-tokens", 40, "--temperature", 0.8, *sizes, "--no-calibrate-drafts"
+    result = evaluated(prompts, out, *options)
     assert result.exit_code == 0, result.output
     figures = json.loads(out.read_text())
     assert (figures["device"], figures["dtype"], figures["prompts"]) == ("cpu", "float32", 2)
@@ -95,25 +74,7 @@ def test_scores_are_set_right_unless_told_otherwise(prompts, tmp_path):
     found = []
     for extra in ((), ("--no-calibrate-drafts",)):
         out = tmp_path / "figures.json"
-        result = specblock(
-            "eval",
-            DRAFTER,
-            "--target",
-            TARGET,
-            "--data",
-            prompts,
-            "--prompts",
-            2,
-            "--new-tokens",
-            60,
-            "--temperature",
-            0,
-            "--nodes",
-            12,
-            "--json",
-            out,
-            *extra,
-        )
+        result = evaluated(prompts, out, "--new-tokens", 60, "--nodes", 12, *extra)
         assert result.exit_code == 0, result.output
         found.append(json.loads(out.read_text())["results"][0]["trees"]["tree of 12"])
     served, drafted = found

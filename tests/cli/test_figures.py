@@ -33,30 +33,12 @@ def sets(tmp_path) -> dict[str, Path]:
 def test_every_figure_is_drawn_and_its_numbers_are_kept(sets, tmp_path):
     pytest.importorskip("matplotlib")
     out = tmp_path / "new" / "figures"
-    result = specblock(
-        "figures",
-        "--target",
-        TARGET,
-        "--drafter",
-        f"blocks={SPECBLOCK}",
-        "--drafter",
-        f"levels={EAGLE3}",
-        "--set",
-        f"a={sets['a']}",
-        "--set",
-        f"b={sets['b']}",
-        "--raw",
-        "--nodes",
-        16,
-        "--new-tokens",
-        40,
-        "--tokens",
-        12,
-        "--case",
-        "class Codec(codecs.Codec):\n",
-        "--out",
-        out,
-    )
+    drafters = "--drafter", f"blocks={SPECBLOCK}", "--drafter", f"levels={EAGLE3}"
+    questions = "--set", f"a={sets['a']}", "--set", f"b={sets['b']}", "--raw"
+    sizes = "--nodes", 16, "--new-tokens", 40, "--tokens", 12
+    case = "--case", "class Codec(codecs.Codec):\n"
+    given = (*drafters, *questions, *sizes, *case)
+    result = specblock("figures", "--target", TARGET, *given, "--out", out)
     assert result.exit_code == 0, result.output
     names = ["fig5a_alpha", "fig5b_alpha_blocks", "fig6_text", "fig7_trees"]
     for name in names:

@@ -26,24 +26,9 @@ def specblock(*arguments: str | Path):
 
 
 def test_init_writes_what_its_options_say(target, tmp_path):
-    result = specblock(
-        "init",
-        "--target",
-        target,
-        "--out",
-        tmp_path / "out",
-        "--block-size",
-        3,
-        "--layers",
-        1,
-        "--draft-vocab-size",
-        32,
-        "--layer-ids",
-        "1,3,8",
-        "--target-name",
-        "org/target",
-        "--qk-norm",
-    )
+    sizes = "--block-size", 3, "--layers", 1, "--draft-vocab-size", 32, "--layer-ids", "1,3,8"
+    given = *sizes, "--target-name", "org/target", "--qk-norm"
+    result = specblock("init", "--target", target, "--out", tmp_path / "out", *given)
     assert result.exit_code == 0, result.output
     config = checkpoint.load(tmp_path / "out").config
     assert (config.block_size, config.num_hidden_layers, config.draft_vocab_size) == (3, 1, 32)

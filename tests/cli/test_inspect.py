@@ -42,22 +42,9 @@ def test_the_accepted_path_is_what_the_target_goes_on_with(
     svg = tmp_path / "new" / "tree.svg"
     said, taken = [], 1  # the first token comes before any draft
     for before in range(3):
-        result = inspect(
-            drafter,
-            "--target",
-            TARGET,
-            "--prompt",
-            PROMPT,
-            "--raw",
-            "--nodes",
-            16,
-            "--blocks",
-            forwards,
-            "--steps",
-            before,
-            "--svg",
-            svg,
-        )
+        sizes = "--nodes", 16, "--blocks", forwards, "--steps", before
+        asked = "--prompt", PROMPT, "--raw", *sizes
+        result = inspect(drafter, "--target", TARGET, *asked, "--svg", svg)
         assert result.exit_code == 0, result.output
         lines = result.stdout.splitlines()
         found = [match for match in map(NODE.match, lines) if match]

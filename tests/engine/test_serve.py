@@ -35,28 +35,12 @@ def process(tmp_path_factory):
         for name, value in os.environ.items()
         if name not in ("VLLM_ENABLE_V1_MULTIPROCESSING", "TRITON_INTERPRET")
     }
-    command = [
-        str(Path(sys.executable).with_name("vllm")),
-        "serve",
-        DRAFTER,
-        "--port",
-        str(port),
-        "--host",
-        "127.0.0.1",
-        "--dtype",
-        "float32",
-        "--enforce-eager",
-        "--max-model-len",
-        "512",
-        "--kv-cache-memory-bytes",
-        str(256 << 20),
-        "--max-num-seqs",
-        "8",
-        "--gpu-memory-utilization",
-        "0.3",
-        "--per-request-spec-decode-metrics",
-        "detailed",
-    ]
+    options = (
+        f"--port {port} --host 127.0.0.1 --dtype float32 --enforce-eager --max-model-len 512 "
+        f"--kv-cache-memory-bytes {256 << 20} --max-num-seqs 8 --gpu-memory-utilization 0.3 "
+        "--per-request-spec-decode-metrics detailed"
+    )
+    command = [Path(sys.executable).with_name("vllm"), "serve", DRAFTER, *options.split()]
     with log.open("w") as output:
         process = subprocess.Popen(
             command,
@@ -144,10 +128,7 @@ def test_a_user_session(server, plain):
 
     client = OpenAI(base_url=f"{server}/v1", api_key="none", max_retries=0)
     chat = client.chat.completions.create(
-        model=model,
-        messages=[{"role": "user", "content": "write a class"}],
-        max_tokens=24,
-        seed=3,
+        model=model, messages=[{"role": "user", "content": "write a class"}], max_tokens=24, seed=3
     )
     assert chat.usage.completion_tokens == 24 or chat.choices[0].finish_reason == "stop"
 

@@ -10,12 +10,7 @@ from torch import nn
 
 from vllm_specblock.drafters.common.linear import PackedLinear
 from vllm_specblock.train.config import TrainConfig, TrainError, parse
-from vllm_specblock.train.optimizers import (
-    MuonWithAdamW,
-    make_optimizer,
-    set_rate,
-    slow_arithmetic,
-)
+from vllm_specblock.train.optimizers import MuonWithAdamW, make_optimizer, set_rate, slow_arithmetic
 
 NEEDED = {"target": "T", "data": "D", "out": "O"}
 

@@ -14,6 +14,52 @@ from pathlib import Path
 
 import pytest
 import torch
+from vllm_specblock.triton_kernels.attention import attention_schedule, tree_attention
+from vllm_specblock.triton_kernels.drafting import (
+    expand,
+    first_block_metadata,
+    grow_level,
+    later_block_metadata,
+    share_siblings,
+)
+from vllm_specblock.triton_kernels.feedback import (
+    calibrate_drafts,
+    count_nodes,
+    device_clock,
+    record_step,
+    update_acceptance,
+    write_survival,
+)
+from vllm_specblock.triton_kernels.feedback.slab_tensors import SlabTensors, StepToRecord
+from vllm_specblock.triton_kernels.kv_cache import commit, committed_tokens, store_kv
+from vllm_specblock.triton_kernels.layers import (
+    best_of_chunks,
+    fp8_linear,
+    gather_states,
+    layer_shift,
+    lm_and_rank_head,
+    norms,
+    rope,
+    silu_mul,
+    topk_tokens,
+)
+from vllm_specblock.triton_kernels.ngram import continuations, occurrences
+from vllm_specblock.triton_kernels.tree import (
+    best_chain,
+    choose_tree,
+    merge_trees,
+    select_tree,
+    store_tree,
+)
+from vllm_specblock.triton_kernels.verify import (
+    accept_path,
+    build_tree_mask,
+    read_accepted,
+    reallocate_drafts,
+)
+from vllm_specblock.triton_kernels.verify.verification_result import VerificationResult
+
+from vllm_specblock.tree import DraftTree
 
 from .conftest import INTERPRETED
 
@@ -62,9 +108,6 @@ def compiler(request, monkeypatch, tmp_path):
     if not isinstance(triton.language.max, triton.runtime.jit.JITFunction):
         pytest.skip(OWN_PROCESS)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    from vllm_specblock.triton_kernels.attention import attention_schedule, tree_attention
-    from vllm_specblock.triton_kernels.kv_cache import commit
-    from vllm_specblock.triton_kernels.layers import layer_shift
 
     def swap(module, name):
         kernel = getattr(module, name)
@@ -74,8 +117,6 @@ def compiler(request, monkeypatch, tmp_path):
         monkeypatch.setattr(module, name, stand_in)
         return stand_in
 
-    swap.layer_shift, swap.tree_attention, swap.commit = layer_shift, tree_attention, commit
-    swap.attention_tiles = attention_schedule
     return swap
 
 
@@ -85,16 +126,16 @@ def fits(stand_in) -> bool:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_layer_shift_compiles(compiler, dtype):
-    stand_in = compiler(compiler.layer_shift, "_layer_shift_kernel")
+    stand_in = compiler(layer_shift, "_layer_shift_kernel")
     weight = torch.empty(64, 128, dtype=dtype)
     for rows in (2, 6, 20, 64):
-        compiler.layer_shift.layer_shift_triton(torch.empty(rows, 5, 64, dtype=dtype), weight)
+        layer_shift.layer_shift_triton(torch.empty(rows, 5, 64, dtype=dtype), weight)
     assert len(stand_in.compiled) == 4 and fits(stand_in)
 
 
 def attend(compiler, dtype, head_size, queries, requests, cache_dtype=None, **rare):
     """Launch tree attention on stand-ins -> those of its two kernels."""
-    module, tokens, rows = compiler.tree_attention, requests * queries, torch.int32
+    module, tokens, rows = tree_attention, requests * queries, torch.int32
     stand_ins = [
         compiler(module, name) for name in ("_tree_attention_kernel", "_merge_splits_kernel")
     ]
@@ -143,7 +184,7 @@ RARE = {
 )
 @pytest.mark.parametrize("shared", [SHARED_LIMIT, 227 * 1024], ids=["small", "hopper"])
 def test_tree_attention_compiles(compiler, monkeypatch, shared, dtype, head_size, queries, rare):
-    monkeypatch.setattr(compiler.attention_tiles, "shared_memory", lambda device: shared)
+    monkeypatch.setattr(attention_schedule, "shared_memory", lambda device: shared)
     for stand_in in attend(compiler, dtype, head_size, queries, 1, **RARE[rare]):
         assert [c.metadata.shared <= shared for c in stand_in.compiled] == [True]
 
@@ -200,7 +241,7 @@ def test_where_the_time_goes_nothing_spills_and_loads_are_on_their_way(
 def test_tiles_leave_room(compiler, shared, head_size):
     """Queries and all buffers fit, and the loop is deep wherever it can be."""
     for dtype in (torch.bfloat16, torch.float16, *([torch.float32] if head_size <= 128 else [])):
-        tiles = compiler.attention_tiles.tile_classes(head_size, dtype, shared)
+        tiles = attention_schedule.tile_classes(head_size, dtype, shared)
         width = triton_width(head_size) * (8 if dtype == torch.float32 else 2)
         for tile in tiles:
             buffers = tile.num_stages + 1  # of keys and of values
@@ -216,20 +257,20 @@ def triton_width(head_size: int) -> int:
 
 
 def test_move_kv_compiles(compiler):
-    stand_in = compiler(compiler.commit, "_move_path_kernel")
+    stand_in = compiler(commit, "_move_path_kernel")
     caches = [torch.empty(4, 2, 16, 256, dtype=torch.bfloat16) for _ in range(2)]
     path = torch.zeros(2, 12, dtype=torch.int64)
     start, accepted = path[:, 0], torch.zeros(2, dtype=torch.int32)
-    together = compiler.commit.KVCacheSet(caches)
-    compiler.commit.move_path_triton(together, path.flatten(), start, start, path, accepted, 24)
+    together = commit.KVCacheSet(caches)
+    commit.move_path_triton(together, path.flatten(), start, start, path, accepted, 24)
     assert len(stand_in.compiled) == 1 and fits(stand_in)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_rms_norm_compiles(compiler, dtype):
-    stand_in = compiler(compiler.layer_shift, "_rms_norm_kernel")
+    stand_in = compiler(layer_shift, "_rms_norm_kernel")
     weight = torch.empty(4096, dtype=dtype)
-    compiler.layer_shift.rms_norm_triton(torch.empty(9, 4, 4096, dtype=dtype), weight, 1e-5)
+    layer_shift.rms_norm_triton(torch.empty(9, 4, 4096, dtype=dtype), weight, 1e-5)
     assert len(stand_in.compiled) == 1 and fits(stand_in)
 
 
@@ -242,8 +283,6 @@ def test_rms_norm_compiles(compiler, dtype):
     ],
 )
 def test_read_heads_compile(compiler, dtype, vocab, scope, sharp):
-    from vllm_specblock.triton_kernels.layers import best_of_chunks, lm_and_rank_head
-
     stand_ins = [
         compiler(best_of_chunks, "_best_of_chunk_kernel"),
         compiler(lm_and_rank_head, "_merge_and_rank_kernel"),
@@ -268,8 +307,6 @@ def test_read_heads_compile(compiler, dtype, vocab, scope, sharp):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("rows", [4, 36, 2000])
 def test_fp8_linear_compiles(compiler, dtype, rows):
-    from vllm_specblock.triton_kernels.layers import fp8_linear
-
     stand_in = compiler(fp8_linear, "_fp8_linear_kernel")
     weight = torch.empty(4096, 4096, dtype=torch.float8_e4m3fn)
     x = torch.empty(rows, 4096, dtype=dtype)
@@ -279,9 +316,6 @@ def test_fp8_linear_compiles(compiler, dtype, rows):
 
 @pytest.mark.parametrize("num_nodes", [12, 60, 256])
 def test_learning_compiles(compiler, num_nodes):
-    from vllm_specblock.triton_kernels.feedback import calibrate_drafts
-    from vllm_specblock.triton_kernels.verify.verification_result import VerificationResult
-
     stand_in = compiler(calibrate_drafts, "_learn_kernel")
     slot, path = torch.zeros(3, dtype=torch.int32), torch.zeros(3, 9, dtype=torch.int64)
     score, heat = torch.zeros(5, num_nodes), torch.zeros(5)
@@ -306,8 +340,6 @@ def test_learning_compiles(compiler, num_nodes):
 
 @pytest.mark.parametrize(("count", "joins"), [(577, True), (130, False)])
 def test_select_compiles(compiler, count, joins):
-    from vllm_specblock.triton_kernels.tree import select_tree
-
     stand_in = compiler(select_tree, "_select_kernel")
     whole = torch.zeros(2, count, dtype=torch.int64)
     path_hash = whole if joins else None
@@ -316,8 +348,6 @@ def test_select_compiles(compiler, count, joins):
 
 
 def test_growth_compiles(compiler):
-    from vllm_specblock.triton_kernels.drafting import expand
-
     starting, selecting = (
         compiler(expand, name) for name in ("_attach_and_start_kernel", "_attach_and_select_kernel")
     )
@@ -336,10 +366,6 @@ def test_growth_compiles(compiler):
 
 @pytest.mark.parametrize("num_nodes", [1, 12, 60, 64, 256])
 def test_best_chain_compiles(compiler, num_nodes):
-    from vllm_specblock.triton_kernels.tree import best_chain
-
-    from vllm_specblock.tree import DraftTree
-
     stand_in = compiler(best_chain, "_best_chain_kernel")
     tree = DraftTree.empty(3, num_nodes, "cpu")
     origin = tree.token.to(torch.uint8)
@@ -351,8 +377,6 @@ def test_best_chain_compiles(compiler, num_nodes):
 
 @pytest.mark.parametrize(("size", "starts", "mask_words"), [(1, 10, 1), (4, 4, 1), (8, 40, 15)])
 def test_sight_compiles(compiler, size, starts, mask_words):
-    from vllm_specblock.triton_kernels.drafting import first_block_metadata, later_block_metadata
-
     first = compiler(first_block_metadata, "_first_block_metadata_kernel")
     later = compiler(later_block_metadata, "_later_block_metadata_kernel")
     row = torch.zeros(2, starts, dtype=torch.int64)
@@ -383,8 +407,6 @@ def test_sight_compiles(compiler, size, starts, mask_words):
 
 @pytest.mark.parametrize("req_idx", [torch.int32, torch.int64], ids=["eager", "graph"])
 def test_committed_rows_compile(compiler, req_idx):
-    from vllm_specblock.triton_kernels.kv_cache import committed_tokens
-
     stand_in = compiler(committed_tokens, "_committed_tokens_kernel")
     known, path = torch.zeros(3, 3, dtype=req_idx), torch.zeros(3, 13, dtype=torch.int64)
     of_rows, text = torch.zeros(39, dtype=torch.int64), torch.zeros(5, 100, dtype=torch.int32)
@@ -420,8 +442,6 @@ def test_committed_rows_compile(compiler, req_idx):
     ids=str,
 )
 def test_store_kv_compiles(compiler, dtype, cache_dtype):
-    from vllm_specblock.triton_kernels.kv_cache import store_kv
-
     stand_in = compiler(store_kv, "_store_kv_kernel")
     scales = (ONE, ONE) if cache_dtype == torch.float8_e4m3fn else ()
     for heads in (8, 32):
@@ -435,8 +455,6 @@ def test_store_kv_compiles(compiler, dtype, cache_dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("size", [96, 128])
 def test_rope_compiles(compiler, dtype, size):
-    from vllm_specblock.triton_kernels.layers import rope
-
     stand_in = compiler(rope, "_rotate_pair_kernel")
     both = torch.empty(3, 5, 48, size, dtype=dtype)  # as a product leaves them
     query, key = both[..., :32, :], both[..., 32:40, :]
@@ -452,9 +470,6 @@ def test_rope_compiles(compiler, dtype, size):
 
 @pytest.mark.parametrize(("num_nodes", "heads"), [(1, 1), (60, 2), (256, 2)])
 def test_counting_compiles(compiler, num_nodes, heads):
-    from vllm_specblock.triton_kernels.feedback import count_nodes
-    from vllm_specblock.triton_kernels.verify.verification_result import VerificationResult
-
     verified, drafted = (
         compiler(count_nodes, name) for name in ("_verified_kernel", "_drafted_kernel")
     )
@@ -478,8 +493,6 @@ def test_counting_compiles(compiler, num_nodes, heads):
     ],
 )
 def test_best_tokens_compile(compiler, dtype, vocab, width, sharp):
-    from vllm_specblock.triton_kernels.layers import best_of_chunks, topk_tokens
-
     found = (
         compiler(best_of_chunks, "_best_of_chunk_kernel"),
         compiler(topk_tokens, "_merge_kernel"),
@@ -493,8 +506,6 @@ def test_best_tokens_compile(compiler, dtype, vocab, width, sharp):
     ("depth", "top_k", "width"), [(8, 10, 8), (8, 1, 1), (3, 10, 1), (1, 10, 10), (2, 32, 32)]
 )
 def test_growing_levels_compiles(compiler, depth, top_k, width):
-    from vllm_specblock.triton_kernels.drafting import grow_level
-
     growing, selecting = (
         compiler(grow_level, name)
         for name in ("_attach_and_grow_kernel", "_attach_and_select_kernel")
@@ -514,8 +525,6 @@ def test_growing_levels_compiles(compiler, depth, top_k, width):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_norms_and_gate_compile(compiler, dtype):
-    from vllm_specblock.triton_kernels.layers import norms, silu_mul
-
     names = ("_add_norm_kernel", "_norm_pair_kernel")
     add_norm, norm_pair = (compiler(norms, name) for name in names)
     gate = compiler(silu_mul, "_silu_mul_kernel")
@@ -531,8 +540,6 @@ def test_norms_and_gate_compile(compiler, dtype):
 
 
 def test_fp8_linear_onto_a_sum_compiles(compiler):
-    from vllm_specblock.triton_kernels.layers import fp8_linear
-
     stand_in = compiler(fp8_linear, "_fp8_linear_kernel")
     weight = torch.empty(4096, 14336, dtype=torch.float8_e4m3fn)
     for rows in (4, 2000):
@@ -543,8 +550,6 @@ def test_fp8_linear_onto_a_sum_compiles(compiler):
 
 @pytest.mark.parametrize("num_nodes", [1, 60, 256])
 def test_seeing_trees_compiles(compiler, num_nodes):
-    from vllm_specblock.triton_kernels.verify import build_tree_mask
-
     stand_in = compiler(build_tree_mask, "_build_tree_mask_kernel")
     row, start = torch.zeros(16, dtype=torch.int64), torch.zeros(4, dtype=torch.int32)
     mask_words = num_nodes // 64 + 1
@@ -567,9 +572,6 @@ def test_seeing_trees_compiles(compiler, num_nodes):
 
 @pytest.mark.parametrize("num_nodes", [1, 60, 256])
 def test_walking_compiles(compiler, num_nodes):
-    from vllm_specblock.triton_kernels.drafting import share_siblings
-    from vllm_specblock.triton_kernels.verify import accept_path
-
     walked = compiler(accept_path, "_accept_path_kernel")
     shared = compiler(share_siblings, "_share_siblings_kernel")
     row, parent = torch.zeros(9, dtype=torch.int64), torch.zeros(5, num_nodes, dtype=torch.int32)
@@ -597,8 +599,6 @@ def test_walking_compiles(compiler, num_nodes):
 
 
 def test_device_clock_compiles(compiler):
-    from vllm_specblock.triton_kernels.feedback import device_clock
-
     total = torch.zeros(3, dtype=torch.int64)
     for name, launch in (("_begin", "begin_span_triton"), ("_end", "end_span_triton")):
         stand_in = compiler(device_clock, f"{name}_kernel")
@@ -610,10 +610,6 @@ def test_device_clock_compiles(compiler):
 @pytest.mark.parametrize("num_nodes", [1, 60, 64, 256])
 @pytest.mark.parametrize("slot", ["eager", "graph"])
 def test_store_tree_compiles(compiler, num_nodes, slot):
-    from vllm_specblock.triton_kernels.tree import store_tree
-
-    from vllm_specblock.tree import DraftTree
-
     stand_in = compiler(store_tree, "_store_tree_kernel")
     tree = DraftTree.empty(3, num_nodes, "cpu")
     origin, known = tree.token.to(torch.uint8), torch.zeros(3, 3, dtype=torch.int64)
@@ -637,8 +633,6 @@ def test_store_tree_compiles(compiler, num_nodes, slot):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("layers", [1, 3, 9])
 def test_gather_states_compiles(compiler, layers, dtype):
-    from vllm_specblock.triton_kernels.layers import gather_states
-
     stand_in = compiler(gather_states, "_gather_states_kernel")
     states = [torch.empty(5, 4096, dtype=dtype) for _ in range(layers)]
     out = gather_states.gather_states_triton(states, torch.zeros(4, dtype=torch.int64)[1:])
@@ -647,8 +641,6 @@ def test_gather_states_compiles(compiler, layers, dtype):
 
 
 def test_sharpness_compiles(compiler):
-    from vllm_specblock.triton_kernels.feedback import calibrate_drafts
-
     stand_in = compiler(calibrate_drafts, "_calibration_kernel")
     own, columns = torch.zeros(5), torch.zeros(3, 3, dtype=torch.int64)
     for slot in (None, columns[:, 1].int(), columns[:, 1]):
@@ -659,8 +651,6 @@ def test_sharpness_compiles(compiler):
 
 @pytest.mark.parametrize("known", [torch.int32, torch.int64], ids=["eager", "graph"])
 def test_read_verdicts_compile(compiler, known):
-    from vllm_specblock.triton_kernels.verify import read_accepted
-
     stand_in = compiler(read_accepted, "_read_accepted_kernel")
     table, path = torch.zeros(3, 3, dtype=known), torch.zeros(5, 13, dtype=torch.int64)
     live = table[1].bool() if known == torch.int32 else table[:, 1]
@@ -675,11 +665,6 @@ def test_read_verdicts_compile(compiler, known):
 @pytest.mark.parametrize("num_nodes", [1, 60, 256])
 @pytest.mark.parametrize("known", [torch.int32, torch.int64], ids=["eager", "graph"])
 def test_reach_compiles(compiler, num_nodes, known):
-    from vllm_specblock.triton_kernels.feedback import update_acceptance, write_survival
-    from vllm_specblock.triton_kernels.verify.verification_result import VerificationResult
-
-    from vllm_specblock.tree import DraftTree
-
     learn = compiler(update_acceptance, "_update_acceptance_kernel")
     offer = compiler(write_survival, "_write_survival_kernel")
     counts, heat = torch.zeros(2, 32), torch.zeros(5)
@@ -710,8 +695,6 @@ def test_reach_compiles(compiler, num_nodes, known):
     ("width", "branches", "depth"), [(1024, 8, 16), (32_768, 1, 1), (1 << 20, 32, 8)]
 )
 def test_following_compiles(compiler, width, branches, depth):
-    from vllm_specblock.triton_kernels.ngram import continuations, occurrences
-
     found = compiler(occurrences, "_occurrences_kernel")
     followed = compiler(continuations, "_follow_kernel")
     table, known = torch.zeros(1, width, dtype=torch.int32), torch.zeros(1, 3, dtype=torch.int64)
@@ -723,10 +706,6 @@ def test_following_compiles(compiler, width, branches, depth):
 
 @pytest.mark.parametrize(("num_nodes", "flag"), [(1, True), (60, True), (60, False), (256, True)])
 def test_combining_compiles(compiler, num_nodes, flag):
-    from vllm_specblock.triton_kernels.tree import choose_tree, merge_trees
-
-    from vllm_specblock.tree import DraftTree
-
     choosing = compiler(choose_tree, "_choose_kernel")
     merging = compiler(merge_trees, "_merge_kernel")
     tree = vars(DraftTree.empty(3, num_nodes, "cpu"))
@@ -738,8 +717,6 @@ def test_combining_compiles(compiler, num_nodes, flag):
 
 @pytest.mark.parametrize("num_nodes", [1, 60, 120, 256])
 def test_reallocation_compiles(compiler, num_nodes):
-    from vllm_specblock.triton_kernels.verify import reallocate_drafts
-
     stand_in = compiler(reallocate_drafts, "_reallocate_drafts_kernel")
     starts, slot = torch.zeros(9, dtype=torch.int32), torch.zeros(3, dtype=torch.int64)
     reallocate_drafts.reallocate_drafts_triton(
@@ -752,10 +729,6 @@ def test_reallocation_compiles(compiler, num_nodes):
 @pytest.mark.parametrize("known", [torch.int32, torch.int64], ids=["eager", "graph"])
 @pytest.mark.parametrize("num_nodes", [1, 60, 256])
 def test_record_step_compiles(compiler, dtype, known, num_nodes):
-    from vllm_specblock.triton_kernels.feedback import record_step
-    from vllm_specblock.triton_kernels.feedback.slab_tensors import SlabTensors, StepToRecord
-    from vllm_specblock.triton_kernels.verify.verification_result import VerificationResult
-
     stand_in = compiler(record_step, "_record_step_kernel")
     slabs = SlabTensors.empty(2, 256, 4096, 5, dtype)
     table, rows = torch.zeros(3, 3, dtype=known), torch.zeros(39, dtype=torch.int64)

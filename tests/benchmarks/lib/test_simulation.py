@@ -7,13 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from lib.simulation import (
-    CostModel,
-    Simulation,
-    SimulationConfig,
-    misses_of,
-    simulate,
-)
+from lib.simulation import CostModel, Simulation, SimulationConfig, misses_of, simulate
 from lib.simulation_figures import tau_of
 from lib.streams import AWAY, HOME, Place, make_stream
 from support.world import World
@@ -126,15 +120,6 @@ def test_what_training_costs_is_charged_to_the_next_request(world):
     assert heads.served[-1].training == 2.25
 
 
-def test_updates_without_a_gain_are_not_served_where_the_judge_decides(world):
-    """At such a rate every update is a bad one."""
-    bad = replace(CONFIG, update=UpdateConfig(lr=0.3))
-    gated = run(world, Fixed(Action.FULL, 8), "stationary", 48, config=bad)
-    assert gated.refused >= 3
-    always = run(world, Always(), "stationary", 48, config=bad)
-    assert late(gated, "home") > late(always, "home") + 0.5
-
-
 class RollsBack(Policy):
     """Full updates after 8 and 16 requests, the first of them good; back after 24."""
 
@@ -197,13 +182,3 @@ def test_a_miss_is_a_step_that_ends_at_a_node_with_children():
     ]
     assert [misses_of([step]) for step in steps] == [1, 1, 0, 0]
     assert misses_of(steps) == 2
-
-
-def test_a_refused_version_that_new_texts_want_serves_between_two_updates(world, monkeypatch):
-    made, drafter, texts = world
-    simulation = Simulation(drafter, made.teacher, Fixed(Action.FULL, 8), CONFIG)
-    monkeypatch.setattr(simulation.adaptation.judge, "is_better", lambda *_: False)
-    found = simulate(simulation, [Place("away", AWAY, n) for n in range(15)], texts)
-    versions = [each.version for each in found.served]
-    assert 12 <= versions.index(1) < 15 and found.swaps == found.refused == 1
-    assert simulation.served.number == 1

@@ -4,14 +4,7 @@ from __future__ import annotations
 
 import pytest
 from lib.simulation import Served, Simulated
-from lib.simulation_figures import (
-    draw,
-    figures,
-    markdown,
-    requests_to_adapt,
-    tau_of,
-    windows,
-)
+from lib.simulation_figures import draw, figures, markdown, requests_to_adapt, tau_of, windows
 from lib.streams import AWAY, HOME, STREAMS, make_stream, texts_needed
 
 from vllm_specblock.adapt.policy.registry import POLICIES, make_policy

@@ -348,10 +348,7 @@ def test_broken_safetensors_file(llama):
 @pytest.mark.parametrize(
     ("scaling", "said"),
     [
-        (
-            {"rope_type": "yarn", "factor": 4.0},
-            "must be one of default, linear, llama3",
-        ),
+        ({"rope_type": "yarn", "factor": 4.0}, "must be one of default, linear, llama3"),
         ({"type": "linear"}, "factor = None"),
         ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}, "high_freq_factor = None"),
     ],

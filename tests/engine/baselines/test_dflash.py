@@ -10,10 +10,9 @@ import pytest
 import torch
 from support import dflash
 from support.committed import rows_of
-from support.engines import DRAFTER, TARGET, assert_identical, make_engine, record_drafts
+from support.engines import DRAFTER, TARGET, assert_identical, configure, make_engine, record_drafts
 from support.mask_blocks import KINDS
 from support.matrix import PROMPTS, params
-from vllm.engine.arg_utils import EngineArgs
 
 from vllm_specblock.config import OptionError
 from vllm_specblock.engine.config import vllm_args
@@ -132,37 +131,25 @@ def test_tokens_are_vllms_own_and_drafts_are_accepted(kind, given, folders, refe
     assert count["accepted_nodes_1"] > 80, count
 
 
-def configure(folder, **given):
-    """vLLM's own way from arguments to a config; loads no weight."""
-    speculative = {"method": "specblock", "model": str(folder), "num_speculative_tokens": 12}
-    return EngineArgs(
-        model=str(TARGET),
-        dtype="float32",
-        enforce_eager=True,
-        max_model_len=512,
-        speculative_config=speculative | given,
-    ).create_engine_config()
-
-
 @pytest.mark.parametrize("kind", OF_KIND)
 def test_what_is_asked_of_the_target(kind, tmp_path):
     raw = OF_KIND[kind]
     folder = dflash.write(tmp_path / "drafter", dflash.make_model(raw), raw)
-    config = configure(folder, depth=3)
+    config = configure({"model": str(folder), "depth": 3})
     draft = config.speculative_config.draft_model_config.hf_config
     assert draft.eagle_aux_hidden_state_layer_ids == [1, 3, 5, 6]
     plan = vllm_args.read_back(config.additional_config)
     assert plan.drafters[0].kind == kind and plan.drafters[0].options.depth == 3
     with pytest.raises(OptionError, match=f"of a drafter of kind '{kind}'"):
-        configure(folder, top_k=3)
+        configure({"model": str(folder), "top_k": 3})
     other = next(each for each in OF_KIND if each != kind)
     with pytest.raises(OptionError, match=f"holds a drafter of kind '{kind}'"):
-        configure(folder, kind=other)
+        configure({"model": str(folder), "kind": other})
     with pytest.raises(OptionError, match="adapt"):
-        configure(folder, adapt=True)
+        configure({"model": str(folder), "adapt": True})
 
 
 def test_a_drafter_of_another_target(tmp_path):
     folder = dflash.write(tmp_path / "drafter", dflash.make_model())
     with pytest.raises(OptionError, match="made for a target of hidden size 32"):
-        configure(folder)
+        configure({"model": str(folder)})

@@ -66,11 +66,7 @@ ROPES = {
         "rope_parameters": {"rope_theta": THETA, "rope_type": "default"}
         | {"partial_rotary_factor": 0.25}
     },
-    "partial yarn": {
-        "rope_theta": THETA,
-        "partial_rotary_factor": 0.5,
-        "rope_scaling": YARN,
-    },
+    "partial yarn": {"rope_theta": THETA, "partial_rotary_factor": 0.5, "rope_scaling": YARN},
 }
 
 

@@ -145,11 +145,7 @@ def test_step_by_step_the_same_draft(make, whole, teacher, plain, tmp_path, monk
     if model.wants_head:
         model.share_head(teacher.head)
     head = Eagle3Drafter(
-        model,
-        teacher.embed,
-        Eagle3Config(depth=DRAFTED, top_k=1),
-        DRAFTED,
-        MAX_LEN,
+        model, teacher.embed, Eagle3Config(depth=DRAFTED, top_k=1), DRAFTED, MAX_LEN
     )
     pages = MAX_LEN // PAGE + 1
     head.bind(

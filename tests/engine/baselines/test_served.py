@@ -9,11 +9,10 @@ from baselines.mask_blocks import JetSpec
 from baselines.medusa import Medusa
 from baselines.parallelspec import ParallelSpec
 from baselines.sps import SmallModel
-from support.engines import DRAFTER, TARGET, assert_identical, make_engine, record_drafts
+from support.engines import DRAFTER, TARGET, assert_identical, configure, make_engine, record_drafts
 from support.matrix import PROMPTS, params
 from transformers import AutoConfig, LlamaConfig
 from vllm import SamplingParams
-from vllm.engine.arg_utils import EngineArgs
 
 from vllm_specblock.config import OptionError
 from vllm_specblock.drafters.specblock.untrained import most_frequent
@@ -97,11 +96,7 @@ def test_tokens_are_vllms_own_and_drafts_are_accepted(kind, folders, reference, 
 def test_the_last_cached_block_is_kept(kind, folders, monkeypatch):
     """The cache rows of neither depend on the next token."""
     engine = make_engine(
-        {
-            "model": str(folders[kind]),
-            "num_speculative_tokens": 12,
-            "calibrate_drafts": False,
-        }
+        {"model": str(folders[kind]), "num_speculative_tokens": 12, "calibrate_drafts": False}
     )
     drafts = record_drafts(engine, monkeypatch)
     greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -119,18 +114,6 @@ def test_the_last_cached_block_is_kept(kind, folders, monkeypatch):
     assert found[0][1:] == found[1][1:]
 
 
-def configure(folder, **given):
-    """vLLM's own way from arguments to a config; loads no weight."""
-    speculative = {"method": "specblock", "model": str(folder), "num_speculative_tokens": 12}
-    return EngineArgs(
-        model=str(TARGET),
-        dtype="float32",
-        enforce_eager=True,
-        max_model_len=512,
-        speculative_config=speculative | given,
-    ).create_engine_config()
-
-
 @pytest.mark.parametrize("kind", MAKE)
 def test_a_drafter_of_another_target(kind, tmp_path):
     """One sentence, before any weight is loaded."""
@@ -146,7 +129,7 @@ def test_a_drafter_of_another_target(kind, tmp_path):
     t2d = torch.ones(100, dtype=torch.bool)
     make.for_target(other, torch.zeros(100).long(), t2d, 0, **sizes).save(tmp_path)
     with pytest.raises(ValueError, match=r"was made for a target of [a-z]+ size") as error:
-        configure(tmp_path)
+        configure({"model": str(tmp_path)})
     assert str(error.value).endswith("use a drafter of this target.")
 
 
@@ -155,12 +138,12 @@ def test_options_of_a_kind(tmp_path):
     t2d = torch.ones(2048, dtype=torch.bool)
     config = LlamaConfig(vocab_size=2048)
     make.for_target(config, torch.zeros(2048).long(), t2d, 0, **sizes).save(tmp_path)
-    plan = vllm_args.read_back(configure(tmp_path, depth=3).additional_config)
+    plan = vllm_args.read_back(configure({"model": str(tmp_path), "depth": 3}).additional_config)
     assert plan.drafters[0].kind == "sps" and plan.drafters[0].options.depth == 3
     with pytest.raises(OptionError, match="of a drafter of kind 'sps'"):
-        configure(tmp_path, top_k=3)
+        configure({"model": str(tmp_path), "top_k": 3})
     with pytest.raises(OptionError, match="holds a drafter of kind 'sps'"):
-        configure(tmp_path, kind="medusa")
+        configure({"model": str(tmp_path), "kind": "medusa"})
 
 
 @pytest.mark.parametrize(
@@ -173,7 +156,7 @@ def test_states_that_vllm_is_asked_for(kind, inner, read, tmp_path):
     target = AutoConfig.from_pretrained(TARGET)
     t2d = torch.ones(target.vocab_size, dtype=torch.bool)
     make.for_target(target, torch.zeros(target.vocab_size).long(), t2d, 0, **sizes).save(tmp_path)
-    config = configure(tmp_path)
+    config = configure({"model": str(tmp_path)})
     draft = config.speculative_config.draft_model_config.hf_config
     assert draft.eagle_aux_hidden_state_layer_ids == inner
     assert vllm_args.read_back(config.additional_config).layers == read

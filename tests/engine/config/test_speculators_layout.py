@@ -33,10 +33,7 @@ RAW = {
 def test_ours_is_kept_where_it_is_asked_for(given, method, tokens, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(RAW))
     model, tokenizer, found = arg_utils.maybe_override_with_speculators(
-        model=str(tmp_path),
-        tokenizer=None,
-        trust_remote_code=False,
-        vllm_speculative_config=given,
+        model=str(tmp_path), tokenizer=None, trust_remote_code=False, vllm_speculative_config=given
     )
     assert model == tokenizer == "somebody/target"
     assert found["model"] == str(tmp_path)
@@ -47,10 +44,7 @@ def test_dashes_are_underscores(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(RAW))
     given = {"method": "specblock", "num-speculative-tokens": 7}
     _, _, found = arg_utils.maybe_override_with_speculators(
-        model=str(tmp_path),
-        tokenizer=None,
-        trust_remote_code=False,
-        vllm_speculative_config=given,
+        model=str(tmp_path), tokenizer=None, trust_remote_code=False, vllm_speculative_config=given
     )
     counts = {key: value for key, value in found.items() if key.startswith("num")}
     assert counts == {"num-speculative-tokens": 7}
@@ -61,9 +55,6 @@ def test_other_models_are_left_alone(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     given = {"method": "specblock", "model": "somebody/drafter"}
     found = arg_utils.maybe_override_with_speculators(
-        model=str(tmp_path),
-        tokenizer=None,
-        trust_remote_code=False,
-        vllm_speculative_config=given,
+        model=str(tmp_path), tokenizer=None, trust_remote_code=False, vllm_speculative_config=given
     )
     assert found == (str(tmp_path), None, given)

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.engines import DRAFTER, ROOT, TARGET
+from support.engines import DRAFTER, ROOT, TARGET, configure
 from vllm import envs
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
@@ -20,19 +20,6 @@ from vllm.v1.worker.gpu.spec_decode.eagle import eagle3_utils
 from vllm_specblock.config import OptionError
 from vllm_specblock.engine.config import validate, vllm_args
 from vllm_specblock.engine.config.ours import is_ours
-
-
-def configure(speculative: dict | None = None, target=TARGET, **changes):
-    """vLLM's own way from arguments to a config; loads no weight."""
-    given = {"method": "specblock", "model": str(DRAFTER), "num_speculative_tokens": 24}
-    return EngineArgs(
-        model=str(target),
-        dtype="float32",
-        enforce_eager=True,
-        max_model_len=512,
-        speculative_config=given | (speculative or {}),
-        **changes,
-    ).create_engine_config()
 
 
 def refused(*parts: str, **kwargs) -> None:
@@ -471,10 +458,7 @@ def test_adaptation_is_off_and_can_be_on():
         ),
         (
             ADAPT
-            | {
-                "rejection_sample_method": "synthetic",
-                "synthetic_acceptance_rates": [0.5] * 24,
-            },
+            | {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.5] * 24},
             ["synthetic acceptance", "nothing to learn"],
         ),
         ({"adapt": {"trainer": "cuda:99"}}, ["'adapt.trainer' is 'cuda:99'", "GPUs here"]),

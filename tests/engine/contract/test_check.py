@@ -10,14 +10,7 @@ from textwrap import dedent
 import pytest
 
 from vllm_specblock.engine.contract.check import broken, hooks
-from vllm_specblock.engine.contract.hook import (
-    Attributes,
-    Has,
-    IsClassMethod,
-    Says,
-    SaysNot,
-    Takes,
-)
+from vllm_specblock.engine.contract.hook import Attributes, Has, IsClassMethod, Says, SaysNot, Takes
 from vllm_specblock.engine.contract.imports import Imports, our_imports, replaced_kernels
 from vllm_specblock.engine.contract.sources import Sources, installed
 

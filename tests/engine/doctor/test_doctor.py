@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.engines import DRAFTER, ROOT, TARGET
+from support.engines import DRAFTER, ROOT, TARGET, configure
 from typer.testing import CliRunner
 from vllm import envs
-from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 
 from vllm_specblock.cli.main import app
@@ -89,11 +88,8 @@ def test_memory_is_that_of_the_files_and_of_an_engine(tree):
 
 def refusal(target: Path, drafter: Path) -> str:
     """The sentence with which an engine's arguments are refused."""
-    given = {"method": "specblock", "model": str(drafter)}
     with pytest.raises(ValueError) as error:
-        EngineArgs(
-            model=str(target), max_model_len=512, speculative_config=given
-        ).create_engine_config()
+        configure({"model": str(drafter)}, target)
     return str(error.value)
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+import pytest
 import torch
+from support.trees import texts
 from torch import Tensor
 from transformers import LlamaConfig
 
 from vllm_specblock.train.data.batch import Batch, Segment
-from vllm_specblock.train.learner import EvalSequence, TrainBatch
+from vllm_specblock.train.learner import EvalSequence, LossOutput, TrainBatch
 from vllm_specblock.train.target.features import TargetOutputs
 
 HIDDEN, VOCAB, DRAFT_VOCAB = 32, 20, 14
@@ -158,6 +160,38 @@ def naive_outcome(
                 hits[k] += right
     means = [sum(each) / len(each) if each else 0.0 for each in losses]
     return sum(w * m for w, m in zip(weights, means)) / sum(weights), ce_loss, hits, seen
+
+
+def assert_outcome(
+    outcome: LossOutput,
+    rows: Rows,
+    train_batch: TrainBatch,
+    weights: Sequence[float],
+    blocks: int = 1,
+    rel: float = 1e-4,
+) -> None:
+    """The loss and tally are those of `naive_outcome`, split into so many blocks."""
+    loss, ce_loss, hits, seen = naive_outcome(rows, train_batch, weights)
+    assert outcome.loss.item() == pytest.approx(loss, rel=rel)
+    assert outcome.seen.flatten().tolist() == seen and seen[0] > 12
+    assert outcome.hits.flatten().tolist() == hits
+    assert outcome.seen.shape == outcome.hits.shape == (blocks, len(weights) // blocks)
+    assert outcome.ce_loss.flatten().tolist() == pytest.approx(ce_loss, rel=rel)
+
+
+def assert_drafts(learner, train_batch: TrainBatch, positions: Callable, close: float) -> None:
+    """Trees of 15 nodes score their paths as `positions(root)` does, [Vd] of each position; one
+    pass over the whole text drafts the same."""
+    named = vocabulary()[2]
+    whole = learner.draft_along(script_to(train_batch, 8))
+    for root in (1, 4, 8):
+        logprobs = positions(root)
+        found = texts(learner.draft_along(script_to(train_batch, root))(root), 0)
+        assert len(found) == 15
+        for path, score in found.items():
+            total = sum(logprobs[k][named.index(token)].item() for k, token in enumerate(path))
+            assert score == pytest.approx(total, abs=1e-4)
+        assert texts(whole(root), 0) == pytest.approx(found, abs=close)
 
 
 def rows_of(batch: Batch) -> list[tuple[int, int, int, int]]:

@@ -99,11 +99,7 @@ def write(folder: Path, model: DFlashModel, raw: dict[str, Any] = PUBLISHED) -> 
 
 
 def plain_logits(
-    weights: dict[str, Tensor],
-    raw: dict[str, Any],
-    head: Tensor,
-    features: Tensor,
-    block: Tensor,
+    weights: dict[str, Tensor], raw: dict[str, Any], head: Tensor, features: Tensor, block: Tensor
 ) -> Tensor:
     """Logits [S, V] of a block behind a text, in the plainest words.
 
@@ -184,12 +180,7 @@ def learn(
 
 
 def _loss(
-    model: DFlashModel,
-    text: Tensor,
-    features: Tensor,
-    first: int,
-    embedding: Tensor,
-    causal: bool,
+    model: DFlashModel, text: Tensor, features: Tensor, first: int, embedding: Tensor, causal: bool
 ) -> Tensor:
     count, size = len(text), 1 + model.config.masks
     roots = torch.arange(first, count - size)

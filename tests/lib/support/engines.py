@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm import LLM, SamplingParams
+from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -102,6 +103,19 @@ def make_engine(speculative: dict[str, Any] | None, **changes: Any) -> Engine:
     engine = Engine(LLM(**{**settings, **changes}))
     _ALIVE.append(engine)
     return engine
+
+
+def configure(speculative: dict | None = None, target=TARGET, **changes):
+    """vLLM's own way from arguments to a config; loads no weight."""
+    given = {"method": "specblock", "model": str(DRAFTER), "num_speculative_tokens": 24}
+    return EngineArgs(
+        model=str(target),
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=512,
+        speculative_config=given | (speculative or {}),
+        **changes,
+    ).create_engine_config()
 
 
 def keep_async_scheduling(monkeypatch) -> None:

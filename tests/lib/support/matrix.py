@@ -42,10 +42,7 @@ def params(count: int = len(PROMPTS), **common) -> list[SamplingParams]:
 def crowded_engine(speculative: dict) -> Engine:
     """An engine with far too small a cache: prompts come in chunks, requests are preempted."""
     return make_engine(
-        speculative,
-        max_num_batched_tokens=96,
-        num_gpu_blocks_override=24,
-        max_model_len=256,
+        speculative, max_num_batched_tokens=96, num_gpu_blocks_override=24, max_model_len=256
     )
 
 
@@ -65,10 +62,7 @@ class Reference:
         self.known: dict[str, list[list[Output]]] = {}
 
     def __call__(
-        self,
-        name: str,
-        requests: list[SamplingParams],
-        texts: Sequence[list[int]] = PROMPTS,
+        self, name: str, requests: list[SamplingParams], texts: Sequence[list[int]] = PROMPTS
     ) -> list[list[Output]]:
         """Outputs of `requests`; the same `name` must mean the same requests."""
         if name not in self.known:

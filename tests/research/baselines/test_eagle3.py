@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 from baselines.eagle3 import DECAY, Eagle3
+from drafter_zoo import parameters
 from safetensors.torch import load_file
 from support.baseline_batches import two_windows
 from transformers import LlamaConfig
@@ -323,10 +324,10 @@ def test_weights_are_of_the_seed_alone():
     assert not torch.equal(weights(1).fc.weight, weights(2).fc.weight)
     head = torch.randn(len(NAMED), HIDDEN)
     assert torch.equal(weights(1, head=head).lm_head.weight, head)
-    wide = weights(1, intermediate_size=40)
-    assert wide.num_parameters - weights(1).num_parameters == 3 * HIDDEN * 16
+    wide, plain = weights(1, intermediate_size=40), weights(1)
+    assert parameters(wide) - parameters(plain) == 3 * HIDDEN * 16
     # fc, attention, two norms more than a Llama layer's, MLP, final norm, head
-    assert weights(1).num_parameters == (
+    assert parameters(plain) == (
         48 * 16 + 2 * 16 * (16 + 8 + 8) + 16 * 16 + 3 * 16 + 3 * 16 * 24 + 16 + 14 * 16
     )
 

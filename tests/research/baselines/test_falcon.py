@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from support.baseline_batches import (
     HIDDEN,
     TARGET_CONFIG,
+    assert_outcome,
     embed,
-    naive_outcome,
     packed_lesson,
     plain_trunk,
     rows_of,
@@ -79,13 +79,7 @@ def test_loss_is_that_of_every_row_alone(drafter, train_batch):
         fed = fed_by_text(train_batch.batch, window, column)
         return row_alone(drafter, train_batch, window, begin, column, fed)
 
-    loss, ce_loss, hits, seen = naive_outcome(rows, train_batch, [1.0] * count)
-    outcome = drafter(train_batch)
-    assert outcome.loss.item() == pytest.approx(loss, rel=1e-4)
-    assert outcome.seen.flatten().tolist() == seen and seen[0] > 12
-    assert outcome.hits.flatten().tolist() == hits
-    assert outcome.hits.shape == (FORWARDS, drafter.config.block_size)
-    assert outcome.ce_loss.flatten().tolist() == pytest.approx(ce_loss, rel=1e-4)
+    assert_outcome(drafter(train_batch), rows, train_batch, [1.0] * count, FORWARDS)
 
 
 @pytest.mark.parametrize("at_once", [4, 100])

@@ -14,15 +14,14 @@ from support.baseline_batches import (
     DRAFT_VOCAB,
     HIDDEN,
     TARGET_CONFIG,
+    assert_drafts,
+    assert_outcome,
     embed,
-    naive_outcome,
     packed_lesson,
-    script_to,
     train,
     vocabulary,
 )
 from support.dflash import plain_logits
-from support.trees import texts
 
 from vllm_specblock.drafters.registry import drafter_kind
 
@@ -65,29 +64,18 @@ def test_loss_is_that_of_every_block_alone(drafter, train_batch, tmp_path):
 
     falling = [1.0, 0.60653, 0.36788]
     weights = falling if type(drafter) is DFlash else [1.0] * MASKS
-    loss, ce_loss, hits, seen = naive_outcome(rows, train_batch, weights)
-    outcome = drafter(train_batch)
-    assert outcome.loss.item() == pytest.approx(loss, rel=1e-4)
-    assert outcome.seen.tolist() == [seen] and seen[0] > 12
-    assert outcome.hits.tolist() == [hits]
-    assert outcome.ce_loss[0].tolist() == pytest.approx(ce_loss, rel=1e-4)
+    assert_outcome(drafter(train_batch), rows, train_batch, weights)
 
 
 @pytest.mark.parametrize("at_once", [3, 100])
 def test_drafts_what_it_was_trained_to(drafter, train_batch, tmp_path, monkeypatch, at_once):
     monkeypatch.setattr(trunk_learner, "_ROWS_AT_ONCE", at_once)
     drafter.save(tmp_path)
-    named = vocabulary()[2]
-    whole = drafter.draft_along(script_to(train_batch, 8))
-    for root in (1, 4, 8):
-        masks = row_alone(drafter, tmp_path, train_batch, 0, 0, root - 1)
-        tree = drafter.draft_along(script_to(train_batch, root))(root)
-        found = texts(tree, 0)
-        assert len(found) == 15
-        for path, score in found.items():
-            total = sum(masks[k][named.index(token)].item() for k, token in enumerate(path))
-            assert score == pytest.approx(total, abs=1e-4)
-        assert texts(whole(root), 0) == pytest.approx(found, abs=1e-4)
+
+    def positions(root):
+        return row_alone(drafter, tmp_path, train_batch, 0, 0, root - 1)
+
+    assert_drafts(drafter, train_batch, positions, 1e-4)
 
 
 @pytest.mark.parametrize("kind", [DFlash, JetSpec])
@@ -102,7 +90,6 @@ def test_every_weight_learns_and_is_saved_as_what_we_serve(drafter, train_batch,
     drafter.save(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     assert tensors.keys() == dict(drafter.named_parameters()).keys()
-    assert drafter.num_parameters == sum(value.numel() for value in tensors.values())
     served = drafter_kind(drafter.kind).load_checkpoint_module().load(tmp_path)
     assert served.config == drafter.config
     for name, weight in served.named_parameters():

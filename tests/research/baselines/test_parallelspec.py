@@ -9,15 +9,14 @@ from baselines.parallelspec import ParallelSpec
 from safetensors.torch import load_file
 from support.baseline_batches import (
     TARGET_CONFIG,
+    assert_drafts,
+    assert_outcome,
     embed,
-    naive_outcome,
     packed_lesson,
     plain_trunk,
-    script_to,
     train,
     vocabulary,
 )
-from support.trees import texts
 
 K = 4
 
@@ -54,28 +53,17 @@ def test_loss_is_that_of_every_row_alone(drafter, train_batch):
     def rows(*where):
         return row_alone(drafter, train_batch, *where)
 
-    loss, ce_loss, hits, seen = naive_outcome(rows, train_batch, [1.0] * K)
-    outcome = drafter(train_batch)
-    assert outcome.loss.item() == pytest.approx(loss, rel=1e-4)
-    assert outcome.seen.tolist() == [seen] and seen[0] > 12
-    assert outcome.hits.tolist() == [hits]
-    assert outcome.ce_loss[0].tolist() == pytest.approx(ce_loss, rel=1e-4)
+    assert_outcome(drafter(train_batch), rows, train_batch, [1.0] * K)
 
 
 @pytest.mark.parametrize("at_once", [3, 100])
 def test_drafts_what_it_was_trained_to(drafter, train_batch, monkeypatch, at_once):
     monkeypatch.setattr(trunk_learner, "_ROWS_AT_ONCE", at_once)
-    named = vocabulary()[2]
-    whole = drafter.draft_along(script_to(train_batch, 8))
-    for root in (1, 4, 8):
-        positions = row_alone(drafter, train_batch, 0, 0, root - 1)
-        tree = drafter.draft_along(script_to(train_batch, root))(root)
-        found = texts(tree, 0)
-        assert len(found) == 15
-        for path, score in found.items():
-            total = sum(positions[k][named.index(token)].item() for k, token in enumerate(path))
-            assert score == pytest.approx(total, abs=1e-4)
-        assert texts(whole(root), 0) == pytest.approx(found, abs=1e-5)
+
+    def positions(root):
+        return row_alone(drafter, train_batch, 0, 0, root - 1)
+
+    assert_drafts(drafter, train_batch, positions, 1e-5)
 
 
 def test_learns():
@@ -92,9 +80,6 @@ def test_every_weight_learns_and_is_saved(drafter, train_batch, tmp_path):
     other = ParallelSpec(drafter.config, *vocabulary()[:2], budget=15)
     other.load_state_dict(tensors)
     assert torch.equal(other.mask_tokens, drafter.mask_tokens.bfloat16().float())
-    assert drafter.num_parameters == sum(
-        value.numel() for name, value in tensors.items() if name not in ("d2t", "t2d")
-    )
 
 
 def test_half_precision_and_one_seed_one_drafter(drafter, train_batch):

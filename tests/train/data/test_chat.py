@@ -167,11 +167,7 @@ SECOND = "\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n[d<|im_end|>]"
     [
         (CHATML, HEAD + "[<t>hm</t>b<|im_end|>]" + SECOND, False),
         (FORGETFUL, HEAD + "[b<|im_end|>]" + SECOND, False),
-        (
-            PLAIN,
-            "system: s\nuser: a\nassistant: [<t>hm</t>b\n]user: c\nassistant: [d\n]",
-            False,
-        ),
+        (PLAIN, "system: s\nuser: a\nassistant: [<t>hm</t>b\n]user: c\nassistant: [d\n]", False),
         (TELLING, "system: s\nuser: a\nassistant says: [<t>hm</t>b<|im_end|>]", True),
     ],
 )

@@ -143,10 +143,7 @@ def test_kernel_up_to_the_last_bit_of_every_word(kernels, num_words):
 def test_kernel_layouts_and_block_sizes(kernels, layout, block_size):
     # 80 = 16 slots of a drafter with K = 5.
     batch = make_batch(
-        [Tree(90, 4), Chunk(0, 11)],
-        block_size=block_size,
-        layout=layout,
-        device=kernels.device,
+        [Tree(90, 4), Chunk(0, 11)], block_size=block_size, layout=layout, device=kernels.device
     )
     check(launch(kernels, batch), batch)
 

@@ -10,12 +10,7 @@ from support.drafted_blocks import coarse_block, random_block
 from vllm_specblock.triton_kernels.tree.candidate_keys import CLOSED, DEPTH_ONE, ROOT_HASH
 
 from vllm_specblock import candidates
-from vllm_specblock.candidates import (
-    NEVER,
-    extend_hash,
-    rank_key,
-    select_reference,
-)
+from vllm_specblock.candidates import NEVER, extend_hash, rank_key, select_reference
 from vllm_specblock.drafters.specblock import fused_growth
 from vllm_specblock.drafters.specblock.fused_growth import FusedExpansion
 from vllm_specblock.drafters.specblock.growth import Expansion
