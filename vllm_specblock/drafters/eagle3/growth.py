@@ -41,11 +41,6 @@ class DynamicTreeConfig:
     lookahead: int | None = None
 
     @classmethod
-    def chain(cls, depth: int) -> DynamicTreeConfig:
-        """No tree: the best token after the best token."""
-        return cls(depth, 1, depth)
-
-    @classmethod
     def of(
         cls, options: Eagle3Config, num_nodes: int, lookahead: int, draft_vocab_size: int
     ) -> DynamicTreeConfig:
@@ -221,11 +216,9 @@ class FusedLevels:
         self.growing = GrowingLevels(growth.limits, position)
 
     def first(self, logprob: torch.Tensor, token: torch.Tensor) -> None:
-        """As `Levels.first`."""
         self.grown = self.growing.attach_level(None, None, None, logprob[:, None], token[:, None])
 
     def starts(self) -> LevelRows:
-        """As `Levels.starts`."""
         assert isinstance(self.grown, tuple)  # no tree yet
         return LevelRows(*self.grown)
 
@@ -236,10 +229,8 @@ class FusedLevels:
         logprob: torch.Tensor,
         token: torch.Tensor,
     ) -> None:
-        """As `Levels.next`."""
         self.grown = self.growing.attach_level(rows.node, rows.valid, there, logprob, token)
 
     def finish(self) -> DraftTree:
-        """As `Levels.finish`."""
         assert not isinstance(self.grown, tuple)
         return tree_of(self.grown)

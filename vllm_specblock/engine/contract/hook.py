@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -10,7 +9,7 @@ from vllm_specblock.engine.contract.sources import NotThere, Part, Sources, sque
 
 
 @dataclass(frozen=True)
-class Hook(ABC):
+class Hook:
     """One thing of vLLM's that a module of ours leans on.
 
     Attributes:
@@ -30,9 +29,9 @@ class Hook(ABC):
         except NotThere as missing:
             return str(missing)
 
-    @abstractmethod
     def look(self, part: Part) -> str | None:
-        """`trouble` of what was found."""
+        """`trouble` of what was found; here nothing beyond that it is there."""
+        return None
 
 
 def on(user: str, file: str, *hooks: Hook) -> tuple[Hook, ...]:
@@ -86,9 +85,6 @@ class Has(Hook):
             except NotThere:
                 missing.append(name)
         return f"{self.name or self.file} has no {', '.join(missing)}" if missing else None
-
-    def look(self, part: Part) -> None:
-        """Nothing beyond that it is there."""
 
 
 @dataclass(frozen=True)

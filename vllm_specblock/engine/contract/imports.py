@@ -37,9 +37,6 @@ class Imports(Hook):
             return None if f'"{self.name}"' in sources.module(file).text else str(missing)
         return None
 
-    def look(self, part: Part) -> None:
-        """Nothing beyond that it is there."""
-
 
 def our_imports() -> Iterator[Imports]:
     """Of every module of `engine/`, those for type checkers included."""
