@@ -37,8 +37,7 @@ def reallocated(cu_num_logits: torch.Tensor, query_start: torch.Tensor, budget: 
 def window_reach(tables: BlockTables) -> Sequence[int]:
     """Per group of caches: tokens before a step's first that its windows still see; 0: all.
 
-    From 0.33 on the blocks before those are taken out of a step's tables, since somebody else may
-    have them by then.
+    From 0.33 on the blocks before those are not in a step's tables: another request may own them.
     """
     reach: Sequence[int] | None = getattr(tables, "_sliding_window_reach", None)
     return reach if reach is not None else [0] * len(tables.block_tables)

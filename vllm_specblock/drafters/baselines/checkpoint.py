@@ -1,8 +1,7 @@
 """Checkpoints of baseline drafters: detect, check and load.
 
-`config.json` names the kind under `specblock_head`, beside whatever others read of it, and
-`model.safetensors` holds the weights. Where those are another engine's, who knows no draft
-vocabulary, that is in `vocab_mapping.pt`; without either the drafter names every token.
+`config.json` names the kind under `specblock_head`, and `model.safetensors` holds the weights. The
+draft vocabulary may be in `vocab_mapping.pt`; without one the drafter names every token.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ class MLP(nn.Module):
     def forward(self, normed: Tensor, residual: Tensor) -> Tensor:
         """[..., H] -> residual [..., H] + what the layer gives.
 
-        Folded on CUDA the sum takes the residual's place: it has to be nobody else's.
+        Folded on CUDA the sum is written to `residual`, which no other code may read.
         """
         if self.gate_up is not None:
             return add_linear(residual, silu_mul(self.gate_up.product(normed)), self.down_proj)

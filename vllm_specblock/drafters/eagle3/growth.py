@@ -21,7 +21,7 @@ from vllm_specblock.triton_kernels.drafting.grow_level import GrowingLevels, Lev
 from vllm_specblock.triton_kernels.tree.select_tree import MOST_CANDIDATES
 
 _DEPTH, _NODES_PER_LEVEL = 8, 4
-"""Of trees whose depth nobody chose: see `Eagle3Config.depth`."""
+"""Default depth of a tree, and nodes for each of its levels, see `Eagle3Config.depth`."""
 
 
 @dataclass(frozen=True)

@@ -119,7 +119,7 @@ class DrafterConfig(NetworkShape):
         draft_vocab_size: Vd, width of the LM head; equal to `vocab_size` means no mapping.
         rank_topk: logits over which the rank features are taken, or "full" for all of them.
         block_rope: RoPE base of block 2 and later: block 1's ("base"), or moved on by the
-            depth of the node that it starts from ("path"). Read by whoever passes `base`.
+            depth of the node that it starts from ("path"). Read by the caller that passes `base`.
         prefix_broadcast: whether all K positions are given the condition and the token (eq. 2);
             if not, the first alone is (ablation of Table 2).
         layer_shift: whether eq. 3 stands between the layers; if not, nothing does (ablation).

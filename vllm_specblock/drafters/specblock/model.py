@@ -233,7 +233,7 @@ class DecoderLayer(nn.Module):
     ) -> Tensor:
         """hidden [T, K, H], keep [Q] -> [T or Q, K, H].
 
-        normed: [T, K, H], the input norm of `hidden`, from whoever has it already.
+        normed: [T, K, H], the input norm of `hidden`, if the caller has it.
         """
         if normed is None:
             normed = self.input_layernorm(hidden)

@@ -142,10 +142,10 @@ def _adapts(given: dict[str, Any], args: EngineArgs, parallel: ParallelConfig) -
 
 
 def _with_skipping(resolved: ResolvedConfig, parallel: ParallelConfig) -> ResolvedConfig:
-    """Decide whether a merge leaves its drafter out where it can, if nobody says.
+    """Set the default of `skip_drafter`: true where a merge can leave its drafter out.
 
     Raises:
-        OptionError: somebody says so where it cannot.
+        OptionError: it is true where a merge cannot.
     """
     combine = resolved.combine
     if combine is None or combine.skip_drafter is False:

@@ -174,9 +174,9 @@ def serve(jobs: TextIO, answers: TextIO, make: type[Answering] = Answering) -> N
 
 def main(make: type[Answering] = Answering) -> None:
     """Serve the pipe that this process was started with."""
-    # What is asked to end leaves by the way that removes its temporary files.
+    # Exit normally, so that temporary files are removed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    # Whatever prints, prints to the log: this pipe is for answers.
+    # All other output goes to the log: this pipe is for answers.
     with os.fdopen(os.dup(1), "w") as out:
         os.dup2(2, 1)
         serve(sys.stdin, out, make)

@@ -56,7 +56,7 @@ def missed_rows(batch: InputBatch, hidden_states: list[torch.Tensor]) -> MissedR
 def rows_without_drafts(batch: InputBatch) -> np.ndarray:
     """[R] integers: each request's rows up to and including its root.
 
-    vLLM's counts on the host hold whatever drafts were scheduled, verified or not.
+    vLLM's counts on the host include all scheduled drafts, verified or not.
     """
     scheduled, drafts = batch.num_scheduled_tokens[: batch.num_reqs], batch.num_draft_tokens_per_req
     return scheduled if drafts is None else scheduled - drafts
