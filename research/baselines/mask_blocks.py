@@ -104,7 +104,7 @@ class DFlash(PositionsLearner, DFlashModel):
             final_norm: [H], of the target, first weight of the drafter's; None: ones.
             sizes: as `sizes_like` takes them, such as `intermediate_size` and `layer_ids`.
         """
-        like = sizes_like(target_config, len(d2t), 1, **sizes)
+        like = sizes_like(target_config, len(d2t), 1, **sizes) | {"qk_norm": True}
         check_rope_scaling(
             like["rope_scaling"]
         )  # YaRN's factor is put into weights that are loaded

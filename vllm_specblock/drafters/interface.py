@@ -20,8 +20,8 @@ class CommittedTokens:
     """What one target step committed, as the rows that a drafter advances on.
 
     Row t stands for the target's states of the token at `position[t]` and the token after it.
-    The rows of a request are consecutive. Requests that drafted have a fixed number of rows
-    whatever was accepted; those beyond the accepted path are padding (`kv_slot` −1).
+    The rows of a request are consecutive. Requests that drafted have a fixed number of rows; those
+    beyond the accepted path are padding (`kv_slot` −1).
 
     Attributes (T rows, R requests, L layers of the target that some drafter reads, B rows of the
     target's batch):
@@ -40,8 +40,8 @@ class CommittedTokens:
         block_table: [R, max blocks] int32, without masked blocks (`common/cache_holes.py`).
         block_size: tokens in one block.
         max_position: host upper bound of `position`, for loop bounds only.
-        text: [S, longest request] int32, the tokens of whoever owns each of the engine's S
-            request slots; the root, at position[last] + 1, is the last one that counts.
+        text: [S, longest request] int32, the tokens of each of the engine's S request slots; the
+            root, at position[last] + 1, is the last one that counts.
         req_idx: [R] int64, each request's row of `text`.
         temperature: [R] fp32, at which each request samples; 0: greedy.
     """
@@ -137,7 +137,7 @@ class Drafter(ABC):
         """
 
     def warm_up(self, block_table: torch.Tensor, most_rows: int) -> None:  # noqa: B027
-        """Compile what later steps need, with the caches bound and nobody in them yet.
+        """Compile what later steps need, with empty caches bound.
 
         Args:
             block_table: [most requests, max blocks] int32 of valid blocks.

@@ -90,14 +90,9 @@ def register_drafter(
     name: str,
     drafter: str,
     checkpoint: str | None = None,
-    *,
-    reads_text: bool = False,
-    vllm_reads_config: bool = False,
-    adapts: bool = False,
-    imposes: bool = False,
-    needs_block_drop: bool = True,
+    **traits: bool,
 ) -> Callable[[type[_Options]], type[_Options]]:
-    """Decorator of a kind's options: makes the kind known; see `DrafterKind`.
+    """Decorator of a kind's options: makes the kind known; traits: see `DrafterKind`.
 
     Raises:
         ValueError: there is another kind of that name.
@@ -106,16 +101,7 @@ def register_drafter(
     def register(options: type[_Options]) -> type[_Options]:
         if name in DRAFTERS:
             raise ValueError(f"There is a drafter of kind {name!r} already: choose another name.")
-        DRAFTERS[name] = DrafterKind(
-            options,
-            drafter,
-            checkpoint,
-            reads_text,
-            vllm_reads_config,
-            adapts,
-            imposes,
-            needs_block_drop,
-        )
+        DRAFTERS[name] = DrafterKind(options, drafter, checkpoint, **traits)
         return options
 
     return register

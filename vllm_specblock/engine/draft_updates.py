@@ -1,8 +1,6 @@
-"""vLLM's update of a draft model by its own loader, which drafters that serve cannot take.
+"""Refuse vLLM's draft weight updates: they replace parameters that a folded drafter lacks.
 
-`start_draft_weight_update` … `finish_weight_update` replace parameters layer by layer through
-`load_weights`. A serving SpecBlock drafter is folded, shortened or packed, and where it adapts its
-trainer would put its own version back.
+Where a drafter adapts, its trainer would also put its own version back.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from vllm_specblock.engine.patches import patch
 
 
 def install() -> None:
-    """P6: the worker refuses draft weight updates for engines of ours. Idempotent."""
+    """Refuse draft weight updates in workers of our engines. Idempotent."""
     from vllm.v1.worker.gpu_worker import Worker
 
     def supports(original: Any) -> Any:

@@ -1,7 +1,6 @@
-"""vLLM's warm-up requests, which nobody learns from.
+"""vLLM's warm-up requests, which must not be recorded.
 
-A GPU's worker serves some before all others, so that kernels are compiled, by the same calls as
-any. They are in no user's words, and a drafter that learned them would learn nothing.
+A GPU worker serves them first, by the same calls as any other, so that kernels are compiled.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def install() -> None:
-    """While an engine of ours warms up, nobody is recorded. Idempotent."""
+    """Record no request while an engine of ours warms up. Idempotent."""
     from vllm.v1.worker.gpu_worker import Worker as worker
 
     def make(original: Function) -> Function:

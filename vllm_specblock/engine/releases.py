@@ -1,10 +1,8 @@
-"""What differs between the supported releases of vLLM, and what stands for both of them.
+"""Differences between the supported releases of vLLM.
 
-Nowhere else does the plugin ask which release it runs in. Where a release only adds an argument,
-ours takes it and does without, so it is not here: `num_computed_tokens` of `gather_block_tables`,
-the drafts of `_post_update_kernel`, the second dimension of `_apply_write_kernel`'s grid.
-
-To drop a release, drop its branches here. `contract/` says of a new one what else has changed.
+No other module depends on the release. Arguments that a release only adds are accepted and ignored
+where they occur. To drop a release, drop its branches here; `contract/` shows what a new one
+changes.
 """
 
 from __future__ import annotations
@@ -39,8 +37,7 @@ def reallocated(cu_num_logits: torch.Tensor, query_start: torch.Tensor, budget: 
 def window_reach(tables: BlockTables) -> Sequence[int]:
     """Per group of caches: tokens before a step's first that its windows still see; 0: all.
 
-    From 0.33 on the blocks before those are taken out of a step's tables, since somebody else may
-    have them by then.
+    From 0.33 on the blocks before those are not in a step's tables: another request may own them.
     """
     reach: Sequence[int] | None = getattr(tables, "_sliding_window_reach", None)
     return reach if reach is not None else [0] * len(tables.block_tables)

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from vllm_specblock.cli.main import app
 from vllm_specblock.drafters.baselines import checkpoint
+from vllm_specblock.drafters.detect import kind_of
 from vllm_specblock.drafters.specblock.config import CheckpointError
 
 SMALL = {
@@ -50,7 +51,7 @@ def edit(folder, **changes) -> None:
 @pytest.mark.parametrize("kind", MAKE)
 def test_what_is_saved_is_found_and_loaded(kind, tmp_path):
     learner = saved(kind, tmp_path)
-    assert checkpoint.kind_of(tmp_path) == kind
+    assert kind_of(tmp_path) == kind
     config = checkpoint.read_config(tmp_path)
     assert config == learner.config
     checkpoint.check_tensors(tmp_path, config)

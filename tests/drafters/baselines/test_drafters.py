@@ -22,6 +22,7 @@ from vllm_specblock.drafters.baselines.parallelspec import ParallelSpecDrafter
 from vllm_specblock.drafters.baselines.sps import SpSDrafter
 from vllm_specblock.drafters.common import chunked_advance
 from vllm_specblock.drafters.common.post_load import process_after_loading
+from vllm_specblock.drafters.detect import kind_of
 from vllm_specblock.drafters.registry import DRAFTERS
 from vllm_specblock.train.learner import EvalSequence
 
@@ -55,7 +56,7 @@ def pair(request, tmp_path):
             if weight.dim() == 2:
                 weight.normal_(std=0.3)
     learner.save(tmp_path)
-    assert checkpoint.kind_of(tmp_path) == kind.kind
+    assert kind_of(tmp_path) == kind.kind
     drafter = checkpoint.load(tmp_path).eval()
     learner.load_state_dict(drafter.state_dict(), strict=False)
     process_after_loading(drafter, None)

@@ -35,7 +35,7 @@ def by_definition(base, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_tables_change_no_bit(dtype):
     base = torch.cat([torch.arange(40), torch.randint(1 << 20, (500,))])
-    cos, sin = Rotary(CONFIG)(base, dtype).table
+    cos, sin = Rotary(CONFIG, block_size=CONFIG.block_size)(base, dtype).table
     wanted = by_definition(base, dtype)
     assert cos.dtype == sin.dtype == dtype
     assert torch.equal(cos, wanted[0]) and torch.equal(sin, wanted[1])
@@ -43,7 +43,7 @@ def test_tables_change_no_bit(dtype):
 
 def test_tables_survive_a_meta_device_and_another_dtype():
     with torch.device("meta"):
-        rotary = Rotary(CONFIG)
+        rotary = Rotary(CONFIG, block_size=CONFIG.block_size)
     rotary = rotary.to_empty(device="cpu").to(torch.bfloat16)
     base = torch.tensor([7, 100_000])
     for got, wanted in zip(rotary.table(base, torch.float32), by_definition(base, torch.float32)):

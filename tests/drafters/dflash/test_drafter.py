@@ -91,7 +91,7 @@ def test_near_the_length_limit_masks_without_a_slot_draft_nothing(kind, room):
     """A root at MAX_LEN − room has room − 1 positions behind it."""
     drafter = make_drafter(kind)
     states, text = made_up(1)
-    before = [cache.clone() for cache in drafter.block_rows.caches]
+    before = [cache.clone() for cache in drafter.attention_builder.caches]
     end = MAX_LEN - room
     drafter.advance(rows_of([(0, end)], TABLES[:1], states, text, PAGE))
     tree = drafter.draft()
@@ -103,7 +103,7 @@ def test_near_the_length_limit_masks_without_a_slot_draft_nothing(kind, room):
     if 0 < there < room:
         says = plain_logprobs(kind, states[:, 0], text[0], end, there, float(drafter.beta[0]))
         assert_same(tree, 0, best_paths(says))
-    for cache, was in zip(drafter.block_rows.caches, before):
+    for cache, was in zip(drafter.attention_builder.caches, before):
         changed = (cache != was).any(-1).any(1).any(-1).nonzero().flatten().tolist()
         assert set(changed) <= {0, *TABLES[0].tolist()}, "a stranger's block was written"
 

@@ -45,7 +45,7 @@ def teacher_and_learner(target):
         0,
         teacher.head,
         steps=DRAFTED,
-        growth=DynamicTreeConfig.chain(DRAFTED),
+        growth=DynamicTreeConfig(DRAFTED, 1, DRAFTED),
         intermediate_size=256,
     )
     optimizer = torch.optim.AdamW(learner.parameters(), lr=2e-3)

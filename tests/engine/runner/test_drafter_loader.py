@@ -16,9 +16,9 @@ def test_options_of_any_kind_come_back_whole():
         ResolvedDrafter(kind="ngram", folder=None, options=NGramConfig(depth=5)),
     )
     resolved = ResolvedConfig(drafters=drafters)
-    dumped = resolved.dump()
+    dumped = resolved.model_dump(mode="json")
     assert dumped["drafters"][1]["options"]["depth"] == 5
-    assert ResolvedConfig.read(dumped) == resolved
+    assert ResolvedConfig.model_validate(dumped) == resolved
 
 
 def test_a_drafter_without_weights():

@@ -249,7 +249,7 @@ def paths(tree) -> dict[tuple, float]:
         DynamicTreeConfig(5, 3, 20),
         DynamicTreeConfig(3, 4, 40),
         DynamicTreeConfig(2, 30, 60),
-        DynamicTreeConfig.chain(5),
+        DynamicTreeConfig(5, 1, 5),
     ],
 )
 def test_trees_are_those_of_a_search_without_cache(sequence, growth):
@@ -290,7 +290,7 @@ def test_equal_scores_keep_parents_first(sequence):
 
 def test_training_drafts_as_serving_does(train_batch):
     """The states of the unrolled steps are those of a chain whose tokens are the text's."""
-    learner = make(growth=DynamicTreeConfig.chain(STEPS))
+    learner = make(growth=DynamicTreeConfig(STEPS, 1, STEPS))
     states = recorded(learner)
     learner(train_batch)
     trained = torch.stack(states)[:, 1]  # [J, L, H]

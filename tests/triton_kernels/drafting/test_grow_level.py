@@ -82,7 +82,7 @@ GROWTHS = st.builds(
 @given(GROWTHS, st.integers(1, 3), st.booleans(), st.integers(0, 10**6))
 @example(DynamicTreeConfig(1, 1, 5), 2, False, 0)
 @example(DynamicTreeConfig(1, 10, 5), 1, True, 0)
-@example(DynamicTreeConfig.chain(8), 3, False, 1)
+@example(DynamicTreeConfig(8, 1, 8), 3, False, 1)
 @example(DynamicTreeConfig(3, 10, 60, lookahead=4), 3, True, 2)  # fewer rows than children
 def test_levels_equal_torch(kernels, growth, requests, coarse, seed):
     assert_grows_as_torch(kernels, growth, requests, coarse, seed)

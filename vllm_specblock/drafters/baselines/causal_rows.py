@@ -6,15 +6,12 @@ behind the newest borrow the slots of the tokens to come, which are reserved for
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
 from vllm_specblock.drafters.common.chunked_advance import MAX_ROWS
-from vllm_specblock.drafters.common.layers import Sizes
 from vllm_specblock.drafters.common.paged_attention import PagedAttention
-from vllm_specblock.drafters.interface import CacheLayer, CommittedTokens, Drafter
+from vllm_specblock.drafters.interface import CommittedTokens
 from vllm_specblock.triton_kernels.attention.tree_attention_batch import TreeAttentionBatch
 from vllm_specblock.triton_kernels.warm_up import compile_attention
 
@@ -143,42 +140,3 @@ class CausalRows:
 def _newest(rows: CommittedTokens) -> Tensor:
     """[R, 2] int64, position and index of each request's newest row."""
     return torch.stack([rows.position[rows.last], rows.index[rows.last]], 1)
-
-
-class NetworkSizes(Sizes, Protocol):
-    """What a network's config says of its layers, and how many there are."""
-
-    @property
-    def num_hidden_layers(self) -> int: ...
-
-
-class Causal(Protocol):
-    """A network whose layers all keep one entry per token."""
-
-    @property
-    def config(self) -> NetworkSizes: ...
-
-
-class CausalDrafter(Drafter):
-    """A drafter whose forwards are plain causal rows: one entry per token and layer.
-
-    Attributes:
-        model: see `Causal`.
-        max_model_len: tokens of the longest request.
-    """
-
-    model: Causal  # type: ignore[assignment]  # a module, which a protocol cannot say
-    max_model_len: int
-
-    def cache_layers(self) -> list[CacheLayer]:
-        config = self.model.config
-        layer = CacheLayer(config.num_key_value_heads, config.head_dim, 1)
-        return [layer] * config.num_hidden_layers
-
-    def bind(self, caches: list[Tensor]) -> None:
-        self.attention_builder = CausalRows(caches, self.max_model_len)
-
-    def warm_up(self, block_table: Tensor, most_rows: int) -> None:
-        self.attention_builder.warm_up(
-            block_table, most_rows, self.model.config.num_attention_heads
-        )

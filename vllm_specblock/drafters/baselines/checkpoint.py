@@ -1,8 +1,7 @@
 """Checkpoints of baseline drafters: detect, check and load.
 
-`config.json` names the kind under `specblock_head`, beside whatever others read of it, and
-`model.safetensors` holds the weights. Where those are another engine's, who knows no draft
-vocabulary, that is in `vocab_mapping.pt`; without either the drafter names every token.
+`config.json` names the kind under `specblock_head`, and `model.safetensors` holds the weights. The
+draft vocabulary may be in `vocab_mapping.pt`; without one the drafter names every token.
 """
 
 from __future__ import annotations
@@ -48,40 +47,28 @@ _SHAPES: dict[str, type[Shape]] = {
     "falcon": FalconShape,
     "sps": SmallShape,
 }
-_DRAFTERS: dict[str, type[nn.Module]] = {
-    "medusa": MedusaModel,
-    "parallelspec": ParallelSpecModel,
-    "falcon": FalconModel,
-    "sps": SmallLanguageModel,
+_MODELS: dict[type[Shape], type[nn.Module]] = {
+    MedusaShape: MedusaModel,
+    DrafterConfig: ParallelSpecModel,
+    FalconShape: FalconModel,
+    SmallShape: SmallLanguageModel,
 }
 _HEAD = "lm_head.weight"
-
-
-def kind_of(directory: PathLike) -> str | None:
-    """Which of these drafters the folder holds, by its config.json alone; None: none of them.
-
-    Raises:
-        CheckpointError: there is no config.json, no JSON in it, or a kind that is not known.
-    """
-    raw, where = read_json(Path(directory) / CONFIG)
-    kind = raw.get(KIND)
-    if kind is not None and kind not in _SHAPES:
-        raise CheckpointError(
-            f"{where} has {KIND} = {kind!r}, but it must be one of {', '.join(_SHAPES)}."
-        )
-    return kind
 
 
 def read_config(directory: PathLike) -> Shape:
     """What the folder's config.json says, as the shape of its kind.
 
     Raises:
-        CheckpointError: as `kind_of`; a key missing or out of range.
+        CheckpointError: there is no config.json, no JSON in it, or a kind that is not known; a key
+            missing or out of range.
     """
     raw, where = read_json(Path(directory) / CONFIG)
-    kind = kind_of(directory)
-    if kind is None:
-        raise CheckpointError(f"{where} lacks the key {KIND!r}.")
+    kind = raw.get(KIND)
+    if kind not in _SHAPES:
+        raise CheckpointError(
+            f"{where} has {KIND} = {kind!r}, but it must be one of {', '.join(_SHAPES)}."
+        )
     if kind == "sps":
         raw = _of_llama(raw, Path(directory))
     shape = _SHAPES[kind]
@@ -101,7 +88,7 @@ def check_tensors(directory: PathLike, config: Shape) -> None:
         found = stored_shapes(file)
     mapping = _mapping(Path(directory), config)
     found |= {name: tuple(tensor.shape) for name, tensor in mapping.items()}
-    wanted = wanted_shapes(lambda: _drafter(directory, config))
+    wanted = wanted_shapes(lambda: _drafter(config))
     wanted["t2d"] = (config.vocab_size,)
     if _whole_head(config):
         wanted[_HEAD] = (config.vocab_size, config.hidden_size)
@@ -138,13 +125,11 @@ def load(
     """
     config = read_config(directory)
     tensors = read_tensors(directory, config)
-    return with_weights(lambda: _drafter(directory, config), tensors, dtype, device)
+    return with_weights(lambda: _drafter(config), tensors, dtype, device)
 
 
-def _drafter(directory: PathLike, config: Shape) -> nn.Module:
-    kind = kind_of(directory)
-    assert kind is not None  # `read_config` has said so
-    return _DRAFTERS[kind](config)
+def _drafter(config: Shape) -> nn.Module:
+    return _MODELS[type(config)](config)
 
 
 def _whole_head(config: Shape) -> bool:

@@ -6,16 +6,11 @@ says of the rank head and the shift is not read, here and in `FalconShape`.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 
-from vllm_specblock.drafters.specblock.config import (
-    Count,
-    DrafterConfig,
-    check_rope_scaling,
-    check_shape,
-)
+from vllm_specblock.drafters.specblock.config import Count, DrafterConfig, NetworkShape
 
 
 class MedusaShape(BaseModel):
@@ -54,32 +49,11 @@ class FalconShape(DrafterConfig):
     lstm_layers: Count
 
 
-class SmallShape(BaseModel):
+class SmallShape(NetworkShape):
     """A Llama with tied embeddings; the attributes are those of its config.json."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    hidden_size: Count
-    num_attention_heads: Count
-    num_key_value_heads: Count
-    head_dim: Annotated[int, Field(ge=2, multiple_of=2)]
-    intermediate_size: Count
-    num_hidden_layers: Count
-    vocab_size: Count
     draft_vocab_size: Count
-    rms_norm_eps: Annotated[float, Field(gt=0)] = 1e-6
-    rope_theta: Annotated[float, Field(gt=0)] = 10000.0
-    rope_scaling: dict[str, Any] | None = None
     tie_word_embeddings: Literal[True] = True
-
-    @property
-    def qk_norm(self) -> bool:
-        return False
-
-    @property
-    def block_size(self) -> int:
-        """Positions of one row, as RoPE asks every drafter."""
-        return 1
 
     @property
     def target_hidden_size(self) -> None:
@@ -87,9 +61,3 @@ class SmallShape(BaseModel):
 
     def target_layers(self, num_layers: int) -> tuple[int, ...]:
         return ()
-
-    @model_validator(mode="after")
-    def _check(self) -> SmallShape:
-        check_shape(self)
-        check_rope_scaling(self.rope_scaling)
-        return self

@@ -8,8 +8,6 @@ target's features, are the next group; a few such forwards fill a tree of fixed 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
@@ -20,11 +18,10 @@ from vllm_specblock.drafters.baselines.group_attention import GroupAttentionBuil
 from vllm_specblock.drafters.baselines.positions import Positions
 from vllm_specblock.drafters.baselines.static_tree import TreePlan, default_hits
 from vllm_specblock.drafters.baselines.trunk import Trunk
-from vllm_specblock.drafters.common.chunked_advance import chunked_advance
 from vllm_specblock.drafters.common.layers import RMSNorm
-from vllm_specblock.drafters.interface import CacheLayer, CommittedTokens, Drafter
+from vllm_specblock.drafters.common.network_drafter import NetworkDrafter, of_requests
+from vllm_specblock.drafters.interface import CacheLayer, CommittedTokens
 from vllm_specblock.drafters.specblock.model import Attend
-from vllm_specblock.feedback.calibration import DraftCalibration
 from vllm_specblock.tree import DraftTree
 
 WIDTH = 10
@@ -71,57 +68,29 @@ def first_rope(position: Tensor, block: int) -> Tensor:
     return position[..., None] + 2 - block + torch.arange(block, device=position.device)
 
 
-class FalconDrafter(Drafter):
-    """Catch-up on the committed rows and the first forward are one; each later one another.
-
-    Arguments as `ParallelSpecDrafter` has them.
-    """
+class FalconDrafter(NetworkDrafter):
+    """Catch-up on the committed rows and the first forward are one; each later one another."""
 
     kind = "falcon"
     model: FalconModel
 
-    def __init__(
-        self,
-        model: FalconModel,
-        embed: Callable[[Tensor], Tensor],
-        options: FalconConfig,
-        num_nodes: int,
-        max_model_len: int,
-        lookahead_slots: int | None = None,
-        layers: tuple[int, ...] = (0, 1, 2),
-    ) -> None:
-        self.model, self.embed, self.num_nodes = model, embed, num_nodes
-        self.max_model_len, self.layers = max_model_len, layers
-        self.k, device = model.config.block_size, model.d2t.device
-        lookahead = num_nodes if lookahead_slots is None else lookahead_slots
+    def set_shape(self, options: FalconConfig, lookahead: int) -> None:
+        model = self.model
+        self.k = self.entries_per_token = model.config.block_size
         # Drafted groups begin up to k − 1 places behind the newest row, and take k each.
         room = (lookahead - self.k + 1) // self.k
         hits = model.hits if room > 0 else model.hits[: self.k]
-        self.plan = TreePlan.fitting(hits, num_nodes, self.k, max(0, room), device)
+        self.plan = TreePlan.fitting(hits, self.num_nodes, self.k, max(0, room), self.device)
         self.max_depth = self.plan.max_depth
-        if options.calibrate_drafts:
-            self.calibration = DraftCalibration(device)
 
     def cache_layers(self) -> list[CacheLayer]:
-        config = self.model.config
-        layer = CacheLayer(config.num_key_value_heads, config.head_dim, self.k)
         # The last holds no keys and values, but what goes into the LSTM: H numbers per row.
-        return [layer] * config.num_hidden_layers + [CacheLayer(1, config.hidden_size // 2, 1)]
+        return [*super().cache_layers(), CacheLayer(1, self.model.config.hidden_size // 2, 1)]
 
     def bind(self, caches: list[Tensor]) -> None:
         self.attention_builder = GroupAttentionBuilder(
             caches, self.k, self.plan, self.max_model_len
         )
-
-    def warm_up(self, block_table: Tensor, most_rows: int) -> None:
-        self.attention_builder.warm_up(
-            block_table, most_rows, self.model.config.num_attention_heads
-        )
-
-    def advance(self, rows: CommittedTokens) -> None:
-        self.attention_builder.step(rows)
-        self.states = chunked_advance(rows, self._forward)  # [R, k, H]
-        self.beta = self.beta_of(rows)  # [R]
 
     def _forward(self, rows: CommittedTokens) -> Tensor:
         trunk = self.model.trunk
@@ -133,10 +102,9 @@ class FalconDrafter(Drafter):
         return states.view(len(rows.last), self.k, -1)
 
     def draft(self, requests: Tensor | None = None) -> DraftTree:
-        plan, trunk, states, beta = self.plan, self.model.trunk, self.states, self.beta
+        plan, trunk = self.plan, self.model.trunk
+        states, beta = of_requests(requests, self.state, self.beta)
         self.attention_builder.begin(requests)
-        if requests is not None:
-            states, beta = states[requests], None if beta is None else beta[requests]
         states, count = states[:, None], len(states)  # [R, S, k, H]
         rope = first_rope(self.attention_builder.position, self.k)[:, None]  # [R, 1, k]
         token = torch.zeros(count, plan.count, dtype=torch.int64, device=states.device)

@@ -67,7 +67,7 @@ class GroupAttentionBuilder:
             (there // rows.block_size).clamp(max=rows.block_table.shape[1] - 1),
         ].long()
         found = self.inputs[block, 0, there % rows.block_size]  # [T, k, H]
-        # A row of padding has no slot to be found in, and nobody asks for its group.
+        # A row of padding has no slot, and its group is not read.
         return found.masked_fill(~exists[..., None], 0.0)
 
     def first(self, rows: CommittedTokens) -> tuple[PagedAttention, Tensor, Tensor]:
@@ -165,7 +165,7 @@ class GroupAttentionBuilder:
         return (position // self.size + 1) * self.size
 
     def _bound(self, position: int, groups: int) -> int:
-        """On the host, entries that nobody sees beyond: of rows up to `position`, and groups."""
+        """Return a host bound of the entries that any row sees: rows to `position`, and groups."""
         return min(position + self.size * (1 + groups), self._most)
 
     @property

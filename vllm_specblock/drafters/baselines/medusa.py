@@ -5,8 +5,6 @@ Head k is n residual blocks x + SiLU(W x). The heads share one LM head over the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
@@ -15,8 +13,8 @@ from vllm_specblock.config import MedusaConfig
 from vllm_specblock.drafters.baselines.config import MedusaShape
 from vllm_specblock.drafters.baselines.positions import Positions
 from vllm_specblock.drafters.baselines.product_trees import ProductTrees
-from vllm_specblock.drafters.interface import CommittedTokens, Drafter
-from vllm_specblock.feedback.calibration import DraftCalibration
+from vllm_specblock.drafters.common.network_drafter import NetworkDrafter, of_requests
+from vllm_specblock.drafters.interface import CacheLayer, CommittedTokens
 from vllm_specblock.tree import DraftTree
 
 
@@ -51,47 +49,34 @@ class ResidualBlocks(nn.Module):
         return x
 
 
-class MedusaDrafter(Drafter):
+class MedusaDrafter(NetworkDrafter):
     """The best N of the product of the heads' distributions, from the newest state alone.
 
-    Args:
-        model: the loaded model.
-        embed: not read: other drafters take it.
-        options: nothing of the tree is left to choose.
-        num_nodes: N.
-        max_model_len, lookahead_slots: not read, since nothing is kept in the cache.
-        layers: which of a step's `states` is what the target's LM head reads.
+    It reads what the target's LM head reads, and nothing is kept in the cache.
     """
 
     kind = "medusa"
     model: MedusaModel
 
-    def __init__(
-        self,
-        model: MedusaModel,
-        embed: Callable[[Tensor], Tensor],
-        options: MedusaConfig,
-        num_nodes: int,
-        max_model_len: int,
-        lookahead_slots: int | None = None,
-        layers: tuple[int, ...] = (0,),
-    ) -> None:
-        self.model, self.num_nodes = model, num_nodes
-        (self.layer,) = layers
-        device = model.d2t.device
-        width = min(num_nodes, model.config.draft_vocab_size)
-        self.max_depth = min(num_nodes, model.config.num_heads)
-        self.trees = ProductTrees(self.max_depth, width, num_nodes, device)
-        if options.calibrate_drafts:
-            self.calibration = DraftCalibration(device)
+    def set_shape(self, options: MedusaConfig, lookahead: int) -> None:
+        num_nodes, config = self.num_nodes, self.model.config
+        width = min(num_nodes, config.draft_vocab_size)
+        self.max_depth = min(num_nodes, config.num_heads)
+        self.trees = ProductTrees(self.max_depth, width, num_nodes, self.device)
+
+    def cache_layers(self) -> list[CacheLayer]:
+        return []
+
+    def warm_up(self, block_table: Tensor, most_rows: int) -> None:
+        """Nothing to compile."""
 
     def advance(self, rows: CommittedTokens) -> None:
-        self.last = rows.states[self.layer][rows.source[rows.last]]  # [R, Ht]
-        self.beta = self.beta_of(rows)  # [R]
+        self.state, self.beta = self._forward(rows), self.beta_of(rows)
+
+    def _forward(self, rows: CommittedTokens) -> Tensor:
+        return rows.states[self.layers[0]][rows.source[rows.last]]  # [R, Ht]
 
     def draft(self, requests: Tensor | None = None) -> DraftTree:
-        last, beta = self.last, self.beta
-        if requests is not None:
-            last, beta = last[requests], None if beta is None else beta[requests]
+        last, beta = of_requests(requests, self.state, self.beta)
         states = self.model.states(last)[:, : self.max_depth]
         return self.trees.grow(*self.model.best(states, self.trees.width, beta))

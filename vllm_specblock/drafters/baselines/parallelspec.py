@@ -7,22 +7,19 @@ see the rows up to their own and the masks before them, which is plain causal or
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
 from vllm_specblock.candidates import NEVER
 from vllm_specblock.config import ParallelSpecConfig
-from vllm_specblock.drafters.baselines.causal_rows import CausalDrafter
+from vllm_specblock.drafters.baselines.causal_rows import CausalRows
 from vllm_specblock.drafters.baselines.positions import Positions
 from vllm_specblock.drafters.baselines.product_trees import ProductTrees
 from vllm_specblock.drafters.baselines.trunk import Trunk
-from vllm_specblock.drafters.common.chunked_advance import chunked_advance
 from vllm_specblock.drafters.common.layers import RMSNorm
+from vllm_specblock.drafters.common.network_drafter import NetworkDrafter, of_requests
 from vllm_specblock.drafters.interface import CommittedTokens
 from vllm_specblock.drafters.specblock.config import DrafterConfig
-from vllm_specblock.feedback.calibration import DraftCalibration
 from vllm_specblock.tree import DraftTree
 
 
@@ -40,43 +37,20 @@ class ParallelSpecModel(Positions):
         return self.norm(states)
 
 
-class ParallelSpecDrafter(CausalDrafter):
-    """Catch-up on the committed rows and the K positions are one forward, and all there is.
-
-    Arguments as `MedusaDrafter` has them, and:
-        embed: [n] target token ids → [n, H], the target's own embedding.
-        max_model_len: tokens of the longest request.
-        lookahead_slots: cache slots reserved after the root; default: N.
-        layers: which of a step's `states` are read, low layers first.
-    """
+class ParallelSpecDrafter(NetworkDrafter):
+    """Catch-up on the committed rows and the K positions are one forward, and all there is."""
 
     kind = "parallelspec"
     model: ParallelSpecModel
 
-    def __init__(
-        self,
-        model: ParallelSpecModel,
-        embed: Callable[[Tensor], Tensor],
-        options: ParallelSpecConfig,
-        num_nodes: int,
-        max_model_len: int,
-        lookahead_slots: int | None = None,
-        layers: tuple[int, ...] = (0, 1, 2),
-    ) -> None:
-        self.model, self.embed, self.num_nodes = model, embed, num_nodes
-        self.max_model_len, self.layers = max_model_len, layers
-        config, device = model.config, model.d2t.device
-        lookahead = num_nodes if lookahead_slots is None else lookahead_slots
+    def set_shape(self, options: ParallelSpecConfig, lookahead: int) -> None:
+        num_nodes, config = self.num_nodes, self.model.config
         self.max_depth = min(num_nodes, config.block_size, lookahead + 1)
         width = min(num_nodes, config.draft_vocab_size)
-        self.trees = ProductTrees(self.max_depth, width, num_nodes, device)
-        if options.calibrate_drafts:
-            self.calibration = DraftCalibration(device)
+        self.trees = ProductTrees(self.max_depth, width, num_nodes, self.device)
 
-    def advance(self, rows: CommittedTokens) -> None:
-        self.attention_builder.step(rows)
-        self.states = chunked_advance(rows, self._forward)  # [R, K, H]
-        self.beta = self.beta_of(rows)  # [R]
+    def bind(self, caches: list[Tensor]) -> None:
+        self.attention_builder = CausalRows(caches, self.max_model_len)
 
     def _forward(self, rows: CommittedTokens) -> Tensor:
         model, count = self.model, self.max_depth - 1
@@ -89,10 +63,8 @@ class ParallelSpecDrafter(CausalDrafter):
         return states.view(len(rows.last), self.max_depth, -1)
 
     def draft(self, requests: Tensor | None = None) -> DraftTree:
-        states, beta = self.states, self.beta
+        states, beta = of_requests(requests, self.state, self.beta)
         self.attention_builder.begin(requests)
-        if requests is not None:
-            states, beta = states[requests], None if beta is None else beta[requests]
         logprob, token = self.model.best(states, self.trees.width, beta)
         # Masks without a slot have read what is not theirs.
         lost = ~self.attention_builder.there(self.max_depth - 1)[..., None]

@@ -1,7 +1,7 @@
 """Trees of drafters whose positions do not depend on each other, for R requests at once.
 
-A path's probability is the product of its tokens' at their positions, whatever came before; the
-tree is the best N paths. No value is read on the host.
+A path's probability is the product of its tokens' at their positions, and the tree is
+the best N paths. No value is read on the host.
 """
 
 from __future__ import annotations

@@ -6,21 +6,18 @@ chain is greedy, and names tokens of the draft vocabulary only.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
 from vllm_specblock.config import SpSConfig
-from vllm_specblock.drafters.baselines.causal_rows import CausalDrafter
+from vllm_specblock.drafters.baselines.causal_rows import CausalRows
 from vllm_specblock.drafters.baselines.config import SmallShape
-from vllm_specblock.drafters.common.chunked_advance import chunked_advance
 from vllm_specblock.drafters.common.layers import RMSNorm
+from vllm_specblock.drafters.common.network_drafter import NetworkDrafter, of_requests
 from vllm_specblock.drafters.common.rope import Rotary
 from vllm_specblock.drafters.interface import CommittedTokens
 from vllm_specblock.drafters.specblock.model import Attend, DecoderLayer
-from vllm_specblock.feedback.calibration import DraftCalibration
 from vllm_specblock.tree import DraftTree
 from vllm_specblock.triton_kernels.layers.topk_tokens import topk_tokens
 
@@ -84,36 +81,21 @@ class SmallDecoder(nn.Module):
         return self.norm(hidden[:, 0])
 
 
-class SpSDrafter(CausalDrafter):
+class SpSDrafter(NetworkDrafter):
     """Catch-up on the committed tokens and the root are one forward; each token after the first
     is another.
 
-    Arguments as `ParallelSpecDrafter` has them; `embed` and `layers` are not read.
+    It reads neither `embed` nor `layers`.
     """
 
     kind = "sps"
     model: SmallLanguageModel
 
-    def __init__(
-        self,
-        model: SmallLanguageModel,
-        embed: Callable[[Tensor], Tensor],
-        options: SpSConfig,
-        num_nodes: int,
-        max_model_len: int,
-        lookahead_slots: int | None = None,
-        layers: tuple[int, ...] = (),
-    ) -> None:
-        self.model, self.num_nodes, self.max_model_len = model, num_nodes, max_model_len
-        lookahead = num_nodes if lookahead_slots is None else lookahead_slots
-        self.max_depth = min(options.depth, num_nodes, lookahead)
-        if options.calibrate_drafts:
-            self.calibration = DraftCalibration(model.d2t.device)
+    def set_shape(self, options: SpSConfig, lookahead: int) -> None:
+        self.max_depth = min(options.depth, self.num_nodes, lookahead)
 
-    def advance(self, rows: CommittedTokens) -> None:
-        self.attention_builder.step(rows)
-        self.state = chunked_advance(rows, self._forward)  # [R, H]
-        self.beta = self.beta_of(rows)  # [R]
+    def bind(self, caches: list[Tensor]) -> None:
+        self.attention_builder = CausalRows(caches, self.max_model_len)
 
     def _forward(self, rows: CommittedTokens) -> Tensor:
         attend, position, keep = self.attention_builder.first(rows, 1, keep_newest=False)
@@ -123,10 +105,8 @@ class SpSDrafter(CausalDrafter):
         return self.model.model(token, position, attend, keep)
 
     def draft(self, requests: Tensor | None = None) -> DraftTree:
-        state, beta = self.state, self.beta
+        state, beta = of_requests(requests, self.state, self.beta)
         self.attention_builder.begin(requests)
-        if requests is not None:
-            state, beta = state[requests], None if beta is None else beta[requests]
         logprob, token = self.model.best(state, beta)
         tokens, scores = [token], [logprob.clamp(max=0)]
         for ahead in range(1, self.max_depth):

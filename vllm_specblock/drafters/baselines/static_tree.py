@@ -28,28 +28,9 @@ def static_tree(hit: Tensor, budget: int) -> tuple[list[int], list[int]]:
         parents and ranks, one each per node, parents first: the node of its parent (0 = root,
         i + 1 = the i-th entry), and which choice of its position it takes.
     """
-    rates = hit.double().log().tolist()  # a host list, before there is any step
-    nodes = _best_paths(rates, budget)
-    return [parent for parent, _ in nodes], [rank for _, rank in nodes]
-
-
-def default_hits(positions: int, width: int) -> Tensor:
-    """Hit rates [positions, width] to shape a tree by where none were measured.
-
-    The first choice of position 1 is right in 70 % of cases and a tenth less at every further
-    position; each further choice takes two fifths of what those before it left over.
-    """
-    first = 0.7 * 0.9 ** torch.arange(positions, dtype=torch.float64)
-    later = 0.4 * 0.6 ** torch.arange(width - 1, dtype=torch.float64)
-    return torch.cat([first[:, None], (1 - first)[:, None] * later], dim=1)
-
-
-def _best_paths(score: list[list[float]], budget: int) -> list[tuple[int, int]]:
-    """The `budget` paths of the largest sum of scores (none above 0), as (parent, rank).
-
-    A path's children score no more than itself and wait until it is taken; so does the next
-    choice beside it. What the heap hands out next is therefore the best of all that is left.
-    """
+    # A path's children score no more than itself and wait until it is taken; so does the next
+    # choice beside it. What the heap hands out next is therefore the best of all that is left.
+    score = hit.double().log().tolist()  # a host list, before there is any step
     order = [sorted(range(len(row)), key=lambda rank: -row[rank]) for row in score]
     serial = itertools.count()
     heap: list[tuple[float, int, int, int, int, float]] = []
@@ -67,7 +48,18 @@ def _best_paths(score: list[list[float]], budget: int) -> list[tuple[int, int]]:
         nodes.append((parent, order[depth][slot]))
         offer(depth, slot + 1, parent, before)
         offer(depth + 1, 0, len(nodes), -negative)
-    return nodes
+    return [parent for parent, _ in nodes], [rank for _, rank in nodes]
+
+
+def default_hits(positions: int, width: int) -> Tensor:
+    """Hit rates [positions, width] to shape a tree by where none were measured.
+
+    The first choice of position 1 is right in 70 % of cases and a tenth less at every further
+    position; each further choice takes two fifths of what those before it left over.
+    """
+    first = 0.7 * 0.9 ** torch.arange(positions, dtype=torch.float64)
+    later = 0.4 * 0.6 ** torch.arange(width - 1, dtype=torch.float64)
+    return torch.cat([first[:, None], (1 - first)[:, None] * later], dim=1)
 
 
 class PlanStep(NamedTuple):

@@ -25,8 +25,7 @@ class Trunk(nn.Module):
         self.condition_norm = RMSNorm(size, eps)
         self.token_norm = RMSNorm(size, eps)
         self.fuse = nn.Linear(2 * size, size, bias=False)
-        # Every entry has a position of its own.
-        self.rotary = Rotary(config.model_copy(update={"block_size": 1}))
+        self.rotary = Rotary(config)  # every entry has a position of its own
         self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_hidden_layers))
 
     @property

@@ -128,7 +128,7 @@ class Backlog:
             end, req_idx = first + rows.length[r], rows.req_idx[r]
             piece = _Piece(states, slice(first, end), rows.position[r])
             if not piece.follows(self.pieces.get(req_idx, [])):
-                self.forget(req_idx)  # rows of nobody: dummy batches share a slot, and begin anew
+                self.forget(req_idx)  # dummy batches share a slot
             self.pieces.setdefault(req_idx, []).append(piece)
             self._rows[req_idx] += len(piece)
             first = end

@@ -60,7 +60,7 @@ def target_folder(model: str | Path) -> Path:
 
 
 def _folder(model: str | Path, what: str, files: list[str], **hub: Any) -> Path:
-    # Anything but a hub id is left to whoever reads the folder, and says what is missing.
+    # The reader of the folder reports what is missing of anything but a hub id.
     if Path(model).exists() or not _HUB_ID.fullmatch(str(model)):
         return Path(model)
     try:

@@ -8,13 +8,13 @@ read the same input.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vllm_specblock.drafters.common.linear import PackedLinear, Stacked, add_linear
+from vllm_specblock.drafters.specblock.config import NetworkShape
 from vllm_specblock.triton_kernels.layers.layers_numba import rms_norm_numba, runs_loop
 from vllm_specblock.triton_kernels.layers.rope import Rope, rotate_pair
 from vllm_specblock.triton_kernels.layers.silu_mul import silu_mul
@@ -25,25 +25,6 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 Keys and queries carry their RoPE. Q = T, except in a forward with `keep`. The callable owns
 what was before, the mask and the scaling by 1/sqrt(D).
 """
-
-
-class Sizes(Protocol):
-    """What a drafter's config says of its layers."""
-
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def num_attention_heads(self) -> int: ...
-    @property
-    def num_key_value_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def intermediate_size(self) -> int: ...
-    @property
-    def rms_norm_eps(self) -> float: ...
-    @property
-    def qk_norm(self) -> bool: ...
 
 
 class RMSNorm(nn.RMSNorm):
@@ -77,7 +58,7 @@ class Attention(nn.Module):
     """
 
     def __init__(
-        self, sizes: Sizes, in_size: int, qkv_bias: bool = False, output_bias: bool = False
+        self, sizes: NetworkShape, in_size: int, qkv_bias: bool = False, output_bias: bool = False
     ) -> None:
         super().__init__()
         self.head_dim = sizes.head_dim
@@ -127,7 +108,7 @@ class MLP(nn.Module):
         bias: of the projections.
     """
 
-    def __init__(self, sizes: Sizes, bias: bool = False) -> None:
+    def __init__(self, sizes: NetworkShape, bias: bool = False) -> None:
         super().__init__()
         size, inner = sizes.hidden_size, sizes.intermediate_size
         self.gate_proj = nn.Linear(size, inner, bias=bias)
@@ -143,7 +124,7 @@ class MLP(nn.Module):
     def forward(self, normed: Tensor, residual: Tensor) -> Tensor:
         """[..., H] -> residual [..., H] + what the layer gives.
 
-        Folded on CUDA the sum takes the residual's place: it has to be nobody else's.
+        Folded on CUDA the sum is written to `residual`, which no other code may read.
         """
         if self.gate_up is not None:
             return add_linear(residual, silu_mul(self.gate_up.product(normed)), self.down_proj)

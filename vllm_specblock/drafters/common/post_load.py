@@ -35,7 +35,7 @@ def process_after_loading(
     Returns:
         the drafter.
     """
-    # Not of all modules: whatever a list names stays in memory, also when it is folded away.
+    # A list of all modules would keep folded ones in memory.
     foldable: list[Any] = [module for module in drafter.modules() if hasattr(module, "fold")]
     for module in foldable:
         module.fold()

@@ -9,28 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vllm_specblock.drafters.specblock.config import rope_type
+from vllm_specblock.drafters.specblock.config import NetworkShape, rope_type
 from vllm_specblock.triton_kernels.layers.layers_numba import loops_take
 from vllm_specblock.triton_kernels.layers.rope import Rope
-
-
-class Turns(Protocol):
-    """What a drafter's config says of its RoPE."""
-
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def block_size(self) -> int: ...
-    @property
-    def rope_theta(self) -> float: ...
-    @property
-    def rope_scaling(self) -> dict[str, Any] | None: ...
 
 
 class Rotary(nn.Module):
@@ -41,14 +28,18 @@ class Rotary(nn.Module):
 
     Args:
         rotary_dim: dimensions of a head that turn, as pairs of its halves' first ones; default: D.
+        block_size: K, positions of a row.
     """
 
     turn: Tensor
     offset: Tensor
 
-    def __init__(self, config: Turns, rotary_dim: int | None = None) -> None:
+    def __init__(
+        self, config: NetworkShape, rotary_dim: int | None = None, block_size: int = 1
+    ) -> None:
         super().__init__()
         self.config, self.rotary_dim = config, rotary_dim or config.head_dim
+        self.block_size = block_size
         for name, table in self._tables().items():
             self.register_buffer(name, table, persistent=False)
 
@@ -58,7 +49,7 @@ class Rotary(nn.Module):
         frequency = F.pad(frequency, (0, self.config.head_dim // 2 - len(frequency)))
         return {
             "turn": torch.cat([-frequency, frequency]),
-            "offset": torch.arange(self.config.block_size),
+            "offset": torch.arange(self.block_size),
         }
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -84,7 +75,7 @@ class Rotary(nn.Module):
         return torch.cos(angle, out=cos), torch.sin(angle, out=sin)
 
 
-def inverse_frequencies(config: Turns, rotary_dim: int | None = None) -> Tensor:
+def inverse_frequencies(config: NetworkShape, rotary_dim: int | None = None) -> Tensor:
     """RoPE radians per position [rotary_dim/2] float32, scaled as `rope_scaling` says.
 
     rotary_dim: dimensions that turn, default D.

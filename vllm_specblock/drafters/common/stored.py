@@ -55,7 +55,7 @@ def _safetensors_files(directory: Path) -> list[Path]:
     if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
         raise CheckpointError(f"{where} has no weight_map from tensors to files: write it anew.")
     names = sorted(set(shards.values()))
-    # Whatever an index says, files of this folder only.
+    # An index may name files of this folder only.
     missing = [n for n in names if Path(n).name != n or not (directory / n).is_file()]
     if missing:
         raise CheckpointError(

@@ -24,14 +24,14 @@ from vllm_specblock.drafters.dflash.model import DFlashModel
 from vllm_specblock.drafters.specblock.config_json import read_json
 
 
-def read_config(directory: PathLike) -> DFlashShape:
-    """What the checkpoint's config.json says.
+def read_config(directory: PathLike, causal: bool = False) -> DFlashShape:
+    """What the checkpoint's config.json says; causal: whether its blocks have to be, as JetSpec's.
 
     Raises:
         CheckpointError: there is no config.json, or no JSON in it; not a DFlash drafter, or a
             variant that is not supported.
     """
-    return config_json.from_json(*read_json(Path(directory) / CONFIG))
+    return config_json.from_json(*read_json(Path(directory) / CONFIG), causal)
 
 
 def check_tensors(directory: PathLike, config: DFlashShape) -> None:
@@ -48,23 +48,14 @@ def load(
     directory: PathLike,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
+    causal: bool = False,
 ) -> DFlashModel:
     """A drafter with its weights cast to `dtype`, on `device`; it wants the target's LM head.
 
     Raises:
         CheckpointError: as `read_config` and `check_tensors`.
     """
-    return load_as(read_config(directory), directory, dtype, device)
-
-
-def load_as(
-    config: DFlashShape, directory: PathLike, dtype: torch.dtype, device: torch.device | str
-) -> DFlashModel:
-    """As `load`, of a config that was read before.
-
-    Raises:
-        CheckpointError: as `check_tensors`.
-    """
+    config = read_config(directory, causal)
     stored = _checked(Path(directory), config)
     tensors = {name: entry.read() for name, entry in stored.items()}
     return with_weights(partial(DFlashModel, config), _scaled(tensors, config), dtype, device)

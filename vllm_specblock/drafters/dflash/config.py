@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-from vllm_specblock.drafters.specblock.config import (
-    CheckpointError,
-    Count,
-    check_rope_scaling,
-    check_shape,
-)
+from vllm_specblock.drafters.specblock.config import CheckpointError, Count, NetworkShape
 from vllm_specblock.drafters.specblock.config_json import checked, rope_of
 
 ARCHITECTURE = "DFlashDraftModel"
@@ -19,13 +14,12 @@ SPECULATORS = "jetspec"
 """What the speculators library, whose layouts are refused, calls a drafter with causal blocks."""
 
 
-class DFlashShape(BaseModel):
+class DFlashShape(NetworkShape):
     """Qwen3 layers over a block of masks, whose context is keys and values of the target's states.
 
+    It is as wide as the target, and embeds and names tokens as the target does.
+
     Attributes:
-        target_hidden_size: Ht, width of the target's hidden states; also that of the drafter, which
-            embeds and names tokens as the target does.
-        vocab_size: V of the target.
         masks: of a block in training; a block is the root's token and so many masks.
         mask_token_id: the target's token whose embedding stands for a mask.
         layer_ids: hidden states of the target that are fused: i is the residual stream after i
@@ -33,18 +27,10 @@ class DFlashShape(BaseModel):
         attention_bias: of all of the attention's projections.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    computes_yarn: ClassVar[bool] = True
 
-    hidden_size: Count
-    num_attention_heads: Count
-    num_key_value_heads: Count
-    head_dim: Annotated[int, Field(ge=2, multiple_of=2)]
-    intermediate_size: Count
-    num_hidden_layers: Count
-    vocab_size: Count
-    rms_norm_eps: Annotated[float, Field(gt=0)] = 1e-6
     rope_theta: Annotated[float, Field(gt=0)] = 1e6
-    rope_scaling: dict[str, Any] | None = None
+    qk_norm: Literal[True] = True
     masks: Count
     mask_token_id: Annotated[int, Field(ge=0)]
     layer_ids: Annotated[tuple[int, ...], Field(min_length=1)]
@@ -58,23 +44,12 @@ class DFlashShape(BaseModel):
     def draft_vocab_size(self) -> int:
         return self.vocab_size
 
-    @property
-    def qk_norm(self) -> bool:
-        """Whether queries and keys are RMS-normed per head: as in Qwen3."""
-        return True
-
-    @property
-    def block_size(self) -> int:
-        """Positions of one row, as RoPE and the cache ask every drafter."""
-        return 1
-
     def target_layers(self, num_layers: int) -> tuple[int, ...]:
         """The states that it reads of a target; i is that after i layers."""
         return self.layer_ids
 
     @model_validator(mode="after")
     def _check(self) -> DFlashShape:
-        check_shape(self)
         ids = list(self.layer_ids)
         # The target hands its states out in layer order: any other would swap columns of fc.
         if ids != sorted(set(ids)) or ids[0] < 1:
@@ -87,7 +62,6 @@ class DFlashShape(BaseModel):
                 f"mask_token_id is {self.mask_token_id}, but the vocabulary ends at "
                 f"{self.vocab_size - 1}"
             )
-        check_rope_scaling(self.rope_scaling, yarn=True)
         return self
 
 

@@ -108,7 +108,7 @@ class DFlashAttention(Attention):
         else:
             key, value = self.qkv(states, slice(1, 3))
         key, value = (x.unflatten(-1, (-1, self.head_dim)) for x in (key, value))
-        # The launch turns queries, too: the keys stand in for those that nobody has.
+        # The launch turns queries, too: the keys stand in for them.
         _, key = rotate_pair(key, key, rope, None, (self.k_norm, self.k_norm))
         return key, value
 

@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-from vllm_specblock.drafters.specblock.config import (
-    Count,
-    check_rope_scaling,
-    check_shape,
-    default_layer_ids,
-)
+from vllm_specblock.drafters.specblock.config import Count, NetworkShape, default_layer_ids
 
 
-class Eagle3Shape(BaseModel):
+class Eagle3Shape(NetworkShape):
     """Decoder layers over embedding and feature, and what checkpoints vary about them.
 
     Attributes:
         target_hidden_size: Ht, width of the target's hidden states.
-        vocab_size: V of the target.
         num_hidden_layers: L. Only the first layer reads the embedding.
         draft_vocab_size: Vd, width of the LM head; equal to `vocab_size` means no mapping.
         rotary_dim: dimensions of a head that RoPE turns, its first ones; None: all of them.
         num_features: hidden states of the target that are fused.
         layer_ids: which ones: i is the residual stream after i layers. None if the checkpoint
             leaves it to the target: `default_layer_ids` of its layer count.
-        qk_norm: whether queries and keys are RMS-normed per head, as in Qwen3.
         qkv_bias, output_bias: of the attention's projections.
         mlp_bias: of the MLP's projections.
         norm_before_residual: whether the first layer's residual is the feature after its norm.
@@ -36,24 +29,14 @@ class Eagle3Shape(BaseModel):
         logit_scale: factor on the logits.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    computes_yarn: ClassVar[bool] = True
 
-    hidden_size: Count
     target_hidden_size: Count
-    num_attention_heads: Count
-    num_key_value_heads: Count
-    head_dim: Annotated[int, Field(ge=2, multiple_of=2)]
-    intermediate_size: Count
     num_hidden_layers: Count = 1
-    vocab_size: Count
     draft_vocab_size: Count
-    rms_norm_eps: Annotated[float, Field(gt=0)] = 1e-6
-    rope_theta: Annotated[float, Field(gt=0)] = 10000.0
-    rope_scaling: dict[str, Any] | None = None
     rotary_dim: Annotated[int, Field(ge=2, multiple_of=2)] | None = None
     num_features: Count = 3
     layer_ids: tuple[int, ...] | None = None
-    qk_norm: bool = False
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
@@ -63,18 +46,12 @@ class Eagle3Shape(BaseModel):
     norm_output: bool = False
     logit_scale: Annotated[float, Field(gt=0)] = 1.0
 
-    @property
-    def block_size(self) -> int:
-        """Positions of one row, as RoPE and the cache ask every drafter."""
-        return 1
-
     def target_layers(self, num_layers: int) -> tuple[int, ...]:
         """The states that it reads of a target with so many layers; i is that after i layers."""
         return self.layer_ids or default_layer_ids(num_layers)
 
     @model_validator(mode="after")
     def _check(self) -> Eagle3Shape:
-        check_shape(self)
         if self.layer_ids is not None:
             ids = self.layer_ids
             # The target hands its states out in layer order: any other order here would swap
@@ -94,5 +71,4 @@ class Eagle3Shape(BaseModel):
             raise ValueError(
                 f"RoPE turns {self.rotary_dim} dimensions of a head, which has {self.head_dim}"
             )
-        check_rope_scaling(self.rope_scaling, yarn=True)
         return self

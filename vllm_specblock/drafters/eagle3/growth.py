@@ -21,7 +21,7 @@ from vllm_specblock.triton_kernels.drafting.grow_level import GrowingLevels, Lev
 from vllm_specblock.triton_kernels.tree.select_tree import MOST_CANDIDATES
 
 _DEPTH, _NODES_PER_LEVEL = 8, 4
-"""Of trees whose depth nobody chose: see `Eagle3Config.depth`."""
+"""Default depth of a tree, and nodes for each of its levels, see `Eagle3Config.depth`."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,6 @@ class DynamicTreeConfig:
     top_k: int
     budget: int
     lookahead: int | None = None
-
-    @classmethod
-    def chain(cls, depth: int) -> DynamicTreeConfig:
-        """No tree: the best token after the best token."""
-        return cls(depth, 1, depth)
 
     @classmethod
     def of(
@@ -221,11 +216,9 @@ class FusedLevels:
         self.growing = GrowingLevels(growth.limits, position)
 
     def first(self, logprob: torch.Tensor, token: torch.Tensor) -> None:
-        """As `Levels.first`."""
         self.grown = self.growing.attach_level(None, None, None, logprob[:, None], token[:, None])
 
     def starts(self) -> LevelRows:
-        """As `Levels.starts`."""
         assert isinstance(self.grown, tuple)  # no tree yet
         return LevelRows(*self.grown)
 
@@ -236,10 +229,8 @@ class FusedLevels:
         logprob: torch.Tensor,
         token: torch.Tensor,
     ) -> None:
-        """As `Levels.next`."""
         self.grown = self.growing.attach_level(rows.node, rows.valid, there, logprob, token)
 
     def finish(self) -> DraftTree:
-        """As `Levels.finish`."""
         assert not isinstance(self.grown, tuple)
         return tree_of(self.grown)

@@ -95,7 +95,7 @@ class NGramDrafter(Drafter):
         self.texts = Texts(
             rows.text[:, : self.max_model_len], rows.req_idx, rows.position, rows.last
         )
-        # A bound of the host: nobody's text is longer.
+        # Bound of every text's length, on the host.
         self.longest = rows.max_position + 2
 
     def draft(self, requests: torch.Tensor | None = None) -> DraftTree:

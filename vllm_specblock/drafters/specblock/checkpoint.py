@@ -179,7 +179,7 @@ def _write(
 
 
 def _replace(path: Path, write: Callable[[Path], object]) -> None:
-    # Written aside and renamed: whoever reads or is killed meanwhile finds a whole file.
+    # Written aside and renamed, so that the file is always whole.
     aside = path.with_name(f".{path.name}.part")
     aside.touch()
     mode = aside.stat().st_mode

@@ -5,7 +5,7 @@ Only pydantic is imported here, so that the command line stays quick.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -71,38 +71,65 @@ class TargetInfo(BaseModel):
         return self
 
 
-class DrafterConfig(BaseModel):
-    """Everything that fixes a drafter's tensors and numbers (paper, sections 3.1 and 3.2).
+class NetworkShape(BaseModel):
+    """Decoder layers and vocabulary of a drafter.
 
     Attributes:
-        block_size: K, draft positions per forward; fixed by training.
-        draft_vocab_size: Vd, width of the LM head; equal to `vocab_size` means no mapping.
+        vocab_size: V of the target.
         qk_norm: whether queries and keys are RMS-normed per head, as in Qwen3.
-        rank_topk: logits over which the rank features are taken, or "full" for all of them.
-        block_rope: RoPE base of block 2 and later: block 1's ("base"), or moved on by the
-            depth of the node that it starts from ("path"). Read by whoever passes `base`.
-        prefix_broadcast: whether all K positions are given the condition and the token (eq. 2);
-            if not, the first alone is (ablation of Table 2).
-        layer_shift: whether eq. 3 stands between the layers; if not, nothing does (ablation).
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+    computes_yarn: ClassVar[bool] = False
 
     hidden_size: Count
-    target_hidden_size: Count
     num_attention_heads: Count
     num_key_value_heads: Count
     head_dim: Annotated[int, Field(ge=2, multiple_of=2)]
     intermediate_size: Count
     num_hidden_layers: Count
-    block_size: Count
     vocab_size: Count
-    draft_vocab_size: Annotated[int, Field(ge=TOP_LOGPROBS)]
-    rank_classes: Count = 4
-    rms_norm_eps: Annotated[float, Field(gt=0)] = 1e-5
+    rms_norm_eps: Annotated[float, Field(gt=0)] = 1e-6
     rope_theta: Annotated[float, Field(gt=0)] = 10000.0
     rope_scaling: dict[str, Any] | None = None
     qk_norm: bool = False
+
+    @model_validator(mode="after")
+    def _check_layers(self) -> Self:
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads is {self.num_attention_heads}, but must be a multiple of "
+                f"num_key_value_heads, {self.num_key_value_heads}"
+            )
+        draft_vocab_size = getattr(self, "draft_vocab_size", self.vocab_size)
+        if draft_vocab_size > self.vocab_size:
+            raise ValueError(
+                f"draft_vocab_size is {draft_vocab_size}, but must not exceed vocab_size, "
+                f"{self.vocab_size}"
+            )
+        check_rope_scaling(self.rope_scaling, self.computes_yarn)
+        return self
+
+
+class DrafterConfig(NetworkShape):
+    """Everything that fixes a drafter's tensors and numbers (paper, sections 3.1 and 3.2).
+
+    Attributes:
+        block_size: K, draft positions per forward; fixed by training.
+        draft_vocab_size: Vd, width of the LM head; equal to `vocab_size` means no mapping.
+        rank_topk: logits over which the rank features are taken, or "full" for all of them.
+        block_rope: RoPE base of block 2 and later: block 1's ("base"), or moved on by the
+            depth of the node that it starts from ("path"). Read by the caller that passes `base`.
+        prefix_broadcast: whether all K positions are given the condition and the token (eq. 2);
+            if not, the first alone is (ablation of Table 2).
+        layer_shift: whether eq. 3 stands between the layers; if not, nothing does (ablation).
+    """
+
+    target_hidden_size: Count
+    block_size: Count
+    draft_vocab_size: Annotated[int, Field(ge=TOP_LOGPROBS)]
+    rank_classes: Count = 4
+    rms_norm_eps: Annotated[float, Field(gt=0)] = 1e-5
     rank_topk: Annotated[int, Field(ge=TOP_LOGPROBS)] | Literal["full"] = PUBLISHED_RANK_TOPK
     block_rope: Literal["base", "path"] = "base"
     prefix_broadcast: bool = True
@@ -115,29 +142,13 @@ class DrafterConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> DrafterConfig:
-        check_shape(self)
         for key, value, of_target in (
             ("target_hidden_size", self.target_hidden_size, self.target.hidden_size),
             ("vocab_size", self.vocab_size, self.target.vocab_size),
         ):
             if value != of_target:
                 raise ValueError(f"{key} is {value}, but the target's is {of_target}")
-        check_rope_scaling(self.rope_scaling)
         return self
-
-
-def check_shape(config: Any) -> None:
-    """What every drafter's sizes have to fulfil; raises `ValueError`."""
-    if config.num_attention_heads % config.num_key_value_heads:
-        raise ValueError(
-            f"num_attention_heads is {config.num_attention_heads}, but must be a multiple of "
-            f"num_key_value_heads, {config.num_key_value_heads}"
-        )
-    if config.draft_vocab_size > config.vocab_size:
-        raise ValueError(
-            f"draft_vocab_size is {config.draft_vocab_size}, but must not exceed vocab_size, "
-            f"{config.vocab_size}"
-        )
 
 
 def default_layer_ids(num_layers: int) -> tuple[int, int, int]:

@@ -52,7 +52,7 @@ class DeviceRefresh:
         device = drafter.norm.weight.device
         self._host = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
         self._staging = torch.empty(size, dtype=torch.uint8, device=device)
-        # As whole numbers of one size copying is one launch, whatever the dtypes are.
+        # As integers of one size, tensors of all dtypes are copied in one launch.
         self._pairs = {
             name: (_numbers(served), _numbers(self._part(self._staging, name)))
             for name, served in self._served.items()
@@ -65,7 +65,7 @@ class DeviceRefresh:
         self.ready = self._held = False
 
     def start(self, tensors: Mapping[str, Tensor], hold: bool = False) -> None:
-        """Begin to bring new weights in; whatever began before is over, or ready and given up.
+        """Begin to bring new weights in; an earlier update is dropped unless it is in use.
 
         Args:
             tensors: on the host, see `Preparation.prepare`; not to be changed any more.
@@ -130,7 +130,7 @@ class DeviceRefresh:
         return 1e-3 * self._began.elapsed_time(self._written)
 
     def _prepare(self, tensors: Mapping[str, Tensor]) -> None:
-        # What a thread dies of is nobody's to catch, and has to stop nothing but itself.
+        # Errors of this thread are reported by `turn`.
         self._error = RefreshError("The new weights could not be made ready.")
         try:
             new = self._preparation.prepare(tensors)

@@ -5,9 +5,8 @@ rows and its own up to k, which in this order is plain causal attention. A row o
 sees the entries before its start, the positions on its path and its own up to k: a prefix
 length and a few bits (paper, §3.1 and §3.2).
 
-Later blocks put their keys and values where the next tokens of the request will go. Those
-slots are reserved for the step, are read by nobody else, and are overwritten when the tokens
-come.
+Later blocks put their keys and values in the slots of the request's next tokens. Those slots are
+reserved for the step, and are overwritten when the tokens come.
 """
 
 from __future__ import annotations

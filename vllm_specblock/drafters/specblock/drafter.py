@@ -2,72 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
 
 from vllm_specblock.config import SpecBlockConfig
-from vllm_specblock.drafters.common.chunked_advance import chunked_advance
-from vllm_specblock.drafters.interface import CacheLayer, CommittedTokens, Drafter
+from vllm_specblock.drafters.common.network_drafter import NetworkDrafter, of_requests
+from vllm_specblock.drafters.interface import CommittedTokens
 from vllm_specblock.drafters.specblock.draft_attention import DraftAttentionBuilder
 from vllm_specblock.drafters.specblock.fused_growth import expansion
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
 from vllm_specblock.drafters.specblock.refresh import refresh
 from vllm_specblock.drafters.specblock.tree_shape import TreeShape
-from vllm_specblock.feedback.calibration import DraftCalibration
 from vllm_specblock.tree import DraftTree
 
 
-class SpecBlockDrafter(Drafter):
-    """Catch-up on the committed rows and block 1 are one forward; each later block is another.
-
-    Args:
-        model: the loaded model.
-        embed: [n] target token ids → [n, H], the target's own embedding.
-        options: how the tree grows.
-        num_nodes: N.
-        max_model_len: tokens of the longest request.
-        lookahead_slots: cache slots reserved after the root; default: N.
-        layers: which of a step's `states` are the low, mid and top one.
-    """
+class SpecBlockDrafter(NetworkDrafter):
+    """Catch-up on the committed rows and block 1 are one forward; each later block is another."""
 
     kind = "specblock"
     model: SpecBlockModel
 
-    def __init__(
-        self,
-        model: SpecBlockModel,
-        embed: Callable[[torch.Tensor], torch.Tensor],
-        options: SpecBlockConfig,
-        num_nodes: int,
-        max_model_len: int,
-        lookahead_slots: int | None = None,
-        layers: tuple[int, ...] = (0, 1, 2),
-    ) -> None:
-        self.model, self.embed, self.num_nodes = model, embed, num_nodes
-        self.max_model_len, self.layers = max_model_len, layers
+    def set_shape(self, options: SpecBlockConfig, lookahead: int) -> None:
+        num_nodes, config = self.num_nodes, self.model.config
         blocks = min(options.num_blocks, num_nodes + 1)
         # Later blocks borrow one reserved slot per start.
-        lookahead = num_nodes if lookahead_slots is None else lookahead_slots
         starts = min(options.num_starts, max(1, lookahead // max(1, blocks - 1)))
-        self.K = model.config.block_size
-        most = model.config.draft_vocab_size  # more children than it can name there are not
+        self.entries_per_token = config.block_size
+        most = config.draft_vocab_size  # more children than it can name there are not
         a, b, c, d = (min(width, most) for width in options.branching)
-        self.shape = TreeShape(self.K, blocks, starts, (a, b, c, d), num_nodes)
-        self.max_depth = min(num_nodes, blocks * self.K)
-        if options.calibrate_drafts:
-            self.calibration = DraftCalibration(model.lm_head.weight.device)
-
-    def cache_layers(self) -> list[CacheLayer]:
-        config = self.model.config
-        layer = CacheLayer(config.num_key_value_heads, config.head_dim, config.block_size)
-        return [layer] * config.num_hidden_layers
+        self.shape = TreeShape(config.block_size, blocks, starts, (a, b, c, d), num_nodes)
+        self.max_depth = min(num_nodes, blocks * config.block_size)
 
     def bind(self, caches: list[torch.Tensor]) -> None:
         self.attention_builder = DraftAttentionBuilder(
             caches,
-            self.K,
+            self.shape.block_size,
             self.shape.num_starts,
             self.shape.num_blocks,
             self.max_model_len,
@@ -76,18 +47,8 @@ class SpecBlockDrafter(Drafter):
         )
         self.width = torch.tensor(self.shape.branching, device=caches[0].device)
 
-    def warm_up(self, block_table: torch.Tensor, most_rows: int) -> None:
-        self.attention_builder.warm_up(
-            block_table, most_rows, self.model.config.num_attention_heads
-        )
-
     def refresh(self, tensors: Mapping[str, torch.Tensor]) -> None:
         refresh(self.model, tensors)
-
-    def advance(self, rows: CommittedTokens) -> None:
-        self.attention_builder.step(rows)
-        self.hidden = chunked_advance(rows, self._forward)  # [R, K, H]
-        self.beta = self.beta_of(rows)  # [R]
 
     def _forward(self, rows: CommittedTokens) -> torch.Tensor:
         attend, base = self.attention_builder.first(rows)
@@ -95,11 +56,9 @@ class SpecBlockDrafter(Drafter):
         return self.model(condition, self.embed(rows.token), base, attend, rows.last)
 
     def draft(self, requests: torch.Tensor | None = None) -> DraftTree:
-        model, shape, beta = self.model, self.shape, self.beta
-        drafted = self.hidden[:, None]  # [R, rows so far, K, H]; row 0 is the drafting row
-        if requests is not None:
-            drafted = drafted[requests]
-            beta = None if beta is None else beta[requests]
+        model, shape = self.model, self.shape
+        state, beta = of_requests(requests, self.state, self.beta)
+        drafted = state[:, None]  # [R, rows so far, K, H]; row 0 is the drafting row
         growth = expansion(shape, self.width, len(drafted))
         growth.first_block(*model.candidates(drafted[:, 0], shape.width, beta))
 

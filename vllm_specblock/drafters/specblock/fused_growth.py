@@ -46,12 +46,10 @@ class FusedExpansion:
     def first_block(
         self, top_logprob: torch.Tensor, top_token: torch.Tensor, bucket: torch.Tensor
     ) -> None:
-        """As `Expansion.first_block`."""
         one_row = (top_logprob[:, None], top_token[:, None], bucket[:, None])
         self.grown = self.growing.attach_block(1, None, None, *one_row)
 
     def starts(self, block: int) -> Starts:
-        """As `Expansion.starts`; `block` is the one after that which hangs."""
         assert isinstance(self.grown, tuple)  # no tree yet
         return Starts(*self.grown)
 
@@ -63,12 +61,10 @@ class FusedExpansion:
         top_token: torch.Tensor,
         bucket: torch.Tensor,
     ) -> None:
-        """As `Expansion.next_block`."""
         self.grown = self.growing.attach_block(
             block, starts.node, starts.valid, top_logprob, top_token, bucket
         )
 
     def finish(self) -> DraftTree:
-        """As `Expansion.finish`."""
         assert not isinstance(self.grown, tuple)
         return tree_of(self.grown)

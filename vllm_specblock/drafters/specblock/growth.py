@@ -188,8 +188,8 @@ class Expansion:
     def blocks(self, selection: Selection) -> torch.Tensor:
         """Which drafter forward each node of the tree comes from, block 1 … M.
 
-        Of several candidates of equal text it is the one that was kept. Asked for after
-        `select`, and by nobody while serving.
+        Of several candidates of equal text it is the one that was kept. For evaluation, after
+        `select`.
 
         Returns:
             [R, N] int64, 0 for a slot not in use.

@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vllm_specblock.drafters.common.layers import MLP, Attention, RMSNorm, Sizes
+from vllm_specblock.drafters.common.layers import MLP, Attention, RMSNorm
 from vllm_specblock.drafters.common.linear import PackedLinear
 from vllm_specblock.drafters.common.rope import Rotary
-from vllm_specblock.drafters.specblock.config import TOP_LOGPROBS, DrafterConfig
+from vllm_specblock.drafters.specblock.config import TOP_LOGPROBS, DrafterConfig, NetworkShape
 from vllm_specblock.triton_kernels.layers.layer_shift import layer_shift
 from vllm_specblock.triton_kernels.layers.lm_and_rank_head import lm_and_rank_head
 from vllm_specblock.triton_kernels.layers.lm_and_rank_head_reference import top_and_features
@@ -47,7 +47,7 @@ class SpecBlockModel(nn.Module):
         self.config = config
         size, depth = config.hidden_size, config.num_hidden_layers
         self.input_layer = InputLayer(config)
-        self.rotary = Rotary(config)
+        self.rotary = Rotary(config, block_size=config.block_size)
         self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(depth))
         shifts = depth - 1 if config.layer_shift else 0
         self.shift_proj = nn.ModuleList(
@@ -215,7 +215,7 @@ class InputLayer(nn.Module):
 class DecoderLayer(nn.Module):
     """A pre-norm Llama layer; with `qk_norm` a Qwen3 layer."""
 
-    def __init__(self, config: Sizes) -> None:
+    def __init__(self, config: NetworkShape) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = Attention(config, config.hidden_size)
@@ -233,7 +233,7 @@ class DecoderLayer(nn.Module):
     ) -> Tensor:
         """hidden [T, K, H], keep [Q] -> [T or Q, K, H].
 
-        normed: [T, K, H], the input norm of `hidden`, from whoever has it already.
+        normed: [T, K, H], the input norm of `hidden`, if the caller has it.
         """
         if normed is None:
             normed = self.input_layernorm(hidden)

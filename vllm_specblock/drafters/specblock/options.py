@@ -9,7 +9,7 @@ from pydantic import Field
 from vllm_specblock.drafters.registry import WeightedOptions, register_drafter
 
 ONE_BLOCK = 16
-"""Trees of fewer nodes are one forward's, unless somebody says otherwise."""
+"""Trees of fewer nodes are drafted in one forward by default."""
 
 
 @register_drafter(

@@ -1,4 +1,4 @@
-"""The Hugging Face config class of our checkpoints, as vLLM's config machinery wants it."""
+"""Hugging Face config class of our checkpoints."""
 
 from __future__ import annotations
 
@@ -9,11 +9,7 @@ from vllm.transformers_utils.configs.eagle import EAGLEConfig
 
 
 class SpecBlockHFConfig(EAGLEConfig):
-    """A plain config in an EAGLEConfig's clothes.
-
-    vLLM wraps the config of any "eagle3" drafter into an EAGLEConfig and renames its
-    architecture, unless it is one already. This one is, wraps nothing, and keeps its name.
-    """
+    """An EAGLEConfig that wraps nothing: vLLM would wrap and rename any other "eagle3" config."""
 
     model_type = "specblock"
 

@@ -1,8 +1,7 @@
 """Detection of engines that ask for this plugin.
 
-Apart from what answers it: every vLLM process asks, also those that never run a drafter, and they
-should not load one's code. On a CPU that is more than a matter of time: vLLM's own replacement of
-kernels, which plain engines without Triton go through, fails where Numba was imported before.
+Every vLLM process imports this module, so it loads no drafter: on a CPU without Triton, vLLM's own
+replacement of kernels fails once Numba is imported.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, SerializeAsAny
+from pydantic import BaseModel, ConfigDict, SerializeAsAny, ValidationInfo, field_validator
 from vllm.config import ModelConfig
 
 from vllm_specblock.adapt.options import KEY as ADAPT
@@ -51,6 +51,14 @@ class ResolvedDrafter(BaseModel):
     layers: tuple[int, ...] = ()
     adapt: AdaptConfig | None = None
 
+    @field_validator("options", mode="before")
+    @classmethod
+    def _of_kind(cls, given: Any, info: ValidationInfo) -> Any:
+        """Options of the drafter's kind, out of plain data."""
+        return (
+            drafter_kind(info.data["kind"]).options(**given) if isinstance(given, dict) else given
+        )
+
 
 class ResolvedConfig(BaseModel):
     """The drafters, one or two, and how two of them go together.
@@ -74,28 +82,6 @@ class ResolvedConfig(BaseModel):
     def layers(self) -> tuple[int, ...]:
         """All layers of the target that some drafter reads, low first."""
         return tuple(sorted({layer for drafter in self.drafters for layer in drafter.layers}))
-
-    def dump(self) -> dict[str, Any]:
-        """As plain data; `ResolvedConfig.read` is the way back."""
-        return self.model_dump(mode="json")
-
-    @classmethod
-    def read(cls, dumped: dict[str, Any]) -> ResolvedConfig:
-        drafters = tuple(
-            ResolvedDrafter(
-                **{
-                    **drafter,
-                    "options": drafter_kind(drafter["kind"]).options(**drafter["options"]),
-                }
-            )
-            for drafter in dumped["drafters"]
-        )
-        combine = dumped["combine"]
-        return cls(
-            drafters=drafters,
-            combine=CombineConfig(**combine) if combine else None,
-            adaptive=dumped["adaptive"],
-        )
 
 
 def resolve_config(

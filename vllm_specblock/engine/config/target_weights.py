@@ -1,4 +1,4 @@
-"""Targets whose weights have fewer bits: whether vLLM multiplies by them here."""
+"""Checks of quantised targets."""
 
 from __future__ import annotations
 
@@ -13,15 +13,12 @@ logger = logging.getLogger("vllm.specblock")
 
 
 def check_quantization(target: ModelConfig) -> None:
-    """For targets with weights in 8-bit floats or in 4 bits: whether vLLM multiplies by them on
-    this CPU.
+    """Refuse targets in float8 or 4 bits if vLLM has no kernel for them on this CPU.
 
-    Without tiles it rounds activations for the former by a kernel that it does not have, and
-    without AVX-512 it has none for the latter: both show after loading. A target that rounds
-    activations by one that there is, is warned of.
+    vLLM itself fails only after loading. A target that rounds activations gets a warning.
 
     Raises:
-        OptionError: it does not.
+        OptionError: float8 without AMX tiles, or 4 bits without AVX-512.
     """
     from vllm.platforms import CpuArchEnum, current_platform
 

@@ -1,4 +1,4 @@
-"""Releases of vLLM that are not supported: whoever asks for SpecBlock there is told so."""
+"""Error for unsupported releases of vLLM."""
 
 from __future__ import annotations
 

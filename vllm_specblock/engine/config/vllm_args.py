@@ -1,7 +1,6 @@
 """Engine arguments: from the user's `speculative_config` to vLLM's, checked without weights.
 
-Runs while the engine's config is built, so that whoever gives something wrong reads one
-sentence before anything is loaded.
+Runs while the engine's config is built, so that errors come before anything is loaded.
 """
 
 from __future__ import annotations
@@ -88,7 +87,10 @@ def translate(args: EngineArgs, target: ModelConfig, parallel: ParallelConfig) -
     else:
         make_room(args, nodes, parallel)
         capture_trees(args, nodes)
-    args.additional_config = {**(args.additional_config or {}), METHOD: resolved.dump()}
+    args.additional_config = {
+        **(args.additional_config or {}),
+        METHOD: resolved.model_dump(mode="json"),
+    }
     args.attention_backend = AttentionBackendEnum.CUSTOM
     # One block table for all layers; sliding windows then save no memory.
     args.disable_hybrid_kv_cache_manager = True
@@ -130,21 +132,20 @@ def resolve_request(
 
 
 def _adapts(given: dict[str, Any], args: EngineArgs, parallel: ParallelConfig) -> bool:
-    """Whether budgets follow from costs where nobody says so.
+    """Return the default of `enable_adaptive_verification`.
 
-    They do on a CPU, where every verified row takes time, and few rows are as good as free. Not
-    where somebody has said how many drafts there are to be, or how many are accepted, and not among
-    ranks, see `_check_ranks`, or with adapters, see `check_lora`.
+    True on a CPU, where every verified row takes time; not with a given number of drafts or
+    acceptance, several ranks (`_check_ranks`) or adapters (`check_lora`).
     """
     one = current_platform.is_cpu() and parallel.tensor_parallel_size == 1 and not args.enable_lora
     return one and not any(given.get(key) is not None for key in _SAYS_HOW_MANY)
 
 
 def _with_skipping(resolved: ResolvedConfig, parallel: ParallelConfig) -> ResolvedConfig:
-    """Decide whether a merge leaves its drafter out where it can, if nobody says.
+    """Set the default of `skip_drafter`: true where a merge can leave its drafter out.
 
     Raises:
-        OptionError: somebody says so where it cannot.
+        OptionError: it is true where a merge cannot.
     """
     combine = resolved.combine
     if combine is None or combine.skip_drafter is False:
@@ -204,4 +205,4 @@ def finish(config: SpeculativeConfig, resolved: ResolvedConfig, target: ModelCon
 
 def read_back(additional_config: dict[str, Any]) -> ResolvedConfig:
     """The plan, in the process that runs the model."""
-    return ResolvedConfig.read(additional_config[METHOD])
+    return ResolvedConfig.model_validate(additional_config[METHOD])

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from vllm_specblock.engine.contract.sources import NotThere, Part, Sources, squeezed
 
 
 @dataclass(frozen=True)
-class Hook(ABC):
+class Hook:
     """One thing of vLLM's that a module of ours leans on.
 
     Attributes:
-        user: that module, below `engine/`.
+        name: in vLLM's file, e.g. "Class.method"; "": all of it.
+        user: our module, below `engine/`.
         file: vLLM's, below its folder.
-        name: in that file, e.g. "Class.method"; "": all of it.
     """
 
-    user: str
-    file: str
     name: str
+    user: str = field(default="", kw_only=True)
+    file: str = field(default="", kw_only=True)
 
     def trouble(self, sources: Sources) -> str | None:
         """What is not as it has to be, in a clause; None: nothing."""
@@ -30,9 +29,14 @@ class Hook(ABC):
         except NotThere as missing:
             return str(missing)
 
-    @abstractmethod
     def look(self, part: Part) -> str | None:
-        """`trouble` of what was found."""
+        """`trouble` of what was found; here nothing beyond that it is there."""
+        return None
+
+
+def on(user: str, file: str, *hooks: Hook) -> tuple[Hook, ...]:
+    """The hooks of one of our modules on one file of vLLM's."""
+    return tuple(replace(hook, user=user, file=file) for hook in hooks)
 
 
 @dataclass(frozen=True)
@@ -81,9 +85,6 @@ class Has(Hook):
             except NotThere:
                 missing.append(name)
         return f"{self.name or self.file} has no {', '.join(missing)}" if missing else None
-
-    def look(self, part: Part) -> None:
-        """Nothing beyond that it is there."""
 
 
 @dataclass(frozen=True)

@@ -37,9 +37,6 @@ class Imports(Hook):
             return None if f'"{self.name}"' in sources.module(file).text else str(missing)
         return None
 
-    def look(self, part: Part) -> None:
-        """Nothing beyond that it is there."""
-
 
 def our_imports() -> Iterator[Imports]:
     """Of every module of `engine/`, those for type checkers included."""
@@ -48,7 +45,7 @@ def our_imports() -> Iterator[Imports]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == PACKAGE:
                 for alias in node.names:
-                    yield Imports(user, "", alias.name, node.module or "")
+                    yield Imports(alias.name, node.module or "", user=user)
 
 
 @dataclass(frozen=True)
@@ -88,4 +85,4 @@ def replaced_kernels() -> Iterator[Replaces]:
         names = [a.arg for a in function.args.args if a.arg != "num_warps"]
         optional = len(function.args.defaults) - (len(function.args.args) - len(names))
         file = f"v1/worker/gpu/{module.replace('.', '/')}.py"
-        yield Replaces(ours, file, kernel, len(names) - optional, len(names))
+        yield Replaces(kernel, len(names) - optional, len(names), user=ours, file=file)

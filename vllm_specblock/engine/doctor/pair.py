@@ -48,7 +48,7 @@ def pair(target: str | None, given: dict[str, Any] | None) -> Iterator[Finding]:
     if target is not None:
         try:
             model = args.create_model_config()
-        except Exception as error:  # whatever vLLM and transformers think of it
+        except Exception as error:  # any error of vLLM or transformers
             yield wrong("target", target, f"vLLM does not take it: {as_line(error)}")
             return
         try:

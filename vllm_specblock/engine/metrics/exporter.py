@@ -1,10 +1,9 @@
 """Export of the counters to `/metrics`, `LLM.get_metrics` and the log.
 
-The two processes share a small file in the format of prometheus_client's multi-process mode:
-the model's writes it, a collector in the frontend's registry reads it when somebody asks. With
-several API servers vLLM itself switches that mode on, and then the file lies among theirs and is
-summed up with them. vLLM's stat logger plugins are not used: the mere presence of one switches
-statistics on for every model that is served, and `LLM` does not load them.
+The model's process writes a small file in the format of prometheus_client's multi-process mode,
+and a collector in the frontend's registry reads it. With several API servers vLLM uses that mode
+itself and sums the file up with theirs. A stat logger plugin would switch statistics on for every
+model, and `LLM` does not load one.
 """
 
 from __future__ import annotations
@@ -138,7 +137,7 @@ def _withdraw(collector: DrafterMetrics, folder: str | None, owner: int) -> None
 
 
 def make_sink(vllm_config: Any, rank: int) -> Callable[[Counts], None] | None:
-    """Where the counts of an engine go; None if nobody asked for them.
+    """Return what takes the counts of an engine; None: metrics are off.
 
     Args:
         vllm_config: vLLM's, in the process that runs the model.

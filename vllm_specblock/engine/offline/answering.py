@@ -2,11 +2,10 @@
 
     python -m vllm_specblock.engine.offline.answering
 
-reads JSON lines: first the arguments of vLLM's `LLM`, then one job after the other, until the input
-ends. It writes JSON lines: what it is, once it can answer, then an answer per job, before it, where
-the job says `stream`, {"said": [prompt, new tokens]} step by step; or, as the last one, {"error":
-sentence}. What vLLM prints goes to stderr. `vllm_specblock/bench/process.py` is the
-other end.
+reads JSON lines: the arguments of vLLM's `LLM`, then jobs until the input ends. It writes JSON
+lines: facts of the engine, then an answer per job. A job with `stream` also gets {"said": [prompt,
+new tokens]} in each step; an error ends with {"error": sentence}. vLLM's own output goes to stderr.
+`vllm_specblock/bench/process.py` is the other end.
 """
 
 from __future__ import annotations
@@ -139,7 +138,7 @@ class Answering:
     def _step_by_step(
         self, prompts: list[Any], params: list[Any], said: Callable[[int, list[int]], object]
     ) -> list[list[int]]:
-        """What `LLM.generate` gives, and tells no one before the end."""
+        """`LLM.generate`, with the tokens of each step."""
         from vllm.sampling_params import RequestOutputKind
 
         engine = self.llm.llm_engine
@@ -175,9 +174,9 @@ def serve(jobs: TextIO, answers: TextIO, make: type[Answering] = Answering) -> N
 
 def main(make: type[Answering] = Answering) -> None:
     """Serve the pipe that this process was started with."""
-    # What is asked to end leaves by the way that removes its temporary files.
+    # Exit normally, so that temporary files are removed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    # Whatever prints, prints to the log: this pipe is for answers.
+    # All other output goes to the log: this pipe is for answers.
     with os.fdopen(os.dup(1), "w") as out:
         os.dup2(2, 1)
         serve(sys.stdin, out, make)

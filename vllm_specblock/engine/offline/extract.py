@@ -1,9 +1,8 @@
 """The target's features through vLLM's own hidden-state extraction.
 
-vLLM's method `extract_hidden_states` keeps chosen layers' states of every prompt token in a paged
-cache of its own, and its example connector writes them to one file per request. What is missing
-there is what the LM head reads, after the final norm, and the way off a CPU; `FeatureConnector`
-adds both.
+vLLM's method `extract_hidden_states` keeps the states of chosen layers in a paged cache, and its
+example connector writes them to one file per request. `FeatureConnector` adds the input of the LM
+head, and support for CPUs.
 """
 
 from __future__ import annotations
@@ -117,8 +116,7 @@ class FeatureExtractor:
         shutil.rmtree(self.scratch, ignore_errors=True)
 
     def _let_write(self) -> None:
-        """An engine in this process does nothing between calls: step it until it has told the
-        connector of the last requests. One in a process of its own goes on by itself."""
+        """Step an engine in this process until its connector has written the last requests."""
         client = self.llm.llm_engine.engine_core
         core = getattr(client, "engine_core", None)
         while core is not None and core.scheduler.has_requests():
@@ -179,8 +177,7 @@ class _Done:
 
 
 def _end_with_parent() -> None:
-    """An engine in a process of its own outlives a killed parent otherwise, and a run that is
-    started again finds no memory left. Its workers end with it."""
+    """End an engine in a process of its own with its parent, which may be killed."""
     parent = multiprocessing.parent_process()
     if parent is None:
         return

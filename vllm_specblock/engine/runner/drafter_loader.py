@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed import tensor_model_parallel_all_gather
 
-from vllm_specblock.combine.budget import shares
 from vllm_specblock.config import CombineConfig
 from vllm_specblock.drafters.common.post_load import process_after_loading
 from vllm_specblock.drafters.interface import Drafter
 from vllm_specblock.drafters.registry import drafter_kind
 from vllm_specblock.engine.attention.draft_attention_layer import DraftAttentionLayer
-from vllm_specblock.engine.config.resolved_config import ResolvedConfig, ResolvedDrafter
+from vllm_specblock.engine.config.resolved_config import ResolvedDrafter
 from vllm_specblock.engine.runner.draft_policy import (
     DraftPolicy,
     MergedDrafters,
@@ -64,43 +63,6 @@ def load_drafter(
     return make(model, embed, options, num_nodes, max_model_len, lookahead_slots, columns)
 
 
-def build_drafters(
-    resolved: ResolvedConfig,
-    budgets: Sequence[int],
-    embed: Callable[[torch.Tensor], torch.Tensor],
-    lookahead_slots: int,
-    max_model_len: int,
-    num_slots: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    head: Callable[[], torch.Tensor] | None = None,
-) -> list[Drafter]:
-    """Load all drafters of a plan.
-
-    Args:
-        budgets: nodes of each one's trees; what follows, see `load_drafter`.
-        num_slots: request slots of the engine.
-    """
-    drafters = [
-        load_drafter(
-            drafter,
-            resolved.layers,
-            embed,
-            num_nodes,
-            lookahead_slots,
-            max_model_len,
-            dtype,
-            device,
-            head,
-        )
-        for drafter, num_nodes in zip(resolved.drafters, budgets)
-    ]
-    for drafter in drafters:
-        if drafter.calibration is not None:
-            drafter.calibration.make_room(num_slots)
-    return drafters
-
-
 def target_head_weight(target_model: VllmModel) -> torch.Tensor:
     """[V, Ht], the target's own memory; among several ranks a copy of what all of them hold.
 
@@ -140,13 +102,6 @@ def register_layers(vllm_config: VllmConfig, drafters: list[Drafter]) -> list[li
             number += 1
         names.append(of_drafter)
     return names
-
-
-def drafter_budgets(options: CombineConfig | None, num_nodes: int) -> tuple[int, ...]:
-    """Nodes that each drafter drafts."""
-    if options is None:
-        return (num_nodes,)
-    return shares(num_nodes, options.draft_policy, options.budget)
 
 
 def make_draft_policy(

@@ -16,6 +16,7 @@ from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm.v1.worker.gpu.states import RequestState
 
+from vllm_specblock.combine.budget import shares
 from vllm_specblock.config import OptionError
 from vllm_specblock.drafters.common.backlog import Backlog
 from vllm_specblock.drafters.common.cache_holes import CacheHoles
@@ -35,8 +36,7 @@ from vllm_specblock.engine.runner.adaptation import make_recorder
 from vllm_specblock.engine.runner.chain_fallback import ChainFallback
 from vllm_specblock.engine.runner.draft_policy import DraftPolicy
 from vllm_specblock.engine.runner.drafter_loader import (
-    build_drafters,
-    drafter_budgets,
+    load_drafter,
     make_draft_policy,
     register_layers,
     target_head_weight,
@@ -123,33 +123,43 @@ class SpeculatorSetup(DraftModelSpeculator):
         self, target_model: VllmModel, target_attn_layer_names: set[str]
     ) -> nn.Module:
         self.target_layers = sorted(target_attn_layer_names)
-        budgets = drafter_budgets(self.resolved.combine, self.num_nodes)
-        sizes = self.num_nodes, self.max_model_len, self.num_slots
         if self.vllm_config.lora_config is None:
             embed = embedding_of(target_model, self.device)
         else:
             lora.install()
             embed = embed_without_adapters(target_model)
-        drafters: list[Drafter] = build_drafters(
-            self.resolved,
-            budgets,
-            embed,
-            *sizes,
-            self.dtype,
-            self.device,
-            partial(target_head_weight, target_model),
-        )
+        combine = self.resolved.combine
+        budgets: tuple[int, ...] = (self.num_nodes,)
+        if combine is not None:
+            budgets = shares(self.num_nodes, combine.draft_policy, combine.budget)
+        drafters: list[Drafter] = [
+            load_drafter(
+                each,
+                self.resolved.layers,
+                embed,
+                num_nodes,
+                self.num_nodes,
+                self.max_model_len,
+                self.dtype,
+                self.device,
+                partial(target_head_weight, target_model),
+            )
+            for each, num_nodes in zip(self.resolved.drafters, budgets)
+        ]
+        for drafter in drafters:
+            if drafter.calibration is not None:
+                drafter.calibration.make_room(self.num_slots)
         self.drafter_layers = register_layers(self.vllm_config, drafters)
         weights = [drafter.model for drafter in drafters if drafter.model is not None]
         rates = self.speculative_config.synthetic_acceptance_rates
         if rates is not None:  # benchmarks only, with one drafter
             best = unconditional_to_conditional_rates(rates)
-            (drafter,) = drafters
-            assert isinstance(drafter, SpecBlockDrafter)  # checked by `check_acceptance`
-            drafters = [SyntheticDrafter(drafter, best, self.device)]
+            (single,) = drafters
+            assert isinstance(single, SpecBlockDrafter)  # checked by `check_acceptance`
+            drafters = [SyntheticDrafter(single, best, self.device)]
         controller = Controller(self.num_nodes) if self.resolved.adaptive else None
         self.draft_policy = make_draft_policy(
-            drafters, self.resolved.combine, self.num_nodes, self.num_slots, self.device, controller
+            drafters, combine, self.num_nodes, self.num_slots, self.device, controller
         )
         self.max_depth = self.draft_policy.max_depth
         self.tree_states = TreeStates(self.num_slots, self.num_nodes, self.max_depth, self.device)

@@ -56,7 +56,7 @@ def missed_rows(batch: InputBatch, hidden_states: list[torch.Tensor]) -> MissedR
 def rows_without_drafts(batch: InputBatch) -> np.ndarray:
     """[R] integers: each request's rows up to and including its root.
 
-    vLLM's counts on the host hold whatever drafts were scheduled, verified or not.
+    vLLM's counts on the host include all scheduled drafts, verified or not.
     """
     scheduled, drafts = batch.num_scheduled_tokens[: batch.num_reqs], batch.num_draft_tokens_per_req
     return scheduled if drafts is None else scheduled - drafts
@@ -65,15 +65,13 @@ def rows_without_drafts(batch: InputBatch) -> np.ndarray:
 class StepBatch:
     """Index arithmetic over one batch of the target.
 
-    A request's rows in the batch are `base` rows up to and including the root, then its
-    nodes. Committed are the base rows and, of the nodes, the accepted path. How many those
-    are is known on the device only, so with `pad` a request that had drafts gets D rows for
-    its path (D: the deepest a path can be), the unused ones marked as padding, and every
-    shape follows from what was scheduled. Without, it gets as many as it needs: for devices
-    whose memory is the host's, where looking costs nothing and rows do. Only their sum is rounded
-    up, see `rounding`.
+    A request's rows in the batch are `base` rows up to and including the root, then its nodes.
+    The base rows and the accepted path are committed.
 
     Args:
+        pad: a request with drafts gets D rows for its path (D: the deepest path), so that every
+            shape follows from what was scheduled. Otherwise, where the host knows the lengths, it
+            gets as many as it needs, and their sum is rounded up, see `rounding`.
         every_row: False: drafters read texts alone, and get the newest row of each request.
     """
 

@@ -48,13 +48,8 @@ def compile_kernels(
         if impl.fp8:
             cache = cache.view(torch.float8_e4m3fn)
             scales = {"key_scale": layer._k_scale, "value_scale": layer._v_scale}
-        query = torch.empty(
-            1,
-            impl.num_heads,
-            impl.head_size,
-            dtype=config.model_config.dtype,
-            device=cache.device,
-        )
+        dtype = config.model_config.dtype
+        query = cache.new_empty(1, impl.num_heads, impl.head_size, dtype=dtype)
         compile_attention(
             query,
             cache,
