@@ -198,7 +198,8 @@ class Controller:
             behind: rows that it has missed.
         """
         extra = self.cost.draft(requests) - self.cost.draft(requests, False)
-        return gained > self._rate * (extra + self.cost.read * behind / _HORIZON)
+        price = self._rate * (extra + self.cost.read * behind / _HORIZON)
+        return bool(gained > price)  # host numbers
 
     def drafts(self, requests: int, sampling: bool = False, behind: int = 0) -> bool:
         """Decide whether this step drafts; the next one is plain if not.
