@@ -46,7 +46,7 @@ class DraftingState:
         samples: [request slots] bool, requests at T > 0.
         draft_seconds: time of the last proposal, by `clock`; a CPU's, as all that follows.
         accepted: draft tokens accepted in the last step.
-        asked: a drafter with weights took part in the last proposal.
+        asked: a drafter with weights took part in the last proposal; read: rows it had missed.
         missed: request slot → committed rows that its drafters have yet to read.
         decide: called with the batch of a step without scheduled drafts.
     """
@@ -54,7 +54,7 @@ class DraftingState:
     def __init__(self, num_slots: int, controller: Controller) -> None:
         self.controller, self.all_paused = controller, False
         self.paused, self.samples = np.zeros((2, num_slots), dtype=bool)
-        self.draft_seconds, self.accepted, self.asked = 0.0, 0, True
+        self.draft_seconds, self.accepted, self.asked, self.read = 0.0, 0, True, 0
         self.missed: Callable[[int], int] = lambda slot: 0
         self.decide: Callable[[InputBatch], None] = lambda batch: None
 

@@ -25,6 +25,7 @@ class AdaptiveTrees:
         paused: [S] bool, `drafting_state.paused` on the device.
 
     Args:
+        follow: a drafter has a cache and must read every committed row.
         backlog: rows that drafters have yet to read; only on a CPU.
         confidence: [requests, N] fp32, the runner's buffer, in batch order.
     """
@@ -32,6 +33,7 @@ class AdaptiveTrees:
     def __init__(
         self,
         controller: Controller,
+        follow: bool,
         backlog: Backlog | None,
         states: RequestState,
         tree_states: TreeStates,
@@ -39,7 +41,7 @@ class AdaptiveTrees:
         device: torch.device,
     ) -> None:
         self.tree_states, self.confidence = tree_states, confidence
-        self.backlog = backlog
+        self.backlog, self.reads_prompts = backlog, follow and backlog is None
         num_slots, on_host = len(tree_states.accepted), device.type == "cpu"
         self.drafting_state = budget.drafting_state_of(states, num_slots, controller)
         if self.backlog is not None:
@@ -62,10 +64,10 @@ class AdaptiveTrees:
     def is_paused(self, batch: InputBatch) -> bool:
         """Whether drafting is paused at the end of this step.
 
-        The manager decides in decode steps. A batch of prompts ends the pause, unless drafters can
-        catch up later.
+        The manager decides in decode steps. A batch of prompts ends the pause if drafters could not
+        read it later.
         """
-        if self.backlog is None and batch.is_prefilling_np[: batch.num_reqs].all():  # a host array
+        if self.reads_prompts and batch.is_prefilling_np[: batch.num_reqs].all():  # a host array
             self.drafting_state.all_paused = False
             self.drafting_state.controller.paused = False
         return self.drafting_state.all_paused
@@ -76,9 +78,19 @@ class AdaptiveTrees:
         if self.paused.device.type == "cpu":
             self.drafting_state.accepted = int(verified.accepted.sum())  # a host tensor
 
-    def drafted(self, seconds: float, asked: bool) -> None:
-        """Note the time of a proposal; asked: a drafter with weights took part."""
-        self.drafting_state.draft_seconds, self.drafting_state.asked = seconds, asked
+    def drafted(self, seconds: float, asked: bool, read: int = 0, prompts: int = 0) -> None:
+        """Note the time of a proposal.
+
+        Args:
+            asked: a drafter with weights took part; read: rows that it had missed before.
+            prompts: requests of a batch with prompts, which drafters have read; 0: it had none.
+        """
+        state = self.drafting_state
+        state.draft_seconds, state.asked, state.read = seconds, asked, read
+        if prompts and self.paused.device.type == "cpu":
+            cost = state.controller.cost
+            usual = cost.draft(prompts, asked) / cost.of(1.0)
+            state.controller.observe_prompts(seconds - usual)
 
     def write_survival(
         self, req_idx: torch.Tensor, temperature: torch.Tensor, combined: Combined

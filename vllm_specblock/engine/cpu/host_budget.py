@@ -43,21 +43,14 @@ class HostBudgetManager(TreeBudgetManager):
     """
 
     _begun: _Begun | None = None
-    _usual_drafting: float | None = None
-    """After a step with prompts and drafts: seconds that drafting takes without prompts."""
     _unknown = 0.0
 
     def _observe(self, requests: list[str], decodes: bool, sampling: bool) -> None:
         begun, self._begun = self._begun, None
-        state, controller = self.drafting_state, self.controller
-        if self._usual_drafting is not None:
-            controller.observe_prompts(state.draft_seconds - self._usual_drafting)
-            self._usual_drafting = None
-        if not decodes and not state.all_paused:
-            self._usual_drafting = controller.cost.draft(len(requests)) / controller.cost.of(1.0)
+        state = self.drafting_state
         if begun is None or not decodes or begun.requests != requests:
             return
-        controller.observe(
+        self.controller.observe(
             Step(
                 len(requests),
                 begun.rows,
@@ -67,7 +60,7 @@ class HostBudgetManager(TreeBudgetManager):
                 clock() - begun.began,
                 state.draft_seconds,
                 state.asked,
-                begun.behind if state.asked else 0,
+                begun.behind + state.read if state.asked else 0,
             ),
             sampling,
         )

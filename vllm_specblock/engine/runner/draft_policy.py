@@ -44,12 +44,13 @@ class DraftPolicy(ABC):
         wanted: [n] int64, requests of this step that get drafts; None: all.
         holes: of a policy that masks cache blocks itself; None: tables come masked.
         asked: a drafter with weights took part in the last proposal, or there is none.
+        read: rows that it had missed in earlier proposals.
     """
 
     drafters: list[Drafter]
     wanted: torch.Tensor | None = None
     holes: CacheHoles | None = None
-    asked = True
+    asked, read = True, 0
 
     @property
     def max_depth(self) -> int:

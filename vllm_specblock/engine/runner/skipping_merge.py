@@ -71,8 +71,9 @@ class SkippingMergedDrafters(MergedDrafters):
         votes = everyone
         if self.wanted is not None:
             votes = np.isin(np.arange(len(slots)), self.wanted.numpy())  # a host tensor
-        behind = sum(map(self.behind.rows, slots.tolist())) + len(rows.token)  # a host array
+        self.read = sum(map(self.behind.rows, slots.tolist()))  # a host array
         expected = self.gate.expects(sure.numpy()[votes])  # a host tensor
+        behind = self.read + len(rows.token)
         self.asked = self.controller.asks(expected, len(slots), behind)
         self.sure[rows.req_idx], self.both[rows.req_idx] = sure, self.asked
         self.blind = None

@@ -140,7 +140,9 @@ class TreeSpeculator(SpeculatorSetup):
             if self.blind is not None:
                 self._discard(batch.idx_mapping, self.blind)
             if self.adaptive is not None:
-                self.adaptive.drafted(clock() - began, self.draft_policy.asked)
+                prompts = batch.num_reqs if batch.has_prefill and not dummy_run else 0
+                policy = self.draft_policy
+                self.adaptive.drafted(clock() - began, policy.asked, policy.read, prompts)
         # A GPU's counts are on the host one step later.
         if not dummy_run and (counted or self._counted or self.recorder is not None):
             self.counters.publish(self._more_counts)

@@ -175,6 +175,7 @@ class SpeculatorSetup(DraftModelSpeculator):
         if controller is not None:
             self.adaptive = AdaptiveTrees(
                 controller,
+                follow,
                 self.backlog,
                 self.req_states,
                 self.tree_states,
