@@ -30,6 +30,7 @@ PROBE_AFTER, PROBE_SHARE, PROBE_STEPS = 224, 0.007, 4
 _EXPLORE_EVERY = 48  # steps; then a budget is halved or doubled, to learn what rows cost
 _DECAY = 0.995  # of expected and accepted tokens
 _CLOSE = 1.1  # gain
+_RATE = 1.5  # gain of drafting while nothing is known, as with trees of a fixed size
 _HORIZON = 64  # steps in which a drafter has to win back the time to read missed rows
 
 
@@ -111,7 +112,7 @@ class Controller:
         self.paused = False
         self._yields = _Yield(num_nodes), _Yield(num_nodes)  # greedy, sampled
         self._kind = 0, 0  # class of the batch size, sampling
-        self._rate = 0.0  # λ
+        self._rate: float | None = None  # λ
         self._gain, self._steps = 1.5, 0
         self._expected = 0.0  # tokens, of the budget
         self._asked = 1.0  # share of the proposals
@@ -198,7 +199,8 @@ class Controller:
             behind: rows that it has missed.
         """
         extra = self.cost.draft(requests) - self.cost.draft(requests, False)
-        price = self._rate * (extra + self.cost.read * behind / _HORIZON)
+        rate = self._rate or _RATE * requests / self.cost.plain(requests)
+        price = rate * (extra + self.cost.read * behind / _HORIZON)
         return bool(gained > price)  # host numbers
 
     def drafts(self, requests: int, sampling: bool = False, behind: int = 0) -> bool:

@@ -21,6 +21,7 @@ CLIP = 0.35
 _OUTLIER = 2.5  # nats; the process did something else meanwhile
 _FRESH = 3  # steps of a size that replace the figure measured at start-up
 _PLAIN_STEPS = 31  # comparisons of plain steps with others; their median counts
+_DRAFT = 0.2  # share of a step that drafting takes, until it is measured
 _LOOKUP = 0.1  # share of the time to draft that a lookup takes, until it is seen
 _READ_STEPS = 0.1  # share of a catch-up's error that the cost of a row takes over
 
@@ -40,7 +41,7 @@ class StepCost:
     def __init__(self) -> None:
         rows = 2 ** np.arange(13)
         times = 0.95 + 0.05 * rows
-        self.measured(dict(zip(rows.tolist(), times.tolist())), {1: 0.0})  # host arrays
+        self.measured(dict(zip(rows.tolist(), times.tolist())), {1: _DRAFT})  # host arrays
 
     def measured(
         self,

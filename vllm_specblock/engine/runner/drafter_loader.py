@@ -110,15 +110,12 @@ def make_draft_policy(
     num_nodes: int,
     num_slots: int,
     device: torch.device,
-    controller: Controller | None,
+    controller: Controller,
 ) -> DraftPolicy:
-    """The policy of `options`; None with a single drafter.
-
-    Without a controller all drafters draft in every step.
-    """
+    """The policy of `options`; None with a single drafter."""
     if options is None:
         return SingleDrafter(drafters[0])
-    if options.draft_policy == "merge" and options.skip_drafter and controller is not None:
+    if options.draft_policy == "merge" and options.skip_drafter:
         return SkippingMergedDrafters(drafters, options, num_nodes, num_slots, device, controller)
     if options.draft_policy == "merge":
         return MergedDrafters(drafters, options, num_nodes, device)

@@ -157,7 +157,7 @@ class SpeculatorSetup(DraftModelSpeculator):
             (single,) = drafters
             assert isinstance(single, SpecBlockDrafter)  # checked by `check_acceptance`
             drafters = [SyntheticDrafter(single, best, self.device)]
-        controller = Controller(self.num_nodes) if self.resolved.adaptive else None
+        controller = Controller(self.num_nodes)
         self.draft_policy = make_draft_policy(
             drafters, combine, self.num_nodes, self.num_slots, self.device, controller
         )
@@ -172,7 +172,7 @@ class SpeculatorSetup(DraftModelSpeculator):
         self.can_resume = on_host or not follow
         # Later requests may reuse the blocks of a request without drafts.
         self.follows = follow and self.vllm_config.cache_config.enable_prefix_caching
-        if controller is not None:
+        if self.resolved.adaptive:
             self.adaptive = AdaptiveTrees(
                 controller,
                 follow,
