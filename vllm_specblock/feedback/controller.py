@@ -175,7 +175,7 @@ class Controller:
         known.add(survival[survival[:, 0] < 1])  # 1: nothing is known yet
         self._steps += 1
         kind = _kind(requests, sampling)
-        if self._steps % 8 == 0 or known.count < TREES or kind != self._kind:
+        if self._steps % 8 == 0 or known.count < 16 or kind != self._kind or self._rate is None:
             self._gain, self._kind = self.gain(requests, sampling), kind
         best = np.sort(survival[survival > 0])[::-1][:most]
         tokens = np.concatenate(([0.0], np.cumsum(best)))
