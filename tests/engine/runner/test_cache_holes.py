@@ -198,7 +198,7 @@ def test_a_drafter_skipped_beside_a_lookup(monkeypatch):
     # Asked in the end, the drafter reads what it missed.
     fresh(engine, 1e6)
     steps = iter(range(10**6))
-    policy.controller.asks = lambda *_: next(steps) > 8
+    policy.controller.asks = lambda *_: next(steps) > 3
     answer(engine, PROMPT, 60)
     assert not policy.holes.any and policy.behind.bytes == 0
     policy.controller.asks = lambda *_: True

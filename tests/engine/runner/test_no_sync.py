@@ -129,7 +129,7 @@ def test_a_read_put_into_a_step_fails(monkeypatch):
     original = drafter.SpecBlockDrafter.draft
     # Compiled as if it stood in the package's file: which file a line is of is what counts.
     source = (
-        "def draft(self, requests=None):\n    self.hidden.max().item()\n    return original(self)\n"
+        "def draft(self, requests=None):\n    self.state.max().item()\n    return original(self)\n"
     )
     names = {"original": original}
     exec(compile(source, drafter.__file__, "exec"), names)

@@ -40,6 +40,7 @@ class SkippingMergedDrafters(MergedDrafters):
         super().__init__(drafters, options, num_nodes, device)
         (self.lookup,) = (at for at, drafter in enumerate(drafters) if not drafter.cache_layers())
         self.gate, self.behind, self.controller = DrafterGate(), Backlog(), controller
+        self.scratch_idx = num_slots - 1
         # By request slot, for the tree under verification.
         self.sure = torch.zeros(num_slots)
         self.both = torch.zeros(num_slots, dtype=torch.bool)
@@ -74,7 +75,9 @@ class SkippingMergedDrafters(MergedDrafters):
         self.read = sum(map(self.behind.rows, slots.tolist()))  # a host array
         expected = self.gate.expects(sure.numpy()[votes])  # a host tensor
         behind = self.read + len(rows.token)
-        self.asked = self.controller.asks(expected, len(slots), behind)
+        # Dummy batches measure what asking costs.
+        dummy = bool(slots[0] == self.scratch_idx)  # a host array
+        self.asked = dummy or self.controller.asks(expected, len(slots), behind)
         self.sure[rows.req_idx], self.both[rows.req_idx] = sure, self.asked
         self.blind = None
         if self.asked:
