@@ -109,7 +109,7 @@ def resume(engine: Engine, pause: Pause) -> None:
 
 
 def test_a_prompt_read_during_a_pause(engine, monkeypatch):
-    """A hit on its blocks drafts as a hit on blocks that were masked, whatever they hold."""
+    """A hit on its blocks drafts as a hit on blocks that were masked, with any contents."""
     engine, pause = engine
     text, found = [*PROMPT, 5, 6, 7], []
     for garbage in (0.0, 1e6):
