@@ -145,6 +145,15 @@ def profiled(manager, per_token: float, per_request: float):
     return found
 
 
+def test_no_more_trees_are_profiled_than_requests_can_be(managers):
+    """vLLM captures sizes beyond them, and its block table has no rows for more."""
+    _, ours = managers
+    each = NUM_NODES + 1
+    batches = list(ours.batches_to_profile([each, MOST * each, (MOST + 1) * each]))
+    trees = [batch["num_tokens"] for batch in batches if batch.get("uniform_decode")]
+    assert set(trees) == {each, MOST * each}
+
+
 @pytest.mark.parametrize(("per_token", "per_request"), [(0.01, 0.2), (0.05, 0.0)])
 def test_trees_share_their_context(managers, per_token, per_request):
     """vLLM's own manager would price a tree's nodes as so many contexts."""

@@ -61,6 +61,7 @@ def test_steps_of_whole_trees_are_captured():
     assert {1, 2, 4, 8, 248, 256, 512} <= set(found) and max(found) == 32 * 61
     assert max(sizes(60, max_num_seqs=16)) == 16 * 61
     assert max(sizes(4)) == 512  # vLLM's own grid goes on beyond these
+    assert 9 * 25 not in sizes(24, max_num_seqs=8) and 12 * 25 not in sizes(24, max_num_seqs=8)
 
 
 @pytest.mark.parametrize(
