@@ -163,3 +163,11 @@ def test_the_shape_takes_over_a_part_of_a_small_error():
 def test_one_outlier_does_not_decide():
     assert shape_after(1, 1.0) == pytest.approx(1.5 * 0.35)
     assert shape_after(1, 3.0) == 0  # the process did something else
+
+
+def test_more_requests_than_any_size_that_is_kept():
+    """Draft costs are kept up to 1,024 requests; more of them cost as much."""
+    cost = Controller(12).cost
+    for _ in range(3):
+        cost.observe_draft(4000, True, cost.draft(4000) / cost.of(1.0), 0)
+    assert np.isfinite(cost.draft(4000)) and cost.draft(4000) == cost.draft(1024)

@@ -151,13 +151,13 @@ class StepCost:
 
     def observe_draft(self, requests: int, asked: bool, seconds: float, read: int) -> None:
         """Learn from a proposal; read: rows that its drafters had missed before."""
-        cost, expected = seconds * np.exp(-self._scale), self.draft(requests, asked)
+        cost, expected = self.of(seconds), self.draft(requests, asked)
         if read > 4 * requests:  # mostly that
             extra = max(cost - expected, 0.0) / read
             self.read += (_READ_STEPS if self.read else 1.0) * (extra - self.read)
             return
         error = float(np.clip(np.log(max(cost, 1e-6) / expected), -3, 3))
-        mode, place = int(asked), round(np.log2(requests))
+        mode, place = int(asked), min(round(np.log2(requests)), len(self._requests) - 1)
         if self._drafts[mode, place] >= _FRESH:
             self._draft[mode, place] += 0.05 * error
         else:  # sizes that never came follow
