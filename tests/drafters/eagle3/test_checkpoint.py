@@ -11,9 +11,8 @@ from safetensors.torch import save_file
 from support.validation import refusal
 
 from vllm_specblock.drafters.detect import kind_of
-from vllm_specblock.drafters.eagle3 import checkpoint
-from vllm_specblock.drafters.eagle3.config import Eagle3Shape
-from vllm_specblock.drafters.eagle3.config_json import from_json
+from vllm_specblock.drafters.eagle3.checkpoint import FILES
+from vllm_specblock.drafters.eagle3.config import Eagle3Shape, from_json
 from vllm_specblock.drafters.eagle3.model import Eagle3Model
 from vllm_specblock.drafters.specblock.config import CheckpointError
 
@@ -72,9 +71,9 @@ def write(directory: Path, raw: dict, tensors: dict[str, torch.Tensor], binary=F
 
 def assert_loads(directory: Path, drafter: Eagle3Model) -> None:
     assert kind_of(directory) == "eagle3"
-    config = checkpoint.read_config(directory)
-    checkpoint.check_tensors(directory, config)
-    loaded = checkpoint.load(directory)
+    config = FILES.read_config(directory)
+    FILES.check_tensors(directory, config)
+    loaded = FILES.load(directory)
     assert loaded.config == drafter.config == config
     wanted, found = drafter.state_dict(), loaded.state_dict()
     assert wanted.keys() == found.keys()
@@ -83,7 +82,7 @@ def assert_loads(directory: Path, drafter: Eagle3Model) -> None:
 
 
 def refused(directory: Path) -> str:
-    return refusal(checkpoint, directory)
+    return refusal(FILES, directory)
 
 
 # --- layouts -------------------------------------------------------------------------------
@@ -159,10 +158,10 @@ def test_weights_are_cast(tmp_path, dtype):
         for name, tensor in drafter_of(OFFICIAL).state_dict().items()
     }
     directory = write(tmp_path / "it", OFFICIAL, tensors, binary=True)
-    loaded = checkpoint.load(directory, torch.float32)
+    loaded = FILES.load(directory, torch.float32)
     assert torch.equal(loaded.fc.weight, tensors["fc.weight"].float())
     assert loaded.d2t.dtype == torch.int64
-    assert checkpoint.load(directory, dtype).fc.weight.dtype == dtype
+    assert FILES.load(directory, dtype).fc.weight.dtype == dtype
 
 
 def test_sharded_files_are_read_together(tmp_path):
@@ -193,7 +192,7 @@ def test_without_an_lm_head(tmp_path):
     whole.d2t.zero_()
     tensors = whole.state_dict()
     head = tensors.pop("lm_head.weight")
-    loaded = checkpoint.load(write(tmp_path / "it", raw, tensors))
+    loaded = FILES.load(write(tmp_path / "it", raw, tensors))
     assert loaded.wants_head and not whole.wants_head
     loaded.share_head(head)
     assert not loaded.wants_head and loaded.lm_head.weight.data_ptr() == head.data_ptr()
@@ -213,7 +212,7 @@ def test_fc_with_a_bias(tmp_path):
     """SGLang's trainers may write one, and no key of the config says so."""
     tensors = drafter_of(OFFICIAL).state_dict()
     tensors["fc.bias"] = torch.randn(32)
-    loaded = checkpoint.load(write(tmp_path / "it", OFFICIAL, tensors))
+    loaded = FILES.load(write(tmp_path / "it", OFFICIAL, tensors))
     states = torch.randn(5, 96)
     wanted = states @ tensors["fc.weight"].T + tensors["fc.bias"]
     torch.testing.assert_close(loaded.fuse(states), wanted)

@@ -108,7 +108,8 @@ class Plain:
         """Path -> score. A row of a later level needs one of the `slots` behind the text."""
 
         def children(path, score):
-            logprob = (beta * self.drafter.logits(self.state(list(path)))).log_softmax(-1)
+            logits = self.drafter.logit_scale * self.drafter.logits(self.state(list(path)))
+            logprob = (beta * logits).log_softmax(-1)
             best = logprob.topk(growth.top_k)
             return {
                 (*path, draft_id + int(self.drafter.d2t[draft_id])): score + float(each)

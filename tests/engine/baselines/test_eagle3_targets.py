@@ -23,7 +23,7 @@ from transformers import (
 from vllm import SamplingParams
 from vllm.distributed import parallel_state
 
-from vllm_specblock.drafters.eagle3.config_json import from_json
+from vllm_specblock.drafters.eagle3.config import from_json
 from vllm_specblock.drafters.eagle3.model import Eagle3Model
 
 H, V, DRAFT_V, WORDS = 64, 2048, 1500, 48

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from support.baseline_batches import two_windows
 from transformers import LlamaConfig
 
-from vllm_specblock.drafters.eagle3 import checkpoint
+from vllm_specblock.drafters.eagle3.checkpoint import FILES
 from vllm_specblock.drafters.eagle3.growth import DynamicTreeConfig
 from vllm_specblock.train.learner import EvalSequence, TrainBatch
 from vllm_specblock.train.target.features import TargetOutputs
@@ -350,7 +350,7 @@ def test_files_are_whole_and_named_as_vllm_reads_them(tmp_path):
     assert config["eagle_aux_hidden_state_layer_ids"] == [2, 4, 6]
     assert config["draft_vocab_size"] == 14 and config["rope_parameters"]["rope_theta"] == 100.0
 
-    loaded = checkpoint.load(tmp_path / "out")
+    loaded = FILES.load(tmp_path / "out")
     assert loaded.config == learner.config
     for name, weight in loaded.state_dict().items():
         assert torch.equal(weight, learner.state_dict()[name].bfloat16().to(weight.dtype)), name
@@ -358,4 +358,4 @@ def test_files_are_whole_and_named_as_vllm_reads_them(tmp_path):
     everything = torch.ones(VOCAB, dtype=torch.bool)
     Eagle3.for_target(TARGET, torch.zeros(VOCAB, dtype=torch.int64), everything, 0).save(tmp_path)
     assert "d2t" not in load_file(tmp_path / "model.safetensors")
-    assert checkpoint.load(tmp_path).d2t.tolist() == [0] * VOCAB
+    assert FILES.load(tmp_path).d2t.tolist() == [0] * VOCAB
