@@ -23,6 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
 from baselines.config import FalconShape
 from baselines.folder import write_folder
 from baselines.group_attention import GroupAttentionBuilder
@@ -31,9 +34,6 @@ from baselines.options import FalconConfig
 from baselines.positions import Positions
 from baselines.static_tree import TreePlan, default_hits, static_tree
 from baselines.trunk import Trunk, TrunkLearner, passes_over
-from torch import Tensor, nn
-from torch.nn.functional import pad
-
 from vllm_specblock.candidates import NEVER
 from vllm_specblock.drafters.common.layers import RMSNorm
 from vllm_specblock.drafters.common.network_drafter import NetworkDrafter, of_requests
@@ -64,9 +64,6 @@ class FalconModel(Positions):
         self.norm = RMSNorm(size, config.rms_norm_eps)
         shape = config.forwards * config.block_size, min(WIDTH, config.draft_vocab_size)
         self.register_buffer("hits", default_hits(*shape).float())
-
-    def normed(self, states: Tensor) -> Tensor:
-        return self.norm(states)
 
     def run(
         self, entries: Tensor, position: Tensor, attend: Attend, keep: Tensor | None = None

@@ -122,10 +122,6 @@ class DFlash(PositionsLearner, DFlashModel):
             learner.norm.weight.data.copy_(final_norm)
         return learner
 
-    def normed(self, states: Tensor) -> Tensor:
-        """What the LM head reads."""
-        return self.norm(states)
-
     def inside(self) -> Tensor:
         """[1 + K, 1 + K] bool, which rows of its block a row sees."""
         size = 1 + self.config.masks

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.nn.functional import silu
+
 from baselines.config import MedusaShape
 from baselines.folder import write_folder, write_mapping
 from baselines.options import MedusaConfig
 from baselines.positions import Positions, PositionsLearner
-from torch import Tensor, nn
-from torch.nn.functional import silu
-
 from vllm_specblock.drafters.common.network_drafter import NetworkDrafter, of_requests
 from vllm_specblock.drafters.dflash.product_trees import ProductTrees
 from vllm_specblock.drafters.interface import CacheLayer, CommittedTokens
@@ -33,7 +33,7 @@ class MedusaModel(Positions):
 
     def __init__(self, shape: MedusaShape) -> None:
         super().__init__(shape.hidden_size, shape.draft_vocab_size)
-        self.config = shape
+        self.config, self.norm = shape, nn.Identity()  # the target's final norm came before
         self.blocks = nn.ModuleList(
             ResidualBlocks(shape.hidden_size, shape.num_layers) for _ in range(shape.num_heads)
         )

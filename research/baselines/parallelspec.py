@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+
 from baselines.causal_rows import CausalRows
 from baselines.folder import write_folder
 from baselines.groups import Kept, earlier_rows, group_attention, sizes_like
 from baselines.options import ParallelSpecConfig
 from baselines.positions import Positions
 from baselines.trunk import Trunk, TrunkLearner, passes_over
-from torch import Tensor, nn
-
 from vllm_specblock.candidates import NEVER
 from vllm_specblock.drafters.common.layers import RMSNorm
 from vllm_specblock.drafters.common.network_drafter import NetworkDrafter, of_requests
@@ -44,9 +44,6 @@ class ParallelSpecModel(Positions):
         self.trunk = Trunk(config)
         self.mask_tokens = nn.Parameter(torch.randn(config.block_size - 1, config.hidden_size))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-
-    def normed(self, states: Tensor) -> Tensor:
-        return self.norm(states)
 
 
 class ParallelSpecDrafter(NetworkDrafter):

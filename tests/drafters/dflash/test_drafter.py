@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import heapq
-import math
 from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from support.committed import rows_of
 from support.host_reads import NoHostReads
 from support.mask_blocks import (
@@ -28,7 +24,6 @@ from support.mask_blocks import (
 from support.trees import texts
 
 from vllm_specblock.drafters.common import chunked_advance
-from vllm_specblock.drafters.dflash.product_trees import ProductTrees
 
 
 @pytest.fixture(params=KINDS)
@@ -160,38 +155,3 @@ def test_no_mask_of_a_causal_block_sees_a_later_one():
         assert len(above) > 3 and max(map(len, deep)) > 2
         found = {path: shallow.get(path) for path in above}
         assert (found == pytest.approx(above, abs=1e-4)) is same
-
-
-def authors_tree(logprobs, width: int, nodes: int) -> dict[tuple[int, ...], float]:
-    """JetSpec's: path -> score; the likeliest node without children gets the `width` best."""
-    best = [sorted(enumerate(row), key=lambda each: -each[1])[:width] for row in logprobs]
-    found, waiting = {}, [(0.0, ())]
-    while waiting and len(found) < nodes:
-        score, path = heapq.heappop(waiting)
-        for token, each in best[len(path)][: nodes - len(found)] if len(path) < len(best) else ():
-            found[(*path, token)] = each - score
-            heapq.heappush(waiting, (score - each, (*path, token)))
-    return found
-
-
-@given(
-    st.integers(1, 6).flatmap(
-        lambda masks: st.lists(
-            st.lists(st.floats(-4, 4, width=16), min_size=9, max_size=9),
-            min_size=masks,
-            max_size=masks,
-        )
-    ),
-    st.integers(1, 9),
-    st.integers(1, 30),
-)
-def test_no_tree_of_the_authors_is_likelier(logits, width, nodes):
-    """Of as many nodes, by the sum of path probabilities: the tokens it expects to be accepted."""
-    logprobs = torch.tensor(logits).log_softmax(-1)
-    theirs = authors_tree(logprobs.tolist(), width, nodes)
-    score, token = logprobs.sort(-1, descending=True)
-    tree = ProductTrees(len(logits), min(nodes, 9), nodes, "cpu").grow(score[None], token[None])
-    ours = texts(tree, 0)
-    assert len(ours) >= len(theirs)
-    expected = [sum(map(math.exp, each.values())) for each in (ours, theirs)]
-    assert expected[0] >= expected[1] - 1e-4

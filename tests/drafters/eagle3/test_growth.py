@@ -7,17 +7,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.trees import texts
+from vllm_specblock.triton_kernels.drafting.grow_level import LevelLimits
 
 from vllm_specblock.config import Eagle3Config
-from vllm_specblock.drafters.eagle3.growth import DynamicTreeConfig, Levels
+from vllm_specblock.drafters.eagle3.growth import Levels, limits_of
 
 
-def levels_of(growth: DynamicTreeConfig, requests: int = 1) -> Levels:
+def levels_of(growth: LevelLimits, requests: int = 1) -> Levels:
     return Levels(growth, torch.arange(10, 10 + requests))
 
 
 def plain_growth(
-    scores: list[torch.Tensor], growth: DynamicTreeConfig, request: int
+    scores: list[torch.Tensor], growth: LevelLimits, request: int
 ) -> dict[tuple, float]:
     """Path of choices -> score. scores[d][r, row, k] are those of the rows of level d + 1."""
     level = {(k,): float(x) for k, x in enumerate(scores[0][request, 0])}
@@ -37,12 +38,12 @@ def plain_growth(
     depth=st.integers(1, 5),
     top_k=st.integers(1, 4),
     budget=st.integers(1, 30),
-    lookahead=st.none() | st.integers(0, 12),
+    width=st.integers(1, 4),
     seed=st.integers(0, 1000),
 )
 @settings(deadline=None, max_examples=80)
-def test_levels_are_those_of_plain_python(depth, top_k, budget, lookahead, seed):
-    growth = DynamicTreeConfig(depth, top_k, budget, lookahead)
+def test_levels_are_those_of_plain_python(depth, top_k, budget, width, seed):
+    growth = LevelLimits(depth, top_k, min(width, top_k), budget)
     draw = torch.Generator().manual_seed(seed)
     rows = [1] + [growth.width] * (depth - 1)
     scores = [
@@ -63,7 +64,7 @@ def test_levels_are_those_of_plain_python(depth, top_k, budget, lookahead, seed)
 
 def test_rows_are_numbered_on_from_level_to_level():
     """Each row's parent row, by which states and visibility are looked up."""
-    levels, generator = levels_of(DynamicTreeConfig(4, 3, 40)), torch.Generator().manual_seed(0)
+    levels, generator = levels_of(LevelLimits(4, 3, 3, 40)), torch.Generator().manual_seed(0)
     scores, token = -torch.rand(4, 1, 3, 3, generator=generator), torch.arange(3).expand(1, 3, 3)
     rows = levels.attach(None, None, scores[0, :, :1], token[:, :1])
     for level in range(2, 5):
@@ -76,7 +77,7 @@ def test_rows_are_numbered_on_from_level_to_level():
 
 def test_rows_of_all_requests_are_numbered_on():
     """States of one forward lie side by side."""
-    levels, token = levels_of(DynamicTreeConfig(3, 2, 20), 2), torch.arange(2).expand(2, 2, -1)
+    levels, token = levels_of(LevelLimits(3, 2, 2, 20), 2), torch.arange(2).expand(2, 2, -1)
     rows = levels.attach(None, None, torch.tensor([-0.1, -0.2]).expand(2, 1, -1), token[:, :1])
     assert rows.behind.tolist() == [0, 0, 1, 1] and rows.rope.tolist() == [11, 11, 12, 12]
     scores = torch.tensor([[[-1.0, -2.0], [-3.0, -4.0]], [[-3.0, -4.0], [-1.0, -2.0]]])
@@ -84,13 +85,13 @@ def test_rows_of_all_requests_are_numbered_on():
 
 
 def test_of_equal_scores_the_earlier_candidates_grow():
-    levels, token = levels_of(DynamicTreeConfig(2, 20, 40, lookahead=3)), torch.arange(20)
+    levels, token = levels_of(LevelLimits(2, 20, 3, 40)), torch.arange(20)
     rows = levels.attach(None, None, torch.full((1, 1, 20), -1.0), token[None, None])
     assert rows.node.tolist() == [[1, 2, 3]]
 
 
 def test_what_does_not_grow_has_no_children():
-    levels, both = levels_of(DynamicTreeConfig(3, 2, 20)), torch.arange(2).expand(1, 2, 2)
+    levels, both = levels_of(LevelLimits(3, 2, 2, 20)), torch.arange(2).expand(1, 2, 2)
     rows = levels.attach(None, None, torch.tensor([[[-0.1, -0.2]]]), both[:, :1])
     rows = levels.attach(rows, torch.tensor([[True, False]]), both * 0.0, both)
     tree = levels.attach(rows, None, both * 0.0, both)
@@ -100,14 +101,15 @@ def test_what_does_not_grow_has_no_children():
 
 @pytest.mark.parametrize(
     ("depth", "top_k", "lookahead", "width"),
-    [(8, 10, 60, 8), (8, 10, 100, 10), (8, 10, 3, 1), (1, 10, 4, 4), (3, 10, None, 10)],
+    [(8, 10, 60, 8), (8, 10, 100, 10), (8, 10, 3, 1), (1, 10, 4, 4), (3, 32, 100, 20)],
 )
-def test_width_is_what_the_spare_slots_hold(depth, top_k, lookahead, width):
-    assert DynamicTreeConfig(depth, top_k, 60, lookahead).width == width
+def test_width_is_what_slots_and_vocabulary_hold(depth, top_k, lookahead, width):
+    options = Eagle3Config(depth=depth, top_k=top_k)
+    assert limits_of(options, 60, lookahead, draft_vocab_size=20).width == width
 
 
 def test_a_certain_token_scores_no_more_than_its_parent():
-    levels, token = levels_of(DynamicTreeConfig(2, 1, 4)), torch.zeros(1, 1, 1, dtype=torch.int64)
+    levels, token = levels_of(LevelLimits(2, 1, 1, 4)), torch.zeros(1, 1, 1, dtype=torch.int64)
     rows = levels.attach(None, None, torch.full((1, 1, 1), 1e-7), token)
     tree = levels.attach(rows, None, torch.full((1, 1, 1), 1e-7), token)
     assert tree.logprob[0, :2].tolist() == [0.0, 0.0] and tree.parent[0, :2].tolist() == [0, 1]
@@ -115,5 +117,5 @@ def test_a_certain_token_scores_no_more_than_its_parent():
 
 @pytest.mark.parametrize(("nodes", "depth"), [(60, 8), (32, 8), (24, 6), (12, 3), (8, 2), (1, 1)])
 def test_small_trees_are_shallow_by_default(nodes, depth):
-    assert DynamicTreeConfig.of(Eagle3Config(), nodes, nodes, 100).depth == depth
-    assert DynamicTreeConfig.of(Eagle3Config(depth=5), nodes, nodes, 100).depth == min(5, nodes)
+    assert limits_of(Eagle3Config(), nodes, nodes, 100).depth == depth
+    assert limits_of(Eagle3Config(depth=5), nodes, nodes, 100).depth == min(5, nodes)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from pathlib import Path
 
-from vllm_specblock.drafters.common.stored import Stored
 from vllm_specblock.drafters.dflash.config import DFlashShape, from_json
 from vllm_specblock.drafters.dflash.model import DFlashModel
 from vllm_specblock.drafters.published.checkpoint import CheckpointReader
@@ -15,8 +13,4 @@ def _model(config: DFlashShape, names: Collection[str]) -> DFlashModel:
     return DFlashModel(config)
 
 
-def _named(found: dict[str, Stored], config: DFlashShape, directory: Path) -> dict[str, Stored]:
-    return {name.removeprefix("model."): entry for name, entry in found.items()}
-
-
-FILES = CheckpointReader(from_json, _model, _named)
+FILES = CheckpointReader(from_json, _model)

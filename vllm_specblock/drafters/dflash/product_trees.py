@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from vllm_specblock.candidates import select_nodes
+from vllm_specblock.candidates import NEVER, select_nodes
 from vllm_specblock.tree import DraftTree
 
 
@@ -30,20 +30,14 @@ class ProductTrees:
 
     def __init__(self, positions: int, width: int, budget: int, device: torch.device | str) -> None:
         self.width, self.budget, self.max_depth = min(width, budget), budget, positions
-        self.levels: list[tuple[Tensor, Tensor, int]] = []  # parent, choice [P] int64; kept
-        count = self.width
-        depth = [1] * count
-        for level in range(2, positions + 1):
-            pairs = [
-                (parent, choice)
-                for parent in range(count)
-                for choice in range(min(self.width, budget // (parent + 1)))
-            ]
-            count = min(budget, len(pairs))
-            index = torch.tensor(pairs, device=device).T
-            self.levels.append((index[0], index[1], count))
-            depth += [level] * count
-        self.depth = torch.tensor([depth], device=device)  # [1, C]
+        pairs = [
+            (parent, choice)
+            for parent in range(budget)
+            for choice in range(min(self.width, budget // (parent + 1)))
+        ]
+        self.parent, self.choice = torch.tensor(pairs, device=device).T
+        depth = torch.arange(1, positions + 1, device=device)
+        self.depth = depth.repeat_interleave(budget)[None]  # [1, K·N]
 
     def grow(self, logprob: Tensor, token: Tensor) -> DraftTree:
         """R trees of N slots.
@@ -53,24 +47,18 @@ class ProductTrees:
                 no choice.
             token: [R, K, ≥ B] int64, their target ids, different ones within a position.
         """
-        logprob = logprob[..., : self.width].clamp(max=0)
-        best = logprob[:, 0]  # [R, kept], descending
-        tokens, scores, parents = [token[:, 0, : self.width]], [best], []
-        first = 1  # of the level before, among the candidates; 0 is the root
-        for at, (parent, choice, count) in enumerate(self.levels, start=1):
-            found = (best[:, parent] + logprob[:, at, choice]).topk(count)
-            parents.append(parent[found.indices] + first)
-            tokens.append(token[:, at].gather(1, choice[found.indices]))
-            first += best.shape[1]
-            best = found.values
-            scores.append(best)
-        parent = torch.cat(parents, 1) if parents else best.new_zeros(len(best), 0).long()
+        logprob, unused = logprob[..., : self.width].clamp(max=0), (0, self.budget - self.width)
+        # N nodes per level, the best first; node n of level k is candidate (k − 1)·N + n + 1.
+        scores = [pad(logprob[:, 0], unused, value=NEVER)]
+        tokens = [pad(token[:, 0, : self.width], unused)]
+        parents = [torch.zeros_like(tokens[0])]
+        for level in range(1, self.max_depth):
+            score = scores[-1][:, self.parent] + logprob[:, level, self.choice]
+            best = score.topk(self.budget)
+            scores.append(best.values)
+            tokens.append(token[:, level].gather(1, self.choice[best.indices]))
+            parents.append(self.parent[best.indices] + 1 + (level - 1) * self.budget)
+        token, parent, score = (torch.cat(each, 1) for each in (tokens, parents, scores))
         return select_nodes(
-            torch.cat(tokens, 1),
-            pad(parent, (self.width, 0)),
-            torch.cat(scores, 1),
-            self.depth,
-            None,
-            self.budget,
-            self.max_depth,
+            token, parent, score, self.depth, None, self.budget, self.max_depth
         ).tree

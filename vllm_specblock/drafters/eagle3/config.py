@@ -45,6 +45,7 @@ class Eagle3Shape(DecoderShape):
         target_hidden_size: Ht, width of the target's hidden states.
         draft_vocab_size: Vd, width of the LM head; equal to `vocab_size` means no mapping.
         num_features: hidden states of the target that are fused.
+        norm_before_residual: whether the first layer's residual is the feature after its norm.
         norm_before_fc: whether the fused features are normed together before `fc`.
         fc_norm: whether each of them is normed by itself before `fc`.
         norm_output: whether a later step's feature is the state after the final norm.
@@ -55,6 +56,7 @@ class Eagle3Shape(DecoderShape):
     num_hidden_layers: Count = 1
     draft_vocab_size: Count
     num_features: Count = 3
+    norm_before_residual: bool = False
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False

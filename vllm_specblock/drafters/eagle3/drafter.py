@@ -6,7 +6,7 @@ import torch
 
 from vllm_specblock.config import Eagle3Config
 from vllm_specblock.drafters.common.network_drafter import NetworkDrafter, of_requests
-from vllm_specblock.drafters.eagle3.growth import DynamicTreeConfig, grow
+from vllm_specblock.drafters.eagle3.growth import grow, limits_of
 from vllm_specblock.drafters.eagle3.model import Eagle3Model
 from vllm_specblock.drafters.interface import CommittedTokens
 from vllm_specblock.drafters.published.model import AttendInLayer, per_row
@@ -29,7 +29,7 @@ class Eagle3Drafter(NetworkDrafter):
         self.model.share_embedding(self.embed)
         if self.model.embed_tokens is not None:
             self.embed = self.model.embed_tokens
-        self.growth = DynamicTreeConfig.of(
+        self.growth = limits_of(
             options, self.num_nodes, lookahead, self.model.config.draft_vocab_size
         )
         self.max_depth = self.growth.depth

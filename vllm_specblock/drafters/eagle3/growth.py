@@ -1,14 +1,14 @@
 """The dynamic draft tree of EAGLE-2 (arXiv 2406.16858), level by level, for R texts at once.
 
 Every level's forward runs the best nodes of the level before, and each gives its best tokens. Of
-all candidates the best N are the tree. Shapes are fixed by `DynamicTreeConfig`; no value is read on
-the host.
+all candidates the best N are the tree. Shapes are fixed by `LevelLimits`; no value is read on the
+host.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -26,46 +26,16 @@ _DEPTH, _NODES_PER_LEVEL = 8, 4
 """Default depth of a tree, and nodes for each of its levels, see `Eagle3Config.depth`."""
 
 
-@dataclass(frozen=True)
-class DynamicTreeConfig:
-    """How a tree grows.
-
-    Attributes:
-        depth: drafter forwards, and tokens on the longest path.
-        top_k: children of a node that grows, and nodes of a level that may grow.
-        budget: N, nodes of the tree.
-        lookahead: cache slots that rows of level 2 and later may take; None: as many as they like.
-    """
-
-    depth: int
-    top_k: int
-    budget: int
-    lookahead: int | None = None
-
-    @classmethod
-    def of(
-        cls, options: Eagle3Config, num_nodes: int, lookahead: int, draft_vocab_size: int
-    ) -> DynamicTreeConfig:
-        """What `options` ask for, as far as the slots and the draft vocabulary go."""
-        wanted = options.depth or min(_DEPTH, max(2, num_nodes // _NODES_PER_LEVEL))
-        # Every level after the first borrows one reserved slot at least.
-        depth = min(wanted, num_nodes, lookahead + 1)
-        return cls(depth, options.top_k, num_nodes, lookahead).within(draft_vocab_size)
-
-    @property
-    def width(self) -> int:
-        """Nodes of a level that grow: rows of every forward after the first."""
-        if self.lookahead is None:
-            return self.top_k
-        return max(1, min(self.top_k, self.lookahead // max(1, self.depth - 1)))
-
-    @property
-    def limits(self) -> LevelLimits:
-        return LevelLimits(self.depth, self.top_k, self.width, self.budget)
-
-    def within(self, draft_vocab_size: int) -> DynamicTreeConfig:
-        """The same for a drafter that can name only so many tokens."""
-        return replace(self, top_k=min(self.top_k, draft_vocab_size))
+def limits_of(
+    options: Eagle3Config, num_nodes: int, lookahead: int, draft_vocab_size: int
+) -> LevelLimits:
+    """The growth that `options` ask for, as far as the slots and the draft vocabulary go."""
+    wanted = options.depth or min(_DEPTH, max(2, num_nodes // _NODES_PER_LEVEL))
+    # Every row of level 2 and later borrows one reserved slot.
+    depth = min(wanted, num_nodes, lookahead + 1)
+    top_k = min(options.top_k, draft_vocab_size)
+    width = max(1, min(top_k, lookahead // max(1, depth - 1)))
+    return LevelLimits(depth, top_k, width, num_nodes)
 
 
 AttentionBuilder = Callable[[int, Starts], tuple[AttendInLayer, Tensor | None]]
@@ -89,7 +59,7 @@ class LevelRows(Starts):
 def grow(
     drafter: Eagle3Model,
     embed: Callable[[Tensor], Tensor],
-    growth: DynamicTreeConfig,
+    growth: LevelLimits,
     state: Tensor,
     position: Tensor,
     attention_builder: AttentionBuilder,
@@ -116,9 +86,9 @@ def grow(
     return grown
 
 
-def levels_for(growth: DynamicTreeConfig, position: Tensor) -> Levels | FusedLevels:
+def levels_for(growth: LevelLimits, position: Tensor) -> Levels | FusedLevels:
     """Levels where `position` lies: on a GPU one launch per level, if C is not too large."""
-    fused = position.is_cuda and growth.limits.candidates <= MOST_CANDIDATES
+    fused = position.is_cuda and growth.candidates <= MOST_CANDIDATES
     return (FusedLevels if fused else Levels)(growth, position)
 
 
@@ -132,7 +102,7 @@ class Levels:
         position: [R] int64, RoPE position of the rows of level 1.
     """
 
-    def __init__(self, growth: DynamicTreeConfig, position: Tensor) -> None:
+    def __init__(self, growth: LevelLimits, position: Tensor) -> None:
         self.growth, self.position = growth, position
         self.token: list[Tensor] = []  # per level [R, candidates]
         self.score: list[Tensor] = []
@@ -197,8 +167,8 @@ class Levels:
 class FusedLevels:
     """`Levels` in one launch per level; the same results, bit for bit."""
 
-    def __init__(self, growth: DynamicTreeConfig, position: Tensor) -> None:
-        self.growing = GrowingLevels(growth.limits, position)
+    def __init__(self, growth: LevelLimits, position: Tensor) -> None:
+        self.growing = GrowingLevels(growth, position)
 
     def attach(
         self, rows: Starts | None, there: Tensor | None, logprob: Tensor, token: Tensor

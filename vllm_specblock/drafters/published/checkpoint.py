@@ -27,6 +27,10 @@ from vllm_specblock.drafters.specblock.config_json import read_json
 Network = TypeVar("Network", bound=nn.Module)
 
 
+def _named(found: dict[str, Stored], config: Any, directory: Path) -> dict[str, Stored]:
+    return {name.removeprefix("model."): entry for name, entry in found.items()}
+
+
 @dataclass(frozen=True)
 class CheckpointReader(Generic[Shape, Network]):
     """Reads the checkpoints of one kind of drafter.
@@ -39,7 +43,7 @@ class CheckpointReader(Generic[Shape, Network]):
 
     from_json: Callable[[dict[str, Any], str], Shape]
     make: Callable[[Shape, Collection[str]], Network]
-    named: Callable[[dict[str, Stored], Shape, Path], dict[str, Stored]]
+    named: Callable[[dict[str, Stored], Shape, Path], dict[str, Stored]] = _named
 
     def read_config(self, directory: PathLike) -> Shape:
         """What the checkpoint's config.json says.

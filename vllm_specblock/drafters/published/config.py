@@ -26,7 +26,6 @@ class DecoderShape(NetworkShape):
             layer count.
         qkv_bias, output_bias: of the attention's projections.
         mlp_bias: of the MLP's projections.
-        norm_before_residual: whether the first layer's residual is the feature after its norm.
     """
 
     computes_yarn: ClassVar[bool] = True
@@ -36,7 +35,6 @@ class DecoderShape(NetworkShape):
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
-    norm_before_residual: bool = False
 
     def target_layers(self, num_layers: int) -> tuple[int, ...]:
         """The states that it reads of a target with so many layers; i is that after i layers."""
