@@ -105,7 +105,7 @@ def parsed() -> list[Any]:
             add(f"adapt, {given}", key, lambda g=given: parse_adapt(g, "specblock"))
     for value in ("yes", 1, None, [], 0.5):
         add(f"adapt {value!r}", "adapt", lambda v=value: parse_adapt(v, "specblock"))
-    for kind in ("eagle3", "ngram", "falcon"):
+    for kind in ("eagle3", "ngram", "dflash"):
         add(f"adapt of {kind}", kind, lambda k=kind: parse_adapt(True, k))
     for value in (0, -1, 257, "12", 2.5, True, None, [12]):
         add(f"nodes {value!r}", "num_speculative_tokens", lambda v=value: check_num_nodes(v))

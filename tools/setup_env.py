@@ -74,7 +74,8 @@ def set_up(folder: Path, cuda: bool = False) -> None:
         installer.install(what, f"vllm=={VLLM}", f"torch==={TORCH}")
     else:
         _install_cpu_build(installer)
-    installer.install("this plugin, and what its tests and examples need", "-e", f"{ROOT}[test]")
+    editable = ("-e", f"{ROOT}[test]", "-e", f"{ROOT}/research")
+    installer.install("this plugin, and what its tests and examples need", *editable)
     _say("checking `import vllm, vllm_specblock`")
     trouble = _imports(python)
     if trouble is not None:
@@ -200,7 +201,7 @@ def _imports(python: Path) -> str | None:
 
 def _fingerprint() -> str:
     digest = hashlib.sha256()
-    for name in ("pyproject.toml", "setup.py", "tools/setup_env.py"):
+    for name in ("pyproject.toml", "setup.py", "research/pyproject.toml", "tools/setup_env.py"):
         digest.update((ROOT / name).read_bytes())
     return digest.hexdigest()
 

@@ -10,15 +10,8 @@ from __future__ import annotations
 
 from typing import Any, Literal, overload
 
-from vllm_specblock.drafters.baselines.options import (
-    FalconConfig,
-    MedusaConfig,
-    ParallelSpecConfig,
-    SpSConfig,
-)
 from vllm_specblock.drafters.dflash.options import DFlashConfig
 from vllm_specblock.drafters.eagle3.options import Eagle3Config
-from vllm_specblock.drafters.jetspec.options import JetSpecConfig
 from vllm_specblock.drafters.ngram.options import NGramConfig
 from vllm_specblock.drafters.registry import DRAFTERS, DrafterOptions, drafter_kind
 from vllm_specblock.drafters.specblock.options import SpecBlockConfig
@@ -28,14 +21,9 @@ from vllm_specblock.tree import MAX_NODES
 __all__ = [
     "DFlashConfig",
     "Eagle3Config",
-    "FalconConfig",
-    "JetSpecConfig",
-    "MedusaConfig",
     "NGramConfig",
     "OptionError",
     "Options",
-    "ParallelSpecConfig",
-    "SpSConfig",
     "SpecBlockConfig",
     "parse_options",
 ]

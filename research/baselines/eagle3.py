@@ -14,23 +14,24 @@ dense over all steps' keys; the tree is grown for one request at a time.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from baselines.first_choice import loss_and_choice
-from baselines.groups import Kept, KeyValue, group_attention
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from vllm_specblock.triton_kernels.drafting.grow_level import LevelLimits
 
+from baselines.first_choice import loss_and_choice
+from baselines.groups import Kept, KeyValue, group_attention
 from vllm_specblock.drafters.eagle3.config import Eagle3Shape
-from vllm_specblock.drafters.eagle3.growth import DynamicTreeConfig
 from vllm_specblock.drafters.eagle3.model import Eagle3Model
 from vllm_specblock.drafters.specblock.config import check_rope_scaling, default_layer_ids
 from vllm_specblock.drafters.specblock.config_json import rope_of
 from vllm_specblock.train.data.batch import Batch
 from vllm_specblock.train.data.labels import draft_labels
-from vllm_specblock.train.data.shards import replace
+from vllm_specblock.train.data.shards import replace as replace_file
 from vllm_specblock.train.eval.eagle3_drafting import Eagle3Draft, masked_attention
 from vllm_specblock.train.learner import (
     IGNORE_INDEX,
@@ -43,7 +44,7 @@ from vllm_specblock.train.learner import (
 
 DECAY = 0.8
 """Weight of a step's loss relative to the step before, as in the authors' code."""
-GROWTH = DynamicTreeConfig(depth=7, top_k=10, budget=60)
+GROWTH = LevelLimits(depth=7, top_k=10, width=10, budget=60)
 
 
 class Eagle3(Learner, Eagle3Model):
@@ -62,10 +63,11 @@ class Eagle3(Learner, Eagle3Model):
         d2t: Tensor,
         t2d: Tensor,
         steps: int = 7,
-        growth: DynamicTreeConfig = GROWTH,
+        growth: LevelLimits = GROWTH,
     ):
         super().__init__(shape)
-        self.steps, self.growth = steps, growth.within(len(d2t))
+        self.steps, most = steps, min(growth.top_k, len(d2t))
+        self.growth = replace(growth, top_k=most, width=min(growth.width, most))
         self.d2t.copy_(d2t)
         self.register_buffer("t2d", t2d.clone())
 
@@ -79,7 +81,7 @@ class Eagle3(Learner, Eagle3Model):
         head: Tensor | None = None,
         *,
         steps: int = 7,
-        growth: DynamicTreeConfig = GROWTH,
+        growth: LevelLimits = GROWTH,
         **sizes: Any,
     ) -> Eagle3:
         """An untrained drafter shaped after its target; the global generator is left alone.
@@ -170,8 +172,10 @@ class Eagle3(Learner, Eagle3Model):
             # vLLM has no place for a mapping where there is nothing to map.
             del tensors["d2t"], tensors["t2d"]
         text = json.dumps(self._config_json(), indent=2) + "\n"
-        replace(directory / "model.safetensors", lambda aside: save_file(tensors, aside))
-        replace(directory / "config.json", lambda aside: aside.write_text(text, encoding="utf-8"))
+        replace_file(directory / "model.safetensors", lambda aside: save_file(tensors, aside))
+        replace_file(
+            directory / "config.json", lambda aside: aside.write_text(text, encoding="utf-8")
+        )
 
     def _config_json(self) -> dict[str, Any]:
         shape = self.config

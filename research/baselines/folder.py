@@ -10,8 +10,8 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from vllm_specblock.drafters.baselines.checkpoint import KIND
 from vllm_specblock.drafters.common.checkpoint_files import CONFIG, MAPPING, WEIGHTS
+from vllm_specblock.drafters.detect import KIND
 from vllm_specblock.train.data.shards import replace
 
 

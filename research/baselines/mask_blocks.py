@@ -17,16 +17,16 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from baselines.folder import write_folder
-from baselines.groups import KeyValue, group_attention, sizes_like
-from baselines.positions import PositionsLearner
-from baselines.trunk_learner import passes_over
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from vllm_specblock.drafters.baselines.product_trees import ProductTrees
+from baselines.folder import write_folder
+from baselines.groups import KeyValue, group_attention, sizes_like
+from baselines.positions import PositionsLearner
+from baselines.trunk import passes_over
 from vllm_specblock.drafters.dflash.config import ARCHITECTURE, DFlashShape
 from vllm_specblock.drafters.dflash.model import DFlashModel
+from vllm_specblock.drafters.dflash.product_trees import ProductTrees
 from vllm_specblock.drafters.specblock.config import check_rope_scaling, default_layer_ids
 from vllm_specblock.train.data.batch import Batch
 from vllm_specblock.train.learner import Draft, EvalSequence, LossOutput, TrainBatch
@@ -105,14 +105,13 @@ class DFlash(PositionsLearner, DFlashModel):
             sizes: as `sizes_like` takes them, such as `intermediate_size` and `layer_ids`.
         """
         like = sizes_like(target_config, len(d2t), 1, **sizes) | {"qk_norm": True}
-        check_rope_scaling(
-            like["rope_scaling"]
-        )  # YaRN's factor is put into weights that are loaded
+        check_rope_scaling(like["rope_scaling"])  # YaRN's factor goes into weights that are loaded
         fields = {key: value for key, value in like.items() if key in DFlashShape.model_fields}
         shape = DFlashShape(
             **fields,
             masks=masks,
             mask_token_id=mask_token_id,
+            causal=cls.kind == "jetspec",
             layer_ids=like["target"].layer_ids
             or default_layer_ids(target_config.num_hidden_layers),
         )
@@ -123,14 +122,11 @@ class DFlash(PositionsLearner, DFlashModel):
             learner.norm.weight.data.copy_(final_norm)
         return learner
 
-    def normed(self, states: Tensor) -> Tensor:
-        """What the LM head reads."""
-        return self.norm(states)
-
     def inside(self) -> Tensor:
         """[1 + K, 1 + K] bool, which rows of its block a row sees."""
         size = 1 + self.config.masks
-        return torch.ones(size, size, dtype=torch.bool, device=self.d2t.device)
+        sees = torch.ones(size, size, dtype=torch.bool, device=self.d2t.device)
+        return sees.tril() if self.config.causal else sees
 
     def weights(self) -> list[float]:
         """Of the K masks' losses in the mean: falling by e in half a block."""
@@ -204,13 +200,14 @@ class DFlash(PositionsLearner, DFlashModel):
             for key in (
                 *("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
                 *("intermediate_size", "num_hidden_layers", "vocab_size", "rms_norm_eps"),
-                *("rope_theta", "rope_scaling", "attention_bias"),
+                *("rope_theta", "rope_scaling"),
             )
         } | {
             "architectures": [ARCHITECTURE],
             "model_type": "qwen3",
             "hidden_act": "silu",
             "block_size": 1 + shape.masks,
+            "attention_bias": shape.qkv_bias,
             "dflash_config": self.own_config(),
             "layer_types": ["full_attention"] * shape.num_hidden_layers,
         }
@@ -226,9 +223,6 @@ class JetSpec(DFlash):
     """Differs in that no row of a block sees a later one, and all masks weigh the same."""
 
     kind = "jetspec"
-
-    def inside(self) -> Tensor:
-        return super().inside().tril()
 
     def weights(self) -> list[float]:
         return [1.0] * self.config.masks

@@ -6,14 +6,31 @@ predicts x_{i+1+k}.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
-from baselines.first_choice import loss_and_choice
 from torch import Tensor, nn
 
+from baselines.first_choice import loss_and_choice
+from vllm_specblock.drafters.published.model import DraftLM
 from vllm_specblock.train.data.labels import draft_labels
 from vllm_specblock.train.learner import IGNORE_INDEX, Learner, LossOutput, TrainBatch
+
+
+class Positions(DraftLM):
+    """LM head over the draft vocabulary; `norm` is set by the network.
+
+    Args:
+        hidden_size: H, what the LM head reads.
+        draft_vocab_size: Vd.
+    """
+
+    def __init__(self, hidden_size: int, draft_vocab_size: int) -> None:
+        super().__init__()
+        self.lm_head = nn.Linear(hidden_size, draft_vocab_size, bias=False)
+        # Until it is loaded: the first Vd target ids.
+        self.register_buffer("d2t", torch.zeros(draft_vocab_size, dtype=torch.int64))
 
 
 class PositionsLearner(Learner):
@@ -25,7 +42,7 @@ class PositionsLearner(Learner):
 
     lm_head: nn.Linear
     d2t: Tensor
-    normed: Callable[[Tensor], Tensor]
+    norm: Any
 
     def begin(self, d2t: Tensor, t2d: Tensor, head: Tensor | None) -> None:
         """Name the draft vocabulary, and give the LM head its first weights.
@@ -64,9 +81,7 @@ class PositionsLearner(Learner):
         for k, (rows, loss_mask, wanted) in enumerate(self.positions(states, train_batch), 1):
             inside = loss_mask.shape[1]
             target_row = place[:, k : k + inside][loss_mask]
-            total, ce_loss, best = loss_and_choice(
-                self.normed(rows), head, target_probs, target_row
-            )
+            total, ce_loss, best = loss_and_choice(self.norm(rows), head, target_probs, target_row)
             so_far = right[:, :inside][loss_mask]
             hit = so_far & (best == wanted)
             right = torch.zeros_like(right)

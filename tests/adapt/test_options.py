@@ -65,7 +65,7 @@ def test_wrong(given, parts):
     refused(given, *parts)
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "ngram", "medusa"])
+@pytest.mark.parametrize("kind", ["eagle3", "ngram", "dflash"])
 def test_other_heads(kind):
     assert parse_adapt(False, kind) is None
     refused(True, f"kind {kind!r}", "only specblock can learn", "drop the key", kind=kind)

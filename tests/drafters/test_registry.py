@@ -1,13 +1,16 @@
-"""A drafter is found by its name, and one that is not there is told from those that are."""
+"""Drafters are found by name: those of the package, and those of other packages' entry points."""
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from types import ModuleType
 
 import pytest
 
 from vllm_specblock.config import OptionError, parse_drafter, split_keys
+from vllm_specblock.drafters import ENTRY_POINTS
 from vllm_specblock.drafters.interface import Drafter
 from vllm_specblock.drafters.registry import (
     DRAFTERS,
@@ -17,15 +20,12 @@ from vllm_specblock.drafters.registry import (
     register_drafter,
 )
 
-OURS = [
-    *("specblock", "eagle3", "dflash", "jetspec", "medusa", "parallelspec", "falcon", "sps"),
-    "ngram",
-]
+OURS = ["specblock", "eagle3", "dflash", "jetspec", "ngram"]
 
 
 @pytest.fixture
 def toy(monkeypatch):
-    """The options of a drafter of kind "toy", whose module loads when somebody asks for it."""
+    """The options of a drafter of kind "toy", whose module loads when it is asked for."""
 
     @register_drafter("toy", "toy_drafter:Toy")
     class ToyConfig(DrafterOptions):
@@ -53,8 +53,8 @@ def test_a_registered_drafter_is_found_by_its_name(toy):
         parse_drafter({"depth": 3}, "toy")
 
 
-def test_an_unknown_name_is_told_from_those_that_are_known(toy):
-    known = ", ".join([*OURS, "toy"])
+def test_an_unknown_name_is_answered_with_the_known_ones(toy):
+    known = ", ".join(DRAFTERS)
     with pytest.raises(ValueError) as error:
         drafter_kind("hydra")
     assert str(error.value) == f"There is no drafter of kind 'hydra': choose one of {known}."
@@ -68,11 +68,40 @@ def test_a_name_is_registered_once(toy):
 
 
 def test_the_registry_names_what_is_there():
-    assert list(DRAFTERS) == OURS
-    for name, kind in DRAFTERS.items():
-        made = kind.load_class()
-        assert issubclass(made, Drafter) and made.kind == name
+    assert set(OURS) <= DRAFTERS.keys()
+    for name in OURS:
+        kind = DRAFTERS[name]
+        assert issubclass(kind.load_class(), Drafter)
         assert issubclass(kind.options, WeightedOptions) == (kind.checkpoint is not None)
         if kind.checkpoint is not None:
             files = kind.load_checkpoint_module()
             assert all(hasattr(files, f) for f in ("read_config", "check_tensors", "load"))
+
+
+OPTIONS = """
+from vllm_specblock.drafters.registry import DrafterOptions, register_drafter
+
+@register_drafter("other", "other_drafter.drafter:Other")
+class OtherConfig(DrafterOptions):
+    pass
+"""
+
+
+def test_an_installed_package_brings_its_drafters(tmp_path):
+    """One that fails to import is reported, and changes nothing else."""
+    info = tmp_path / "other_drafter-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: other-drafter\nVersion: 1.0\n")
+    points = "broken = not_there.options\nother = other_drafter\n"
+    (info / "entry_points.txt").write_text(f"[{ENTRY_POINTS}]\n{points}")
+    (tmp_path / "other_drafter.py").write_text(OPTIONS)
+    done = subprocess.run(
+        [sys.executable, "-c", "from vllm_specblock.config import DRAFTERS; print(*DRAFTERS)"],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert {*OURS, "other"} <= set(done.stdout.split())
+    assert "The drafters of entry point 'broken' are left out." in done.stderr

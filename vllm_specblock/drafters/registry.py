@@ -30,7 +30,7 @@ class DrafterOptions(Options):
 
 
 class WeightedOptions(DrafterOptions):
-    """What holds for every drafter with weights."""
+    """Keys of every drafter with weights."""
 
     calibrate_drafts: bool = True
     """Learn from what is accepted how much surer the target is than the drafter says, and grow
@@ -51,8 +51,8 @@ class DrafterKind:
         drafter: "module:class" of the `Drafter`. It is made of (model, embed, options, nodes,
             longest request, lookahead slots, columns of the layers it reads), see
             `engine/runner/drafter_loader.py`; without weights of (options, nodes, longest request).
-        checkpoint: module that reads its files: `read_config`, `check_tensors`, `load`; None: it
-            has no weights.
+        checkpoint: "module" or "module:object" with `read_config`, `check_tensors` and `load`;
+            None: no weights.
         reads_text: it reads the requests' tokens on the device.
         vllm_reads_config: vLLM takes its config.json for that of a drafter of its own "eagle3".
         adapts: it can learn while it serves (`adapt/`).
@@ -71,28 +71,23 @@ class DrafterKind:
     needs_block_drop: bool = True
 
     def load_class(self) -> Callable[..., Drafter]:
-        """The class of `drafter`."""
         return resolve_name(self.drafter)
 
     def load_checkpoint_module(self) -> Any:
-        """The module `checkpoint`."""
         assert self.checkpoint is not None
         return resolve_name(self.checkpoint)
 
 
 DRAFTERS: dict[str, DrafterKind] = {}
-"""Kinds by the name that `speculative_config` gives them; `drafters/__init__.py` loads ours."""
+"""Kinds by the name that `speculative_config` gives them; `drafters/__init__.py` fills it."""
 
 _Options = TypeVar("_Options", bound=DrafterOptions)
 
 
 def register_drafter(
-    name: str,
-    drafter: str,
-    checkpoint: str | None = None,
-    **traits: bool,
+    name: str, drafter: str, checkpoint: str | None = None, **traits: bool
 ) -> Callable[[type[_Options]], type[_Options]]:
-    """Decorator of a kind's options: makes the kind known; traits: see `DrafterKind`.
+    """Decorator of a kind's options, which registers the kind; traits: see `DrafterKind`.
 
     Raises:
         ValueError: there is another kind of that name.
@@ -108,11 +103,7 @@ def register_drafter(
 
 
 def drafter_kind(name: str) -> DrafterKind:
-    """A kind by its name.
-
-    Raises:
-        ValueError: there is none of that name. One sentence with those that there are.
-    """
+    """A kind by its name; raises ValueError if there is none."""
     if name not in DRAFTERS:
         raise ValueError(
             f"There is no drafter of kind {name!r}: choose one of {', '.join(DRAFTERS)}."

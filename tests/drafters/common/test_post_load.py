@@ -13,7 +13,7 @@ from torch import nn
 from vllm_specblock.drafters.common.layers import Attention
 from vllm_specblock.drafters.common.linear import Fp8Linear
 from vllm_specblock.drafters.common.post_load import process_after_loading
-from vllm_specblock.drafters.eagle3 import checkpoint as eagle3_checkpoint
+from vllm_specblock.drafters.eagle3.checkpoint import FILES as EAGLE3
 from vllm_specblock.drafters.eagle3.config import Eagle3Shape
 from vllm_specblock.drafters.eagle3.model import Eagle3Model
 from vllm_specblock.drafters.specblock import checkpoint
@@ -115,7 +115,7 @@ def test_eight_bits_are_half_the_bytes_and_nearly_the_same_draft(drafter):
 
 @torch.no_grad()
 def test_an_eagle3_drafter_too():
-    full = eagle3_checkpoint.load(ROOT / "examples/two_heads/eagle3", dtype=torch.float32).eval()
+    full = EAGLE3.load(ROOT / "examples/two_heads/eagle3", dtype=torch.float32).eval()
     short = process_after_loading(copy.deepcopy(full), "fp8")
     assert isinstance(short.fc, Fp8Linear) and isinstance(short.lm_head, Fp8Linear)
     torch.manual_seed(0)

@@ -1,29 +1,43 @@
-"""DFlash checkpoints: the authors' layout loads, and there is one sentence for what does not."""
+"""DFlash and JetSpec checkpoints: the authors' layouts load, and what does not is one sentence."""
 
 from __future__ import annotations
 
+from functools import partial
+from math import prod
+
 import pytest
 import torch
-from support.dflash import PUBLISHED, make_model, write
+from support.dflash import JETSPEC, PUBLISHED, make_model, write
 from support.validation import refusal
+from typer.testing import CliRunner
 
+from vllm_specblock.cli.main import app
+from vllm_specblock.drafters.common.checkpoint_files import wanted_shapes
 from vllm_specblock.drafters.detect import kind_of
-from vllm_specblock.drafters.dflash import checkpoint
+from vllm_specblock.drafters.dflash.checkpoint import FILES
 from vllm_specblock.drafters.dflash.config import from_json
+from vllm_specblock.drafters.dflash.model import DFlashModel
 from vllm_specblock.drafters.specblock.config import CheckpointError
 
+OWN = PUBLISHED["dflash_config"]
 
-def test_the_published_layout_loads(tmp_path):
-    model = make_model()
-    folder = write(tmp_path / "drafter", model)
-    assert kind_of(folder) == "dflash"
-    config = checkpoint.read_config(folder)
-    checkpoint.check_tensors(folder, config)
-    loaded = checkpoint.load(folder)
+
+@pytest.mark.parametrize(("kind", "raw"), [("dflash", PUBLISHED), ("jetspec", JETSPEC)])
+def test_the_published_layout_loads(kind, raw, tmp_path):
+    model = make_model(raw)
+    folder = write(tmp_path / "drafter", model, raw)
+    assert kind_of(folder) == kind
+    config = FILES.read_config(folder)
+    FILES.check_tensors(folder, config)
+    loaded = FILES.load(folder)
     assert loaded.wants_head and loaded.config == config == model.config
+    assert config.causal is (kind == "jetspec")
     wanted, found = model.state_dict(), loaded.state_dict()
     assert wanted.keys() == found.keys()
     assert all(torch.equal(wanted[name], found[name]) for name in wanted)
+    shown = CliRunner().invoke(app, ["inspect", str(folder)])
+    assert shown.exit_code == 0, shown.output
+    assert "draft vocabulary: 64 of 64 target tokens" in shown.output
 
 
 def test_what_config_json_says():
@@ -34,15 +48,64 @@ def test_what_config_json_says():
     newer = {key: value for key, value in PUBLISHED.items() if key != "rope_theta"}
     newer["rope_parameters"] = {"rope_theta": 5e5, "rope_type": "default"}
     assert from_json(newer, "config.json").rope_theta == 5e5
-    inside = PUBLISHED | {"dflash_config": PUBLISHED["dflash_config"] | {"block_size": 9}}
+    inside = PUBLISHED | {"dflash_config": OWN | {"block_size": 9}}
     assert from_json(inside, "config.json").masks == 8
+
+
+def test_a_published_jetspec_checkpoint_by_its_numbers():
+    """That for Qwen3-8B has 1,048,626,432 numbers; its sizes are those of its target's layers."""
+    raw = JETSPEC | {
+        "block_size": 16,
+        "dflash_config": {
+            "causal_head": True,
+            "mask_token_id": 151669,
+            "target_layer_ids": [1, 9, 17, 25, 33],
+        },
+        "head_dim": 128,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 5,
+        "num_key_value_heads": 8,
+        "num_target_layers": 36,
+        "vocab_size": 151936,
+        "layer_types": ["full_attention"] * 5,
+    }
+    config = from_json(raw, "config.json")
+    shapes = wanted_shapes(partial(DFlashModel, config))
+    assert sum(map(prod, shapes.values())) == 1_048_626_432
+    assert tuple(shapes["fc.weight"]) == (4096, 5 * 4096) and config.masks == 15
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"dflash_config": OWN | {"causal_head": True}},
+        {"dflash_config": OWN | {"causal": True}},
+        {"dflash_config": OWN | {"causal_head": True, "causal": True}},
+        {"is_causal": True},
+    ],
+    ids=["authors", "vllm", "both", "flat"],
+)
+def test_where_a_config_says_that_blocks_are_causal(keys, tmp_path):
+    folder = write(tmp_path / "drafter", make_model(), PUBLISHED | keys)
+    assert kind_of(folder) == "jetspec" and FILES.read_config(folder).causal
+    folder = write(tmp_path / "other", make_model(), JETSPEC | {"dflash_config": OWN})
+    assert kind_of(folder) == "dflash" and not FILES.read_config(folder).causal
+
+
+def test_the_layout_of_the_speculators_library_is_told_from_a_specblock_drafters(tmp_path):
+    (tmp_path / "config.json").write_text('{"speculators_model_type": "jetspec"}')
+    assert kind_of(tmp_path) == "jetspec"
+    with pytest.raises(CheckpointError, match="the layout of the speculators library"):
+        FILES.read_config(tmp_path)
 
 
 def test_the_factor_of_yarn_is_in_the_norms(tmp_path):
     scaling = {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.5}
     raw = PUBLISHED | {"rope_scaling": scaling}
     model = make_model(raw)
-    loaded = checkpoint.load(write(tmp_path / "drafter", model, raw))
+    loaded = FILES.load(write(tmp_path / "drafter", model, raw))
     for mine, its in zip(loaded.layers, model.layers):
         for name in ("q_norm", "k_norm"):
             mine_, its_ = (getattr(each.self_attn, name).weight for each in (mine, its))
@@ -50,21 +113,24 @@ def test_the_factor_of_yarn_is_in_the_norms(tmp_path):
         assert torch.equal(mine.self_attn.q_proj.weight, its.self_attn.q_proj.weight)
 
 
-OWN = PUBLISHED["dflash_config"]
 WRONG = {
     "layout": ({"speculators_model_type": "dflash"}, "the layout of the speculators library"),
     "architecture": ({"architectures": ["DFlash2DraftModel"]}, "DFlash2DraftModel"),
     "quantised": ({"quantization_config": {"quant_method": "fp8"}}, "quantised weights"),
     "window": ({"layer_types": ["sliding_attention"] * 2}, "sliding-window attention"),
-    "causal": ({"dflash_config": OWN | {"causal": True}}, "causal blocks"),
+    "contradiction": (
+        {"dflash_config": OWN | {"causal_head": True, "causal": False}},
+        "causal_head and causal that contradict",
+    ),
     "anchor": ({"dflash_config": OWN | {"sample_from_anchor": True}}, "read from their first"),
     "vocabulary": ({"draft_vocab_size": 32}, "a vocabulary of its own"),
     "width": ({"target_hidden_size": 64}, "a width that is not the target's"),
+    "own width": ({"dflash_config": OWN | {"target_hidden_size": 64}}, "a width that is not"),
     "activation": ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
     "mask": ({"dflash_config": {"target_layer_ids": [1]}}, "lacks the key 'mask_token_id'"),
     "mask, far": ({"dflash_config": OWN | {"mask_token_id": 64}}, "the vocabulary ends at 63"),
     "layers": ({"dflash_config": {"mask_token_id": 3}}, "'dflash_config.target_layer_ids'"),
-    "order": ({"dflash_config": OWN | {"target_layer_ids": [3, 1]}}, r"\[3, 1\].* ascending"),
+    "order": ({"dflash_config": OWN | {"target_layer_ids": [3, 1]}}, "in ascending order"),
     "block": ({"block_size": None}, "lacks the key 'block_size'"),
     "no block": ({"block_size": 1}, "'masks' = 0"),
     "heads": ({"num_key_value_heads": 3}, "must be a multiple of"),
@@ -79,11 +145,13 @@ def test_a_config_that_cannot_be_drafted_with(case):
     assert str(error.value).count(". ") == 0 and str(error.value).endswith(".")
 
 
-def test_tensors_that_are_not_what_config_json_says(tmp_path):
-    model = make_model()
-    folder = write(tmp_path / "drafter", model, PUBLISHED | {"num_hidden_layers": 1})
-    assert "has no use for" in refusal(checkpoint, folder)
-    folder = write(tmp_path / "drafter", model, PUBLISHED | {"num_hidden_layers": 3})
-    assert "lacks layers.2" in refusal(checkpoint, folder)
-    folder = write(tmp_path / "drafter", model, PUBLISHED | {"intermediate_size": 40})
-    assert "asks for [" in refusal(checkpoint, folder)
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"num_hidden_layers": 1}, "has no use for"),
+        ({"num_hidden_layers": 3}, "lacks layers.2"),
+        ({"intermediate_size": 40}, "asks for ["),
+    ],
+)
+def test_tensors_that_are_not_what_config_json_says(changes, says, tmp_path):
+    assert says in refusal(FILES, write(tmp_path / "drafter", make_model(), PUBLISHED | changes))

@@ -137,3 +137,21 @@ def test_nothing_is_read_on_the_host(kind):
         drafter.advance(rows)
         drafter.draft()
         drafter.draft(wanted)
+
+
+@torch.no_grad()
+def test_no_mask_of_a_causal_block_sees_a_later_one():
+    """Those that are left out change nothing before them; DFlash's are read by all of a block."""
+    states, text = made_up(1)
+
+    def drafted(kind: str, depth: int) -> dict[tuple[int, ...], float]:
+        drafter = make_drafter(kind, depth=depth, calibrate_drafts=False)
+        drafter.advance(rows_of([(0, 19)], TABLES[:1], states, text, PAGE))
+        return texts(drafter.draft(), 0)
+
+    for kind, same in (("jetspec", True), ("dflash", False)):
+        deep, shallow = drafted(kind, 4), drafted(kind, 2)
+        above = {path: score for path, score in deep.items() if len(path) <= 2}
+        assert len(above) > 3 and max(map(len, deep)) > 2
+        found = {path: shallow.get(path) for path in above}
+        assert (found == pytest.approx(above, abs=1e-4)) is same

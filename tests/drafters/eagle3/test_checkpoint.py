@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import save_file
 from support.validation import refusal
 
+from vllm_specblock.drafters.common.checkpoint_files import wanted_shapes
 from vllm_specblock.drafters.detect import kind_of
-from vllm_specblock.drafters.eagle3 import checkpoint
-from vllm_specblock.drafters.eagle3.config import Eagle3Shape
-from vllm_specblock.drafters.eagle3.config_json import from_json
+from vllm_specblock.drafters.eagle3.checkpoint import FILES
+from vllm_specblock.drafters.eagle3.config import from_json
 from vllm_specblock.drafters.eagle3.model import Eagle3Model
 from vllm_specblock.drafters.specblock.config import CheckpointError
 
@@ -72,9 +72,9 @@ def write(directory: Path, raw: dict, tensors: dict[str, torch.Tensor], binary=F
 
 def assert_loads(directory: Path, drafter: Eagle3Model) -> None:
     assert kind_of(directory) == "eagle3"
-    config = checkpoint.read_config(directory)
-    checkpoint.check_tensors(directory, config)
-    loaded = checkpoint.load(directory)
+    config = FILES.read_config(directory)
+    FILES.check_tensors(directory, config)
+    loaded = FILES.load(directory)
     assert loaded.config == drafter.config == config
     wanted, found = drafter.state_dict(), loaded.state_dict()
     assert wanted.keys() == found.keys()
@@ -83,23 +83,21 @@ def assert_loads(directory: Path, drafter: Eagle3Model) -> None:
 
 
 def refused(directory: Path) -> str:
-    return refusal(checkpoint, directory)
+    return refusal(FILES, directory)
 
 
 # --- layouts -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("binary", [False, True], ids=["safetensors", "bin"])
-def test_official_layout(tmp_path, binary):
-    drafter = drafter_of(OFFICIAL)
-    tensors = drafter.state_dict() | {"t2d": torch.zeros(64, dtype=torch.bool)}
-    assert_loads(write(tmp_path / "it", OFFICIAL, tensors, binary), drafter)
-
-
-@pytest.mark.parametrize("architecture", ["Eagle3LlamaForCausalLM", "LlamaForCausalLM"])
-def test_other_names_of_a_llama_head(tmp_path, architecture):
+@pytest.mark.parametrize(
+    "architecture", ["LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM"]
+)
+def test_official_layout(tmp_path, architecture, binary):
     raw = OFFICIAL | {"architectures": [architecture]}
-    assert_loads(write(tmp_path / "it", raw, drafter_of(raw).state_dict()), drafter_of(raw))
+    drafter = drafter_of(raw)
+    tensors = drafter.state_dict() | {"t2d": torch.zeros(64, dtype=torch.bool)}
+    assert_loads(write(tmp_path / "it", raw, tensors, binary), drafter)
 
 
 def test_speculators_layout(tmp_path):
@@ -143,57 +141,43 @@ def test_projections_may_be_fused_and_names_prefixed(tmp_path):
     assert_loads(write(tmp_path / "it", raw, tensors), drafter)
 
 
-def test_full_draft_vocabulary_needs_no_mapping(tmp_path):
-    raw = {k: v for k, v in OFFICIAL.items() if k != "draft_vocab_size"}
-    drafter = drafter_of(raw)
-    drafter.d2t.zero_()
-    tensors = drafter.state_dict()
-    del tensors["d2t"]
-    assert_loads(write(tmp_path / "it", raw, tensors), drafter)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_weights_are_cast(tmp_path, dtype):
+def test_weights_are_cast(tmp_path):
     tensors = {
-        name: tensor.to(dtype) if tensor.is_floating_point() else tensor.int()
+        name: tensor.bfloat16() if tensor.is_floating_point() else tensor.int()
         for name, tensor in drafter_of(OFFICIAL).state_dict().items()
     }
     directory = write(tmp_path / "it", OFFICIAL, tensors, binary=True)
-    loaded = checkpoint.load(directory, torch.float32)
+    loaded = FILES.load(directory, torch.float32)
     assert torch.equal(loaded.fc.weight, tensors["fc.weight"].float())
     assert loaded.d2t.dtype == torch.int64
-    assert checkpoint.load(directory, dtype).fc.weight.dtype == dtype
+    assert FILES.load(directory, torch.float16).fc.weight.dtype == torch.float16
 
 
-def test_sharded_files_are_read_together(tmp_path):
+def test_sharded_files_are_read_together_and_those_of_an_index_alone(tmp_path):
     drafter = drafter_of(OFFICIAL)
     directory = write(tmp_path / "it", OFFICIAL, {})
     names = sorted(tensors := drafter.state_dict())
     (directory / "model.safetensors").unlink()
-    for part, chosen in enumerate((names[:5], names[5:])):
-        shard = {name: tensors[name].contiguous() for name in chosen}
-        save_file(shard, directory / f"model-{part}.safetensors")
+    shards = {f"model-{part}.safetensors": names[part::2] for part in range(2)}
+    for file, chosen in shards.items():
+        save_file({name: tensors[name].contiguous() for name in chosen}, directory / file)
     assert_loads(directory, drafter)
-
-
-def test_files_that_an_index_does_not_name_do_not_count(tmp_path):
-    drafter = drafter_of(OFFICIAL)
-    directory = write(tmp_path / "it", OFFICIAL, drafter.state_dict())
-    named = dict.fromkeys(drafter.state_dict(), "model.safetensors")
+    named = {name: file for file, chosen in shards.items() for name in chosen}
     index = directory / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": named}))
     save_file({"fc.weight": torch.zeros(1)}, directory / "consolidated.safetensors")
     assert_loads(directory, drafter)
 
 
-def test_without_an_lm_head(tmp_path):
-    """It is the target's, where the drafter names the target's tokens from the target's width."""
+def test_without_an_lm_head_and_a_mapping(tmp_path):
+    """The head is the target's, where the drafter names the target's tokens from its width."""
     raw = {k: v for k, v in OFFICIAL.items() if k != "draft_vocab_size"}
     whole = drafter_of(raw)
     whole.d2t.zero_()
     tensors = whole.state_dict()
     head = tensors.pop("lm_head.weight")
-    loaded = checkpoint.load(write(tmp_path / "it", raw, tensors))
+    del tensors["d2t"]
+    loaded = FILES.load(write(tmp_path / "it", raw, tensors))
     assert loaded.wants_head and not whole.wants_head
     loaded.share_head(head)
     assert not loaded.wants_head and loaded.lm_head.weight.data_ptr() == head.data_ptr()
@@ -213,7 +197,7 @@ def test_fc_with_a_bias(tmp_path):
     """SGLang's trainers may write one, and no key of the config says so."""
     tensors = drafter_of(OFFICIAL).state_dict()
     tensors["fc.bias"] = torch.randn(32)
-    loaded = checkpoint.load(write(tmp_path / "it", OFFICIAL, tensors))
+    loaded = FILES.load(write(tmp_path / "it", OFFICIAL, tensors))
     states = torch.randn(5, 96)
     wanted = states @ tensors["fc.weight"].T + tensors["fc.bias"]
     torch.testing.assert_close(loaded.fuse(states), wanted)
@@ -277,8 +261,9 @@ def test_rope_and_norm_before_fc():
     assert from_json(OFFICIAL, "config.json").rope_theta == 10000.0
 
 
-PUBLISHED = {
-    "EAGLE3-LLaMA3.1-Instruct-8B": {
+def test_sizes_of_a_published_head():
+    """EAGLE3-LLaMA3.1-Instruct-8B, by what its config.json holds; tensors without memory."""
+    raw = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
         "hidden_act": "silu",
@@ -293,55 +278,24 @@ PUBLISHED = {
         "max_position_embeddings": 2048,
         "tie_word_embeddings": False,
         "torch_dtype": "float16",
-    },
-    "Qwen3-8B_eagle3": {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "num_hidden_layers": 1,
-        "rms_norm_eps": 1e-6,
-        "rope_scaling": None,
-        "rope_theta": 1000000,
-        "sliding_window": None,
-        "use_sliding_window": False,
-        "vocab_size": 151936,
-        "draft_vocab_size": 32000,
-        "torch_dtype": "bfloat16",
-    },
-}
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_sizes_of_published_heads(name):
-    """Heads of 8B targets, by what their config.json holds; tensors without memory."""
-    raw = PUBLISHED[name]
+    }
     config = from_json(raw, "config.json")
-    with torch.device("meta"):
-        shapes = {n: tuple(t.shape) for n, t in Eagle3Model(config).state_dict().items()}
-    assert shapes["fc.weight"] == (4096, 3 * 4096)
-    assert shapes["midlayer.self_attn.q_proj.weight"] == (4096, 8192)
-    assert shapes["midlayer.self_attn.k_proj.weight"] == (1024, 8192)
-    assert shapes["midlayer.mlp.down_proj.weight"] == (4096, raw["intermediate_size"])
-    assert shapes["lm_head.weight"] == (32000, 4096) and shapes["d2t"] == (32000,)
-    assert sorted(shapes) == sorted(
-        [
-            "d2t",
-            "fc.weight",
-            "lm_head.weight",
-            "norm.weight",
-            "midlayer.hidden_norm.weight",
-            "midlayer.input_layernorm.weight",
-            "midlayer.post_attention_layernorm.weight",
-            *(f"midlayer.mlp.{x}_proj.weight" for x in ("down", "gate", "up")),
-            *(f"midlayer.self_attn.{x}_proj.weight" for x in "kqvo"),
-        ]
-    )
+    assert wanted_shapes(lambda: Eagle3Model(config)) == {
+        "d2t": (32000,),
+        "fc.weight": (4096, 3 * 4096),
+        "lm_head.weight": (32000, 4096),
+        "norm.weight": (4096,),
+        "midlayer.hidden_norm.weight": (4096,),
+        "midlayer.input_layernorm.weight": (4096,),
+        "midlayer.post_attention_layernorm.weight": (4096,),
+        "midlayer.mlp.down_proj.weight": (4096, 14336),
+        "midlayer.mlp.gate_proj.weight": (14336, 4096),
+        "midlayer.mlp.up_proj.weight": (14336, 4096),
+        "midlayer.self_attn.q_proj.weight": (4096, 8192),
+        "midlayer.self_attn.k_proj.weight": (1024, 8192),
+        "midlayer.self_attn.v_proj.weight": (1024, 8192),
+        "midlayer.self_attn.o_proj.weight": (4096, 4096),
+    }
 
 
 def test_head_dim_that_is_left_out_is_that_of_the_architecture():
@@ -350,12 +304,8 @@ def test_head_dim_that_is_left_out_is_that_of_the_architecture():
     assert from_json(qwen, "config.json").head_dim == 128
 
 
-@pytest.mark.parametrize("directory", ["llama", "qwen"])
-def test_specblock_drafters_are_none(directory):
-    assert kind_of(FIXTURES / directory) == "specblock"
-
-
-def test_plain_models_are_none(tmp_path):
+def test_other_models_are_none(tmp_path):
+    assert kind_of(FIXTURES / "llama") == "specblock"
     raw = {k: v for k, v in OFFICIAL.items() if k != "draft_vocab_size"}
     write(tmp_path, raw | {"architectures": ["LlamaForCausalLM"]}, {})
     assert kind_of(tmp_path) == "specblock"
@@ -461,18 +411,3 @@ def test_missing_and_broken_files(tmp_path):
     assert "is not a plain dict of tensors" in refused(directory)
     with pytest.raises(CheckpointError, match="There is no directory"):
         kind_of(tmp_path / "org" / "head")
-
-
-def test_a_config_refused_by_itself():
-    with pytest.raises(ValueError, match="in ascending order"):
-        Eagle3Shape(
-            hidden_size=8,
-            target_hidden_size=8,
-            num_attention_heads=1,
-            num_key_value_heads=1,
-            head_dim=8,
-            intermediate_size=8,
-            vocab_size=8,
-            draft_vocab_size=8,
-            layer_ids=(-1, 2, 3),
-        )

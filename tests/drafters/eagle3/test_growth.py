@@ -7,17 +7,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.trees import texts
+from vllm_specblock.triton_kernels.drafting.grow_level import LevelLimits
 
 from vllm_specblock.config import Eagle3Config
-from vllm_specblock.drafters.eagle3.growth import DynamicTreeConfig, Levels
+from vllm_specblock.drafters.eagle3.growth import Levels, limits_of
 
 
-def levels_of(growth: DynamicTreeConfig, requests: int = 1) -> Levels:
+def levels_of(growth: LevelLimits, requests: int = 1) -> Levels:
     return Levels(growth, torch.arange(10, 10 + requests))
 
 
 def plain_growth(
-    scores: list[torch.Tensor], growth: DynamicTreeConfig, request: int
+    scores: list[torch.Tensor], growth: LevelLimits, request: int
 ) -> dict[tuple, float]:
     """Path of choices -> score. scores[d][r, row, k] are those of the rows of level d + 1."""
     level = {(k,): float(x) for k, x in enumerate(scores[0][request, 0])}
@@ -37,99 +38,84 @@ def plain_growth(
     depth=st.integers(1, 5),
     top_k=st.integers(1, 4),
     budget=st.integers(1, 30),
-    lookahead=st.none() | st.integers(0, 12),
+    width=st.integers(1, 4),
     seed=st.integers(0, 1000),
 )
 @settings(deadline=None, max_examples=80)
-def test_levels_are_those_of_plain_python(depth, top_k, budget, lookahead, seed):
-    growth = DynamicTreeConfig(depth, top_k, budget, lookahead)
+def test_levels_are_those_of_plain_python(depth, top_k, budget, width, seed):
+    growth = LevelLimits(depth, top_k, min(width, top_k), budget)
     draw = torch.Generator().manual_seed(seed)
     rows = [1] + [growth.width] * (depth - 1)
     scores = [
         -torch.rand(2, count, top_k, generator=draw).sort(descending=False, dim=-1).values
         for count in rows
     ]
-    token = torch.arange(top_k).expand(2, -1)
-    levels = levels_of(growth, 2)
-    levels.first(scores[0][:, 0], token)
-    for each in scores[1:]:
-        levels.next(levels.starts(), None, each, token[:, None].expand_as(each))
-    tree = levels.finish()
+    levels, grown = levels_of(growth, 2), None
+    for each in scores:
+        grown = levels.attach(grown, None, each, torch.arange(top_k).expand_as(each))
     for request in range(2):
         wanted = plain_growth(scores, growth, request)
-        found = texts(tree, request)
+        found = texts(grown, request)
         assert found.keys() == wanted.keys()
         assert found == pytest.approx(wanted, abs=1e-5)
-        size = int(tree.size[request])
-        assert (tree.parent[request, :size] <= torch.arange(size)).all()
+        size = int(grown.size[request])
+        assert (grown.parent[request, :size] <= torch.arange(size)).all()
 
 
 def test_rows_are_numbered_on_from_level_to_level():
     """Each row's parent row, by which states and visibility are looked up."""
-    growth = DynamicTreeConfig(4, 3, 40)
-    levels, generator = levels_of(growth), torch.Generator().manual_seed(0)
-    token = torch.arange(3)[None]
-    levels.first(-torch.rand(1, 3, generator=generator), token)
+    levels, generator = levels_of(LevelLimits(4, 3, 3, 40)), torch.Generator().manual_seed(0)
+    scores, token = -torch.rand(4, 1, 3, 3, generator=generator), torch.arange(3).expand(1, 3, 3)
+    rows = levels.attach(None, None, scores[0, :, :1], token[:, :1])
     for level in range(2, 5):
-        rows = levels.starts()
         first = {2: 0, 3: 1, 4: 4}[level]
-        assert levels.first_row == first
         assert (first <= rows.row).all() and (rows.row < first + (1 if level == 2 else 3)).all()
         assert rows.behind.tolist() == (rows.row - first).flatten().tolist()
         assert rows.rope.tolist() == [10 + level - 1] * 3
-        scores = -torch.rand(1, 3, 3, generator=generator)
-        levels.next(rows, None, scores, token[:, None].expand(1, 3, 3))
+        rows = levels.attach(rows, None, scores[level - 1], token)
 
 
 def test_rows_of_all_requests_are_numbered_on():
     """States of one forward lie side by side."""
-    levels, token = levels_of(DynamicTreeConfig(3, 2, 20), 2), torch.arange(2)
-    levels.first(torch.tensor([[-0.1, -0.2], [-0.1, -0.2]]), token.expand(2, -1))
-    rows = levels.starts()
+    levels, token = levels_of(LevelLimits(3, 2, 2, 20), 2), torch.arange(2).expand(2, 2, -1)
+    rows = levels.attach(None, None, torch.tensor([-0.1, -0.2]).expand(2, 1, -1), token[:, :1])
     assert rows.behind.tolist() == [0, 0, 1, 1] and rows.rope.tolist() == [11, 11, 12, 12]
     scores = torch.tensor([[[-1.0, -2.0], [-3.0, -4.0]], [[-3.0, -4.0], [-1.0, -2.0]]])
-    levels.next(rows, None, scores, token.expand(2, 2, -1))
-    assert levels.starts().behind.tolist() == [0, 0, 3, 3]
+    assert levels.attach(rows, None, scores, token).behind.tolist() == [0, 0, 3, 3]
 
 
 def test_of_equal_scores_the_earlier_candidates_grow():
-    levels = levels_of(DynamicTreeConfig(2, 20, 40, lookahead=3))
-    levels.first(torch.full((1, 20), -1.0), torch.arange(20)[None])
-    assert levels.starts().node.tolist() == [[1, 2, 3]]
+    levels, token = levels_of(LevelLimits(2, 20, 3, 40)), torch.arange(20)
+    rows = levels.attach(None, None, torch.full((1, 1, 20), -1.0), token[None, None])
+    assert rows.node.tolist() == [[1, 2, 3]]
 
 
 def test_what_does_not_grow_has_no_children():
-    growth = DynamicTreeConfig(3, 2, 20)
-    levels, token = levels_of(growth), torch.arange(2)[None]
-    levels.first(torch.tensor([[-0.1, -0.2]]), token)
-    rows = levels.starts()
-    barred = torch.tensor([[True, False]])
-    both = token[:, None].expand(1, 2, 2)
-    levels.next(rows, barred, both * 0.0, both)
-    levels.next(levels.starts(), None, both * 0.0, both)
-    tree = levels.finish()
+    levels, both = levels_of(LevelLimits(3, 2, 2, 20)), torch.arange(2).expand(1, 2, 2)
+    rows = levels.attach(None, None, torch.tensor([[[-0.1, -0.2]]]), both[:, :1])
+    rows = levels.attach(rows, torch.tensor([[True, False]]), both * 0.0, both)
+    tree = levels.attach(rows, None, both * 0.0, both)
     assert all(path[0] == 0 for path in texts(tree, 0) if len(path) > 1)
     assert int(tree.size[0]) == 2 + 2 + 4
 
 
 @pytest.mark.parametrize(
     ("depth", "top_k", "lookahead", "width"),
-    [(8, 10, 60, 8), (8, 10, 100, 10), (8, 10, 3, 1), (1, 10, 4, 4), (3, 10, None, 10)],
+    [(8, 10, 60, 8), (8, 10, 100, 10), (8, 10, 3, 1), (1, 10, 4, 4), (3, 32, 100, 20)],
 )
-def test_width_is_what_the_spare_slots_hold(depth, top_k, lookahead, width):
-    assert DynamicTreeConfig(depth, top_k, 60, lookahead).width == width
+def test_width_is_what_slots_and_vocabulary_hold(depth, top_k, lookahead, width):
+    options = Eagle3Config(depth=depth, top_k=top_k)
+    assert limits_of(options, 60, lookahead, draft_vocab_size=20).width == width
 
 
 def test_a_certain_token_scores_no_more_than_its_parent():
-    growth = DynamicTreeConfig(2, 1, 4)
-    levels, token = levels_of(growth), torch.zeros(1, 1, dtype=torch.int64)
-    levels.first(torch.tensor([[1e-7]]), token)
-    levels.next(levels.starts(), None, torch.tensor([[[1e-7]]]), token[:, None])
-    tree = levels.finish()
+    levels, token = levels_of(LevelLimits(2, 1, 1, 4)), torch.zeros(1, 1, 1, dtype=torch.int64)
+    rows = levels.attach(None, None, torch.full((1, 1, 1), 1e-7), token)
+    tree = levels.attach(rows, None, torch.full((1, 1, 1), 1e-7), token)
     assert tree.logprob[0, :2].tolist() == [0.0, 0.0] and tree.parent[0, :2].tolist() == [0, 1]
 
 
 @pytest.mark.parametrize(("nodes", "depth"), [(60, 8), (32, 8), (24, 6), (12, 3), (8, 2), (1, 1)])
-def test_small_trees_are_shallow_unless_somebody_says_otherwise(nodes, depth):
-    assert DynamicTreeConfig.of(Eagle3Config(), nodes, nodes, 100).depth == depth
-    assert DynamicTreeConfig.of(Eagle3Config(depth=5), nodes, nodes, 100).depth == min(5, nodes)
+def test_small_trees_are_shallow_by_default(nodes, depth):
+    assert limits_of(Eagle3Config(), nodes, nodes, 100).depth == depth
+    assert limits_of(Eagle3Config(depth=5), nodes, nodes, 100).depth == min(5, nodes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,11 @@ import torch
 from support import dflash
 from support.committed import rows_of
 from support.engines import DRAFTER, TARGET, assert_identical, configure, make_engine, record_drafts
-from support.mask_blocks import KINDS
 from support.matrix import PROMPTS, params
 
-from vllm_specblock.config import OptionError
+from vllm_specblock.config import DFlashConfig, OptionError
+from vllm_specblock.drafters.dflash.checkpoint import FILES
+from vllm_specblock.drafters.dflash.drafter import DFlashDrafter
 from vllm_specblock.engine.config import vllm_args
 from vllm_specblock.engine.runner.speculator import TreeSpeculator
 from vllm_specblock.train.target.features import load_target
@@ -59,7 +59,7 @@ def note(results: list, monkeypatch, owner, name: str) -> None:
 @torch.no_grad()
 def test_step_by_step_the_logits_are_those_of_vllms_own(kind, tmp_path, monkeypatch):
     """A random drafter is nearly always wrong, so that each step is another text to compare."""
-    raw, (drafter_class, config, _) = OF_KIND[kind], KINDS[kind]
+    raw = OF_KIND[kind]
     model = dflash.make_model(raw, std=0.2)
     # vLLM 0.32 on a CPU norms the context's keys of every layer by the first one's weights.
     first, second = (layer.self_attn.k_norm.weight for layer in model.layers)
@@ -71,11 +71,11 @@ def test_step_by_step_the_logits_are_those_of_vllms_own(kind, tmp_path, monkeypa
     drafts, theirs, ours = record_drafts(engine, monkeypatch), [], []
     note(theirs, monkeypatch, engine.speculator.model, "compute_logits")
     target = load_target(TARGET, "fp32", torch.device("cpu"))
-    model = import_module(f"vllm_specblock.drafters.{kind}.checkpoint").load(folder)
+    model = FILES.load(folder)
     model.share_head(target.get_output_embeddings().weight)
     note(ours, monkeypatch, model, "logits")
-    drafter = drafter_class(
-        model, target.get_input_embeddings(), config(), 12, MAX_LEN, layers=(0, 1, 2, 3)
+    drafter = DFlashDrafter(
+        model, target.get_input_embeddings(), DFlashConfig(), 12, MAX_LEN, layers=(0, 1, 2, 3)
     )
     pages = MAX_LEN // PAGE + 1
     drafter.bind(

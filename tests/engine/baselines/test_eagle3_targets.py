@@ -1,17 +1,17 @@
 """EAGLE-3 trees for random targets of the families that published heads are for.
 
-A lookup goes with the drafter, so that paths are accepted.
+Drafters are what `research/baselines/eagle3.py` saves, which vLLM's own `eagle3` loads, too. A
+lookup goes with them, so that paths are accepted.
 """
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from baselines.eagle3 import Eagle3
 from support.engines import TARGET, assert_identical, make_engine, prompts, record_drafts
 from transformers import (
     AutoModelForCausalLM,
@@ -22,9 +22,6 @@ from transformers import (
 )
 from vllm import SamplingParams
 from vllm.distributed import parallel_state
-
-from vllm_specblock.drafters.eagle3.config_json import from_json
-from vllm_specblock.drafters.eagle3.model import Eagle3Model
 
 H, V, DRAFT_V, WORDS = 64, 2048, 1500, 48
 SIZES = {
@@ -65,26 +62,12 @@ def write_target(folder: Path, config: PreTrainedConfig) -> None:
         shutil.copy(path, folder)
 
 
-def write_drafter(folder: Path) -> None:
-    """As the EAGLE authors and SpecForge write one: it reads the layers that the target offers."""
-    raw = SIZES | {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
-        "num_hidden_layers": 1,
-        "draft_vocab_size": DRAFT_V,
-        "rms_norm_eps": 1e-6,
-        "hidden_act": "silu",
-        "torch_dtype": "float32",
-    }
-    torch.manual_seed(4)
-    drafter = Eagle3Model(from_json(raw, "config.json"))
-    named = torch.randperm(V)[:DRAFT_V].sort().values
-    drafter.d2t.copy_(named - torch.arange(DRAFT_V))
+def write_drafter(folder: Path, target: PreTrainedConfig) -> None:
+    """In the layout of the EAGLE authors; it reads the layers that the target offers."""
     t2d = torch.zeros(V, dtype=torch.bool)
-    t2d[named] = True
-    folder.mkdir()
-    save_file(drafter.state_dict() | {"t2d": t2d}, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(raw))
+    t2d[torch.randperm(V, generator=torch.Generator().manual_seed(4))[:DRAFT_V]] = True
+    d2t = t2d.nonzero()[:, 0] - torch.arange(DRAFT_V)
+    Eagle3.for_target(target, d2t, t2d, seed=4).save(folder)
 
 
 @pytest.fixture(autouse=True)
@@ -98,7 +81,7 @@ def experts(monkeypatch):
 @pytest.mark.parametrize("family", TARGETS)
 def test_a_tree_for_it(family, tmp_path, monkeypatch):
     write_target(tmp_path / "target", TARGETS[family])
-    write_drafter(tmp_path / "drafter")
+    write_drafter(tmp_path / "drafter", TARGETS[family])
     target, drafter = str(tmp_path / "target"), str(tmp_path / "drafter")
 
     chain = make_engine(

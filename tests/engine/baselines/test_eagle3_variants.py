@@ -17,8 +17,8 @@ from support.engines import TARGET, assert_identical, make_engine, prompts, reco
 from vllm import SamplingParams
 
 from vllm_specblock.config import Eagle3Config
-from vllm_specblock.drafters.eagle3 import checkpoint
-from vllm_specblock.drafters.eagle3.config_json import from_json
+from vllm_specblock.drafters.eagle3.checkpoint import FILES
+from vllm_specblock.drafters.eagle3.config import from_json
 from vllm_specblock.drafters.eagle3.drafter import Eagle3Drafter
 from vllm_specblock.drafters.eagle3.model import Eagle3Model
 from vllm_specblock.engine.runner.speculator import TreeSpeculator
@@ -140,7 +140,7 @@ def test_step_by_step_the_same_draft(make, whole, teacher, plain, tmp_path, monk
     engine = make_engine(asked, **named) if whole else make_engine(asked | named)
     assert not isinstance(engine.speculator, TreeSpeculator)
     drafts = record_drafts(engine, monkeypatch)
-    model = checkpoint.load(tmp_path)
+    model = FILES.load(tmp_path)
     assert model.wants_head is not whole
     if model.wants_head:
         model.share_head(teacher.head)

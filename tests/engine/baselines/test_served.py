@@ -1,20 +1,18 @@
-"""The baselines' heads in vLLM: the tokens are its own, and what learners saved is drafted."""
+"""Other papers' drafters in vLLM: the tokens are its own, and what learners saved is drafted."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from baselines.falcon import Falcon
-from baselines.mask_blocks import JetSpec
 from baselines.medusa import Medusa
 from baselines.parallelspec import ParallelSpec
 from baselines.sps import SmallModel
 from support.engines import DRAFTER, TARGET, assert_identical, configure, make_engine, record_drafts
 from support.matrix import PROMPTS, params
-from transformers import AutoConfig, LlamaConfig
+from transformers import AutoConfig
 from vllm import SamplingParams
 
-from vllm_specblock.config import OptionError
 from vllm_specblock.drafters.specblock.untrained import most_frequent
 from vllm_specblock.engine.config import vllm_args
 from vllm_specblock.train.data.batch import Batch
@@ -27,10 +25,6 @@ MAKE = {
     "medusa": (Medusa, {"num_heads": 4}),
     "parallelspec": (ParallelSpec, {"positions": 4, "layer_ids": LAYERS, "num_hidden_layers": 1}),
     "falcon": (Falcon, {"layer_ids": LAYERS, "num_hidden_layers": 1}),
-    "jetspec": (
-        JetSpec,
-        {"masks": 4, "mask_token_id": 99, "layer_ids": LAYERS, "num_hidden_layers": 1},
-    ),
     "sps": (
         SmallModel,
         {
@@ -112,38 +106,6 @@ def test_the_last_cached_block_is_kept(kind, folders, monkeypatch):
         found.append((answer.num_cached_tokens, answer.outputs[0].token_ids, list(drafts)))
     assert [cached for cached, *_ in found] == [0, 96]
     assert found[0][1:] == found[1][1:]
-
-
-@pytest.mark.parametrize("kind", MAKE)
-def test_a_drafter_of_another_target(kind, tmp_path):
-    """One sentence, before any weight is loaded."""
-    make, sizes = MAKE[kind]
-    other = LlamaConfig(
-        hidden_size=64,
-        vocab_size=100,
-        num_hidden_layers=9,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        intermediate_size=64,
-    )
-    t2d = torch.ones(100, dtype=torch.bool)
-    make.for_target(other, torch.zeros(100).long(), t2d, 0, **sizes).save(tmp_path)
-    with pytest.raises(ValueError, match=r"was made for a target of [a-z]+ size") as error:
-        configure({"model": str(tmp_path)})
-    assert str(error.value).endswith("use a drafter of this target.")
-
-
-def test_options_of_a_kind(tmp_path):
-    make, sizes = MAKE["sps"]
-    t2d = torch.ones(2048, dtype=torch.bool)
-    config = LlamaConfig(vocab_size=2048)
-    make.for_target(config, torch.zeros(2048).long(), t2d, 0, **sizes).save(tmp_path)
-    plan = vllm_args.read_back(configure({"model": str(tmp_path), "depth": 3}).additional_config)
-    assert plan.drafters[0].kind == "sps" and plan.drafters[0].options.depth == 3
-    with pytest.raises(OptionError, match="of a drafter of kind 'sps'"):
-        configure({"model": str(tmp_path), "top_k": 3})
-    with pytest.raises(OptionError, match="holds a drafter of kind 'sps'"):
-        configure({"model": str(tmp_path), "kind": "medusa"})
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
-from vllm_specblock.drafters.dflash.config import from_json, is_causal
+from vllm_specblock.drafters.dflash.config import from_json
 from vllm_specblock.drafters.dflash.model import DFlashModel
 
 # The keys of a published checkpoint's config.json; sizes are ours.
@@ -80,7 +80,7 @@ FOR_TINY_PAIR = {
 def make_model(raw: dict[str, Any] = PUBLISHED, std: float = 0.25) -> DFlashModel:
     """With random weights; it still wants the target's LM head."""
     torch.manual_seed(0)
-    model = DFlashModel(from_json(raw, "config.json", is_causal(raw))).eval()
+    model = DFlashModel(from_json(raw, "config.json")).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
             weight.normal_(std=std)

@@ -6,7 +6,7 @@ import torch
 from support.engines import DRAFTER, ROOT
 
 from vllm_specblock.config import Eagle3Config, SpecBlockConfig
-from vllm_specblock.drafters.eagle3 import checkpoint as eagle3_checkpoint
+from vllm_specblock.drafters.eagle3.checkpoint import FILES as EAGLE3
 from vllm_specblock.drafters.eagle3.drafter import Eagle3Drafter
 from vllm_specblock.drafters.interface import Drafter
 from vllm_specblock.drafters.specblock import checkpoint
@@ -18,7 +18,7 @@ PAGE, MAX_LEN = 8, 128
 def head_of(kind: str) -> tuple[Drafter, int]:
     """A head of 24 nodes with room for 39 blocks in its caches, and the target's width."""
     if kind == "eagle3":
-        drafter = eagle3_checkpoint.load(ROOT / "examples/two_heads/eagle3", dtype=torch.float32)
+        drafter = EAGLE3.load(ROOT / "examples/two_heads/eagle3", dtype=torch.float32)
         make, options, layers = Eagle3Drafter, Eagle3Config(), 1
         shape, entries = drafter.config, 1
     else:

@@ -10,24 +10,20 @@ from support.dflash import JETSPEC, PUBLISHED, make_model, plain_logits
 from support.trees import texts
 from torch import Tensor
 
-from vllm_specblock.config import DFlashConfig, JetSpecConfig
+from vllm_specblock.config import DFlashConfig
 from vllm_specblock.drafters.common.post_load import process_after_loading
 from vllm_specblock.drafters.dflash.drafter import DFlashDrafter
-from vllm_specblock.drafters.jetspec.drafter import JetSpecDrafter
 from vllm_specblock.tree import DraftTree
 
 H, V, PAGE, MAX_LEN, NODES = 32, 64, 8, 64, 20
 TABLES = torch.tensor([[3, 7, 1, 12, 5, 6, 9, 10], [4, 2, 8, 11, 13, 14, 15, 16]])
-KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    "dflash": (DFlashDrafter, DFlashConfig, PUBLISHED),
-    "jetspec": (JetSpecDrafter, JetSpecConfig, JETSPEC),
-}
-"""Drafter, options and config.json of each."""
+KINDS: dict[str, dict[str, Any]] = {"dflash": PUBLISHED, "jetspec": JETSPEC}
+"""The config.json of each."""
 
 
 def masks_of(kind: str) -> int:
     """Of a block."""
-    return KINDS[kind][2]["block_size"] - 1
+    return KINDS[kind]["block_size"] - 1
 
 
 def tables_of_target() -> tuple[Tensor, Tensor]:
@@ -41,13 +37,13 @@ def make_drafter(
 ) -> DFlashDrafter:
     """On a noisy cache: nothing of the noise may be seen."""
     embedding, head = tables_of_target()
-    drafter_class, config, raw = KINDS[kind]
-    model = make_model(raw)
+    model = make_model(KINDS[kind])
     model.share_head(head)
     process_after_loading(model, options.get("quantization"))
-    drafter = drafter_class(
-        model, lambda ids: embedding[ids], config(**options), nodes, MAX_LEN, lookahead
+    drafter = DFlashDrafter(
+        model, lambda ids: embedding[ids], DFlashConfig(**options), nodes, MAX_LEN, lookahead
     )
+    assert drafter.kind == kind
     drafter.bind([torch.randn(20, PAGE, 2, 16).transpose(1, 2) for _ in drafter.cache_layers()])
     return drafter
 
@@ -68,7 +64,7 @@ def plain_logprobs(
         states: [3, n, H] and text [n], of one request.
     """
     embedding, head = tables_of_target()
-    raw = KINDS[kind][2]
+    raw = KINDS[kind]
     weights = {name: weight.detach() for name, weight in make_model(raw).state_dict().items()}
     features = states.transpose(0, 1).flatten(1)[:end]
     mask = raw["dflash_config"]["mask_token_id"]

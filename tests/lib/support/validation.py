@@ -1,16 +1,16 @@
-"""Checkpoints that cannot be used are refused in one sentence, whoever asks first."""
+"""Checkpoints that cannot be used are refused in one sentence, by the check and by the loader."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import pytest
 
 from vllm_specblock.drafters.specblock.config import CheckpointError
 
 
-def refusal(files: ModuleType, directory: Path) -> str:
+def refusal(files: Any, directory: Path) -> str:
     """The sentence with which both the cheap check and the loader of `files` refuse."""
     messages = []
     for attempt in (

@@ -1,4 +1,4 @@
-"""EAGLE-3 against a loop over rows in plain arithmetic: states, losses, trees, files."""
+"""EAGLE-3 against a loop over rows in plain arithmetic: states, losses, files."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from drafter_zoo import parameters
 from safetensors.torch import load_file
 from support.baseline_batches import two_windows
 from transformers import LlamaConfig
+from vllm_specblock.triton_kernels.drafting.grow_level import LevelLimits
 
-from vllm_specblock.drafters.eagle3 import checkpoint
-from vllm_specblock.drafters.eagle3.growth import DynamicTreeConfig
+from vllm_specblock.drafters.eagle3.checkpoint import FILES
 from vllm_specblock.train.learner import EvalSequence, TrainBatch
 from vllm_specblock.train.target.features import TargetOutputs
 
@@ -209,88 +209,9 @@ def test_nothing_counted_is_no_loss(train_batch):
     assert outcome.loss == 0 and outcome.seen.sum() == 0
 
 
-@pytest.fixture
-def sequence(embed):
-    torch.manual_seed(7)
-    tokens = torch.randint(VOCAB, (12,))
-    return EvalSequence(tokens, 3, torch.randn(12, 3 * HIDDEN), torch.randn(12, HIDDEN), embed)
-
-
-def plain_tree(
-    plain: Plain, sequence: EvalSequence, root: int, growth: DynamicTreeConfig
-) -> dict[tuple, float]:
-    """EAGLE-2's tree over whole paths, without a cache: path -> score, best first."""
-
-    def children(path, score):
-        states = plain.path(sequence.embed, sequence.tokens, sequence.hidden, root - 1, list(path))
-        ranked = sorted(zip(plain.logprob(states[-1]), NAMED.tolist()), reverse=True)
-        return [((*path, token), score + each) for each, token in ranked[: growth.width]]
-
-    level = children((), 0.0)
-    found = list(level)
-    for _ in range(growth.depth - 1):
-        best = sorted(level, key=lambda node: -node[1])[: growth.width]
-        level = [child for path, score in best for child in children(path, score)]
-        found += level
-    return dict(sorted(found, key=lambda node: -node[1])[: growth.budget])
-
-
-def paths(tree) -> dict[tuple, float]:
-    """Every node's tokens from the root, and its score, in the tree's order."""
-    known = [()]
-    for node in range(int(tree.size[0])):
-        known.append((*known[int(tree.parent[0, node])], int(tree.token[0, node])))
-    return dict(zip(known[1:], tree.logprob[0].tolist()))
-
-
-@pytest.mark.parametrize(
-    "growth",
-    [
-        DynamicTreeConfig(5, 3, 20),
-        DynamicTreeConfig(3, 4, 40),
-        DynamicTreeConfig(2, 30, 60),
-        DynamicTreeConfig(5, 1, 5),
-    ],
-)
-def test_trees_are_those_of_a_search_without_cache(sequence, growth):
-    learner = make(growth=growth)
-    with torch.no_grad():
-        learner.lm_head.weight.mul_(4)  # sure enough for deep nodes to be kept
-    plain = Plain(learner)
-    draft = learner.draft_along(sequence)
-    hidden = sequence.hidden.clone()
-    for root in (3, 4, 8):
-        expected = plain_tree(plain, sequence, root, growth)
-        sequence.hidden[root:] = float("nan")  # not known yet
-        tree = draft(root)
-        sequence.hidden.copy_(hidden)
-        found = paths(tree)
-        assert found.keys() == expected.keys()
-        assert list(found.values()) == pytest.approx(list(expected.values()), abs=1e-3)
-        size = int(tree.size[0])
-        assert size == len(expected)
-        assert int(tree.depth.max()) == growth.depth
-        assert tree.token.shape == (1, growth.budget)
-        assert (tree.logprob[0, :size].diff() <= 0).all()
-        assert (tree.parent[0, :size] <= torch.arange(size)).all()
-        assert (tree.parent[0, size:] == -1).all()
-
-
-def test_equal_scores_keep_parents_first(sequence):
-    """A head that is certain of all: every node scores the same."""
-    learner = make(growth=DynamicTreeConfig(5, 4, 60))
-    learner.best = lambda state, width, sharpness: (
-        torch.zeros(*state.shape[:-1], width),
-        torch.arange(width).expand(*state.shape[:-1], -1),
-    )
-    tree = learner.draft_along(sequence)(3)
-    assert (tree.parent[0] <= torch.arange(60)).all()
-    assert tree.depth[0].bincount().tolist() == [0, 4, 16, 16, 16, 8]
-
-
 def test_training_drafts_as_serving_does(train_batch):
     """The states of the unrolled steps are those of a chain whose tokens are the text's."""
-    learner = make(growth=DynamicTreeConfig(STEPS, 1, STEPS))
+    learner = make(growth=LevelLimits(STEPS, 1, 1, STEPS))
     states = recorded(learner)
     learner(train_batch)
     trained = torch.stack(states)[:, 1]  # [J, L, H]
@@ -350,7 +271,7 @@ def test_files_are_whole_and_named_as_vllm_reads_them(tmp_path):
     assert config["eagle_aux_hidden_state_layer_ids"] == [2, 4, 6]
     assert config["draft_vocab_size"] == 14 and config["rope_parameters"]["rope_theta"] == 100.0
 
-    loaded = checkpoint.load(tmp_path / "out")
+    loaded = FILES.load(tmp_path / "out")
     assert loaded.config == learner.config
     for name, weight in loaded.state_dict().items():
         assert torch.equal(weight, learner.state_dict()[name].bfloat16().to(weight.dtype)), name
@@ -358,4 +279,4 @@ def test_files_are_whole_and_named_as_vllm_reads_them(tmp_path):
     everything = torch.ones(VOCAB, dtype=torch.bool)
     Eagle3.for_target(TARGET, torch.zeros(VOCAB, dtype=torch.int64), everything, 0).save(tmp_path)
     assert "d2t" not in load_file(tmp_path / "model.safetensors")
-    assert checkpoint.load(tmp_path).d2t.tolist() == [0] * VOCAB
+    assert FILES.load(tmp_path).d2t.tolist() == [0] * VOCAB

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from baselines import trunk_learner
+from baselines import trunk
 from baselines.falcon import Falcon
+from baselines.static_tree import default_hits
 from safetensors.torch import load_file
 from support.baseline_batches import (
     HIDDEN,
@@ -20,8 +21,6 @@ from support.baseline_batches import (
     vocabulary,
 )
 from support.trees import texts
-
-from vllm_specblock.drafters.baselines.static_tree import default_hits
 
 FORWARDS = 3
 
@@ -84,7 +83,7 @@ def test_loss_is_that_of_every_row_alone(drafter, train_batch):
 
 @pytest.mark.parametrize("at_once", [4, 100])
 def test_drafts_what_it_was_trained_to(drafter, train_batch, monkeypatch, at_once):
-    monkeypatch.setattr(trunk_learner, "_ROWS_AT_ONCE", at_once)
+    monkeypatch.setattr(trunk, "_ROWS_AT_ONCE", at_once)
     named, block = vocabulary()[2], drafter.config.block_size
     # Two long paths that part at once: each forward goes on from several blocks of the one before.
     drafter.hits[:] = torch.tensor([0.99, 0.2] + [0.01] * 8)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from baselines import trunk_learner
+from baselines import trunk
 from baselines.mask_blocks import DFlash, JetSpec
 from safetensors.torch import load_file
 from support.baseline_batches import (
@@ -69,7 +69,7 @@ def test_loss_is_that_of_every_block_alone(drafter, train_batch, tmp_path):
 
 @pytest.mark.parametrize("at_once", [3, 100])
 def test_drafts_what_it_was_trained_to(drafter, train_batch, tmp_path, monkeypatch, at_once):
-    monkeypatch.setattr(trunk_learner, "_ROWS_AT_ONCE", at_once)
+    monkeypatch.setattr(trunk, "_ROWS_AT_ONCE", at_once)
     drafter.save(tmp_path)
 
     def positions(root):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from baselines import trunk_learner
+from baselines import trunk
 from baselines.parallelspec import ParallelSpec
 from safetensors.torch import load_file
 from support.baseline_batches import (
@@ -58,7 +58,7 @@ def test_loss_is_that_of_every_row_alone(drafter, train_batch):
 
 @pytest.mark.parametrize("at_once", [3, 100])
 def test_drafts_what_it_was_trained_to(drafter, train_batch, monkeypatch, at_once):
-    monkeypatch.setattr(trunk_learner, "_ROWS_AT_ONCE", at_once)
+    monkeypatch.setattr(trunk, "_ROWS_AT_ONCE", at_once)
 
     def positions(root):
         return row_alone(drafter, train_batch, 0, 0, root - 1)

@@ -84,8 +84,8 @@ def test_what_does_not_belong_together_is_refused_before_weights_are_read(tmp_pa
         pair(eagle3, tmp_path)
     with pytest.raises(CheckpointError):
         pair_specblock(eagle3, TARGET)
-    (tmp_path / "config.json").write_text('{"specblock_head": "falcon"}')
-    with pytest.raises(TrainError, match="kind 'falcon', but drafting along texts takes one of"):
+    (tmp_path / "config.json").write_text('{"architectures": ["DFlashDraftModel"]}')
+    with pytest.raises(TrainError, match="kind 'dflash', but drafting along texts takes one of"):
         pair(tmp_path, TARGET)
     with pytest.raises(OptionError, match="num_blocks"):
         pairing = pair(DRAFTERS["specblock"], TARGET)

@@ -8,9 +8,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
+from vllm_specblock.triton_kernels.drafting.grow_level import LevelLimits
 
 from vllm_specblock.drafters.eagle3 import growth as module
-from vllm_specblock.drafters.eagle3.growth import DynamicTreeConfig, FusedLevels, LevelRows, Levels
+from vllm_specblock.drafters.eagle3.growth import FusedLevels, LevelRows, Levels
 from vllm_specblock.tree import DraftTree
 
 EXAMPLES = settings(
@@ -44,8 +45,8 @@ def assert_equal(got, wanted, kind) -> None:
 
 
 def assert_grows_as_torch(
-    kernels, growth: DynamicTreeConfig, requests: int, coarse: bool, seed: int
-) -> Levels:
+    kernels, growth: LevelLimits, requests: int, coarse: bool, seed: int
+) -> DraftTree:
     draw, device = torch.Generator().manual_seed(seed), kernels.device
     kernel = kernels.load("grow_level", "select_tree")
     # A column of a table, as a caller may have it.
@@ -53,53 +54,46 @@ def assert_grows_as_torch(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "GrowingLevels", kernel.GrowingLevels)
         plain, fused = Levels(growth, position), FusedLevels(growth, position.to(device))
-        first = a_level(draw, coarse, requests, growth.top_k)
-        plain.first(*first)
-        fused.first(*(x.to(device) for x in first))
+        first = a_level(draw, coarse, requests, 1, growth.top_k)
+        rows = plain.attach(None, None, *first)
+        of_kernel = fused.attach(None, None, *(x.to(device) for x in first))
         for level in range(2, growth.depth + 1):
-            rows, of_kernel = plain.starts(), fused.starts()
             assert_equal(of_kernel, rows, LevelRows)
             there = torch.rand(requests, growth.width, generator=draw) < 0.8
             there = None if level == 3 else there
             said = a_level(draw, coarse, requests, growth.width, growth.top_k)
-            plain.next(rows, there, *said)
+            rows = plain.attach(rows, there, *said)
             there = None if there is None else there.to(device)
-            fused.next(of_kernel, there, *(x.to(device) for x in said))
-        assert_equal(fused.finish(), plain.finish(), DraftTree)
-    return plain
+            of_kernel = fused.attach(of_kernel, there, *(x.to(device) for x in said))
+        assert_equal(of_kernel, rows, DraftTree)
+    return rows
 
 
-GROWTHS = st.builds(
-    DynamicTreeConfig,
-    st.integers(1, 8),
-    st.integers(1, 10),
-    st.integers(1, 70),
-    st.none() | st.integers(0, 60),
-)
+GROWTHS = st.tuples(st.integers(1, 8), st.integers(1, 10), st.integers(1, 10), st.integers(1, 70))
+GROWTHS = GROWTHS.map(lambda d: LevelLimits(d[0], d[1], min(d[1], d[2]), d[3]))
 
 
 @EXAMPLES
 @given(GROWTHS, st.integers(1, 3), st.booleans(), st.integers(0, 10**6))
-@example(DynamicTreeConfig(1, 1, 5), 2, False, 0)
-@example(DynamicTreeConfig(1, 10, 5), 1, True, 0)
-@example(DynamicTreeConfig(8, 1, 8), 3, False, 1)
-@example(DynamicTreeConfig(3, 10, 60, lookahead=4), 3, True, 2)  # fewer rows than children
+@example(LevelLimits(1, 1, 1, 5), 2, False, 0)
+@example(LevelLimits(1, 10, 10, 5), 1, True, 0)
+@example(LevelLimits(8, 1, 1, 8), 3, False, 1)
+@example(LevelLimits(3, 10, 2, 60), 3, True, 2)  # fewer rows than children
 def test_levels_equal_torch(kernels, growth, requests, coarse, seed):
     assert_grows_as_torch(kernels, growth, requests, coarse, seed)
 
 
 def test_levels_at_serving_size(kernels):
-    growth = DynamicTreeConfig(8, 10, 60, 60)
-    plain = assert_grows_as_torch(kernels, growth, 1, False, 7)
-    assert growth.width == 8 and growth.limits.candidates == 571
-    assert sum(len(token[0]) for token in plain.token) == 570
-    assert int(plain.finish().depth.max()) > 2
+    growth = LevelLimits(8, 10, 8, 60)
+    tree = assert_grows_as_torch(kernels, growth, 1, False, 7)
+    assert growth.width == 8 and growth.candidates == 571
+    assert int(tree.depth.max()) > 2
 
 
 def test_no_requests(kernels):
     kernel = kernels.load("grow_level", "select_tree")
     position = torch.zeros(0, dtype=torch.int64, device=kernels.device)
-    growing = kernel.GrowingLevels(DynamicTreeConfig(2, 3, 6).limits, position)
+    growing = kernel.GrowingLevels(LevelLimits(2, 3, 3, 6), position)
     token = position.view(0, 1, 1).expand(0, 3, 3)
     node, *_, valid, behind, _ = growing.attach_level(
         None, None, None, token[:, :1].float(), token[:, :1]
@@ -117,5 +111,5 @@ def test_too_many_candidates_for_a_program_are_left_to_torch(monkeypatch, top_k,
 
     monkeypatch.setattr(module, "FusedLevels", lambda *args: "fused")
     monkeypatch.setattr(module, "Levels", lambda *args: "torch")
-    chosen = module.levels_for(DynamicTreeConfig(8, top_k, 60), OnGPU())
+    chosen = module.levels_for(LevelLimits(8, top_k, top_k, 60), OnGPU())
     assert chosen == ("fused" if fused else "torch")

@@ -1,4 +1,9 @@
-"""DFlash drafter: an existing checkpoint, of whose block the best paths make a tree."""
+"""DFlash drafter: an existing checkpoint, of whose block the best paths make a tree.
+
+A JetSpec drafter (arXiv 2606.18394) is one with causal blocks. Its authors' tree gives the
+likeliest node without children the likeliest tokens of the next mask, until N nodes are there; here
+it is the N likeliest paths, of which that tree leaves some out.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +12,13 @@ from torch import Tensor
 
 from vllm_specblock.candidates import NEVER
 from vllm_specblock.config import DFlashConfig
-from vllm_specblock.drafters.baselines.product_trees import ProductTrees
 from vllm_specblock.drafters.common.chunked_advance import chunked_advance
 from vllm_specblock.drafters.common.network_drafter import NetworkDrafter, of_requests
 from vllm_specblock.drafters.dflash.block_rows import BlockRows
 from vllm_specblock.drafters.dflash.model import DFlashModel
+from vllm_specblock.drafters.dflash.product_trees import ProductTrees
 from vllm_specblock.drafters.interface import CommittedTokens
+from vllm_specblock.drafters.published.model import per_row
 from vllm_specblock.tree import DraftTree
 
 
@@ -28,18 +34,18 @@ class DFlashDrafter(NetworkDrafter):
 
     def set_shape(self, options: DFlashConfig, lookahead: int) -> None:
         num_nodes, config, device = self.num_nodes, self.model.config, self.device
+        if config.causal:
+            self.kind = "jetspec"
         self.max_depth = min(options.depth or config.masks, num_nodes, lookahead)
         width = min(num_nodes, config.vocab_size)
         self.trees = ProductTrees(self.max_depth, width, num_nodes, device)
         self.masks = torch.full((1, self.max_depth), config.mask_token_id, device=device)
 
     def bind(self, caches: list[Tensor]) -> None:
-        self.attention_builder = BlockRows(caches, self.sees(), self.max_model_len)
-
-    def sees(self) -> Tensor:
-        """[1 + masks, 1 + masks] bool, which rows of its block a row sees: all of them."""
         size = 1 + self.max_depth
-        return torch.ones(size, size, dtype=torch.bool, device=self.masks.device)
+        sees = torch.ones(size, size, dtype=torch.bool, device=self.device)
+        sees = sees.tril() if self.model.config.causal else sees
+        self.attention_builder = BlockRows(caches, sees, self.max_model_len)
 
     def advance(self, rows: CommittedTokens) -> None:
         self.rows = rows
@@ -56,11 +62,7 @@ class DFlashDrafter(NetworkDrafter):
         root, beta = of_requests(requests, self.rows.token[self.rows.last], self.beta)
         attend, position = self.attention_builder.blocks(self.rows, requests)
         tokens = torch.cat([root[:, None], self.masks.expand(len(root), -1)], 1)
-        state = self.model(
-            self.embed(tokens.flatten()),
-            position.flatten(),
-            lambda layer, *rows: attend(layer, *(x[:, None] for x in rows))[:, 0],
-        )
+        state = self.model(self.embed(tokens.flatten()), position.flatten(), per_row(attend))
         state = state.view(*tokens.shape, -1)[:, 1:]
         logprob, token = self.model.best(state, self.trees.width, beta)
         # Masks without a slot have read what is not theirs.

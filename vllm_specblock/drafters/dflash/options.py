@@ -1,4 +1,4 @@
-"""Options of a DFlash drafter."""
+"""Options of DFlash and JetSpec drafters."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from pydantic import Field
 
 from vllm_specblock.drafters.registry import WeightedOptions, register_drafter
 
+_DRAFTER = "vllm_specblock.drafters.dflash.drafter:DFlashDrafter"
+_FILES = "vllm_specblock.drafters.dflash.checkpoint:FILES"
 
-@register_drafter(
-    "dflash",
-    "vllm_specblock.drafters.dflash.drafter:DFlashDrafter",
-    "vllm_specblock.drafters.dflash.checkpoint",
-    needs_block_drop=False,
-)
+
+@register_drafter("jetspec", _DRAFTER, _FILES, needs_block_drop=False)
+@register_drafter("dflash", _DRAFTER, _FILES, needs_block_drop=False)
 class DFlashConfig(WeightedOptions):
-    """How far a DFlash drafter drafts; its tree is the best paths through one block."""
+    """How far such a drafter drafts; its tree is the best paths through one block."""
 
     depth: Annotated[int, Field(ge=1, le=255)] | None = None
     """Masks of a block, and tokens on the longest path. By default as many as the drafter was
-    trained with, and no more than the tree has nodes."""
+    trained with, and no more than the tree has nodes. No mask of a JetSpec drafter sees a later
+    one: there a smaller depth changes nothing before the masks that it leaves out."""

@@ -1,27 +1,50 @@
-"""EAGLE-3 model configuration."""
+"""EAGLE-3 model configuration, and its `config.json` as vLLM reads it.
+
+Two layouts: that of the EAGLE authors, flat like a Llama's, and that of the speculators library,
+which keeps the layer's keys under `transformer_layer_config`.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from vllm_specblock.drafters.specblock.config import Count, NetworkShape, default_layer_ids
+from vllm_specblock.drafters.published.config import DecoderShape, refuse, shape_of
+from vllm_specblock.drafters.specblock.config import CheckpointError, Count
+
+_KINDS = {
+    "LlamaForCausalLMEagle3": "llama",
+    "Eagle3LlamaForCausalLM": "llama",
+    "Eagle3Qwen3ForCausalLM": "qwen3",
+    "Eagle3MiniMaxM2ForCausalLM": "llama",
+    # Named after the layer alone, and taken for EAGLE-3 because there is a draft vocabulary.
+    "LlamaForCausalLM": "llama",
+    "Qwen3ForCausalLM": "qwen3",
+}
+_HEAD_DIM_OF_QWEN3 = 128
+"""What a Qwen3 config means that leaves `head_dim` out."""
+_THETA_OF_QWEN3 = 1e6
+"""What vLLM takes for a Qwen3 layer in the speculators layout that says nothing of RoPE; in the
+flat layout transformers has filled in its 10000 by then."""
+
+_SPECULATORS_KEYS = {
+    "draft_vocab_size": None,
+    "norm_before_residual": True,
+    "norm_before_fc": False,
+    "fc_norm": False,
+    "norm_output": False,
+}
+"""Keys of the speculators layout's top level, and their values where they are missing."""
 
 
-class Eagle3Shape(NetworkShape):
-    """Decoder layers over embedding and feature, and what checkpoints vary about them.
+class Eagle3Shape(DecoderShape):
+    """Decoder layers over embedding and feature. Only the first layer reads the embedding.
 
     Attributes:
         target_hidden_size: Ht, width of the target's hidden states.
-        num_hidden_layers: L. Only the first layer reads the embedding.
         draft_vocab_size: Vd, width of the LM head; equal to `vocab_size` means no mapping.
-        rotary_dim: dimensions of a head that RoPE turns, its first ones; None: all of them.
         num_features: hidden states of the target that are fused.
-        layer_ids: which ones: i is the residual stream after i layers. None if the checkpoint
-            leaves it to the target: `default_layer_ids` of its layer count.
-        qkv_bias, output_bias: of the attention's projections.
-        mlp_bias: of the MLP's projections.
         norm_before_residual: whether the first layer's residual is the feature after its norm.
         norm_before_fc: whether the fused features are normed together before `fc`.
         fc_norm: whether each of them is normed by itself before `fc`.
@@ -29,46 +52,135 @@ class Eagle3Shape(NetworkShape):
         logit_scale: factor on the logits.
     """
 
-    computes_yarn: ClassVar[bool] = True
-
     target_hidden_size: Count
     num_hidden_layers: Count = 1
     draft_vocab_size: Count
-    rotary_dim: Annotated[int, Field(ge=2, multiple_of=2)] | None = None
     num_features: Count = 3
-    layer_ids: tuple[int, ...] | None = None
-    qkv_bias: bool = False
-    output_bias: bool = False
-    mlp_bias: bool = False
     norm_before_residual: bool = False
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
     logit_scale: Annotated[float, Field(gt=0)] = 1.0
 
-    def target_layers(self, num_layers: int) -> tuple[int, ...]:
-        """The states that it reads of a target with so many layers; i is that after i layers."""
-        return self.layer_ids or default_layer_ids(num_layers)
-
     @model_validator(mode="after")
-    def _check(self) -> Eagle3Shape:
-        if self.layer_ids is not None:
-            ids = self.layer_ids
-            # The target hands its states out in layer order: any other order here would swap
-            # columns of fc.
-            if list(ids) != sorted(set(ids)) or ids[0] < 0:
-                raise ValueError(
-                    f"eagle_aux_hidden_state_layer_ids is {list(ids)}, but must be different "
-                    "layers in ascending order"
-                )
+    def _check_features(self) -> Eagle3Shape:
         named = 3 if self.layer_ids is None else len(self.layer_ids)
         if named != self.num_features:
             raise ValueError(
                 f"it fuses {self.num_features} hidden states of the target, but names {named} "
                 "layers (the default is 3)"
             )
-        if self.rotary_dim is not None and self.rotary_dim > self.head_dim:
-            raise ValueError(
-                f"RoPE turns {self.rotary_dim} dimensions of a head, which has {self.head_dim}"
-            )
         return self
+
+
+def is_eagle3(raw: dict[str, Any]) -> bool:
+    """Whether the config.json `raw` is an EAGLE head's, be it one that `from_json` refuses."""
+    if raw.get("speculators_model_type") in ("eagle3", "peagle"):
+        return True
+    named = raw.get("architectures") or []
+    if any("eagle" in str(name).lower() for name in named):
+        return True
+    return "draft_vocab_size" in raw and any(name in _KINDS for name in named)
+
+
+def from_json(raw: dict[str, Any], where: str) -> Eagle3Shape:
+    """The shape in `raw`, a config.json of either layout; `where` names it in errors.
+
+    Raises:
+        CheckpointError: an architecture or a variant that is not supported, a key missing or
+            out of range.
+    """
+    raw = _flat(raw, where)
+    kind = _kind(raw, where)
+    eagle, layer_ids = _eagle(raw), _layer_ids(raw)
+    _refuse_variants(raw, eagle, where)
+    if kind == "qwen3":
+        raw = {"head_dim": _HEAD_DIM_OF_QWEN3} | raw
+        if "speculators_model_type" in raw and not (
+            "rope_theta" in raw or raw.get("rope_scaling") or raw.get("rope_parameters")
+        ):
+            raw["rope_theta"] = _THETA_OF_QWEN3
+    bias = bool(raw.get("attention_bias"))
+    own = {
+        "target_hidden_size": raw.get("target_hidden_size") or raw.get("hidden_size"),
+        "draft_vocab_size": raw.get("draft_vocab_size") or raw.get("vocab_size"),
+        "num_features": raw.get("num_aux_hidden_states")
+        or raw.get("num_aux_layers")
+        or (len(layer_ids) if isinstance(layer_ids, list) else 3),
+        "layer_ids": layer_ids,
+        "qk_norm": kind == "qwen3",
+        "qkv_bias": bias,
+        "output_bias": bias and kind == "llama",
+        "mlp_bias": bool(raw.get("mlp_bias")) and kind == "llama",
+        "norm_before_fc": bool(eagle.get("norm_before_fc", raw.get("norm_before_fc"))),
+    }
+    return shape_of(raw, own, where, Eagle3Shape)
+
+
+def _flat(raw: dict[str, Any], where: str) -> dict[str, Any]:
+    """The speculators layout in the authors' words; anything else as it is."""
+    kind = raw.get("speculators_model_type")
+    if kind is None:
+        return raw
+    if kind != "eagle3":
+        what = "drafts in parallel (P-EAGLE)" if kind == "peagle" else f"is of type {kind!r}"
+        raise CheckpointError(f"{where} {what}, but only plain EAGLE-3 heads can be drafted with.")
+    layer = raw.get("transformer_layer_config")
+    if not isinstance(layer, dict):
+        raise CheckpointError(
+            f"{where} has transformer_layer_config = {layer!r}, but it must be an object that "
+            "describes the drafter's layer."
+        )
+    flat = layer | {"speculators_model_type": kind}
+    flat |= {key: raw.get(key, missing) for key, missing in _SPECULATORS_KEYS.items()}
+    for key in ("target_hidden_size", "eagle_aux_hidden_state_layer_ids", "quantization_config"):
+        if raw.get(key):
+            flat[key] = raw[key]
+    model_type = layer.get("model_type", "llama")
+    named = {"llama": "Eagle3LlamaForCausalLM", "qwen3": "Eagle3Qwen3ForCausalLM"}
+    return flat | {"architectures": [named.get(model_type, model_type)]}
+
+
+def _kind(raw: dict[str, Any], where: str) -> str:
+    named = raw.get("architectures") or []
+    if any("peagle" in str(name).lower() for name in named):
+        raise CheckpointError(
+            f"{where} drafts in parallel (P-EAGLE), but only plain EAGLE-3 heads can be drafted "
+            "with."
+        )
+    for name in named:
+        if name in _KINDS:
+            return _KINDS[name]
+    raise CheckpointError(
+        f"{where} is of architecture {named or None}, but an EAGLE-3 head must be one of "
+        f"{', '.join(_KINDS)}."
+    )
+
+
+def _refuse_variants(raw: dict[str, Any], eagle: dict[str, Any], where: str) -> None:
+    types, layers = raw.get("layer_types"), raw.get("num_hidden_layers")
+    # Some name those of the target's layers, too; a wrong number is refused with the shape.
+    count = layers if isinstance(layers, int) else 1
+    own_layers = types[:count] if isinstance(types, list) else []
+    variants = (
+        (raw.get("quantization_config"), "quantised weights"),
+        (raw.get("parallel_drafting"), "parallel drafting"),
+        (
+            eagle.get("use_aux_hidden_state", True) is False,
+            "use_aux_hidden_state = false, as EAGLE-1 heads do",
+        ),
+        ("sliding_attention" in own_layers, "sliding-window attention"),
+        (raw.get("hidden_act", "silu") != "silu", f"hidden_act = {raw.get('hidden_act')!r}"),
+    )
+    refuse(where, "plain EAGLE-3 heads (full attention, silu)", variants)
+
+
+def _eagle(raw: dict[str, Any]) -> dict[str, Any]:
+    eagle = raw.get("eagle_config")
+    return eagle if isinstance(eagle, dict) else {}
+
+
+def _layer_ids(raw: dict[str, Any]) -> Any:
+    # As Model Runner V2 does. `eagle_config.eagle_aux_hidden_state_layer_ids` is not read there:
+    # other engines write it, too, and count its layers from another end of the layer.
+    return raw.get("eagle_aux_hidden_state_layer_ids") or _eagle(raw).get("layer_ids") or None

@@ -6,10 +6,10 @@ import torch
 
 from vllm_specblock.config import Eagle3Config
 from vllm_specblock.drafters.common.network_drafter import NetworkDrafter, of_requests
-from vllm_specblock.drafters.common.paged_attention import PagedAttention
-from vllm_specblock.drafters.eagle3.growth import DynamicTreeConfig, grow
-from vllm_specblock.drafters.eagle3.model import AttendInLayer, Eagle3Model
+from vllm_specblock.drafters.eagle3.growth import grow, limits_of
+from vllm_specblock.drafters.eagle3.model import Eagle3Model
 from vllm_specblock.drafters.interface import CommittedTokens
+from vllm_specblock.drafters.published.model import AttendInLayer, per_row
 from vllm_specblock.drafters.specblock.draft_attention import DraftAttentionBuilder
 from vllm_specblock.drafters.specblock.tree_shape import Starts
 from vllm_specblock.tree import DraftTree
@@ -29,7 +29,7 @@ class Eagle3Drafter(NetworkDrafter):
         self.model.share_embedding(self.embed)
         if self.model.embed_tokens is not None:
             self.embed = self.model.embed_tokens
-        self.growth = DynamicTreeConfig.of(
+        self.growth = limits_of(
             options, self.num_nodes, lookahead, self.model.config.draft_vocab_size
         )
         self.max_depth = self.growth.depth
@@ -45,7 +45,7 @@ class Eagle3Drafter(NetworkDrafter):
             self.embed(rows.token),
             self.model.fuse(rows.features(self.layers)),
             rows.position,
-            _per_row(attend),
+            per_row(attend),
             rows.last,
         )
 
@@ -57,9 +57,4 @@ class Eagle3Drafter(NetworkDrafter):
 
     def _level(self, level: int, rows: Starts) -> tuple[AttendInLayer, torch.Tensor]:
         there = self.attention_builder.next(level, rows)
-        return _per_row(there.attend), there.valid
-
-
-def _per_row(attend: PagedAttention) -> AttendInLayer:
-    """One position per row, without the dimension that counts them."""
-    return lambda layer, *states: attend(layer, *(x[:, None] for x in states))[:, 0]
+        return per_row(there.attend), there.valid

@@ -12,7 +12,7 @@ from vllm_specblock.drafters.registry import WeightedOptions, register_drafter
 @register_drafter(
     "eagle3",
     "vllm_specblock.drafters.eagle3.drafter:Eagle3Drafter",
-    "vllm_specblock.drafters.eagle3.checkpoint",
+    "vllm_specblock.drafters.eagle3.checkpoint:FILES",
     vllm_reads_config=True,
 )
 class Eagle3Config(WeightedOptions):

@@ -7,13 +7,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vllm_specblock.config import DEFAULT_NODES, Eagle3Config
-from vllm_specblock.drafters.eagle3.growth import DynamicTreeConfig, grow
+from vllm_specblock.drafters.eagle3.growth import grow, limits_of
 from vllm_specblock.drafters.eagle3.model import Eagle3Model
 from vllm_specblock.drafters.specblock.tree_shape import Starts
 from vllm_specblock.feedback.calibration import DraftCalibration
 from vllm_specblock.train.eval.drafting import LearnedBeta
 from vllm_specblock.train.learner import EvalSequence
 from vllm_specblock.tree import DraftTree
+from vllm_specblock.triton_kernels.drafting.grow_level import LevelLimits
 
 
 class Eagle3Draft:
@@ -30,7 +31,7 @@ class Eagle3Draft:
         self,
         drafter: Eagle3Model,
         sequence: EvalSequence,
-        growth: DynamicTreeConfig,
+        growth: LevelLimits,
         calibration: DraftCalibration | None = None,
         temperature: float = 0.0,
     ) -> None:
@@ -125,7 +126,7 @@ def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) ->
 
 def serving_growth(
     drafter: Eagle3Model, options: Eagle3Config | None = None, nodes: int = DEFAULT_NODES
-) -> DynamicTreeConfig:
+) -> LevelLimits:
     """The trees that serving grows with `options` (default: its own) and a budget of `nodes`."""
     options = options or Eagle3Config()
-    return DynamicTreeConfig.of(options, nodes, nodes, drafter.config.draft_vocab_size)
+    return limits_of(options, nodes, nodes, drafter.config.draft_vocab_size)

@@ -8,7 +8,7 @@ import torch
 
 from vllm_specblock.config import parse_drafter
 from vllm_specblock.drafters.common.target_info import check_target, read_target
-from vllm_specblock.drafters.eagle3 import checkpoint
+from vllm_specblock.drafters.eagle3.checkpoint import FILES
 from vllm_specblock.drafters.specblock.config import CheckpointError, TargetInfo, default_layer_ids
 from vllm_specblock.train.eval.eagle3_drafting import Eagle3Draft, serving_growth
 from vllm_specblock.train.eval.loaded import LoadedDrafter, calibration_for
@@ -18,7 +18,7 @@ from vllm_specblock.train.target import target_rows
 
 def pair(drafter: Path, target: Path | None) -> Pairing:
     """`loaded.pair`; such a drafter's config names no target."""
-    config = checkpoint.read_config(drafter)
+    config = FILES.read_config(drafter)
     target = target_of(drafter, target, None)
     raw = read_target(target)
     sizes = [
@@ -44,7 +44,7 @@ def load(
     """`loaded.load_drafter`; forwards: levels."""
     given = {} if forwards is None else {"depth": forwards}
     options = parse_drafter(given, "eagle3", num_nodes=nodes)
-    model = checkpoint.load(pairing.drafter, dtype, device)
+    model = FILES.load(pairing.drafter, dtype, device)
     if model.wants_head:
         every = torch.arange(pairing.vocab_size)
         model.share_head(target_rows.head_rows(pairing.target, every).to(device))

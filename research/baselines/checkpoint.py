@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from baselines.config import FalconShape, MedusaShape, SmallShape
+from baselines.falcon import FalconModel
+from baselines.medusa import MedusaModel
+from baselines.parallelspec import ParallelSpecModel
+from baselines.sps import SmallLanguageModel
 from torch import Tensor, nn
 
-from vllm_specblock.drafters.baselines.config import FalconShape, MedusaShape, SmallShape
-from vllm_specblock.drafters.baselines.falcon import FalconModel
-from vllm_specblock.drafters.baselines.medusa import MedusaModel
-from vllm_specblock.drafters.baselines.parallelspec import ParallelSpecModel
-from vllm_specblock.drafters.baselines.sps import SmallLanguageModel
 from vllm_specblock.drafters.common.checkpoint_files import (
     CONFIG,
     MAPPING_NAMES,
@@ -33,11 +33,9 @@ from vllm_specblock.drafters.common.checkpoint_files import (
     wanted_shapes,
     with_weights,
 )
+from vllm_specblock.drafters.detect import KIND
 from vllm_specblock.drafters.specblock.config import CheckpointError, DrafterConfig
 from vllm_specblock.drafters.specblock.config_json import checked, read_json, rope_of
-
-KIND = "specblock_head"
-"""The key of config.json that names the kind."""
 
 Shape = MedusaShape | DrafterConfig | SmallShape
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from vllm_specblock.triton_kernels.attention.tree_attention_batch import TreeAttentionBatch
+from vllm_specblock.triton_kernels.warm_up import compile_attention
 
 from vllm_specblock.drafters.common.chunked_advance import MAX_ROWS
 from vllm_specblock.drafters.common.paged_attention import PagedAttention
 from vllm_specblock.drafters.interface import CommittedTokens
-from vllm_specblock.triton_kernels.attention.tree_attention_batch import TreeAttentionBatch
-from vllm_specblock.triton_kernels.warm_up import compile_attention
 
 
 class CausalRows:

@@ -6,20 +6,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from baselines.falcon import Falcon
-from baselines.medusa import Medusa
-from baselines.parallelspec import ParallelSpec
-from baselines.sps import SmallModel
+from baselines import checkpoint
+from baselines.falcon import Falcon, FalconDrafter
+from baselines.medusa import Medusa, MedusaDrafter
+from baselines.parallelspec import ParallelSpec, ParallelSpecDrafter
+from baselines.sps import SmallModel, SpSDrafter
 from support.baseline_batches import HIDDEN, TARGET_CONFIG, VOCAB, embed, vocabulary
 from support.committed import rows_of
 from support.host_reads import NoHostReads
 from support.trees import texts
 
-from vllm_specblock.drafters.baselines import checkpoint
-from vllm_specblock.drafters.baselines.falcon import FalconDrafter
-from vllm_specblock.drafters.baselines.medusa import MedusaDrafter
-from vllm_specblock.drafters.baselines.parallelspec import ParallelSpecDrafter
-from vllm_specblock.drafters.baselines.sps import SpSDrafter
 from vllm_specblock.drafters.common import chunked_advance
 from vllm_specblock.drafters.common.post_load import process_after_loading
 from vllm_specblock.drafters.detect import kind_of

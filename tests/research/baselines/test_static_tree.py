@@ -1,4 +1,4 @@
-"""Best-first trees against every path there is."""
+"""Trees of fixed shape against every path there is."""
 
 from __future__ import annotations
 
@@ -7,12 +7,8 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from baselines.static_tree import TreePlan, default_hits, static_tree
 from support.trees import texts
-
-from vllm_specblock.drafters.baselines.product_trees import ProductTrees
-from vllm_specblock.drafters.baselines.static_tree import TreePlan, default_hits, static_tree
 
 
 def all_paths(score: list[list[float]]) -> dict[tuple[int, ...], float]:
@@ -22,43 +18,6 @@ def all_paths(score: list[list[float]]) -> dict[tuple[int, ...], float]:
         for ranks in itertools.product(range(len(score[0])), repeat=depth):
             out[ranks] = sum(score[k][rank] for k, rank in enumerate(ranks))
     return out
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 30), st.integers(0, 10**6))
-def test_product_trees_are_the_best_of_all_paths(depth, width, budget, seed):
-    draw = torch.Generator().manual_seed(seed)
-    logprob = torch.randn(2, depth, width, generator=draw).mul(2).log_softmax(-1)
-    logprob = logprob.sort(descending=True).values - 0.01
-    token = torch.rand(2, depth, 50, generator=draw).argsort(-1)[..., :width]
-    tree = ProductTrees(depth, width, budget, "cpu").grow(logprob, token)
-    for request in range(2):
-        paths = all_paths(logprob[request].double().tolist())
-        best = sorted(paths.values(), reverse=True)[:budget]
-        assert int(tree.size[request]) == len(best) and tree.token.shape == (2, budget)
-        assert tree.logprob[request, : len(best)].tolist() == pytest.approx(best, rel=1e-5)
-        named = {
-            tuple(token[request, k, rank].item() for k, rank in enumerate(ranks)): total
-            for ranks, total in paths.items()
-        }
-        found = texts(tree, request)
-        assert len(found) == len(best)
-        for path, total in found.items():
-            assert total == pytest.approx(named[path], rel=1e-5)
-        assert (tree.parent[request, len(best) :] == -1).all()
-        assert tree.logprob[request, len(best) :].isneginf().all()
-
-
-def test_what_is_no_choice_is_left_out():
-    logprob = torch.tensor([[[-0.1, -2.0, -math.inf], [-math.inf] * 3]])
-    tree = ProductTrees(2, 3, 8, "cpu").grow(logprob, torch.tensor([[[4, 5, 6], [7, 8, 9]]]))
-    assert texts(tree, 0) == {(4,): pytest.approx(-0.1), (5,): -2.0}
-
-
-def test_a_tie_goes_to_the_lower_depth():
-    logprob, token = torch.tensor([[[0.0, -9.0]] * 2]), torch.tensor([[[4, 5]] * 2])
-    tree = ProductTrees(2, 2, 2, "cpu").grow(logprob, token)
-    assert tree.token.tolist() == [[4, 4]] and tree.parent.tolist() == [[0, 1]]
 
 
 def paths_of(parents: list[int], ranks: list[int]) -> list[tuple[int, ...]]:

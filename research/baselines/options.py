@@ -1,4 +1,7 @@
-"""Options of the baseline drafters."""
+"""Options of the drafters in this folder; importing it registers them.
+
+The entry point in `research/pyproject.toml` names this module.
+"""
 
 from __future__ import annotations
 
@@ -8,26 +11,27 @@ from pydantic import Field
 
 from vllm_specblock.drafters.registry import WeightedOptions, register_drafter
 
-_HERE = "vllm_specblock.drafters.baselines"
-_FILES = f"{_HERE}.checkpoint"
+_FILES = "baselines.checkpoint"
 
 
-@register_drafter("medusa", f"{_HERE}.medusa:MedusaDrafter", _FILES, needs_block_drop=False)
+@register_drafter("medusa", "baselines.medusa:MedusaDrafter", _FILES, needs_block_drop=False)
 class MedusaConfig(WeightedOptions):
     """Medusa heads draft the best nodes of the product of their distributions."""
 
 
-@register_drafter("parallelspec", f"{_HERE}.parallelspec:ParallelSpecDrafter", _FILES)
+@register_drafter("parallelspec", "baselines.parallelspec:ParallelSpecDrafter", _FILES)
 class ParallelSpecConfig(WeightedOptions):
     """ParallelSpec drafts as Medusa does, from positions of one forward."""
 
 
-@register_drafter("falcon", f"{_HERE}.falcon:FalconDrafter", _FILES)
+@register_drafter("falcon", "baselines.falcon:FalconDrafter", _FILES)
 class FalconConfig(WeightedOptions):
     """Falcon drafts a tree of fixed shape, which the checkpoint's hit rates give."""
 
 
-@register_drafter("sps", f"{_HERE}.sps:SpSDrafter", _FILES, reads_text=True, needs_block_drop=False)
+@register_drafter(
+    "sps", "baselines.sps:SpSDrafter", _FILES, reads_text=True, needs_block_drop=False
+)
 class SpSConfig(WeightedOptions):
     """How a small language model drafts, as speculative sampling has it."""
 

@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from baselines import checkpoint
 from baselines.falcon import Falcon
 from baselines.medusa import Medusa
 from baselines.parallelspec import ParallelSpec
@@ -15,7 +16,6 @@ from support.baseline_batches import DRAFT_VOCAB, TARGET_CONFIG, VOCAB, vocabula
 from typer.testing import CliRunner
 
 from vllm_specblock.cli.main import app
-from vllm_specblock.drafters.baselines import checkpoint
 from vllm_specblock.drafters.detect import kind_of
 from vllm_specblock.drafters.specblock.config import CheckpointError
 

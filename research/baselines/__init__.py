@@ -1,0 +1,1 @@
+"""Drafters of other papers: networks, trees, checkpoints, and how they are trained."""

@@ -1,1 +1,0 @@
-"""Drafters of other papers: networks, trees, checkpoints."""

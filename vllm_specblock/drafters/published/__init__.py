@@ -1,0 +1,1 @@
+"""What EAGLE-3's and DFlash's drafters share: decoder layers, their config.json, their files."""

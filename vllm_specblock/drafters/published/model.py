@@ -1,0 +1,82 @@
+"""Decoder layers of other projects' drafters, and the LM head above them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vllm_specblock.drafters.common.layers import MLP, Attention, RMSNorm
+from vllm_specblock.drafters.common.paged_attention import PagedAttention
+from vllm_specblock.drafters.published.config import DecoderShape
+from vllm_specblock.drafters.specblock.model import DecoderLayer
+from vllm_specblock.triton_kernels.layers.topk_tokens import topk_tokens
+
+AttendInLayer = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""attend(layer, query, key, value): `layers.Attend` of the drafter's layer with that number."""
+
+
+def per_row(attend: PagedAttention) -> AttendInLayer:
+    """One position per row, without the dimension that counts them."""
+    return lambda layer, *states: attend(layer, *(x[:, None] for x in states))[:, 0]
+
+
+class DraftLM(nn.Module):
+    """A network that names draft tokens by an LM head, its own or the target's.
+
+    Attributes:
+        norm: what the LM head reads has been through it.
+        lm_head: [Vd, H].
+        d2t: [Vd] int64, target id − draft id.
+        logit_scale: factor on the logits.
+        wants_head: whether it still lacks an LM head, see `share_head`.
+    """
+
+    norm: Any
+    lm_head: nn.Linear
+    d2t: Tensor
+    logit_scale = 1.0
+    wants_head = False
+
+    def share_head(self, weight: Tensor) -> None:
+        """Take the target's LM head: weight [V, H], which is read and never written."""
+        self.lm_head = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+        self.lm_head.weight = nn.Parameter(weight.detach().to(self.dtype), requires_grad=False)
+        self.wants_head = False
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the arithmetic; linear layers may keep their weights in another."""
+        return self.norm.weight.dtype
+
+    def logits(self, state: Tensor) -> Tensor:
+        """[..., H] -> [..., Vd], before `logit_scale`."""
+        return self.lm_head(self.norm(state))
+
+    def best(self, state: Tensor, width: int, beta: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The `width` likeliest tokens at each state.
+
+        state [R, ..., H], beta [R] float32 (None: 1, see `feedback/calibration.py`) ->
+        log-probabilities over the draft vocabulary [R, ..., width] float32, best first, and
+        target ids [R, ..., width] int64.
+        """
+        return topk_tokens(self.logits(state), self.d2t, width, self.logit_scale, beta)
+
+
+class Layer(DecoderLayer):
+    """A Llama or Qwen3 layer with the biases that other projects' checkpoints have.
+
+    Args:
+        fuses: whether its attention reads embedding and feature side by side, as EAGLE-3's first.
+    """
+
+    def __init__(self, shape: DecoderShape, fuses: bool = False) -> None:
+        super().__init__(shape)
+        size = shape.hidden_size
+        if fuses:
+            self.hidden_norm = RMSNorm(size, shape.rms_norm_eps)
+        in_size = 2 * size if fuses else size
+        self.self_attn = Attention(shape, in_size, shape.qkv_bias, shape.output_bias)
+        self.mlp = MLP(shape, shape.mlp_bias)
