@@ -202,6 +202,7 @@ class FolderLink(FolderVersions):
         (folder / _COUNTS).unlink(missing_ok=True)
         self._waiting: queue.Queue[Finished | None] = queue.Queue(slots)
         self._full, self._largest, self._written = False, 0, 0
+        self._held = 0  # bytes of requests in the folder, counted at the last look
         self._swaps: dict[str, float] = {}
         self._learned: dict[str, int] = {}
         super().__init__(versions, LOOK_IN_MEMORY if self.private else LOOK)
@@ -262,7 +263,8 @@ class FolderLink(FolderVersions):
                     return
             elif time.monotonic() - looked >= self.look:
                 looked = time.monotonic()
-                self._full = self._size() + self._largest > self.room
+                self._held = self._size()
+                self._full = self._held + self._largest > self.room
                 with suppress(OSError, ValueError, TypeError):
                     self._learned = dict(read_json(self.folder / _COUNTS))
                 self._look()
@@ -274,7 +276,8 @@ class FolderLink(FolderVersions):
         message.save(aside)
         size = aside.stat().st_size
         self._largest = max(self._largest, size)
-        if self._size() + size > self.room:  # it filled up while the request waited
+        self._held += size
+        if self._held > self.room:  # it filled up while the request waited
             self._full = True
             self.tally["dropped_records"] += 1
             aside.unlink()
