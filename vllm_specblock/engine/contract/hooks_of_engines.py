@@ -136,7 +136,7 @@ OF_ENGINES: tuple[Hook, ...] = (
         Takes("Worker.start_draft_weight_update", "self"),
         Takes("Worker.supports_draft_weight_updates", "self")),
     # ---- ranks ----
-    *on("versions/ranks.py", "distributed/parallel_state.py",
+    *on("ranks.py", "distributed/parallel_state.py",
         Attributes("GroupCoordinator", "cpu_group=")),
     # ---- offline ----
     *on("offline/extract.py", _EXTRACT,

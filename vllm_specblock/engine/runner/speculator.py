@@ -85,7 +85,7 @@ class TreeSpeculator(SpeculatorSetup):
         if self.reads_last:
             aux_hidden_states = [*aux_hidden_states, last_hidden_states]
         if self.recorder is not None and not dummy_run:
-            self.recorder.turn(batch.idx_mapping_np)
+            self.recorder.between_steps(batch.idx_mapping_np)
         if skip_attn_for_dummy_run:
             self._bind_null_caches()
             size = self.vllm_config.cache_config.block_size

@@ -24,7 +24,7 @@ from vllm_specblock.drafters.common.synthetic import SyntheticDrafter
 from vllm_specblock.drafters.interface import Drafter
 from vllm_specblock.drafters.registry import drafter_kind
 from vllm_specblock.drafters.specblock.drafter import SpecBlockDrafter
-from vllm_specblock.engine import deep_sleep
+from vllm_specblock.engine import deep_sleep, draft_updates
 from vllm_specblock.engine.adaptive.trees import AdaptiveTrees
 from vllm_specblock.engine.config.vllm_args import read_back
 from vllm_specblock.engine.cpu import lora
@@ -32,7 +32,6 @@ from vllm_specblock.engine.cpu.warm_up import compile_loops, without_made_up_req
 from vllm_specblock.engine.metrics.counters import DrafterCounters
 from vllm_specblock.engine.metrics.draft_clock import DraftClock
 from vllm_specblock.engine.metrics.exporter import make_sink
-from vllm_specblock.engine.runner.adaptation import make_recorder
 from vllm_specblock.engine.runner.chain_fallback import ChainFallback
 from vllm_specblock.engine.runner.draft_policy import DraftPolicy
 from vllm_specblock.engine.runner.drafter_loader import (
@@ -47,6 +46,7 @@ from vllm_specblock.engine.runner.model_state import TreeModelState
 from vllm_specblock.engine.runner.skipping_merge import SkippingMergedDrafters
 from vllm_specblock.engine.runner.tree_states import TreeStates
 from vllm_specblock.engine.runner.warm_up import compile_kernels
+from vllm_specblock.engine.step_observer import make_observer
 from vllm_specblock.engine.target_lora import embed_without_adapters
 from vllm_specblock.engine.target_model import check_target_model, embedding_of
 from vllm_specblock.feedback.controller import Controller
@@ -88,6 +88,7 @@ class SpeculatorSetup(DraftModelSpeculator):
         super().__init__(vllm_config, device)
         if vllm_config.model_config.enable_sleep_mode:
             deep_sleep.install()
+        draft_updates.install()
         self.req_states = req_states
         self.resolved = read_back(vllm_config.additional_config)
         # An extra slot for padding rows.
@@ -190,7 +191,7 @@ class SpeculatorSetup(DraftModelSpeculator):
             make_sink(self.vllm_config, get_tensor_model_parallel_rank()),
         )
         self.clock = DraftClock(self.device)
-        self.recorder = make_recorder(
+        self.recorder = make_observer(
             self.vllm_config, self.resolved, drafters, self.tree_states.parent, self.max_depth
         )
         self.reads_rows = bool(follow or self.num_layers or self.recorder is not None)
