@@ -55,7 +55,7 @@ def _files(given: str) -> list[tuple[str, Path]]:
 
 
 def read_questions(path: Path) -> list[Question]:
-    """All questions of a .jsonl file: lines of {"id", "turns", …}."""
+    """All questions of a .jsonl file: lines of {"id", "turns", …}, or {"prompt"} for one turn."""
     found = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         if not line.strip():
@@ -64,7 +64,8 @@ def read_questions(path: Path) -> list[Question]:
             raw = json.loads(line)
         except json.JSONDecodeError:
             raw = None
-        turns = raw.get("turns") if isinstance(raw, dict) else None
+        raw = raw if isinstance(raw, dict) else {}
+        turns = raw.get("turns", [raw.get("prompt")])
         if not isinstance(turns, list) or not turns or not all(isinstance(t, str) for t in turns):
             raise BenchError(
                 f'Line {number} of {path} is no question: it must be like {{"id": "a", "turns": '
