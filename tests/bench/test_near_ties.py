@@ -1,4 +1,4 @@
-"""Greedy answers that are not plain vLLM's: found once each, and held against bfloat16's step."""
+"""Greedy answers that differ from plain vLLM's, each found once, and bfloat16's step."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_run_that_goes_on_still_has_the_tokens(make_bench):
 def test_the_page_says_how_close_the_tokens_were(make_bench):
     bench = measured(make_bench, questions=1)
     text, _ = write_results(bench)
-    assert "## Greedy answers that are not plain vLLM's" in text
+    assert "## Greedy answers that differ from plain vLLM's" in text
     assert "- other, single/q0: token 0: " in text
     facts = json.loads((bench.config.out / "results.json").read_text())["near_ties"]
     assert len(facts) == 2 and all(each["steps"] > 0 for each in facts)

@@ -1,1 +1,1 @@
-"""Pictures of drafting: trees, accepted text and acceptance rates. Nothing here serves."""
+"""Draft trees, acceptance rates and shaded answers as pictures."""

@@ -1,8 +1,8 @@
-"""Colours and words that the figures and the terminal share, and matplotlib where it is there."""
+"""Colours and words that pictures and the terminal share; matplotlib where it is installed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,16 +13,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 FORWARDS = (
-    "#4e79a7",
-    "#f28e2b",
-    "#59a14f",
-    "#b07aa1",
-    "#17a2b8",
-    "#c9a227",
-    "#9c755f",
-    "#e377c2",
+    *("#4e79a7", "#f28e2b", "#59a14f", "#b07aa1"),
+    *("#17a2b8", "#c9a227", "#9c755f", "#e377c2"),
 )
-"""Of drafter forward 1, 2, …, again from the first on where there are more."""
+"""Of drafter forward 1, 2, …, repeated from the first on."""
 ACCEPTED = "#c1121f"
 """Edges and borders of the accepted path."""
 BONUS, PREFILL = "#f4a6a6", "#e9ecef"
@@ -32,12 +26,12 @@ TAKEN = "#a8dda8"
 
 
 def forward_colour(forward: int) -> str:
-    """Of drafter forward 1, 2, …."""
+    """Return the colour of drafter forward 1, 2, …."""
     return FORWARDS[(forward - 1) % len(FORWARDS)]
 
 
 def shown(tokenizer: PreTrainedTokenizerBase, token: int, most: int = 14) -> str:
-    """One token for a label of at most so many letters: blanks and line ends are to be seen."""
+    """Return a token as a label of at most `most` letters, with visible blanks and line ends."""
     text = tokenizer.decode([token])
     for hidden, seen in ((" ", "·"), ("\n", "⏎"), ("\t", "⇥"), ("\r", "␍")):
         text = text.replace(hidden, seen)
@@ -45,7 +39,7 @@ def shown(tokenizer: PreTrainedTokenizerBase, token: int, most: int = 14) -> str
 
 
 def pyplot() -> Any:
-    """matplotlib.pyplot, drawing to files.
+    """Import matplotlib.pyplot, drawing to files.
 
     Raises:
         OptionError: matplotlib is not installed.
@@ -64,22 +58,13 @@ def pyplot() -> Any:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a figure and close it; the suffix of `path` says in which format.
+    """Write a figure in the format of the path's suffix and close it.
 
-    Text in an SVG stays text: whatever it is written in, a reader's fonts have more letters than
-    those that matplotlib measures with.
+    Text in an SVG stays text: a reader's fonts have more letters than matplotlib's.
     """
-    import warnings
-
     plot = pyplot()
     path.parent.mkdir(parents=True, exist_ok=True)
     with plot.rc_context({"svg.fonttype": "none"}), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
         figure.savefig(path, dpi=150, bbox_inches="tight")
     plot.close(figure)
-
-
-def mean(values: Sequence[float | None]) -> float | None:
-    """Of those that are there."""
-    there = [value for value in values if value is not None]
-    return sum(there) / len(there) if there else None
