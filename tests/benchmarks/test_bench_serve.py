@@ -12,11 +12,11 @@ import pytest
 from bench_serve import PAIR, Servers, measure, words
 from lib.results_store import ResultsStore
 from lib.served import Load, decode_steps, kept, key_of, table, tau_of, write_prompts
+from lib.server import ServerEnded
 from support import fake_vllm
 
 from vllm_specblock.bench.config import BenchConfig
 from vllm_specblock.bench.methods import resolve
-from vllm_specblock.bench.process import EngineFailed
 
 FAKE = (sys.executable, fake_vllm.__file__)
 NAMES = ("plain", "ngram", "merged")
@@ -139,5 +139,5 @@ def test_turns_of_every_server_and_a_run_that_goes_on(load, tmp_path):
 def test_a_server_that_does_not_start_is_told(load, tmp_path):
     store = ResultsStore(tmp_path / "serve.json", {})
     servers = Servers({"model": str(Path("some/broken"))}, vllm=FAKE)
-    with pytest.raises(EngineFailed, match="of plain failed: the server ended, after: no such"):
+    with pytest.raises(ServerEnded, match="It ended with 1: no such"):
         measure(methods("plain"), servers, load, [1], 1, store, tmp_path)
