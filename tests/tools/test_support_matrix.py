@@ -1,4 +1,4 @@
-"""The page of what runs together: up to date, and read from where it says."""
+"""Pages that are written by tools: up to date, and read from where they say."""
 
 from __future__ import annotations
 
@@ -24,6 +24,15 @@ def tool():
 def test_the_page_is_up_to_date(tool):
     assert tool.PAGE.read_text(encoding="utf-8") == tool.render(), (
         "docs/support.md is out of date: run python tools/support_matrix.py"
+    )
+
+
+def test_the_tables_of_options_are_up_to_date():
+    import options_page
+
+    page = options_page.PAGE.read_text(encoding="utf-8")
+    assert options_page.render(page) == page, (
+        "docs/options.md is out of date: run python tools/options_page.py"
     )
 
 
