@@ -62,8 +62,7 @@ def inspect(
 
     from rich.console import Console
 
-    from vllm_specblock.bench.figures import tree
-    from vllm_specblock.bench.figures.style import pyplot
+    from vllm_specblock.bench import draft_tree
     from vllm_specblock.cli.prompt_steps import prompt_tensor, steps_of_prompt
     from vllm_specblock.train.config import TrainError
     from vllm_specblock.train.distributed_model import usable_device
@@ -71,7 +70,7 @@ def inspect(
     from vllm_specblock.train.target.features import load_target, load_tokenizer
 
     if svg is not None:
-        pyplot()  # fails before the work where it is missing
+        draft_tree.pyplot()  # fails before the work where it is missing
     where = usable_device(device)
     pairing = pair(directory, target)
     tokenizer = load_tokenizer(pairing.target)
@@ -89,8 +88,8 @@ def inspect(
     console.print(f"Step {steps + 1}, after:", style="dim")
     before = [*ids.tolist(), *_committed(found[:steps]), step.token[0]]
     console.print(tokenizer.decode(before), markup=False)
-    console.print(tree.terminal_tree(step, tokenizer, name), soft_wrap=True)
-    console.print(tree.legend_line(max(step.forward), name), soft_wrap=True)
+    console.print(draft_tree.terminal_tree(step, tokenizer, name), soft_wrap=True)
+    console.print(draft_tree.legend_line(max(step.forward), name), soft_wrap=True)
     bonus = "" if step.bonus is None else " and the bonus token"
     after = [*_committed([step])[1:], *([] if step.bonus is None else [step.bonus])]
     console.print(
@@ -100,7 +99,7 @@ def inspect(
         soft_wrap=True,
     )
     if svg is not None:
-        tree.save_tree(step, tokenizer, name, svg)
+        draft_tree.save_tree(step, tokenizer, name, svg)
         typer.echo(f"The tree is in {svg}.")
 
 

@@ -17,7 +17,6 @@ from vllm_specblock.cli.data import data
 from vllm_specblock.cli.doctor import doctor
 from vllm_specblock.cli.eval import evaluate
 from vllm_specblock.cli.features import features
-from vllm_specblock.cli.figures import figures
 from vllm_specblock.cli.inspect import inspect
 from vllm_specblock.cli.train import train
 
@@ -46,7 +45,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
 )
-for command in (init, convert, data, inspect, features, train, bench, figures, doctor):
+for command in (init, convert, data, inspect, features, train, bench, doctor):
     app.command()(command)
 app.command("eval")(evaluate)
 app.add_typer(adapt, name="adapt")

@@ -1,7 +1,8 @@
-"""`specblock figures`: acceptance rates, shaded answers and trees, as in the SpecBlock paper.
+"""Acceptance rates, shaded answers and trees, as in figures 5 to 7 of the SpecBlock paper.
 
-Figures 5 (appendix C), 6 and 7 (appendix E), offline: the target's own answers are drafted along as
-serving would, and no engine is needed.
+    python research/figures.py --drafter specblock=DIR --set humaneval=FILE.jsonl --out FOLDER
+
+The target's own answers are drafted along as serving would; no engine is needed.
 """
 
 from __future__ import annotations
@@ -10,9 +11,24 @@ import json
 from pathlib import Path
 from typing import Annotated, Any
 
+import paper_plots as paper
 import typer
+from paper_measure import DrafterFigures, measure
+from tqdm import tqdm
 
+from vllm_specblock.bench.draft_tree import pyplot
 from vllm_specblock.cli.options import Chat, Device, NewTokens, Precision, PromptTokens, TreeNodes
+from vllm_specblock.cli.prompt_steps import prompt_tensor, steps_of_prompt
+from vllm_specblock.config import DEFAULT_NODES, OptionError
+from vllm_specblock.drafters.specblock.config import CheckpointError
+from vllm_specblock.train.config import TrainError
+from vllm_specblock.train.data.prompts import read_prompts
+from vllm_specblock.train.distributed_model import usable_device
+from vllm_specblock.train.eval.evaluate import sequences_for
+from vllm_specblock.train.eval.loaded import load_drafter, pair
+from vllm_specblock.train.provenance import provenance
+from vllm_specblock.train.target.answers import continue_prompts
+from vllm_specblock.train.target.features import load_target, load_tokenizer
 
 
 def figures(
@@ -58,22 +74,6 @@ def figures(
     Writes fig5a_alpha.png, fig5b_alpha_blocks.png (SpecBlock only), fig6_text.png, fig7_trees.png
     and figures.json with every number.
     """
-    from tqdm import tqdm
-
-    from vllm_specblock.bench.figures import paper
-    from vllm_specblock.bench.figures.measure import DrafterFigures, measure
-    from vllm_specblock.bench.figures.style import pyplot
-    from vllm_specblock.cli.prompt_steps import prompt_tensor, steps_of_prompt
-    from vllm_specblock.config import DEFAULT_NODES
-    from vllm_specblock.train.config import TrainError
-    from vllm_specblock.train.data.prompts import read_prompts
-    from vllm_specblock.train.distributed_model import usable_device
-    from vllm_specblock.train.eval.evaluate import sequences_for
-    from vllm_specblock.train.eval.loaded import load_drafter, pair
-    from vllm_specblock.train.provenance import provenance
-    from vllm_specblock.train.target.answers import continue_prompts
-    from vllm_specblock.train.target.features import load_target, load_tokenizer
-
     pyplot()  # fails before the work where it is missing
     where = usable_device(device)
     folders = _by_name("--drafter", drafter, "specblock=DIR")
@@ -156,8 +156,6 @@ def figures(
 
 def _by_name(option: str, given: list[str], example: str) -> dict[str, Path]:
     """Parse "NAME=PATH", each name once."""
-    from vllm_specblock.config import OptionError
-
     found: dict[str, Path] = {}
     for text in given:
         name, _, path = text.partition("=")
@@ -167,3 +165,10 @@ def _by_name(option: str, given: list[str], example: str) -> dict[str, Path]:
             raise OptionError(f"{option} {name} was given twice: call one by another name.")
         found[name] = Path(path)
     return found
+
+
+if __name__ == "__main__":
+    try:
+        typer.run(figures)
+    except (CheckpointError, OptionError, TrainError) as error:
+        raise SystemExit(f"Error: {error}") from None

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from paper_plots import Case, Origin, committed_tokens, place, plot_text
 
-from vllm_specblock.bench.figures.paper import Case, Origin, committed_tokens, place, plot_text
 from vllm_specblock.train.eval.steps import Step
 
 PREFILL, ACCEPTED, BONUS = Origin

@@ -8,9 +8,16 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vllm_specblock.bench.figures.measure import DrafterFigures
-from vllm_specblock.bench.figures.style import BONUS, PREFILL, TAKEN, forward_colour, pyplot, save
-from vllm_specblock.bench.figures.tree import draw_tree, extent
+from paper_measure import DrafterFigures
+
+from vllm_specblock.bench.draft_tree import (
+    BONUS,
+    draw_tree,
+    extent,
+    forward_colour,
+    pyplot,
+    save,
+)
 from vllm_specblock.train.eval.steps import Step
 
 if TYPE_CHECKING:
@@ -33,7 +40,7 @@ class Origin(StrEnum):
     BONUS = "bonus"
 
 
-COLOURS = {Origin.PREFILL: PREFILL, Origin.ACCEPTED: TAKEN, Origin.BONUS: BONUS}
+COLOURS = {Origin.PREFILL: "#e9ecef", Origin.ACCEPTED: "#a8dda8", Origin.BONUS: BONUS}
 
 
 @dataclass(frozen=True)

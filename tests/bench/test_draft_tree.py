@@ -9,8 +9,13 @@ from hypothesis import given
 from rich.console import Console
 from support.trees import nodes
 
-from vllm_specblock.bench.figures.style import ACCEPTED, forward_colour
-from vllm_specblock.bench.figures.tree import layout, save_tree, terminal_tree
+from vllm_specblock.bench.draft_tree import (
+    ACCEPTED,
+    forward_colour,
+    layout,
+    save_tree,
+    terminal_tree,
+)
 from vllm_specblock.train.eval.steps import Step
 
 # 1: a, 2: b, 3: a under 1, 4: newline under 3, 5: b under 2

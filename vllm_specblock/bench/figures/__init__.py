@@ -1,1 +1,0 @@
-"""Draft trees, acceptance rates and shaded answers as pictures."""
