@@ -45,7 +45,11 @@ def main() -> int:
 
 def render(page: str) -> str:
     """Return the page with new tables."""
-    kinds = {f"`{name}`": kind.options for name, kind in DRAFTERS.items()}
+    kinds = {
+        f"`{name}`": kind.options
+        for name, kind in DRAFTERS.items()
+        if kind.drafter.startswith("vllm_specblock.")
+    }
     models = {
         "All drafters with weights": WeightedOptions,
         **kinds,

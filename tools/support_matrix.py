@@ -106,6 +106,8 @@ def _drafters() -> Iterator[str]:
     )
     yield from _section("Drafters", "`kind`", *columns)
     for name, kind in DRAFTERS.items():
+        if not kind.drafter.startswith("vllm_specblock."):
+            continue  # of another package
         keys = kind.options.model_fields
         has = (
             kind.checkpoint is not None,

@@ -11,7 +11,6 @@ from support.trees import nodes
 
 from vllm_specblock.bench.draft_tree import (
     ACCEPTED,
-    forward_colour,
     layout,
     save_tree,
     terminal_tree,
@@ -64,10 +63,6 @@ def test_an_svg_has_one_node_per_node(tmp_path):
     assert labels["bonus"] == "$<&x$"  # neither mathematics nor markup
     bold = [n for n in range(6) if ACCEPTED in ElementTree.tostring(ids[f"node-{n}"], "unicode")]
     assert bold == STEP.accepted
-
-
-def test_forwards_are_told_apart_by_colour():
-    assert len({forward_colour(number) for number in range(1, 9)}) == 8
 
 
 def test_the_terminal_shows_every_node_under_its_parent():

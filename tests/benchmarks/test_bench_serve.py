@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from itertools import pairwise
 from pathlib import Path
 
 import bench_serve
@@ -45,29 +44,6 @@ def test_servers_have_our_defaults():
     assert ngram.speculative == {"method": "specblock", "kind": "ngram"}
     assert merged.speculative["draft_policy"] == "merge"
     assert "enable_adaptive_verification" not in merged.speculative
-
-
-def test_a_command_line():
-    given = {"max_num_seqs": 8, "enforce_eager": True, "speculative-config": "{}"}
-    assert [*words(given)] == [
-        *("--max-num-seqs", "8"),
-        "--enforce-eager",
-        *("--speculative-config", "{}"),
-    ]
-
-
-def test_what_the_client_is_asked(load, tmp_path):
-    assert (load.requests(1), load.requests(8), load.requests(64)) == (4, 16, 128)
-    asked = load.arguments(99, 8, tmp_path / "x.json", warm=True)
-    given = dict(pairwise(asked))
-    assert given["--max-concurrency"] == "8" and given["--num-prompts"] == "16"
-    assert (
-        given["--num-warmups"] == "0"
-        and given["--endpoint"] == "/v1/completions"
-        and "--ignore-eos" in asked
-    )
-    chat = Load(load.prompts, 10, 0.0, True, 4, 2).arguments(99, 8, tmp_path / "x.json", True)
-    assert "openai-chat" in chat and "/v1/chat/completions" in chat
 
 
 def test_the_client_and_the_server_know_these_options(load, tmp_path):

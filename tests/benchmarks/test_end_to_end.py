@@ -36,12 +36,6 @@ def test_the_profile_has_the_tau_that_was_asked_for(model, tau):
     assert len(best) == 8 and best == sorted(best, reverse=True)
 
 
-def test_the_line_is_the_papers_at_its_ends():
-    assert acceptance.line("llama-8b")[0] == 0.80
-    assert acceptance.line("llama-8b")[-1] == pytest.approx(0.544)
-    assert acceptance.line("qwen3-8b")[-1] == pytest.approx(0.369)
-
-
 def test_no_profile_has_a_tau_of_ten():
     with pytest.raises(SystemExit, match="--tau is 10"):
         acceptance.profile("llama-8b", 10.0)
@@ -74,12 +68,6 @@ def test_every_engine_that_drafts_is_imposed_upon_and_plain_vllm_is_not():
     assert found.pop(PLAIN) is None
     for keys in found.values():
         assert len(keys["synthetic_acceptance_rates"]) == keys["num_speculative_tokens"]
-
-
-def test_the_pair_is_accepted_as_it_is():
-    found = end_to_end.engines(place(None), [12], [3], gpu=True)
-    assert "synthetic" not in json.dumps(found)
-    assert end_to_end.expected_tau(place(None), found["SpecBlock @ 12"]) is None
 
 
 def test_without_a_gpu_our_n_gram_head_looks_up_and_is_accepted_as_it_is():

@@ -193,8 +193,14 @@ def draw_tree(axes: Axes, step: Step, tokenizer: PreTrainedTokenizerBase, name: 
     keys.append(Patch(facecolor="white", edgecolor=ACCEPTED, linewidth=1.8, label="accepted"))
     if step.bonus is not None:
         keys.append(Patch(facecolor=BONUS, label="bonus token"))
-    where = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0)}
-    axes.legend(handles=keys, ncols=5, fontsize=8, frameon=False, **where)
+    axes.legend(
+        handles=keys,
+        loc="lower center",
+        bbox_to_anchor=(0.5, 1.0),
+        ncols=5,
+        fontsize=8,
+        frameon=False,
+    )
     axes.set_xlim(-0.5, max(x for x, _ in places) + 0.5)
     axes.set_ylim(min(y for _, y in places) - 0.7, 0.7)
     axes.axis("off")

@@ -51,8 +51,11 @@ def bars(axes: Axes, figures: Sequence[Figures], what: str) -> None:
         for x, each in zip(where, found):
             spread = getattr(each, f"{what}_spread")
             if spread is not None:
-                axes.vlines(x, *spread, colors="black", linewidth=1)
+                low, high = spread
+                axes.vlines(x, low, high, colors="black", linewidth=1)
     axes.axhline(1, color="grey", linewidth=0.8)
     axes.set_xticks(range(len(sets)), sets)
-    below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.1)}
-    axes.legend(fontsize="small", ncols=4, frameon=False, **below)
+    # Below, where no bar is.
+    axes.legend(
+        fontsize="small", ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.1), frameon=False
+    )

@@ -11,8 +11,6 @@ import typer
 from vllm_specblock.cli.options import json_object
 
 if TYPE_CHECKING:
-    from vllm_specblock.engine.doctor.finding import Finding
-
     SpeculativeConfig = dict[str, Any] | None
 else:
     SpeculativeConfig = Annotated[
@@ -49,8 +47,8 @@ def doctor(
         raise typer.Exit(1)
 
 
-def print_findings(findings: Iterable[Finding]) -> int:
-    """Print a line per finding, advice below it; return how many are wrong."""
+def print_findings(findings: Iterable[Any]) -> int:
+    """Print a line per `Finding`, advice below it; return how many are wrong."""
     from rich import box
     from rich.console import Console
     from rich.table import Table

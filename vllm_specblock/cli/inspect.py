@@ -122,7 +122,7 @@ def _show_files(directory: Path) -> None:
     weights = sum(tensor.numel() for tensor in tensors.values() if tensor.is_floating_point())
     typer.echo(f"parameters: {weights:,}")
     covered, total = config.draft_vocab_size, config.vocab_size
-    mapped = torch.arange(covered) + tensors["d2t"]
+    mapped = torch.arange(covered) + tensors.get("d2t", 0)
     typer.echo(
         f"draft vocabulary: {covered:,} of {total:,} target tokens ({covered / total:.1%}), "
         f"ids {mapped[0]} to {mapped[-1]}"
