@@ -12,26 +12,26 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
-import serve_process
 import typer
 from lib.engines import ENGINES
 from lib.options import numbers
 from lib.results_store import MEASURED, ROOT, ResultsStore, from_root
 from lib.served import Load, kept, key_of, table, write_prompts
+from lib.server import VLLM, Server
 from tqdm import tqdm
 
 from vllm_specblock.bench.config import BenchConfig, BenchError
 from vllm_specblock.bench.engine_arguments import cache_bytes
 from vllm_specblock.bench.machine import describe_machine
 from vllm_specblock.bench.methods import Method, resolve
-from vllm_specblock.bench.process import EngineProcess, end_all
 from vllm_specblock.bench.schedule import rotated
 
 PAIR = ROOT / "examples/tiny_pair"
@@ -39,55 +39,50 @@ PAIR = ROOT / "examples/tiny_pair"
 
 @dataclass(frozen=True)
 class Servers:
-    """How they are all started.
+    """How all servers are started.
 
     Attributes:
-        engine: arguments of `vllm serve`, all of them with a value; True for a flag.
+        engine: arguments of `vllm serve`, each with a value; True for a flag.
         env: of every server; a method's own comes after.
         vllm: the command, in words.
     """
 
     engine: Mapping[str, Any]
     env: Mapping[str, str] = field(default_factory=dict)
-    vllm: Sequence[str] = (str(Path(sys.executable).with_name("vllm")),)
+    vllm: Sequence[str] = VLLM
 
     def start(self, method: Method, folder: Path) -> Server:
-        """One that is not healthy yet."""
-        port, log = free_port(), folder / f"{method.name}.server.log"
-        given = {**self.engine, **method.engine, "port": port, "host": "127.0.0.1"}
+        given = {**self.engine, **method.engine}
         if method.speculative is not None:
             given["speculative-config"] = json.dumps(method.speculative)
-        target = given.pop("model")
-        asked = {
-            "vllm": list(self.vllm),
-            "serve": [target, *words(given)],
-            "port": port,
-            "log": str(log),
-        }
-        command = (sys.executable, "-P", serve_process.__file__)
-        env, own_log = {**self.env, **method.env}, folder / f"{method.name}.log"
-        return Server(EngineProcess(method.name, asked, env, own_log, command, wait=False), port)
+        arguments = [given.pop("model"), *words(given)]
+        log = folder / f"{method.name}.server.log"
+        return Server(arguments, log, {**self.env, **method.env}, vllm=self.vllm)
 
+    def ask(self, server: Server, arguments: Sequence[str], result: Path) -> dict[str, Any]:
+        """Return what `vllm bench serve` writes; the server runs for that time only.
 
-class Server(NamedTuple):
-    """A server with its client, and where it listens."""
-
-    process: EngineProcess
-    port: int
+        Raises:
+            SystemExit: the client failed.
+        """
+        result.unlink(missing_ok=True)
+        server.resume()
+        command = [*self.vllm, "bench", "serve", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        server.require()
+        server.pause()
+        if done.returncode or not result.is_file():
+            last = (done.stderr or done.stdout).strip().splitlines()
+            raise SystemExit(f"vllm bench serve: {last[-1] if last else done.returncode}")
+        return json.loads(result.read_text(encoding="utf-8"))
 
 
 def words(arguments: Mapping[str, Any]) -> Iterator[str]:
-    """As a command line has them."""
+    """Yield arguments as words of a command line."""
     for name, value in arguments.items():
         yield f"--{name.replace('_', '-')}"
         if value is not True:
             yield str(value)
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 def measure(
@@ -99,28 +94,28 @@ def measure(
     store: ResultsStore,
     out: Path,
 ) -> None:
-    """Every server's turns, into `store`."""
+    """Give every server its turns, into `store`."""
     turns = [(count, number) for number in range(rounds) for count in at_once]
     if all(key_of(method.name, *turn) in store for method in methods for turn in turns):
         return
-    started: list[Server] = []
+    started: dict[str, Server] = {}
     warm: set[tuple[str, int]] = set()
-    try:
+    with ExitStack() as stack:
         for method in methods:
-            started.append(servers.start(method, out))
-            started[-1].process.wait()  # side by side they would compile the same thing again
+            server = started[method.name] = servers.start(method, out)
+            stack.callback(server.close)
+            server.wait()  # side by side they would compile the same thing again
+            server.pause()
         for index, (count, number) in enumerate(tqdm(turns, "turns", unit="turn")):
-            for process, port in rotated(started, index):
-                name = process.name
+            for name in rotated([*started], index):
                 key, result = key_of(name, count, number), out / f"{name}.json"
                 if key in store:
                     continue
+                port = started[name].port
                 asked = load.arguments(port, count, result, (name, count) in warm)
                 warm.add((name, count))
-                job = {"bench": asked, "result": str(result)}
-                store.add(key, kept(process.ask(job), load.requests(count), key))
-    finally:
-        end_all(server.process for server in started)
+                found = servers.ask(started[name], asked, result)
+                store.add(key, kept(found, load.requests(count), key))
 
 
 def main(

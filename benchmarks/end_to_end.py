@@ -17,6 +17,7 @@ goes on.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,9 +29,7 @@ from typing import Annotated, Any
 import steady_state
 import torch
 import typer
-from engine_process import Answer, EngineFailed, Request, Task, run
 from lib.acceptance import PAPER_TREE, chain_tau, imposed, profile, tree_tau
-from lib.goals import SPEED_TAU, VERIFY_CONTEXT, goals
 from lib.model_configs import MODELS, write_drafter, write_eagle3, write_target
 from lib.options import PLAIN, chosen, numbers
 from lib.results_store import MEASURED, ROOT, ResultsStore, markdown_table
@@ -39,9 +38,19 @@ from lib.timing import device_name
 from steady_state import DEVICE, DRAFTING, STEPS, TOKENS
 
 from vllm_specblock.bench.engine_arguments import BLOCK, cache_bytes
+from vllm_specblock.bench.process import EngineFailed, EngineProcess, end_all
 from vllm_specblock.config import METHOD
+from vllm_specblock.engine.metrics.acceptance import acceptance_length_of
 
 PAIR = "pair"
+ENV = {
+    "VLLM_USE_V2_MODEL_RUNNER": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # `Stopwatch` times the drafter in here
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    # In one process, a second thread of torch only spins beside vLLM's own.
+    "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+}
+COMMAND = (sys.executable, "-P", steady_state.__file__)
 BLOCKS, STARTS = 2, 8
 """M and S of SpecBlock."""
 
@@ -140,14 +149,28 @@ def prompts_of(model: str, vocabulary: int, context: int, batch: int) -> list[An
     return [{"prompt_token_ids": each} for each in ids.tolist()]
 
 
-def summary(answer: Answer, batch: int, expected: float | None) -> dict[str, Any]:
+def run(name: str, arguments: dict[str, Any], job: dict[str, Any], log: Path) -> dict[str, Any]:
+    """Return the answer of one engine to one job (`steady_state.py`).
+
+    Raises:
+        EngineFailed: the engine did not start, or ended.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    engine = EngineProcess(name, arguments, ENV, log, COMMAND)
+    try:
+        return engine.ask(job)
+    finally:
+        end_all([engine])
+
+
+def summary(answer: dict[str, Any], batch: int, expected: float | None) -> dict[str, Any]:
     """What one engine did, in JSON's types; `expected`: see `expected_tau`."""
-    counters = answer.counters
+    counters, seconds = answer["counters"], answer["seconds"]
     return {
-        "tokens_per_second": counters[TOKENS] / answer.seconds,
-        "step_ms": answer.seconds / counters[STEPS] * 1e3,
+        "tokens_per_second": counters[TOKENS] / seconds,
+        "step_ms": seconds / counters[STEPS] * 1e3,
         "drafting_ms": counters[DRAFTING] / counters[STEPS] * 1e-6,
-        "tau": answer.tau,
+        "tau": acceptance_length_of([counters]),
         "tau_imposed": expected,
         "tokens_per_step": counters[TOKENS] / counters[STEPS] / batch,
         "device_bytes": counters[DEVICE],
@@ -159,7 +182,7 @@ def summary(answer: Answer, batch: int, expected: float | None) -> dict[str, Any
 def table(results: dict[str, dict[str, Any]]) -> str:
     """A row per engine and batch.
 
-    τ is of all passes, per tree; tokens per step, of a request, are of the quickest pass, as times
+    τ is of all passes, per tree; tokens per step, of a request, are of the fastest pass, as times
     are. Where heads rest now and then, the two are far apart.
     """
     rows = [
@@ -211,10 +234,10 @@ def main(
     batches: Annotated[str, typer.Option(help="Requests at a time.")] = "1,2,4,8,16,32,64,128,256",
     nodes: Annotated[str, typer.Option(help="N of SpecBlock.")] = "12,24,60",
     chains: Annotated[str, typer.Option(help="Tokens of the chains.")] = "3,5",
-    tau: Annotated[float, typer.Option(help="Imposed, of the tree of 60 nodes.")] = SPEED_TAU,
-    context: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = VERIFY_CONTEXT,
+    tau: Annotated[float, typer.Option(help="Imposed, of the tree of 60 nodes.")] = 4.41,
+    context: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 2048,
     tokens: Annotated[int, typer.Option(min=32, help="Generated per request.")] = 256,
-    repeat: Annotated[int, typer.Option(min=1, help="Passes; the quickest counts.")] = 3,
+    repeat: Annotated[int, typer.Option(min=1, help="Passes; the fastest counts.")] = 3,
     graphs: Annotated[bool, typer.Option(help="Compile, and capture CUDA graphs.")] = True,
     only: Annotated[str | None, typer.Option(help="Parts of engines' names; a; b.")] = None,
     engine: Annotated[str, typer.Option(help="More arguments of LLM, of all, as JSON.")] = "{}",
@@ -222,7 +245,7 @@ def main(
         Path | None, typer.Option(help="JSON of the results (default: by the model's name).")
     ] = None,
 ) -> None:
-    """Measure every engine at every batch, print a table and the goals."""
+    """Measure every engine at every batch, print a table."""
     gpu = torch.cuda.is_available()
     model = model or ("llama-8b" if gpu else "tiny")
     if model not in (*MODELS, PAIR):
@@ -244,7 +267,6 @@ def main(
             "context": context,
             "tokens": tokens,
             "repeat": repeat,
-            "drafter_bytes": (place.drafter / "model.safetensors").stat().st_size,
         }
         more = json.loads(engine)
         settings |= {"engine": more} if more else {}
@@ -253,6 +275,9 @@ def main(
         for batch in numbers(batches, "--batches"):
             prompts = prompts_of(model, config.vocab_size, context, batch)
             arguments = place.engine | {
+                "model": str(place.target),
+                "disable_log_stats": False,
+                "distributed_executor_backend": "uni",
                 "dtype": settings["dtype"],
                 "enforce_eager": not settings["graphs"],
                 "max_model_len": length,
@@ -269,18 +294,17 @@ def main(
                 if key in store:
                     continue
                 print(f"{key} …", flush=True)
-                task = Task(prompts, 0.0, tokens, batch, repeat)
-                request = Request(str(place.target), speculative, [task], arguments)
+                given = arguments | {"speculative_config": speculative}
+                job = {"prompts": prompts, "max_tokens": tokens, "repeat": repeat}
+                log = path.with_suffix("") / f"{key.replace(' ', '_')}.log"
                 try:
-                    (answer,) = run(request, Path(steady_state.__file__))
+                    answer = run(name, given, job, log)
                 except EngineFailed as error:
                     print(f"{key}: {error}")
                     failed.append(key)
                     continue
                 store.add(key, summary(answer, batch, expected_tau(place, speculative)))
     print(f"\n{settings}\n\n{table(store.results)}\n")
-    said = goals(store.results, settings) if gpu else ["The goals are those of an H200."]
-    print("\n".join(said))
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
         raise typer.Exit(1)

@@ -237,21 +237,12 @@ def main(
             flush=True,
         )
         return
-    options = [
-        f"--tokens={tokens}",
-        f"--nodes={nodes}",
-        f"--drafter={drafter}",
-        f"--second={second}",
-        f"--eagle3={eagle}",
-        f"--target={target}",
-        *[f"--questions={questions}"] * bool(questions),
-        *["--graphs"] * graphs,
-        *["--swaps"] * swaps,
-    ]
     failed = [
         name
         for name in known
-        if subprocess.run([sys.executable, __file__, f"--combination={name}", *options]).returncode
+        if subprocess.run(
+            [sys.executable, __file__, *sys.argv[1:], f"--combination={name}"]
+        ).returncode
     ]
     print(
         f"{len(known) - len(failed)} of {len(known)} combinations are exact"

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -45,132 +46,102 @@ class Step:
     """A command of the list.
 
     Attributes:
-        command: words after Python's own; `RESULT` among them is the file for its figures.
+        words: what follows Python's own name, as in a shell; `RESULT` is the file for figures.
         estimate: seconds that it should take on an H200; limit: seconds after which it is ended.
     """
 
     name: str
-    command: tuple[str, ...]
+    words: str
     estimate: int
     limit: int
 
 
-def bench(name: str, options: str, estimate: int, limit: int, *words: str) -> Step:
-    """`options`: a script of this folder and what follows it, without spaces inside a word."""
-    script, *more = options.split()
-    return Step(name, (f"benchmarks/{script}.py", *more, *words), estimate, limit)
-
-
-def exact(combination: str, estimate: int, *options: str) -> Step:
-    """Two engines of the example pair, float32."""
-    name = " ".join(("exact:", combination, *options))
-    return bench(
-        name,
-        "exactness --tokens=1500",
-        estimate,
-        2 * estimate,
-        f"--combination={combination}",
-        *options,
-    )
-
-
-def tests(name: str, estimate: int, limit: int, words: str, *more: str) -> Step:
-    options = ("-m", "pytest", "-q", "--tb=short", "--timeout=120", "-p", "no:cacheprovider")
-    return Step(name, (*options, *words.split(), *more), estimate, limit)
-
-
-def serving(model: str, batches: str, only: str, estimate: int, limit: int) -> Step:
-    """Per engine and batch a start of half a minute and seconds of work; drafters of random
-    weights take half a minute more, once."""
-    options = f"end_to_end --model={model} --batches={batches} --repeat=2 --out {RESULT}"
-    return bench(
-        f"{model}, batch {batches}", options, estimate, limit, f"--only={only}", f"--engine={QUICK}"
-    )
-
-
-def idle(batch: int) -> Step:
-    return bench(
-        f"idle share, batch {batch}",
-        f"gpu_idle --batch={batch} --json {RESULT}",
-        30,
-        90,
-        f"--engine={QUICK}",
-    )
-
-
-def learning_steps(model: str, batch: int, estimate: int, limit: int) -> Step:
-    """Two engines at once, started one after the other."""
-    return bench(
-        f"adaptation's steps, {model}, batch {batch}",
-        f"adaptation_steps --model={model} --batch={batch} --out {RESULT}",
-        estimate,
-        limit,
-        f"--engine={QUICK}",
-    )
-
+# Two engines of the example pair, float32.
+EXACT = "benchmarks/exactness.py --tokens=1500 --combination="
+TESTS = "-m pytest -q --tb=short --timeout=120 -p no:cacheprovider "
+# An engine starts in half a minute; drafters of random weights take half a minute more, once.
+SERVING = f"benchmarks/end_to_end.py --repeat=2 --out {RESULT} --engine='{QUICK}' "
+IDLE = f"benchmarks/gpu_idle.py --json {RESULT} --engine='{QUICK}' "
+KERNELS = f"benchmarks/kernels.py --runs=30 --out {RESULT} "
+# Two engines at once, started one after the other.
+LEARNING = f"benchmarks/adaptation_steps.py --batch=1 --out {RESULT} --engine='{QUICK}' "
+ENGINE, RUNNER = "tests/engine", "tests/engine/runner"
 
 PARTS: dict[int, list[Step]] = {
     1: [  # whether it works
-        Step("versions", ("-c", VERSIONS), 15, 60),
-        exact("SpecBlock", 50),
-        exact("SpecBlock", 40, "--graphs"),
-        tests("adaptive", 60, 120, "tests/engine/adaptive/test_trees.py"),
-        tests("kernels", 120, 200, "-n8 tests/triton_kernels -k", "cuda or compile"),
-        bench(
-            "attention", f"kernels --only=attention --runs=30 --splits=256 --out {RESULT}", 70, 110
+        Step("versions", f"-c '{VERSIONS}'", 15, 60),
+        Step("exact: SpecBlock", f"{EXACT}SpecBlock", 50, 100),
+        Step("exact: SpecBlock --graphs", f"{EXACT}SpecBlock --graphs", 40, 80),
+        Step("adaptive", f"{TESTS} {ENGINE}/adaptive/test_trees.py", 60, 120),
+        Step("kernels", f"{TESTS} -n8 tests/triton_kernels -k 'cuda or compile'", 120, 200),
+        Step("attention", f"{KERNELS} --only=attention --splits=256", 70, 110),
+        Step("exact: EAGLE-3 --graphs", f"{EXACT}EAGLE-3 --graphs", 35, 70),
+        Step(
+            "exact: merged --graphs",
+            f"{EXACT}'SpecBlock + n-gram, merge trie, joint' --graphs",
+            35,
+            70,
         ),
-        exact("EAGLE-3", 35, "--graphs"),
-        exact("SpecBlock + n-gram, merge trie, joint", 35, "--graphs"),
-        tests(
-            "waits, graphs",
-            75,
-            120,
-            "tests/engine/runner/test_no_sync.py tests/engine/runner/test_graphs.py",
-        ),
-        idle(1),
+        Step("waits, graphs", f"{TESTS} {RUNNER}/test_no_sync.py {RUNNER}/test_graphs.py", 75, 120),
+        Step("idle share, batch 1", f"{IDLE} --batch=1", 30, 90),
     ],
     2: [  # how fast it is
-        serving("llama-8b", "1", "SpecBlock @ 60; 8 bits; EAGLE-3 chain @ 3; adaptive", 240, 330),
-        idle(8),
-        bench("drafter", f"drafter_forward --rows=1,8,64 --batches=1,8,32 --out {RESULT}", 60, 100),
-        bench("kernels", f"kernels --runs=30 --out {RESULT}", 75, 120),
-        bench(
-            "drafter, 8 bits",
-            f"drafter_forward --quantization=fp8 --rows=8 --batches=1,8 --out {RESULT}",
-            35,
-            80,
+        Step(
+            "llama-8b, batch 1",
+            f"{SERVING} --model=llama-8b --batches=1 "
+            "--only='SpecBlock @ 60; 8 bits; EAGLE-3 chain @ 3; adaptive'",
+            240,
+            330,
         ),
-        serving("llama-8b", "8", "SpecBlock @ 12", 90, 200),
+        Step("idle share, batch 8", f"{IDLE} --batch=8", 30, 90),
+        Step("kernels", KERNELS, 75, 120),
+        Step(
+            "llama-8b, batch 8",
+            f"{SERVING} --model=llama-8b --batches=8 --only='SpecBlock @ 12'",
+            90,
+            200,
+        ),
     ],
     3: [  # more of both
-        serving("llama-8b", "32", "SpecBlock @ 12; adaptive", 130, 200),
-        tests("engines", 180, 240, "-n6 --dist=loadfile tests/engine"),
-        serving("pair", "1", "SpecBlock @ 12", 60, 120),
-        Step("offline", ("examples/offline.py", "--dtype=bfloat16", "--graphs"), 90, 150),
-        serving("qwen3-8b", "1", "SpecBlock @ 60", 80, 150),
+        Step(
+            "llama-8b, batch 32",
+            f"{SERVING} --model=llama-8b --batches=32 --only='SpecBlock @ 12; adaptive'",
+            130,
+            200,
+        ),
+        Step("engines", f"{TESTS} -n6 --dist=loadfile {ENGINE}", 180, 240),
+        Step("pair", f"{SERVING} --model=pair --batches=1 --only='SpecBlock @ 12'", 60, 120),
+        Step("offline", "examples/offline.py --dtype=bfloat16 --graphs", 90, 150),
+        Step(
+            "qwen3-8b", f"{SERVING} --model=qwen3-8b --batches=1 --only='SpecBlock @ 60'", 80, 150
+        ),
     ],
     4: [  # what can wait
-        Step("prompts", ("examples/two_heads/prompts.py", "runs/two_heads"), 5, 30),
-        bench(
+        Step("prompts", "examples/two_heads/prompts.py runs/two_heads", 5, 30),
+        Step(
             "two heads",
-            "two_heads --dtype=bfloat16 --graphs --batch=1 --budgets=60 --chains=3 "
-            f"--prompts=8 --out {RESULT}",
+            "-P -m vllm_specblock bench examples/two_heads/bench.yaml --dtype bfloat16 --nodes 60",
             300,
             400,
         ),
-        serving("llama-8b", "128", "SpecBlock @ 12; adaptive", 130, 200),
+        Step(
+            "llama-8b, batch 128",
+            f"{SERVING} --model=llama-8b --batches=128 --only='SpecBlock @ 12; adaptive'",
+            130,
+            200,
+        ),
     ],
     5: [  # learning while serving
-        tests("recording", 90, 180, "tests/engine/test_adapt_recording.py"),
-        tests(
+        Step("recording", f"{TESTS} {ENGINE}/test_adapt_recording.py", 90, 180),
+        Step(
             "adapting",
+            f"{TESTS} {ENGINE}/test_adapting.py {ENGINE}/test_adapted_folders.py",
             120,
             240,
-            "tests/engine/test_adapting.py tests/engine/test_adapted_folders.py",
         ),
-        tests("exact under swaps", 120, 240, "tests/engine/test_adaptation_exact.py"),
-        learning_steps("pair", 1, 60, 120),
-        learning_steps("llama-8b", 1, 130, 220),
+        Step("exact under swaps", f"{TESTS} {ENGINE}/test_adaptation_exact.py", 120, 240),
+        Step("adaptation's steps, pair", f"{LEARNING} --model=pair", 60, 120),
+        Step("adaptation's steps, llama-8b", f"{LEARNING} --model=llama-8b", 130, 220),
     ],
 }
 
@@ -212,8 +183,8 @@ def run(steps: list[Step], log_path: Path, json_path: Path, seconds: float) -> l
         for number, step in enumerate(steps):
             began, left = time.monotonic(), end - time.monotonic()
             found = Path(folder) / f"{number}.json"
-            words = [str(found) if word == RESULT else word for word in step.command]
-            print(f"\n===== {step.name}: {' '.join(words)}", file=log, flush=True)
+            words = [str(found) if each == RESULT else each for each in shlex.split(step.words)]
+            print(f"\n===== {step.name}: {shlex.join(words)}", file=log, flush=True)
             state: int | str | None = "left out"
             if left >= LEAST:
                 state = ended([sys.executable, *words], log, min(step.limit, left))

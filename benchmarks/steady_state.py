@@ -1,25 +1,18 @@
 """One vLLM engine in a process of its own, timed step by step while all its requests decode.
 
-Takes what `engine_process.py` takes and answers in its form, for `engine_process.run`. Prompts are
-vLLM's, texts or ids. `seconds` and the counters named `steady:…` are of one window: from the step
-at which every request has had `WARM` outputs to the one at which the first request ends. Filling
-the cache, and a batch that thins out, are not in it. The counters of speculation are over all
-windows.
+`end_to_end.py` starts this file as an `EngineProcess`. A job has `prompts` as vLLM takes them,
+`max_tokens` and `repeat`. Seconds and the counters named `steady:…` are of one window: from the
+step at which every request has had `WARM` outputs to the one at which the first request ends. The
+counters of speculation are over all windows.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 import time
 from collections import Counter
-from dataclasses import asdict
 from typing import Any
 
-from engine_process import MARK, Answer, Task
-
-from vllm_specblock.engine.offline.answering import grown, read_counters
+from vllm_specblock.engine.offline.answering import Answering, grown, main, read_counters
 
 WARM = 3
 """Outputs of every request before a window begins."""
@@ -27,33 +20,33 @@ TOKENS, STEPS = "steady:tokens", "steady:steps"
 DRAFTING, DEVICE = "steady:drafting_ns", "steady:device_bytes"
 
 
-def params_of(task: Task, count: int) -> list[Any]:
+def params_of(job: dict[str, Any]) -> list[Any]:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     return [
         SamplingParams(
-            temperature=task.temperature,
-            max_tokens=count,
+            temperature=0.0,
+            max_tokens=job["max_tokens"],
             seed=index,
             ignore_eos=True,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
         )
-        for index in range(task.batch)
+        for index in range(len(job["prompts"]))
     ]
 
 
-def window(llm: Any, task: Task, name: str, stopwatch: Any) -> tuple[float, Counter]:
-    """One pass; returns the window's seconds and its counters.
+def window(llm: Any, job: dict[str, Any], name: str, stopwatch: Any) -> tuple[float, Counter]:
+    """Return the seconds and the counters of one pass over the prompts.
 
     Args:
-        stopwatch: `engine.stopwatch.Stopwatch`, or None where nothing is drafted.
+        stopwatch: `engine.metrics.stopwatch.Stopwatch`, or None where nothing is drafted.
 
     Raises:
-        RuntimeError: some request ended before all were warm.
+        RuntimeError: a request ended before all were warm.
     """
-    for index, (prompt, params) in enumerate(zip(task.prompts, params_of(task, task.max_tokens))):
+    for index, (prompt, params) in enumerate(zip(job["prompts"], params_of(job))):
         llm.llm_engine.add_request(f"{name}-{index}", prompt, params)
     outputs, found, took = Counter(), Counter(), 0.0
     began: float | None = None
@@ -74,7 +67,7 @@ def window(llm: Any, task: Task, name: str, stopwatch: Any) -> tuple[float, Coun
             if stopwatch is not None:
                 found[DRAFTING], _ = stopwatch.take()
             found.update(grown(before, read_counters(llm.get_metrics())))
-        if began is None and len(outputs) == task.batch and min(outputs.values()) >= WARM:
+        if began is None and len(outputs) == len(job["prompts"]) and min(outputs.values()) >= WARM:
             if stopwatch is not None:
                 stopwatch.take()
             before = read_counters(llm.get_metrics())
@@ -83,21 +76,34 @@ def window(llm: Any, task: Task, name: str, stopwatch: Any) -> tuple[float, Coun
     return took, found
 
 
-def answer(llm: Any, task: Task, stopwatch: Any) -> Answer:
-    """The quickest of `task.repeat` passes, per token; a pass of one token fills the cache."""
-    from vllm import SamplingParams
+class SteadyState(Answering):
+    """Answers a job with the fastest of its passes, per token."""
 
-    llm.generate(task.prompts, SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False)
-    window(llm, task, "warm", stopwatch)
-    passes = [window(llm, task, f"pass {index}", stopwatch) for index in range(task.repeat)]
-    seconds, best = min(passes, key=lambda each: each[0] / each[1][TOKENS])
-    counted = sum((found for _, found in passes), Counter())
-    ours = {name: best[name] for name in (TOKENS, STEPS, DRAFTING)}
-    return Answer([], seconds, dict(counted) | ours)
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        import torch
+
+        super().__init__(arguments)
+        if arguments.get("speculative_config") is not None:
+            self.stopwatch = self._of_vllms_own(torch.cuda.is_available())
+
+    def answer(self, job: dict[str, Any], said: Any = None) -> dict[str, Any]:
+        from vllm import SamplingParams
+
+        # A pass of one token fills the cache; the first window allocates and compiles.
+        once = SamplingParams(max_tokens=1, detokenize=False)
+        self.llm.generate(job["prompts"], once, use_tqdm=False)
+        window(self.llm, job, "warm", self.stopwatch)
+        passes = [
+            window(self.llm, job, f"pass {index}", self.stopwatch) for index in range(job["repeat"])
+        ]
+        seconds, best = min(passes, key=lambda each: each[0] / each[1][TOKENS])
+        counted = sum((found for _, found in passes), Counter())
+        counters = dict(counted) | {name: best[name] for name in (TOKENS, STEPS, DRAFTING)}
+        return {"seconds": seconds, "counters": counters | {DEVICE: device_bytes()}}
 
 
 def device_bytes() -> int:
-    """GPU memory that is in use, by whomever; 0 without a GPU."""
+    """GPU memory in use by all processes; 0 without a GPU."""
     import torch
 
     if not torch.cuda.is_available():
@@ -106,37 +112,5 @@ def device_bytes() -> int:
     return total - free
 
 
-def serve(request: dict[str, Any]) -> None:
-    """Make the engine, answer every task."""
-    import torch
-    from vllm import LLM
-
-    from vllm_specblock.engine.metrics.stopwatch import Stopwatch
-
-    settings: dict[str, Any] = {
-        "model": request["model"],
-        "speculative_config": request["speculative"],
-        "disable_log_stats": False,
-        "distributed_executor_backend": "uni",
-    }
-    llm = LLM(**settings | request["engine"])
-    core = llm.llm_engine.engine_core.engine_core
-    runner = core.model_executor.driver_worker.worker.model_runner
-    stopwatch = None
-    if request["speculative"] is not None:
-        stopwatch = Stopwatch(runner.speculator, torch.cuda.is_available())
-    for task in request["tasks"]:
-        found = answer(llm, Task(**task), stopwatch)
-        found.counters[DEVICE] = device_bytes()
-        # A progress bar may stand where the line begins.
-        print("\n" + MARK + json.dumps(asdict(found)), flush=True)
-
-
 if __name__ == "__main__":
-    # vLLM's CPU build uses Model Runner V2 only when told to; on a GPU it is the default.
-    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # what `Stopwatch` times is in here
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    # In one process, a second thread of torch only spins beside vLLM's own.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    serve(json.loads(sys.stdin.read()))
+    main(SteadyState)

@@ -21,7 +21,7 @@ from lib.sections import ORDER
 from transformers import AutoTokenizer
 
 from vllm_specblock.bench.config import BenchConfig, MethodSpec
-from vllm_specblock.bench.engine_arguments import arguments_of, common_arguments
+from vllm_specblock.bench.engine_arguments import common_arguments
 from vllm_specblock.bench.methods import resolve
 from vllm_specblock.bench.process import EngineFailed, EngineProcess, end_all
 from vllm_specblock.bench.questions import read_questions
@@ -49,7 +49,7 @@ def start(config: BenchConfig, logs: Path) -> dict[str, EngineProcess]:
     try:
         for name, method in resolve(config).items():
             env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
-            arguments, log = arguments_of(method, common), logs / f"{name}.log"
+            arguments, log = method.arguments(common), logs / f"{name}.log"
             engines[name] = EngineProcess(name, arguments, env | method.env, log, _COMMAND)
     except BaseException:
         end_all(engines.values())

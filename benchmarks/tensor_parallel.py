@@ -2,22 +2,18 @@
 
     python benchmarks/tensor_parallel.py [--tokens 60] [--nodes 24]
 
-The example pair in float32, greedy and seeded requests in one batch, through six engines of two
-processes each, one engine after the other: vLLM's own, one that drafts trees, two whose drafter
-is given other weights while it serves, by a trainer's memory and by a folder, one with a trainer
-that learns what is served, and one that only watches. Both ranks have to propose the same trees in
-every step, each verifies its own, and to take every version in the same step. Exits with 1 if a
-token, a draft or such a step differs.
+The example pair in float32, greedy and seeded requests in one batch, through four engines of two
+processes each, one engine after the other: vLLM's own, one that drafts trees, one with a trainer
+that learns from what is served, and one that only watches. Both ranks must propose the same trees
+in every step and take every version in the same step. Exits with 1 if a token, a draft or such a
+step differs.
 """
 
 from __future__ import annotations
 
 import os
-import signal
 import sys
-import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,16 +26,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import typer
 
-from vllm_specblock.adapt.versions import VersionFolder
-from vllm_specblock.drafters.specblock import checkpoint
-
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
-PAIR, OTHER = EXAMPLES / "tiny_pair", EXAMPLES / "two_heads/code"
+PAIR = Path(__file__).resolve().parent.parent / "examples/tiny_pair"
 RANKS = 2
 SWAPS, ROUNDS = 3, 24
-"""Versions that every rank has to take, within so many times all requests."""
+"""Versions that every rank must take, within this many passes over all requests."""
 RECORDED = 6
-"""Requests that whoever watches has to record."""
+"""Requests that the watching engine must record."""
 LEARNS = {"policy": "always", "actions": "all", "every": 2, "lr": 1e-3}
 PROMPTS = (
     "def main(argv):\n",
@@ -52,7 +44,7 @@ PROMPTS = (
 
 
 class DraftRecorder:
-    """What vLLM adds to its workers: what a rank proposed, step by step, and other weights."""
+    """Methods that vLLM adds to its workers: what a rank proposed, step by step."""
 
     model_runner: Any
 
@@ -84,18 +76,6 @@ class DraftRecorder:
         recorder = self.model_runner.speculator.recorder
         counts = {} if recorder is None else recorder.counts()
         return counts.get((f"adapt_{name}", 0), 0)
-
-    def stage(self, folder: str, number: int) -> None:
-        """In place of the trainer, where it was started: offer a drafter's weights."""
-        swaps = self.model_runner.speculator.recorder.swaps
-        if swaps.trainer is None:
-            return
-        if number == 1:
-            swaps.trainer.waits = ()  # it is not started again
-            os.kill(swaps.trainer.pid, signal.SIGKILL)
-            swaps.link.versions.lock()
-        versions = swaps.link.versions
-        versions.use(versions.write(checkpoint.load(folder), {"parent": None}))
 
 
 def engine(speculative: dict[str, Any] | None) -> Any:
@@ -135,7 +115,6 @@ def through_trees(
     tokens: int,
     nodes: int,
     adapt: dict[str, Any] | None = None,
-    offer: Callable[[Any, int], None] = lambda llm, number: None,
     until: tuple[str, int] = ("swaps", 0),
 ) -> None:
     """Answer with trees; exit if a token or a draft differs.
@@ -143,9 +122,7 @@ def through_trees(
     Args:
         wanted: the answers.
         adapt: the option, if any.
-        offer: lets the ranks of an engine find a version, given its number.
-        until: all is answered again until a count came so far: swaps on every rank, others on the
-            one that has them.
+        until: repeat the requests until a count is reached: swaps on every rank, others on one.
     """
     began = time.monotonic()
     drafter = {"method": "specblock", "model": str(PAIR / "drafter")}
@@ -153,8 +130,7 @@ def through_trees(
     tree = engine({**drafter, "num_speculative_tokens": nodes})
     tree.collective_rpc("record_drafts")
     count, (name, least) = 0, until
-    for number in range(1, ROUNDS + 1):
-        offer(tree, number)
+    for _ in range(ROUNDS):
         got = answers(tree, tokens)
         count += sum(map(len, got))
         if got != wanted:
@@ -191,27 +167,8 @@ def main(
     wanted = answers(plain, tokens)
     plain.llm_engine.engine_core.shutdown()
     through_trees(wanted, tokens, nodes)
-    drafters = [OTHER, PAIR / "drafter"]
-
-    def stage(llm: Any, number: int) -> None:
-        llm.collective_rpc("stage", args=(str(drafters[number % 2]), number))
-
-    taken = ("swaps", SWAPS)
-    through_trees(wanted, tokens, nodes, {}, stage, taken)
-    with tempfile.TemporaryDirectory() as folder:
-        versions = VersionFolder(Path(folder) / "out", PAIR / "drafter", PAIR / "target")
-        versions.lock()
-        names = [versions.write(checkpoint.load(each), {"parent": None}) for each in drafters]
-        versions.use(names[0], who="person")
-        versions.unlock()
-
-        def choose(llm: Any, number: int) -> None:
-            versions.use(names[number % 2], who="person")
-
-        adapt = {"trainer": str(Path(folder) / "requests"), "out": str(versions.out)}
-        through_trees(wanted, tokens, nodes, adapt, choose, taken)
-    through_trees(wanted, tokens, nodes, LEARNS, until=taken)
-    through_trees(wanted, tokens, nodes, {"policy": "watch"}, until=("recorded_requests", RECORDED))
+    through_trees(wanted, tokens, nodes, LEARNS, ("swaps", SWAPS))
+    through_trees(wanted, tokens, nodes, {"policy": "watch"}, ("recorded_requests", RECORDED))
     print("No token and no draft differs.")
 
 

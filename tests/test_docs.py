@@ -20,8 +20,8 @@ def test_links_lead_somewhere(page):
 
 
 def test_figures_stand_on_the_page_they_are_taken_from():
-    """Those of docs/choosing_n_and_m.md with a fraction: 12 nodes and batch 4 are no results."""
-    page = ROOT / "docs/choosing_n_and_m.md"
+    """Those of docs/guide.md with a fraction: 12 nodes and batch 4 are no results."""
+    page = ROOT / "docs/guide.md"
     rows = [line for line in page.read_text().splitlines() if "benchmarks/results" in line]
     assert len(rows) >= 5
     for row in rows:

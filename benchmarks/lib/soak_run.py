@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from lib.results_store import ROOT
+from lib.server import Server, ServerEnded
 from lib.soak_client import Reply, ask_all
 from lib.soak_compare import difference, record
 from lib.soak_phases import MODEL, Phase, prompts_text, write_adapters
-from lib.soak_server import Server, ServerEnded
 from lib.soak_traffic import COMPLETIONS, Call, Traffic
 
 WARM_UP = 0.25
@@ -30,6 +30,15 @@ COUNTED = {
     "generated_tokens": "vllm:generation_tokens_total",
     "verified_nodes": "vllm:specblock_tree_nodes_total",
     "accepted_nodes": "vllm:spec_decode_num_accepted_tokens_total",
+}
+ENV = {
+    "VLLM_USE_V2_MODEL_RUNNER": "1",
+    # Two servers take turns: either may have every core, and none is to spin.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    # Both are for engines within one process, as tests have them.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": None,
+    "TRITON_INTERPRET": None,
 }
 _MUST_HAPPEN = ("preemptions", "prefix_hit_tokens", "accepted_nodes")
 _IDLE = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
@@ -119,7 +128,7 @@ def run_phase(
         servers = {}
         for name, size in (("plain", None), ("drafts", nodes)):
             arguments = phase.arguments(folder, size)
-            servers[name] = Server(arguments, ROOT, folder / f"{name}.log")
+            servers[name] = Server(arguments, folder / f"{name}.log", ENV, ROOT)
             stack.callback(servers[name].close)
             found.memory[name], found.seconds[name] = [], 0.0
         for server in servers.values():
@@ -149,7 +158,7 @@ def _window(
         held = {key: metrics[key] for key in _IDLE if metrics[key]}
         if held:
             found.failures.append(
-                f"After window {found.windows} nobody asks, but {name} has {held}."
+                f"After window {found.windows} no request runs, but {name} has {held}."
             )
         found.counters[name] = {key: int(metrics.get(of, 0)) for key, of in COUNTED.items()}
         found.memory[name].append({k: round(v, 1) for k, v in server.resident().items()})

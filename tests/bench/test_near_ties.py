@@ -1,4 +1,4 @@
-"""Greedy answers that are not plain vLLM's: found once each, and held against bfloat16's step."""
+"""Greedy answers that differ from plain vLLM's, each found once, and bfloat16's step."""
 
 from __future__ import annotations
 
@@ -18,11 +18,6 @@ def test_a_step_is_where_torch_rounds(value):
     there = torch.tensor(abs(value)).to(torch.bfloat16)
     after = torch.nextafter(there, torch.tensor(1e9, dtype=torch.bfloat16))
     assert near_ties.bfloat16_step(value) == (after - there).item()
-
-
-def test_where_answers_part():
-    assert near_ties.first_difference([1, 2, 3], [1, 5, 3]) == 1
-    assert near_ties.first_difference([1, 2], [1, 2, 3]) == 2
 
 
 def measured(make_bench, **changes):
@@ -53,16 +48,10 @@ def test_what_is_sampled_is_not_looked_at(make_bench):
     assert not bench.store.records[0].answers["plain"].ids
 
 
-def test_a_run_that_goes_on_still_has_the_tokens(make_bench):
-    before = measured(make_bench, questions=1)
-    again = make_bench({"ours": {}, "other": {"shift": 7}}, questions=1)
-    assert differences(again, plain_of(again)) == differences(before, plain_of(before)) != []
-
-
 def test_the_page_says_how_close_the_tokens_were(make_bench):
     bench = measured(make_bench, questions=1)
     text, _ = write_results(bench)
-    assert "## Greedy answers that are not plain vLLM's" in text
+    assert "## Greedy answers that differ from plain vLLM's" in text
     assert "- other, single/q0: token 0: " in text
     facts = json.loads((bench.config.out / "results.json").read_text())["near_ties"]
     assert len(facts) == 2 and all(each["steps"] > 0 for each in facts)

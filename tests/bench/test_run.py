@@ -155,7 +155,7 @@ def test_all_files_of_a_run(make_bench):
     # Seconds per token: plain 1, plain-v2 2, ours 1/2, other 2; 2 ms per step; τ 3: an answer's
     # four tokens are the prompt's one and three of a step.
     row = "1.00 | 1.0 | 1.00 | –"
-    assert f"| plain (quickest plain) | {row} | {row} | {row} |" in text
+    assert f"| plain (fastest plain) | {row} | {row} | {row} |" in text
     assert "| ours | 2.00 (2.00–2.00) | 2.0 | 3.00 | 2.00 (1%) |" in text
     assert "| plain-v2 | 0.50 (0.50–0.50) | 0.5 | 1.00 | – |" in text
     # 2 questions of 2 turns and 5 of one, each twice.

@@ -18,7 +18,7 @@ FIRST, SECOND = (Unit(0, 0.0, "s", QUESTIONS, turn, turn == 1) for turn in (0, 1
 
 
 def answer(*texts: str) -> Answer:
-    return Answer(8, 1.5, 2.5, 4, 5, 6, ("d", "e"), texts)
+    return Answer(8, 1.5, 2.5, 4, 5, 6, ["d", "e"], [*texts])
 
 
 @pytest.fixture

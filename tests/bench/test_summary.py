@@ -7,13 +7,13 @@ from types import SimpleNamespace
 import pytest
 
 from vllm_specblock.bench.config import BenchError
-from vllm_specblock.bench.run import _kept
+from vllm_specblock.bench.run import _answer
 from vllm_specblock.bench.store import Answer, Record
-from vllm_specblock.bench.summary import MEAN, quickest, summarise
+from vllm_specblock.bench.summary import MEAN, fastest, summarise
 
 
 def answer(tokens, wall, cpu=1.0, steps=0, draft_ns=0, draft_steps=0, digests=("x",)):
-    return Answer(tokens, wall, cpu, steps, draft_ns, draft_steps, tuple(digests))
+    return Answer(tokens, wall, cpu, steps, draft_ns, draft_steps, [*digests])
 
 
 def record(name, number, plain, ours, unit=0, temperature=0.0, other=None):
@@ -83,7 +83,12 @@ def test_tau_of_a_recorded_run_stops_at_the_end():
             "vllm:inter_token_latency_seconds": 8,
         },
     }
-    kept = _kept(None, SimpleNamespace(last=True, temperature=0.8), said)
+    bench = SimpleNamespace(
+        config=SimpleNamespace(seed=0, max_new_tokens=2, ignore_eos=False),
+        store=SimpleNamespace(answers_before=lambda *_: []),
+    )
+    unit = SimpleNamespace(questions=[], set="a", turn=0, last=True, temperature=0.8)
+    kept = _answer(bench, SimpleNamespace(name="ours", ask=lambda job: said), unit)
     plain = answer(16, 2.0, digests=["x"] * 8)
     assert figures([record("a", 0, plain, kept)])["ours", "a"].tau == 1.0
 
@@ -127,14 +132,14 @@ def test_temperatures_are_apart():
     assert figures(records)["ours", "a"].speedup == 2.0
 
 
-def test_the_quickest_plain_is_so_by_the_median():
+def test_the_fastest_plain_is_so_by_the_median():
     # By the sum of times the second one would be slower.
     v1, v2 = (1.0, 1.0, 1.0), (0.5, 0.9, 9.0)
     records = [
         record("a", 0, answer(1, one), answer(1, 1.0), place, other=answer(1, two))
         for place, (one, two) in enumerate(zip(v1, v2))
     ]
-    assert quickest(records, ["plain", "plain-v2"]) == "plain-v2"
-    assert quickest(records, ["plain"]) == "plain"
+    assert fastest(records, ["plain", "plain-v2"]) == "plain-v2"
+    assert fastest(records, ["plain"]) == "plain"
     with pytest.raises(BenchError, match="no answer of plain vLLM"):
-        quickest([], ["plain"])
+        fastest([], ["plain"])

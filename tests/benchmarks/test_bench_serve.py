@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from itertools import pairwise
 from pathlib import Path
 
 import bench_serve
@@ -12,11 +11,11 @@ import pytest
 from bench_serve import PAIR, Servers, measure, words
 from lib.results_store import ResultsStore
 from lib.served import Load, decode_steps, kept, key_of, table, tau_of, write_prompts
+from lib.server import ServerEnded
 from support import fake_vllm
 
 from vllm_specblock.bench.config import BenchConfig
 from vllm_specblock.bench.methods import resolve
-from vllm_specblock.bench.process import EngineFailed
 
 FAKE = (sys.executable, fake_vllm.__file__)
 NAMES = ("plain", "ngram", "merged")
@@ -45,29 +44,6 @@ def test_servers_have_our_defaults():
     assert ngram.speculative == {"method": "specblock", "kind": "ngram"}
     assert merged.speculative["draft_policy"] == "merge"
     assert "enable_adaptive_verification" not in merged.speculative
-
-
-def test_a_command_line():
-    given = {"max_num_seqs": 8, "enforce_eager": True, "speculative-config": "{}"}
-    assert [*words(given)] == [
-        *("--max-num-seqs", "8"),
-        "--enforce-eager",
-        *("--speculative-config", "{}"),
-    ]
-
-
-def test_what_the_client_is_asked(load, tmp_path):
-    assert (load.requests(1), load.requests(8), load.requests(64)) == (4, 16, 128)
-    asked = load.arguments(99, 8, tmp_path / "x.json", warm=True)
-    given = dict(pairwise(asked))
-    assert given["--max-concurrency"] == "8" and given["--num-prompts"] == "16"
-    assert (
-        given["--num-warmups"] == "0"
-        and given["--endpoint"] == "/v1/completions"
-        and "--ignore-eos" in asked
-    )
-    chat = Load(load.prompts, 10, 0.0, True, 4, 2).arguments(99, 8, tmp_path / "x.json", True)
-    assert "openai-chat" in chat and "/v1/chat/completions" in chat
 
 
 def test_the_client_and_the_server_know_these_options(load, tmp_path):
@@ -139,5 +115,5 @@ def test_turns_of_every_server_and_a_run_that_goes_on(load, tmp_path):
 def test_a_server_that_does_not_start_is_told(load, tmp_path):
     store = ResultsStore(tmp_path / "serve.json", {})
     servers = Servers({"model": str(Path("some/broken"))}, vllm=FAKE)
-    with pytest.raises(EngineFailed, match="of plain failed: the server ended, after: no such"):
+    with pytest.raises(ServerEnded, match="It ended with 1: no such"):
         measure(methods("plain"), servers, load, [1], 1, store, tmp_path)

@@ -11,13 +11,15 @@ import end_to_end
 import pytest
 import steady_state
 import typer
-from end_to_end import PLAIN, SPEED_TAU, Place
-from engine_process import Answer, EngineFailed, Task
+from end_to_end import PLAIN, Place
 from lib import acceptance
 from steady_state import DEVICE, DRAFTING, STEPS, TOKENS
 from typer.testing import CliRunner
 
+from vllm_specblock.bench.process import EngineFailed
 from vllm_specblock.engine.metrics import acceptance as counted
+
+TAU = 4.41
 
 
 def cli(*arguments):
@@ -27,17 +29,11 @@ def cli(*arguments):
 
 
 @pytest.mark.parametrize("model", ["llama-8b", "qwen3-8b"])
-@pytest.mark.parametrize("tau", [2.5, SPEED_TAU])
+@pytest.mark.parametrize("tau", [2.5, TAU])
 def test_the_profile_has_the_tau_that_was_asked_for(model, tau):
     best = acceptance.profile(model, tau)
     assert acceptance.tree_tau(best, acceptance.PAPER_TREE) == pytest.approx(tau, abs=1e-3)
     assert len(best) == 8 and best == sorted(best, reverse=True)
-
-
-def test_the_line_is_the_papers_at_its_ends():
-    assert acceptance.line("llama-8b")[0] == 0.80
-    assert acceptance.line("llama-8b")[-1] == pytest.approx(0.544)
-    assert acceptance.line("qwen3-8b")[-1] == pytest.approx(0.369)
 
 
 def test_no_profile_has_a_tau_of_ten():
@@ -74,12 +70,6 @@ def test_every_engine_that_drafts_is_imposed_upon_and_plain_vllm_is_not():
         assert len(keys["synthetic_acceptance_rates"]) == keys["num_speculative_tokens"]
 
 
-def test_the_pair_is_accepted_as_it_is():
-    found = end_to_end.engines(place(None), [12], [3], gpu=True)
-    assert "synthetic" not in json.dumps(found)
-    assert end_to_end.expected_tau(place(None), found["SpecBlock @ 12"]) is None
-
-
 def test_without_a_gpu_our_n_gram_head_looks_up_and_is_accepted_as_it_is():
     where = place([0.8, 0.7])
     found = end_to_end.engines(where, [12], [3], gpu=False)
@@ -89,13 +79,13 @@ def test_without_a_gpu_our_n_gram_head_looks_up_and_is_accepted_as_it_is():
 
 
 def test_a_tree_is_promised_more_than_a_chain_of_its_depth():
-    where = place(acceptance.profile("llama-8b", SPEED_TAU))
+    where = place(acceptance.profile("llama-8b", TAU))
     found = end_to_end.engines(where, [60], [8], gpu=True)
     tree, chain = (
         end_to_end.expected_tau(where, found[name])
         for name in ("SpecBlock @ 60", "EAGLE-3 chain @ 8")
     )
-    assert tree == pytest.approx(SPEED_TAU, abs=1e-3) and 2 < chain < tree
+    assert tree == pytest.approx(TAU, abs=1e-3) and 2 < chain < tree
 
 
 class FakeEngine:
@@ -127,7 +117,7 @@ class FakeEngine:
 
 @pytest.fixture
 def no_vllm(monkeypatch):
-    monkeypatch.setattr(steady_state, "params_of", lambda task, count: [None] * task.batch)
+    monkeypatch.setattr(steady_state, "params_of", lambda job: [None] * len(job["prompts"]))
 
 
 def window(rates, late, length):
@@ -136,7 +126,7 @@ def window(rates, late, length):
         llm_engine=engine,
         get_metrics=lambda: [SimpleNamespace(name=counted.TOKENS, value=engine.count, labels={})],
     )
-    return steady_state.window(llm, Task(["a", "b"], 0.0, length, batch=2), "w", None)
+    return steady_state.window(llm, {"prompts": ["a", "b"], "max_tokens": length}, "w", None)
 
 
 def test_a_window_is_from_the_last_warm_request_to_the_first_that_ends(no_vllm):
@@ -174,22 +164,6 @@ RESULTS = {
     "SpecBlock @ 12, batch 8": result(760, batch=8),
     "SpecBlock @ 60, batch 8": result(700, batch=8),
 }
-SETTINGS = {"tau": SPEED_TAU, "context": 2048, "drafter_bytes": 1_500_000_000}
-
-
-def test_the_goals():
-    assert end_to_end.goals(RESULTS, SETTINGS) == [
-        "best × vLLM at batch 1, τ = 4.41 at 60 nodes: 3.60 (goal ≥ 3.5)",
-        "best × vLLM at the worst batch, 8: 0.95 (goal ≥ 1.0)",
-        "drafting share, batch 1: 12% (goal ≤ 13%)",
-        "step without drafting over a plain step, batch 1, context 2048: 1.05 (goal ≤ 1.1)",
-        "GPU memory beyond weights and cache: 200 MB (goal ≤ 300)",
-    ]
-
-
-def test_no_goal_is_held_against_another_setting():
-    said = end_to_end.goals(RESULTS, SETTINGS | {"tau": 3.0, "context": 512})
-    assert not any("goal ≥ 3.5" in each or "goal ≤ 1.1)" in each for each in said)
 
 
 def test_the_table():
@@ -201,9 +175,9 @@ def test_the_table():
 
 
 def fake_run(calls, failing=()):
-    def run(request, script):
-        calls.append(request)
-        if any(part in json.dumps(request.speculative) for part in failing):
+    def run(name, arguments, job, log):
+        calls.append((arguments, job))
+        if any(part in json.dumps(arguments["speculative_config"]) for part in failing):
             raise EngineFailed("The engine ended with code 1: no memory")
         counters = {
             TOKENS: 400,
@@ -213,7 +187,7 @@ def fake_run(calls, failing=()):
             counted.STEPS: 100,
             counted.TOKENS: 400,
         }
-        yield Answer([], 2.0, counters)
+        return {"seconds": 2.0, "counters": counters}
 
     return run
 
@@ -225,8 +199,9 @@ def test_a_failed_engine_is_named_and_a_second_run_goes_on(tmp_path, monkeypatch
     monkeypatch.setattr(end_to_end, "run", fake_run(calls, failing=["eagle3"]))
     first = cli(*out)
     assert first.exit_code == 1 and "no memory" in first.output and len(calls) == 12
-    assert calls[0].engine["load_format"] == "dummy" and calls[6].engine["max_num_seqs"] == 2
-    assert len(calls[6].tasks[0].prompts) == 2
+    arguments, job = calls[6]
+    assert arguments["load_format"] == "dummy" and arguments["max_num_seqs"] == 2
+    assert len(job["prompts"]) == 2
     monkeypatch.setattr(end_to_end, "run", fake_run(calls))
     second = cli(*out)
     assert second.exit_code == 0, second.output
@@ -242,7 +217,7 @@ def test_arguments_of_all_engines_are_a_setting(tmp_path, monkeypatch):
     calls = []
     monkeypatch.setattr(end_to_end, "run", fake_run(calls))
     assert cli(*out, "--engine", '{"max_num_seqs": 7}').exit_code == 0
-    assert {call.engine["max_num_seqs"] for call in calls} == {7}
+    assert {arguments["max_num_seqs"] for arguments, _ in calls} == {7}
     assert json.loads((tmp_path / "e.json").read_text())["settings"]["engine"] == {
         "max_num_seqs": 7
     }
@@ -257,7 +232,9 @@ def test_one_real_engine_of_random_weights(tmp_path, monkeypatch):
     monkeypatch.setattr(
         end_to_end,
         "run",
-        lambda request, script: (really if request.speculative else instead)(request, script),
+        lambda name, arguments, *job: (really if arguments["speculative_config"] else instead)(
+            name, arguments, *job
+        ),
     )
     path = tmp_path / "e.json"
     given = f"--model tiny --nodes 12 --batches 2 --context 40 --tokens 200 --repeat 1 --out {path}"

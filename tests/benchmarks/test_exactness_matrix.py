@@ -46,6 +46,7 @@ def test_all_runs_each_and_fails_with_any(monkeypatch, capsys):
         return subprocess.CompletedProcess(command, int(bad))
 
     monkeypatch.setattr(exactness.subprocess, "run", called)
+    monkeypatch.setattr(sys, "argv", ["exactness.py", "--tokens=5", "--nodes=9"])
     with pytest.raises(typer.Exit) as ended:
         exactness.main("all", tokens=5, nodes=9)
     known = exactness.combinations("a", "b", "c", 9)
@@ -63,6 +64,7 @@ def test_swaps_are_of_combinations_whose_first_drafter_takes_weights(monkeypatch
     calls = []
     done = subprocess.CompletedProcess([], 0)
     monkeypatch.setattr(exactness.subprocess, "run", lambda command: calls.append(command) or done)
+    monkeypatch.setattr(sys, "argv", ["exactness.py", "--swaps"])
     with pytest.raises(typer.Exit) as ended:
         exactness.main("all", swaps=True)
     assert ended.value.exit_code == 0 and len(calls) == 20

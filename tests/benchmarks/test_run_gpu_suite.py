@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import time
 
 import pytest
@@ -19,6 +20,10 @@ time.sleep(600)
 """
 
 
+def command(*words: str) -> str:
+    return shlex.join(words)
+
+
 def alive(process: int) -> bool:
     """Whether it runs; one that ended and was not waited for does not."""
     try:
@@ -30,9 +35,9 @@ def alive(process: int) -> bool:
 
 def test_steps_that_end_fail_and_overrun(tmp_path):
     steps = [
-        Step("overruns", ("-c", OVERRUNS, RESULT), 1, 2),
-        Step("fails", ("-c", "raise SystemExit(3)"), 1, 20),
-        Step("ends", ("-c", ENDS, RESULT), 1, 20),
+        Step("overruns", command("-c", OVERRUNS, RESULT), 1, 2),
+        Step("fails", command("-c", "raise SystemExit(3)"), 1, 20),
+        Step("ends", command("-c", ENDS, RESULT), 1, 20),
     ]
     log, figures = tmp_path / "part.log", tmp_path / "part.json"
     summary = run_gpu_suite.run(steps, log, figures, 60)
@@ -52,8 +57,8 @@ def test_steps_that_end_fail_and_overrun(tmp_path):
 def test_what_does_not_fit_is_left_out(tmp_path, monkeypatch):
     monkeypatch.setattr(run_gpu_suite, "LEAST", 1.5)
     steps = [
-        Step("long", ("-c", "import time; time.sleep(9)"), 9, 99),
-        Step("next", ("-c", ""), 1, 9),
+        Step("long", command("-c", "import time; time.sleep(9)"), 9, 99),
+        Step("next", command("-c", ""), 1, 9),
     ]
     summary = run_gpu_suite.run(steps, tmp_path / "log", tmp_path / "json", 2)
     assert [each["exit"] for each in summary] == ["overran", "left out"]
@@ -61,7 +66,9 @@ def test_what_does_not_fit_is_left_out(tmp_path, monkeypatch):
 
 
 def test_a_part_is_two_files_and_a_table(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(PARTS, 2, [Step("a", ("-c", ""), 1, 9), Step("b", ("-c", ""), 1, 9)])
+    monkeypatch.setitem(
+        PARTS, 2, [Step("a", command("-c", ""), 1, 9), Step("b", command("-c", ""), 1, 9)]
+    )
     run_gpu_suite.main(tmp_path / "out", part=2, only="a")
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["part2.json", "part2.log"]
     said = capsys.readouterr().out.splitlines()
@@ -75,5 +82,9 @@ def test_the_list_fits_and_names_what_is_there(part):
     assert len(names) == len(set(names))
     for step in PARTS[part]:
         assert step.estimate < step.limit
-        files = [word for word in step.command if word.endswith(".py") or word.startswith("tests/")]
+        files = [
+            word
+            for word in shlex.split(step.words)
+            if word.endswith(".py") or word.startswith("tests/")
+        ]
         assert all((ROOT / file).exists() for file in files), step.name

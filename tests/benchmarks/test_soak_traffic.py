@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from lib.results_store import ROOT
 from lib.soak_phases import MODEL, prompts_text
-from lib.soak_refused import wrong_requests
 from lib.soak_traffic import (
     CHAT,
     CLIENTS,
@@ -73,15 +72,3 @@ def test_what_vllm_refuses_is_not_asked(texts):
     (kind,) = (name for name, (_, keys) in EXTRAS.items() if "prompt_logprobs" in keys)
     calls = traffic(texts, without={kind}).window(2, 400)
     assert not any("prompt_logprobs" in call.body for call in calls if not call.refused)
-
-
-def test_wrong_requests_have_names():
-    names = [name for name, _, _ in wrong_requests("a", [5, 6])]
-    assert len(names) == len({*names}) >= 25
-
-
-def test_a_patient_client_asks_the_same(texts):
-    for call in traffic(texts).window(5, 100):
-        patient = call.patient()
-        assert (patient.body, patient.path, patient.key) == (call.body, call.path, call.key)
-        assert patient.leaves_after is patient.patience is patient.aborted_after is None

@@ -58,15 +58,12 @@ COMMANDS = {
     "features": "features --target somebody/target --data prompts.jsonl --length 999999 --out out",
     "bench": "bench --target somebody/target --drafter specblock=somebody/drafter "
     "--set x=prompts.jsonl --method nowhere",
-    "figures": "figures --drafter a=somebody/drafter --target somebody/target --set x=none.jsonl "
-    "--out out",
     "adapt run": "adapt run queue --drafter somebody/drafter --target somebody/target --once",
 }
 END_LATER = {
     "data": "None of the lines",
     "features": "needs a position more",
     "bench": "nowhere",
-    "figures": "none.jsonl",
 }
 """Commands that end with an error which they only find when they have read config.json: what else
 they do takes an engine, or minutes."""

@@ -90,7 +90,7 @@ def test_errors_are_one_sentence_on_stderr(arguments, said):
 def test_layer_ids_that_are_not_three_numbers(target, tmp_path):
     result = specblock("init", "--target", target, "--out", tmp_path / "o", "--layer-ids", "2,x")
     assert result.exit_code == 2
-    assert "three layer numbers" in result.stderr
+    assert "is not 3 integers" in result.stderr
 
 
 def test_help_does_not_load_torch():

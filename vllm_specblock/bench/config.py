@@ -13,10 +13,10 @@ class BenchError(ValueError):
 
 
 class MethodSpec(BaseModel):
-    """How a method is served: what it adds to the engine that all methods have in common.
+    """How a method is served, beside the arguments that all methods share.
 
-    A value of None takes a key away that `base` has. Without `speculative` it is plain vLLM. A
-    string "{NAME}" in `speculative` stands for the folder that the option `drafter` gives to NAME.
+    None removes a key of `base`. Without `speculative` it is plain vLLM. A string "{NAME}" in
+    `speculative` is replaced by the folder that the option `drafter` gives to NAME.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -35,7 +35,7 @@ class MethodSpec(BaseModel):
 
 
 class BenchConfig(BaseModel):
-    """What is compared, on what, and how often."""
+    """Options of a benchmark."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -66,13 +66,13 @@ class BenchConfig(BaseModel):
         default=(0.0, 1.0), min_length=1, description="0 is greedy. Repeatable."
     )
     max_new_tokens: int = Field(default=128, ge=1, description="Tokens of one answer, at most.")
-    ignore_eos: bool = Field(default=False, description="Every answer has its most tokens.")
+    ignore_eos: bool = Field(default=False, description="Every answer has --max-new-tokens tokens.")
     questions: int | None = Field(
         default=None, ge=1, description="Of every set, evenly spread over it. Default: all."
     )
     rounds: int = Field(default=3, ge=1, description="Passes over all questions.")
-    batch: int = Field(default=1, ge=1, description="Questions that are answered at a time.")
-    raw: bool = Field(default=False, description="Questions are text to go on with, not a chat's.")
+    batch: int = Field(default=1, ge=1, description="Questions per request batch.")
+    raw: bool = Field(default=False, description="Questions are text to continue, not a chat's.")
     template_options: dict[str, Any] = Field(
         default={}, description="Variables of the chat template, as JSON."
     )
@@ -91,13 +91,13 @@ class BenchConfig(BaseModel):
     at_once: int | None = Field(
         default=None,
         ge=1,
-        description="Engines that are alive at a time, plain vLLM's among them, for want of "
-        "memory. Default: all.",
+        description="Engines that run at a time, plain vLLM's among them, where memory is short. "
+        "Default: all.",
     )
     explain: bool = Field(
         default=True,
-        description="Look at every greedy answer that is not plain vLLM's: how close were the two "
-        "tokens?",
+        description="Report how close the two tokens were where a greedy answer differs from "
+        "plain vLLM's.",
     )
     out: Path = Field(default=Path("runs/bench"), description="Folder of all results.")
 
@@ -120,7 +120,7 @@ class BenchConfig(BaseModel):
         return self
 
     def must_match(self) -> dict[str, Any]:
-        """What all results of one folder have in common, besides methods and questions."""
+        """Return what all results of one folder share, besides methods and questions."""
         return self.model_dump(mode="json", exclude=_FREE)
 
 
@@ -137,5 +137,5 @@ _FREE = {
     "explain",
     "out",
 }
-"""Options that may differ when a run goes on: they say how much is run, or are held against each
-other by what they lead to (`methods.resolve`, `questions.read_sets`)."""
+"""Options that may differ when a run resumes: how much is run, and what `methods.resolve` and
+`questions.read_sets` compare by their results."""

@@ -1,11 +1,10 @@
-"""What all engines of a benchmark are made with: small, side by side, and as vLLM comes."""
+"""Arguments of all engines of a benchmark, small enough to run side by side."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from vllm_specblock.bench.config import BenchConfig, BenchError
-from vllm_specblock.bench.methods import Method
 
 BLOCK = 128
 """Tokens in one block of the cache, at most: platforms differ."""
@@ -14,11 +13,10 @@ BLOCK = 128
 def cache_bytes(
     config: Any, layers: int, length: int, batch: int, dtype_bytes: int, spare: int = 64
 ) -> int:
-    """Room for all requests, and a quarter more: drafters' layers and slots of drafts.
+    """Return the KV cache for all requests, and a quarter more for drafters and draft slots.
 
     Args:
         config: of the target, transformers'.
-        layers: of the target.
         length: tokens of a request, at most.
         spare: blocks beyond.
     """
@@ -30,7 +28,7 @@ def cache_bytes(
 
 
 def common_arguments(config: BenchConfig, length: int, on_gpu: bool) -> dict[str, Any]:
-    """Arguments of vLLM's `LLM` of every method.
+    """Return arguments of vLLM's `LLM` for every method.
 
     Args:
         length: tokens of the longest chat.
@@ -46,14 +44,14 @@ def common_arguments(config: BenchConfig, length: int, on_gpu: bool) -> dict[str
     if wanted > most or length > wanted:
         raise BenchError(
             f"The longest chat may take {length} tokens, but there is room for "
-            f"{min(most, wanted)}: lower --max-new-tokens or leave long questions out."
+            f"{min(most, wanted)}: lower --max-new-tokens or drop long questions."
         )
     arguments: dict[str, Any] = {
         "model": str(config.target),
         "dtype": config.dtype,
         "max_model_len": wanted,
         "max_num_seqs": config.batch,
-        "enable_prefix_caching": False,  # a second round would be spared its prompts
+        "enable_prefix_caching": False,  # a second round would skip its prompts
         "disable_log_stats": False,  # the counters that τ is read from
         "distributed_executor_backend": "uni",
         "kv_cache_memory_bytes": cache_bytes(
@@ -66,11 +64,6 @@ def common_arguments(config: BenchConfig, length: int, on_gpu: bool) -> dict[str
         ),
     }
     if on_gpu:
-        # vLLM asks for so much of a GPU to be free, whatever it takes: many engines share it.
+        # vLLM wants this share of a GPU free; many engines use one.
         arguments["gpu_memory_utilization"] = 0.05
     return arguments | config.engine
-
-
-def arguments_of(method: Method, common: dict[str, Any]) -> dict[str, Any]:
-    """`common`, and what the method says."""
-    return {**common, **method.engine, "speculative_config": method.speculative}

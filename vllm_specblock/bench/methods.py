@@ -29,7 +29,7 @@ def _two(second: dict[str, str], **how: str) -> MethodSpec:
 _EAGLE, _LOOKUP = {"model": "{eagle3}"}, {"kind": "ngram"}
 
 BUILT_IN: dict[str, MethodSpec] = {
-    # Whichever runner vLLM takes here unless told.
+    # vLLM's default runner.
     "plain": MethodSpec(env={RUNNER: None}),
     "plain-v2": MethodSpec(env=_V2),
     "ngram": _tree(kind="ngram"),
@@ -74,20 +74,20 @@ class Method:
         return self.speculative is None
 
     def as_json(self) -> dict[str, Any]:
-        """What tells it from a method of the same name, checkpoints by their weights."""
-        return {
-            "speculative": _with_weights(self.speculative),
-            "engine": self.engine,
-            "env": self.env,
-        }
+        """Return what identifies it, with checkpoints by their weights."""
+        speculative = _with_weights(self.speculative)
+        return {"speculative": speculative, "engine": self.engine, "env": self.env}
+
+    def arguments(self, common: dict[str, Any]) -> dict[str, Any]:
+        """Return arguments of vLLM's `LLM`: `common` and the method's own."""
+        return {**common, **self.engine, "speculative_config": self.speculative}
 
 
 def resolve(config: BenchConfig) -> dict[str, Method]:
-    """The chosen methods by name, plain vLLM first.
+    """Return the chosen methods by name, plain vLLM first.
 
     Raises:
-        BenchError: an unknown method or base, a drafter that is not given or not there, or no
-            plain vLLM to be compared with.
+        BenchError: an unknown method or base, a missing drafter, or no plain vLLM.
     """
     found = [_resolve(name, config) for name in config.method]
     if not any(method.plain for method in found):
@@ -112,7 +112,7 @@ def _resolve(name: str, config: BenchConfig) -> Method:
 
 
 def _spec(name: str, defined: dict[str, MethodSpec], inside: tuple[str, ...]) -> MethodSpec:
-    """With what its bases say. A method may change the built-in one of its own name."""
+    """Merge a method with its bases. A method may change the built-in one of its own name."""
     if name in inside and name in BUILT_IN:
         return BUILT_IN[name]
     spec = defined.get(name, BUILT_IN.get(name))
@@ -136,7 +136,7 @@ def _changed(base: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
 
 
 def _put_folders(value: Any, name: str, drafters: dict[str, Path]) -> Any:
-    """`value` with folders in the place of "{NAME}"."""
+    """Return `value` with folders in place of "{NAME}"."""
     if isinstance(value, dict):
         return {key: _put_folders(each, name, drafters) for key, each in value.items()}
     wanted = _FOLDER.fullmatch(value) if isinstance(value, str) else None
@@ -151,7 +151,7 @@ def _put_folders(value: Any, name: str, drafters: dict[str, Path]) -> Any:
 
 
 def weights(folder: Path) -> str:
-    """What tells a checkpoint from one that was trained again in its place, to the same sizes."""
+    """Return a digest of a checkpoint's weights."""
     digest = hashlib.sha256()
     for path in sorted(folder.glob("*.safetensors")):
         digest.update(path.read_bytes())
@@ -159,7 +159,7 @@ def weights(folder: Path) -> str:
 
 
 def _with_weights(value: Any) -> Any:
-    """`value` with a digest of its weights in the place of every folder of a checkpoint."""
+    """Return `value` with a digest in place of every checkpoint's folder."""
     if not isinstance(value, dict):
         return value
     return {

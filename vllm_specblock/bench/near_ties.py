@@ -1,8 +1,8 @@
-"""Where two answers in bfloat16 part, how far apart were the two tokens?
+"""How close the two tokens were where two answers in bfloat16 differ.
 
 Two ways to compute the same logits in bfloat16 differ in their last bits. Where the best two tokens
-are as close as that, either may win, and the rest of the answer follows. transformers computes the
-logits at that place once more, in float32, which tells such a tie from a mistake.
+are that close, either may win, and the rest of the answer follows. transformers computes the logits
+at that position again, in float32, which separates such a tie from a mistake.
 """
 
 from __future__ import annotations
@@ -15,8 +15,11 @@ from pathlib import Path
 import torch
 
 from vllm_specblock.bench.run import Bench
-from vllm_specblock.bench.schedule import Unit, units
+from vllm_specblock.bench.schedule import units
 from vllm_specblock.bench.table import markdown_table
+
+Place = tuple[tuple[int, ...], tuple[int, ...]]
+"""The text so far, and the tokens that follow it in either answer."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ class Parting:
 
     @property
     def steps(self) -> float:
-        """How far apart the logits are, in steps of bfloat16."""
+        """The distance of the logits, in steps of bfloat16."""
         return abs(self.logits[0] - self.logits[1]) / self.step
 
     def __str__(self) -> str:
@@ -50,12 +53,7 @@ class Parting:
 
 @dataclass(frozen=True)
 class Difference:
-    """A greedy answer that is not plain vLLM's.
-
-    Attributes:
-        method, set, question: whose, and to what.
-        prompt, plain, ours: token ids.
-    """
+    """A method's greedy answer to a question that differs from plain vLLM's; token ids."""
 
     method: str
     set: str
@@ -64,82 +62,69 @@ class Difference:
     plain: list[int]
     ours: list[int]
 
+    def place(self) -> Place:
+        at = first_difference(self.plain, self.ours)
+        pair = self.plain[at : at + 1] + self.ours[at : at + 1]
+        return tuple(self.prompt + self.plain[:at]), tuple(pair)
+
 
 def differences(bench: Bench, plain_of: dict[str, str | None]) -> list[Difference]:
-    """Every one of a run, once, whatever the rounds.
+    """Return each difference of a run once, over all rounds.
 
     Args:
         plain_of: by method, the plain vLLM whose outputs it should have; None: there is none.
-            Where a chat has already gone another way, there is nothing to compare.
+            Turns after a difference have other prompts and are not compared.
     """
     found = {}
     for unit in units(bench.config, bench.sets):
-        if unit.temperature:
-            continue
         for method, plain in plain_of.items():
-            if plain is None or bench.store.missing(unit, [method], [plain]):
+            if unit.temperature or plain is None or bench.store.missing(unit, [method], [plain]):
                 continue
+            before = [bench.store.answers_before(unit, name) for name in (plain, method)]
             for place, question in enumerate(unit.questions):
-                prompts = [_prompt(bench, unit, place, name) for name in (plain, method)]
                 theirs, ours = (bench.store.ids(unit, name, place) for name in (plain, method))
-                if prompts[0] == prompts[1] and theirs != ours:
+                prompt, other = (bench.reader.prompt(question, said[place]) for said in before)
+                if prompt == other and theirs != ours:
                     key = method, unit.set, question.id, unit.turn, tuple(theirs), tuple(ours)
-                    found[key] = Difference(method, unit.set, question.id, prompts[0], theirs, ours)
+                    found[key] = Difference(method, unit.set, question.id, prompt, theirs, ours)
     return [*found.values()]
 
 
-def _prompt(bench: Bench, unit: Unit, place: int, name: str) -> list[int]:
-    said = bench.store.answers_before(unit, name)[place]
-    return bench.reader.prompt(unit.questions[place], said)
-
-
 def page(target: Path, found: Sequence[Difference]) -> tuple[str, list[dict[str, object]]]:
-    """Look at all differences: in Markdown, and as JSON's types."""
-    places = {_place(each): each for each in found}
-    # An answer that only goes on where the other ends has no second token to look at.
-    pairs = {place: each for place, each in places.items() if len(place[1]) == 2}
-    looked: dict[_Place, Parting] = dict(
-        zip(
-            pairs,
-            explain(target, [(each.prompt, each.plain, each.ours) for each in pairs.values()]),
-        )
-    )
-    head = ["method", "answers that differ", "two logits within one bfloat16 step", "farthest"]
-    rows, lines = [head], []
+    """Explain all differences: in Markdown, and as JSON's types."""
+    # Where one answer ends there is no second token to look at.
+    pairs = {place: each for each in found if len((place := each.place())[1]) == 2}
+    answers = [(each.prompt, each.plain, each.ours) for each in pairs.values()]
+    looked = dict(zip(pairs, explain(target, answers)))
     facts: list[dict[str, object]] = []
-    for method in dict.fromkeys(each.method for each in found):
-        steps = []
-        for each in found:
-            if each.method == method:
-                parting = looked.get(_place(each))
-                steps.append(parting.steps if parting else math.inf)
-                said = str(parting) if parting else "one answer ends where the other goes on"
-                lines.append(f"- {method}, {each.set}/{each.question}: {said}")
-                named = {"method": method, "set": each.set, "question": each.question}
-                steps_apart = parting and round(parting.steps, 3)
-                facts.append({**named, "steps": steps_apart, "says": said})
-        near = sum(step <= 1 for step in steps)
-        rows.append([method, str(len(steps)), str(near), f"{max(steps):.2f} steps"])
+    steps: dict[str, list[float]] = {}
+    for each in sorted(found, key=lambda each: [d.method for d in found].index(each.method)):
+        parting = looked.get(each.place())
+        steps.setdefault(each.method, []).append(parting.steps if parting else math.inf)
+        facts.append(
+            {
+                "method": each.method,
+                "set": each.set,
+                "question": each.question,
+                "steps": parting and round(parting.steps, 3),
+                "says": str(parting) if parting else "one answer ends where the other goes on",
+            }
+        )
+    rows = [["method", "answers that differ", "two logits within one bfloat16 step", "farthest"]]
+    for method, those in steps.items():
+        near = sum(step <= 1 for step in those)
+        rows.append([method, str(len(those)), str(near), f"{max(those):.2f} steps"])
+    lines = ["- {method}, {set}/{question}: {says}".format(**fact) for fact in facts]
     return markdown_table(rows) + "\n\n" + "\n".join(lines), facts
 
 
-_Place = tuple[tuple[int, ...], tuple[int, ...]]
-
-
-def _place(each: Difference) -> _Place:
-    """What one look answers: the text so far, and the two tokens."""
-    at = first_difference(each.plain, each.ours)
-    pair = each.plain[at : at + 1] + each.ours[at : at + 1]
-    return tuple(each.prompt + each.plain[:at]), tuple(pair)
-
-
 def bfloat16_step(value: float) -> float:
-    """The distance of bfloat16's numbers, of 8 significant bits, around `value`."""
+    """Return the distance of bfloat16's numbers, of 8 significant bits, around `value`."""
     return 2.0 ** (math.frexp(value)[1] - 8)
 
 
 def first_difference(one: list[int], other: list[int]) -> int:
-    """The first position at which they differ, or the end of the shorter one."""
+    """Return the first position at which they differ, or the end of the shorter one."""
     both = enumerate(zip(one, other))
     return next((i for i, (a, b) in both if a != b), min(len(one), len(other)))
 

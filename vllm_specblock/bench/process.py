@@ -1,8 +1,7 @@
-"""The engine of one method in a process of its own, which stands still while another one answers.
+"""The engine of one method in a process of its own, stopped while another one answers.
 
-Whatever happens to this process, its engines go: each has a guard, a shell that waits for this
-process to let it go, and kills the engine's process group if it ends without. A stopped process
-would otherwise notice nothing.
+Each engine has a guard, a shell that kills the engine's process group if this process ends without
+releasing it: a stopped process would not notice.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from vllm_specblock.bench.config import BenchError
 # -P: in a clone of the repository, vLLM would take triton_kernels/ for a package of that name.
 COMMAND = (sys.executable, "-P", "-m", "vllm_specblock.engine.offline.answering")
 GRACE = 10.0
-"""Seconds that an engine is given to end by itself."""
+"""Seconds for an engine to end by itself."""
 
 _GUARD = 'read let_go || kill -s KILL -- "-$1"'
-"""In this form every shell's `kill` takes a process group."""
+"""In this form each shell's `kill` takes a process group."""
 
 
 def start_guard(process: subprocess.Popen[Any]) -> subprocess.Popen[bytes]:
-    """A process that kills the group of `process` unless it is written `let go` before its end."""
+    """Start a process that kills the group of `process` unless `let go` is written to it."""
     return subprocess.Popen(
         ["sh", "-c", _GUARD, "guard", str(process.pid)],
         stdin=subprocess.PIPE,
@@ -43,18 +42,18 @@ class EngineFailed(BenchError):
 
 
 class EngineProcess:
-    """An engine that is stopped unless it is asked.
+    """An engine that is stopped between its answers.
 
     Args:
         name: of its method.
         arguments: of vLLM's `LLM`.
-        env: added to this process's environment; None takes a variable away.
-        log: takes all that it prints.
-        command: of the process, see `vllm_specblock/engine/offline/answering.py` for what it does.
-        wait: until it can answer. Else `wait()` has to be called, when others were started too.
+        env: added to this process's environment; None removes a variable.
+        log: file for its output.
+        command: of the process, which speaks as `vllm_specblock/engine/offline/answering.py`.
+        wait: until it can answer. Else call `wait()`, such as when other engines were started.
 
     Attributes:
-        facts: what the engine says of itself, once it can answer.
+        facts: the engine's own, once it can answer.
 
     Raises:
         EngineFailed: it did not start.
@@ -88,7 +87,7 @@ class EngineProcess:
             self.wait()
 
     def wait(self) -> None:
-        """Until it can answer; then it is stopped.
+        """Wait until it can answer, then stop it.
 
         Raises:
             EngineFailed: it did not start.
@@ -105,10 +104,10 @@ class EngineProcess:
         job: Mapping[str, Any],
         said: Callable[[int, list[int]], object] = lambda prompt, tokens: None,
     ) -> dict[str, Any]:
-        """Its answer to a job; it runs for just so long.
+        """Return its answer to a job; it runs for that time only.
 
         Args:
-            said: of a job with `stream`, gets a prompt's index and its new tokens as they come.
+            said: called with a prompt's index and its new tokens, for a job with `stream`.
 
         Raises:
             EngineFailed: it ended, or could not answer.
@@ -121,7 +120,7 @@ class EngineProcess:
         return answer
 
     def run_on(self, seconds: float) -> None:
-        """Let it, and what it started, go on for so long without a job."""
+        """Let it run for a time without a job."""
         self._signal(signal.SIGCONT)
         time.sleep(seconds)
         self._signal(signal.SIGSTOP)
@@ -145,7 +144,7 @@ class EngineProcess:
         return answer
 
     def _end(self) -> str:
-        """How it ended, with its last words."""
+        """Return how it ended, with its last line of output."""
         try:
             code = self.process.wait(GRACE)
         except subprocess.TimeoutExpired:
@@ -161,7 +160,7 @@ class EngineProcess:
 
 
 def end_all(engines: Iterable[EngineProcess]) -> None:
-    """End them all, and whatever they started; those that were ended before are left alone."""
+    """End them and the processes that they started; engines that have ended are skipped."""
     pipes = [(engine, engine.guard.stdin) for engine in engines]
     engines = [engine for engine, pipe in pipes if pipe is not None and not pipe.closed]
     for engine in engines:

@@ -1,4 +1,4 @@
-"""Sets of questions, and what the target reads of them."""
+"""Sets of questions, and the prompts that the target reads."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ Sets = dict[str, list[Question]]
 
 
 def read_sets(config: BenchConfig) -> Sets:
-    """The chosen questions of every set, in the order of the options.
+    """Return the chosen questions of every set, in the order of the options.
 
     Raises:
-        BenchError: a file is not there or has a line without a question, or two sets have one name.
+        BenchError: a file is missing or has a line without a question, or two sets have one name.
     """
     found: Sets = {}
     for name, path in (each for given in config.set for each in _files(given)):
@@ -41,7 +41,7 @@ def read_sets(config: BenchConfig) -> Sets:
 
 
 def _files(given: str) -> list[tuple[str, Path]]:
-    """(name, file) of one `--set`."""
+    """Return (name, file) of each set in one `--set`."""
     name, equals, path = given.partition("=")
     where = Path(path if equals else given)
     if where.is_dir():
@@ -55,7 +55,7 @@ def _files(given: str) -> list[tuple[str, Path]]:
 
 
 def read_questions(path: Path) -> list[Question]:
-    """All questions of a .jsonl file: lines of {"id", "turns", …}."""
+    """Return all questions of a .jsonl file: lines of {"id", "turns"}, or of {"prompt"}."""
     found = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         if not line.strip():
@@ -64,7 +64,8 @@ def read_questions(path: Path) -> list[Question]:
             raw = json.loads(line)
         except json.JSONDecodeError:
             raw = None
-        turns = raw.get("turns") if isinstance(raw, dict) else None
+        raw = raw if isinstance(raw, dict) else {}
+        turns = raw.get("turns", [raw.get("prompt")])
         if not isinstance(turns, list) or not turns or not all(isinstance(t, str) for t in turns):
             raise BenchError(
                 f'Line {number} of {path} is no question: it must be like {{"id": "a", "turns": '
@@ -79,36 +80,32 @@ def read_questions(path: Path) -> list[Question]:
 
 
 def spread(questions: list[Question], count: int | None) -> list[Question]:
-    """`count` of them, evenly spread from the first on; None: all."""
+    """Return `count` of them, evenly spread from the first on; None: all."""
     if count is None or count >= len(questions):
         return questions
     return [questions[index * len(questions) // count] for index in range(count)]
 
 
 def seed_of(name: str, question: Question, turn: int, seed: int) -> int:
-    """Of one answer: the same for all methods and rounds."""
+    """Return the seed of one answer: the same for all methods and rounds."""
     return (zlib.crc32(f"{name}/{question.id}/{turn}".encode()) + seed) % 2**31
 
 
 def fingerprint(sets: Sets) -> dict[str, Any]:
-    """What tells the chosen questions of two runs apart."""
-    return {
-        name: {
-            "questions": len(questions),
-            "sha256": hashlib.sha256(
-                json.dumps([[q.id, q.turns] for q in questions]).encode()
-            ).hexdigest()[:16],
-        }
-        for name, questions in sets.items()
-    }
+    """Return what identifies the chosen questions of a run."""
+    found = {}
+    for name, questions in sets.items():
+        text = json.dumps([[q.id, q.turns] for q in questions])
+        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+        found[name] = {"questions": len(questions), "sha256": digest}
+    return found
 
 
 class Reader:
-    """What the target reads before each answer, as token ids.
+    """Makes prompts, as token ids.
 
     Args:
-        tokens: of the target.
-        raw: without the chat template: an answer goes on with the text, and so does the next turn.
+        raw: without the chat template: an answer continues the text, and so does the next turn.
 
     Raises:
         BenchError: there is no chat template.
@@ -122,7 +119,7 @@ class Reader:
         self.tokens, self.raw = tokens, raw
 
     def prompt(self, question: Question, answers: Sequence[str]) -> list[int]:
-        """The prompt of the turn after `answers`.
+        """Return the prompt of the turn after `answers`.
 
         Raises:
             BenchError: the template refuses it.
@@ -131,18 +128,16 @@ class Reader:
         try:
             if self.raw:
                 return self.tokens.raw("".join(map("".join, zip(turns, [*answers, ""]))))
-            messages = []
-            for turn, answer in zip(turns, [*answers, None]):
+            messages = [{"role": "user", "content": turns[0]}]
+            for answer, turn in zip(answers, turns[1:]):
+                messages.append({"role": "assistant", "content": answer})
                 messages.append({"role": "user", "content": turn})
-                if answer is not None:
-                    messages.append({"role": "assistant", "content": answer})
             return self.tokens.question(messages)
         except BrokenLine as error:
             raise BenchError(f"Question {question.id} cannot be asked: {error}.") from None
 
     def needed(self, sets: Sets, max_new_tokens: int) -> int:
-        """Tokens of the longest chat. An answer that is read again may have a few more tokens
-        than were generated, for which there is room."""
+        """Return the tokens of the longest chat; an answer may take more tokens when it is read."""
         most = 0
         for question in (each for questions in sets.values() for each in questions):
             before = len(question.turns) - 1

@@ -1,19 +1,18 @@
-"""A whole benchmark: engines side by side, unit by unit, then the table."""
+"""A whole benchmark: engines side by side, unit by unit."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from vllm_specblock.bench.config import BenchConfig, BenchError
-from vllm_specblock.bench.engine_arguments import arguments_of, common_arguments
-from vllm_specblock.bench.machine import available_memory, describe_machine
+from vllm_specblock.bench.engine_arguments import common_arguments
+from vllm_specblock.bench.machine import describe_machine
 from vllm_specblock.bench.methods import Method, resolve
 from vllm_specblock.bench.process import COMMAND, EngineFailed, EngineProcess, end_all
 from vllm_specblock.bench.questions import Reader, Sets, fingerprint, read_sets, seed_of
@@ -28,13 +27,13 @@ from vllm_specblock.train.target.features import load_tokenizer
 
 @dataclass
 class Bench:
-    """What `measure` needs, all checked.
+    """The checked inputs of `measure`.
 
     Attributes:
         methods: by name, plain vLLM first.
         common: arguments of all engines.
         command: of an engine's process.
-        warm_up_tokens: of the first questions, at every temperature, before an engine's first turn.
+        warm_up_tokens: per question, at every temperature, before an engine's first turn.
         failures: by method, why it gave no more answers in this call.
     """
 
@@ -50,10 +49,10 @@ class Bench:
 
 
 def prepare(config: BenchConfig, fresh: bool = False) -> Bench:
-    """Check everything that can be known before an engine is made.
+    """Check everything that is known before an engine is made.
 
     Raises:
-        BenchError, CheckpointError, TrainError: something does not fit; one sentence.
+        BenchError, CheckpointError, TrainError: one sentence says what does not fit.
     """
     methods, sets = resolve(config), read_sets(config)
     plain = [method for method in methods.values() if method.plain]
@@ -67,7 +66,11 @@ def prepare(config: BenchConfig, fresh: bool = False) -> Bench:
     length = reader.needed(sets, config.max_new_tokens)
     common = common_arguments(config, length, machine["gpu"] is not None)
     settings = config.must_match() | {
-        "target": _fingerprint(config.target),
+        "target": {
+            "name": config.target.resolve().name,
+            "config": hashlib.sha256((config.target / "config.json").read_bytes()).hexdigest()[:12],
+            "bytes": str(sum(p.stat().st_size for p in config.target.glob("*.safetensors"))),
+        },
         "machine": machine,
         "methods": {name: method.as_json() for name, method in methods.items()},
         "sets": fingerprint(sets),
@@ -75,22 +78,11 @@ def prepare(config: BenchConfig, fresh: bool = False) -> Bench:
     return Bench(config, methods, sets, reader, common, Store(config.out, settings, fresh))
 
 
-def _fingerprint(target: Path) -> dict[str, str]:
-    """The target's name, and what tells it from another of that name."""
-    config = (target / "config.json").read_bytes()
-    size = sum(path.stat().st_size for path in target.glob("*.safetensors"))
-    return {
-        "name": target.resolve().name,
-        "config": hashlib.sha256(config).hexdigest()[:12],
-        "bytes": str(size),
-    }
-
-
 def measure(bench: Bench, say: Callable[[str], None] = tqdm.write) -> None:
-    """Let the engines answer all that is missing.
+    """Let the engines answer everything that is missing.
 
     Raises:
-        EngineFailed: plain vLLM gave no answer, without which nothing can be compared.
+        EngineFailed: plain vLLM gave no answer to compare with.
     """
     plain = [method for method in bench.methods.values() if method.plain]
     todo = list(units(bench.config, bench.sets))
@@ -106,20 +98,27 @@ def measure(bench: Bench, say: Callable[[str], None] = tqdm.write) -> None:
             _measure_group(bench, group, ours, compared, say)
 
 
+def available_memory() -> int:
+    """Return the bytes of host memory that new processes may take."""
+    import psutil
+
+    return int(psutil.virtual_memory().available)
+
+
 class Room:
-    """Whether the memory holds one more engine, by what those before have taken."""
+    """Host memory for one more engine, by what the engines before have taken."""
 
     def __init__(self) -> None:
         self.left, self.most = available_memory(), 0
 
     def check(self, alive: int) -> None:
-        """Called before an engine is made.
+        """Check before an engine is made.
 
         Raises:
-            BenchError: it would hardly fit; no one is served by a machine that swaps.
+            BenchError: the machine would swap.
         """
         before, self.left = self.left, available_memory()
-        if before is None or self.left is None or not alive:
+        if not alive:
             return
         self.most = max(self.most, before - self.left)
         if self.left < self.most:
@@ -160,7 +159,7 @@ def _measure_group(
         turns = tqdm(todo, "answers", unit="turn")
         for number, unit in enumerate(turns):
             alive = [name for name in compared if name in engines]
-            # Whoever has answered it is left out; plain vLLM answers again beside the others.
+            # Methods that have answered are skipped; plain vLLM answers again beside the others.
             asked = {*bench.store.missing(unit, alive, plain)} | plain
             if asked <= plain and {*compared} - plain:
                 continue
@@ -168,7 +167,7 @@ def _measure_group(
             answers: dict[str, Answer] = {}
             for name in rotated([name for name in engines if name in asked], number):
                 try:
-                    answers[name] = _ask(bench, engines[name], unit)
+                    answers[name] = _answer(bench, engines[name], unit)
                 except EngineFailed as error:
                     failed(name, error)
             bench.store.add(unit, answers)
@@ -177,7 +176,7 @@ def _measure_group(
 
 
 def _start(bench: Bench, method: Method, unit: Unit) -> EngineProcess:
-    """An engine that has answered something."""
+    """Start an engine and warm it up."""
     config, logs = bench.config, bench.config.out / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     env = {
@@ -185,48 +184,39 @@ def _start(bench: Bench, method: Method, unit: Unit) -> EngineProcess:
         "VLLM_LOGGING_LEVEL": "WARNING",
         **method.env,
     }
-    arguments = arguments_of(method, bench.common)
+    arguments = method.arguments(bench.common)
     engine = EngineProcess(method.name, arguments, env, logs / f"{method.name}.log", bench.command)
     try:
         bench.store.note_engine(method.name, engine.facts)
         prompts = [bench.reader.prompt(each, []) for each in unit.questions]
         most = min(bench.warm_up_tokens, config.max_new_tokens)
         for temperature in config.temperature:
-            engine.ask(_job(config, prompts, [0] * len(prompts), temperature, most))
+            _ask(config, engine, prompts, [0] * len(prompts), temperature, most)
     except BaseException:
         end_all([engine])
         raise
     return engine
 
 
-def _job(
+def _ask(
     config: BenchConfig,
+    engine: EngineProcess,
     prompts: list[list[int]],
     seeds: list[int],
     temperature: float,
     max_tokens: int,
 ) -> dict[str, Any]:
-    """What an engine is asked; see `engine/offline/answering.py`."""
-    return {
-        "prompts": prompts,
-        "seeds": seeds,
-        "temperature": temperature,
-        "max_tokens": max_tokens,
-        "ignore_eos": config.ignore_eos,
-    }
+    """Return an engine's answer to a job of `engine/offline/answering.py`."""
+    job = {"prompts": prompts, "seeds": seeds, "temperature": temperature}
+    return engine.ask(job | {"max_tokens": max_tokens, "ignore_eos": config.ignore_eos})
 
 
-def _ask(bench: Bench, engine: EngineProcess, unit: Unit) -> Answer:
-    said = bench.store.answers_before(unit, engine.name)
-    prompts = [bench.reader.prompt(q, before) for q, before in zip(unit.questions, said)]
-    seeds = [seed_of(unit.set, q, unit.turn, bench.config.seed) for q in unit.questions]
-    most = bench.config.max_new_tokens
-    answer = engine.ask(_job(bench.config, prompts, seeds, unit.temperature, most))
-    return _kept(bench.reader, unit, answer)
-
-
-def _kept(reader: Reader, unit: Unit, answer: Mapping[str, Any]) -> Answer:
-    """What the store keeps of an engine's answer."""
+def _answer(bench: Bench, engine: EngineProcess, unit: Unit) -> Answer:
+    """Return what the store keeps of an engine's answer to a unit."""
+    config, before = bench.config, bench.store.answers_before(unit, engine.name)
+    prompts = [bench.reader.prompt(q, said) for q, said in zip(unit.questions, before)]
+    seeds = [seed_of(unit.set, q, unit.turn, config.seed) for q in unit.questions]
+    answer = _ask(config, engine, prompts, seeds, unit.temperature, config.max_new_tokens)
     ids, counters = answer["ids"], answer["counters"]
     nanoseconds, steps = (counters.get(name, 0) for name in DRAFTING)
     return Answer(
@@ -236,7 +226,7 @@ def _kept(reader: Reader, unit: Unit, answer: Mapping[str, Any]) -> Answer:
         steps=counters.get(STEPS, 0),
         draft_ns=nanoseconds,
         draft_steps=steps,
-        digests=tuple(hashlib.sha256(json.dumps(each).encode()).hexdigest()[:16] for each in ids),
-        texts=() if unit.last else tuple(map(reader.tokens.said, ids)),
-        ids=() if unit.temperature else tuple(ids),
+        digests=[hashlib.sha256(json.dumps(each).encode()).hexdigest()[:16] for each in ids],
+        texts=[] if unit.last else [*map(bench.reader.tokens.said, ids)],
+        ids=[] if unit.temperature else ids,
     )

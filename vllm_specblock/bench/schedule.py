@@ -1,9 +1,10 @@
-"""Who answers what, and when: engines take turns, unit by unit."""
+"""The order of answers: engines take turns, unit by unit."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import TypeVar
 
 from vllm_specblock.bench.config import BenchConfig, BenchError
@@ -15,7 +16,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Unit:
-    """What every engine answers before any goes on: one turn of a batch of questions.
+    """What every engine answers before the next unit: one turn of a batch of questions.
 
     Attributes:
         turn: of the chat, from 0 on.
@@ -30,30 +31,26 @@ class Unit:
     last: bool
 
     def key(self, turn: int | None = None) -> str:
-        """Its name in the store, or that of another turn of the same questions."""
+        """Return its name in the store, or that of another turn of the same questions."""
         ids = ",".join(question.id for question in self.questions)
         turn = self.turn if turn is None else turn
         return f"round {self.round}, T = {self.temperature:g}, {self.set}/{ids}, turn {turn}"
 
 
 def units(config: BenchConfig, sets: Sets) -> Iterator[Unit]:
-    """All units: rounds one after the other, and in each the sets by turns, so that whatever is
-    there of a round is of all sets."""
+    """Yield all units: round by round, and in each round one batch of each set in turn."""
     for number in range(config.rounds):
-        batches = {name: list(_batches(each, config.batch)) for name, each in sets.items()}
-        for place in range(max(map(len, batches.values()))):
-            for name, those in batches.items():
-                for temperature in config.temperature:
-                    if place < len(those):
-                        turns = len(those[place][0].turns)
-                        for turn in range(turns):
-                            yield Unit(
-                                number, temperature, name, those[place], turn, turn == turns - 1
-                            )
+        batches = [list(_batches(each, config.batch)) for each in sets.values()]
+        for row in zip_longest(*batches):
+            for name, batch in zip(sets, row):
+                for temperature in config.temperature if batch else ():
+                    turns = len(batch[0].turns)
+                    for turn in range(turns):
+                        yield Unit(number, temperature, name, batch, turn, turn == turns - 1)
 
 
 def _batches(questions: Sequence[Question], size: int) -> Iterator[tuple[Question, ...]]:
-    """Up to `size` questions each, all of them with as many turns."""
+    """Yield up to `size` questions with the same number of turns."""
     batch: tuple[Question, ...] = ()
     for question in questions:
         if batch and (len(batch) == size or len(batch[0].turns) != len(question.turns)):
@@ -66,8 +63,7 @@ def _batches(questions: Sequence[Question], size: int) -> Iterator[tuple[Questio
 def groups(
     plain: Sequence[Method], others: Sequence[Method], at_once: int | None
 ) -> list[list[Method]]:
-    """Lists of methods whose engines are alive together: plain vLLM is in every one, or a ratio
-    would be of two times of day.
+    """Return lists of methods whose engines run together, plain vLLM in every one.
 
     Raises:
         BenchError: plain vLLM leaves no room for another.
@@ -75,14 +71,14 @@ def groups(
     room = len(others) if at_once is None else at_once - len(plain)
     if others and room < 1:
         raise BenchError(
-            f"--at-once is {at_once}, but must be at least {len(plain) + 1}: plain vLLM is "
-            f"{len(plain)} engines, and one that is compared."
+            f"--at-once is {at_once}, but must be at least {len(plain) + 1}: {len(plain)} for "
+            "plain vLLM and one for a method to compare."
         )
     firsts = range(0, len(others), max(1, room)) or [0]
     return [[*plain, *others[first : first + room]] for first in firsts]
 
 
 def rotated(those: Sequence[T], by: int) -> list[T]:
-    """Another one first every time: nobody always comes after the same one."""
+    """Return the sequence with another first item each time, so that the order is fair."""
     start = by % len(those) if those else 0
     return [*those[start:], *those[:start]]

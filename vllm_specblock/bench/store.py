@@ -1,7 +1,7 @@
-"""Results in a folder that grows unit by unit: a killed run goes on where it was.
+"""Results in a folder that grows unit by unit: a killed run resumes.
 
-run.json      the settings, where the results come from, what each engine said of itself
-units.jsonl   a line per unit: what every engine that took its turn then answered, and its cost
+run.json      the settings, where the results come from, facts of each engine
+units.jsonl   a line per unit: the answers of all engines that took turns, and their cost
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ _GROWING = ("methods", "sets")
 
 @dataclass(frozen=True)
 class Answer:
-    """What one engine's answer to a unit was, and what it cost.
+    """One engine's answer to a unit, and its cost.
 
     Attributes:
         tokens: generated, of all questions of the unit.
@@ -44,19 +44,14 @@ class Answer:
     steps: int
     draft_ns: int
     draft_steps: int
-    digests: tuple[str, ...]
-    texts: tuple[str, ...] = ()
-    ids: tuple[list[int], ...] = ()
+    digests: list[str]
+    texts: list[str] = field(default_factory=list)
+    ids: list[list[int]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Record:
-    """Answers of engines that took turns.
-
-    Attributes:
-        unit: `Unit.key`.
-        answers: by method.
-    """
+    """Answers of engines that took turns, by method; `unit` is `Unit.key`."""
 
     unit: str
     round: int
@@ -69,39 +64,38 @@ class Store:
     """All records of a folder.
 
     Args:
-        folder: made, or gone on with.
+        folder: created, or resumed.
         settings: what all results have in common; JSON's types only.
-        fresh: throw away what is there.
+        fresh: delete the results in the folder.
 
     Raises:
         BenchError: the folder has results of other settings, another revision of the code or other
-            versions of what it stands on.
+            versions of its dependencies.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], fresh: bool = False) -> None:
         self.folder = folder
         self.records: list[Record] = []
-        settings = json.loads(json.dumps(settings))  # as it will be read again
         self._known: dict[tuple[str, str], Answer] = {}
         self._together: dict[str, list[set[str]]] = {}
+        facts = provenance()
+        self.head: dict[str, Any] = {
+            "settings": json.loads(json.dumps(settings)),  # as it is read back
+            "provenance": facts,
+            "commands": [],
+            "engines": {},
+            # New files do not count: the results may lie in the repository.
+            "revision": revision(Path(__file__).parent, new_files=False),
+        }
         if fresh and (folder / RUN).exists():
             for path in (folder / RUN, folder / UNITS):
                 path.unlink(missing_ok=True)
             shutil.rmtree(folder / "logs", ignore_errors=True)
-        facts = provenance()
-        self.head: dict[str, Any] = {
-            "settings": settings,
-            "provenance": facts,
-            "commands": [],
-            "engines": {},
-            # New files do not count: the results may well lie in the repository.
-            "revision": revision(Path(__file__).parent, new_files=False),
-        }
         if (folder / RUN).exists():
             known = json.loads((folder / RUN).read_text(encoding="utf-8"))
             self._refuse_others(known)
             for key in _GROWING:
-                known["settings"][key] |= settings[key]
+                known["settings"][key] |= self.head["settings"][key]
             self.head = known
             self._read()
         self.head["commands"] = [*dict.fromkeys([*self.head["commands"], facts["command"]])]
@@ -118,7 +112,7 @@ class Store:
         if other:
             raise BenchError(
                 f"{self.folder} has results with other {', '.join(sorted(other))}: give another "
-                "--out, or --fresh to throw them away."
+                "--out, or --fresh to delete them."
             )
 
     def _read(self) -> None:
@@ -126,13 +120,12 @@ class Store:
         if not path.exists():
             return
         whole = path.read_bytes()
-        # A kill in the midst of a line leaves a part of it.
         kept = whole[: whole.rfind(b"\n") + 1]
-        if len(kept) < len(whole):
+        if len(kept) < len(whole):  # a kill left a part of a line
             os.truncate(path, len(kept))
         for line in kept.splitlines():
             raw = json.loads(line)
-            answers = {name: _answer(each) for name, each in raw.pop("answers").items()}
+            answers = {name: Answer(**each) for name, each in raw.pop("answers").items()}
             self._take(Record(**raw, answers=answers))
 
     def _take(self, record: Record) -> None:
@@ -146,47 +139,36 @@ class Store:
         replace(self.folder / RUN, lambda aside: aside.write_text(text, encoding="utf-8"))
 
     def note_engine(self, name: str, facts: dict[str, Any]) -> None:
-        """Keep what an engine said of itself."""
+        """Keep the facts of an engine."""
         self.head["engines"][name] = facts
         self._write_head()
 
     def add(self, unit: Unit, answers: dict[str, Answer]) -> None:
         """Keep the answers to a unit; they are on the disk when this returns."""
         record = Record(unit.key(), unit.round, unit.temperature, unit.set, answers)
-        line = json.dumps(
-            {**vars(record), "answers": {name: vars(each) for name, each in answers.items()}},
-            ensure_ascii=False,
-        )
+        raw = {**vars(record), "answers": {name: vars(each) for name, each in answers.items()}}
         with (self.folder / UNITS).open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
+            file.write(json.dumps(raw, ensure_ascii=False) + "\n")
             file.flush()
             os.fsync(file.fileno())
         self._take(record)
 
     def missing(self, unit: Unit, methods: Iterable[str], plain: Iterable[str]) -> list[str]:
-        """Of `methods`, those that have not answered `unit` in turns with all of `plain`."""
+        """Return those of `methods` that have not answered `unit` in turns with all of `plain`."""
         together = [those for those in self._together.get(unit.key(), []) if those >= {*plain}]
         return [name for name in methods if not any(name in those for those in together)]
 
     def ids(self, unit: Unit, name: str, place: int) -> list[int]:
-        """The tokens of the method's last greedy answer to a question of `unit`."""
+        """Return the tokens of the method's last greedy answer to a question of `unit`."""
         return self._known[unit.key(), name].ids[place]
 
     def answers_before(self, unit: Unit, name: str) -> list[list[str]]:
-        """Per question of `unit`, what the method has answered to the turns before."""
+        """Return, per question of `unit`, the method's answers to the turns before."""
         turns = [self._known[unit.key(turn), name].texts for turn in range(unit.turn)]
         return [[texts[place] for texts in turns] for place in range(len(unit.questions))]
 
 
 def _circumstances(head: dict[str, Any]) -> dict[str, Any]:
-    """All that has to be equal for results to be compared."""
+    """Return all that has to be equal for results to be compared."""
     settings = {k: v for k, v in head["settings"].items() if k not in _GROWING}
     return {**settings, "revision": head["revision"], "versions": head["provenance"]["versions"]}
-
-
-def _answer(given: dict[str, Any]) -> Answer:
-    """As it was before JSON made lists of its tuples."""
-    fields: dict[str, Any] = {
-        key: tuple(value) if isinstance(value, list) else value for key, value in given.items()
-    }
-    return Answer(**fields)

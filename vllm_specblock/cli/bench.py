@@ -19,18 +19,18 @@ def bench(
         Path | None, typer.Argument(help="YAML file of options; those on the command line win.")
     ] = None,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Throw away what lies in --out, and begin anew.")
+        bool, typer.Option("--fresh", help="Delete the results in --out first.")
     ] = False,
     **given: Any,
 ) -> None:
     """Measure speed-up, tokens/s, τ and drafting time of methods on sets of questions.
 
-    The engines of all methods are alive side by side and take turns, one answer each, so that a
-    machine whose speed drifts gives fair ratios. Killed and started again with the same options,
-    it goes on where it was. Writes OUT/table.md, OUT/results.json and plots.
+    The engines of all methods run side by side and take turns, one answer each, so that a machine
+    with changing speed gives fair ratios. A killed run resumes with the same options. Writes
+    OUT/table.md, OUT/results.json and plots.
     """
     config = parse(BenchConfig, **(read_recipe(recipe) if recipe else {}) | given)
-    # Here and not above: torch and transformers take seconds, `--help` should not.
+    # Imported here to keep `--help` fast.
     from vllm_specblock.bench.results import write_results
     from vllm_specblock.bench.run import measure, prepare
     from vllm_specblock.drafters.common.hub import drafter_folder, target_folder
@@ -39,7 +39,7 @@ def bench(
     target = target_folder(config.target)
     config = config.model_copy(update={"target": target, "drafter": drafters})
 
-    # Asked to end, it ends its engines first, as with Ctrl-C; under nohup it goes on.
+    # End the engines first, as with Ctrl-C; nohup is respected.
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, signal.default_int_handler)
@@ -47,9 +47,7 @@ def bench(
     try:
         measure(prepared)
     except KeyboardInterrupt:
-        typer.echo(
-            f"Stopped. What was answered is in {config.out}; the same command goes on.", err=True
-        )
+        typer.echo(f"Stopped. The answers are in {config.out}; the same command goes on.", err=True)
         raise typer.Exit(130) from None
     table, files = write_results(prepared)
     typer.echo(table)

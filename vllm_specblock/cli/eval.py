@@ -1,17 +1,22 @@
-"""`specblock eval`: what a drafter is worth for its target, measured without serving."""
+"""`specblock eval`: τ and α of a drafter for its target, measured without serving."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from vllm_specblock.cli.options import DrafterDir, Precision, TargetDir, four_widths
-
-if TYPE_CHECKING:
-    import torch
+from vllm_specblock.cli.options import (
+    Device,
+    DrafterDir,
+    NewTokens,
+    Precision,
+    PromptTokens,
+    TargetDir,
+    integers,
+)
 
 
 def evaluate(
@@ -25,16 +30,11 @@ def evaluate(
     ],
     target: TargetDir = None,
     prompts: Annotated[int, typer.Option(min=1, help="How many prompts, from the first on.")] = 64,
-    prompt_tokens: Annotated[
-        int,
-        typer.Option(min=1, help="Of a text without a prompt, so many tokens are taken as one."),
-    ] = 64,
+    prompt_tokens: PromptTokens = 64,
     chat: Annotated[
         bool, typer.Option("--chat", help="Put each prompt through the target's chat template.")
     ] = False,
-    new_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens that the target writes after each prompt.")
-    ] = 160,
+    new_tokens: NewTokens = 160,
     temperature: Annotated[
         list[float] | None,
         typer.Option(
@@ -55,7 +55,7 @@ def evaluate(
     branching: Annotated[
         str | None,
         typer.Option(
-            parser=four_widths,
+            parser=integers("2,4,6,4"),
             metavar="B1,B2,B3,B4",
             help="Children per rank bucket, 0 to 32. Default: as in serving.",
         ),
@@ -64,17 +64,11 @@ def evaluate(
         bool, typer.Option("--uniform", help="Also trees of one width, without the rank head.")
     ] = False,
     calibrate_drafts: Annotated[
-        bool,
-        typer.Option(
-            "--calibrate-drafts/--no-calibrate-drafts",
-            help="Set scores right by what is accepted, as serving does.",
-        ),
+        bool, typer.Option(help="Correct scores by what is accepted, as serving does.")
     ] = True,
     seed: Annotated[int, typer.Option(help="Of the sampled texts.")] = 0,
-    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
-    precision: Annotated[
-        Precision, typer.Option(help="Arithmetic of target and drafter.")
-    ] = Precision.FP32,
+    device: Device = "cpu",
+    precision: Precision = "fp32",
     json_file: Annotated[
         Path | None, typer.Option("--json", help="File to write all figures to.")
     ] = None,
@@ -82,13 +76,14 @@ def evaluate(
     """Draft along the target's own texts, and print how far the drafter reaches.
 
     τ is the mean of tokens committed per step, α the share of right first choices given that all
-    before were right, β what the drafter's logits come to be multiplied by. Drafting is that of
-    serving, one text at a time.
+    before were right, β the factor on the drafter's logits. Drafting is that of serving, one text
+    at a time.
     """
-    # Here and not above: torch and transformers take seconds, `--help` should not.
+    # Imported here to keep `--help` fast.
+    import torch
     from tqdm import tqdm
 
-    from vllm_specblock.cli.report.eval_tables import print_tables
+    from vllm_specblock.cli.eval_tables import print_tables
     from vllm_specblock.config import DEFAULT_NODES, parse_drafter
     from vllm_specblock.drafters.specblock import checkpoint
     from vllm_specblock.train.data.prompts import read_prompts
@@ -101,21 +96,20 @@ def evaluate(
 
     where = usable_device(device)
     pairing = pair_specblock(drafter, target)
-    target, layer_ids, vocab_size = pairing.target, pairing.layer_ids, pairing.vocab_size
     found = read_prompts(
         data,
-        load_tokenizer(target),
+        load_tokenizer(pairing.target),
         prompts,
         prompt_tokens=prompt_tokens,
         chat=chat,
-        vocab_size=vocab_size,
+        vocab_size=pairing.vocab_size,
         report=lambda line: typer.echo(line, err=True),
     )
     if json_file is not None:
         json_file.parent.mkdir(parents=True, exist_ok=True)
-    model = load_target(target, precision.value, where)
+    model = load_target(pairing.target, precision, where)
     weights = checkpoint.load(pairing.drafter, model.dtype, where)
-    given = {"num_blocks": blocks, "num_starts": starts, "branching": branching}
+    given = {"num_blocks": blocks, "num_starts": starts, "branching": branching and [*branching]}
     given["calibrate_drafts"] = None if calibrate_drafts else False
     given = {key: value for key, value in given.items() if value is not None}
     options = parse_drafter(given, "specblock")
@@ -123,26 +117,20 @@ def evaluate(
     shapes = figures_of.shapes_of(weights, options, budgets, uniform)
 
     results = []
-    for sampling_temperature in dict.fromkeys(temperature or [0.0, 1.0]):
+    for heat in dict.fromkeys(temperature or [0.0, 1.0]):
         sequences = figures_of.sequences_from(
-            model,
-            found,
-            new_tokens,
-            temperature=sampling_temperature,
-            seed=seed,
-            layer_ids=layer_ids,
+            model, found, new_tokens, temperature=heat, seed=seed, layer_ids=pairing.layer_ids
         )
-        bar = tqdm(
-            sequences, f"temperature {sampling_temperature:g}", total=len(found), unit="text"
-        )
-        learns = sampling_temperature if options.calibrate_drafts else None
+        bar = tqdm(sequences, f"temperature {heat:g}", total=len(found), unit="text")
+        learns = heat if options.calibrate_drafts else None
         figures = figures_of.evaluate(weights, bar, shapes, options.num_blocks, learns)
-        results.append({"temperature": sampling_temperature, **figures.as_json()})
+        results.append({"temperature": heat, **figures.as_json()})
+    on_gpu = where.type == "cuda"
     whole = {
         "drafter": str(drafter),
-        "target": str(target),
+        "target": str(pairing.target),
         "data": str(data),
-        "device": _device_name(where),
+        "device": torch.cuda.get_device_name(where) if on_gpu else where.type,
         "dtype": str(model.dtype).removeprefix("torch."),
         "prompts": len(found),
         "prompt_tokens": sum(map(len, found)),
@@ -158,9 +146,3 @@ def evaluate(
         text = json.dumps(whole, indent=1) + "\n"
         replace(json_file, lambda aside: aside.write_text(text, encoding="utf-8"))
         typer.echo(f"All figures are in {json_file}.")
-
-
-def _device_name(device: torch.device) -> str:
-    import torch
-
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import os
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from vllm_specblock.cli.options import LayerIds
+from vllm_specblock.cli.options import LayerIds, RequiredTarget
 
 if TYPE_CHECKING:
     from vllm_specblock.engine.offline.extract import FeatureExtractor
 
 
-class Dtype(StrEnum):
-    auto = "auto"
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-
-
 def features(
-    target: Annotated[Path, typer.Option(help="Folder or hub id of the target model.")],
+    target: RequiredTarget,
     data: Annotated[Path, typer.Option(help="Training data, as `specblock train` takes it.")],
     out: Annotated[Path, typer.Option(help="Folder to write the features to.")],
     length: Annotated[
@@ -30,10 +23,11 @@ def features(
     ],
     layer_ids: LayerIds = None,
     dtype: Annotated[
-        Dtype, typer.Option(help="Of the target's arithmetic and of the features.")
-    ] = Dtype.auto,
+        Literal["auto", "float32", "bfloat16"],
+        typer.Option(help="Of the target's arithmetic and of the features."),
+    ] = "auto",
     shard_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens of one file; also what a kill can lose.")
+        int, typer.Option(min=1, help="Tokens of one file: what a killed run can lose.")
     ] = 32768,
     step_tokens: Annotated[
         int | None, typer.Option(min=1, help="vLLM's max_num_batched_tokens.")
@@ -52,30 +46,38 @@ def features(
 ) -> None:
     """Run the target over training data once, and keep what a drafter learns from.
 
-    For each token that is four vectors of the target's width: 32 KiB for an 8B model in bf16.
-    Killed and started again with the same options, it goes on at the first missing file.
+    Each token takes four vectors of the target's width: 32 KiB for an 8B model in bf16. A killed
+    run resumes with the same options.
     """
-    # Here and not above: torch and vLLM take seconds, `--help` should not.
+    # Imported here to keep `--help` fast.
     from tqdm import tqdm
 
     from vllm_specblock.drafters.common.hub import target_folder
     from vllm_specblock.drafters.common.target_info import describe_target, read_target
+    from vllm_specblock.train.config import TrainError
     from vllm_specblock.train.data.packed_dataset import load_texts
     from vllm_specblock.train.target import feature_store, target_rows
     from vllm_specblock.train.target.features import load_tokenizer
 
     target = target_folder(target)
     raw = read_target(target)
-    _check_length(length, raw)
+    longest = raw.get("max_position_embeddings")
+    if longest is not None and length >= longest:
+        raise TrainError(
+            f"--length is {length}, but vLLM needs a position more than that and the target has "
+            f"{longest}: give a --length of {longest - 1} at the most."
+        )
     texts = load_texts(data, lambda: load_tokenizer(target), raw["vocab_size"])
     sequences = [text.tokens for text in texts]
     layers = describe_target(target, layer_ids=layer_ids).layer_ids
-    assert layers is not None  # it is described
+    assert layers is not None  # the target is described
+    # Older targets call it torch_dtype.
+    of_target = raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"
     origin = feature_store.Origin(
         target=target_rows.fingerprint(target),
         data=feature_store.fingerprint(sequences),
         layer_ids=layers,
-        dtype=_dtype_of(raw) if dtype is Dtype.auto else dtype.value,
+        dtype=of_target if dtype == "auto" else dtype,
         length=length,
         shard_tokens=shard_tokens,
     )
@@ -100,7 +102,7 @@ def features(
 
 
 def _extractor() -> type[FeatureExtractor]:
-    """The class that runs vLLM, imported only now."""
+    """Import the class that runs vLLM, only when it is needed."""
     from vllm_specblock.train.config import TrainError
 
     # vLLM reads both when it is imported. Its other runner has no hook for our connector.
@@ -111,23 +113,5 @@ def _extractor() -> type[FeatureExtractor]:
     except ModuleNotFoundError as error:
         if error.name != "vllm":
             raise
-        raise TrainError(
-            "`specblock features` runs the target in vLLM, which is not installed here."
-        ) from None
+        raise TrainError("`specblock features` needs vLLM, which is not installed here.") from None
     return FeatureExtractor
-
-
-def _check_length(length: int, raw: dict[str, Any]) -> None:
-    from vllm_specblock.train.config import TrainError
-
-    longest = raw.get("max_position_embeddings")
-    if longest is not None and length >= longest:
-        raise TrainError(
-            f"Pieces of {length} tokens were asked for, but vLLM needs a position more than that "
-            f"and the target has {longest}: give a --length of {longest - 1} at the most."
-        )
-
-
-def _dtype_of(raw: dict[str, Any]) -> str:
-    """The dtype that a target's config.json names; older ones call it torch_dtype."""
-    return raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"

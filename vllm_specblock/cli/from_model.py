@@ -13,7 +13,7 @@ import typer
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from vllm_specblock.cli.options import json_object, three_layers
+from vllm_specblock.cli.options import THREE_LAYERS, json_object
 
 Command = Callable[..., None]
 
@@ -21,7 +21,7 @@ Command = Callable[..., None]
 def options_of(model: type[BaseModel]) -> Callable[[Command], Command]:
     """Decorate a command so that it takes `model`'s fields as options.
 
-    The command's last parameter must be `**given`: it gets those that the user wrote, by name.
+    The command's last parameter must be `**given`: the options that the user set, by name.
     """
 
     def decorate(command: Command) -> Command:
@@ -30,11 +30,9 @@ def options_of(model: type[BaseModel]) -> Callable[[Command], Command]:
 
         def run(**arguments: Any) -> None:
             names = {parameter.name for parameter in own}
-            # An option that may be repeated and is not there comes as an empty list.
-            given = {
-                k: v for k, v in arguments.items() if k not in names and v not in (None, [], ())
-            }
-            command(**{k: v for k, v in arguments.items() if k in names}, **given)
+            # A repeatable option that is not set comes as an empty list.
+            unset: tuple[Any, ...] = (None, [], ())
+            command(**{k: v for k, v in arguments.items() if k in names or v not in unset})
 
         parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in (*own, *fields)]
         described: Any = run
@@ -48,11 +46,11 @@ def options_of(model: type[BaseModel]) -> Callable[[Command], Command]:
 
 def _option(name: str, field: FieldInfo) -> inspect.Parameter:
     kind, how = _kind(field.annotation)
-    default = field.default if not field.is_required() and field.default is not None else None
-    shown: str | bool = str(default) if default is not None else False
+    default = None if field.is_required() else field.default
+    shown: str | bool = False if default is None else str(default)
     if isinstance(default, tuple | dict):
         shown = ", ".join(map(str, default)) or False
-    if isinstance(default, bool):
+    elif isinstance(default, bool):
         shown = f"{'' if default else 'no-'}{name.replace('_', '-')}"
     option = typer.Option(help=field.description, show_default=shown, **how)
     annotation = Annotated[kind | None, option]  # type: ignore[valid-type]  # made as it runs
@@ -62,28 +60,22 @@ def _option(name: str, field: FieldInfo) -> inspect.Parameter:
 
 
 def _kind(annotation: Any) -> tuple[Any, dict[str, Any]]:
-    """The type that typer parses a field's values as, and what else it must be told."""
+    """Return the type that typer parses a field's values as, and typer's other arguments."""
     parts = [annotation]
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         parts = [part for part in typing.get_args(annotation) if part is not type(None)]
-    if len(parts) > 1:  # a number or a word: pydantic tells which
+    if len(parts) > 1:  # a number or a word: pydantic decides which
         words = [w for part in parts if typing.get_origin(part) is Literal for w in part.__args__]
         return str, {"metavar": "|".join(["N", *words])}
-    if typing.get_origin(parts[0]) is Literal:
-        return parts[0], {}
-    inside = typing.get_args(parts[0])
-    if typing.get_origin(parts[0]) is tuple and inside[-1] is Ellipsis:
-        return types.GenericAlias(list, _bare(inside[0])), {}  # repeatable
-    if typing.get_origin(parts[0]) is tuple:
-        return str, {"parser": three_layers, "metavar": "LOW,MID,HIGH"}
-    if typing.get_origin(parts[0]) is dict and inside[1] is Path:
+    (kind,), origin, inside = parts, typing.get_origin(parts[0]), typing.get_args(parts[0])
+    if origin is tuple and inside[-1] is Ellipsis:  # repeatable
+        one = typing.get_args(inside[0])[0] if hasattr(inside[0], "__metadata__") else inside[0]
+        return types.GenericAlias(list, one), {}
+    if origin is tuple:
+        return str, {"parser": THREE_LAYERS, "metavar": "LOW,MID,HIGH"}
+    if origin is dict and inside[1] is Path:
         return list[str], {"metavar": "NAME=PATH"}
-    if typing.get_origin(parts[0]) is dict:
+    if origin is dict:
         return dict, {"parser": json_object, "metavar": "JSON"}
-    assert parts[0] in (int, float, bool, str, Path), f"no option for {annotation}"
-    return parts[0], {}
-
-
-def _bare(annotation: Any) -> Any:
-    """Without what pydantic is told besides."""
-    return typing.get_args(annotation)[0] if hasattr(annotation, "__metadata__") else annotation
+    assert origin is Literal or kind in (int, float, bool, str, Path), f"no option for {annotation}"
+    return kind, {}

@@ -1,6 +1,6 @@
 """`specblock`: one command per file in this folder.
 
-Commands import what they need when they run, so that `specblock --help` is quick.
+Commands import what they need when they run, so that `specblock --help` is fast.
 """
 
 from __future__ import annotations
@@ -12,19 +12,17 @@ from typer.core import TyperGroup
 
 from vllm_specblock.cli.adapt import adapt
 from vllm_specblock.cli.bench import bench
-from vllm_specblock.cli.convert import convert
+from vllm_specblock.cli.convert import convert, init
 from vllm_specblock.cli.data import data
 from vllm_specblock.cli.doctor import doctor
 from vllm_specblock.cli.eval import evaluate
 from vllm_specblock.cli.features import features
-from vllm_specblock.cli.figures import figures
-from vllm_specblock.cli.init import init
 from vllm_specblock.cli.inspect import inspect
 from vllm_specblock.cli.train import train
 
 
 class OneSentenceErrors(TyperGroup):
-    """Shows the errors that are written for users as their one sentence, without a traceback."""
+    """Prints errors that are written for users as one sentence, without a traceback."""
 
     def invoke(self, ctx: Any) -> Any:  # a Context of click, or of the copy in newer typers
         try:
@@ -43,18 +41,11 @@ class OneSentenceErrors(TyperGroup):
 
 app = typer.Typer(
     cls=OneSentenceErrors,
-    help="Make, train, convert and look at SpecBlock drafters.",
+    help="Make, train, measure and inspect drafters for draft trees in vLLM.",
     no_args_is_help=True,
     add_completion=False,
 )
-app.command()(init)
-app.command()(convert)
-app.command()(data)
-app.command()(inspect)
-app.command()(features)
-app.command()(train)
+for command in (init, convert, data, inspect, features, train, bench, doctor):
+    app.command()(command)
 app.command("eval")(evaluate)
-app.command()(bench)
-app.command()(figures)
-app.command()(doctor)
 app.add_typer(adapt, name="adapt")

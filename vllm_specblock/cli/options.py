@@ -3,39 +3,26 @@
 from __future__ import annotations
 
 import json
-from enum import StrEnum
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 
-class Precision(StrEnum):
-    """Arithmetic of target and drafter."""
+def integers(example: str) -> Callable[[str], tuple[int, ...]]:
+    """Return a parser of as many integers, with commas between them, as `example` has."""
+    count = example.count(",") + 1
 
-    FP32 = "fp32"
-    BF16 = "bf16"
+    def parse(text: str) -> tuple[int, ...]:
+        parts = text.split(",")
+        if len(parts) != count or not all(part.strip().isdigit() for part in parts):
+            raise typer.BadParameter(
+                f"{text!r} is not {count} integers with commas between them, such as {example}."
+            )
+        return tuple(map(int, parts))
 
-
-def three_layers(text: str) -> tuple[int, int, int]:
-    """Parse "2,16,29"."""
-    try:
-        low, mid, high = (int(part) for part in text.split(","))
-    except ValueError:
-        raise typer.BadParameter(
-            f"{text!r} is not three layer numbers with commas between them, such as 2,16,29."
-        ) from None
-    return low, mid, high
-
-
-def four_widths(text: str) -> list[int]:
-    """Parse "2,4,6,4"."""
-    widths = text.split(",")
-    if len(widths) != 4 or not all(width.strip().isdigit() for width in widths):
-        raise typer.BadParameter(
-            f"{text!r} is not four numbers with commas between them, such as 2,4,6,4."
-        )
-    return [int(width) for width in widths]
+    return parse
 
 
 def json_object(text: str) -> dict[str, Any]:
@@ -49,35 +36,53 @@ def json_object(text: str) -> dict[str, Any]:
     return value
 
 
+THREE_LAYERS = integers("2,16,29")
+
 if TYPE_CHECKING:
     LayerIds = tuple[int, int, int] | None
 else:  # typer would take a tuple for three arguments
     LayerIds = Annotated[
         str | None,
         typer.Option(
-            parser=three_layers,
+            parser=THREE_LAYERS,
             metavar="LOW,MID,HIGH",
             help="Target layers whose states the drafter reads; i is the state after i layers. "
             "Default: 2, N//2, N-3 of N.",
         ),
     ]
 
-TargetName = Annotated[
-    str | None,
-    typer.Option(help="What vLLM loads as the target, folder or hub id. Default: --target."),
+Chat = Annotated[
+    bool | None,
+    typer.Option(
+        "--chat/--raw",
+        help="Put prompts through the target's chat template, or not. Default: --chat where there "
+        "is a template.",
+    ),
 ]
-
-DrafterDir = Annotated[
-    Path, typer.Argument(help="Drafter, in either layout: a folder or a hub id.")
+Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")]
+DrafterDir = Annotated[Path, typer.Argument(help="Drafter: a folder in any layout, or a hub id.")]
+NewTokens = Annotated[
+    int, typer.Option(min=1, help="Tokens that the target generates after each prompt.")
 ]
-
+OutDir = Annotated[Path, typer.Option(help="Directory to write the drafter to.")]
+Precision = Annotated[
+    Literal["fp32", "bf16"], typer.Option(help="Arithmetic of target and drafter.")
+]
+PromptTokens = Annotated[
+    int, typer.Option(min=1, help="Length of the prompt that is cut from a text without one.")
+]
+RequiredTarget = Annotated[Path, typer.Option(help="Folder or hub id of the target model.")]
 TargetDir = Annotated[
     Path | None,
     typer.Option(help="Folder or hub id of the target. Default: as the drafter names it."),
 ]
-
-OutDir = Annotated[Path, typer.Option(help="Directory to write the drafter to.")]
-
+TargetName = Annotated[
+    str | None,
+    typer.Option(help="What vLLM loads as the target, folder or hub id. Default: --target."),
+]
+TreeNodes = Annotated[
+    int | None, typer.Option(min=1, max=256, help="Nodes of a tree. Default: as in serving.")
+]
 UpdateRate = Annotated[
     float | None,
     typer.Option(

@@ -17,7 +17,7 @@ def train(
         Path | None, typer.Argument(help="YAML file of options; those on the command line win.")
     ] = None,
     resume: Annotated[
-        bool, typer.Option(help="Go on from the state in --out, if there is one.")
+        bool, typer.Option(help="Resume from the state in --out, if there is one.")
     ] = True,
     dry_run: Annotated[
         bool,
@@ -33,7 +33,7 @@ def train(
     several GPUs: torchrun --nproc-per-node N -m vllm_specblock train RECIPE.
     """
     config = parse(**(read_recipe(recipe) if recipe else {}) | given)
-    # Here and not above: torch and transformers take seconds, `--help` should not.
+    # Imported here to keep `--help` fast.
     from vllm_specblock.drafters.common.hub import drafter_folder, target_folder
     from vllm_specblock.train.run import train as run
 

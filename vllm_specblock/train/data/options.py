@@ -13,35 +13,56 @@ class DataOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    target: Path = Field(description="Folder of the target model.")
-    input: tuple[Path, ...] = Field(default=(), description="JSON-lines files, plain or .gz.")
-    self_prompts: int = Field(
-        default=0, ge=0, description="Prompts that the target makes up, after those of the input."
+    target: Path = Field(description="Folder or hub id of the target model.")
+    input: tuple[Path, ...] = Field(
+        default=(),
+        description="A .jsonl or .jsonl.gz file: conversations (ShareGPT), messages or data "
+        "(UltraChat), a prompt or a text in each line. Repeatable.",
     )
-    out: Path = Field(description="Folder of the shards.")
+    self_prompts: int = Field(
+        default=0,
+        ge=0,
+        description="Prompts that the target makes up, after those of the input: it continues its "
+        "chat template where a user's turn begins.",
+    )
+    out: Path = Field(description="Folder to write the shards to.")
 
     answers: Literal["regenerate", "keep"] = Field(
-        default="regenerate", description="Who writes the answers: the target, or the data."
+        default="regenerate", description="regenerate: by the target; keep: those of the data."
     )
-    raw_prompts: bool = Field(default=False, description="Prompts bypass the chat template.")
+    raw_prompts: bool = Field(default=False, description="Do not apply the chat template.")
     temperature: tuple[Annotated[float, Field(ge=0)], ...] = Field(
-        default=(0.0,), min_length=1, description="0 is greedy; several take turns."
+        default=(0.0,),
+        min_length=1,
+        description="0 is greedy. Repeatable; conversations take turns.",
     )
     top_p: float = Field(default=1.0, gt=0, le=1, description="Nucleus of sampled answers.")
-    max_new_tokens: int = Field(default=1024, ge=1, description="Of one answer.")
-    max_length: int = Field(default=2048, ge=2, description="Tokens of a sequence at most.")
+    max_new_tokens: int = Field(default=1024, ge=1, description="Tokens of one answer, at most.")
+    max_length: int = Field(
+        default=2048,
+        ge=2,
+        description="Tokens of a sequence. Chats end there; texts continue in a new sequence.",
+    )
     seed: int = Field(default=0, ge=0, description="Seeds the sampling.")
-    limit: int | None = Field(default=None, ge=1, description="Usable lines of the input to take.")
-    shard_size: int = Field(default=512, ge=1, description="Lines of a shard.")
+    limit: int | None = Field(
+        default=None, ge=1, description="Usable lines of the input to take. Default: all."
+    )
+    shard_size: int = Field(
+        default=512, ge=1, description="Lines of a shard: what a killed run can lose."
+    )
     template_options: dict[str, Any] = Field(
-        default={}, description="Further variables of the chat template."
+        default={},
+        description="""Variables of the chat template, such as '{"enable_thinking": false}'.""",
     )
     dtype: str = Field(default="auto", description="Of the target's arithmetic, as in vLLM.")
 
     draft_vocab_size: int = Field(
-        default=32000, ge=1, description="Tokens whose coverage is printed."
+        default=32000, ge=1, description="Most frequent tokens whose coverage is printed."
     )
-    engine: dict[str, Any] = Field(default={}, description="Further arguments of vLLM's `LLM`.")
+    engine: dict[str, Any] = Field(
+        default={},
+        description="""Further arguments of vLLM's LLM, such as '{"max_num_seqs": 512}'.""",
+    )
 
     @model_validator(mode="after")
     def _something_to_answer(self) -> DataOptions:

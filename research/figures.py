@@ -1,7 +1,8 @@
-"""`specblock figures`: acceptance rates, shaded answers and trees, as in the SpecBlock paper.
+"""Acceptance rates, shaded answers and trees, as in figures 5 to 7 of the SpecBlock paper.
 
-Figures 5 (appendix C), 6 and 7 (appendix E), offline: the target's own answers are drafted along as
-serving would, and no engine is needed.
+    python research/figures.py --drafter specblock=DIR --set humaneval=FILE.jsonl --out FOLDER
+
+The target's own answers are drafted along as serving would; no engine is needed.
 """
 
 from __future__ import annotations
@@ -10,9 +11,24 @@ import json
 from pathlib import Path
 from typing import Annotated, Any
 
+import paper_plots as paper
 import typer
+from paper_measure import DrafterFigures, measure
+from tqdm import tqdm
 
-from vllm_specblock.cli.options import Precision
+from vllm_specblock.bench.draft_tree import pyplot
+from vllm_specblock.cli.options import Chat, Device, NewTokens, Precision, PromptTokens, TreeNodes
+from vllm_specblock.cli.prompt_steps import prompt_tensor, steps_of_prompt
+from vllm_specblock.config import DEFAULT_NODES, OptionError
+from vllm_specblock.drafters.specblock.config import CheckpointError
+from vllm_specblock.train.config import TrainError
+from vllm_specblock.train.data.prompts import read_prompts
+from vllm_specblock.train.distributed_model import usable_device
+from vllm_specblock.train.eval.evaluate import sequences_for
+from vllm_specblock.train.eval.loaded import load_drafter, pair
+from vllm_specblock.train.provenance import provenance
+from vllm_specblock.train.target.answers import continue_prompts
+from vllm_specblock.train.target.features import load_target, load_tokenizer
 
 
 def figures(
@@ -20,8 +36,7 @@ def figures(
         list[str],
         typer.Option(
             metavar="NAME=DIR",
-            help="A drafter, SpecBlock or EAGLE-3, and what to call it; a hub id will do. "
-            "Repeatable.",
+            help="A SpecBlock or EAGLE-3 drafter, a folder or a hub id, and its name. Repeatable.",
         ),
     ],
     data: Annotated[
@@ -40,24 +55,10 @@ def figures(
         ),
     ] = None,
     prompts: Annotated[int, typer.Option(min=1, help="Of each set, from the first on.")] = 16,
-    prompt_tokens: Annotated[
-        int,
-        typer.Option(min=1, help="Of a text without a prompt, so many tokens are taken as one."),
-    ] = 64,
-    new_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens that the target writes after each prompt.")
-    ] = 128,
-    chat: Annotated[
-        bool | None,
-        typer.Option(
-            "--chat/--raw",
-            help="Put prompts through the target's chat template, or take them as they stand. "
-            "Default: --chat where there is a template.",
-        ),
-    ] = None,
-    nodes: Annotated[
-        int | None, typer.Option(min=1, max=256, help="Nodes of a tree. Default: as in serving.")
-    ] = None,
+    prompt_tokens: PromptTokens = 64,
+    new_tokens: NewTokens = 128,
+    chat: Chat = None,
+    nodes: TreeNodes = None,
     case: Annotated[
         str | None,
         typer.Option(help="Prompt of the shaded answers and the trees. Default: the paper's."),
@@ -65,34 +66,15 @@ def figures(
     tokens: Annotated[
         int, typer.Option(min=1, help="Committed tokens of a shaded answer (paper: 30).")
     ] = 30,
-    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
-    precision: Annotated[
-        Precision, typer.Option(help="Arithmetic of target and drafters.")
-    ] = Precision.FP32,
+    device: Device = "cpu",
+    precision: Precision = "fp32",
 ) -> None:
     """Draw where drafts are accepted: by position, in a text, in a tree.
 
     Writes fig5a_alpha.png, fig5b_alpha_blocks.png (SpecBlock only), fig6_text.png, fig7_trees.png
     and figures.json with every number.
     """
-    from tqdm import tqdm
-
-    from vllm_specblock.bench.figures import alpha
-    from vllm_specblock.bench.figures import case as detail
-    from vllm_specblock.bench.figures.measure import DrafterFigures, measure
-    from vllm_specblock.bench.figures.style import pyplot
-    from vllm_specblock.cli.report.prompt_steps import prompt_tensor, steps_of_prompt
-    from vllm_specblock.config import DEFAULT_NODES
-    from vllm_specblock.train.config import TrainError
-    from vllm_specblock.train.data.prompts import read_prompts
-    from vllm_specblock.train.distributed_model import usable_device
-    from vllm_specblock.train.eval.evaluate import sequences_for
-    from vllm_specblock.train.eval.loaded import load_drafter, pair
-    from vllm_specblock.train.provenance import provenance
-    from vllm_specblock.train.target.answers import continue_prompts
-    from vllm_specblock.train.target.features import load_target, load_tokenizer
-
-    pyplot()  # so that it is not found missing after all the work
+    pyplot()  # fails before the work where it is missing
     where = usable_device(device)
     folders = _by_name("--drafter", drafter, "specblock=DIR")
     sets = _by_name("--set", data, "humaneval=PATH")
@@ -115,11 +97,11 @@ def figures(
         )
         for name, path in sets.items()
     }
-    prompt = detail.PROMPT if case is None else case
+    prompt = paper.PROMPT if case is None else case
     ids = prompt_tensor(prompt, tokenizer, chat)
     out.mkdir(parents=True, exist_ok=True)
 
-    model = load_target(target, precision.value, where)
+    model = load_target(target, precision, where)
     loaded = {
         name: load_drafter(pairing, model.dtype, where, nodes or DEFAULT_NODES)
         for name, pairing in pairs.items()
@@ -134,9 +116,9 @@ def figures(
             bar = tqdm(sequences, f"{set_name}, {name}", total=len(texts), unit="text")
             measured[name][set_name] = measure(each, bar, depth)
     drafters = {name: DrafterFigures(of_sets) for name, of_sets in measured.items()}
-    # Each step commits a token at least.
+    # Each step commits at least one token.
     cases = {
-        name: detail.Case(steps_of_prompt(model, each, ids, tokens, tokens), each.forward_name)
+        name: paper.Case(steps_of_prompt(model, each, ids, tokens, tokens), each.forward_name)
         for name, each in loaded.items()
     }
     if not all(each.steps for each in cases.values()):
@@ -144,12 +126,12 @@ def figures(
             "The target's answer to --case ends before anything is drafted: give another prompt."
         )
 
-    alpha.plot_alpha(drafters, out / "fig5a_alpha.png")
+    paper.plot_alpha(drafters, out / "fig5a_alpha.png")
     blocks = {name: each for name, each in drafters.items() if each.alpha_mj is not None}
     if blocks:
-        alpha.plot_block_alpha(blocks, out / "fig5b_alpha_blocks.png")
-    detail.plot_text(cases, tokenizer, tokens, out / "fig6_text.png")
-    detail.plot_trees(cases, tokenizer, out / "fig7_trees.png")
+        paper.plot_block_alpha(blocks, out / "fig5b_alpha_blocks.png")
+    paper.plot_text(cases, tokenizer, tokens, out / "fig6_text.png")
+    paper.plot_trees(cases, tokenizer, out / "fig7_trees.png")
     whole = {
         "target": str(target),
         "sets": {name: {"data": str(sets[name]), "prompts": len(found[name])} for name in sets},
@@ -174,8 +156,6 @@ def figures(
 
 def _by_name(option: str, given: list[str], example: str) -> dict[str, Path]:
     """Parse "NAME=PATH", each name once."""
-    from vllm_specblock.config import OptionError
-
     found: dict[str, Path] = {}
     for text in given:
         name, _, path = text.partition("=")
@@ -185,3 +165,10 @@ def _by_name(option: str, given: list[str], example: str) -> dict[str, Path]:
             raise OptionError(f"{option} {name} was given twice: call one by another name.")
         found[name] = Path(path)
     return found
+
+
+if __name__ == "__main__":
+    try:
+        typer.run(figures)
+    except (CheckpointError, OptionError, TrainError) as error:
+        raise SystemExit(f"Error: {error}") from None

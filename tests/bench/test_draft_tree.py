@@ -9,9 +9,12 @@ from hypothesis import given
 from rich.console import Console
 from support.trees import nodes
 
-from vllm_specblock.bench.figures import tree_picture as pictures
-from vllm_specblock.bench.figures.style import ACCEPTED
-from vllm_specblock.bench.figures.terminal_tree import terminal_tree
+from vllm_specblock.bench.draft_tree import (
+    ACCEPTED,
+    layout,
+    save_tree,
+    terminal_tree,
+)
 from vllm_specblock.train.eval.steps import Step
 
 # 1: a, 2: b, 3: a under 1, 4: newline under 3, 5: b under 2
@@ -34,7 +37,7 @@ class Letters:
 @given(nodes(max_nodes=25))
 def test_no_two_nodes_lie_on_each_other_and_subtrees_do_not_mix(tree):
     parent = [-1, *(up for up, _ in tree)]
-    places = pictures.layout(parent)
+    places = layout(parent)
     assert len(set(places)) == len(parent)
     children = {n: [c for c, up in enumerate(parent) if up == n] for n in range(len(parent))}
     for node, below in children.items():
@@ -50,8 +53,7 @@ def test_no_two_nodes_lie_on_each_other_and_subtrees_do_not_mix(tree):
 
 def test_an_svg_has_one_node_per_node(tmp_path):
     pytest.importorskip("matplotlib")
-    picture = pictures.picture_of(STEP, Letters())
-    pictures.save_tree(picture, pictures.forward_legend(2, "block"), tmp_path / "a" / "tree.svg")
+    save_tree(STEP, Letters(), "block", tmp_path / "a" / "tree.svg")
     root = ElementTree.parse(tmp_path / "a" / "tree.svg").getroot()
     ids = {each.get("id"): each for each in root.iter() if each.get("id")}
     drawn = [name for name in ids if name.startswith("node-")]
@@ -61,12 +63,6 @@ def test_an_svg_has_one_node_per_node(tmp_path):
     assert labels["bonus"] == "$<&x$"  # neither mathematics nor markup
     bold = [n for n in range(6) if ACCEPTED in ElementTree.tostring(ids[f"node-{n}"], "unicode")]
     assert bold == STEP.accepted
-
-
-def test_forwards_are_told_apart_by_colour():
-    legend = pictures.forward_legend(8, "level")
-    assert len({legend.colour[number] for number in range(9)}) == 9
-    assert legend.name[8] == "level 8"
 
 
 def test_the_terminal_shows_every_node_under_its_parent():

@@ -1,4 +1,4 @@
-"""`specblock figures` on the example pair."""
+"""The figures of the paper on the example pair."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import json
 from pathlib import Path
 
 import pytest
+from figures import figures
+from typer import Typer
 from typer.testing import CliRunner
-
-from vllm_specblock.cli.main import app
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TARGET = EXAMPLES / "tiny_pair" / "target"
 SPECBLOCK, EAGLE3 = EXAMPLES / "tiny_pair" / "drafter", EXAMPLES / "two_heads" / "eagle3"
 
 
-def specblock(*arguments: str | Path | int):
+def run(*arguments: str | Path | int):
+    app = Typer()
+    app.command()(figures)
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
@@ -38,7 +40,7 @@ def test_every_figure_is_drawn_and_its_numbers_are_kept(sets, tmp_path):
     sizes = "--nodes", 16, "--new-tokens", 40, "--tokens", 12
     case = "--case", "class Codec(codecs.Codec):\n"
     given = (*drafters, *questions, *sizes, *case)
-    result = specblock("figures", "--target", TARGET, *given, "--out", out)
+    result = run("--target", TARGET, *given, "--out", out)
     assert result.exit_code == 0, result.output
     names = ["fig5a_alpha", "fig5b_alpha_blocks", "fig6_text", "fig7_trees"]
     for name in names:
@@ -86,7 +88,7 @@ def test_errors_are_one_sentence(sets, tmp_path):
         ([*drafter, *given, "--case", ""], "The prompt is empty"),
         ([*drafter, *given, "--new-tokens", 5], "No text is long enough to draft along"),
     ):
-        result = specblock("figures", *arguments, *rest)
+        result = run(*arguments, *rest)
         assert result.exit_code == 1, result.output
-        assert said in result.stderr, result.stderr
+        assert said in str(result.exception), result.output
         assert not list((tmp_path / "out").glob("*.*"))

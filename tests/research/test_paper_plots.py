@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from paper_plots import Case, Origin, committed_tokens, place, plot_text
 
-from vllm_specblock.bench.figures.shaded_text import (
-    Origin,
-    committed_tokens,
-    place,
-    plot_shaded_text,
-)
 from vllm_specblock.train.eval.steps import Step
 
 PREFILL, ACCEPTED, BONUS = Origin
@@ -56,8 +51,13 @@ def test_tokens_are_set_in_lines():
     ]
 
 
+class Letters:
+    def decode(self, ids):
+        return "".join(["a", " $b$\n", "<c>"][each] for each in ids)
+
+
 def test_it_is_drawn(tmp_path):
     pytest.importorskip("matplotlib")
-    words = [("a", PREFILL), (" $b$\n", ACCEPTED), ("<c>", BONUS)]
-    plot_shaded_text({"one": words, "two": words[:1]}, tmp_path / "text.png", more=["one"])
+    cases = {name: Case([step(0, [1], 1, 2)], "block") for name in ("one", "two")}
+    plot_text(cases, Letters(), 2, tmp_path / "text.png")
     assert (tmp_path / "text.png").read_bytes()[1:4] == b"PNG"

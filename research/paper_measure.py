@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from statistics import fmean
 from typing import Any
 
 import torch
 
-from vllm_specblock.bench.figures.style import mean
 from vllm_specblock.train.eval.chain import ChainFigures
 from vllm_specblock.train.eval.loaded import LoadedDrafter
 from vllm_specblock.train.eval.main_path import MainPathFigures
@@ -23,12 +23,10 @@ class SetFigures:
     """One drafter on one set.
 
     Attributes:
-        tau: mean tokens committed per step.
-        steps: how many.
+        tau: mean tokens committed per step; steps: their number.
         main_path: α_k of the served tree's main path.
         chain: along chains of whole blocks, from the roots of the same steps; None for a drafter
-            without blocks. In float32 its first rate is that of the main path; in bfloat16 the two
-            are rounded apart where the drafter's first two choices are nearly equal.
+            without blocks.
     """
 
     tau: float
@@ -47,23 +45,20 @@ class SetFigures:
 
 @dataclass(frozen=True)
 class DrafterFigures:
-    """One drafter on all sets; means count every set the same, as the paper's do."""
+    """One drafter on all sets; means weigh every set the same, as the paper's do."""
 
     sets: dict[str, SetFigures]
 
     @property
     def alpha(self) -> list[float | None]:
         """α_k, figure 5a."""
-        each = zip(*(figures.main_path.alpha for figures in self.sets.values()))
-        return [mean(values) for values in each]
+        return _means(figures.main_path.alpha for figures in self.sets.values())
 
     @property
     def alpha_mj(self) -> list[list[float | None]] | None:
         """[M][K], figure 5b; None for a drafter without blocks."""
         chains = [figures.chain.alpha_mj for figures in self.sets.values() if figures.chain]
-        if not chains:
-            return None
-        return [[mean(values) for values in zip(*blocks)] for blocks in zip(*chains)]
+        return [_means(blocks) for blocks in zip(*chains)] if chains else None
 
     @property
     def forward_shares(self) -> list[dict[int, float]]:
@@ -77,7 +72,7 @@ class DrafterFigures:
 
     def as_json(self) -> dict[str, Any]:
         return {
-            "tau": mean([figures.tau for figures in self.sets.values()]),
+            "tau": fmean(figures.tau for figures in self.sets.values()),
             "alpha": self.alpha,
             "alpha_mj": self.alpha_mj,
             "forward_shares": self.forward_shares,
@@ -85,13 +80,19 @@ class DrafterFigures:
         }
 
 
+def _means(rows: Iterable[list[float | None]]) -> list[float | None]:
+    """Return the mean of each column, over the entries that are known."""
+    known = [[value for value in column if value is not None] for column in zip(*rows)]
+    return [fmean(values) if values else None for values in known]
+
+
 def measure(drafter: LoadedDrafter, sequences: Iterable[EvalSequence], depth: int) -> SetFigures:
-    """One drafter along the greedy texts of one set.
+    """Draft along the greedy texts of one set.
 
     Args:
         sequences: with the states of the drafter's layers; each is read once.
-        depth: of the deepest tree of all drafters that are compared: all of them take steps at
-            the same places of a text's end.
+        depth: of the deepest tree of all compared drafters, so that all of them take steps at the
+            same places of a text's end.
 
     Raises:
         TrainError: no text is long enough for a step.

@@ -1,4 +1,4 @@
-"""`vllm serve` in a process group of its own: its metrics, its memory, its end."""
+"""`vllm serve` in a process group of its own: its turns, its metrics, its memory, its end."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -19,12 +18,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from vllm_specblock.bench.process import GRACE, start_guard
 
-START = 600
-"""Seconds that a server is given to start."""
+START = 900
+"""Seconds until a server must answer; the first one of a target compiles it."""
+VLLM = (str(Path(sys.executable).with_name("vllm")),)
 
 
 class ServerEnded(RuntimeError):
-    """A server is not there any more; the message has its last words."""
+    """A server does not answer any more; the message has its last words."""
 
 
 class Server:
@@ -32,30 +32,30 @@ class Server:
 
     Args:
         arguments: of `vllm serve`, the model first.
+        log: file for its output.
+        env: added to this process's environment; None removes a variable.
         folder: where it runs.
-        log: takes all that it prints.
+        vllm: the command.
     """
 
-    def __init__(self, arguments: Sequence[str], folder: Path, log: Path) -> None:
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        log: Path,
+        env: Mapping[str, str | None],
+        folder: Path | None = None,
+        vllm: Sequence[str] = VLLM,
+    ) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        self.address, self.log = f"http://127.0.0.1:{port}", log
-        environment = os.environ | {
-            "VLLM_USE_V2_MODEL_RUNNER": "1",
-            # Two servers take turns: either may have every core, and none is to spin.
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "OMP_NUM_THREADS": "1",
-        }
-        # Both are for engines within one process, as tests have them.
-        for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "TRITON_INTERPRET"):
-            environment.pop(name, None)
-        command = [str(Path(sys.executable).with_name("vllm")), "serve", *arguments]
+            self.port = free.getsockname()[1]
+        self.address, self.log = f"http://127.0.0.1:{self.port}", log
         with log.open("w") as output:
             self.process = subprocess.Popen(
-                [*command, "--host", "127.0.0.1", "--port", str(port)],
+                [*vllm, "serve", *arguments, "--host", "127.0.0.1", "--port", str(self.port)],
                 cwd=folder,
-                env=environment,
+                env={k: v for k, v in {**os.environ, **env}.items() if v is not None},
+                stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -63,7 +63,7 @@ class Server:
         self.guard = start_guard(self.process)
 
     def wait(self) -> None:
-        """Until it answers.
+        """Wait until it answers.
 
         Raises:
             ServerEnded: it did not start.
@@ -71,28 +71,33 @@ class Server:
         until = time.monotonic() + START
         while time.monotonic() < until:
             self.require()
-            with contextlib.suppress(urllib.error.URLError, ConnectionError, TimeoutError):
+            with contextlib.suppress(OSError):
                 self._get("/health")
                 return
             time.sleep(0.5)
         raise ServerEnded(f"It did not answer within {START} s: {self._last_words()}")
 
     def require(self) -> None:
-        """Raises:
-        ServerEnded: it is not there any more.
-        """
+        """Raise `ServerEnded` if it has ended."""
         if self.process.poll() is not None:
             raise ServerEnded(f"It ended with {self.process.returncode}: {self._last_words()}")
 
+    def pause(self) -> None:
+        """Stop it until `resume`: another server has its turn."""
+        os.killpg(self.process.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        os.killpg(self.process.pid, signal.SIGCONT)
+
     def metrics(self) -> dict[str, float]:
-        """Counters and gauges by name, summed over their labels.
+        """Return counters and gauges by name, summed over their labels.
 
         Raises:
             ServerEnded: it does not answer any more.
         """
         try:
             text = self._get("/metrics")
-        except (urllib.error.URLError, ConnectionError, TimeoutError) as error:
+        except OSError as error:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(GRACE)
             self.require()
@@ -104,7 +109,7 @@ class Server:
         return found
 
     def resident(self) -> dict[str, float]:
-        """MiB of resident memory: the server's own process, and all that it started."""
+        """Return MiB of resident memory: of the server's own process, and of all below it."""
         own = psutil.Process(self.process.pid)
         below = own.children(recursive=True)
         return {
@@ -116,6 +121,7 @@ class Server:
         """End it and all that it started."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGTERM)
+            self.resume()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(GRACE)
             os.killpg(self.process.pid, signal.SIGKILL)

@@ -13,10 +13,10 @@ Results = list[dict[str, Any]]
 
 
 def print_tables(whole: dict[str, Any]) -> None:
-    """τ, α and the rank head, one after the other; `whole` is what goes to --json."""
+    """Print τ, α and the rank head; `whole` is what --json writes."""
     results = whole["results"]
     console = Console(highlight=False)
-    # In a pipe rich takes 80 columns, and would break cells where there are more temperatures.
+    # In a pipe rich takes 80 columns, which would break cells of several temperatures.
     console.width = max(console.width, 24 + 40 * len(results))
     console.print(
         f"{whole['prompts']} prompts, {whole['device']}, {whole['dtype']}, seed {whole['seed']}",

@@ -1,4 +1,4 @@
-"""What commands that show drafting share: a prompt's own steps."""
+"""The drafting steps of one prompt, for commands that show them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def prompt_tensor(text: str, tokenizer: PreTrainedTokenizerBase, chat: bool | None) -> torch.Tensor:
-    """[T] int64; chat None: through the chat template where there is one.
+    """Return the prompt's ids, [T] int64; chat None: through the chat template where there is one.
 
     Raises:
         TrainError: the prompt is empty, or `chat` without a chat template.
@@ -37,17 +37,16 @@ def steps_of_prompt(
     count: int,
     tokens: int | None = None,
 ) -> list[Step]:
-    """The first `count` verification steps of the target's greedy answer, fewer if it ends.
+    """Return the first `count` verification steps of the target's greedy answer, or all.
 
     Args:
-        target: a transformers causal LM.
         prompt: [T] int64.
-        tokens: no more than what commits so many tokens is of interest.
+        tokens: committed tokens that are needed; steps beyond may be missing.
     """
-    # A step commits depth + 1 tokens at most; the first token comes of the prompt's own forward.
+    # A step commits depth + 1 tokens at most; the first token comes from the prompt's own forward.
     new_tokens = 1 + count * (drafter.depth + 1)
     if tokens is not None:
-        new_tokens = min(new_tokens, tokens + drafter.depth + 1)  # the last of them in full
+        new_tokens = min(new_tokens, tokens + drafter.depth + 1)  # the last step in full
     (text,) = continue_prompts(target, [prompt], new_tokens)
     (sequence,) = sequences_for(target, drafter.pairing.layer_ids, [text], [len(prompt)])
     return [step for step, _ in zip(steps_along(drafter.along(sequence), sequence), range(count))]

@@ -1,0 +1,260 @@
+"""Figures 5, 6 and 7 of the SpecBlock paper: acceptance rates, shaded answers, trees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from paper_measure import DrafterFigures
+
+from vllm_specblock.bench.draft_tree import (
+    BONUS,
+    draw_tree,
+    extent,
+    forward_colour,
+    pyplot,
+    save,
+)
+from vllm_specblock.train.eval.steps import Step
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from transformers import PreTrainedTokenizerBase
+
+PROMPT = "Write a Python function to compute the Fibonacci sequence."
+"""The paper's own (appendix E)."""
+DRAFTERS = ("#222222", "#c1121f", "#2a6f4e", "#7b4fb0")
+"""Lines of drafter 1, 2, …: none of the colours of drafter forwards."""
+COLUMNS = 64
+"""Letters of a line of a shaded answer."""
+
+
+class Origin(StrEnum):
+    """Where a committed token comes from."""
+
+    PREFILL = "prefill"  # the target's first token, before anything was drafted
+    ACCEPTED = "accepted"
+    BONUS = "bonus"
+
+
+COLOURS = {Origin.PREFILL: "#e9ecef", Origin.ACCEPTED: "#a8dda8", Origin.BONUS: BONUS}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What one drafter does after one prompt.
+
+    Attributes:
+        steps: verification steps of the target's greedy answer, from its first token on.
+        forward_name: what a drafter forward adds, "block" or "level".
+    """
+
+    steps: list[Step]
+    forward_name: str
+
+    def as_json(self, tokenizer: PreTrainedTokenizerBase, count: int) -> dict[str, Any]:
+        """Return the first `count` committed tokens and the first step's tree."""
+        first, tokens = self.steps[0], committed_tokens(self.steps)[:count]
+        return {
+            "tokens": [
+                {"text": tokenizer.decode([token]), "origin": str(origin)}
+                for token, origin in tokens
+            ],
+            "tree": {
+                "text": [tokenizer.decode([token]) for token in first.token],
+                "parent": first.parent,
+                "probability": [first.probability(n) for n in range(len(first.token))],
+                "forward": first.forward,
+                "accepted": first.accepted,
+                "bonus": None if first.bonus is None else tokenizer.decode([first.bonus]),
+            },
+        }
+
+
+def committed_tokens(steps: Sequence[Step]) -> list[tuple[int, Origin]]:
+    """Return what the first steps of a text commit, in order; the first root is of the prompt."""
+    found = [(step.token[0], Origin.PREFILL) for step in steps[:1]]
+    for step in steps:
+        found += [(step.token[node], Origin.ACCEPTED) for node in step.accepted[1:]]
+        if step.bonus is not None:
+            found.append((step.bonus, Origin.BONUS))
+    return found
+
+
+# ---- figure 5: acceptance by position ----
+
+
+def plot_alpha(drafters: dict[str, DrafterFigures], path: Path) -> None:
+    """Draw figure 5a: α_k along the main path of the served tree, to the depth of each drafter.
+
+    Thick lines are means over the sets, thin ones single sets. Below them, for each drafter: which
+    of its forwards proposed the tokens at that position, all sets together.
+    """
+    count = len(drafters)
+    figure, (axes, *bars) = pyplot().subplots(
+        1 + count, sharex=True, figsize=(6.4, 4 + 0.9 * count), height_ratios=[4] + [0.9] * count
+    )
+    for index, (name, found) in enumerate(drafters.items()):
+        colour = DRAFTERS[index % len(DRAFTERS)]
+        each_set = [figures.main_path.alpha for figures in found.sets.values()]
+        _lines(axes, found.alpha, each_set, colour, name)
+        _shares(bars[index], found.forward_shares)
+        bars[index].set_ylabel(name, rotation=0, ha="right", va="center", fontsize=8)
+    axes.set_ylabel("acceptance rate α$_k$")
+    axes.set_xlim(0.4, max(len(found.alpha) for found in drafters.values()) + 0.6)
+    axes.set_title("first choice accepted, given that all before it were", fontsize=10)
+    bars[-1].set_xlabel("k, position on the main path; below: the forward that proposed it")
+    save(figure, path)
+
+
+def plot_block_alpha(drafters: dict[str, DrafterFigures], path: Path) -> None:
+    """Draw figure 5b: α_{m,j}, position j of block m after m − 1 blocks that were entirely right.
+
+    Args:
+        drafters: those that draft blocks.
+    """
+    figure, every = pyplot().subplots(
+        1, len(drafters), sharey=True, squeeze=False, figsize=(4.2 * len(drafters), 3.6)
+    )
+    for axes, (name, found) in zip(every[0], drafters.items()):
+        chains = [figures.chain.alpha_mj for figures in found.sets.values() if figures.chain]
+        for m, block in enumerate(found.alpha_mj or [], start=1):
+            each_set = [chain[m - 1] for chain in chains]
+            _lines(axes, block, each_set, forward_colour(m), f"block {m}")
+            axes.set_xticks(range(1, len(block) + 1))
+        axes.set_title(name, fontsize=10)
+        axes.set_xlabel("j, position in the block")
+    every[0][0].set_ylabel("acceptance rate α$_{m,j}$")
+    save(figure, path)
+
+
+def _lines(
+    axes: Axes,
+    mean: list[float | None],
+    each_set: list[list[float | None]],
+    colour: str,
+    name: str,
+) -> None:
+    """Draw rates by position, 0 to 1: one thick line, and thin ones."""
+    thin: dict[str, Any] = {"linewidth": 0.6, "alpha": 0.4}
+    thick: dict[str, Any] = {"linewidth": 2.2, "marker": "o", "label": name}
+    for values, how in [*((each, thin) for each in each_set), (mean, thick)]:
+        there = [(k, value) for k, value in enumerate(values, start=1) if value is not None]
+        axes.plot([k for k, _ in there], [value for _, value in there], color=colour, **how)
+    axes.set_ylim(0, 1.02)
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+
+
+def _shares(axes: Axes, shares: list[dict[int, float]]) -> None:
+    """Draw a stack of drafter forwards at every position."""
+    for k, of_forward in enumerate(shares, start=1):
+        below = 0.0
+        for forward, share in of_forward.items():
+            axes.bar(k, share, bottom=below, width=0.8, color=forward_colour(forward))
+            below += share
+    axes.set_ylim(0, 1)
+    axes.set_yticks([])
+    axes.set_xticks(range(1, len(shares) + 1))
+
+
+# ---- figure 6: an answer, shaded by where its tokens come from ----
+
+
+class Placed(NamedTuple):
+    """A piece of a token on the page: column and line of its first letter."""
+
+    column: int
+    line: int
+    text: str
+    origin: Origin
+
+
+def place(words: Sequence[tuple[str, Origin]], columns: int = COLUMNS) -> list[Placed]:
+    """Set tokens in lines; a line end within a token is shown and breaks the line."""
+    placed, column, line = [], 0, 0
+    for word, origin in words:
+        for index, part in enumerate(word.split("\n")):
+            if index or (column and column + len(part) > columns):
+                column, line = 0, line + 1
+            part = part + "⏎" * (index < word.count("\n"))
+            if part:
+                placed.append(Placed(column, line, part, origin))
+            column += len(part)
+    return placed
+
+
+def plot_text(
+    cases: dict[str, Case], tokenizer: PreTrainedTokenizerBase, count: int, path: Path
+) -> None:
+    """Draw figure 6: the first `count` committed tokens of each drafter, shaded by their origin."""
+    from matplotlib.patches import Patch, Rectangle
+
+    committed = {name: committed_tokens(case.steps) for name, case in cases.items()}
+    pages = {name: place(_words(each[:count], tokenizer)) for name, each in committed.items()}
+    pieces = [piece for page in pages.values() for piece in page]
+    lines = 2 + max(piece.line for piece in pieces)
+    wide = 4 + max(piece.column + len(piece.text) for piece in pieces)  # with the ellipsis
+    figure, every = pyplot().subplots(
+        1,
+        len(pages),
+        squeeze=False,
+        figsize=(0.084 * len(pages) * wide, 0.22 * lines + 0.7),
+        gridspec_kw={"left": 0, "right": 1, "wspace": 0},
+    )
+    how = {"family": "monospace", "fontsize": 9.5, "va": "center", "parse_math": False}
+    for axes, (name, page) in zip(every[0], pages.items()):
+        for column, line, text, origin in page:
+            box = Rectangle((column, -line - 0.5), len(text), 0.9, color=COLOURS[origin], lw=0)
+            axes.add_patch(box)
+            # Letter by letter: a slightly wider font would leave its shade.
+            for offset, letter in enumerate(text):
+                axes.text(column + offset + 0.5, -line - 0.05, letter, ha="center", **how)
+        if len(committed[name]) > count:
+            axes.text(page[-1].column + len(page[-1].text) + 0.5, -page[-1].line, "…")
+        axes.set_xlim(-1, wide - 1)
+        axes.set_ylim(-lines + 0.4, 0.8)
+        axes.set_title(name, fontsize=10)
+        axes.axis("off")
+    keys = [Patch(facecolor=COLOURS[origin], label=origin) for origin in Origin]
+    figure.legend(handles=keys, loc="lower center", ncols=3, frameon=False, fontsize=9)
+    save(figure, path)
+
+
+def _words(
+    tokens: list[tuple[int, Origin]], tokenizer: PreTrainedTokenizerBase
+) -> list[tuple[str, Origin]]:
+    """Return each token's text. Where several tokens make one letter, the last one shows it."""
+    words, before, ids = [], "", []
+    for token, origin in tokens:
+        ids.append(token)
+        whole = tokenizer.decode(ids).rstrip("\ufffd")
+        words.append((whole[len(before) :], origin))
+        before = whole
+    return words
+
+
+# ---- figure 7: trees ----
+
+
+def plot_trees(cases: dict[str, Case], tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
+    """Draw figure 7: the first step's trees side by side, coloured by drafter forward."""
+    sizes = [extent(case.steps[0]) for case in cases.values()]
+    figure, every = pyplot().subplots(
+        1,
+        len(cases),
+        squeeze=False,
+        figsize=(sum(wide for wide, _ in sizes), max(high for _, high in sizes)),
+        width_ratios=[wide for wide, _ in sizes],
+    )
+    for axes, (name, case) in zip(every[0], cases.items()):
+        first = case.steps[0]
+        draw_tree(axes, first, tokenizer, case.forward_name)
+        count = max(first.forward)
+        title = f"{name}: {count} drafter forward{'' if count == 1 else 's'}, "
+        title += f"{first.accepted_length} tokens accepted"
+        axes.set_title(title, fontsize=10, pad=42)
+    save(figure, path)

@@ -1,1 +1,0 @@
-"""Pictures of drafting: trees, accepted text and acceptance rates. Nothing here serves."""

@@ -1,1 +1,0 @@
-"""Tables and plots of the commands."""
