@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from lib.weight_swaps import NAN, Swaps, Versions, make_versions
 from support import compared
 from support.engines import DRAFTER, ROOT, Engine, make_engine, record_preemptions
-from support.late_device import LateDevice
 from support.matrix import CASES, PROMPTS, Checker, crowded_engine, params, to_the_limit
 from support.recorded_graph import stand_in
 from vllm.config.compilation import CUDAGraphMode
@@ -21,7 +21,6 @@ from vllm.platforms import current_platform
 
 from vllm_specblock.adapt.link.staging import StagedVersion
 from vllm_specblock.adapt.policy.interface import Action
-from vllm_specblock.drafters.specblock import device_refresh
 from vllm_specblock.drafters.specblock.refresh import HEADS
 from vllm_specblock.engine.versions.drafter_versions import DeviceVersions
 
@@ -144,20 +143,15 @@ class Offers:
 
 @pytest.mark.parametrize("name", ["greedy", "temperature 1"])
 def test_versions_that_arrive_over_several_steps(engine, versions, reference, monkeypatch, name):
-    """As on a GPU, where a version is made ready and copied beside the steps."""
+    """As on a GPU, where a version is prepared in a thread."""
     offers, propose = Offers(versions), engine.speculator.propose
-    device = LateDevice(0, prompt=True)
-    on_host = not torch.cuda.is_available()
-    if on_host:
-        device.install(monkeypatch, device_refresh)
     coming = DeviceVersions(engine.speculator.draft_policy.drafters[0], offers)
-    if on_host:
-        device.own([coming._refresh._staging])
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+        coming._refresh._pool = ThreadPoolExecutor(1)
 
     def turning(*args, **kwargs):
-        with device:
-            coming.turn()
-        device.go_on(device.draw.choice([0, 1]))
+        coming.turn()
         return propose(*args, **kwargs)
 
     monkeypatch.setattr(engine.speculator, "propose", turning)

@@ -48,12 +48,11 @@ def test_a_trainer_is_told_what_the_options_say(given, said):
         ({"policy": "watch", "out": "versions"}, True, "Versions"),
     ],
 )
-def test_room_for_a_version_is_made_where_one_may_come(tmp_path, monkeypatch, given, on_gpu, made):
-    """At load, and on a GPU alone: there it takes the drafter's memory once more."""
+def test_a_gpu_prepares_versions_where_one_may_come(tmp_path, monkeypatch, given, on_gpu, made):
     pair = Pair.make(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(adaptation.TrainerProcess, "start", lambda self: None)
-    monkeypatch.setattr(drafter_versions, "DeviceRefresh", lambda model: ("room for", model))
+    monkeypatch.setattr(drafter_versions, "Refresh", lambda model: ("for", model))
     model = process_after_loading(small_drafter(), None)
     weight = SimpleNamespace(is_cuda=on_gpu)
     drafter = SimpleNamespace(
@@ -70,7 +69,7 @@ def test_room_for_a_version_is_made_where_one_may_come(tmp_path, monkeypatch, gi
     )
     assert type(found).__name__ == made
     assert found.trainer is None or found.trainer.config.num_blocks == 1
-    room = ("room for", drafter.model) if made == "DeviceVersions" else None
-    assert getattr(found, "_refresh", None) == room
+    refresh = ("for", drafter.model) if made == "DeviceVersions" else None
+    assert getattr(found, "_refresh", None) == refresh
     if found.trainer is None:
         found.link.close()

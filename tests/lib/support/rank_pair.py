@@ -9,6 +9,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from hashlib import sha256
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -18,7 +19,6 @@ from typing import Any
 import pytest
 import torch
 from support.adapting import VOCAB, Pair
-from support.late_device import LateDevice
 from support.records import small_drafter
 from torch import distributed
 
@@ -31,11 +31,8 @@ from vllm_specblock.adapt.policy.interface import Action
 from vllm_specblock.adapt.trainer.trainer import TrainerConfig
 from vllm_specblock.adapt.versions import VersionFolder
 from vllm_specblock.drafters.common.post_load import process_after_loading
-from vllm_specblock.drafters.specblock import device_refresh
-from vllm_specblock.drafters.specblock.device_refresh import DeviceRefresh
-from vllm_specblock.drafters.specblock.host_refresh import HostRefresh
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
-from vllm_specblock.drafters.specblock.refresh import HEADS, held
+from vllm_specblock.drafters.specblock.refresh import HEADS, Refresh, held, prepare
 from vllm_specblock.engine.versions import rank_links
 from vllm_specblock.engine.versions.drafter_versions import Versions
 from vllm_specblock.engine.versions.rank_versions import EVERY, RankVersions
@@ -154,55 +151,49 @@ class Script:
         return {}
 
 
-def versions_of(model: SpecBlockModel, link: Any, ranks: Ranks, refresh: Any = None) -> Any:
-    drafter = SimpleNamespace(model=model)
-    return RankVersions(Versions(drafter, link), ranks, refresh or HostRefresh(model))
+def versions_of(model: SpecBlockModel, link: Any, ranks: Ranks, late: int = 0) -> Any:
+    """late: a version is prepared beside up to so many turns, as for a GPU."""
+    drafter, refresh = SimpleNamespace(model=model), Refresh(model)
+    if late:
+        draw = random.Random(late)
+        pool: Any = SimpleNamespace(
+            submit=lambda _, *args: Late(partial(prepare, *args), draw.randint(late // 2, late))
+        )
+        refresh._pool = pool
+    return RankVersions(Versions(drafter, link), ranks, refresh)
+
+
+class Late:
+    """A future that is done after some turns."""
+
+    def __init__(self, call: Callable[[], Any], turns: int) -> None:
+        self.result, self.turns = call, turns
+
+    def done(self) -> bool:
+        self.turns -= 1
+        return self.turns < 0
 
 
 # ---- scripts ----
 
 
 def scripted(
-    ranks: Ranks, number: int, arrivals: list[dict[int, int]], turns: int
-) -> SimpleNamespace:
-    """What serves after each turn."""
-    model, link = served(0), Script(arrivals[number])
-    versions, seen = versions_of(model, link, ranks), []
-    for link.now in range(1, turns + 1):
-        versions.turn()
-        seen.append(digest(model))
-    return SimpleNamespace(seen=seen, taken=link.taken, refused=link.refused)
-
-
-def on_devices(
     ranks: Ranks,
     number: int,
     arrivals: list[dict[int, int]],
     turns: int,
-    idle: tuple[int, int] = (0, 0),
+    late: tuple[int, int] = (0, 0),
 ) -> SimpleNamespace:
-    """What steps see that devices run late, each in another order and at another pace.
+    """What serves after each turn.
 
     Args:
-        idle: per rank, the first turns, in which its device does nothing.
+        late: per rank, see `versions_of`.
     """
-    seen: list[str] = []
-    model, link, draw = served(0), Script(arrivals[number]), random.Random(number)
-    with pytest.MonkeyPatch.context() as patch:
-        device = LateDevice(number)
-        device.install(patch, device_refresh)
-        refresh = DeviceRefresh(model)
-        device.own([refresh._staging, *(value for _, value in held(model))])
-        versions = versions_of(model, link, ranks, refresh)
-        with device:
-            for link.now in range(1, turns + 1):
-                versions.turn()
-                device.launch(lambda: seen.append(digest(model)))
-                if link.now > idle[number]:
-                    device.go_on(draw.choice([0, 1, 3, 9] if number else [0, 0, 1, 3]))
-                time.sleep(5e-4)  # a thread makes them ready
-            device.finish()
-            versions.turn()  # what was written last is known to serve
+    model, link = served(0), Script(arrivals[number])
+    versions, seen = versions_of(model, link, ranks, late[number]), []
+    for link.now in range(1, turns + 1):
+        versions.turn()
+        seen.append(digest(model))
     return SimpleNamespace(seen=seen, taken=link.taken, refused=link.refused)
 
 

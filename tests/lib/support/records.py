@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from vllm_specblock.adapt.book import Record
@@ -14,8 +16,11 @@ NAMED = torch.tensor([0, 1, 2, 4, 5, 6, 8, 9, 10, 12, 13, 15, 17, 19])
 """Target ids of the draft vocabulary."""
 
 
-def small_drafter(seed: int = 3, vocab: int = VOCAB) -> SpecBlockModel:
-    """K = 4, two layers; with another vocabulary every token can be named."""
+def small_drafter(seed: int = 3, vocab: int = VOCAB, **changes: Any) -> SpecBlockModel:
+    """K = 4, two layers; with another vocabulary every token can be named.
+
+    changes: of its config.
+    """
     torch.manual_seed(seed)
     config = DrafterConfig(
         hidden_size=HIDDEN,
@@ -30,6 +35,7 @@ def small_drafter(seed: int = 3, vocab: int = VOCAB) -> SpecBlockModel:
         draft_vocab_size=DRAFT_VOCAB if vocab == VOCAB else vocab,
         rank_topk=10,
         target=TargetInfo(hidden_size=HIDDEN, vocab_size=vocab, layer_ids=(2, 3, 4)),
+        **changes,
     )
     drafter = SpecBlockModel(config)
     if vocab == VOCAB:

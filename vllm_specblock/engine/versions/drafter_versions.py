@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
 from typing import Protocol
-
-from torch import Tensor
 
 from vllm_specblock.adapt.link.staging import StagedVersion
 from vllm_specblock.adapt.policy.interface import Action
 from vllm_specblock.adapt.trainer.in_engine import EngineTrainer
 from vllm_specblock.adapt.trainer.process import TrainerProcess
-from vllm_specblock.drafters.specblock.device_refresh import DeviceRefresh
 from vllm_specblock.drafters.specblock.drafter import SpecBlockDrafter
-from vllm_specblock.drafters.specblock.refresh import RefreshError
+from vllm_specblock.drafters.specblock.refresh import Refresh, RefreshError
 from vllm_specblock.engine.metrics.counters import Counts
 from vllm_specblock.engine.metrics.exporter import HELP
 
@@ -100,18 +96,6 @@ class SlicedVersions:
         return self.versions.counts()
 
 
-class Refresh(Protocol):
-    """New weights on their way to a serving drafter: `DeviceRefresh` or `HostRefresh`."""
-
-    ready: bool
-
-    def start(self, tensors: Mapping[str, Tensor], hold: bool = False) -> None: ...
-
-    def release(self) -> None: ...
-
-    def turn(self) -> float | None: ...
-
-
 class Arrival:
     """A version on its way to a drafter, over several turns.
 
@@ -128,7 +112,7 @@ class Arrival:
         self.version: StagedVersion | None = None
 
     def start(self, version: StagedVersion, hold: bool = False) -> None:
-        """Begin to make it ready, in place of one that is held; see `DeviceRefresh.start`."""
+        """Begin to make it ready, in place of one that is held; see `Refresh.start`."""
         self.version = version
         self.refresh.start(version.tensors, hold)
 
@@ -149,14 +133,13 @@ class Arrival:
 
 
 class DeviceVersions(Versions):
-    """Differs in that the drafter serves on a GPU: a version arrives over several steps, none of
-    which waits for it, and the seconds that a swap took are the device's."""
+    """Differs in that the drafter serves on a GPU: a version is prepared beside several steps."""
 
     def __init__(
         self, drafter: SpecBlockDrafter, link: Link, trainer: TrainerProcess | None = None
     ) -> None:
         super().__init__(drafter, link, trainer)
-        self._refresh = DeviceRefresh(drafter.model)
+        self._refresh = Refresh(drafter.model)
         self._arrival = Arrival(self, self._refresh)
 
     def turn(self) -> None:

@@ -16,9 +16,8 @@ from vllm_specblock.adapt.link.staging import StagedVersion
 from vllm_specblock.adapt.trainer.process import TrainerProcess
 from vllm_specblock.adapt.trainer.trainer import TrainerConfig
 from vllm_specblock.adapt.versions import VersionFolder
-from vllm_specblock.drafters.specblock.device_refresh import DeviceRefresh
 from vllm_specblock.drafters.specblock.drafter import SpecBlockDrafter
-from vllm_specblock.drafters.specblock.host_refresh import HostRefresh
+from vllm_specblock.drafters.specblock.refresh import Refresh
 from vllm_specblock.engine.runner.recording import NullSink, Sink
 from vllm_specblock.engine.versions.drafter_versions import Link, Versions
 from vllm_specblock.engine.versions.rank_versions import RankVersions
@@ -85,6 +84,4 @@ def link_to_folder(
 def _versions(
     ranks: Ranks, drafter: SpecBlockDrafter, link: Link, trainer: TrainerProcess | None = None
 ) -> RankVersions:
-    model = drafter.model
-    refresh = DeviceRefresh(model) if model.norm.weight.is_cuda else HostRefresh(model)
-    return RankVersions(Versions(drafter, link, trainer), ranks, refresh)
+    return RankVersions(Versions(drafter, link, trainer), ranks, Refresh(drafter.model))

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vllm_specblock.adapt.link.staging import StagedVersion
+from vllm_specblock.drafters.specblock.refresh import Refresh
 from vllm_specblock.engine.metrics.counters import Counts
 from vllm_specblock.engine.runner.recording import Turning
-from vllm_specblock.engine.versions.drafter_versions import Arrival, Refresh, Versions
+from vllm_specblock.engine.versions.drafter_versions import Arrival, Versions
 from vllm_specblock.engine.versions.ranks import Ranks
 
 if TYPE_CHECKING:
