@@ -101,13 +101,6 @@ def test_ties_and_order_exactly(block_size, blocks, starts, branching, budget, s
     assert torch.equal(tree.depth, again.depth)
 
 
-@pytest.mark.parametrize("blocks", [1, 2, 3])
-def test_order(blocks):
-    tree, _ = expand_both(TreeShape(4, blocks, 6, (2, 4, 6, 4), 40), 30, seed=9, num_requests=5)
-    for request in range(5):
-        check_order(tree, request)
-
-
 def test_a_smaller_budget_is_a_cut():
     small, large = (
         expand_both(TreeShape(4, 2, 8, (2, 4, 10, 0), budget), 40, seed=4)[0] for budget in (24, 60)

@@ -16,8 +16,7 @@ DRAFTER_FILES = [
     "pytorch_model*.bin*",
 ]
 TARGET_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
-_OTHER_COPIES = ["original/*", "consolidated*"]
-"""Of a target's weights, in layouts that transformers does not read."""
+_OTHER_COPIES = ["original/*", "consolidated*"]  # of weights, which transformers does not read
 
 _HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
 

@@ -59,7 +59,7 @@ def check_target(
     directory: str | os.PathLike[str],
     found: TargetInfo,
 ) -> None:
-    """Hold what a drafter was made for against the target in `directory`.
+    """Check that a drafter was made for the target in `directory`.
 
     Raises:
         CheckpointError: they are of other sizes.
