@@ -4,24 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.records import small_drafter
 
 from vllm_specblock.drafters.common.rope import Rotary, inverse_frequencies
-from vllm_specblock.drafters.specblock.config import DrafterConfig, TargetInfo
 
-CONFIG = DrafterConfig(
-    hidden_size=128,
-    target_hidden_size=128,
-    num_attention_heads=2,
-    num_key_value_heads=2,
-    head_dim=64,
-    intermediate_size=32,
-    num_hidden_layers=1,
-    vocab_size=64,
-    draft_vocab_size=32,
-    block_size=4,
-    rope_theta=5e5,
-    target=TargetInfo(hidden_size=128, vocab_size=64),
-)
+CONFIG = small_drafter(head_dim=64, rope_theta=5e5).config
 
 
 def by_definition(base, dtype, config=CONFIG):

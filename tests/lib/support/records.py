@@ -22,21 +22,21 @@ def small_drafter(seed: int = 3, vocab: int = VOCAB, **changes: Any) -> SpecBloc
     changes: of its config.
     """
     torch.manual_seed(seed)
-    config = DrafterConfig(
-        hidden_size=HIDDEN,
-        target_hidden_size=HIDDEN,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        block_size=4,
-        vocab_size=vocab,
-        draft_vocab_size=DRAFT_VOCAB if vocab == VOCAB else vocab,
-        rank_topk=10,
-        target=TargetInfo(hidden_size=HIDDEN, vocab_size=vocab, layer_ids=(2, 3, 4)),
-        **changes,
-    )
+    sizes = {
+        "hidden_size": HIDDEN,
+        "target_hidden_size": HIDDEN,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "block_size": 4,
+        "vocab_size": vocab,
+        "draft_vocab_size": DRAFT_VOCAB if vocab == VOCAB else vocab,
+        "rank_topk": 10,
+        "target": TargetInfo(hidden_size=HIDDEN, vocab_size=vocab, layer_ids=(2, 3, 4)),
+    }
+    config = DrafterConfig(**(sizes | changes))
     drafter = SpecBlockModel(config)
     if vocab == VOCAB:
         drafter.t2d.zero_()[NAMED] = True
