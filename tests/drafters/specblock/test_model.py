@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.records import small_drafter
 from vllm_specblock.triton_kernels.layers.layer_shift import layer_shift
 
 from vllm_specblock.drafters.specblock import checkpoint
-from vllm_specblock.drafters.specblock.config import DrafterConfig, TargetInfo
 from vllm_specblock.drafters.specblock.dense_cache import DenseCache
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
 
@@ -237,27 +237,8 @@ def test_rank_features_over_the_full_vocabulary(variant):
     assert_near(fed[0], torch.cat([drafter.norm(hidden), features], dim=-1))
 
 
-def tiny_config(**changes) -> DrafterConfig:
-    sizes = {
-        "hidden_size": 32,
-        "target_hidden_size": 24,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "intermediate_size": 40,
-        "num_hidden_layers": 3,
-        "block_size": 5,
-        "vocab_size": 50,
-        "draft_vocab_size": 50,
-        "target": TargetInfo(hidden_size=24, vocab_size=50),
-    }
-    return DrafterConfig(**(sizes | changes))
-
-
 def test_qk_norm_makes_attention_blind_to_the_scale_of_queries_and_keys():
-    torch.manual_seed(0)
-    drafter = SpecBlockModel(tiny_config(qk_norm=True))
-    plain = SpecBlockModel(tiny_config())
+    drafter, plain = small_drafter(0, qk_norm=True), small_drafter(0)
     plain.load_state_dict(
         {k: v for k, v in drafter.state_dict().items() if "k_norm" not in k and "q_norm" not in k}
     )
@@ -281,10 +262,9 @@ HEAD = {"rank_head.0.weight", "rank_head.2.weight"}
 @pytest.mark.parametrize("output", [0, 1], ids=["draft loss", "rank loss"])
 def test_parameters_that_a_loss_reaches(output):
     """The rank loss reaches its head alone; the draft loss everything else."""
-    torch.manual_seed(0)
-    drafter = SpecBlockModel(tiny_config(qk_norm=True))
+    drafter = small_drafter(0, qk_norm=True)
     hidden = drafter(
-        drafter.condition(torch.randn(3, 72)),
+        drafter.condition(torch.randn(3, 96)),
         torch.randn(3, 32),
         torch.arange(1, 4),
         DenseCache(drafter.config).append(),
@@ -300,11 +280,10 @@ def test_autocast_trains_float32_weights_in_bfloat16(monkeypatch):
         return layer_shift(hidden, weight, norm)
 
     monkeypatch.setattr("vllm_specblock.drafters.specblock.model.layer_shift", shift_in_one_dtype)
-    torch.manual_seed(0)
-    drafter = SpecBlockModel(tiny_config())
+    drafter = small_drafter(0)
     with torch.autocast("cpu", torch.bfloat16):
         hidden = drafter(
-            drafter.condition(torch.randn(3, 72)),
+            drafter.condition(torch.randn(3, 96)),
             torch.randn(3, 32),
             torch.arange(1, 4),
             DenseCache(drafter.config, torch.bfloat16).append(),
