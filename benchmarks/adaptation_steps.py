@@ -140,15 +140,13 @@ def swaps(llm: Any, drafter: Path, prompts: Sequence[Any], tokens: int, what: st
         what: `heads` or `all`.
     """
     from vllm_specblock.adapt.serving.swaps import Swaps
-    from vllm_specblock.drafters.specblock.device_refresh import DeviceRefresh
-    from vllm_specblock.drafters.specblock.host_refresh import HostRefresh
+    from vllm_specblock.drafters.specblock.refresh import Refresh
 
     speculator = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
     speculator = speculator.model_runner.speculator
     weights = dict(checkpoint.load(drafter, torch.float32).named_parameters())
     kept = {n: each.detach() for n, each in weights.items() if what == "all" or n.startswith(HEADS)}
     link = Again(kept, every=8)
-    make = DeviceRefresh if speculator.device.type == "cuda" else HostRefresh
     steps: list[float] = []
 
     ran = 0
@@ -159,7 +157,7 @@ def swaps(llm: Any, drafter: Path, prompts: Sequence[Any], tokens: int, what: st
         ran += counts
 
     recorder = speculator.recorder
-    recorder.swaps = Swaps(link, make(speculator.draft_policy.drafters[0].model))
+    recorder.swaps = Swaps(link, Refresh(speculator.draft_policy.drafters[0].model))
     try:
         while len(link.trips) < 8 and ran < 4096:
             steps += steps_of(llm, prompts, tokens, f"{what}-{ran}", count)

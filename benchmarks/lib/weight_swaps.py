@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from vllm_specblock.drafters.specblock import checkpoint
-from vllm_specblock.drafters.specblock.refresh import HEADS, RefreshError, Staged
+from vllm_specblock.drafters.specblock.refresh import HEADS, RefreshError, prepare, swap_in
 
 Versions = Mapping[str, dict[str, torch.Tensor]]
 WHOLE = ("trained", "trained on other texts", "noise", "too large")
@@ -67,7 +67,7 @@ class Swaps:
         self.drafters = [speculator.draft_policy.drafters[head] for head in heads]
         # Made ready once: hundreds of them are written.
         self.staged = [
-            {name: Staged(each.model, versions[name]) for name in WHOLE} for each in self.drafters
+            {name: prepare(each.model, versions[name]) for name in WHOLE} for each in self.drafters
         ]
         self.draw, self.count = random.Random(seed), Counter[str]()
         self._accepted_before = self._accepted()
@@ -93,7 +93,7 @@ class Swaps:
         name = name or self.draw.choice(sorted(self.versions))
         self.count[name] += 1
         if name in WHOLE:
-            self.staged[which][name].write()
+            swap_in(self.drafters[which].model, self.staged[which][name])
             return
         try:
             self.drafters[which].refresh(self.versions[name])

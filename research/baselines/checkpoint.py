@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+
 from baselines.config import FalconShape, MedusaShape, SmallShape
 from baselines.falcon import FalconModel
 from baselines.medusa import MedusaModel
 from baselines.parallelspec import ParallelSpecModel
 from baselines.sps import SmallLanguageModel
-from torch import Tensor, nn
-
 from vllm_specblock.drafters.common.checkpoint_files import (
     CONFIG,
     MAPPING_NAMES,

@@ -12,12 +12,12 @@ from __future__ import annotations
 from itertools import pairwise
 
 import torch
-from baselines.static_tree import TreePlan
 from torch import Tensor
 from torch.nn.functional import pad
 from vllm_specblock.triton_kernels.attention.tree_attention_batch import TreeAttentionBatch
 from vllm_specblock.triton_kernels.warm_up import compile_attention
 
+from baselines.static_tree import TreePlan
 from vllm_specblock.commit.store import store_kv
 from vllm_specblock.drafters.common.chunked_advance import MAX_ROWS
 from vllm_specblock.drafters.common.paged_attention import PagedAttention

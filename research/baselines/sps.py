@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear, pad
+from vllm_specblock.triton_kernels.layers.topk_tokens import topk_tokens
+
 from baselines.causal_rows import CausalRows
 from baselines.config import SmallShape
 from baselines.first_choice import loss_and_choice
 from baselines.folder import write_folder, write_mapping
 from baselines.groups import Kept
 from baselines.options import SpSConfig
-from torch import Tensor, nn
-from torch.nn.functional import linear, pad
-from vllm_specblock.triton_kernels.layers.topk_tokens import topk_tokens
-
 from vllm_specblock.drafters.common.layers import RMSNorm
 from vllm_specblock.drafters.common.network_drafter import NetworkDrafter, of_requests
 from vllm_specblock.drafters.common.rope import Rotary

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from baselines.positions import PositionsLearner
 from torch import Tensor, nn
 
+from baselines.positions import PositionsLearner
 from vllm_specblock.drafters.common.layers import RMSNorm
 from vllm_specblock.drafters.common.rope import Rotary
 from vllm_specblock.drafters.specblock.config import DrafterConfig

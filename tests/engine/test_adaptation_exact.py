@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from lib.weight_swaps import NAN, Swaps, Versions, make_versions
 from support import compared
 from support.engines import DRAFTER, ROOT, Engine, make_engine, record_preemptions
-from support.late_device import LateDevice
 from support.matrix import CASES, PROMPTS, Checker, crowded_engine, params, to_the_limit
 from support.recorded_graph import stand_in
 from vllm.config.compilation import CUDAGraphMode
@@ -22,8 +22,7 @@ from vllm.platforms import current_platform
 from vllm_specblock.adapt.link.staged import StagedVersion
 from vllm_specblock.adapt.policy.interface import Action
 from vllm_specblock.adapt.serving import swaps as serving_swaps
-from vllm_specblock.drafters.specblock import device_refresh
-from vllm_specblock.drafters.specblock.refresh import HEADS
+from vllm_specblock.drafters.specblock.refresh import HEADS, Refresh
 
 TABLES = ROOT / "examples/two_heads/tables"
 EAGLE3 = str(ROOT / "examples/two_heads/eagle3")
@@ -144,22 +143,16 @@ class Offers:
 
 @pytest.mark.parametrize("name", ["greedy", "temperature 1"])
 def test_versions_that_arrive_over_several_steps(engine, versions, reference, monkeypatch, name):
-    """As on a GPU, where a version is made ready and copied beside the steps."""
+    """As on a GPU, where a version is prepared in a thread."""
     offers, propose = Offers(versions), engine.speculator.propose
-    device = LateDevice(0, prompt=True)
-    on_host = not torch.cuda.is_available()
-    if on_host:
-        device.install(monkeypatch, device_refresh)
-    drafter = engine.speculator.draft_policy.drafters[0].model
-    refresh = device_refresh.DeviceRefresh(drafter)
+    refresh = Refresh(engine.speculator.draft_policy.drafters[0].model)
     coming = serving_swaps.Swaps(offers, refresh)
-    if on_host:
-        device.own([refresh._staging])
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+        refresh._pool = ThreadPoolExecutor(1)
 
     def turning(*args, **kwargs):
-        with device:
-            coming.turn()
-        device.go_on(device.draw.choice([0, 1]))
+        coming.turn()
         return propose(*args, **kwargs)
 
     monkeypatch.setattr(engine.speculator, "propose", turning)

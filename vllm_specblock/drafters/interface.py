@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -17,33 +18,30 @@ from vllm_specblock.triton_kernels.layers.layers_numba import gather_states_numb
 
 @dataclass(frozen=True)
 class CommittedTokens:
-    """What one target step committed, as the rows that a drafter advances on.
+    """The rows that one target step committed, on which drafters advance.
 
-    Row t stands for the target's states of the token at `position[t]` and the token after it.
-    The rows of a request are consecutive. Requests that drafted have a fixed number of rows; those
-    beyond the accepted path are padding (`kv_slot` −1).
+    Row t holds the target's states of the token at `position[t]`, and the token after it. The rows
+    of a request are consecutive. Behind the accepted path there may be padding (`kv_slot` −1).
 
     Attributes (T rows, R requests, L layers of the target that some drafter reads, B rows of the
     target's batch):
         states: L × [B, Ht], hidden states of the target, low layers first.
-        source: [T] int64, the row of `states` that each row is.
+        source: [T] int64, row of `states`.
         token: [T] int64, the token at position + 1, target vocabulary.
         position: [T] int64.
         index: [T] int64, place in `block_table`: `position` less the tokens of masked blocks.
-        kv_slot: [T] int64, the target's cache slot of that position, −1 for rows that leave nothing
-            in the cache: padding, and positions before `start`.
-        row_start: [R+1] int32, first row of each request.
-        row_start_host: the same on the host (no copy from the device: it follows from what
-            was scheduled).
+        kv_slot: [T] int64, the target's cache slot of that position, −1 for rows that are not
+            stored: padding, and positions before `start`.
+        row_start: [R+1] int32, first row of each request; row_start_host: the same on the host.
         last: [R] int64, the newest row of each request, from which it drafts.
         start: [R] int64, the first position to store; 0 unless a block is incomplete.
         block_table: [R, max blocks] int32, without masked blocks (`common/cache_holes.py`).
         block_size: tokens in one block.
         max_position: host upper bound of `position`, for loop bounds only.
         text: [S, longest request] int32, the tokens of each of the engine's S request slots; the
-            root, at position[last] + 1, is the last one that counts.
+            root, at position[last] + 1, is the last valid one.
         req_idx: [R] int64, each request's row of `text`.
-        temperature: [R] fp32, at which each request samples; 0: greedy.
+        temperature: [R] fp32; 0: greedy.
     """
 
     states: tuple[torch.Tensor, ...]
@@ -62,6 +60,9 @@ class CommittedTokens:
     text: torch.Tensor
     req_idx: torch.Tensor
     temperature: torch.Tensor
+
+    PER_ROW: ClassVar = ("source", "token", "position", "index", "kv_slot")
+    PER_REQUEST: ClassVar = ("start", "block_table", "req_idx", "temperature")
 
     def request(self) -> torch.Tensor:
         """[T] int64, the request of each row."""
@@ -95,19 +96,17 @@ class CacheLayer:
 class Drafter(ABC):
     """Anything that yields a DraftTree for every request.
 
-    A step calls `advance` once and `draft` at most once. Between the two a drafter may hold what
-    it likes; from one step to the next it keeps no state of a request outside the paged cache:
-    a request can be preempted, resumed or served from cached prefixes, and drafted for by
-    another drafter, without the drafter being told.
+    A step calls `advance` once and `draft` at most once. Between the two a drafter may hold any
+    state. Between steps it keeps a request's state in the paged cache alone: requests are
+    preempted, resumed, served from cached prefixes, and drafted for by other drafters.
 
     Attributes:
-        kind: what `speculative_config` calls such a drafter.
+        kind: its name in `speculative_config`.
         num_nodes: N, nodes of every tree it yields.
         max_depth: the deepest path it can draft.
         max_model_len: tokens of the longest request; the engine sets it again before `bind`.
         model: its network; None for a drafter without weights.
-        calibration: what its scores are set right with, and what learns from the verdicts on its
-            nodes; None for a drafter whose scores are what they are.
+        calibration: sharpens its scores by the verdicts on its nodes; None: it does not learn.
     """
 
     kind: str
@@ -137,7 +136,7 @@ class Drafter(ABC):
         """
 
     def warm_up(self, block_table: torch.Tensor, most_rows: int) -> None:  # noqa: B027
-        """Compile what later steps need, with empty caches bound.
+        """Compile the kernels of later steps, with empty caches bound.
 
         Args:
             block_table: [most requests, max blocks] int32 of valid blocks.
@@ -145,14 +144,13 @@ class Drafter(ABC):
         """
 
     def refresh(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Draft with other weights from the next step on; to be called between two steps.
+        """Draft with other weights from the next step on; for a call between two steps.
 
         Args:
             tensors: by the names and in the shapes of the drafter's checkpoint.
 
         Raises:
-            ValueError: this kind of drafter keeps the weights that it was loaded with, or the new
-                ones do not fit, and nothing has changed.
+            ValueError: this kind cannot, or the weights do not fit; nothing has changed.
         """
         raise ValueError(
             f"{type(self).__name__} keeps the weights that it was loaded with: only a "
@@ -161,18 +159,15 @@ class Drafter(ABC):
 
     @abstractmethod
     def advance(self, rows: CommittedTokens) -> None:
-        """Take in what the target committed: write every row's keys and values.
+        """Write every row's keys and values.
 
-        Also for requests that will not be drafted for: other requests may hit their blocks.
+        Requests that do not draft are included: other requests may hit their blocks.
         """
 
     @abstractmethod
     def draft(self, requests: torch.Tensor | None = None) -> DraftTree:
-        """Draft from the last row of every request of the step, or of some.
+        """Return trees of `num_nodes` slots, rooted in `token[last]`.
 
         Args:
-            requests: [n] int64, the requests wanted; None: all R.
-
-        Returns:
-            n or R trees of `num_nodes` slots, rooted in `token[last]`.
+            requests: [n] int64, the step's requests that draft; None: all R.
         """

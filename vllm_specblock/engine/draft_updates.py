@@ -1,37 +1,80 @@
-"""Refuse vLLM's draft weight updates: they replace parameters that a folded drafter lacks.
+"""vLLM's draft weight updates: a trainer sends a drafter's checkpoint tensors, we swap them in.
 
-Where a drafter adapts, its trainer would also put its own version back.
+vLLM loads into parameters of the checkpoint's names and shapes, which a folded drafter lacks.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
+from torch import Tensor, nn
+
+from vllm_specblock.drafters.interface import Drafter
 from vllm_specblock.engine.config.ours import is_ours
 from vllm_specblock.engine.patches import patch
 
+if TYPE_CHECKING:
+    from vllm_specblock.engine.config.resolved_config import ResolvedConfig
+
+
+class DraftModels(nn.ModuleList):
+    """The networks of an engine's drafters. Updates are for the first drafter.
+
+    Args:
+        drafters: as they were loaded.
+        resolved: the engine's options.
+    """
+
+    def __init__(self, drafters: list[Drafter], resolved: ResolvedConfig) -> None:
+        super().__init__([each.model for each in drafters if each.model is not None])
+        self.first, self.resolved = drafters[0], resolved
+        self.received: dict[str, Tensor] = {}
+
+    def begin_update(self) -> None:
+        """Raise ValueError unless the first drafter can take weights from outside."""
+        if self.first.kind != "specblock":
+            raise ValueError(
+                f"start_draft_weight_update needs a drafter of kind 'specblock', but 'kind' is "
+                f"{self.first.kind!r}: choose another drafter."
+            )
+        if self.resolved.adapting is not None:
+            raise ValueError(
+                "start_draft_weight_update and the speculative_config key 'adapt' both change the "
+                "drafter: drop 'adapt', or choose a version with specblock adapt use."
+            )
+        self.received = {}
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Keep tensors of an update; vLLM may reuse their memory for the next ones."""
+        self.received |= {name: tensor.clone() for name, tensor in weights}
+
+    def finish_update(self) -> None:
+        """Let the received weights serve; raises ValueError if they do not fit."""
+        received, self.received = self.received, {}
+        self.first.refresh(received)
+
 
 def install() -> None:
-    """Refuse draft weight updates in workers of our engines. Idempotent."""
+    """Send draft weight updates of our engines through `DraftModels`. Idempotent."""
     from vllm.v1.worker.gpu_worker import Worker
-
-    def supports(original: Any) -> Any:
-        def supports_draft_weight_updates(self: Any) -> bool:
-            return not is_ours(self.vllm_config.speculative_config) and original(self)
-
-        return supports_draft_weight_updates
 
     def start(original: Any) -> Any:
         def start_draft_weight_update(self: Any) -> None:
             if is_ours(self.vllm_config.speculative_config):
-                raise ValueError(
-                    "SpecBlock does not support start_draft_weight_update, since its drafters "
-                    "serve with folded weights: let one learn with speculative_config key 'adapt', "
-                    "or choose a version with specblock adapt use."
-                )
+                self.get_draft_model().begin_update()
             original(self)
 
         return start_draft_weight_update
 
-    patch(Worker, "supports_draft_weight_updates", supports)
+    def finish(original: Any) -> Any:
+        def finish_weight_update(self: Any) -> None:
+            ours = is_ours(self.vllm_config.speculative_config)
+            original(self)
+            if ours and self._weight_update_is_draft:
+                self.get_draft_model().finish_update()
+
+        return finish_weight_update
+
     patch(Worker, "start_draft_weight_update", start)
+    patch(Worker, "finish_weight_update", finish)

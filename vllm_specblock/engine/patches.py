@@ -32,8 +32,8 @@ With each of our engines, and in `specblock features` (`target_model.py`):
     BaseModelLoader.create_model: builds the layers that are checked before weights are loaded.
     attn_utils.add_kv_sharing_layers_to_kv_cache_groups: leaves a sharing layer without a spec.
 With each of our engines (`draft_updates.py`):
-    Worker.start_draft_weight_update, supports_draft_weight_updates: load into the drafter's
-        parameters, which a folded drafter lacks.
+    Worker.start_draft_weight_update, finish_weight_update: load into the drafter's parameters,
+        which a folded drafter lacks.
 With the first engine that adapts (`made_up_requests.py`):
     Worker.compile_or_warm_up_model: serves dummy requests, which must not be recorded.
 In `specblock features` (`extract.py`):

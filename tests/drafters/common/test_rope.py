@@ -4,30 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.records import small_drafter
 
 from vllm_specblock.drafters.common.rope import Rotary, inverse_frequencies
-from vllm_specblock.drafters.specblock.config import DrafterConfig, TargetInfo
 
-CONFIG = DrafterConfig(
-    hidden_size=128,
-    target_hidden_size=128,
-    num_attention_heads=2,
-    num_key_value_heads=2,
-    head_dim=64,
-    intermediate_size=32,
-    num_hidden_layers=1,
-    vocab_size=64,
-    draft_vocab_size=32,
-    block_size=4,
-    rope_theta=5e5,
-    target=TargetInfo(hidden_size=128, vocab_size=64),
-)
+CONFIG = small_drafter(head_dim=64, rope_theta=5e5).config
 
 
-def by_definition(base, dtype):
+def by_definition(base, dtype, config=CONFIG):
     """cos and signed sin of every position, [T, K, 1, D]."""
     position = base[:, None] + torch.arange(CONFIG.block_size)
-    angle = position[..., None, None].float() * inverse_frequencies(CONFIG)
+    angle = position[..., None, None].float() * inverse_frequencies(config)
     cos, sin = angle.cos(), angle.sin()
     return torch.cat([cos, cos], -1).to(dtype), torch.cat([-sin, sin], -1).to(dtype)
 
@@ -41,10 +28,21 @@ def test_tables_change_no_bit(dtype):
     assert torch.equal(cos, wanted[0]) and torch.equal(sin, wanted[1])
 
 
-def test_tables_survive_a_meta_device_and_another_dtype():
+@pytest.mark.parametrize("scaling", [None, {"type": "linear", "factor": 4.0}], ids=str)
+def test_tables_survive_a_meta_device_and_another_dtype(scaling):
+    config = CONFIG.model_copy(update={"rope_scaling": scaling})
     with torch.device("meta"):
-        rotary = Rotary(CONFIG, block_size=CONFIG.block_size)
+        rotary = Rotary(config, block_size=CONFIG.block_size)
     rotary = rotary.to_empty(device="cpu").to(torch.bfloat16)
     base = torch.tensor([7, 100_000])
-    for got, wanted in zip(rotary.table(base, torch.float32), by_definition(base, torch.float32)):
+    for got, wanted in zip(
+        rotary.table(base, torch.float32), by_definition(base, torch.float32, config)
+    ):
         assert torch.equal(got, wanted)
+
+
+def test_far_positions_keep_their_angle():
+    cos, sin = Rotary(CONFIG, block_size=5).table(torch.tensor([100_000]), torch.float32)
+    angle = torch.arange(100_000, 100_005).double()
+    torch.testing.assert_close(cos[0, :, 0, 0].double(), angle.cos(), atol=1e-6, rtol=0)
+    torch.testing.assert_close(sin[0, :, 0, 32].double(), angle.sin(), atol=1e-6, rtol=0)

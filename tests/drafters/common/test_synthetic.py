@@ -48,12 +48,6 @@ def test_a_node_scores_what_its_path_is_worth():
     assert int(tree.depth.max()) == 8
 
 
-def test_one_block_is_one_caterpillar():
-    tree = synthetic_tree(shape_of(12, blocks=1), BEST)
-    # Only the chain's own nodes have children, four levels of them.
-    assert len(set(tree.parent[0].tolist())) <= 4 and int(tree.depth.max()) == 4
-
-
 def test_certain_candidates_make_a_chain():
     tree = synthetic_tree(shape_of(60), [1.0] * 6 + [0.0] * 54)
     assert tree.size.item() == 6

@@ -4,30 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.records import small_drafter
 
 from vllm_specblock.drafters.specblock import checkpoint
-from vllm_specblock.drafters.specblock.config import CheckpointError, DrafterConfig, TargetInfo
+from vllm_specblock.drafters.specblock.config import CheckpointError
 from vllm_specblock.drafters.specblock.dense_cache import DenseCache
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
 
 
 def make(**changes) -> SpecBlockModel:
-    torch.manual_seed(0)
-    config = DrafterConfig(
-        hidden_size=32,
-        target_hidden_size=32,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        block_size=4,
-        vocab_size=20,
-        draft_vocab_size=14,
-        target=TargetInfo(hidden_size=32, vocab_size=20),
-        **changes,
-    )
-    return SpecBlockModel(config).requires_grad_(False)
+    return small_drafter(0, rank_topk=20, **changes).requires_grad_(False)
 
 
 def test_without_broadcast_the_prefix_enters_at_position_1_alone():
@@ -60,8 +46,6 @@ def test_without_shift_the_layers_follow_each_other():
 @pytest.mark.parametrize("change", [{"prefix_broadcast": False}, {"layer_shift": False}])
 def test_they_are_saved_in_our_layout_alone(tmp_path, change):
     drafter = make(**change)
-    drafter.d2t.zero_()
-    drafter.t2d.copy_(torch.arange(20) < 14)
     checkpoint.save(drafter, tmp_path / "ours")
     again = checkpoint.load(tmp_path / "ours")
     assert again.config == drafter.config

@@ -7,11 +7,11 @@ import weakref
 import pytest
 import torch
 from support.committed import rows_of, zero_rows
+from support.records import small_drafter
 from support.trees import texts
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from vllm_specblock.config import SpecBlockConfig
-from vllm_specblock.drafters.specblock.config import DrafterConfig, TargetInfo
 from vllm_specblock.drafters.specblock.dense_cache import DenseCache
 from vllm_specblock.drafters.specblock.drafter import SpecBlockDrafter
 from vllm_specblock.drafters.specblock.growth import Expansion
@@ -21,27 +21,10 @@ H, V, K, PAGE, MAX_LEN = 32, 64, 4, 8, 64
 
 
 def make_drafter(**changes) -> SpecBlockModel:
-    torch.manual_seed(0)
-    config = DrafterConfig(
-        hidden_size=H,
-        target_hidden_size=H,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        block_size=K,
-        vocab_size=V,
-        draft_vocab_size=V,
-        target=TargetInfo(hidden_size=H, vocab_size=V, layer_ids=(1, 2, 3)),
-        **changes,
-    )
-    drafter = SpecBlockModel(config).eval()
+    drafter = small_drafter(0, vocab=V, **changes).eval()
     with torch.no_grad():
         for parameter in drafter.parameters():
             parameter.normal_(std=0.25)
-        drafter.t2d.fill_(True)
-        drafter.d2t.zero_()
     return drafter
 
 

@@ -101,13 +101,6 @@ def test_ties_and_order_exactly(block_size, blocks, starts, branching, budget, s
     assert torch.equal(tree.depth, again.depth)
 
 
-@pytest.mark.parametrize("blocks", [1, 2, 3])
-def test_order(blocks):
-    tree, _ = expand_both(TreeShape(4, blocks, 6, (2, 4, 6, 4), 40), 30, seed=9, num_requests=5)
-    for request in range(5):
-        check_order(tree, request)
-
-
 def test_a_smaller_budget_is_a_cut():
     small, large = (
         expand_both(TreeShape(4, 2, 8, (2, 4, 10, 0), budget), 40, seed=4)[0] for budget in (24, 60)
@@ -257,39 +250,3 @@ def test_a_node_is_of_the_forward_whose_candidate_was_kept():
         (5, 7, 10): 2,
     }
     assert expansion.blocks(selection)[0, int(selection.tree.size[0]) :].tolist() == [0] * 10
-
-
-@pytest.mark.parametrize("blocks", [1, 3])
-def test_forwards_of_a_cut_tree_are_those_of_the_whole(blocks):
-    """Over many seeds and budgets: a text's forward does not depend on what else is kept."""
-    for seed in range(4):
-        kept = []
-        for budget in (200, 20):
-            shape, draw = TreeShape(4, blocks, 5, (2, 4, 6, 4), budget), torch.Generator()
-            expansion = Expansion(shape, torch.tensor(shape.branching), 2)
-            expansion.first_block(*random_block(draw.manual_seed(seed), shape, 12, 2))
-            for m in range(2, blocks + 1):
-                starts = expansion.starts(m)
-                expansion.next_block(starts, m, *random_block(draw, shape, 12, 2, 5))
-            selection = expansion.select()
-            forward = expansion.blocks(selection)
-            kept.append([dict(zip(texts(selection.tree, r), forward[r].tolist())) for r in (0, 1)])
-        for whole, cut in zip(*kept):
-            assert cut.items() <= whole.items()
-            assert {1} <= set(whole.values()) <= set(range(1, blocks + 1))
-            assert all(forward == 1 for text, forward in whole.items() if len(text) == 1)
-
-
-def test_starts_by_score():
-    """The chain's end first; positions of a bucket of width 0 never."""
-    block = (
-        torch.tensor([[[-0.1, -3.0], [-0.2, -0.5], [-4.0, -5.0]]]),  # [1, K, B]
-        torch.arange(6).view(1, 3, 2),
-        torch.tensor([[1, 2, 0]]),
-    )
-    expansion = Expansion(TreeShape(3, 2, 5, (2, 2, 1, 0), 20), torch.tensor([2, 2, 1, 0]), 1)
-    expansion.first_block(*block)
-    starts = expansion.starts(2)
-    # The chain's end (token 4), then by score: 0 (-0.1), 2 (-0.3), 1 (-3), 5 (-5.3);
-    # token 3 is a second child of bucket 2, which has one.
-    assert starts.token[0][starts.valid[0]].tolist() == [4, 0, 2, 1, 5]

@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.records import small_drafter
 from vllm_specblock.triton_kernels.layers.layer_shift import layer_shift
 
-from vllm_specblock.drafters.common.rope import Rotary, inverse_frequencies
 from vllm_specblock.drafters.specblock import checkpoint
-from vllm_specblock.drafters.specblock.config import DrafterConfig, TargetInfo
 from vllm_specblock.drafters.specblock.dense_cache import DenseCache
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
 
@@ -238,27 +237,8 @@ def test_rank_features_over_the_full_vocabulary(variant):
     assert_near(fed[0], torch.cat([drafter.norm(hidden), features], dim=-1))
 
 
-def tiny_config(**changes) -> DrafterConfig:
-    sizes = {
-        "hidden_size": 32,
-        "target_hidden_size": 24,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "intermediate_size": 40,
-        "num_hidden_layers": 3,
-        "block_size": 5,
-        "vocab_size": 50,
-        "draft_vocab_size": 50,
-        "target": TargetInfo(hidden_size=24, vocab_size=50),
-    }
-    return DrafterConfig(**(sizes | changes))
-
-
 def test_qk_norm_makes_attention_blind_to_the_scale_of_queries_and_keys():
-    torch.manual_seed(0)
-    drafter = SpecBlockModel(tiny_config(qk_norm=True))
-    plain = SpecBlockModel(tiny_config())
+    drafter, plain = small_drafter(0, qk_norm=True), small_drafter(0)
     plain.load_state_dict(
         {k: v for k, v in drafter.state_dict().items() if "k_norm" not in k and "q_norm" not in k}
     )
@@ -276,33 +256,22 @@ def test_qk_norm_makes_attention_blind_to_the_scale_of_queries_and_keys():
     assert (outputs(plain) - before[1]).abs().max() > 10 * TOLERANCE
 
 
-def test_rank_loss_does_not_reach_trunk_or_lm_head():
-    torch.manual_seed(0)
-    drafter = SpecBlockModel(tiny_config())
+HEAD = {"rank_head.0.weight", "rank_head.2.weight"}
+
+
+@pytest.mark.parametrize("output", [0, 1], ids=["draft loss", "rank loss"])
+def test_parameters_that_a_loss_reaches(output):
+    """The rank loss reaches its head alone; the draft loss everything else."""
+    drafter = small_drafter(0, qk_norm=True)
     hidden = drafter(
-        drafter.condition(torch.randn(3, 72)),
+        drafter.condition(torch.randn(3, 96)),
         torch.randn(3, 32),
         torch.arange(1, 4),
         DenseCache(drafter.config).append(),
     )
-    _, rank_logits = drafter.heads(hidden)
-    rank_logits.square().sum().backward()
-    touched = {name for name, p in drafter.named_parameters() if p.grad is not None}
-    assert touched == {"rank_head.0.weight", "rank_head.2.weight"}
-
-
-def test_every_other_parameter_learns_from_the_draft_loss():
-    torch.manual_seed(0)
-    drafter = SpecBlockModel(tiny_config(qk_norm=True))
-    hidden = drafter(
-        drafter.condition(torch.randn(3, 72)),
-        torch.randn(3, 32),
-        torch.arange(1, 4),
-        DenseCache(drafter.config).append(),
-    )
-    drafter.heads(hidden)[0].square().sum().backward()
-    still = {n for n, p in drafter.named_parameters() if p.grad is None or not p.grad.any()}
-    assert still == {"rank_head.0.weight", "rank_head.2.weight"}
+    drafter.heads(hidden)[output].square().sum().backward()
+    touched = {n for n, p in drafter.named_parameters() if p.grad is not None and p.grad.any()}
+    assert touched == (HEAD if output else dict(drafter.named_parameters()).keys() - HEAD)
 
 
 def test_autocast_trains_float32_weights_in_bfloat16(monkeypatch):
@@ -311,57 +280,13 @@ def test_autocast_trains_float32_weights_in_bfloat16(monkeypatch):
         return layer_shift(hidden, weight, norm)
 
     monkeypatch.setattr("vllm_specblock.drafters.specblock.model.layer_shift", shift_in_one_dtype)
-    torch.manual_seed(0)
-    drafter = SpecBlockModel(tiny_config())
+    drafter = small_drafter(0)
     with torch.autocast("cpu", torch.bfloat16):
         hidden = drafter(
-            drafter.condition(torch.randn(3, 72)),
+            drafter.condition(torch.randn(3, 96)),
             torch.randn(3, 32),
             torch.arange(1, 4),
             DenseCache(drafter.config, torch.bfloat16).append(),
         )
         drafter.heads(hidden)[0].float().logsumexp(-1).sum().backward()
     assert drafter.layers[0].self_attn.k_proj.weight.grad.any()
-
-
-def test_rope_frequencies_survive_a_cast_of_the_drafter():
-    drafter = SpecBlockModel(tiny_config(rope_theta=1e6)).to(torch.bfloat16)
-    wanted = torch.tensor([1e6 ** (-i / 16) for i in range(0, 16, 2)])
-    assert drafter.lm_head.weight.dtype == torch.bfloat16
-    torch.testing.assert_close(drafter.rotary.turn, torch.cat([-wanted, wanted]))
-
-
-def test_far_positions_keep_their_angle():
-    rotary = Rotary(tiny_config(), block_size=5)
-    cos, sin = rotary.table(torch.tensor([100_000]), torch.float32)
-    angle = torch.arange(100_000, 100_005).double()
-    torch.testing.assert_close(cos[0, :, 0, 0].double(), angle.cos(), atol=1e-6, rtol=0)
-    torch.testing.assert_close(sin[0, :, 0, 8].double(), angle.sin(), atol=1e-6, rtol=0)
-
-
-@pytest.mark.parametrize(
-    "scaling",
-    [
-        {"rope_type": "linear", "factor": 4.0},
-        {
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 512,
-        },
-    ],
-    ids=lambda scaling: scaling["rope_type"],
-)
-def test_rope_scaling_is_that_of_transformers(scaling):
-    from transformers import LlamaConfig
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    theta = 500_000.0
-    target = LlamaConfig(
-        hidden_size=256, num_attention_heads=4, rope_parameters={**scaling, "rope_theta": theta}
-    )
-    wanted, attention_factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](target, "cpu")
-    assert attention_factor == 1.0
-    config = tiny_config(head_dim=64, rope_theta=theta, rope_scaling=scaling)
-    torch.testing.assert_close(inverse_frequencies(config), wanted)

@@ -8,6 +8,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from hashlib import sha256
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -17,7 +18,6 @@ from typing import Any
 import pytest
 import torch
 from support.adapting import VOCAB, Pair
-from support.late_device import LateDevice
 from support.records import HIDDEN, small_drafter
 from torch import distributed
 
@@ -27,12 +27,9 @@ from vllm_specblock.adapt.policy.interface import Action
 from vllm_specblock.adapt.serving import observer
 from vllm_specblock.adapt.serving.swaps import EVERY, Swaps
 from vllm_specblock.drafters.common.post_load import process_after_loading
-from vllm_specblock.drafters.specblock import device_refresh
-from vllm_specblock.drafters.specblock.device_refresh import DeviceRefresh
-from vllm_specblock.drafters.specblock.host_refresh import HostRefresh
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
 from vllm_specblock.drafters.specblock.options import SpecBlockConfig
-from vllm_specblock.drafters.specblock.refresh import held
+from vllm_specblock.drafters.specblock.refresh import Refresh, held, prepare
 from vllm_specblock.engine.ranks import Ranks
 
 SIZE = 2
@@ -151,47 +148,42 @@ class Script:
 # ---- scripts ----
 
 
+def refresh_of(model: SpecBlockModel, late: int = 0) -> Refresh:
+    """late: a version is prepared beside up to so many turns, as for a GPU."""
+    refresh = Refresh(model)
+    if late:
+        draw = random.Random(late)
+        pool: Any = SimpleNamespace(
+            submit=lambda _, *args: Late(partial(prepare, *args), draw.randint(late // 2, late))
+        )
+        refresh._pool = pool
+    return refresh
+
+
+class Late:
+    """A future that is done after some turns."""
+
+    def __init__(self, call: Callable[[], Any], turns: int) -> None:
+        self.result, self.turns = call, turns
+
+    def done(self) -> bool:
+        self.turns -= 1
+        return self.turns < 0
+
+
 def scripted(
-    ranks: Ranks, number: int, arrivals: list[dict[int, int]], turns: int
-) -> SimpleNamespace:
-    """What serves after each turn."""
-    model, link = served(0), Script(arrivals[number])
-    versions, seen = Swaps(link, HostRefresh(model), ranks), []
-    for link.now in range(1, turns + 1):
-        versions.turn()
-        seen.append(digest(model))
-    return SimpleNamespace(seen=seen, taken=link.taken, refused=link.refused)
-
-
-def on_devices(
     ranks: Ranks,
     number: int,
     arrivals: list[dict[int, int]],
     turns: int,
-    idle: tuple[int, int] = (0, 0),
+    late: tuple[int, int] = (0, 0),
 ) -> SimpleNamespace:
-    """What steps see that devices run late, each in another order and at another pace.
-
-    Args:
-        idle: per rank, the first turns, in which its device does nothing.
-    """
-    seen: list[str] = []
-    model, link, draw = served(0), Script(arrivals[number]), random.Random(number)
-    with pytest.MonkeyPatch.context() as patch:
-        device = LateDevice(number)
-        device.install(patch, device_refresh)
-        refresh = DeviceRefresh(model)
-        device.own([refresh._staging, *(value for _, value in held(model))])
-        versions = Swaps(link, refresh, ranks)
-        with device:
-            for link.now in range(1, turns + 1):
-                versions.turn()
-                device.launch(lambda: seen.append(digest(model)))
-                if link.now > idle[number]:
-                    device.go_on(draw.choice([0, 1, 3, 9] if number else [0, 0, 1, 3]))
-                time.sleep(5e-4)  # a thread makes them ready
-            device.finish()
-            versions.turn()  # what was written last is known to serve
+    """What serves after each turn; late: per rank, see `refresh_of`."""
+    model, link = served(0), Script(arrivals[number])
+    versions, seen = Swaps(link, refresh_of(model, late[number]), ranks), []
+    for link.now in range(1, turns + 1):
+        versions.turn()
+        seen.append(digest(model))
     return SimpleNamespace(seen=seen, taken=link.taken, refused=link.refused)
 
 
@@ -211,7 +203,7 @@ def starting(ranks: Ranks, number: int, bad: bool) -> SimpleNamespace:
         seed = 7 if number or reads > 1 else 6
         return StagedVersion(seed, 0, Action.FULL, weights(seed), seed)
 
-    Swaps(Script({}), HostRefresh(model), ranks).start(current)
+    Swaps(Script({}), Refresh(model), ranks).start(current)
     return SimpleNamespace(seen=digest(model), reads=reads)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from vllm_specblock.adapt.book import Record
@@ -14,23 +16,27 @@ NAMED = torch.tensor([0, 1, 2, 4, 5, 6, 8, 9, 10, 12, 13, 15, 17, 19])
 """Target ids of the draft vocabulary."""
 
 
-def small_drafter(seed: int = 3, vocab: int = VOCAB) -> SpecBlockModel:
-    """K = 4, two layers; with another vocabulary every token can be named."""
+def small_drafter(seed: int = 3, vocab: int = VOCAB, **changes: Any) -> SpecBlockModel:
+    """K = 4, two layers; with another vocabulary every token can be named.
+
+    changes: of its config.
+    """
     torch.manual_seed(seed)
-    config = DrafterConfig(
-        hidden_size=HIDDEN,
-        target_hidden_size=HIDDEN,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        block_size=4,
-        vocab_size=vocab,
-        draft_vocab_size=DRAFT_VOCAB if vocab == VOCAB else vocab,
-        rank_topk=10,
-        target=TargetInfo(hidden_size=HIDDEN, vocab_size=vocab, layer_ids=(2, 3, 4)),
-    )
+    sizes = {
+        "hidden_size": HIDDEN,
+        "target_hidden_size": HIDDEN,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "block_size": 4,
+        "vocab_size": vocab,
+        "draft_vocab_size": DRAFT_VOCAB if vocab == VOCAB else vocab,
+        "rank_topk": 10,
+        "target": TargetInfo(hidden_size=HIDDEN, vocab_size=vocab, layer_ids=(2, 3, 4)),
+    }
+    config = DrafterConfig(**(sizes | changes))
     drafter = SpecBlockModel(config)
     if vocab == VOCAB:
         drafter.t2d.zero_()[NAMED] = True

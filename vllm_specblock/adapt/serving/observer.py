@@ -33,10 +33,9 @@ from vllm_specblock.adapt.trainer.process import TrainerProcess
 from vllm_specblock.adapt.trainer.trainer import TrainerConfig
 from vllm_specblock.adapt.versions import VersionFolder
 from vllm_specblock.drafters.interface import Drafter
-from vllm_specblock.drafters.specblock.device_refresh import DeviceRefresh
 from vllm_specblock.drafters.specblock.drafter import SpecBlockDrafter
-from vllm_specblock.drafters.specblock.host_refresh import HostRefresh
 from vllm_specblock.drafters.specblock.options import SpecBlockConfig
+from vllm_specblock.drafters.specblock.refresh import Refresh
 from vllm_specblock.engine import made_up_requests
 from vllm_specblock.engine.config.resolved_config import ResolvedConfig, ResolvedDrafter
 from vllm_specblock.engine.ranks import Ranks, tensor_parallel_ranks
@@ -106,9 +105,7 @@ def link_up(
     assert isinstance(resolved.options, SpecBlockConfig)  # no other kind adapts
     paths, watches = (Path(resolved.folder), Path(model.model)), options.policy == "watch"
     weights = drafter.model.norm.weight
-    # A policy that only watches swaps nothing, and needs no room for a version.
-    made = DeviceRefresh if weights.is_cuda and not watches else HostRefresh
-    refresh = made(drafter.model)
+    refresh = Refresh(drafter.model)
     config = trainer_config(
         options, str(paths[0]), str(paths[1]), resolved.options.num_blocks, model.dtype
     )

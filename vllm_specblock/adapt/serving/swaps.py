@@ -19,9 +19,7 @@ from vllm_specblock.adapt.link.staged import StagedVersion
 from vllm_specblock.adapt.policy.interface import Action
 from vllm_specblock.adapt.serving.in_engine import EngineTrainer
 from vllm_specblock.adapt.trainer.process import TrainerProcess
-from vllm_specblock.drafters.specblock.device_refresh import DeviceRefresh
-from vllm_specblock.drafters.specblock.host_refresh import HostRefresh
-from vllm_specblock.drafters.specblock.refresh import RefreshError
+from vllm_specblock.drafters.specblock.refresh import Refresh, RefreshError
 from vllm_specblock.engine.metrics.counters import Counts
 from vllm_specblock.engine.metrics.exporter import HELP
 from vllm_specblock.engine.ranks import Ranks
@@ -49,7 +47,7 @@ class Swaps:
     def __init__(
         self,
         link: FolderVersions | EngineTrainer,
-        refresh: DeviceRefresh | HostRefresh,
+        refresh: Refresh,
         ranks: Ranks | None = None,
         trainer: TrainerProcess | EngineTrainer | None = None,
     ) -> None:

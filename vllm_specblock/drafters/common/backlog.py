@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,21 +14,19 @@ from torch import Tensor
 from vllm_specblock.drafters.interface import CommittedTokens
 
 MOST_BYTES = 256 << 20
-"""Of hidden states that are kept. 75,000 tokens of a target with 576 numbers a state in 16 bits
-and a drafter that reads three layers; 10,000 of one with 4,096."""
+"""Of kept hidden states: three layers in 16 bits of 75,000 tokens at Ht = 576, 10,000 at 4,096."""
 
-_ROW = 64
-"""Bytes of a row for its own sake."""
+_ROW = 64  # bytes of a row besides its states
 
 
 class MissedRows(NamedTuple):
-    """What a step has committed, by request, as lists on the host.
+    """The committed rows of a step, as lists on the host.
 
     Attributes:
         req_idx: R request slots.
         states: L × [n, Ht].
-        source: [T] int64, which of these rows each committed one is; None: they are the same.
-        begin, length: R each, a request's committed rows among those T.
+        source: [T] int64, row of `states` of each committed row; None: they are the same.
+        begin, length: R each, a request's rows among those T.
         position: R, of the first of them.
     """
 
@@ -41,7 +39,7 @@ class MissedRows(NamedTuple):
 
     @classmethod
     def of(cls, rows: CommittedTokens) -> MissedRows:
-        """Those of a step as drafters see it."""
+        """Convert from the struct that drafters read."""
         begin = rows.row_start_host[:-1]
         return cls(
             rows.req_idx.tolist(),  # a host tensor
@@ -54,11 +52,7 @@ class MissedRows(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """Rows of one request in one step.
-
-    states: L × [n, Ht], of all that was kept of that step; rows: which of them are this one's.
-    position: of the first.
-    """
+    """`rows` of L × [n, Ht] states: one request's in one step, from `position` on."""
 
     states: tuple[Tensor, ...]
     rows: slice
@@ -67,15 +61,14 @@ class _Piece(NamedTuple):
     def __len__(self) -> int:
         return self.rows.stop - self.rows.start
 
-    def follows(self, pieces: list[_Piece]) -> bool:
-        """Whether it goes on where these end."""
-        return not pieces or pieces[-1].position + len(pieces[-1]) == self.position
+    @property
+    def end(self) -> int:
+        """Position after the last row."""
+        return self.position + len(self)
 
 
 class Backlog:
-    """Committed rows that no drafter has advanced on, by request slot.
-
-    On the host, step by step in Python: for devices whose memory is the host's.
+    """Committed rows that no drafter has advanced on, by request slot; on a CPU.
 
     Args:
         most_bytes: of states; a step beyond that is not kept.
@@ -87,13 +80,13 @@ class Backlog:
         self._rows: Counter[int] = Counter()
 
     def forget(self, req_idx: int) -> None:
-        """The request in `kv_slot` is gone."""
+        """Drop the rows of a request."""
         self._rows.pop(req_idx, None)
         for piece in self.pieces.pop(req_idx, []):
             self.bytes -= len(piece) * _row_bytes(piece.states)
 
     def rows(self, req_idx: int) -> int:
-        """How many rows of the request in `kv_slot` are kept."""
+        """Return how many rows of a request are kept."""
         return self._rows[req_idx]
 
     def has_room(self, rows: int, states: Sequence[Tensor]) -> bool:
@@ -108,7 +101,7 @@ class Backlog:
             wanted: [R] bool.
 
         Returns:
-            [R] bool, whose were kept. A request whose rows were not has lost what it had.
+            [R] bool, requests whose rows were kept; the others have lost their earlier rows, too.
         """
         # Only what is kept is gathered: a piece holds its whole step's states.
         size, kept = _row_bytes(rows.states), wanted.copy()
@@ -127,7 +120,8 @@ class Backlog:
         for r in kept.nonzero()[0].tolist():  # a host array
             end, req_idx = first + rows.length[r], rows.req_idx[r]
             piece = _Piece(states, slice(first, end), rows.position[r])
-            if not piece.follows(self.pieces.get(req_idx, [])):
+            before = self.pieces.get(req_idx)
+            if before and before[-1].end != piece.position:
                 self.forget(req_idx)  # dummy batches share a slot
             self.pieces.setdefault(req_idx, []).append(piece)
             self._rows[req_idx] += len(piece)
@@ -135,7 +129,7 @@ class Backlog:
         return kept
 
     def catch_up(self, rows: CommittedTokens) -> CommittedTokens:
-        """A step's rows with those before them that were kept; these are forgotten here."""
+        """Return a step's rows behind the kept rows of their requests, which are dropped here."""
         if not self.pieces:
             return rows
         slots = rows.req_idx.tolist()  # a host tensor
@@ -143,52 +137,56 @@ class Backlog:
         behind = []
         for req_idx, position in zip(slots, first):
             pieces = self.pieces.get(req_idx, [])
-            end = position if not pieces else pieces[-1].position + len(pieces[-1])
-            behind.append(pieces if end == position else [])  # rows in between were skipped
+            complete = not pieces or pieces[-1].end == position  # else rows in between are missing
+            behind.append(pieces if complete else [])
             self.forget(req_idx)
         if not any(behind):
             return rows
         # Kept states go behind the batch's own.
         there = len(rows.states[0]) if rows.states else 0
-        kept: list[_Piece] = []
-        source, position, places, cache_slot, token = [], [], [], [], []
         counts = [sum(map(len, pieces)) for pieces in behind]
+        parts: list[dict[str, Tensor]] = []
         for r, (pieces, count) in enumerate(zip(behind, counts)):
             here = slice(rows.row_start_host[r], rows.row_start_host[r + 1])
             if pieces:
-                kept += pieces
-                place = torch.arange(pieces[0].position, pieces[0].position + count)
-                index = place - (rows.position[here.start] - rows.index[here.start])
-                block = rows.block_table[r, index.clamp(min=0) // rows.block_size].long()
-                kv_slot = block * rows.block_size + place % rows.block_size
-                source.append(torch.arange(there, there + count))
-                position.append(place)
-                places.append(index)
-                cache_slot.append(torch.where(place < rows.start[r], -1, kv_slot))
-                token.append(rows.text[rows.req_idx[r], place + 1].long())
+                parts.append(_rows_behind(rows, r, pieces[0].position, count, there))
                 there += count
-            source.append(rows.source[here])
-            position.append(rows.position[here])
-            places.append(rows.index[here])
-            cache_slot.append(rows.kv_slot[here])
-            token.append(rows.token[here])
+            parts.append({name: getattr(rows, name)[here] for name in rows.PER_ROW})
+        fields: dict[str, Any] = {
+            name: torch.cat([part[name] for part in parts]) for name in rows.PER_ROW
+        }
         added = np.cumsum(counts)
         start = np.array(rows.row_start_host) + np.concatenate(([0], added))
+        kept = [piece for pieces in behind for piece in pieces]
         return replace(
             rows,
             states=tuple(
                 torch.cat([state, *(piece.states[layer][piece.rows] for piece in kept)])
                 for layer, state in enumerate(rows.states)
             ),
-            source=torch.cat(source),
-            token=torch.cat(token),
-            position=torch.cat(position),
-            index=torch.cat(places),
-            kv_slot=torch.cat(cache_slot),
+            **fields,
             row_start=torch.from_numpy(start).to(rows.row_start.dtype),
             row_start_host=start.tolist(),  # a host array
             last=rows.last + torch.from_numpy(added),
         )
+
+
+def _rows_behind(
+    rows: CommittedTokens, r: int, first: int, count: int, source: int
+) -> dict[str, Tensor]:
+    """Fields of request r's rows from position `first` on, whose states are from `source` on."""
+    position = torch.arange(first, first + count)
+    newest = rows.row_start_host[r]
+    index = position - (rows.position[newest] - rows.index[newest])
+    block = rows.block_table[r, index.clamp(min=0) // rows.block_size].long()
+    kv_slot = block * rows.block_size + position % rows.block_size
+    return {
+        "source": torch.arange(source, source + count),
+        "token": rows.text[rows.req_idx[r], position + 1].long(),
+        "position": position,
+        "index": index,
+        "kv_slot": torch.where(position < rows.start[r], -1, kv_slot),
+    }
 
 
 def _row_bytes(states: Sequence[Tensor]) -> int:

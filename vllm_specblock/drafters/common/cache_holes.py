@@ -1,7 +1,7 @@
 """Cache blocks that drafters have not written in full, and block tables without them.
 
-vLLM hashes a block once the target has filled it, so a later request may reuse a block that a
-paused drafter skipped. Keys carry their RoPE positions: a table without the block masks it exactly.
+A later request may reuse a block that a paused drafter skipped. Keys carry their RoPE positions, so
+a table without the block masks it exactly.
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ from vllm_specblock.drafters.interface import CommittedTokens
 
 
 class CacheHoles:
-    """The first row that is missing in each block, and what follows for a step's block tables.
-
-    Everything stays on the device and has a fixed shape. Only `any` is read on the host.
+    """The first missing row of each block, on the device; the host reads `any` alone.
 
     Args:
         num_blocks: cache blocks of the engine.

@@ -1,7 +1,4 @@
-"""Checkpoint files: what all drafters' readers share. Open, compare names and shapes, load.
-
-A folder holds `config.json` and `model.safetensors`, and in some layouts `vocab_mapping.pt`.
-"""
+"""Checkpoint files of all drafters: open them, compare names and shapes, load."""
 
 from __future__ import annotations
 
@@ -31,10 +28,7 @@ def with_weights(
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> _Network:
-    """The network that `make` makes, with `tensors` cast to `dtype` on `device` as its weights.
-
-    It is made without memory: no weight is drawn that is overwritten then.
-    """
+    """Make a network without drawing weights, and load `tensors`, cast to `dtype` on `device`."""
     with torch.device("meta"):
         network = make()
     network = network.to(dtype).to_empty(device=device)
@@ -43,7 +37,7 @@ def with_weights(
 
 
 def wanted_shapes(make: Callable[[], nn.Module]) -> Shapes:
-    """Shapes by name of all that the network that `make` makes would load."""
+    """Return the shapes, by name, of all tensors that a network loads."""
     with torch.device("meta"):
         return {name: tuple(tensor.shape) for name, tensor in make().state_dict().items()}
 
@@ -61,17 +55,17 @@ def opened(path: Path) -> safe_open:
 
 
 def stored_shapes(file: safe_open) -> Shapes:
-    """Shapes by name of the tensors in an open file; none of them is read."""
+    """Return the shapes of an open file's tensors by name, without reading them."""
     return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
 
 
 def stored_tensors(file: safe_open) -> dict[str, Tensor]:
-    """All tensors of an open file by name, on the CPU."""
+    """Read all tensors of an open file by name, on the CPU."""
     return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
 
 def read_mapping(directory: Path) -> dict[str, Tensor]:
-    """d2t and t2d of vocab_mapping.pt; empty where there is none.
+    """Read d2t and t2d of vocab_mapping.pt; empty without that file.
 
     Raises:
         CheckpointError: it holds something else.
@@ -94,7 +88,7 @@ def read_mapping(directory: Path) -> dict[str, Tensor]:
 
 
 def identity_mapping(draft_vocab_size: int, vocab_size: int) -> dict[str, Tensor]:
-    """d2t and t2d of a drafter that names every target token; empty where it does not."""
+    """Return d2t and t2d of a drafter that names every target token; empty if it does not."""
     if draft_vocab_size != vocab_size:
         return {}
     return {
@@ -104,7 +98,7 @@ def identity_mapping(draft_vocab_size: int, vocab_size: int) -> dict[str, Tensor
 
 
 def check_names(found: Shapes, wanted: Shapes, where: PathLike) -> None:
-    """Raises CheckpointError unless `found` and `wanted`, shapes by name, are of the same names."""
+    """Raise CheckpointError unless both hold the same names."""
     if missing := sorted(wanted.keys() - found.keys()):
         raise CheckpointError(f"{where} lacks {listed(missing)}, which its {CONFIG} asks for.")
     if extra := sorted(found.keys() - wanted.keys()):
@@ -112,7 +106,7 @@ def check_names(found: Shapes, wanted: Shapes, where: PathLike) -> None:
 
 
 def check_shapes(found: Shapes, wanted: Shapes, where: PathLike) -> None:
-    """Raises CheckpointError unless every name in `wanted` is of that shape in `found`."""
+    """Raise CheckpointError unless every name in `wanted` has that shape in `found`."""
     for name, shape in wanted.items():
         if found[name] != shape:
             raise CheckpointError(
@@ -122,8 +116,7 @@ def check_shapes(found: Shapes, wanted: Shapes, where: PathLike) -> None:
 
 
 def check_mapping(d2t: Tensor, t2d: Tensor, directory: PathLike) -> None:
-    """Raises CheckpointError unless d2t [Vd] offsets and t2d [V] bool are the same ascending list
-    of target ids, told twice."""
+    """Raise CheckpointError unless d2t [Vd] offsets and t2d [V] bool mark the same target ids."""
     if d2t.dtype != torch.int64 or t2d.dtype != torch.bool:
         raise CheckpointError(
             f"The vocabulary mapping in {directory} has d2t of {d2t.dtype} and t2d of "
@@ -138,6 +131,6 @@ def check_mapping(d2t: Tensor, t2d: Tensor, directory: PathLike) -> None:
 
 
 def listed(names: list[str]) -> str:
-    """The first names of a list for a sentence, and how many more there are."""
+    """Return a list's first names for a sentence, and how many more there are."""
     shown = ", ".join(names[:5])
     return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"

@@ -1,8 +1,6 @@
 """Chunked advance: long prompts in bounded memory.
 
-A batch may bring thousands of prompt rows, of K positions each, and a drafter's MLP holds all of
-them in several copies: gigabytes at the size of an 8B target, for drafts that read one row per
-request.
+Thousands of prompt rows of K positions, in an MLP's several copies, would take gigabytes.
 """
 
 from __future__ import annotations
@@ -42,10 +40,10 @@ def chunked_advance(
 
 
 def chunk_bounds(row_start: list[int], most: int) -> list[int]:
-    """Where parts begin and end: between requests, or within one that is too long.
+    """Return where parts begin and end: between requests, or within one that is too long.
 
-    Behind the newest row of a request with drafts there may be padding, which must not be a part
-    of its own: such requests have at most 256 rows and are never cut. Prompts have no padding.
+    Padding must not be a part of its own: requests with padding have at most 256 rows, so they are
+    never cut.
     """
     found = [0]
     for start, end in pairwise(row_start):
@@ -61,21 +59,13 @@ def chunk_of(rows: CommittedTokens, start: int, end: int) -> tuple[CommittedToke
     bounds = list(pairwise(rows.row_start_host))
     first = next(index for index, (_, after) in enumerate(bounds) if after > start)
     after = next(index for index, (_, last) in enumerate(bounds, 1) if last >= end)
-    here, of = slice(start, end), slice(first, after)
     host = [min(max(each, start), end) - start for each in rows.row_start_host[first : after + 1]]
     part = replace(
         rows,
-        source=rows.source[here],
-        token=rows.token[here],
-        position=rows.position[here],
-        index=rows.index[here],
-        kv_slot=rows.kv_slot[here],
+        **{name: getattr(rows, name)[start:end] for name in rows.PER_ROW},
+        **{name: getattr(rows, name)[first:after] for name in rows.PER_REQUEST},
         row_start=rows.row_start[first : after + 1].clamp(start, end) - start,
         row_start_host=host,
-        last=rows.last[of].clamp(max=end - 1) - start,
-        start=rows.start[of],
-        block_table=rows.block_table[of],
-        req_idx=rows.req_idx[of],
-        temperature=rows.temperature[of],
+        last=rows.last[first:after].clamp(max=end - 1) - start,
     )
     return part, bounds[after - 1][1] > end

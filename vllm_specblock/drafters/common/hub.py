@@ -1,4 +1,4 @@
-"""Folders of drafters and targets that are named by their hub id."""
+"""Folders of drafters and targets, by path or hub id."""
 
 from __future__ import annotations
 
@@ -16,21 +16,19 @@ DRAFTER_FILES = [
     "pytorch_model*.bin*",
 ]
 TARGET_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
-_OTHER_COPIES = ["original/*", "consolidated*"]
-"""Of a target's weights, in layouts that transformers does not read."""
+_OTHER_COPIES = ["original/*", "consolidated*"]  # of weights, which transformers does not read
 
 _HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
 
 
 class NotDownloadedError(Exception):
-    """A hub id that cannot be had; the message is the name of what the hub client raised."""
+    """A failed download; the message names the hub client's error."""
 
 
 def snapshot(model: str, files: list[str], **hub: Any) -> Path:
-    """Download a repository's `files`, or find them downloaded; returns their folder.
+    """Download a repository's `files` unless they are cached; returns their folder.
 
-    Args:
-        hub: keywords of `snapshot_download`.
+    hub: keywords of `snapshot_download`.
 
     Raises:
         NotDownloadedError: no hub id, no such repository, no network.
@@ -46,7 +44,7 @@ def snapshot(model: str, files: list[str], **hub: Any) -> Path:
 
 
 def drafter_folder(model: str | Path) -> Path:
-    """A drafter's folder; a hub id (organisation/name) that is none here is downloaded.
+    """Return a drafter's folder; a hub id (organisation/name) is downloaded.
 
     Raises:
         CheckpointError: it looks like a hub id, but cannot be downloaded.
@@ -55,7 +53,7 @@ def drafter_folder(model: str | Path) -> Path:
 
 
 def target_folder(model: str | Path) -> Path:
-    """As `drafter_folder`, of a target: its config, tokenizer and weights."""
+    """As `drafter_folder`, for a target's config, tokenizer and weights."""
     return _folder(model, "target", TARGET_FILES, ignore_patterns=_OTHER_COPIES)
 
 

@@ -1,8 +1,7 @@
 """Decoder layers of drafters: RMS norm, attention projections, MLP.
 
-Shapes: ... any leading dimensions (rows, and positions in a row), I input size, H hidden size,
-D head size. Modules hold separate weights of the published names until `fold` joins those that
-read the same input.
+Shapes: ... any leading dimensions, I input size, H hidden size, D head size. `fold` joins the
+weights that read the same input.
 """
 
 from __future__ import annotations
@@ -35,8 +34,7 @@ class RMSNorm(nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         """[..., n] -> [..., n], in the dtype of x.
 
-        Under autocast, too: left to itself it leaves weights in float32, and on a GPU makes
-        float32 of the result, of which every projection after it would keep a copy of its own.
+        Autocast would make float32 of the result on a GPU.
         """
         if torch.is_autocast_enabled(x.device.type):
             with torch.autocast(x.device.type, enabled=False):
@@ -128,8 +126,4 @@ class MLP(nn.Module):
         """
         if self.gate_up is not None:
             return add_linear(residual, silu_mul(self.gate_up.product(normed)), self.down_proj)
-        # Without a gradient in place: of a prompt these are the largest tensors by far.
-        serves = not torch.is_grad_enabled()
-        gate = F.silu(self.gate_proj(normed), inplace=serves)
-        up = self.up_proj(normed)
-        return residual + self.down_proj(gate.mul_(up) if serves else gate * up)
+        return residual + self.down_proj(F.silu(self.gate_proj(normed)) * self.up_proj(normed))

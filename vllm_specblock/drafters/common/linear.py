@@ -1,12 +1,8 @@
-"""Linear layers of a served drafter: fused, FP8, packed, with a residual.
-
-A decode step of a drafter is bound by launches and by reading weights, so what can be one product
-is one.
-"""
+"""Linear layers of a served drafter: joined, in 8 bits, packed for a CPU, with a residual."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -18,12 +14,10 @@ ALL = slice(None)
 
 
 class Fp8Linear(nn.Module):
-    """nn.Linear without a gradient whose weights lie in 8 bits.
-
-    The product is in `triton_kernels/layers/fp8_linear.py`.
+    """nn.Linear without a gradient, weights in 8 bits (`triton_kernels/layers/fp8_linear.py`).
 
     Args:
-        linear: what it stands for from now on.
+        linear: the layer it replaces.
     """
 
     weight: Tensor
@@ -47,43 +41,26 @@ class Fp8Linear(nn.Module):
         return out if self.bias is None else out + self.bias[outputs]
 
 
-_TILED_BYTES = 16 << 20
-"""Largest weights for vLLM's kernel; with larger ones oneDNN is as fast, and faster on prompts."""
-_TILED_ROWS = 8
-"""Rows are padded to this number: with fewer than five the kernel uses no tiles and is slower."""
-
-
-def _tiles(weight: Tensor) -> bool:
-    """Whether vLLM's kernels for AMX are there, and take weights [out, in]."""
-    there = torch.cpu._is_amx_tile_supported() and hasattr(torch.ops._C, "weight_packed_linear")
-    return there and weight.shape[0] % 16 == 0 and weight.shape[1] % 32 == 0
-
-
 class PackedLinear(nn.Module):
-    """nn.Linear without a gradient in bfloat16 on a CPU, its weights laid out for the product.
-
-    Torch would lay them out anew in every call, which takes longer than the product of a few rows.
-    With AMX vLLM's kernel multiplies, if it is loaded; otherwise oneDNN, whose calls cost more.
+    """nn.Linear without a gradient in bfloat16 on a CPU, by vLLM's kernel for its size.
 
     Args:
-        linear: what it stands for from now on.
+        linear: the layer it replaces.
     """
+
+    cpu_linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
-        weight, bias = linear.weight.detach(), _bias(linear)
-        self.tiled = _tiles(weight) and weight.nbytes <= _TILED_BYTES
-        pack = torch.ops.mkldnn._reorder_linear_weight
-        if self.tiled:
-            pack = torch.ops._C.convert_weight_packed
-            bias = None if bias is None else bias.float()
-        # No buffers: nothing but the product can read them.
-        self.weight, self.bias = pack(weight), bias
+        from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+        self.size, self.bias = linear.out_features, _bias(linear)
+        self.weight = nn.Parameter(linear.weight.detach(), requires_grad=False)
+        dispatch_cpu_unquantized_gemm(self, remove_weight=True)  # sets `cpu_linear`
 
     @staticmethod
     def packs() -> bool:
-        """Whether this machine's processor has products in bfloat16; one with AVX2 alone has not,
-        and oneDNN refuses to lay weights out for it."""
+        """Whether the processor has products in bfloat16; one with AVX2 alone has none."""
         if not torch.backends.mkldnn.is_available():
             return False
         multiplies: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
@@ -96,26 +73,19 @@ class PackedLinear(nn.Module):
         return weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and cls.packs()
 
     def forward(self, x: Tensor, outputs: slice = ALL) -> Tensor:
-        """[..., in] -> [..., out]; outputs: which of them are wanted."""
-        if not self.tiled:
-            out = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
-            return out[..., outputs]
-        rows = x.flatten(0, -2)
-        count = len(rows)
-        if count < _TILED_ROWS:
-            rows = F.pad(rows, (0, 0, 0, _TILED_ROWS - count))
-        out = x.new_empty(len(rows), len(self.weight))
-        torch.ops._C.weight_packed_linear(out, rows, self.weight, self.bias, True)
-        return out[:count].view(*x.shape[:-1], len(self.weight))[..., outputs]
+        """[..., in] -> [..., out], or the slice `outputs` of it."""
+        if not x.numel():  # which oneDNN divides by
+            return x.new_empty(*x.shape[:-1], self.size)[..., outputs]
+        return self.cpu_linear(x, self.weight, self.bias)[..., outputs]
 
 
 class Int8Linear(PackedLinear):
     """nn.Linear without a gradient in bfloat16 on a CPU with AMX, multiplied in 8-bit integers.
 
-    Weights have a scale per output, inputs one per row, which vLLM's kernel finds on the way.
+    Weights have a scale per output, inputs one per row.
 
     Args:
-        linear: what it stands for from now on.
+        linear: the layer it replaces.
     """
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -130,7 +100,9 @@ class Int8Linear(PackedLinear):
     def takes(cls, linear: nn.Linear) -> bool:
         """Whether a layer can be in 8 bits."""
         weight = linear.weight
-        return super().takes(linear) and _tiles(weight) and weight.shape[0] % 32 == 0
+        there = torch.cpu._is_amx_tile_supported() and hasattr(torch.ops._C, "weight_packed_linear")
+        fits = weight.shape[0] % 32 == 0 and weight.shape[1] % 32 == 0
+        return super().takes(linear) and there and fits
 
     def forward(self, x: Tensor, outputs: slice = ALL) -> Tensor:
         """[..., in] -> [..., out]; outputs: which of them are wanted."""
@@ -156,11 +128,7 @@ class Joined(nn.Linear):
 
 
 class Stacked(nn.Module):
-    """Linear layers of the same input, multiplied at once.
-
-    Args:
-        layers: what it stands for from now on, all with a bias or all without.
-    """
+    """Linear layers of the same input, multiplied at once: all with a bias, or none."""
 
     def __init__(self, *layers: nn.Linear) -> None:
         super().__init__()
@@ -168,7 +136,7 @@ class Stacked(nn.Module):
         self.product = Joined(layers)
 
     def forward(self, x: Tensor, layers: slice = ALL) -> tuple[Tensor, ...]:
-        """[..., in] -> what each layer gives, [..., out], as views; layers: which are wanted."""
+        """[..., in] -> each layer's [..., out], as views, or those of the slice `layers`."""
         sizes, before = self.sizes[layers], sum(self.sizes[: layers.start or 0])
         outputs = slice(before, before + sum(sizes))
         return self.product(x, outputs).split(sizes, dim=-1)

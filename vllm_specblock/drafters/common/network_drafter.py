@@ -1,4 +1,4 @@
-"""What all drafters with a network share."""
+"""Base class of drafters with a network."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class NetworkDrafter(Drafter):
         num_nodes: N.
         max_model_len: tokens of the longest request.
         lookahead_slots: cache slots reserved after the root; default: N.
-        layers: which of a step's `states` it reads, low layers first.
+        layers: indices of the step's `states` that it reads, low layers first.
 
     Attributes:
         attention_builder: builds the attention of each forward; set by `bind`.
@@ -76,7 +76,7 @@ class NetworkDrafter(Drafter):
 
 
 def of_requests(requests: torch.Tensor | None, *of_step: torch.Tensor | None) -> tuple[Any, ...]:
-    """Tensors of all of a step's requests (or None), for `requests` [n] int64 alone; None: all."""
+    """Select rows of `requests` [n] int64 (None: all) from per-request tensors, or None."""
     if requests is None:
         return of_step
     return tuple(None if each is None else each[requests] for each in of_step)

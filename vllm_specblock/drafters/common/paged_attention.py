@@ -40,7 +40,7 @@ class PagedAttention:
 
     @cached_property
     def packing(self) -> Packing | None:
-        """How the caches are packed, on a CPU."""
+        """Layout of the caches on a CPU."""
         return packing_on_cpu(self.caches[0])
 
     def __call__(

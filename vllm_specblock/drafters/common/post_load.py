@@ -11,29 +11,21 @@ from vllm_specblock.drafters.common.linear import Fp8Linear, Int8Linear, PackedL
 
 Quantization = Literal["fp8", "int8"]
 
-
-KEPT = ("rank_head",)
-"""Modules whose weights stay as they are: they are few and decide."""
-RAW = ("condition_proj", "fc")
-"""Modules that read the target's states, whose outliers a scale per row would not hold."""
-KERNELS = ("shift_proj",)
-"""Modules whose weights go to a kernel of their own, which takes no 8 bits."""
+KEPT = ("rank_head",)  # small
+RAW = ("condition_proj", "fc")  # read the target's states, whose outliers need more than 8 bits
+KERNELS = ("shift_proj",)  # read by a kernel without 8 bits
 
 
 @torch.no_grad()
 def process_after_loading(
     drafter: nn.Module, quantization: Quantization | None, serves: torch.device | None = None
 ) -> nn.Module:
-    """Fold what does not change from step to step, and shorten weights if asked for.
+    """Fold, quantise and pack a loaded drafter in place; it can no longer be trained.
 
     Args:
-        drafter: a loaded drafter of any kind; changed in place, and no longer one to train.
         quantization: "fp8": linear layers in float8 e4m3, a scale per output; "int8": layers and
             their inputs in 8-bit integers, on a CPU with AMX.
         serves: device on which the weights will serve; None: where they are.
-
-    Returns:
-        the drafter.
     """
     # A list of all modules would keep folded ones in memory.
     foldable: list[Any] = [module for module in drafter.modules() if hasattr(module, "fold")]

@@ -1,14 +1,13 @@
 """RoPE of the drafter: half-split over the whole head, position k of a row at base + k.
 
-YaRN's frequencies are those of its paper (arXiv 2309.00071). Its factor on cos and sin, and RoPE
-over a part of the head, are no business of a step: a checkpoint is rewritten for them on loading
-(`drafters/eagle3/rewritten.py`).
+YaRN's factor on cos and sin, and RoPE over a part of the head, cost a step nothing: a checkpoint is
+rewritten for them on loading (`drafters/eagle3/rewritten.py`).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, Self
 
 import torch
@@ -81,56 +80,31 @@ def inverse_frequencies(config: NetworkShape, rotary_dim: int | None = None) -> 
     rotary_dim: dimensions that turn, default D.
     """
     dim = rotary_dim or config.head_dim
-    half = torch.arange(0, dim, 2).float()
-    frequency = 1.0 / config.rope_theta ** (half / dim)
-    scaling = config.rope_scaling
-    if scaling is None or rope_type(scaling) == "default":
-        return frequency
-    slowed = frequency / scaling["factor"]
-    if rope_type(scaling) == "linear":
-        return slowed
-    if rope_type(scaling) == "yarn":
-        slow = _yarn_ramp(scaling, config.rope_theta, dim)
-        return slow * slowed + (1 - slow) * frequency
-    # llama3: wavelengths that fit often into the trained context stay, those that do not fit
-    # are slowed, and in between the two are mixed.
-    turns = scaling["original_max_position_embeddings"] * frequency / (2 * math.pi)
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    kept = ((turns - low) / (high - low)).clamp(0, 1)
-    return kept * frequency + (1 - kept) * slowed
+    if config.rope_scaling is None or rope_type(config.rope_scaling) == "default":
+        return 1.0 / config.rope_theta ** (torch.arange(0, dim, 2).float() / dim)
+    return _scaled(config.rope_scaling, config.rope_theta, dim)[0]
 
 
 def attention_factor(scaling: dict[str, Any] | None) -> float:
-    """What YaRN multiplies cos and sin by, of queries and of keys; 1 without YaRN."""
+    """YaRN's factor on cos and sin, of queries and of keys; 1 without YaRN."""
     if scaling is None or rope_type(scaling) != "yarn":
         return 1.0
-    if scaling.get("attention_factor") is not None:
-        return float(scaling["attention_factor"])
-    factor, over, under = scaling["factor"], scaling.get("mscale"), scaling.get("mscale_all_dim")
-    if over and under:
-        return _yarn_scale(factor, over) / _yarn_scale(factor, under)
-    return _yarn_scale(factor, 1.0)
+    return _scaled(scaling, theta=1e4, dim=2)[1]
 
 
-def _yarn_scale(factor: float, weight: float) -> float:
-    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+def _scaled(scaling: dict[str, Any], theta: float, dim: int) -> tuple[Tensor, float]:
+    """Frequencies [dim/2] and attention factor, as transformers has them."""
+    # Here: it takes a second.
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-
-def _yarn_ramp(scaling: dict[str, Any], theta: float, dim: int) -> Tensor:
-    """[dim/2] float32, how much of each frequency is slowed: from 0 to 1 between the pairs that
-    turn `beta_fast` and `beta_slow` times within the trained context."""
-    context = scaling["original_max_position_embeddings"]
-
-    def pair_that_turns(times: float) -> float:
-        return dim * math.log(context / (times * 2 * math.pi)) / (2 * math.log(theta))
-
-    low, high = (
-        pair_that_turns(scaling.get(key) or default)
-        for key, default in (("beta_fast", 32), ("beta_slow", 1))
+    kind = rope_type(scaling)
+    config = SimpleNamespace(
+        rope_parameters=scaling | {"rope_type": kind, "rope_theta": theta},
+        head_dim=dim,
+        hidden_size=dim,
+        num_attention_heads=1,
+        standardize_rope_params=lambda: None,
     )
-    if scaling.get("truncate", True):
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, dim - 1)
-    if low == high:
-        high += 0.001
-    return ((torch.arange(dim // 2) - low) / (high - low)).clamp(0, 1)
+    with torch.device("cpu"):  # a model may be made on a meta device
+        frequency, factor = ROPE_INIT_FUNCTIONS[kind](config, "cpu")
+    return frequency, float(factor)

@@ -1,20 +1,19 @@
-"""Tensors of a checkpoint folder under the names that they have there; none is read before it is
-asked for.
+"""Tensors of a checkpoint folder by name, read on demand.
 
-They lie in `*.safetensors`, or else in `pytorch_model*.bin`. Where there is an index of shards, it
-says which files count, as in vLLM.
+From `*.safetensors`, or else `pytorch_model*.bin`. An index of shards says which files count.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from vllm_specblock.drafters.common.checkpoint_files import opened
+from vllm_specblock.drafters.common.checkpoint_files import opened, stored_shapes
 from vllm_specblock.drafters.specblock.config import CheckpointError
 from vllm_specblock.drafters.specblock.config_json import read_json
 
@@ -66,12 +65,10 @@ def _safetensors_files(directory: Path) -> list[Path]:
 
 def _safetensors(path: Path) -> dict[str, Stored]:
     file = opened(path)
-
-    def entry(name: str) -> Stored:
-        shape = tuple(file.get_slice(name).get_shape())
-        return Stored(shape, lambda: file.get_tensor(name))
-
-    return {name: entry(name) for name in file.keys()}  # noqa: SIM118
+    return {
+        name: Stored(shape, partial(file.get_tensor, name))
+        for name, shape in stored_shapes(file).items()
+    }
 
 
 def _pickled(path: Path) -> dict[str, Stored]:
@@ -86,7 +83,4 @@ def _pickled(path: Path) -> dict[str, Stored]:
     if not isinstance(tensors, dict) or not all(isinstance(t, Tensor) for t in tensors.values()):
         raise CheckpointError(f"{path} is not a plain dict of tensors.")
 
-    def entry(tensor: Tensor) -> Stored:
-        return Stored(tuple(tensor.shape), lambda: tensor)
-
-    return {name: entry(tensor) for name, tensor in tensors.items()}
+    return {name: Stored(tuple(each.shape), each.detach) for name, each in tensors.items()}

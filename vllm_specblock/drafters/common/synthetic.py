@@ -1,10 +1,7 @@
 """Drafter of synthetic acceptance: for benchmarks on random weights only.
 
-A drafter of random weights is never right, and its flat distribution makes trees of one level. Here
-it drafts as ever, so that a step costs what it costs, but what it says is replaced: at depth k the
-best candidate has probability α_k and the others share the rest (`candidate_probabilities`). What
-grows from that is the same tree for every request and step, worked out once.
-`verify/synthetic_acceptance.py` accepts with those very probabilities.
+It drafts at full cost, and its tree is replaced by the one that the imposed probabilities α grow;
+`verify/synthetic_acceptance.py` accepts with these probabilities.
 """
 
 from __future__ import annotations
@@ -21,9 +18,8 @@ from vllm_specblock.drafters.specblock.tree_shape import TreeShape
 from vllm_specblock.tree import DraftTree
 
 SECOND = 0.3
-"""Share of what the best candidate leaves that the second one has, and so on down the ranks. The
-shipped example drafter at T = 0 (`benchmarks/results/rank_and_scores.md`) leaves 21 %, of which
-ranks 2–4 have 62 % and 5–10 have 17 %; 0.3 gives them 66 % and 30 %."""
+"""Share of the remaining probability that each next rank takes, about as the example drafter's
+(`benchmarks/results/rank_and_scores.md`)."""
 
 
 def candidate_probabilities(best: torch.Tensor, count: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Target facts that a drafter needs, read from the target's own config.json."""
+"""Facts of a target, from its config.json."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from vllm_specblock.drafters.specblock.config_json import read_json
 
 
 def read_target(directory: str | os.PathLike[str]) -> dict[str, Any]:
-    """config.json of a Hugging Face target directory.
+    """Read the config.json of a target.
 
     Raises:
-        CheckpointError: not there, or without the sizes that every such model has.
+        CheckpointError: there is none, or a size is missing.
     """
     raw, where = read_json(Path(directory) / "config.json")
     for key in ("hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads"):
@@ -29,11 +29,11 @@ def describe_target(
     name: str | None = None,
     layer_ids: tuple[int, int, int] | None = None,
 ) -> TargetInfo:
-    """The target in `directory`, called `name` (default: `directory` as given).
+    """Describe the target in `directory`, called `name` (default: `directory` as given).
 
     Raises:
         CheckpointError: no target there, or `layer_ids` (default: `default_layer_ids`) are not
-            three different layers of it in ascending order.
+            three ascending layers of it.
     """
     raw = read_target(directory)
     layers = raw["num_hidden_layers"]
@@ -59,7 +59,7 @@ def check_target(
     directory: str | os.PathLike[str],
     found: TargetInfo,
 ) -> None:
-    """Hold what a drafter was made for against the target in `directory`.
+    """Check that a drafter was made for the target in `directory`.
 
     Raises:
         CheckpointError: they are of other sizes.

@@ -1,9 +1,7 @@
 """N-gram drafter: continuations of the request's own text, as a tree.
 
-It has no weights. Every earlier place whose last tokens are those of the text's end is an
-occurrence; a few of them are followed, and what they say next is weighed as in prediction by
-partial matching: the longer the match, and the more occurrences agree, the surer. On a GPU that
-is two launches: `triton_kernels/ngram/occurrences.py` and `continuations.py`.
+Every earlier place whose last tokens are those of the text's end is an occurrence. The best ones
+are followed, and weighed as in prediction by partial matching: longer matches and agreement count.
 """
 
 from __future__ import annotations
@@ -26,10 +24,7 @@ VOTE, POWER = 0.32, 1.2
 that it agrees in, those drafted before included. With the votes V of all that say so, out of P
 that agree up to there, a token gets the probability V / P · V / (V + 1).
 
-Fitted by the likelihood of what came next, in held-out source code by a small model's tokens and
-by words, and in the model's greedy answers. Votes that grow as a power beat exponential ones; ⁴√r
-makes up for occurrences that are copies of each other; and V / (V + 1) does better than one vote
-for none of them, V / (P + 1), which trusts the odd ones out too much.
+Fitted by likelihood on held-out source code and a small model's greedy answers.
 """
 
 _VOTES, _NATS = 4096, 1024
@@ -38,10 +33,10 @@ exact in any order: equal texts score the same, and no child scores above its pa
 
 
 def match_lengths(text: torch.Tensor, length: torch.Tensor, most: int) -> torch.Tensor:
-    """How well each earlier place fits the text's end.
+    """Count the tokens in which each earlier place agrees with the text's end.
 
     Args:
-        text: [R, L] integers; what lies at or beyond `length` is not looked at.
+        text: [R, L] integers; entries at or beyond `length` are ignored.
         length: [R] int64, tokens of each text; any value is safe.
         most: count no further.
 
@@ -78,7 +73,7 @@ class NGramDrafter(Drafter):
 
     @property
     def following(self) -> Following:
-        """What the kernels are compiled for."""
+        """Constants of the kernels."""
         return Following(
             self.options.min_match,
             self.options.max_match,
@@ -112,14 +107,14 @@ class NGramDrafter(Drafter):
     def _occurrences(
         self, text: torch.Tensor, length: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The places to follow and what they say.
+        """Find the places to follow, and their continuations.
 
         Args:
             text: [R, L] int32; length: [R] int64.
 
         Returns:
-            token: [R, B, D] int64, what followed each occurrence. Beyond the text's end it goes
-                on as if the text went on so: what repeats is taken to repeat once more.
+            token: [R, B, D] int64, the continuation of each occurrence. Beyond the text's end it
+                repeats itself.
             matched: [R, B] int64, length of the match; 0: no occurrence.
         """
         width = text.shape[1]
@@ -136,10 +131,9 @@ class NGramDrafter(Drafter):
         return token.view(source.shape).long(), matched
 
     def _tree(self, token: torch.Tensor, matched: torch.Tensor) -> DraftTree:
-        """Join the continuations at what they share; [R, B, D] and [R, B] as of `_occurrences`.
+        """Join the continuations, [R, B, D] and [R, B] as of `_occurrences`, at shared prefixes.
 
-        A continuation hangs from the first of those that it agrees with for longest, there
-        where it parts from it.
+        A continuation hangs from the first of those that share most with it, where they part.
         """
         branches, depth = token.shape[1:]
         b = torch.arange(branches, device=token.device)

@@ -1,7 +1,7 @@
 """SpecBlock checkpoints: read, check, write and convert.
 
-Both layouts hold `config.json` and `model.safetensors` with the same tensor names. The
-published one adds `vocab_mapping.pt`, whose d2t and t2d win over those in the safetensors file.
+Both layouts hold `config.json` and `model.safetensors`, with the same tensor names. The published
+one adds `vocab_mapping.pt`, which wins over d2t and t2d in the safetensors file.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def read_config(directory: PathLike) -> DrafterConfig:
 
 
 def check_tensors(directory: PathLike, config: DrafterConfig) -> None:
-    """Hold the tensors' names and shapes against `config` without reading the weights.
+    """Check the tensors' names and shapes against `config` without reading the weights.
 
     Raises:
         CheckpointError: a file is missing or unreadable, tensors are missing, left over or of
@@ -96,9 +96,8 @@ def read_tensors(directory: PathLike, config: DrafterConfig) -> dict[str, Tensor
     check_tensors(directory, config)
     with opened(Path(directory) / WEIGHTS) as file:
         tensors = stored_tensors(file)
-    if "d2t" not in tensors:
-        tensors |= identity_mapping(config.draft_vocab_size, config.vocab_size)
-    return tensors | _mapping_file(Path(directory))
+    identity = identity_mapping(config.draft_vocab_size, config.vocab_size)
+    return identity | tensors | _mapping_file(Path(directory))
 
 
 def load(
@@ -137,17 +136,16 @@ def convert(
 
     Args:
         source, destination: two different directories.
-        target: directory of the target, to write down what the published layout leaves out:
-            its name and the layers that are read.
-        target_name: what to call the target (default: `target` as given).
+        target: directory of the target, whose name and layers the published layout leaves out.
+        target_name: default: `target` as given.
         layer_ids: layers that are read (default: those in `source`, else the target's default).
 
     Returns:
         The config as written.
 
     Raises:
-        CheckpointError: as `read_config`, `check_tensors` and `save`; `target` is not one of
-            this drafter, or is missing where its name or layers are given.
+        CheckpointError: as `read_config`, `check_tensors` and `save`; `target` has other sizes,
+            or is missing where its name or layers are given.
     """
     if Path(source).resolve() == Path(destination).resolve():
         raise CheckpointError(f"{source} cannot be converted into itself: give another --out.")
@@ -179,7 +177,7 @@ def _write(
 
 
 def _replace(path: Path, write: Callable[[Path], object]) -> None:
-    # Written aside and renamed, so that the file is always whole.
+    # By a rename, so that the file is always whole.
     aside = path.with_name(f".{path.name}.part")
     aside.touch()
     mode = aside.stat().st_mode

@@ -1,7 +1,4 @@
-"""SpecBlock model configuration.
-
-Only pydantic is imported here, so that the command line stays quick.
-"""
+"""SpecBlock model configuration; imports pydantic alone, so that the command line starts fast."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ TOP_LOGPROBS = 10
 """Log-probabilities among the rank features ψ (appendix B)."""
 
 PUBLISHED_RANK_TOPK = 20
-"""Logits over which the published rank heads saw ψ in training; their config does not say."""
+"""`rank_topk` of the published rank heads; their config does not say."""
 
 _ROPE_PARAMETERS = {
     "default": (),
@@ -24,9 +21,8 @@ _ROPE_PARAMETERS = {
         "high_freq_factor",
         "original_max_position_embeddings",
     ),
+    "yarn": ("factor", "original_max_position_embeddings"),
 }
-
-_YARN_PARAMETERS = {"yarn": ("factor", "original_max_position_embeddings")}
 _YARN_OPTIONAL = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor")
 
 Count = Annotated[int, Field(ge=1)]
@@ -44,9 +40,8 @@ class TargetInfo(BaseModel):
         architectures: of the target's own config.json; for information only.
         hidden_size: Ht, width of the target's hidden states.
         vocab_size: V.
-        layer_ids: the three hidden states that make the context feature (eq. 1): i is the
-            residual stream after i layers. None if the checkpoint leaves it to the target:
-            `default_layer_ids` of its layer count.
+        layer_ids: the three hidden states of the context feature (eq. 1): i is the residual
+            stream after i layers. None: `default_layer_ids` of the target.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -61,8 +56,7 @@ class TargetInfo(BaseModel):
     def _check(self) -> TargetInfo:
         if self.layer_ids is not None:
             low, mid, high = self.layer_ids
-            # The target hands its states out in layer order: any other order here would
-            # swap columns of condition_proj.
+            # States come in layer order; another order would swap columns of condition_proj.
             if not 0 <= low < mid < high:
                 raise ValueError(
                     f"layer_ids is {list(self.layer_ids)}, but must be three different layers in "
@@ -112,17 +106,17 @@ class NetworkShape(BaseModel):
 
 
 class DrafterConfig(NetworkShape):
-    """Everything that fixes a drafter's tensors and numbers (paper, sections 3.1 and 3.2).
+    """A SpecBlock drafter's tensors and numbers (paper, sections 3.1 and 3.2).
 
     Attributes:
         block_size: K, draft positions per forward; fixed by training.
         draft_vocab_size: Vd, width of the LM head; equal to `vocab_size` means no mapping.
         rank_topk: logits over which the rank features are taken, or "full" for all of them.
         block_rope: RoPE base of block 2 and later: block 1's ("base"), or moved on by the
-            depth of the node that it starts from ("path"). Read by the caller that passes `base`.
-        prefix_broadcast: whether all K positions are given the condition and the token (eq. 2);
-            if not, the first alone is (ablation of Table 2).
-        layer_shift: whether eq. 3 stands between the layers; if not, nothing does (ablation).
+            depth of the node that it starts from ("path").
+        prefix_broadcast: all K positions get the condition and the token (eq. 2); otherwise the
+            first alone (ablation of Table 2).
+        layer_shift: eq. 3 stands between the layers (ablation).
     """
 
     target_hidden_size: Count
@@ -137,7 +131,7 @@ class DrafterConfig(NetworkShape):
     target: TargetInfo
 
     def target_layers(self, num_layers: int) -> tuple[int, ...]:
-        """The states that it reads of a target with so many layers; i is that after i layers."""
+        """Return the target's states that it reads; i is the residual stream after i layers."""
         return self.target.layer_ids or default_layer_ids(num_layers)
 
     @model_validator(mode="after")
@@ -152,10 +146,10 @@ class DrafterConfig(NetworkShape):
 
 
 def default_layer_ids(num_layers: int) -> tuple[int, int, int]:
-    """(2, N//2, N−3) of a target with N layers, the three that EAGLE-3 reads.
+    """Return (2, N//2, N−3) of a target with N layers, as EAGLE-3 does.
 
     Raises:
-        CheckpointError: the target is too shallow for them to be three different layers.
+        CheckpointError: these are not three different layers.
     """
     low, mid, high = ids = (2, num_layers // 2, num_layers - 3)
     if not low < mid < high:
@@ -173,14 +167,14 @@ def rope_type(scaling: dict[str, Any]) -> str | None:
 
 
 def check_rope_scaling(scaling: dict[str, Any] | None, yarn: bool = False) -> None:
-    """Raises ValueError for a `rope_scaling` entry of a kind that a drafter does not compute.
+    """Raise ValueError for a `rope_scaling` entry that a drafter does not compute.
 
     yarn: whether it computes YaRN.
     """
     if scaling is None:
         return
     kind = rope_type(scaling)
-    known = _ROPE_PARAMETERS | (_YARN_PARAMETERS if yarn else {})
+    known = {key: names for key, names in _ROPE_PARAMETERS.items() if yarn or key != "yarn"}
     if kind not in known:
         raise ValueError(f"rope_scaling is of type {kind!r}, but must be one of {', '.join(known)}")
     optional = [key for key in _YARN_OPTIONAL if kind == "yarn" and scaling.get(key) is not None]

@@ -1,7 +1,7 @@
-"""SpecBlock `config.json`, in two checkpoint layouts.
+"""SpecBlock `config.json` in two layouts.
 
-"published" is the layout of the SpecBlock authors' checkpoints. "ours" names every choice that
-theirs leaves to the code: RoPE base of later blocks, rank features, q/k norm, target layers.
+"published" is the SpecBlock authors'. "ours" also names what theirs leaves to the code: RoPE base
+of later blocks, rank features, q/k norm, target layers.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ MODEL_TYPE = "specblock"
 ARCHITECTURE = "SpecBlockDrafter"
 PUBLISHED_ARCHITECTURES = ("LlamaForCausalLMSpecBlock", "LlamaForCausalLMSpecBlockShift")
 
-# The drafter computes its RoPE angles and so has no longest position. vLLM takes the smaller
-# of the drafter's and the target's, and it must never be the drafter's.
+# vLLM limits requests by the smaller of the drafter's and the target's longest position.
 _NO_LIMIT = 1 << 24
 
 _OF_VLLM = frozenset(
@@ -44,7 +43,7 @@ _OF_VLLM = frozenset(
         "transformer_layer_config",
     }
 )
-"""Keys of our config.json that are there for vLLM or transformers and say nothing to us."""
+"""Keys of our config.json that only vLLM or transformers read."""
 
 # Our key → (published key, value when it is missing; None: it must be there).
 _PUBLISHED_KEYS: dict[str, tuple[str, Any]] = {
@@ -67,17 +66,16 @@ _CONTAINERS: dict[str, tuple[type, str]] = {
     "rope_parameters": (dict, "an object"),
     "eagle_config": (dict, "an object"),
 }
-"""Keys of any config.json that are looked into before a model of it is there."""
+"""Keys of any config.json that are read before it is validated."""
 
 
 def read_json(path: Path) -> tuple[dict[str, Any], str]:
-    """The object in a JSON file, and its path for messages.
+    """Read the object in a JSON file; returns it and its path for messages.
 
-    Read raw: a transformers config object would move keys (`rope_theta`) and fill in others.
+    A transformers config object would move keys (`rope_theta`) and fill in others.
 
     Raises:
-        CheckpointError: no such file, no JSON object in it, or no container where others look into
-            one.
+        CheckpointError: no such file, no JSON object in it, or no container where one must be.
     """
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
@@ -98,10 +96,10 @@ def read_json(path: Path) -> tuple[dict[str, Any], str]:
 
 
 def layout_of(raw: dict[str, Any], where: str) -> Layout:
-    """Which layout the config.json `raw` is in.
+    """Return the layout of the config.json `raw`; `where` names it in errors.
 
     Raises:
-        CheckpointError: it is no SpecBlock drafter's. `where` names the file in the message.
+        CheckpointError: it is no SpecBlock drafter's.
     """
     architectures = raw.get("architectures") or []
     if raw.get("model_type") == MODEL_TYPE or ARCHITECTURE in architectures:
@@ -115,7 +113,7 @@ def layout_of(raw: dict[str, Any], where: str) -> Layout:
 
 
 def from_json(raw: dict[str, Any], where: str) -> DrafterConfig:
-    """The config in `raw`, a config.json of either layout; `where` names it in errors.
+    """Parse `raw`, a config.json of either layout; `where` names it in errors.
 
     Raises:
         CheckpointError: unknown architecture, a key missing, unknown (ours) or out of range.
@@ -151,19 +149,18 @@ def from_json(raw: dict[str, Any], where: str) -> DrafterConfig:
 
 
 def to_json(config: DrafterConfig, layout: Layout, torch_dtype: str) -> dict[str, Any]:
-    """config.json of `config` in `layout`, for weights of `torch_dtype`.
+    """Write `config` as a config.json in `layout`, for weights of `torch_dtype`.
 
     Raises:
-        CheckpointError: the published layout has no place for what `config` says.
+        CheckpointError: the published layout cannot hold it.
     """
     return _ours(config, torch_dtype) if layout == "ours" else _published(config, torch_dtype)
 
 
 def rope_of(raw: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
-    """(theta, scaling) of a Llama-like config.json, wherever it keeps them.
+    """Return (theta, scaling) of a Llama-like config.json.
 
-    transformers 5 moves `rope_theta` into `rope_parameters` on saving, and a config object
-    then has no `rope_theta` at all: hence the raw JSON.
+    transformers 5 moves `rope_theta` into `rope_parameters` on saving.
     """
     parameters = raw.get("rope_parameters") or {}
     scaling = dict(raw.get("rope_scaling") or parameters)
@@ -238,7 +235,7 @@ def checked(where: str, keys: dict[str, Any]) -> DrafterConfig: ...
 @overload
 def checked(where: str, keys: dict[str, Any], kind: type[Config]) -> Config: ...
 def checked(where: str, keys: dict[str, Any], kind: type[BaseModel] = DrafterConfig) -> BaseModel:
-    """A config of `kind` out of `keys`; raises CheckpointError, where `where` names the file."""
+    """Make a config of `kind`; raises CheckpointError, in which `where` names the file."""
     try:
         return kind(**keys)
     except ValidationError as error:

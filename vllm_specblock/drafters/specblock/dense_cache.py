@@ -1,14 +1,10 @@
-"""Dense KV cache of one sequence: drafter attention in its plainest form.
+"""Dense KV cache of one sequence: drafter attention in its plainest form, for evaluation and tests.
 
-* A row of block 1 sees all K positions of every earlier row, and its own up to itself. Its K
-  keys and values stay in the cache.
-* A row of a later block starts at position j of a row of any earlier block. It sees what that
-  position sees: all rows of block 1 before the drafting row (in serving the newest), then the
-  path that leads to it, positions up to the start in the drafting row, up to the next start in
-  that start's row, and so on. Then its own positions up to itself. Starts of one block never
-  see each other, and nothing of theirs stays.
-
-Serving does the same over paged caches (`draft_attention.py`), training over whole batches.
+* A row of block 1 sees all K positions of every earlier row, and its own up to itself. Its K keys
+  and values stay in the cache.
+* A row of a later block starts at a position of an earlier block's row. It sees what that position
+  sees, and its own positions up to itself. Rows of one block never see each other, and their keys
+  and values do not stay.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
 """Attention metadata of SpecBlock's blocks over a paged cache of K entries per token.
 
-Flattened, entry i·K + k is position k of row i. A row of block 1 sees all entries of earlier
-rows and its own up to k, which in this order is plain causal attention. A row of a later block
-sees the entries before its start, the positions on its path and its own up to k: a prefix
-length and a few bits (paper, §3.1 and §3.2).
+Entry i·K + k is position k of row i. A row of block 1 sees all entries of earlier rows and its own
+up to k: causal attention. A row of a later block sees the entries before its start, the positions
+on its path and its own up to k: a prefix length and a few bits (paper, §3.1 and §3.2).
 
-Later blocks put their keys and values in the slots of the request's next tokens. Those slots are
-reserved for the step, and are overwritten when the tokens come.
+Later blocks borrow the slots of the request's next tokens, which are reserved for the step.
 """
 
 from __future__ import annotations
@@ -19,6 +17,7 @@ from vllm_specblock.drafters.common.chunked_advance import MAX_ROWS
 from vllm_specblock.drafters.common.paged_attention import PagedAttention
 from vllm_specblock.drafters.interface import CommittedTokens
 from vllm_specblock.drafters.specblock.tree_shape import Starts
+from vllm_specblock.tree import pack_bits
 from vllm_specblock.triton_kernels.attention.tree_attention_batch import (
     TreeAttentionBatch,
     packing_on_cpu,
@@ -35,14 +34,14 @@ from vllm_specblock.triton_kernels.warm_up import compile_attention
 
 
 class LaterBlock(NamedTuple):
-    """What a later block's S rows per request are to the drafter.
+    """A later block's S rows per request.
 
     Attributes:
-        attend: what they attend with.
-        valid: [R, S] bool, starts that count, and whose row has a slot at all.
-        source: [R·S] int64, what each start goes on from, in the rows drafted so far, [R, rows, K]
+        attend: their attention.
+        valid: [R, S] bool, valid starts whose row has a slot.
+        source: [R·S] int64, where each start goes on, in the rows drafted so far, [R, rows, K]
             flattened.
-        base: [R·S] int64, RoPE's position of each row's first; the others follow.
+        base: [R·S] int64, RoPE position of each row's first draft position.
     """
 
     attend: PagedAttention
@@ -60,8 +59,8 @@ class DraftAttentionBuilder:
         num_starts: S, rows of every block after the first.
         num_blocks: M.
         max_position: positions at or beyond it have no slot (the model's length limit).
-        path_rope: RoPE counts the tokens on the path to a later block's row. Otherwise all of
-            them stand where block 1's drafting row does.
+        path_rope: RoPE counts the tokens on the path to a later block's row; otherwise all rows
+            have the base of block 1's drafting row.
     """
 
     def __init__(
@@ -78,27 +77,18 @@ class DraftAttentionBuilder:
         self.max_position, self.path_rope = max_position, path_rope
         self.k = torch.arange(block_size, device=device)
         self.rows = torch.arange(num_starts, device=device)
-        # Row 0 is the drafting row of block 1 and owns no bits: what later blocks see of it is
-        # part of their prefix. Row 1 + i owns bits i·K … i·K + K − 1 of the window.
-        num_rows = 1 + (num_blocks - 1) * num_starts
-        self.own = torch.zeros(
-            num_rows,
-            block_size,
-            num_mask_words(num_blocks, num_starts, block_size),
-            dtype=torch.int64,
-        )
-        for row in range(1, num_rows):
-            for k in range(block_size):
-                for bit in range((row - 1) * block_size, (row - 1) * block_size + k + 1):
-                    word = int(self.own[row, k, bit // 64]) | 1 << bit % 64
-                    self.own[row, k, bit // 64] = word - (1 << 64 if word >> 63 else 0)
-        self.own = self.own.to(device)
+        # Row 0 is the drafting row of block 1: later blocks see it in their prefix, so it owns no
+        # bits. Row 1 + i owns bits i·K … i·K + K − 1 of the window.
+        rows = 1 + (num_blocks - 1) * num_starts
+        sees = torch.zeros(rows, block_size, max(1, rows - 1), block_size, dtype=torch.bool)
+        later = torch.arange(rows - 1)
+        sees[1 + later, :, later] = torch.ones(block_size, block_size, dtype=torch.bool).tril()
+        self.own = pack_bits(sees.flatten(2)).to(device)  # [rows, K, W]
         self.fused = self.own.is_cuda  # one launch for each block, in place of torch
 
     def step(self, rows: CommittedTokens) -> None:
         """Begin a step; later blocks stand behind the last of `rows`."""
-        # Not the rows themselves: a prompt's states may be hundreds of megabytes, and the next
-        # step may be a graph's.
+        # Not the rows themselves: a prompt's states may be hundreds of megabytes.
         self.position, self.index = rows.position, rows.index
         self.row, self.table = rows.last, rows.block_table
         self.token_block, self.newest_bound = rows.block_size, rows.max_position
@@ -123,32 +113,18 @@ class DraftAttentionBuilder:
             metadata = first_block_metadata_triton(*where, K, self.own.shape[-1])
         else:
             metadata = self._first(rows)
-        num_requests = len(rows.row_start_host) - 1
-        start = [row * K for row in rows.row_start_host]
-        each = [K * r for r in range(num_requests + 1)]
-        limit = [(rows.max_position + 1) * K] * num_requests
-        queries = TreeAttentionBatch(
-            table,
-            size,
-            metadata.query_start,
-            start,
-            metadata.ends,
-            limit,
-            metadata.prefix_len,
-            metadata.mask_words,
-            metadata.ends,
+        requests = len(rows.row_start_host) - 1
+        limit = [(rows.max_position + 1) * K] * requests
+
+        def sees(start: torch.Tensor, host: list[int], prefix: torch.Tensor) -> TreeAttentionBatch:
+            ends, words = metadata.ends, metadata.mask_words
+            return TreeAttentionBatch(table, size, start, host, ends, limit, prefix, words, ends)
+
+        queries = sees(
+            metadata.query_start, [row * K for row in rows.row_start_host], metadata.prefix_len
         )
-        kept = TreeAttentionBatch(
-            table,
-            size,
-            metadata.kept_start,
-            each,
-            metadata.ends,
-            limit,
-            metadata.kept_prefix,
-            metadata.mask_words,
-            metadata.ends,
-        )
+        each = [K * r for r in range(requests + 1)]
+        kept = sees(metadata.kept_start, each, metadata.kept_prefix)
         return PagedAttention(self.caches, metadata.kv_index, queries, kept), metadata.base
 
     def _first(self, rows: CommittedTokens) -> FirstBlockMetadata:
@@ -181,16 +157,14 @@ class DraftAttentionBuilder:
         )
 
     def begin(self, requests: torch.Tensor | None) -> None:
-        """Say for which requests ([n] int64; None: all of the step) later blocks are drafted."""
-        # Of the row that drafts: its number in the step where a launch looks its position up.
+        """Begin later blocks for some requests ([n] int64; None: all of the step)."""
         row, table = self.row, self.table
         if requests is not None:
             row, table = row[requests], table[requests]
-        last = row if self.fused else self.index[row]
+        last = row if self.fused else self.index[row]  # the kernel looks the index up
         self.last, self.block_table, self.requests = last, table, len(last)
-        # Per row that has been drafted: entries it sees as prefix, its window bits, and tokens
-        # drafted before it.
-        if self.fused:  # as many as there will be; every launch fills in its own
+        # Of each drafted row: its prefix, its window bits, and the tokens drafted before it.
+        if self.fused:  # each launch fills in its own rows
             rows, _, width = self.own.shape
             self.prefix = last.new_empty(len(last), rows)
             self.mask_words = last.new_empty(len(last), rows, width)
@@ -283,8 +257,3 @@ class DraftAttentionBuilder:
             source=((request * first_row + row) * K + position).flatten(),
             base=base.flatten(),
         )
-
-
-def num_mask_words(num_blocks: int, num_starts: int, block_size: int) -> int:
-    """int64 words that hold one bit for every position of the blocks after the first."""
-    return max(1, -(-(num_blocks - 1) * num_starts * block_size // 64))

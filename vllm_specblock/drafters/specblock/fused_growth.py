@@ -17,29 +17,20 @@ from vllm_specblock.triton_kernels.tree.select_tree import MOST_CANDIDATES
 def expansion(
     shape: TreeShape, width: torch.Tensor, num_requests: int
 ) -> Expansion | FusedExpansion:
-    """An expansion where `width` lies: one launch per block, on a GPU if C is not too large.
+    """Make an expansion on the device of `width`: fused, on a GPU if C is not too large.
 
     Args:
-        width: [4] int64, `shape.branching` on the device, made once by the caller.
+        width: [4] int64, `shape.branching` on the device.
     """
     fused = takes(width) or (width.is_cuda and shape.candidates <= MOST_CANDIDATES)
     return (FusedExpansion if fused else Expansion)(shape, width, num_requests)
 
 
 class FusedExpansion:
-    """`Expansion` as one launch per block, which also does what follows the block.
-
-    The same calls with the same results, in this order. Arguments as there.
-    """
+    """`Expansion` in one launch per block: the same calls with the same results, in this order."""
 
     def __init__(self, shape: TreeShape, width: torch.Tensor, num_requests: int) -> None:
-        sizes = (
-            shape.block_size,
-            shape.num_blocks,
-            shape.num_starts,
-            shape.width,
-            shape.budget,
-        )
+        sizes = shape.block_size, shape.num_blocks, shape.num_starts, shape.width, shape.budget
         kind = Growing if width.is_cuda else CompiledGrowing
         self.growing = kind(Limits(*sizes), width, num_requests)
 

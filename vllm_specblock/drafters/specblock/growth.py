@@ -1,8 +1,7 @@
 """Rank-guided tree growth (SpecBlock paper, §3.2).
 
-Everything has a shape that the configuration fixes, and no value is read on the host: M blocks
-of candidates are laid side by side, most of them marked as not wanted, and one pass at the end
-joins equal ones, keeps the best N and puts them in order (`candidates.py`).
+All shapes are fixed by the configuration, and no value is read on the host: M blocks of candidates
+lie side by side, most of them unwanted; one pass at the end joins equal ones and keeps the best N.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class Expansion:
     Candidate 0 is the root. Row r, position k, rank b is candidate 1 + (r·K + k)·B + b.
 
     Args:
-        width: [4] int64, `shape.branching` on the device, made once by the caller.
+        width: [4] int64, `shape.branching` on the device.
     """
 
     def __init__(self, shape: TreeShape, width: torch.Tensor, num_requests: int) -> None:
@@ -84,9 +83,8 @@ class Expansion:
     def starts(self, block: int) -> Starts:
         """Choose the S best nodes so far for block `block` ≥ 2; the chain's end is the first.
 
-        Candidates of equal text are one node, the best of them, and a node starts a block at
-        most once: without that, a later block would mostly start again from the twins of
-        nodes that have been started from.
+        Candidates of equal text are one node, the best of them, and a node starts once: else later
+        blocks would mostly start from the twins of earlier starts.
         """
         K, B, S = self.shape.block_size, self.shape.width, self.shape.num_starts
         key = torch.cat(self.open, 1)
@@ -179,21 +177,14 @@ class Expansion:
         return self.select().tree
 
     def select(self) -> Selection:
-        """As `finish`, with what became of the candidates."""
+        """As `finish`, with the fate of each candidate."""
         token, path_hash, key, parent = (field[:, : self.count] for field in self.fields)
         score = self.score[:, : self.count]
         shape = self.shape
         return select(token, parent, score, key, path_hash, shape.budget, shape.max_depth)
 
     def blocks(self, selection: Selection) -> torch.Tensor:
-        """Which drafter forward each node of the tree comes from, block 1 … M.
-
-        Of several candidates of equal text it is the one that was kept. For evaluation, after
-        `select`.
-
-        Returns:
-            [R, N] int64, 0 for a slot not in use.
-        """
+        """Return the block, 1 … M, that each kept node comes from: [R, N] int64, 0 if unused."""
         candidate = selection.kept(self.key[:, : self.count])
         row = (candidate - 1) // (self.shape.block_size * self.shape.width)
         starts = self.shape.num_starts

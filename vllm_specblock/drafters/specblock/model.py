@@ -65,10 +65,7 @@ class SpecBlockModel(nn.Module):
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
 
     def condition(self, features: Tensor) -> Tensor:
-        """Context feature of block 1 (eq. 1).
-
-        features [T, 3·Ht]: the target's hidden states, columns low, mid, high -> [T, H].
-        """
+        """Context feature of block 1 (eq. 1): [T, 3·Ht], low, mid and high states -> [T, H]."""
         return self.input_layer.condition_proj(features)
 
     def forward(
@@ -82,17 +79,15 @@ class SpecBlockModel(nn.Module):
         """All decoder layers over T rows (eqs. 2 and 3).
 
         Args:
-            condition: [T, H], from `condition`, or for a later block the output of this
-                function at the position where the block starts.
-            embedding: [T, H], the target's embedding of each row's token, as it is stored.
+            condition: [T, H], from `condition`; in a later block this function's output at the
+                position where the block starts.
+            embedding: [T, H], the target's embedding of each row's token.
             base: [T] int64, RoPE position of each row's first draft position.
-            attend: see `Attend`.
             keep: [Q] int64, rows whose outputs are wanted (default all). In the last layer the
                 others give keys and values only.
 
         Returns:
-            [T or Q, K, H], the state before the final norm: what `heads` reads, and what a
-            later block takes as its condition.
+            [T or Q, K, H], the state before the final norm.
         """
         hidden, normed = self.input_layer(condition, embedding, self.layers[0].input_layernorm)
         rope = self.rotary(base, hidden.dtype)
@@ -135,12 +130,11 @@ class SpecBlockModel(nn.Module):
     def candidates(
         self, hidden: Tensor, width: int, beta: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """What tree expansion needs of `heads`, with one top-k for it and the rank features.
+        """The best `width` tokens and the rank bucket of each position; no gradient.
 
-        hidden [R, ..., H], sharpness [R] float32 (None: 1, see `feedback/calibration.py`) -> the
-        best `width` tokens' log-probabilities over the whole draft vocabulary [R, ..., width]
-        float32 (descending), their target ids [R, ..., width] int64, and the predicted rank
-        bucket [R, ...] int64. No gradient.
+        hidden [R, ..., H], beta [R] float32 (None: 1, see `feedback/calibration.py`) ->
+        log-probabilities over the whole draft vocabulary [R, ..., width] float32, descending,
+        target ids [R, ..., width] int64, and rank buckets [R, ...] int64.
         """
         with torch.no_grad():
             normed, logits = self._read(hidden)
@@ -180,7 +174,7 @@ class InputLayer(nn.Module):
         self.prefix_broadcast = config.prefix_broadcast
 
     def fold(self) -> None:
-        """Compute the queries' part once and for all: then `fuse` is of a row only."""
+        """Compute the queries' part once; then `fuse` is of a row only."""
         self.folded = self._queries()
         size = self.folded.shape[-1]
         of_row = nn.Linear(2 * size, size, bias=False, device="meta")
@@ -192,8 +186,7 @@ class InputLayer(nn.Module):
     def forward(self, condition: Tensor, embedding: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
         """condition [T, H], embedding [T, H] -> [T, K, H], and its `norm`: that of layer 1.
 
-        W_fuse is linear in its three inputs, and only the query varies over the K positions:
-        the rows' part is computed once per row, the queries' once per forward.
+        W_fuse is linear, and only the query varies over the K positions.
         """
         row = norm_pair(condition, embedding, self.condition_norm, self.token_norm)
         if self.folded is not None:

@@ -24,20 +24,17 @@ class SpecBlockConfig(WeightedOptions):
     """How a SpecBlock drafter grows its tree (paper, §3.2; `K` is fixed by the checkpoint)."""
 
     num_blocks: Annotated[int, Field(ge=1, le=8)] = 2
-    """M: drafter forwards per step. The deepest path holds M × K draft tokens. While serving 1 by
-    default for trees of fewer than 16 nodes, which one forward fills: with 12 nodes the second took
-    two fifths of a step on a processor, for a few per cent more tokens."""
+    """M: drafter forwards per step. The deepest path holds M × K draft tokens. While serving, 1 by
+    default for trees of fewer than 16 nodes, which one forward fills."""
 
     num_starts: Annotated[int, Field(ge=1, le=32)] = 8
-    """S: nodes that the next block grows from: those of the highest score, and the chain's end. The
-    paper's order, lowest rank buckets first, gained nothing."""
+    """S: nodes that the next block grows from: those of the highest score, and the chain's end."""
 
     branching: Annotated[
         list[Annotated[int, Field(ge=0, le=32)]], Field(min_length=4, max_length=4)
     ] = [4, 8, 16, 16]  # noqa: RUF012 (pydantic copies it)
-    """Children to attach per rank bucket (rank 1, 2–4, 5–10, beyond). 0: neither children
-    besides the chain's own node nor a start for the next block. The paper's [2, 4, 6, 4] is
-    narrower than what a budget of 60 nodes can hold where the target samples."""
+    """Children to attach per rank bucket (rank 1, 2–4, 5–10, beyond). 0: neither children besides
+    the chain's own node nor a start for the next block. The paper has [2, 4, 6, 4]."""
 
     read_elsewhere: ClassVar[frozenset[str]] = frozenset({"adapt"})
 

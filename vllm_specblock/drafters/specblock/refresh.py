@@ -1,129 +1,171 @@
 """Weight updates of a drafter that serves (SpecBlock paper, §3.4, A.3).
 
-The paper copies a trained drafter into the one that serves between two steps: all of it, or the LM
-head and the rank head alone. What serves is folded, shortened or packed (`post_load.py`), and CUDA
-graphs know its tensors by their addresses. So new weights are made ready as a checkpoint's are, in
-a drafter of their own, whose tensors are then copied onto those in use.
+Between two steps, all weights or the LM head and the rank head alone. CUDA graphs hold the
+addresses of the served weights, which are folded: new ones are folded beside them, and copied.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 from torch import Tensor, nn
 
 from vllm_specblock.drafters.common.checkpoint_files import listed
-from vllm_specblock.drafters.common.linear import Fp8Linear, Int8Linear
+from vllm_specblock.drafters.common.linear import Fp8Linear, Int8Linear, PackedLinear
 from vllm_specblock.drafters.common.post_load import Quantization, process_after_loading
-from vllm_specblock.drafters.specblock.config import DrafterConfig
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
 
 HEADS = ("lm_head", "rank_head")
-"""What can be refreshed alone: keys and values of earlier tokens do not depend on it."""
+"""Modules that can be updated alone: keys and values of earlier tokens do not depend on them."""
 
 
 class RefreshError(ValueError):
     """Weights that a serving drafter cannot take; the message is one sentence."""
 
 
-class Preparation:
-    """How new weights are made ready for a serving drafter: as loading makes a checkpoint's.
+@torch.inference_mode()
+def prepare(
+    drafter: SpecBlockModel, tensors: Mapping[str, Tensor], device: torch.device | None = None
+) -> nn.Module:
+    """Load new weights as a checkpoint's are loaded, beside a serving drafter.
 
     Args:
         drafter: as `post_load.process_after_loading` leaves it.
-        device: on which it is done; None: on the drafter's, bit for bit as loading does it.
+        tensors: by a checkpoint's names and in its shapes (`lm_head.weight` [Vd, H],
+            `input_layer.fuse.weight` [H, 3H], …), of any floating dtype, on any device: all
+            weights, or those of the LM head and the rank head. The vocabulary mapping stays.
+        device: where to do it; None: the drafter's.
+
+    Returns:
+        A model for `swap_in`.
 
     Raises:
-        RefreshError: the drafter was not made ready to serve.
+        RefreshError: the drafter does not serve; a name is missing or left over, a tensor has
+            another shape, or a number is NaN or infinite in the dtype that serves.
     """
-
-    @torch.inference_mode()
-    def __init__(self, drafter: SpecBlockModel, device: torch.device | None = None) -> None:
-        if drafter.input_layer.folded is None:
-            raise RefreshError("Only a drafter that was made ready to serve can be refreshed.")
-        weight = drafter.norm.weight
-        self.config, self.dtype, self.serves = drafter.config, weight.dtype, weight.device
-        self.device = weight.device if device is None else device
-        kinds = {type(module) for module in drafter.modules()}
-        self.quantization: Quantization | None = (
-            "fp8" if Fp8Linear in kinds else "int8" if Int8Linear in kinds else None
-        )
-        self._mapping = {name: getattr(drafter, name).to(self.device) for name in ("d2t", "t2d")}
-
-    @torch.inference_mode()
-    def prepare(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """New values of a serving drafter's tensors, by the names that `held` gives them.
-
-        Args:
-            tensors: by a checkpoint's names and in its shapes (`lm_head.weight` [Vd, H],
-                `input_layer.fuse.weight` [H, 3H], …), of any floating dtype, on any device: all
-                weights, or those of the LM head and the rank head. The vocabulary mapping is no
-                weight, and stays.
-
-        Raises:
-            RefreshError: a name is missing or left over, a tensor has another shape, or a number is
-                NaN or infinite in the dtype that serves.
-        """
-        fresh = _blank(self.config, tensors)
-        whole = isinstance(fresh, SpecBlockModel)
-        # Cast first: a number may be finite in the dtype it comes in alone.
-        fresh = fresh.to(self.dtype).to_empty(device=self.device)
-        fresh.load_state_dict({**tensors, **(self._mapping if whole else {})})
-        for name, weight in fresh.named_parameters():
-            _check_finite(f"The new {name}", weight)
-        process_after_loading(fresh, self.quantization, self.serves)
-        if isinstance(fresh, SpecBlockModel):
-            folded = fresh.input_layer.folded
-            assert folded is not None  # by `process_after_loading`
-            _check_finite("What input_layer.fuse makes of the new queries", folded)
-        return dict(held(fresh))
+    if drafter.input_layer.folded is None:
+        raise RefreshError("Only a drafter that was made ready to serve can be refreshed.")
+    serves, kinds = drafter.norm.weight, {type(module) for module in drafter.modules()}
+    quantization: Quantization | None = None
+    if Fp8Linear in kinds or Int8Linear in kinds:
+        quantization = "fp8" if Fp8Linear in kinds else "int8"
+    fresh = _blank(drafter, tensors)
+    # Cast first: a number may be finite in the dtype it comes in alone.
+    fresh = fresh.to(serves.dtype).to_empty(device=device or serves.device)
+    fresh.load_state_dict(tensors, strict=False)  # the mapping is missing
+    for name, weight in fresh.named_parameters():
+        _check_finite(f"The new {name}", weight)
+    process_after_loading(fresh, quantization, serves.device)
+    if isinstance(fresh, SpecBlockModel):
+        assert fresh.input_layer.folded is not None  # by `process_after_loading`
+        what = "What input_layer.fuse makes of the new queries"
+        _check_finite(what, fresh.input_layer.folded)
+        del fresh.d2t, fresh.t2d
+    return fresh
 
 
-class Staged:
-    """New weights for a serving drafter, checked and made ready beside it, not in use yet.
+@torch.inference_mode()
+def swap_in(drafter: SpecBlockModel, fresh: nn.Module) -> None:
+    """Let prepared weights serve, at the addresses of before; between two steps, on their stream.
 
-    Making them ready waits for the device and needs the drafter's memory once more; `write` does
-    neither.
-
-    Args:
-        drafter: see `Preparation`.
-        tensors: see `Preparation.prepare`.
-
-    Raises:
-        RefreshError: the weights cannot serve.
+    Packed layers of a CPU are replaced: no graph reads them. Keys and values in the cache stay
+    those of the old weights.
     """
-
-    def __init__(self, drafter: SpecBlockModel, tensors: Mapping[str, Tensor]) -> None:
-        new, served = Preparation(drafter).prepare(tensors), dict(held(drafter))
-        self._served, self._new = [served[name] for name in new], list(new.values())
-
-    @torch.inference_mode()
-    def write(self) -> None:
-        """Copy them onto those in use, at the addresses of before: what was captured reads them.
-
-        To be called between two steps, on the stream on which they run; any number of times. Keys
-        and values in the cache stay those of the old weights.
-        """
-        torch._foreach_copy_(self._served, self._new)
+    for name, module in fresh.named_modules():
+        if isinstance(module, PackedLinear):
+            drafter.set_submodule(name, module)
+    served, new = dict(held(drafter)), dict(held(fresh))
+    torch._foreach_copy_([served[name] for name in new], list(new.values()))
 
 
 def refresh(drafter: SpecBlockModel, tensors: Mapping[str, Tensor]) -> None:
-    """Give a serving drafter other weights, in place, between two steps: all of them or none.
+    """Give a serving drafter other weights in place, all or none; see `prepare`."""
+    swap_in(drafter, prepare(drafter, tensors))
+
+
+class Refresh:
+    """An update that takes several turns between steps: a GPU's is prepared in a thread.
 
     Args:
-        drafter, tensors: see `Staged`.
+        drafter: as `post_load.process_after_loading` leaves it.
 
-    Raises:
-        RefreshError: as `Staged`; nothing has been written.
+    Attributes:
+        ready: the new weights are prepared and held until `release`.
     """
-    Staged(drafter, tensors).write()
+
+    def __init__(self, drafter: SpecBlockModel) -> None:
+        self._drafter = drafter
+        on_gpu = drafter.norm.weight.is_cuda
+        self._pool = ThreadPoolExecutor(1, "specblock-refresh") if on_gpu else None
+        self._tensors: Mapping[str, Tensor] | None = None
+        self._coming: Future[nn.Module] | None = None
+        self._fresh: nn.Module | None = None
+        self._seconds = 0.0
+        self.ready = self._held = False
+
+    def start(self, tensors: Mapping[str, Tensor], hold: bool = False) -> None:
+        """Begin an update, in place of an earlier one that does not serve yet.
+
+        Args:
+            tensors: on the host, see `prepare`; not to be changed any more.
+            hold: do not swap them in before `release`.
+        """
+        self.ready, self._held, self._fresh, self._seconds = False, hold, None, 0.0
+        self._tensors = tensors
+        if self._pool is not None:
+            self._coming = self._pool.submit(_prepare_pinned, self._drafter, tensors)
+
+    def release(self) -> None:
+        """Let what is held serve from the next `turn` on."""
+        self._held = False
+
+    def turn(self) -> float | None:
+        """Go on with the update, between two steps and on their stream.
+
+        Returns:
+            The seconds that turns took, once the new weights serve; else None.
+
+        Raises:
+            RefreshError: the weights cannot serve; nothing was written.
+        """
+        if self._tensors is None or (self._coming is not None and not self._coming.done()):
+            return None
+        began = time.perf_counter()
+        try:
+            if self._fresh is None and self._coming is not None:
+                self._fresh = self._coming.result()
+            elif self._fresh is None:
+                self._fresh = prepare(self._drafter, self._tensors)
+        except RefreshError:
+            self._tensors = self._coming = None
+            raise
+        self.ready = self._held
+        if not self._held:
+            swap_in(self._drafter, self._fresh)
+        self._seconds += time.perf_counter() - began
+        if self._held:
+            return None
+        self._tensors = self._coming = self._fresh = None
+        return self._seconds
 
 
-def _blank(config: DrafterConfig, tensors: Mapping[str, Tensor]) -> nn.Module:
-    """A drafter without values, or its heads alone, for weights of these names and shapes."""
+def _prepare_pinned(drafter: SpecBlockModel, tensors: Mapping[str, Tensor]) -> nn.Module:
+    """Prepare weights for a GPU in pinned host memory, beside the steps."""
+    try:
+        return prepare(drafter, tensors, torch.device("cpu"))._apply(Tensor.pin_memory)
+    except RefreshError:
+        raise
+    except Exception as error:  # an update that fails must not stop the engine
+        raise RefreshError(f"The new weights could not be prepared ({error!r}).") from error
+
+
+def _blank(drafter: SpecBlockModel, tensors: Mapping[str, Tensor]) -> nn.Module:
+    """A model without values, or its heads alone, for weights of these names and shapes."""
     with torch.device("meta"):
-        fresh: nn.Module = SpecBlockModel(config)
+        fresh: nn.Module = SpecBlockModel(drafter.config)
     heads = nn.ModuleDict({name: getattr(fresh, name) for name in HEADS})
     known = dict(fresh.named_parameters())
     if extra := sorted(tensors.keys() - known.keys()):
@@ -151,7 +193,7 @@ def _check_finite(what: str, tensor: Tensor) -> None:
 
 
 def held(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a module by its name: parameters, buffers, and what is an attribute only."""
+    """Every tensor of a module by its name: parameters, buffers, and plain attributes."""
     for prefix, part in module.named_modules():
         own = part._parameters | part._buffers | vars(part)
         for name, value in own.items():

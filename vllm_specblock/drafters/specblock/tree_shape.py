@@ -11,14 +11,14 @@ from vllm_specblock.triton_kernels.tree.candidate_keys import MAX_DEPTH
 
 @dataclass(frozen=True)
 class TreeShape:
-    """What fixes the shapes of an expansion.
+    """Sizes of an expansion.
 
     Attributes:
         block_size: K, positions per block.
         num_blocks: M.
         num_starts: S, rows of every block after the first.
-        branching: children per rank bucket; 0 gives up at such a position: only the chain's
-            own node is attached, and no block starts there.
+        branching: children per rank bucket; at a position of 0 only the chain's own node is
+            attached, and no block starts.
         budget: N, nodes of the tree.
 
     Raises:

@@ -44,11 +44,10 @@ def init(
         num_layers: L.
         draft_vocab_size: Vd (default: 32000, or all of a smaller vocabulary).
         layer_ids: target layers of the context feature (default: `default_layer_ids`).
-        token_counts: [V], how often the training text has each token. The draft vocabulary is
-            then the Vd most frequent ones, else the first Vd ids.
-        target_name: what vLLM loads as the target (default: `target_dir` as given).
-        qk_norm: as in DrafterConfig (default: as the target). The published layout has none.
-        intermediate_size: width of the MLPs (default: the target's).
+        token_counts: [V], frequencies: the draft vocabulary is then the Vd most frequent tokens,
+            else the first Vd ids.
+        target_name: default: `target_dir` as given.
+        qk_norm, intermediate_size: as in DrafterConfig (default: as the target).
         seed: of the weights; the global generator is left alone.
         choices: further keys of DrafterConfig, such as `block_rope`.
 

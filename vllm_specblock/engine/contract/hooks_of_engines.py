@@ -134,7 +134,9 @@ OF_ENGINES: tuple[Hook, ...] = (
         Takes("Worker.compile_or_warm_up_model", "self")),
     *on("draft_updates.py", _WORKER,
         Takes("Worker.start_draft_weight_update", "self"),
-        Takes("Worker.supports_draft_weight_updates", "self")),
+        Takes("Worker.finish_weight_update", "self"),
+        Takes("Worker.get_draft_model", "self"),
+        Attributes("Worker", "_weight_update_is_draft")),
     # ---- ranks ----
     *on("ranks.py", "distributed/parallel_state.py",
         Attributes("GroupCoordinator", "cpu_group=")),

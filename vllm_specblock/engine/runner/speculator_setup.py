@@ -29,6 +29,7 @@ from vllm_specblock.engine.adaptive.trees import AdaptiveTrees
 from vllm_specblock.engine.config.vllm_args import read_back
 from vllm_specblock.engine.cpu import lora
 from vllm_specblock.engine.cpu.warm_up import compile_loops, without_made_up_requests
+from vllm_specblock.engine.draft_updates import DraftModels
 from vllm_specblock.engine.metrics.counters import DrafterCounters
 from vllm_specblock.engine.metrics.draft_clock import DraftClock
 from vllm_specblock.engine.metrics.exporter import make_sink
@@ -151,7 +152,7 @@ class SpeculatorSetup(DraftModelSpeculator):
             if drafter.calibration is not None:
                 drafter.calibration.make_room(self.num_slots)
         self.drafter_layers = register_layers(self.vllm_config, drafters)
-        weights = [drafter.model for drafter in drafters if drafter.model is not None]
+        models = DraftModels(drafters, self.resolved)
         rates = self.speculative_config.synthetic_acceptance_rates
         if rates is not None:  # benchmarks only, with one drafter
             best = unconditional_to_conditional_rates(rates)
@@ -195,7 +196,7 @@ class SpeculatorSetup(DraftModelSpeculator):
             self.vllm_config, self.resolved, drafters, self.tree_states.parent, self.max_depth
         )
         self.reads_rows = bool(follow or self.num_layers or self.recorder is not None)
-        return nn.ModuleList(weights)
+        return models
 
     def load_model(self, target_model: VllmModel) -> None:
         check_target_model(target_model, self.vllm_config)  # not all loaders call `create_model`
