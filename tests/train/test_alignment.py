@@ -10,8 +10,8 @@ from support.train_batches import lesson_of, packed
 
 from vllm_specblock.drafters.specblock.dense_cache import DenseCache
 from vllm_specblock.train import head_loss
-from vllm_specblock.train.objective import Unroll
-from vllm_specblock.train.specblock import Recipe, SpecBlockLearner, outcome
+from vllm_specblock.train.objective import Recipe, Unroll
+from vllm_specblock.train.specblock import SpecBlockLearner, outcome
 
 COLUMNS = 24
 LENGTHS = ((12, 10), (20,))  # documents of the two windows
@@ -97,7 +97,7 @@ def record(unroll):
 @torch.no_grad()
 def test_states_are_those_of_inference(scene, restart_positions, rope, kernel):
     drafter, train_batch = scene(block_rope=rope)
-    unroll = Unroll(drafter, train_batch, mask_restart=True, kernel=kernel)
+    unroll = Unroll(drafter, train_batch, Recipe(mask_restart=True, kernel=kernel))
     seen = record(unroll)
     unroll.blocks(restart_positions)
 
@@ -179,9 +179,8 @@ def test_objective_is_the_loop_over_rows(scene, restart_positions, restart, vali
                         break
     assert len(losses_of[-1][0]) > 2  # the last block was reached
 
-    blocks = Unroll(drafter, train_batch, mask_restart=restart, valid_prefix=valid).blocks(
-        restart_positions
-    )
+    recipe = Recipe(mask_restart=restart, valid_prefix=valid)
+    blocks = Unroll(drafter, train_batch, recipe).blocks(restart_positions)
     for block, positions in zip(blocks, losses_of):
         assert block.num_positions.tolist() == [len(losses) for losses in positions]
     rows = [losses for positions in losses_of for losses in positions]
@@ -196,7 +195,7 @@ def test_objective_is_the_loop_over_rows(scene, restart_positions, restart, vali
 def test_a_later_block_teaches_the_first(scene):
     """The condition of block 2 carries its gradient into block 1's query of the cut."""
     drafter, train_batch = scene()
-    Unroll(drafter, train_batch, mask_restart=True).blocks([1])[1].draft.sum().backward()
+    Unroll(drafter, train_batch, Recipe(mask_restart=True)).blocks([1])[1].draft.sum().backward()
     assert drafter.input_layer.condition_proj.weight.grad.abs().sum() > 0
 
 
@@ -204,7 +203,7 @@ def test_without_a_live_path_the_later_blocks_are_left_out(scene):
     drafter, train_batch = scene()
     outside = (~drafter.t2d).nonzero()[0, 0]
     train_batch.batch.tokens.fill_(outside)
-    blocks = Unroll(drafter, train_batch, rank="plain").blocks([2, 2])
+    blocks = Unroll(drafter, train_batch, Recipe(rank_from=0)).blocks([2, 2])
     assert len(blocks) == 1
     assert outcome(blocks, 3, 0.25).loss == 0
 

@@ -65,7 +65,7 @@ def make(folder, tmp_path_factory):
 
 
 def learned(trainer: Trainer, name: str) -> dict[str, torch.Tensor]:
-    return trainer.train_states[name].dist_model.learner.state_dict()
+    return trainer.train_states[name].learner.state_dict()
 
 
 def entries(trainer: Trainer, name: str) -> list[dict]:
@@ -173,10 +173,8 @@ def test_a_gradient_that_is_no_number_costs_one_learner_one_update(make):
         alone.update()
     broken, first = (trainer.train_states[name] for name in ("broken", "first"))
     assert broken.lost == 2 and first.lost == 0
-    assert bool(broken.dist_model.learner.weight.isfinite().all())
-    mine, other = (
-        t.train_states["first"].dist_model.learner.state_dict() for t in (trainer, alone)
-    )
+    assert bool(broken.learner.weight.isfinite().all())
+    mine, other = (t.train_states["first"].learner.state_dict() for t in (trainer, alone))
     assert all(torch.equal(mine[name], other[name]) for name in mine)
 
 

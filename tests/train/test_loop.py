@@ -38,7 +38,7 @@ def trainer(config):
 
 
 def drafter_of(run):
-    return run.train_states["drafter"].dist_model.learner.drafter
+    return run.train_states["drafter"].learner.drafter
 
 
 def history(out):

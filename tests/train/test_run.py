@@ -68,15 +68,15 @@ def gradients(config, monkeypatch, learned: Trainer) -> dict[str, torch.Tensor]:
     found = {}
 
     def step(self, rate, clip):
-        named = self.dist_model.learner.named_parameters()
+        named = self.learner.named_parameters()
         found.update((name, p.grad.clone()) for name, p in named if p.grad is not None)
         return True
 
     with monkeypatch.context() as patch:
         patch.setattr(TrainState, "step", step)
         run = build(config, CPU)
-        weights = learned.train_states["drafter"].dist_model.learner.state_dict()
-        run.train_states["drafter"].dist_model.learner.load_state_dict(weights)
+        weights = learned.train_states["drafter"].learner.state_dict()
+        run.train_states["drafter"].learner.load_state_dict(weights)
         run.step = learned.step
         run.update()
     return found
@@ -237,7 +237,7 @@ def test_the_provenance_lies_beside_each_checkpoint(options, monkeypatch):
 
 def test_a_dry_run_writes_a_drafter_and_no_state(options):
     out = train(options(seed=3, hold_out=2), dry_run=True, progress=False)
-    fresh = build(options(seed=3), CPU).train_states["drafter"].dist_model.learner.drafter
+    fresh = build(options(seed=3), CPU).train_states["drafter"].learner.drafter
     written = checkpoint.load(out, torch.float32).state_dict()
     for name, value in fresh.state_dict().items():
         assert torch.equal(written[name].float(), value.bfloat16().float()), name
@@ -310,9 +310,7 @@ class TestFeatures:
         shared = {"data": uneven, "hold_out": 2, "eval_every": 3}
         online = train(options(**shared, out=tmp_path / "online"), progress=False)
         stored = train(options(**shared, features=features), progress=False)
-        fresh = (
-            build(options(**shared), CPU).train_states["drafter"].dist_model.learner.state_dict()
-        )
+        fresh = build(options(**shared), CPU).train_states["drafter"].learner.state_dict()
         mine, other = weights(online), weights(stored)
         for name, value in mine.items():
             torch.testing.assert_close(other[name], value, atol=2e-5, rtol=1e-3, msg=name)
@@ -331,7 +329,7 @@ def whole_epoch(config):
     run = build(config, CPU)
     batch = run.windows.of(range(len(run.windows)))
     train_batch = TrainBatch(batch, run.teacher.teach(batch), run.teacher.embed, step=9, seed=4)
-    return run, run.train_states["drafter"].dist_model.learner(train_batch)
+    return run, run.train_states["drafter"].learner(train_batch)
 
 
 def test_packing_changes_the_windows_and_nothing_else(options, uneven):
@@ -365,7 +363,7 @@ def test_prompt_tokens_give_no_gradient(options, uneven):
                 where[..., None], noise / noise.sum(-1, keepdim=True), target_outputs.target_probs
             )
             target_outputs = target_outputs._replace(target_probs=target_probs)
-        learner = run.train_states["drafter"].dist_model.learner
+        learner = run.train_states["drafter"].learner
         learner(
             TrainBatch(batch, target_outputs, run.teacher.embed, step=9, seed=4)
         ).loss.backward()

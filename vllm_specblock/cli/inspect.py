@@ -127,7 +127,7 @@ def _show_tree(
     from vllm_specblock.cli.report.prompt_steps import prompt_tensor, steps_of_prompt
     from vllm_specblock.config import DEFAULT_NODES
     from vllm_specblock.train.config import TrainError
-    from vllm_specblock.train.distributed_model import usable_device
+    from vllm_specblock.train.distributed import usable_device
     from vllm_specblock.train.eval.loaded import load_drafter, pair
     from vllm_specblock.train.target.features import load_target, load_tokenizer
 

@@ -1,14 +1,13 @@
 """Training attention mask: all rows of a batch of windows in one pass per block.
 
-The two classes here are the `attend` callables of `SpecBlockModel.forward`. What a position
-sees is what it sees at inference (paper, Appendix A.2), so that nothing is learned that serving
-cannot give: every entry of its document's earlier rows' block 1, the path to its own block, and
-its own block up to itself. A block >= 2 never sees another row's block >= 2.
+The two classes here are the `attend` callables of `SpecBlockModel.forward`. A position sees what it
+sees at inference (paper, Appendix A.2): every entry of its document's earlier rows' block 1, the
+path to its own block, and its own block up to itself. A block >= 2 never sees another row's
+block >= 2.
 
-Each class says who sees whom once, as a predicate over index tensors (`sees`). Flex attention
-compiles it into its kernel and skips what is empty. Without a GPU (`sdpa`) the batch is cut into
-pieces that see nothing of each other, so that what is empty is mostly not computed there either:
-block 1 into documents, each plainly causal, and a later block into a few starts at a time.
+Each class has the mask as a predicate over index tensors (`sees`). Flex attention compiles it into
+its kernel. Without a GPU (`sdpa`) the batch is cut into pieces that do not see each other: block 1
+into documents, each causal, and a later block into a few starts at a time.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ from vllm_specblock.train.data.batch import Batch
 Kernel = Literal["sdpa", "flex"]
 
 _STARTS = 32
-"""Most starts of a later block that `sdpa` takes at once. They share one range of keys, so few of
-them see little in vain; each group costs some tenths of a millisecond of its own."""
+"""Most starts of a later block that `sdpa` takes at once, over one range of keys: more compute
+masked scores, fewer make more calls."""
 
 
 class TrainingAttention(ABC):
@@ -88,8 +87,7 @@ class FirstBlock(TrainingAttention):
 
     @cached_property
     def lengths(self) -> list[int]:
-        """Entries of each document, window by window; one document ends with its window's last
-        row. Past a window's last document nothing counts: that is one more, of no meaning."""
+        """Entries of each document, window by window; the padding of a window is one more."""
         rows, lengths = self.begin.shape[1] - 1, []
         for begins, inside in zip(self.batch.begins().tolist(), (self.batch.tokens >= 0).tolist()):
             end = min(sum(inside), rows)
@@ -109,13 +107,12 @@ class FirstBlock(TrainingAttention):
 
 
 class NextBlock(TrainingAttention):
-    """A block >= 2 at chosen rows, each started from position `restart_position` of the block
-    before.
+    """A block >= 2 at chosen rows.
 
     Args:
-        before: the block whose position `restart_position` each start continues.
+        before: the block that each start continues.
         source: [B, R] int64, which of that block's rows each of the R starts continues.
-        restart_position: 1..K; positions 1..cut of that block lie on the path.
+        restart_position: 1..K; positions up to it of that block lie on the path.
     """
 
     def __init__(
@@ -220,8 +217,8 @@ class NextBlock(TrainingAttention):
         return groups
 
     def _mask_of(self, window: int, starts: range, seen: range, dtype: torch.dtype) -> Tensor:
-        """What is added to the scores of some starts' entries over the prefix entries `seen` and
-        the starts' own, [n, m]."""
+        """Additive mask of some starts' entries over the prefix entries `seen` and the starts' own,
+        [n, m]."""
         device = self.row.device
         query = torch.arange(starts.start * self.block_size, starts.stop * self.block_size)
         own = torch.arange(starts.start * self.own, starts.stop * self.own) + self.prefix
@@ -235,7 +232,7 @@ class _Group(NamedTuple):
 
     starts: how many.
     document: index into `FirstBlock.lengths`; seen: which of its entries are keys.
-    mask: [starts · K, entries seen + starts · own], added to the scores.
+    mask: [starts · K, entries seen + starts · own], additive.
     """
 
     starts: int

@@ -1,8 +1,7 @@
-"""The cross-entropy of eq. 6 without logits that outlive it: a few rows at a time, with gradients.
+"""The cross-entropy of eq. 6, a few rows of logits at a time, with gradients.
 
-Left to autograd, a batch's logits are read and written a dozen times by tensors far larger than any
-cache, which without a GPU takes longer than the products. Here some rows' logits are made, read and
-turned into gradients while they are near, and only sums stay.
+On a CPU, autograd's passes over all logits take longer than the products. Here the logits of some
+rows are turned into gradients while they are in the cache.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ ROWS = 256
 """Rows at a time: 8 MB of float32 logits at a draft vocabulary of 8192."""
 
 Look = Callable[[slice, Tensor], None]
-"""look(rows, logits [n, Vd] fp32): reads what else is wanted of these rows' logits."""
+"""look(rows, logits [n, Vd] fp32): reads the logits of some rows before they are discarded."""
 
 
 def head_loss(
@@ -30,12 +29,11 @@ def head_loss(
         normed: [n, H], what the LM head reads.
         head: [Vd, H], the LM head, in the dtype of `normed`.
         target_probs: [P, Vd] fp32, rows that sum to 1; target_row: [n] int64, each row's.
-        look: called with all rows, some at a time.
 
     Returns:
         its sum [] fp32, and each row's [n] fp32, without a gradient.
     """
-    apply: Any = _HeadLoss.apply  # torch has not typed it
+    apply: Any = _HeadLoss.apply  # torch does not type it
     return apply(normed, head, target_probs, target_row, look, torch.is_grad_enabled())
 
 
@@ -50,7 +48,6 @@ class _HeadLoss(torch.autograd.Function):
         look: Look,
         learns: bool,
     ) -> tuple[Tensor, Tensor]:
-        # In the dtype that autograd would give the products.
         of_logits = normed.new_empty(len(normed) if learns else 0, len(head))
         ce_loss = torch.empty(len(normed), dtype=torch.float32, device=normed.device)
         for first in range(0, len(normed), ROWS):

@@ -1,7 +1,7 @@
 """The losses of one block: eq. 6 and the rank loss, both under the valid-prefix mask of eq. 5.
 
-The mask is kept as the list of rows that are still on their path. It shrinks from position to
-position, so the LM head runs only where a loss is counted: about half of all positions.
+The mask is a list of the rows that are still on their path, so the LM head runs only where a loss
+is counted: about half of all positions.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ RankLoss = Literal["plain", "ordinal"]
 
 _WIDER, _NARROWER = 0.10, 0.05
 """Label mass that the ordinal rank loss moves to the neighbouring buckets. A bucket too wide
-costs a few nodes, one too narrow the whole path: hence more to the wider side."""
+costs a few nodes, one too narrow the whole path."""
 
 
 @dataclass(frozen=True)
 class BlockLoss:
-    """What one block of T rows gave: sums, so that other ranks' can be added.
+    """Sums over one block of T rows.
 
     draft: [K] fp32, cross-entropy summed over each position's counted rows, nats.
-    rank: [] fp32, rank loss summed over all counted positions; 0 where it is switched off.
-    num_positions: [K] int64, rows of each position that the losses were summed over.
+    rank: [] fp32, rank loss summed over all counted positions; 0 without it.
+    num_positions: [K] int64, counted rows of each position.
     on_path: [T, K] bool, the mask m of eq. 5: everything before was right.
     hit: [T, K] bool, on the path and the drafter's first choice is the label.
     """
@@ -61,7 +61,6 @@ def block_loss(
     """Losses of one block at T rows.
 
     Args:
-        drafter: gives the heads.
         hidden: [T, K, H], the block's last-layer states before the final norm.
         label: [T, K] int64 draft ids of the tokens y*, or `IGNORE_INDEX`. A path ends before an
             outside label: the position itself is not counted either.
@@ -69,14 +68,14 @@ def block_loss(
         target_row: [T, K] int64, which row of `target_probs` is p* at each position.
         start: [T] bool, m at position 1.
         rank: form of the rank loss, None for none. Its gradient stays in the rank head.
-        valid_prefix: without it (ablation of Table 2) rows go on being counted after a wrong
-            choice; `on_path` and `hit` mean the same as with it.
+        valid_prefix: without it (ablation of Table 2) rows are counted after a wrong choice, too;
+            `on_path` and `hit` do not change.
         recompute: keep no logits for the backward pass, compute them again.
-        rejected_only: of the rows that are still on their path only those are counted whose choice
-            is wrong, the last one of each path: what Online Speculative Decoding learns from.
+        rejected_only: count only the row of each path whose choice is wrong, as Online Speculative
+            Decoding does.
     """
     by_rows = not (recompute or hidden.is_cuda)
-    # One copy for all positions: each would make its own, as large as the head.
+    # One cast for all positions.
     head = drafter.lm_head.weight.to(hidden.dtype) if by_rows else None
     rows = start.nonzero()[:, 0]
     right = start.clone()  # rows without a wrong choice so far
@@ -139,9 +138,7 @@ def _position(
     loss = (logits.logsumexp(-1) - (target_probs[target_row] * logits).sum(-1)).sum()
     rank_loss = torch.zeros_like(loss)
     if rank:
-        bucket = rank_bucket(logits.detach(), label)
-        loss_of = ordinal_loss if rank == "ordinal" else plain_loss
-        rank_loss = loss_of(rank_logits.float(), bucket)
+        rank_loss = _RANK_LOSSES[rank](rank_logits.float(), rank_bucket(logits.detach(), label))
     return loss, rank_loss, logits.argmax(-1) == label
 
 
@@ -154,10 +151,7 @@ def _position_by_rows(
     rank: RankLoss | None,
     head: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `_position`, a few rows of logits at a time.
-
-    head: [Vd, H], the LM head in the dtype of `hidden`.
-    """
+    """As `_position`, a few rows of logits at a time; head [Vd, H], in the dtype of `hidden`."""
     correct, buckets, features = torch.empty_like(label, dtype=torch.bool), [], []
 
     def look(rows: slice, logits: Tensor) -> None:
@@ -169,10 +163,9 @@ def _position_by_rows(
     normed = drafter.norm(hidden)
     loss, _ = head_loss(normed, head, target_probs, target_row, look)
     rank_loss = torch.zeros_like(loss)
-    if buckets:
-        rank_logits = drafter.rank(normed, torch.cat(features))
-        loss_of = ordinal_loss if rank == "ordinal" else plain_loss
-        rank_loss = loss_of(rank_logits.float(), torch.cat(buckets))
+    if rank and buckets:
+        rank_logits = drafter.rank(normed, torch.cat(features)).float()
+        rank_loss = _RANK_LOSSES[rank](rank_logits, torch.cat(buckets))
     return loss, rank_loss, correct
 
 
@@ -183,7 +176,7 @@ def rank_bucket(logits: Tensor, label: Tensor) -> Tensor:
 
 
 def plain_loss(logits: Tensor, bucket: Tensor) -> Tensor:
-    """The paper's: cross-entropy, summed. logits [n, C], bucket [n] -> []."""
+    """The paper's rank loss: cross-entropy, summed. logits [n, C], bucket [n] -> []."""
     return cross_entropy(logits, bucket, reduction="sum")
 
 
@@ -196,10 +189,13 @@ def ordinal_loss(logits: Tensor, bucket: Tensor) -> Tensor:
     classes = logits.shape[-1]
     soft = torch.zeros_like(logits)
     for shift, mass in ((0, 1 - _WIDER - _NARROWER), (1, _WIDER), (-1, _NARROWER)):
-        # At either end the mass that finds no neighbour stays with the label.
+        # At either end the mass stays with the label.
         soft.scatter_add_(
             1, (bucket + shift).clamp(0, classes - 1)[:, None], torch.full_like(soft[:, :1], mass)
         )
     weight = torch.bincount(bucket, minlength=classes).clamp(min=1).float().rsqrt()[bucket]
     weight = weight * len(bucket) / weight.sum().clamp(min=1e-9)
     return -(weight * (soft * logits.log_softmax(-1)).sum(-1)).sum()
+
+
+_RANK_LOSSES = {"plain": plain_loss, "ordinal": ordinal_loss}

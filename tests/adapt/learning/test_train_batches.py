@@ -11,7 +11,8 @@ from vllm_specblock.adapt.learning.train_batches import PROMPT_ROWS, ROWS, Recor
 from vllm_specblock.train.config import TrainError
 from vllm_specblock.train.data.batch import Batch
 from vllm_specblock.train.learner import EvalSequence, TrainBatch
-from vllm_specblock.train.specblock import Recipe, SpecBlockLearner
+from vllm_specblock.train.objective import Recipe
+from vllm_specblock.train.specblock import SpecBlockLearner
 from vllm_specblock.train.target.features import TargetOutputs, target_probs_of
 
 

@@ -13,9 +13,9 @@ from support.chat import CHATML, END, PLAIN, Answers, ids_of, make_target, text_
 
 from vllm_specblock.train.config import TrainError, parse
 from vllm_specblock.train.data import shards
+from vllm_specblock.train.data.chat_tokens import read_chat_tokens
 from vllm_specblock.train.data.make_data import make_data
 from vllm_specblock.train.data.options import DataOptions
-from vllm_specblock.train.data.target import read_chat_tokens
 
 HEAD = "<|im_start|>user\n"
 # A template that ends a user's turn with a control token that does not end an answer.

@@ -92,8 +92,7 @@ def judge(drafter, hidden, token: int):
 
 @pytest.mark.parametrize("changes", [{}, {"block_rope": "path"}])
 def test_chain_figures_are_those_of_a_naive_loop(scene, changes, monkeypatch):
-    for module in ("chain", "first_block"):
-        monkeypatch.setattr(f"vllm_specblock.train.eval.{module}.TOGETHER", 50)
+    monkeypatch.setattr("vllm_specblock.train.eval.chain.TOGETHER", 50)
     drafter, sequences = scene(**changes)
     blocks = 3
     # A short one, and one of more roots than are drafted together.

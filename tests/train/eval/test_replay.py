@@ -11,7 +11,7 @@ from support.trees import nodes, texts, to_tree
 
 from vllm_specblock.train.config import TrainError
 from vllm_specblock.train.eval.evaluate import sequences_from
-from vllm_specblock.train.eval.replay import Replay, follow, mean_tau, replay
+from vllm_specblock.train.eval.replay import Replay, accepted_path, mean_tau, replay
 from vllm_specblock.train.learner import EvalSequence
 
 DEPTH = 3
@@ -38,11 +38,11 @@ def drawn_tree(root: int):
 
 @settings(max_examples=60, deadline=None)
 @given(nodes(max_nodes=20, vocab=2), st.lists(st.integers(0, 1), max_size=6))
-def test_follow_is_the_longest_path_that_matches(tree, wanted):
+def test_the_accepted_path_is_the_longest_path_that_matches(tree, wanted):
     tree = to_tree([tree], 24)
     paths = texts(tree, 0)
     expected = max(k for k in range(len(wanted) + 1) if not k or tuple(wanted[:k]) in paths)
-    assert follow(tree, wanted) == expected
+    assert len(accepted_path(tree, wanted)) - 1 == expected
 
 
 @pytest.mark.parametrize("prompt", [1, 5])

@@ -20,7 +20,7 @@ from vllm_specblock.train.data.packed_dataset import PackedDataset
 from vllm_specblock.train.data.shards import Text
 from vllm_specblock.train.target import feature_store, target_rows
 from vllm_specblock.train.target.feature_store import Features, FeatureStore, Origin
-from vllm_specblock.train.target.stored_teacher import StoredTeacher
+from vllm_specblock.train.target.features import StoredTeacher
 
 HIDDEN, VOCAB, LENGTH = 6, 30, 8
 SIZES = [19, 3, 8, 1, 30, 5, 11]
@@ -170,7 +170,7 @@ def test_more_shards_than_open_files(folder, sequences, monkeypatch):
         alone = sequences[segment.sequence][segment.start : segment.start + segment.length]
         assert torch.equal(tokens, alone)
         assert torch.equal(features.hidden, features_of(alone.long()).hidden)
-        assert len(store._files) <= 2
+        assert store._file.cache_info().currsize <= 2
 
 
 def test_a_shorter_piece_is_the_beginning_of_the_stored_one(folder, sequences):
@@ -263,9 +263,8 @@ def test_features_of_something_else(folder, target, expected, said):
 
 
 def test_features_of_what_is_expected(folder, target, origin):
-    StoredTeacher(
-        folder, target, DRAFT_IDS, "cpu", torch.float32, origin.layer_ids, LENGTH, origin.data
-    )
+    expected = {"layer_ids": origin.layer_ids, "length": LENGTH, "data": origin.data}
+    StoredTeacher(folder, target, DRAFT_IDS, "cpu", torch.float32, **expected)
 
 
 def test_features_of_another_target(folder, target):

@@ -4,28 +4,26 @@ The paper's α_{m,j} (SpecBlock, appendix C and figure 5b) is measured here; its
 of another chain, whose blocks may start anywhere in the block before: see `main_path.py`.
 
 At every root of the continuation the drafter drafts one chain of M blocks, each from the end of
-the one before. Many roots of a text are drafted at once, and every block takes the text's token
-at its start, whatever the drafter chose there: that is what "everything before was accepted"
-means, and where the drafter did choose it, it is the chain of serving.
+the one before. Every block takes the text's token at its start: α is given that all tokens before
+were accepted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from vllm_specblock.drafters.specblock.dense_cache import DenseBlockCache, DenseCache
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
-from vllm_specblock.train.eval.first_block import TOGETHER, first_block_along
 from vllm_specblock.train.learner import IGNORE_INDEX, EvalSequence
 from vllm_specblock.train.losses import RANK_BUCKETS, rank_bucket
 
-_Value = TypeVar("_Value")
-
+TOGETHER = 128
+"""Rows of one forward: bounds its mask."""
 BUCKETS = len(RANK_BUCKETS) + 1
 
 
@@ -61,6 +59,31 @@ class Chain:
 
 
 @torch.no_grad()
+def first_block_along(drafter: SpecBlockModel, sequence: EvalSequence, cache: DenseCache) -> Tensor:
+    """States of block 1 at every row but the last, whose next token is unknown.
+
+    Args:
+        sequence: the text, T tokens, on the drafter's device.
+        cache: empty, in the drafter's dtype; filled with the rows.
+
+    Returns:
+        [T − 1, K, H]; row i reads tokens up to i + 1 and drafts what follows them.
+    """
+    dtype, tokens = drafter.lm_head.weight.dtype, sequence.tokens
+    rows = torch.arange(len(tokens) - 1, device=tokens.device)
+    return torch.cat(
+        [
+            drafter(
+                drafter.condition(sequence.hidden[part].to(dtype)),
+                sequence.embed(tokens[part + 1]).to(dtype),
+                part + 1,
+                cache.append(),
+            )
+            for part in rows.split(TOGETHER)
+        ]
+    )
+
+
 def chain_along(drafter: SpecBlockModel, sequence: EvalSequence, blocks: int) -> Chain:
     """The chains of all roots from the first token after the prompt to the last but one."""
     return compare(drafter, sequence, states_along(drafter, sequence, blocks))
@@ -89,11 +112,7 @@ def _drafted_from(
     growth: DenseBlockCache,
     blocks: int,
 ) -> Tensor:
-    """States of all blocks from the drafting rows [n]; hidden [n, K, H] is block 1's.
-
-    Returns:
-        [n, M·K, H].
-    """
+    """States of all blocks from the drafting rows [n], [n, M·K, H]; hidden [n, K, H]: block 1's."""
     tokens, K, count = sequence.tokens, drafter.config.block_size, len(rows)
     states = [hidden]
     index = torch.arange(count, device=rows.device)
@@ -113,7 +132,7 @@ def _drafted_from(
 
 @torch.no_grad()
 def compare(drafter: SpecBlockModel, sequence: EvalSequence, hidden: Tensor) -> Chain:
-    """The heads over `states_along` [n, M·K, H] against the text, a row at a time of logits."""
+    """The heads over `states_along` [n, M·K, H] against the text, a column of logits at a time."""
     tokens, (count, columns) = sequence.tokens, hidden.shape[:2]
     root = len(tokens) - count + torch.arange(count, device=hidden.device)
     place = root[:, None] + torch.arange(columns, device=hidden.device)
@@ -123,7 +142,7 @@ def compare(drafter: SpecBlockModel, sequence: EvalSequence, hidden: Tensor) -> 
     draft_id = draft_id.where(seen, IGNORE_INDEX)
     hit, rank = torch.zeros_like(seen), torch.full_like(place, IGNORE_INDEX)
     guess = torch.zeros_like(place)
-    for column in range(place.shape[1]):
+    for column in range(columns):
         logits, rank_logits = drafter.heads(hidden[:, column])
         label = draft_id[:, column]
         named = label != IGNORE_INDEX
@@ -141,10 +160,9 @@ def _all_before(hit: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Bucket:
-    """How well the rank head knows one bucket (paper, table 3).
+    """Figures of the rank head for one bucket (paper, table 3); None: a share of nothing.
 
-    `frequency` is the share of positions whose token is of this bucket; a share of nothing is
-    None.
+    `frequency` is the share of positions whose token is of this bucket.
     """
 
     frequency: float | None
@@ -160,12 +178,11 @@ class ChainFigures:
     Attributes:
         alpha: [M·K], the drafter's first choice is the text's token, given that it was at all
             positions before.
-        alpha_blocks: [M][K], the same given that it was at the positions before of the same block
-            alone: the blocks before are fed the text's tokens whether they were right or not.
-        accuracy: [M][K], the same whatever was before.
+        alpha_blocks: [M][K], the same given that it was at the positions before in the same block.
+        accuracy: [M][K], the same with no condition.
         positions: [M·K], how many positions `alpha` is over.
         rank: [4], the rank head's figures over the positions of `alpha` whose token the drafter
-            can name (the valid-prefix mask is one).
+            can name.
         rank_positions: how many those are.
     """
 
@@ -178,23 +195,22 @@ class ChainFigures:
 
     @property
     def alpha_mj(self) -> list[list[float | None]]:
-        """[M][K], the paper's α_{m,j}: `alpha` by block. Position j of block m is given that
-        positions 1 … j − 1 of the block were right, and the blocks before it entirely."""
+        """[M][K], the paper's α_{m,j}: `alpha` by block."""
         return _rows(self.alpha, len(self.accuracy[0]))
 
     @classmethod
     def of(cls, chains: Iterable[Chain], block_size: int) -> ChainFigures:
         """Count over several texts."""
-        loss_mask: list[Tensor] = []
+        counted: list[Tensor] = []
         confused: list[Tensor] = []
         for chain in chains:
             given = (chain.on_chain, chain.on_block(block_size), chain.seen)
             hits = [torch.stack([(mask & chain.hit).sum(0), mask.sum(0)]) for mask in given]
-            loss_mask.append(torch.stack(hits))  # [3, 2, M·K]
+            counted.append(torch.stack(hits))  # [3, 2, M·K]
             named = chain.on_chain & (chain.rank != IGNORE_INDEX)
             pairs = chain.rank[named] * BUCKETS + chain.guess[named]
             confused.append(pairs.bincount(minlength=BUCKETS**2))
-        counts, confusion = torch.stack(loss_mask).sum(0), torch.stack(confused).sum(0)
+        counts, confusion = torch.stack(counted).sum(0), torch.stack(confused).sum(0)
         alpha, in_block, free = ([_share(*pair) for pair in zip(*kind)] for kind in counts.tolist())
         return cls(
             alpha,
@@ -228,5 +244,5 @@ def _share(part: int, whole: int) -> float | None:
     return part / whole if whole else None
 
 
-def _rows(values: list[_Value], width: int) -> list[list[_Value]]:
+def _rows(values: list[Any], width: int) -> list[list[Any]]:
     return [values[i : i + width] for i in range(0, len(values), width)]

@@ -20,7 +20,7 @@ class Eagle3Draft:
     """A `Draft` along one text: catch up on the committed rows, then grow a tree from the newest.
 
     Args:
-        drafter: its dtype is that of the arithmetic, whatever the sequence's is.
+        drafter: its dtype is that of the arithmetic.
         sequence: the text, on the drafter's device; its states are of the drafter's layers.
         growth: of the trees.
         calibration, temperature: see `LearnedBeta`.
@@ -49,7 +49,7 @@ class Eagle3Draft:
         level = self.attention_builder.level
         tree = grow(self.drafter, self.embed, self.growth, state, newest, level, beta)
         self.attention_builder.cut(root)
-        self.beta.drafted(root, tree)
+        self.beta.before = root, tree
         return tree
 
     def forwards(self) -> Tensor:
@@ -85,11 +85,10 @@ class CachedAttentionBuilder:
 
     @property
     def rows(self) -> int:
-        """n."""
         return len(self.key[0])
 
     def cut(self, rows: int) -> None:
-        """Forget all but the first `rows`."""
+        """Keep the first `rows` only."""
         self.key, self.value = ([x[:rows] for x in kept] for kept in (self.key, self.value))
 
     def begin(self) -> None:

@@ -1,12 +1,8 @@
-"""Offline τ: draft trees replayed along given text.
-
-Whatever drafts, the procedure is the same: the text is the target's own, and a step follows it
-down the tree. Nothing here is quick: one text at a time, one step after the other.
-"""
+"""Offline τ: draft trees replayed along given text, one step after the other."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from vllm_specblock.train.config import TrainError
@@ -16,7 +12,7 @@ from vllm_specblock.tree import DraftTree
 
 @dataclass(frozen=True)
 class Replay:
-    """What the steps along one text, or along several, gave.
+    """Steps along one text, or along several.
 
     accepted: per step, drafted tokens that were right. The step commits one more, the bonus.
     nodes: per step, nodes of the tree.
@@ -47,27 +43,34 @@ def replay(draft: Draft, sequence: EvalSequence, depth: int) -> Replay:
     path of its tree that the text follows, and the next root is the token after that.
 
     The text must be the target's own continuation, greedy or sampled. Greedy, this is what
-    verification at temperature 0 does. Sampled, it is what verification does at that
-    temperature: it draws the target's token at every node, with the noise of the node's
-    position, and walks to the child of that token. The nodes that it walks through have the text
-    as their prefix, and there it draws what the text goes on with. So the path that it accepts
-    is the longest one that matches the text, and the mean over sampled texts is the expected τ.
+    verification at temperature 0 does. Sampled, verification draws the target's token at every
+    node, with the noise of the node's position; along the path that the text takes it draws the
+    text. So the path that it accepts is the longest one that matches the text, and the mean over
+    sampled texts is the expected τ.
 
     Args:
-        draft: what drafts; called with ascending roots.
-        sequence: the text.
+        draft: called with ascending roots.
         depth: tokens of the longest path of any tree. No step is taken where fewer than
             depth + 1 tokens follow the root: it could not be accepted in full, and would count
             as a failure. Give drafters that are compared the same depth.
     """
-    tokens, root = sequence.tokens.tolist(), sequence.prompt
     result = Replay([], [])
+    for _, tree, path in walk(draft, sequence, depth):
+        result.accepted.append(len(path) - 1)
+        result.nodes.append(int(tree.size[0]))
+    return result
+
+
+def walk(
+    draft: Draft, sequence: EvalSequence, depth: int
+) -> Iterator[tuple[int, DraftTree, list[int]]]:
+    """The steps of `replay`: (root, tree, nodes of the accepted path from the root on)."""
+    tokens, root = sequence.tokens.tolist(), sequence.prompt
     while root + depth + 1 < len(tokens):
         tree = draft(root)
-        result.accepted.append(follow(tree, tokens[root + 1 :]))
-        result.nodes.append(int(tree.size[0]))
-        root += result.accepted[-1] + 1
-    return result
+        path = accepted_path(tree, tokens[root + 1 :])
+        yield root, tree, path
+        root += len(path)
 
 
 def mean_tau(
@@ -97,11 +100,8 @@ def check_steps(whole: Replay, depth: int) -> None:
 
 
 def accepted_path(tree: DraftTree, wanted: list[int]) -> list[int]:
-    """The longest path of a tree (R = 1) whose tokens are the first of `wanted`.
-
-    Returns:
-        its nodes from the root (0) on.
-    """
+    """Nodes, from the root (0) on, of the longest path of a tree (R = 1) whose tokens are the
+    first of `wanted`."""
     size = int(tree.size[0])
     reached = {0: [0]}  # node -> its path, of those that the text follows
     links = zip(tree.parent[0, :size].tolist(), tree.token[0, :size].tolist())
@@ -110,8 +110,3 @@ def accepted_path(tree: DraftTree, wanted: list[int]) -> list[int]:
         if path and len(path) <= len(wanted) and token == wanted[len(path) - 1]:
             reached[node] = [*path, node]
     return max(reached.values(), key=len)
-
-
-def follow(tree: DraftTree, wanted: list[int]) -> int:
-    """How many of the `wanted` tokens lie on one path from the root of a tree (R = 1)."""
-    return len(accepted_path(tree, wanted)) - 1
