@@ -54,11 +54,10 @@ def naive(drafter, hidden, label, target_probs, target_row, start, rank):
     return draft, buckets, mask, hit
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_matches_the_loop(block, recompute, monkeypatch):
+def test_matches_the_loop(block, monkeypatch):
     monkeypatch.setattr(head_loss, "ROWS", 7)
     draft, rank, mask, hit = naive(**block)
-    loss = block_loss(**block, recompute=recompute)
+    loss = block_loss(**block)
     assert loss.draft.tolist() == pytest.approx([sum(losses) for losses in draft], rel=1e-5)
     assert loss.num_positions.tolist() == [len(losses) for losses in draft]
     assert loss.rank.item() == pytest.approx(sum(rank), rel=1e-5)
@@ -67,11 +66,10 @@ def test_matches_the_loop(block, recompute, monkeypatch):
     assert all(any(row[k] for row in mask) for k in range(4))  # every position was tested
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_rejected_positions_alone(block, recompute):
+def test_rejected_positions_alone(block):
     """Of each path its last position, where the choice is wrong; paths themselves are the same."""
     whole = block_loss(**block)
-    loss = block_loss(**block, recompute=recompute, rejected_only=True)
+    loss = block_loss(**block, rejected_only=True)
     assert torch.equal(loss.on_path, whole.on_path) and torch.equal(loss.hit, whole.hit)
     wrong = whole.on_path & ~whole.hit
     assert loss.num_positions.tolist() == wrong.sum(0).tolist() and wrong.any(0).all()
@@ -85,6 +83,20 @@ def test_rejected_positions_alone(block, recompute):
     loss.draft.sum().backward()
     reached = block["hidden"].grad.abs().sum(-1) > 0
     assert torch.equal(reached, wrong)
+
+
+def test_gradients_are_those_of_autograd(block, monkeypatch):
+    monkeypatch.setattr(head_loss, "ROWS", 7)
+    drafter, hidden = block["drafter"], block["hidden"]
+    loss = block_loss(**block)
+    parameters = [hidden, drafter.lm_head.weight, drafter.norm.weight]
+    found = torch.autograd.grad(loss.draft.sum(), parameters)
+    rows, k = loss.on_path.nonzero(as_tuple=True)
+    log_probs = drafter.lm_head(drafter.norm(hidden[rows, k])).log_softmax(-1)
+    p = block["target_probs"][block["target_row"][rows, k]]
+    wanted = torch.autograd.grad(-(p * log_probs).sum(), parameters)
+    for mine, other in zip(found, wanted):
+        torch.testing.assert_close(mine, other)
 
 
 def test_without_the_valid_prefix_a_wrong_choice_ends_no_path(block):

@@ -12,7 +12,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from torch.utils.checkpoint import checkpoint
 
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
 from vllm_specblock.train.head_loss import head_loss
@@ -55,7 +54,6 @@ def block_loss(
     start: Tensor,
     rank: RankLoss | None,
     valid_prefix: bool = True,
-    recompute: bool = False,
     rejected_only: bool = False,
 ) -> BlockLoss:
     """Losses of one block at T rows.
@@ -70,13 +68,10 @@ def block_loss(
         rank: form of the rank loss, None for none. Its gradient stays in the rank head.
         valid_prefix: without it (ablation of Table 2) rows are counted after a wrong choice, too;
             `on_path` and `hit` do not change.
-        recompute: keep no logits for the backward pass, compute them again.
         rejected_only: count only the row of each path whose choice is wrong, as Online Speculative
             Decoding does.
     """
-    by_rows = not (recompute or hidden.is_cuda)
-    # One cast for all positions.
-    head = drafter.lm_head.weight.to(hidden.dtype) if by_rows else None
+    head = drafter.lm_head.weight.to(hidden.dtype)  # one cast for all positions
     rows = start.nonzero()[:, 0]
     right = start.clone()  # rows without a wrong choice so far
     on_path, hit = torch.zeros_like(label).bool(), torch.zeros_like(label).bool()
@@ -90,20 +85,15 @@ def block_loss(
                 choice = drafter.lm_head(drafter.norm(hidden[rows, k])).argmax(-1)
             correct = choice == label[rows, k]
             counted = rows[~correct]
-        arguments = (
+        loss, rank_loss, right_here = _position(
             drafter,
+            head,
             hidden[counted, k],
             label[counted, k],
             target_probs,
             target_row[counted, k],
             rank,
         )
-        if recompute:
-            loss, rank_loss, right_here = checkpoint(_position, *arguments, use_reentrant=False)
-        elif head is not None:
-            loss, rank_loss, right_here = _position_by_rows(*arguments, head)
-        else:
-            loss, rank_loss, right_here = _position(*arguments)
         if not rejected_only:
             correct = right_here
         draft.append(loss)
@@ -121,6 +111,7 @@ def block_loss(
 
 def _position(
     drafter: SpecBlockModel,
+    head: Tensor,
     hidden: Tensor,
     label: Tensor,
     target_probs: Tensor,
@@ -128,30 +119,7 @@ def _position(
     rank: RankLoss | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One position at n rows: summed cross-entropy [], summed rank loss [], first choice is the
-    label [n]. hidden [n, H], label and target_row [n]."""
-    if rank:
-        logits, rank_logits = drafter.heads(hidden)
-    else:  # spares the top-k of the rank features
-        logits = drafter.lm_head(drafter.norm(hidden))
-    logits = logits.float()
-    # -sum p* log p, with sum p* = 1.
-    loss = (logits.logsumexp(-1) - (target_probs[target_row] * logits).sum(-1)).sum()
-    rank_loss = torch.zeros_like(loss)
-    if rank:
-        rank_loss = _RANK_LOSSES[rank](rank_logits.float(), rank_bucket(logits.detach(), label))
-    return loss, rank_loss, logits.argmax(-1) == label
-
-
-def _position_by_rows(
-    drafter: SpecBlockModel,
-    hidden: Tensor,
-    label: Tensor,
-    target_probs: Tensor,
-    target_row: Tensor,
-    rank: RankLoss | None,
-    head: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """As `_position`, a few rows of logits at a time; head [Vd, H], in the dtype of `hidden`."""
+    label [n]. head [Vd, H], hidden [n, H] in its dtype, label and target_row [n]."""
     correct, buckets, features = torch.empty_like(label, dtype=torch.bool), [], []
 
     def look(rows: slice, logits: Tensor) -> None:
@@ -172,7 +140,8 @@ def _position_by_rows(
 def rank_bucket(logits: Tensor, label: Tensor) -> Tensor:
     """Bucket 0..3 of each label's rank (1 = most likely) in logits [n, Vd]; label [n] -> [n]."""
     rank = 1 + (logits > logits.gather(-1, label[:, None])).sum(-1)
-    return torch.bucketize(rank, torch.tensor(RANK_BUCKETS, device=rank.device))
+    first, second, third = RANK_BUCKETS
+    return (rank > first).long() + (rank > second) + (rank > third)
 
 
 def plain_loss(logits: Tensor, bucket: Tensor) -> Tensor:

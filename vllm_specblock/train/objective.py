@@ -29,7 +29,7 @@ class Recipe:
             paths are still short, the noise of a few rows drowns the first position.
         shift_lr: learning rate of the layer-wise shift, as a multiple.
         valid_prefix: eq. 5; False is an ablation.
-        recompute: activation checkpointing, of the layers and of the logits.
+        recompute: activation checkpointing of the layers.
         rejected_only: see `block_loss`; for updates while serving, as OSD makes them.
     """
 
@@ -134,7 +134,6 @@ class Unroll:
             live.flatten(),
             self.rank,
             self.recipe.valid_prefix,
-            self.recipe.recompute,
             self.recipe.rejected_only,
         )
 
