@@ -107,37 +107,32 @@ def test_without_the_valid_prefix_a_wrong_choice_ends_no_path(block):
     assert torch.equal(free.on_path, masked.on_path) and torch.equal(free.hit, masked.hit)
 
 
-def test_a_path_ends_before_a_token_outside_the_draft_vocabulary(block):
-    drafter, hidden = block["drafter"], block["hidden"][:1]
-    choice = drafter.heads(hidden)[0].argmax(-1)  # all right, but position 2 cannot be named
-    choice[0, 1] = IGNORE_INDEX
-    rest = {
-        "target_probs": block["target_probs"],
-        "target_row": block["target_row"][:1],
-        "rank": None,
-    }
-    loss = block_loss(drafter, hidden, choice, start=torch.tensor([True]), **rest)
-    assert loss.on_path.tolist() == [[True, False, False, False]]
-
-
-def test_a_wrong_choice_is_counted_and_ends_the_path(block):
-    drafter, hidden = block["drafter"], block["hidden"][:1]
-    label = drafter.heads(hidden)[0].argmax(-1)
-    label[0, 1] = (label[0, 1] + 1) % 14
-    rest = {
-        "target_probs": block["target_probs"],
-        "target_row": block["target_row"][:1],
-        "rank": None,
-    }
-    loss = block_loss(drafter, hidden, label, start=torch.tensor([True]), **rest)
-    assert loss.on_path.tolist() == [[True, True, False, False]]
-    assert loss.hit.tolist() == [[True, False, False, False]]
-
-
-def test_no_row_on_the_path_is_no_loss(block):
-    block["start"] = torch.zeros(40, dtype=torch.bool)
+@pytest.mark.parametrize("rank", ["plain", "ordinal"])
+def test_no_row_on_the_path_is_no_loss(block, rank):
+    block |= {"start": torch.zeros(40, dtype=torch.bool), "rank": rank}
     loss = block_loss(**block)
     assert not loss.draft.any() and loss.rank == 0 and not loss.on_path.any()
+    none = torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64)
+    assert plain_loss(*none) == ordinal_loss(*none) == 0
+
+
+@pytest.mark.parametrize(
+    ("second", "on_path"),
+    [
+        (lambda label: IGNORE_INDEX, [True, False, False, False]),  # it cannot be named
+        (lambda label: (label + 1) % 14, [True, True, False, False]),  # a wrong choice
+    ],
+)
+def test_where_a_path_ends(block, second, on_path):
+    drafter, block["hidden"] = block["drafter"], block["hidden"][:1]
+    label = drafter.heads(block["hidden"])[0].argmax(-1)  # all right, but for position 2
+    label[0, 1] = second(label[0, 1])
+    block |= {"label": label, "target_row": block["target_row"][:1], "rank": None}
+    loss = block_loss(**block | {"start": torch.tensor([True])})
+    assert loss.on_path.tolist() == [on_path]
+    assert loss.hit.tolist() == [[True, False, False, False]]
+    loss.draft.sum().backward()
+    assert loss.rank == 0 and drafter.rank_head[0].weight.grad is None
 
 
 def test_rank_gradient_stays_in_the_rank_head(block):
@@ -145,14 +140,6 @@ def test_rank_gradient_stays_in_the_rank_head(block):
     reached = {n for n, p in block["drafter"].named_parameters() if p.grad is not None}
     assert reached == {"rank_head.0.weight", "rank_head.2.weight"}
     assert block["hidden"].grad is None
-
-
-def test_without_the_rank_loss_the_rank_head_rests(block):
-    block["rank"] = None
-    loss = block_loss(**block)
-    loss.draft.sum().backward()
-    assert loss.rank == 0
-    assert block["drafter"].rank_head[0].weight.grad is None
 
 
 def test_ordinal_loss_is_the_loop():
@@ -166,11 +153,6 @@ def test_ordinal_loss_is_the_loop():
         mass[max(true - 1, 0)] += 0.05
         expected -= weight * 9 / sum(share) * sum(m * p for m, p in zip(mass, row))
     assert ordinal_loss(logits, bucket).item() == pytest.approx(expected, rel=1e-5)
-
-
-def test_rank_losses_of_no_row_are_nothing():
-    none = torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64)
-    assert plain_loss(*none) == ordinal_loss(*none) == 0
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from support.targets import tiny_target
 from vllm_specblock.config import SpecBlockConfig
 from vllm_specblock.drafters.specblock.dense_cache import DenseCache
 from vllm_specblock.feedback.calibration import DraftCalibration
-from vllm_specblock.train.config import TrainError
 from vllm_specblock.train.eval.chain import ChainFigures, bucket_figures, chain_along
 from vllm_specblock.train.eval.drafting import SpecBlockDraft, chain_shape
 from vllm_specblock.train.eval.evaluate import evaluate, sequences_from, shapes_of
@@ -195,13 +194,6 @@ def test_every_shape_learns_its_own_sharpness_from_text_to_text(scene, temperatu
         learned = sharpness.trees.tolist()
         assert sum(learned) == steps - len(sequences)
     assert trees["tree of 12"].sharpness != trees["tree of 30"].sharpness
-
-
-def test_texts_that_are_too_short_are_an_error(scene):
-    drafter, sequences = scene()
-    short = [dataclasses.replace(s, tokens=s.tokens[: PROMPT + 2]) for s in sequences]
-    with pytest.raises(TrainError, match="needs 10 tokens after the prompt"):
-        evaluate(drafter, short, shapes_of(drafter), 2)
 
 
 @torch.no_grad()

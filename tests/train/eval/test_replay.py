@@ -64,12 +64,6 @@ def test_replay_walks_as_a_naive_loop(prompt):
     assert found.tau == pytest.approx(1 + sum(accepted) / len(accepted))
 
 
-def test_a_step_is_taken_as_long_as_it_could_be_accepted_in_full():
-    reach = 2 + DEPTH  # the root, DEPTH tokens and the bonus
-    assert len(replay(drawn_tree, script_of([0] * (4 + reach), 4), DEPTH).accepted) == 1
-    assert not replay(drawn_tree, script_of([0] * (3 + reach), 4), DEPTH).accepted
-
-
 def test_mean_tau_counts_steps_and_not_texts():
     drawn = torch.Generator().manual_seed(1)
     sequences = [
@@ -85,6 +79,7 @@ def test_mean_tau_counts_steps_and_not_texts():
 def test_texts_without_a_step_are_an_error():
     with pytest.raises(TrainError, match="needs 5 tokens after the prompt"):
         mean_tau(lambda sequence: drawn_tree, [script_of([0] * 6, 2)], DEPTH)
+    assert mean_tau(lambda sequence: drawn_tree, [script_of([0] * 7, 2)], DEPTH)[1] == 1
 
 
 @torch.no_grad()
