@@ -12,8 +12,13 @@ import torch
 from baselines.first_choice import loss_and_choice
 from torch import Tensor, nn
 
-from vllm_specblock.train.data.labels import draft_labels
-from vllm_specblock.train.learner import IGNORE_INDEX, Learner, LossOutput, TrainBatch
+from vllm_specblock.train.learner import (
+    IGNORE_INDEX,
+    Learner,
+    LossOutput,
+    TrainBatch,
+    draft_labels,
+)
 
 
 class PositionsLearner(Learner):

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from vllm_specblock.drafters.baselines.config import SmallShape
 from vllm_specblock.drafters.baselines.sps import SmallLanguageModel
 from vllm_specblock.drafters.specblock.config_json import rope_of
-from vllm_specblock.train.data.labels import draft_labels
 from vllm_specblock.train.eval.eagle3_drafting import masked_attention
 from vllm_specblock.train.learner import (
     IGNORE_INDEX,
@@ -32,6 +31,7 @@ from vllm_specblock.train.learner import (
     Learner,
     LossOutput,
     TrainBatch,
+    draft_labels,
 )
 from vllm_specblock.tree import DraftTree
 

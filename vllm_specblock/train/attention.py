@@ -68,12 +68,8 @@ class TrainingAttention(ABC):
 
 
 class FirstBlock(TrainingAttention):
-    """Block 1 of every row: causal over the flat index row·K + position, within a document.
-
-    Args:
-        batch: B windows of L columns; row t is column t, for all but the last column.
-        block_size: K.
-    """
+    """Block 1 of every row (columns 0 .. L − 2): causal over the flat index row·K + position,
+    within a document."""
 
     def __init__(self, batch: Batch, block_size: int, kernel: Kernel = "sdpa") -> None:
         super().__init__(kernel)
@@ -107,13 +103,8 @@ class FirstBlock(TrainingAttention):
 
 
 class NextBlock(TrainingAttention):
-    """A block >= 2 at chosen rows.
-
-    Args:
-        before: the block that each start continues.
-        source: [B, R] int64, which of that block's rows each of the R starts continues.
-        restart_position: 1..K; positions up to it of that block lie on the path.
-    """
+    """A block >= 2, whose R starts continue rows `source` [B, R] int64 of the block `before` from
+    its position `restart_position` (1..K)."""
 
     def __init__(
         self, before: FirstBlock | NextBlock, source: Tensor, restart_position: int
@@ -175,8 +166,8 @@ class NextBlock(TrainingAttention):
         return self._by_groups(q, prefix, own).view(query.shape)
 
     def _by_groups(self, query: Tensor, prefix: tuple[Tensor, Tensor], own: list[Tensor]) -> Tensor:
-        """query [B, R·K, nh, D]; prefix [B, S·K, nkv, D] and own [B, R, own, nkv, D], of keys and
-        values each -> [B·R·K, nh, D]."""
+        """query [B, R·K, nh, D]; keys and values: prefix [B, S·K, nkv, D], own [B, R, own, nkv, D]
+        -> [B·R·K, nh, D]."""
         if self._grouped is None:
             self._grouped = self._groups(query.dtype)
         groups = self._grouped
@@ -228,12 +219,8 @@ class NextBlock(TrainingAttention):
 
 
 class _Group(NamedTuple):
-    """Neighbouring starts of one document, which attend together.
-
-    starts: how many.
-    document: index into `FirstBlock.lengths`; seen: which of its entries are keys.
-    mask: [starts · K, entries seen + starts · own], additive.
-    """
+    """Neighbouring starts of one document (an index into `FirstBlock.lengths`), which attend
+    together to its entries `seen`; mask [starts · K, entries seen + starts · own], additive."""
 
     starts: int
     document: int

@@ -1,7 +1,4 @@
-"""Ranks of a training run: the device of each, and means over the rows of all of them.
-
-torchrun sets how many ranks there are.
-"""
+"""Ranks of a training run (torchrun sets how many) and means over the rows of all of them."""
 
 from __future__ import annotations
 
@@ -34,14 +31,8 @@ def sum_over_ranks(value: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def ranks(device: str) -> Iterator[torch.device]:
-    """This process's device, with the other ranks joined inside the context.
-
-    No object that is spread over the ranks may outlive the context: it keeps gloo's threads alive
-    into the interpreter's exit, which can then hang.
-
-    Raises:
-        TrainError: this machine has no such device.
-    """
+    """This process's device, with the other ranks joined inside the context. An object that is
+    spread over the ranks and outlives it can hang gloo's threads at exit."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     many = int(os.environ.get("WORLD_SIZE", "1")) > 1
@@ -74,10 +65,8 @@ def usable_device(name: str) -> torch.device:
 
 
 def mean_over_ranks(total: Tensor, count: Tensor, floor: float = 0.0) -> Tensor:
-    """This rank's share of means over all ranks' rows, to be averaged over the ranks.
-
-    With it, n ranks compute the gradient that one rank would for all of their rows, though
-    each counts another number of rows.
+    """This rank's share of means over all ranks' rows: averaged over the ranks, it is the mean
+    that one rank would compute.
 
     Args:
         total: [...] fp32 with gradient, sums over this rank's rows.
@@ -99,12 +88,9 @@ def divisor(count: Tensor, floor: float) -> Tensor:
 class BatchCounts:
     """Rows that the means of one update are taken over, when its batch comes in micro-batches.
 
-    Which rows count depends on the drafter's choices (eq. 5), so the divisor of the first
-    micro-batch is known only after the forward of the last. Hence two passes: all micro-batches are
+    Which rows count depends on the drafter's choices (eq. 5): the divisor is known only after the
+    forward of the last micro-batch. Hence two passes: all `rounds` micro-batches of a rank are
     counted, without a gradient, then learned. That is exact and costs one more forward.
-
-    Args:
-        rounds: micro-batches of each rank.
     """
 
     def __init__(self, rounds: int) -> None:

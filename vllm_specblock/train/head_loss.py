@@ -23,12 +23,8 @@ Look = Callable[[slice, Tensor], None]
 def head_loss(
     normed: Tensor, head: Tensor, target_probs: Tensor, target_row: Tensor, look: Look
 ) -> tuple[Tensor, Tensor]:
-    """Cross-entropy of the draft logits against p*.
-
-    Args:
-        normed: [n, H], what the LM head reads.
-        head: [Vd, H], the LM head, in the dtype of `normed`.
-        target_probs: [P, Vd] fp32, rows that sum to 1; target_row: [n] int64, each row's.
+    """Cross-entropy of the draft logits normed [n, H] · head [Vd, H] (of one dtype) against rows
+    target_row [n] int64 of target_probs [P, Vd] fp32, which sum to 1.
 
     Returns:
         its sum [] fp32, and each row's [n] fp32, without a gradient.

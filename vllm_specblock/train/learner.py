@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from vllm_specblock.train.data.batch import Batch
@@ -20,16 +21,21 @@ IGNORE_INDEX = -1
 another document or past the text's end."""
 
 
+def draft_labels(t2d: Tensor, batch: Batch) -> Tensor:
+    """Draft ids of a batch's tokens (t2d [V] bool: the draft vocabulary), else `IGNORE_INDEX`:
+    [B, L] int64."""
+    to_draft = torch.where(t2d, t2d.cumsum(0) - 1, IGNORE_INDEX)
+    return to_draft[batch.tokens.clamp(min=0)].where(batch.loss_mask, IGNORE_INDEX)
+
+
 @dataclass(frozen=True)
 class TrainBatch:
     """Input of every learner for one batch.
 
-    Attributes:
-        batch: the text, on the device.
-        embed: target ids [...] int64 -> the target's own embeddings [..., Ht].
-        step: updates done before this one.
-        seed: of this batch's random choices; equal on every rank, and for every learner.
-        counts: the learner's rows of the whole batch, where this is a micro-batch of several.
+    embed: target ids [...] int64 -> the target's own embeddings [..., Ht].
+    step: updates done before this one.
+    seed: of this batch's random choices; equal on every rank, and for every learner.
+    counts: the learner's rows of the whole batch, where this is a micro-batch of several.
     """
 
     batch: Batch
@@ -67,13 +73,8 @@ class LossOutput(NamedTuple):
 
 @dataclass(frozen=True)
 class EvalSequence:
-    """A text to draft along, with the target's states.
-
-    Attributes:
-        tokens: [T] int64, a prompt and the target's own continuation.
-        prompt: tokens of the prompt.
-        hidden, last, embed: see `TargetOutputs` and `TrainBatch`; [T, 3·Ht] and [T, Ht].
-    """
+    """A text to draft along: tokens [T] int64, a prompt of `prompt` tokens and the target's own
+    continuation, with the target's states hidden [T, 3·Ht] and last [T, Ht] (`TargetOutputs`)."""
 
     tokens: Tensor
     prompt: int

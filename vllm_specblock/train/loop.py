@@ -44,10 +44,8 @@ class Trainer:
     """One run. `step` counts the updates done.
 
     Args:
-        config: what every learner shares.
         learners: by name, on `device`, float32. One alone is written to `config.out` itself,
             several to a folder each.
-        teacher: the frozen target.
         windows: training text.
         sequences: the held-out texts, to draft along; only the first rank needs them.
         facts: written beside each checkpoint.
@@ -161,10 +159,8 @@ class Trainer:
         )
 
     def _learn_in_parts(self, rounds: int) -> None:
-        """Count all micro-batches, then learn from them: see `BatchCounts`.
-
-        Features are kept in between; p* takes more memory than time, and is computed again.
-        """
+        """Count all micro-batches, then learn from them: see `BatchCounts`. Features are kept in
+        between; p* takes more memory than time, and is computed again."""
         counts = {name: BatchCounts(rounds) for name in self.train_states}
         train_batches = []
         with self._arithmetic():
@@ -220,8 +216,7 @@ class Trainer:
         return self.config.out if len(self.train_states) == 1 else self.config.out / name
 
     def save(self) -> None:
-        """Write the drafters, then the state that goes with them. A kill leaves the last whole
-        state."""
+        """Write the drafters, then the state; a kill leaves the last whole one."""
         self.keep()
         students = {name: train_state.state() for name, train_state in self.train_states.items()}
         if self.rank != 0:
@@ -252,12 +247,8 @@ class Trainer:
         model_card.write(folder, self.facts | {"step": self.step, "seconds": self._elapsed()}, tau)
 
     def restore(self) -> None:
-        """Resume from the state in `config.out`, if there is one.
-
-        Raises:
-            TrainError: it belongs to other options, other data or other learners, or only some
-                ranks see it.
-        """
+        """Resume from the state in `config.out`, if there is one; raises `TrainError` where it
+        belongs to another run, or only some ranks see it."""
         path = self._state_file
         found = torch.tensor(float(path.exists()), device=self.device)
         if float(sum_over_ranks(found)) not in (0.0, self.ranks):

@@ -31,9 +31,8 @@ costs a few nodes, one too narrow the whole path."""
 class BlockLoss:
     """Sums over one block of T rows.
 
-    draft: [K] fp32, cross-entropy summed over each position's counted rows, nats.
-    rank: [] fp32, rank loss summed over all counted positions; 0 without it.
-    num_positions: [K] int64, counted rows of each position.
+    draft: [K] fp32 nats, cross-entropy over each position's `num_positions` [K] counted rows.
+    rank: [] fp32, rank loss over all counted positions; 0 without it.
     on_path: [T, K] bool, the mask m of eq. 5: everything before was right.
     hit: [T, K] bool, on the path and the drafter's first choice is the label.
     """
@@ -66,10 +65,8 @@ def block_loss(
         target_row: [T, K] int64, which row of `target_probs` is p* at each position.
         start: [T] bool, m at position 1.
         rank: form of the rank loss, None for none. Its gradient stays in the rank head.
-        valid_prefix: without it (ablation of Table 2) rows are counted after a wrong choice, too;
-            `on_path` and `hit` do not change.
-        rejected_only: count only the row of each path whose choice is wrong, as Online Speculative
-            Decoding does.
+        valid_prefix: False (ablation of Table 2): count rows after a wrong choice, too.
+        rejected_only: count only the wrong choice of each path (Online Speculative Decoding).
     """
     head = drafter.lm_head.weight.to(hidden.dtype)  # one cast for all positions
     rows = start.nonzero()[:, 0]
@@ -152,8 +149,8 @@ def plain_loss(logits: Tensor, bucket: Tensor) -> Tensor:
 def ordinal_loss(logits: Tensor, bucket: Tensor) -> Tensor:
     """Cross-entropy that knows the buckets' order, summed. logits [n, C], bucket [n] -> [].
 
-    Labels are smoothed towards the neighbouring buckets, more to the wider one, and rare
-    buckets weigh more: by the inverse root of their frequency here, on average 1.
+    Labels are smoothed towards the neighbouring buckets; buckets weigh by the inverse root of
+    their frequency, on average 1.
     """
     classes = logits.shape[-1]
     soft = torch.zeros_like(logits)

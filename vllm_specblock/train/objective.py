@@ -15,8 +15,7 @@ from torch import Tensor
 
 from vllm_specblock.drafters.specblock.model import Attend, SpecBlockModel
 from vllm_specblock.train.attention import FirstBlock, Kernel, NextBlock
-from vllm_specblock.train.data.labels import draft_labels
-from vllm_specblock.train.learner import IGNORE_INDEX, TrainBatch
+from vllm_specblock.train.learner import IGNORE_INDEX, TrainBatch, draft_labels
 from vllm_specblock.train.losses import BlockLoss, RankLoss, block_loss
 
 
@@ -24,13 +23,9 @@ from vllm_specblock.train.losses import BlockLoss, RankLoss, block_loss
 class Recipe:
     """How a SpecBlock drafter learns; see `TrainConfig`.
 
-    Attributes:
-        loss_floor: N_k of eq. 6 counts as at least this share of block 1's rows. With 0, while
-            paths are still short, the noise of a few rows drowns the first position.
-        shift_lr: learning rate of the layer-wise shift, as a multiple.
-        valid_prefix: eq. 5; False is an ablation.
-        recompute: activation checkpointing of the layers.
-        rejected_only: see `block_loss`; for updates while serving, as OSD makes them.
+    loss_floor: N_k of eq. 6 counts as at least this share of block 1's rows. With 0, while paths
+        are still short, the noise of a few rows drowns the first position.
+    rejected_only: see `block_loss`; for updates while serving, as OSD makes them.
     """
 
     num_blocks: int = 2
@@ -47,12 +42,8 @@ class Recipe:
 
 
 class Unroll:
-    """Drafts blocks 1..M of a batch of windows as training does.
-
-    Args:
-        train_batch: the batch, with the target's features, distribution and embeddings.
-        forward: drafter.forward, or a compiled form of it.
-    """
+    """Drafts blocks 1..M of a batch of windows as training does; `forward`: drafter.forward, or a
+    compiled form of it."""
 
     def __init__(
         self,
@@ -69,10 +60,8 @@ class Unroll:
         self.label = draft_labels(drafter.t2d, train_batch.batch)
 
     def blocks(self, restart_positions: list[int]) -> list[BlockLoss]:
-        """Run block 1 and one more block after each of `restart_positions` (each 1..K).
-
-        A block that no row's path reaches is left out, and so are those after it.
-        """
+        """Run block 1 and one more block after each of `restart_positions` (each 1..K), up to the
+        first that no row's path reaches."""
         batch, length = self.batch.tokens.shape
         row = torch.arange(length - 1, device=self.label.device).expand(batch, -1)  # [B, S]
         attend: FirstBlock | NextBlock = FirstBlock(

@@ -42,17 +42,13 @@ PROMPT_SHARE = 4
 def train(
     config: TrainConfig, resume: bool = True, progress: bool = True, dry_run: bool = False
 ) -> Path:
-    """Train a drafter and write it to `config.out`, as vLLM loads it.
-
-    The state lies in `config.out/training`. A resumed run ends in the weights of an unbroken one.
+    """Train a drafter and write it to `config.out`, as vLLM loads it; returns that folder. The
+    state lies in `config.out/training`. A resumed run ends in the weights of an unbroken one.
 
     Args:
         resume: continue from the last save; otherwise start anew and replace it.
         progress: show a progress bar, on the first rank.
         dry_run: stop before the first update, with the untrained drafter in `config.out`.
-
-    Returns:
-        config.out.
 
     Raises:
         TrainError: data, target, drafter or state cannot be used, or the loss is not finite.
@@ -102,13 +98,9 @@ def build(config: TrainConfig, device: torch.device) -> Trainer:
 class RunContext:
     """Target and data of a run.
 
-    Attributes:
-        target: sizes, name and feature layers of the target.
-        texts: all of them; the first are trained on.
-        windows: training text.
-        held_out: the other texts, no longer than a window.
-        counts: [V] int64, how often each target id is to be predicted.
-        facts: written beside each checkpoint.
+    texts: all of them; `windows` has the first ones, `held_out` the others, cut to a window.
+    counts: [V] int64, how often each target id is to be predicted.
+    facts: written beside each checkpoint.
     """
 
     target: TargetInfo
@@ -230,8 +222,7 @@ def new_drafter(config: TrainConfig, run_context: RunContext) -> SpecBlockModel:
 
 
 def folded_head(target: Path, t2d: Tensor) -> Tensor:
-    """The target's LM head over the draft vocabulary (t2d [V] bool), its final norm folded in:
-    [Vd, Ht] fp32."""
+    """The target's LM head over the draft vocabulary, with its final norm: [Vd, Ht] fp32."""
     rows = target_rows.head_rows(target, t2d.nonzero()[:, 0])
     return rows.float() * target_rows.final_norm(target).float()
 

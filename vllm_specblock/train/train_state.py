@@ -1,8 +1,4 @@
-"""Train state of one learner: weights, optimiser, metrics, best result; and a run's state on disk.
-
-A learner is one module with one forward per batch, so torch's own wrappers take it as it is: DDP
-replicates it, FSDP2 shards its weights, gradients and optimiser state.
-"""
+"""Train state of one learner, replicated (DDP) or sharded (FSDP2); and a run's state on disk."""
 
 from __future__ import annotations
 
@@ -28,12 +24,7 @@ from vllm_specblock.train.optimizers import make_optimizer, set_rate
 
 
 class TrainState:
-    """A learner with its optimiser and its log, spread over the ranks.
-
-    Attributes:
-        learner: with this rank's weights.
-        lost: updates in a row whose gradient was not finite.
-    """
+    """A learner with its optimiser and its log, spread over the ranks."""
 
     def __init__(self, learner: Learner, config: RunConfig) -> None:
         self.learner = self._whole = learner
@@ -51,7 +42,7 @@ class TrainState:
         self.optimizer = make_optimizer(named, learner.rate_of, config)
         self.metrics_log = MetricsLog()
         self.best_tau = 0.0
-        self.lost = 0
+        self.lost = 0  # updates in a row whose gradient was not finite
 
     @torch.no_grad()
     def count(self, train_batch: TrainBatch, counts: BatchCounts) -> None:
@@ -63,10 +54,7 @@ class TrainState:
     def learn(
         self, train_batch: TrainBatch, counts: BatchCounts | None, more_to_come: bool
     ) -> None:
-        """Add up the gradients of one micro-batch.
-
-        counts: of the whole batch, when there are several.
-        """
+        """Add up the gradients of one micro-batch; `counts`: of the whole batch of several."""
         share = 1.0
         if counts is not None:
             share = 1 / counts.rounds
@@ -100,17 +88,15 @@ class TrainState:
         self.optimizer.zero_grad(set_to_none=True)
 
     def whole(self) -> Learner:
-        """The learner with whole weights; on ranks other than 0 it may be outdated. Every rank
-        has to call this."""
+        """The learner with whole weights, current on rank 0; every rank has to call this."""
         if self._whole is not self.learner:
             self._whole.load_state_dict(_gathered(self.learner.state_dict()))
         return self._whole
 
     def state(self) -> dict[str, Any]:
-        """Whole state on the CPU; every rank has to call this.
+        """Whole state on the CPU, for any number of ranks; every rank has to call this.
 
-        Plain state dicts, not torch.distributed.checkpoint: a state of any number of ranks is
-        resumed by any other, and a parameter has no moments before its first update.
+        Not torch.distributed.checkpoint: a parameter has no moments before its first update.
         """
         optimizer = self.optimizer.state_dict()
         moments = {number: _gathered(of) for number, of in optimizer["state"].items()}
@@ -155,15 +141,8 @@ def _spread_like(example: Tensor, value: Tensor) -> Tensor:
 def read_state(
     path: Path, config: RunConfig, data: str, learners: Collection[str]
 ) -> dict[str, Any]:
-    """Read what `Trainer.save` wrote to `path`.
-
-    Args:
-        data: fingerprint of the training data.
-        learners: their names.
-
-    Raises:
-        TrainError: it is no such state, or belongs to other options, data or learners.
-    """
+    """Read what `Trainer.save` wrote to `path`; raises `TrainError` where it is no such state, or
+    belongs to other options, data (a fingerprint) or learners."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:

@@ -33,16 +33,14 @@ class Answerer(Protocol):
 
 @dataclass
 class Dialogue:
-    """One conversation while its answers are being written.
+    """One conversation, of at most `max_length` tokens, while its answers are being written.
 
-    Attributes:
-        questions: a system turn, if any, and the user turns, each of which gets an answer.
-        number: of the conversation in its data set; seeds its sampling.
-        max_length: tokens of the whole at most.
-        raw: the question is text to continue, not a turn.
-        ids, loss_mask: tokens so far, and which of them the target wrote.
-        cut: it ended early, because the template writes past turns otherwise than they were.
-        broken: the reason why it cannot be used.
+    questions: a system turn, if any, and the user turns, each of which gets an answer.
+    number: of the conversation in its data set; seeds its sampling.
+    raw: the question is text to continue, not a turn.
+    ids, loss_mask: tokens so far, and which of them the target wrote.
+    cut: it ended early, because the template writes past turns otherwise than they were.
+    broken: the reason why it cannot be used.
     """
 
     tokens: ChatTokens
@@ -108,13 +106,8 @@ def answer(
     seed: int,
     over: Callable[[int], object],
 ) -> None:
-    """Write all answers of all dialogues; each turn is one batch.
-
-    Args:
-        temperatures: conversation n takes number n modulo their count.
-        max_new_tokens: of one answer.
-        over: called with the number of dialogues that ended.
-    """
+    """Write all answers of all dialogues; each turn is one batch. Conversation n takes temperature
+    n modulo their count; `over` is called with the number of dialogues that ended."""
     answerer.forget()
     open_ = list(dialogues)
     while open_:

@@ -17,10 +17,8 @@ if TYPE_CHECKING:
 
 
 class Kept(NamedTuple):
-    """A conversation with its own answers.
-
-    ids: token ids; loss_mask: per id, the assistant wrote it; cut: turns at the end are missing.
-    """
+    """A conversation with its own answers. loss_mask: per id, the assistant wrote it; cut: turns at
+    the end are missing."""
 
     ids: list[int]
     loss_mask: list[bool]
@@ -28,14 +26,9 @@ class Kept(NamedTuple):
 
 
 class ChatTokens:
-    """A tokenizer and its chat template. Its methods raise `BrokenLine` where the template refuses
-    the messages, or an id lies past the target's vocabulary.
-
-    Args:
-        vocab_size: of the target.
-        ends: token ids that end an answer.
-        options: further variables of the template, such as `enable_thinking`.
-    """
+    """A tokenizer and its chat template, with the ids that end an answer and further `options` of
+    the template, such as `enable_thinking`. Methods raise `BrokenLine` where the template refuses
+    the messages, or an id lies past the target's vocabulary."""
 
     def __init__(
         self,

@@ -23,14 +23,9 @@ if TYPE_CHECKING:
 
 
 class PackedDataset:
-    """Texts cut into pieces of at most `length` tokens, and pieces packed into windows.
-
-    Args:
-        length: columns of a window.
-        shortest: pieces of fewer tokens are dropped, and so are those in which no token after the
-            second is counted.
-        pack: put several pieces into one window where they fit; otherwise one each.
-    """
+    """Texts cut into pieces of at most `length` tokens, and pieces packed into windows of `length`
+    columns (one each without `pack`). Pieces of fewer than `shortest` tokens are dropped, as are
+    those in which no token after the second is counted."""
 
     def __init__(
         self, texts: Sequence[Text], length: int, shortest: int, pack: bool = True
@@ -60,11 +55,8 @@ class PackedDataset:
         return sum(segment.length for window in self.plan for segment in window)
 
     def batch(self, step: int, size: int, seed: int) -> Batch:
-        """The windows of update `step` (0-based), `size` of them.
-
-        Each epoch is a fresh permutation seeded by (seed, epoch): a resumed run sees the batches
-        of an unbroken one.
-        """
+        """The `size` windows of update `step` (0-based). Each epoch is a permutation seeded by
+        (seed, epoch): a resumed run sees the batches of an unbroken one."""
         wanted = range(step * size, (step + 1) * size)
         return self.of(
             [int(self._permutation(seed, i // len(self))[i % len(self)]) for i in wanted]
@@ -145,14 +137,9 @@ def token_counts(texts: Sequence[Text], vocab_size: int) -> Tensor:
 def load_texts(
     path: Path, tokenizer: Callable[[], PreTrainedTokenizerBase], vocab_size: int
 ) -> list[Text]:
-    """Read training data.
-
-    Args:
-        path: what `specblock data` wrote; or a folder of UTF-8 text files (each a document), a
-            `.jsonl` file with a `text` or an `input_ids` in every line, or a `.safetensors` file
-            (see `shards`). Without a loss mask every token counts.
-        tokenizer: loads the target's tokenizer; called only when there is text to tokenise.
-        vocab_size: the target's.
+    """Read what `specblock data` wrote; or a folder of UTF-8 text files (each a document), a
+    `.jsonl` file with a `text` or an `input_ids` in every line, or a `.safetensors` file (see
+    `shards`). Without a loss mask every token counts. `tokenizer` is called only for text.
 
     Raises:
         TrainError: the data is missing, broken or empty; says which file and line.

@@ -29,14 +29,11 @@ BUCKETS = len(RANK_BUCKETS) + 1
 
 @dataclass(frozen=True)
 class Chain:
-    """What n roots gave, position k of block m in column (m − 1)·K + k − 1 of M·K.
+    """Chains of n roots, position k of block m in column (m − 1)·K + k − 1; each [n, M·K].
 
-    Attributes (each [n, M·K]):
-        seen: bool, the text has a token there.
-        hit: bool, the drafter's first choice is that token.
-        rank: int64, the bucket of that token's rank in the drafter's distribution; `IGNORE_INDEX`
-            where the drafter cannot name it, or there is none.
-        guess: int64, the bucket that the rank head predicts.
+    seen: bool, the text has a token there; hit: bool, it is the drafter's first choice.
+    rank: int64, the bucket of its rank in the drafter's distribution, `IGNORE_INDEX` without one.
+    guess: int64, the bucket that the rank head predicts.
     """
 
     seen: Tensor
@@ -50,7 +47,7 @@ class Chain:
         return self.seen & _all_before(self.hit)
 
     def of_roots(self, index: Tensor) -> Chain:
-        """The chains of some of the n roots alone; index int64."""
+        """The chains of some roots; index int64."""
         return Chain(*(part[index] for part in (self.seen, self.hit, self.rank, self.guess)))
 
     def on_block(self, block_size: int) -> Tensor:
@@ -60,15 +57,8 @@ class Chain:
 
 @torch.no_grad()
 def first_block_along(drafter: SpecBlockModel, sequence: EvalSequence, cache: DenseCache) -> Tensor:
-    """States of block 1 at every row but the last, whose next token is unknown.
-
-    Args:
-        sequence: the text, T tokens, on the drafter's device.
-        cache: empty, in the drafter's dtype; filled with the rows.
-
-    Returns:
-        [T − 1, K, H]; row i reads tokens up to i + 1 and drafts what follows them.
-    """
+    """States of block 1 at every row but the last, [T − 1, K, H]: row i reads tokens up to i + 1
+    and drafts what follows them. Fills the empty `cache` with the rows."""
     dtype, tokens = drafter.lm_head.weight.dtype, sequence.tokens
     rows = torch.arange(len(tokens) - 1, device=tokens.device)
     return torch.cat(
@@ -91,8 +81,7 @@ def chain_along(drafter: SpecBlockModel, sequence: EvalSequence, blocks: int) ->
 
 @torch.no_grad()
 def states_along(drafter: SpecBlockModel, sequence: EvalSequence, blocks: int) -> Tensor:
-    """What the heads read along those chains, [n, M·K, H]. It does not depend on the heads: every
-    block takes the text's token, not theirs."""
+    """States that the heads read along those chains, [n, M·K, H]; no head changes them."""
     weight = drafter.lm_head.weight
     cache = DenseCache(drafter.config, weight.dtype, weight.device)
     first = first_block_along(drafter, sequence, cache)[:-1]  # [T − 2, K, H]
@@ -160,10 +149,8 @@ def _all_before(hit: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Figures of the rank head for one bucket (paper, table 3); None: a share of nothing.
-
-    `frequency` is the share of positions whose token is of this bucket.
-    """
+    """The rank head's figures for one bucket (paper, table 3), and the share of positions whose
+    token is of it; None: a share of nothing."""
 
     frequency: float | None
     precision: float | None
@@ -173,17 +160,13 @@ class Bucket:
 
 @dataclass(frozen=True)
 class ChainFigures:
-    """Shares over all roots of all texts; None where no position counts.
+    """Shares of right first choices over all roots of all texts; None where no position counts.
 
-    Attributes:
-        alpha: [M·K], the drafter's first choice is the text's token, given that it was at all
-            positions before.
-        alpha_blocks: [M][K], the same given that it was at the positions before in the same block.
-        accuracy: [M][K], the same with no condition.
-        positions: [M·K], how many positions `alpha` is over.
-        rank: [4], the rank head's figures over the positions of `alpha` whose token the drafter
-            can name.
-        rank_positions: how many those are.
+    alpha: [M·K], given that all positions before were right; positions: [M·K], how many count.
+    alpha_blocks: [M][K], given that the positions before in the same block were right.
+    accuracy: [M][K], without a condition.
+    rank: [4], the rank head's figures over the `rank_positions` of `alpha` whose token the drafter
+        can name.
     """
 
     alpha: list[float | None]

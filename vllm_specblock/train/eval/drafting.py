@@ -22,12 +22,8 @@ from vllm_specblock.tree import DraftTree
 
 
 class LearnedBeta:
-    """β of the drafter's logits along one text, learned from every step as in serving.
-
-    Args:
-        calibration: with one slot at least; None: β is 1.
-        temperature: at which the target wrote the text.
-    """
+    """β of the drafter's logits along one text, learned from every step as in serving; without
+    `calibration` it is 1. `temperature`: at which the target wrote the text."""
 
     def __init__(
         self, calibration: DraftCalibration | None, temperature: float, device: torch.device
@@ -53,12 +49,9 @@ class LearnedBeta:
 
 
 class SpecBlockDraft:
-    """A `Draft` along one text.
+    """A `Draft` along one text, in the drafter's dtype and on its device.
 
     Args:
-        drafter: its dtype is that of the arithmetic.
-        sequence: the text, on the drafter's device.
-        shape: of the trees, with any number of blocks.
         calibration, temperature: see `LearnedBeta`.
         true_buckets: where a position's path is the text so far, take the rank bucket of the text's
             next token, not the rank head's: an upper bound on rank guidance.
@@ -180,11 +173,9 @@ def chain_shape(drafter: SpecBlockModel, blocks: int) -> TreeShape:
 
 
 def uniform_shape(shape: TreeShape, width: int | None = None) -> TreeShape:
-    """Ablation: the same width at every position, and no position gives up.
-
-    The default is the least width, from 2 on, with 1.5 times as many candidates as the budget:
-    candidates of equal text join, and a comparison needs a full tree.
-    """
+    """Ablation: the same width at every position. The default is the least width, from 2 on, with
+    1.5 times as many candidates as the budget: those of equal text join, and a comparison needs a
+    full tree."""
     cells = shape.num_rows * shape.block_size
     width = width or max(2, -(-3 * shape.budget // (2 * cells)))
     return replace(shape, branching=(width,) * 4)

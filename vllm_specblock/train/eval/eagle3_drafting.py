@@ -17,14 +17,8 @@ from vllm_specblock.tree import DraftTree
 
 
 class Eagle3Draft:
-    """A `Draft` along one text: catch up on the committed rows, then grow a tree from the newest.
-
-    Args:
-        drafter: its dtype is that of the arithmetic.
-        sequence: the text, on the drafter's device; its states are of the drafter's layers.
-        growth: of the trees.
-        calibration, temperature: see `LearnedBeta`.
-    """
+    """A `Draft` along one text, in the drafter's dtype and on its device: catch up on the committed
+    rows, then grow a tree from the newest. calibration, temperature: see `LearnedBeta`."""
 
     def __init__(
         self,
@@ -69,12 +63,8 @@ class Eagle3Draft:
 
 
 class CachedAttentionBuilder:
-    """`attend` over one text's rows so far and new ones.
-
-    Attributes:
-        key, value: [n, nkv, D] of each layer.
-        mask: [new, n + new] bool, to be set before each forward.
-    """
+    """`attend` over one text's rows so far (key, value: [n, nkv, D] of each layer) and new ones;
+    mask [new, n + new] bool is set before each forward."""
 
     def __init__(self, drafter: Eagle3Model) -> None:
         weight, shape = drafter.fc.weight, drafter.config
@@ -92,7 +82,7 @@ class CachedAttentionBuilder:
         self.key, self.value = ([x[:rows] for x in kept] for kept in (self.key, self.value))
 
     def begin(self) -> None:
-        """From here on, rows of levels: they see what is there now, and their ancestors."""
+        """Begin a tree: its rows see the rows so far and their ancestors."""
         self.committed = self.rows
         # Drafted row 0 is the newest committed one, and hides nothing from those below it.
         self.path = torch.zeros(1, 0, dtype=torch.bool, device=self.key[0].device)

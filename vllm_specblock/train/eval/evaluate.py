@@ -52,13 +52,8 @@ class TreeFigures:
 
 @dataclass(frozen=True)
 class Figures:
-    """A drafter on texts of one temperature.
-
-    Attributes:
-        texts, new_tokens: how many, and the tokens after their prompts in all.
-        trees: by the name of the shape.
-        chain: along the chain of `blocks` blocks.
-    """
+    """A drafter on texts of one temperature: number of texts and of tokens after their prompts,
+    figures by the name of the trees' shape, and along the chain of `blocks` blocks."""
 
     texts: int
     new_tokens: int
@@ -100,7 +95,6 @@ def evaluate(
     """All figures over `sequences`, each of which is read once.
 
     Args:
-        drafter: in the dtype of the arithmetic.
         shapes: of the trees, by name. All take steps where the deepest of them does.
         blocks: M of the chain that α is measured along.
         temperature: at which the target wrote the texts; each shape then learns a sharpness from
@@ -124,18 +118,13 @@ def evaluate(
         if len(sequence.tokens) > sequence.prompt + 1:  # else nothing follows the first root
             chains.append(chain_along(drafter, sequence, blocks))
         new_tokens += len(sequence.tokens) - sequence.prompt
-    whole = {name: Replay.join(parts) for name, parts in replays.items()}
-    for steps in whole.values():
-        check_steps(steps, depth)
-    return Figures(
-        len(replays[next(iter(shapes))]),
-        new_tokens,
-        {
-            name: TreeFigures.of(steps, _beta(learned[name], sampling_temperature))
-            for name, steps in whole.items()
-        },
-        ChainFigures.of(chains, drafter.config.block_size),
-    )
+    trees = {}
+    for name, parts in replays.items():
+        whole = Replay.join(parts)
+        check_steps(whole, depth)
+        trees[name] = TreeFigures.of(whole, _beta(learned[name], sampling_temperature))
+    chain = ChainFigures.of(chains, drafter.config.block_size)
+    return Figures(len(parts), new_tokens, trees, chain)
 
 
 def _beta(sharpness: DraftCalibration | None, temperature: float) -> float:
@@ -178,12 +167,8 @@ def sequences_for(
     texts: Sequence[Tensor],
     prompts: Sequence[int],
 ) -> Iterator[EvalSequence]:
-    """Yield sequences for a drafter that reads `layer_ids` of a transformers `target`.
-
-    Args:
-        texts: [T_i] int64 each, prompts with the target's own continuations.
-        prompts: tokens of each prompt.
-    """
+    """Yield sequences for a drafter that reads `layer_ids` of a transformers `target`; texts:
+    [T_i] int64 each, prompts (of so many tokens) with the target's own continuations."""
     no_ids = torch.empty(0, dtype=torch.int64, device=target.device)  # p* is not needed
     teacher = OnlineTeacher(target, layer_ids, no_ids)
     for text, prompt in zip(texts, prompts):

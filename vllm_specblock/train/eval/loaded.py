@@ -28,13 +28,8 @@ from vllm_specblock.train.target import target_rows
 
 @dataclass(frozen=True)
 class Pairing:
-    """A drafter and its target, whose configs fit together.
-
-    Attributes:
-        kind: registered name of the drafter.
-        layer_ids: target layers whose states the drafter reads, low ones first.
-        vocab_size: of the target.
-    """
+    """Folders of a drafter and its target whose configs fit together. kind: registered name of the
+    drafter; layer_ids: target layers whose states it reads; vocab_size: of the target."""
 
     drafter: Path
     target: Path
@@ -47,13 +42,12 @@ class Pairing:
 class LoadedDrafter:
     """A drafter that drafts along texts the trees that serving would.
 
-    Attributes:
-        depth: tokens on the longest path of its trees.
-        forward_name: what one drafter forward adds to a tree ("block" or "level").
-        draft: (text, calibration, temperature of the text) -> a draft along it.
-        calibration: learned from text to text; None: scores are not calibrated.
-        chain: drafts chains of whole blocks along a text; None: the drafter has no blocks.
-        block_size: K, tokens of a forward; 1 without blocks.
+    depth: tokens on the longest path of its trees.
+    forward_name: what one drafter forward adds to a tree ("block" or "level").
+    draft: (text, calibration, temperature of the text) -> a draft along it.
+    calibration: learned from text to text; None: scores are not calibrated.
+    chain: drafts chains of whole blocks along a text; None: the drafter has no blocks.
+    block_size: K, tokens of a forward; 1 without blocks.
     """
 
     pairing: Pairing
@@ -70,10 +64,8 @@ class LoadedDrafter:
 
 
 def pair(drafter: Path, target: Path | None) -> Pairing:
-    """Find a drafter's target (default: the one that its config names) and compare their sizes.
-
-    Args:
-        drafter, target: folders or hub ids; those of the pairing are folders.
+    """Find a drafter's target (default: the one that its config names) and compare their sizes;
+    both may be folders or hub ids.
 
     Raises:
         TrainError: there is no target, or a drafter of this kind drafts in engines only.
@@ -135,11 +127,8 @@ def load_drafter(
     nodes: int = DEFAULT_NODES,
     forwards: int | None = None,
 ) -> LoadedDrafter:
-    """Read the weights.
-
-    Args:
-        nodes: N, budget of the trees.
-        forwards: per step: blocks of SpecBlock, levels of EAGLE-3. Default: as in serving.
+    """Read the weights. nodes: budget of the trees; forwards: blocks of SpecBlock or levels of
+    EAGLE-3 per step (default: as in serving).
 
     Raises:
         CheckpointError: the tensors are not what the config says.

@@ -12,11 +12,8 @@ from vllm_specblock.tree import DraftTree
 
 @dataclass(frozen=True)
 class Replay:
-    """Steps along one text, or along several.
-
-    accepted: per step, drafted tokens that were right. The step commits one more, the bonus.
-    nodes: per step, nodes of the tree.
-    """
+    """Per step along texts: drafted tokens that were right (the step commits one more, the bonus),
+    and nodes of the tree."""
 
     accepted: list[int]
     nodes: list[int]
@@ -42,17 +39,15 @@ def replay(draft: Draft, sequence: EvalSequence, depth: int) -> Replay:
     The first step's root is the first token after the prompt. Every step accepts the longest
     path of its tree that the text follows, and the next root is the token after that.
 
-    The text must be the target's own continuation, greedy or sampled. Greedy, this is what
-    verification at temperature 0 does. Sampled, verification draws the target's token at every
-    node, with the noise of the node's position; along the path that the text takes it draws the
-    text. So the path that it accepts is the longest one that matches the text, and the mean over
-    sampled texts is the expected τ.
+    The text must be the target's own continuation, greedy or sampled: verification draws the
+    target's token at every node, with the noise of the node's position, and so the text along the
+    path that the text takes. The mean over sampled texts is the expected τ.
 
     Args:
         draft: called with ascending roots.
-        depth: tokens of the longest path of any tree. No step is taken where fewer than
-            depth + 1 tokens follow the root: it could not be accepted in full, and would count
-            as a failure. Give drafters that are compared the same depth.
+        depth: tokens of the longest path of any tree, the same for drafters that are compared. No
+            step is taken where fewer than depth + 1 tokens follow the root: it could not be
+            accepted in full.
     """
     result = Replay([], [])
     for _, tree, path in walk(draft, sequence, depth):
@@ -76,15 +71,8 @@ def walk(
 def mean_tau(
     make_draft: Callable[[EvalSequence], Draft], sequences: Iterable[EvalSequence], depth: int
 ) -> tuple[float, int]:
-    """τ over all steps along all texts, and how many steps that were.
-
-    Args:
-        make_draft: a fresh draft along one text, such as `Learner.draft_along`.
-        sequences, depth: see `replay`.
-
-    Raises:
-        TrainError: no text is long enough for a step.
-    """
+    """τ over all steps along all texts, and how many steps that were. make_draft: a fresh draft
+    along one text, such as `Learner.draft_along`. Raises `TrainError` without a step."""
     whole = Replay.join(replay(make_draft(sequence), sequence, depth) for sequence in sequences)
     check_steps(whole, depth)
     return whole.tau, len(whole.accepted)

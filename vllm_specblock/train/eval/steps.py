@@ -28,15 +28,12 @@ class TreeDraft(Protocol):
 class Step:
     """One tree and its verification; entry 0 of each list is the root.
 
-    Attributes:
-        root: place of the root in the text.
-        token: target ids.
-        parent: −1 for the root.
-        score: cumulative log-probability in nats, 0 for the root.
-        forward: the drafter forward that proposed the node: block m of SpecBlock, level d of
-            EAGLE-3; 0 for the root.
-        accepted: nodes of the accepted path, from the root on.
-        bonus: the target's own token after that path; None where the text ends with the path.
+    root: place of the root in the text.
+    parent: −1 for the root.
+    score: cumulative log-probability in nats, 0 for the root.
+    forward: the drafter forward that proposed the node (block m or level d); 0 for the root.
+    accepted: nodes of the accepted path, from the root on.
+    bonus: the target's own token after that path; None where the text ends with the path.
     """
 
     root: int
@@ -49,7 +46,7 @@ class Step:
 
     @property
     def nodes(self) -> int:
-        """Of the tree, without the root."""
+        """Number of nodes without the root."""
         return len(self.token) - 1
 
     @property
@@ -73,13 +70,8 @@ class Step:
 
 
 def steps_along(draft: TreeDraft, sequence: EvalSequence, depth: int = 0) -> Iterator[Step]:
-    """The steps of `replay` with their trees.
-
-    Args:
-        draft, sequence: see `replay`.
-        depth: no step is taken where fewer than depth + 1 tokens follow the root. 0: to the
-            text's end, which may cut a step short.
-    """
+    """The steps of `replay` with their trees; depth 0: to the text's end, which may cut a step
+    short."""
     tokens = sequence.tokens.tolist()
     for root, tree, path in walk(draft, sequence, depth):
         size, bonus = int(tree.size[0]), root + len(path)

@@ -21,17 +21,12 @@ def continue_prompts(
     seed: int = 0,
     batch: int = 64,
 ) -> list[Tensor]:
-    """Continue each prompt by the target's own tokens.
-
-    Args:
-        prompts: [T_i] int64 each, not empty.
-        new_tokens: at most; a text ends after an end-of-sequence token.
-        temperature: 0 is greedy.
-        seed: of the sampling, which draws from torch's global generator.
-        batch: prompts that are continued together.
+    """Continue each prompt ([T_i] int64, not empty) by at most `new_tokens` of the target's own
+    tokens, up to an end-of-sequence token, `batch` prompts together.
 
     Returns:
-        Prompt and continuation, [T_i + n_i] int64 each, on the CPU.
+        Prompt and continuation, [T_i + n_i] int64 each, on the CPU. Sampling draws from torch's
+        global generator.
     """
     device = target.device
     ends = target.generation_config.eos_token_id

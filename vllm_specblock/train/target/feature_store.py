@@ -45,16 +45,9 @@ class Features(NamedTuple):
 
 @dataclass(frozen=True)
 class Origin:
-    """Source of a folder's features. Two folders of one origin hold the same numbers.
-
-    Attributes:
-        target: fingerprint of the target (`target_rows.fingerprint`).
-        data: fingerprint of the sequences (`fingerprint`).
-        layer_ids: feature layers; i is the residual stream after i layers.
-        dtype: of the target's arithmetic and of the features, as torch calls it.
-        length: tokens of the longest piece.
-        shard_tokens: a shard ends with the piece that fills it to this many tokens.
-    """
+    """Source of a folder's features: fingerprints of target and sequences, feature layers (i is
+    the residual stream after i layers), torch's name of the dtype, tokens of the longest piece, and
+    tokens with which a shard is full. Two folders of one origin hold the same numbers."""
 
     target: str
     data: str
@@ -101,9 +94,6 @@ def fill(
         extract: pieces of tokens ([T] int64 each) -> their features, in order. It is called for
             one shard while the features of the shard before are read and written.
         progress: called with the number of tokens that each shard adds.
-
-    Raises:
-        TrainError: the folder was begun with another origin.
     """
     begin(folder, origin)
     groups = _shards_of(segments_of(sequences, origin.length), origin.shard_tokens)
@@ -131,11 +121,8 @@ def fill(
 
 
 def begin(folder: Path, origin: Origin) -> bool:
-    """Claim `folder` for features of `origin`; whether it is whole already.
-
-    Raises:
-        TrainError: the folder is of another origin.
-    """
+    """Claim `folder` for features of `origin` and return whether it is whole already; raises
+    `TrainError` where it is of another origin."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in (INDEX, UNFINISHED):
         if (folder / name).exists():
@@ -195,14 +182,8 @@ def _write_shard(
 
 class FeatureStore:
     """Read a whole feature folder by piece, as views of at most `OPEN_FILES` mapped files.
-
-    Args:
-        folder: what `fill` wrote.
-        expected: entries of `Origin` that the features must have; None is any.
-
-    Raises:
-        TrainError: the folder is not whole, damaged, or of another origin.
-    """
+    `expected`: entries of `Origin`, None is any. Raises `TrainError` where the folder is not whole,
+    damaged, or of another origin."""
 
     def __init__(self, folder: Path, **expected: Any) -> None:
         self.folder = folder
@@ -226,13 +207,8 @@ class FeatureStore:
         return Features(*(rows.new_zeros(*shape, rows.shape[1]) for rows in columns))
 
     def read(self, segment: Segment) -> tuple[Features, Tensor]:
-        """Features and tokens ([T] int32) of one piece.
-
-        A piece may be shorter than the stored one: rows do not depend on later tokens.
-
-        Raises:
-            TrainError: there is no such piece.
-        """
+        """Features and tokens ([T] int32) of one piece, which may be shorter than the stored one:
+        rows do not depend on later tokens. Raises `TrainError` where there is none."""
         number, row, length = self._places.get((segment.sequence, segment.start), (0, 0, 0))
         if segment.length > length:
             raise TrainError(

@@ -34,11 +34,7 @@ class TargetOutputs(NamedTuple):
 
 
 class Teacher(Protocol):
-    """Source of a batch's `TargetOutputs`.
-
-    embed: target ids [...] int64 -> the target's own embeddings [..., Ht].
-    target_probs: `TargetOutputs.last` -> `TargetOutputs.target_probs`.
-    """
+    """Source of `TargetOutputs`; `embed`: target ids [...] -> the target's embeddings [..., Ht]."""
 
     def teach(self, batch: Batch) -> TargetOutputs: ...
 
@@ -48,13 +44,8 @@ class Teacher(Protocol):
 
 
 class OnlineTeacher:
-    """Runs the frozen target over each batch.
-
-    Args:
-        target: a transformers causal LM.
-        layer_ids: indices into transformers' `hidden_states` (0 = embeddings).
-        draft_ids: [Vd] int64, the target ids of the draft vocabulary.
-    """
+    """Runs the frozen target over each batch. layer_ids: indices into transformers'
+    `hidden_states` (0 = embeddings); draft_ids: [Vd] int64, target ids of the draft vocabulary."""
 
     def __init__(
         self, target: PreTrainedModel, layer_ids: tuple[int, ...], draft_ids: Tensor
@@ -91,15 +82,10 @@ class StoredTeacher:
     Of the target it loads the embedding and the rows of the LM head that p* needs.
 
     Args:
-        folder: the features.
-        target: folder of the target that they are of.
         draft_ids: [Vd] int64, the target ids of the draft vocabulary.
         device, dtype: of all outputs but p*, which is fp32.
         expected: `layer_ids`, `length`, `data` (`feature_store.fingerprint` of the sequences) of
-            the features; None is any.
-
-    Raises:
-        TrainError: the folder is not whole, or is of another target, layers, length or data.
+            the features; None is any. `TrainError` where they differ.
     """
 
     def __init__(
@@ -118,11 +104,8 @@ class StoredTeacher:
 
     @torch.no_grad()
     def teach(self, batch: Batch) -> TargetOutputs:
-        """Features of a batch on any device; zeros past each window's last document.
-
-        Raises:
-            TrainError: a piece of the batch is not on disk, or has other tokens there.
-        """
+        """Features of a batch on any device; zeros past each window's last document. Raises
+        `TrainError` where a piece is not on disk, or has other tokens there."""
         hidden, last = (rows.to(self.device, self.dtype) for rows in self._gather(batch))
         return TargetOutputs(hidden, last, self.target_probs(last))
 
