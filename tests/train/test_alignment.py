@@ -130,10 +130,11 @@ def test_states_are_those_of_inference(scene, restart_positions, rope, kernel):
 @pytest.mark.parametrize("restart_positions", [[1], [3], [1, 2], [2, 1]])
 @torch.no_grad()
 def test_objective_is_the_loop_over_rows(scene, restart_positions, restart, valid):
-    """Eqs. 5-7 with labels, laws and cuts, from states that inference computed."""
+    """Eqs. 5-7 and the rank loss with labels, laws and cuts, from states of inference."""
     drafter, train_batch = scene()
     named = drafter.t2d.nonzero()[:, 0].tolist()
     losses_of = [[[] for _ in range(4)] for _ in range(len(restart_positions) + 1)]
+    rank_losses = [[] for _ in losses_of]
     paths = torch.zeros(2, len(restart_positions) + 1, 4)  # right before; right here too
     for window, first, tokens, written, hidden in documents(train_batch):
         label = [
@@ -153,8 +154,11 @@ def test_objective_is_the_loop_over_rows(scene, restart_positions, restart, vali
                     masks.append(learned)
                     if not learned:
                         continue
-                    logits = drafter.heads(state[k - 1])[0].double()
-                    p = logits.softmax(-1).tolist()
+                    logits, rank_logits = drafter.heads(state[k - 1])
+                    p = logits.double().softmax(-1).tolist()
+                    r = 1 + sum(other > p[label[place]] for other in p)
+                    bucket = 0 if r == 1 else 1 if r <= 4 else 2 if r <= 10 else 3
+                    rank_losses[block].append(-rank_logits.double().log_softmax(-1)[bucket].item())
                     target_probs = train_batch.target_outputs.target_probs[
                         window, first + place - 1
                     ].tolist()
@@ -178,7 +182,7 @@ def test_objective_is_the_loop_over_rows(scene, restart_positions, restart, vali
                         break
     assert len(losses_of[-1][0]) > 2  # the last block was reached
 
-    recipe = Recipe(mask_restart=restart, valid_prefix=valid)
+    recipe = Recipe(mask_restart=restart, valid_prefix=valid, rank_from=0)
     blocks = Unroll(drafter, train_batch, recipe).blocks(restart_positions)
     for block, positions in zip(blocks, losses_of):
         assert block.num_positions.tolist() == [len(losses) for losses in positions]
@@ -186,6 +190,7 @@ def test_objective_is_the_loop_over_rows(scene, restart_positions, restart, vali
     most = max(len(losses) for losses in rows)
     for floor in (0.0, 0.25, 0.6, 1.0):  # 0: eq. 6 as it is printed
         expected = sum(sum(losses) / max(len(losses), floor * most, 1) for losses in rows)
+        expected += sum(sum(losses) / len(losses) for losses in rank_losses)
         result = outcome(blocks, len(restart_positions) + 1, loss_floor=floor)
         assert result.loss.item() == pytest.approx(expected, rel=1e-5)
     assert torch.equal(result.seen, paths[0]) and torch.equal(result.hits, paths[1])

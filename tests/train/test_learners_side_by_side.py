@@ -60,8 +60,17 @@ def entries(trainer: Trainer, name: str) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def together(make) -> Trainer:
+    """A run that asks the target once for all learners."""
     trainer = make(*RECIPES, out="together")
+    asked = []
+
+    def teach(batch, inner=trainer.teacher.teach):
+        asked.append(len(batch))
+        return inner(batch)
+
+    trainer.teacher.teach = teach
     trainer.run(progress=False)
+    assert asked == [2, 2] * 6  # micro-batches of each update
     return trainer
 
 
@@ -88,19 +97,6 @@ def test_each_has_a_folder_of_its_own(together):
         assert (out / name / "best" / "model.safetensors").exists()
     depths = [len(entries(together, name)[0]["alpha"]) for name in RECIPES]
     assert depths == [2, 2, 3]  # M of each
-
-
-def test_the_target_is_asked_once_for_all(make):
-    trainer = make(*RECIPES, out="asked")
-    asked = []
-
-    def teach(batch, inner=trainer.teacher.teach):
-        asked.append(len(batch))
-        return inner(batch)
-
-    trainer.teacher.teach = teach
-    trainer.update()
-    assert asked == [2, 2]  # micro-batches of one update
 
 
 def test_a_killed_run_goes_on_with_all_of_them(make, together, monkeypatch):

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
@@ -29,41 +27,6 @@ def block(make_drafter):
         "start": torch.rand(rows) < 0.8,
         "rank": "plain",
     }
-
-
-def naive(drafter, hidden, label, target_probs, target_row, start, rank):
-    """Eqs. 5 and 6 and the rank loss as they are written, one position at a time."""
-    rows, K = label.shape
-    draft = [[] for _ in range(K)]
-    buckets, mask, hit = [], [[False] * K for _ in range(rows)], [[False] * K for _ in range(rows)]
-    for t in range(rows):
-        m = bool(start[t])
-        for k in range(K):
-            y = label[t, k].item()
-            if not m or y == IGNORE_INDEX:
-                break
-            mask[t][k] = True
-            logits, rank_logits = drafter.heads(hidden[t, k])
-            p = logits.double().softmax(-1).tolist()
-            teacher = target_probs[target_row[t, k]].tolist()
-            draft[k].append(-sum(a * math.log(b) for a, b in zip(teacher, p)))
-            r = 1 + sum(other > p[y] for other in p)
-            bucket = 0 if r == 1 else 1 if r <= 4 else 2 if r <= 10 else 3
-            buckets.append(-rank_logits.double().log_softmax(-1)[bucket].item())
-            m = hit[t][k] = r == 1
-    return draft, buckets, mask, hit
-
-
-def test_matches_the_loop(block, monkeypatch):
-    monkeypatch.setattr(head_loss, "ROWS", 7)
-    draft, rank, mask, hit = naive(**block)
-    loss = block_loss(**block)
-    assert loss.draft.tolist() == pytest.approx([sum(losses) for losses in draft], rel=1e-5)
-    assert loss.num_positions.tolist() == [len(losses) for losses in draft]
-    assert loss.rank.item() == pytest.approx(sum(rank), rel=1e-5)
-    assert loss.on_path.tolist() == mask
-    assert loss.hit.tolist() == hit
-    assert all(any(row[k] for row in mask) for k in range(4))  # every position was tested
 
 
 def test_rejected_positions_alone(block):

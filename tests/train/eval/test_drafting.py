@@ -117,31 +117,6 @@ def test_a_uniform_tree_fills_its_budget_without_the_rank_head(scene, blocks, no
     assert len(trees[0]) == nodes
 
 
-def test_true_buckets_are_the_ranks_of_the_text(scene, monkeypatch):
-    """Along the text; behind a wrong first choice, off it and past its end the rank head's stay."""
-    drafter, sequence = scene()
-    ranks = [(1, 3, 1, 1), (1, 1, 7, 1), (1, 1, 1, 1), (11, 1, 1, 1)]
-    first, follows = torch.tensor([8, 12, LENGTH - 2, 8]), torch.tensor([True, True, True, True])
-    follows = torch.cat([follows, torch.tensor([False])])
-    ranks, first = [*ranks, ranks[0]], torch.cat([first, first[:1]])
-
-    def candidates(hidden, width, beta):
-        token = torch.full((1, 5, 4, width), 99)
-        for row, of_row in enumerate(ranks):
-            for k, rank in enumerate(of_row):
-                if rank <= width and first[row] + k < LENGTH:
-                    token[0, row, k, rank - 1] = sequence.tokens[first[row] + k]
-        return torch.zeros(token.shape), token, torch.full((1, 5, 4), 9)
-
-    monkeypatch.setattr(drafter, "candidates", candidates)
-    shape = TreeShape(4, 2, 3, (1, 2, 3, 4), 30)
-    draft = SpecBlockDraft(drafter, sequence, shape, true_buckets=True)
-    (_, token, bucket), on_text = draft._candidates(torch.zeros(1, 5, 4, 32), None, first, follows)
-    assert token.shape[-1] == shape.width == 4
-    assert bucket[0].tolist() == [[0, 1, 9, 9], [0, 0, 2, 9], [0, 0, 9, 9], [3, 9, 9, 9], [9] * 4]
-    assert on_text[0].tolist() == [True, True, False, False] and not on_text[4].any()
-
-
 def test_true_buckets_make_trees_of_every_block(scene):
     drafter, sequence = scene()
     draft = SpecBlockDraft(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import multiprocessing
 import os
 import signal
@@ -84,7 +83,7 @@ def folder(tmp_path, sequences, origin) -> Path:
 
 
 def test_a_packed_batch_gets_what_its_pieces_had_alone(folder, target, sequences):
-    """Every number against a loop over windows, documents and columns."""
+    """Every number against a loop over windows and documents."""
     texts = [Text(ids, torch.ones(len(ids), dtype=torch.bool)) for ids in sequences]
     windows = PackedDataset(texts, LENGTH, shortest=3)
     batch = windows.of(range(len(windows)))
@@ -96,17 +95,12 @@ def test_a_packed_batch_gets_what_its_pieces_had_alone(folder, target, sequences
         column = 0
         for segment in segments:
             alone = sequences[segment.sequence][segment.start : segment.start + segment.length]
-            expected = features_of(alone.long())
-            for row in range(segment.length):
-                assert torch.equal(target_outputs.hidden[window, column], expected.hidden[row])
-                assert torch.equal(target_outputs.last[window, column], expected.last[row])
-                logits = [float(expected.last[row] @ head[id]) for id in DRAFT_IDS]
-                total = sum(math.exp(logit) for logit in logits)
-                target_probs = torch.tensor([math.exp(logit) / total for logit in logits])
-                torch.testing.assert_close(
-                    target_outputs.target_probs[window, column], target_probs
-                )
-                column += 1
+            expected, here = features_of(alone.long()), slice(column, column + segment.length)
+            assert torch.equal(target_outputs.hidden[window, here], expected.hidden)
+            assert torch.equal(target_outputs.last[window, here], expected.last)
+            probs = (expected.last @ head[DRAFT_IDS].T).softmax(-1)
+            torch.testing.assert_close(target_outputs.target_probs[window, here], probs)
+            column += segment.length
         assert not target_outputs.hidden[window, column:].any()
         assert not target_outputs.last[window, column:].any()
 
