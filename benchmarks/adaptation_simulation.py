@@ -92,7 +92,7 @@ def simulate(
     from vllm_specblock.train.data.prompts import read_prompts
     from vllm_specblock.train.data.shards import replace
     from vllm_specblock.train.eval.evaluate import sequences_from
-    from vllm_specblock.train.eval.load_specblock import pair as pair_specblock
+    from vllm_specblock.train.eval.loaded import pair_specblock
     from vllm_specblock.train.provenance import provenance
     from vllm_specblock.train.target import target_rows
     from vllm_specblock.train.target.features import load_target, load_tokenizer

@@ -28,14 +28,15 @@ from vllm_specblock.drafters.specblock.untrained import most_frequent
 from vllm_specblock.train.config import RunConfig, TrainError, parse, read_recipe
 from vllm_specblock.train.data.prompts import read_prompts
 from vllm_specblock.train.data.shards import replace
-from vllm_specblock.train.distributed_model import ranks
+from vllm_specblock.train.distributed import ranks
 from vllm_specblock.train.eval.drafting import serving_shape
 from vllm_specblock.train.eval.evaluate import TreeFigures, sequences_from
 from vllm_specblock.train.eval.replay import Replay, check_steps, replay
 from vllm_specblock.train.learner import Learner, TrainBatch
 from vllm_specblock.train.loop import STATE_DIR, Trainer
+from vllm_specblock.train.objective import Recipe
 from vllm_specblock.train.run import RunContext, folded_head, make_teacher, prepare, sequences_of
-from vllm_specblock.train.specblock import Recipe, SpecBlockLearner
+from vllm_specblock.train.specblock import SpecBlockLearner
 from vllm_specblock.train.target import target_rows
 from vllm_specblock.train.target.features import load_target, load_tokenizer
 
@@ -162,8 +163,8 @@ def calibrate(trainer: Trainer) -> None:
         train_batches.append(
             TrainBatch(batch, target_outputs, trainer.teacher.embed, trainer.step, seed=step)
         )
-    train_state.dist_model.learner.float().calibrate(train_batches)
-    train_state.dist_model.learner.save(trainer.folder("Falcon"))
+    train_state.learner.float().calibrate(train_batches)
+    train_state.learner.save(trainer.folder("Falcon"))
 
 
 def judge(
@@ -214,12 +215,12 @@ def judge(
     summary = {
         "results": results,
         "parameters": {
-            n: drafter_zoo.parameters(s.dist_model.learner) for n, s in trainer.train_states.items()
+            n: drafter_zoo.parameters(s.learner) for n, s in trainer.train_states.items()
         },
         "loss_floor": {
-            name: train_state.dist_model.learner.recipe.loss_floor
+            name: train_state.learner.recipe.loss_floor
             for name, train_state in trainer.train_states.items()
-            if isinstance(train_state.dist_model.learner, SpecBlockLearner)
+            if isinstance(train_state.learner, SpecBlockLearner)
         },
         "alpha": {n: last_alpha(s.metrics_log.entries) for n, s in trainer.train_states.items()},
         "seconds_of_training": max(
@@ -246,12 +247,12 @@ def contestants(config: Comparison, trainer: Trainer) -> dict[str, Any]:
     """Everybody that is replayed: the drafters, and SpecBlock with other trees."""
     found: dict[str, Any] = {}
     for name, train_state in trainer.train_states.items():
-        learner: Learner = train_state.dist_model.learner
+        learner: Learner = train_state.learner
         if isinstance(learner, SpecBlockLearner):
             learner.shape = serving_shape(learner.drafter, nodes=config.nodes)
         found[name] = learner.draft_along
     if "specblock" in trainer.train_states:
-        drafter = trainer.train_states["specblock"].dist_model.learner.drafter
+        drafter = trainer.train_states["specblock"].learner.drafter
         found |= {name: draft for name, draft in branchings(drafter, config.nodes).items() if name}
     return found
 

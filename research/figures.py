@@ -23,7 +23,7 @@ from vllm_specblock.config import DEFAULT_NODES, OptionError
 from vllm_specblock.drafters.specblock.config import CheckpointError
 from vllm_specblock.train.config import TrainError
 from vllm_specblock.train.data.prompts import read_prompts
-from vllm_specblock.train.distributed_model import usable_device
+from vllm_specblock.train.distributed import usable_device
 from vllm_specblock.train.eval.evaluate import sequences_for
 from vllm_specblock.train.eval.loaded import load_drafter, pair
 from vllm_specblock.train.provenance import provenance

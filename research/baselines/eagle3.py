@@ -30,7 +30,6 @@ from vllm_specblock.drafters.eagle3.model import Eagle3Model
 from vllm_specblock.drafters.specblock.config import check_rope_scaling, default_layer_ids
 from vllm_specblock.drafters.specblock.config_json import rope_of
 from vllm_specblock.train.data.batch import Batch
-from vllm_specblock.train.data.labels import draft_labels
 from vllm_specblock.train.data.shards import replace as replace_file
 from vllm_specblock.train.eval.eagle3_drafting import Eagle3Draft, masked_attention
 from vllm_specblock.train.learner import (
@@ -40,6 +39,7 @@ from vllm_specblock.train.learner import (
     Learner,
     LossOutput,
     TrainBatch,
+    draft_labels,
 )
 
 DECAY = 0.8

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from baselines.first_choice import loss_and_choice
 from vllm_specblock.drafters.published.model import DraftLM
-from vllm_specblock.train.data.labels import draft_labels
-from vllm_specblock.train.learner import IGNORE_INDEX, Learner, LossOutput, TrainBatch
+from vllm_specblock.train.learner import IGNORE_INDEX, Learner, LossOutput, TrainBatch, draft_labels
 
 
 class Positions(DraftLM):

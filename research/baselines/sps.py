@@ -30,7 +30,6 @@ from vllm_specblock.drafters.common.rope import Rotary
 from vllm_specblock.drafters.interface import CommittedTokens
 from vllm_specblock.drafters.specblock.config_json import rope_of
 from vllm_specblock.drafters.specblock.model import Attend, DecoderLayer
-from vllm_specblock.train.data.labels import draft_labels
 from vllm_specblock.train.eval.eagle3_drafting import masked_attention
 from vllm_specblock.train.learner import (
     IGNORE_INDEX,
@@ -39,6 +38,7 @@ from vllm_specblock.train.learner import (
     Learner,
     LossOutput,
     TrainBatch,
+    draft_labels,
 )
 from vllm_specblock.tree import DraftTree
 

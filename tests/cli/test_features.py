@@ -17,8 +17,7 @@ from typer.testing import CliRunner
 from vllm_specblock.cli.main import app
 from vllm_specblock.train.data.packed_dataset import PackedDataset, load_texts
 from vllm_specblock.train.target.feature_store import FeatureStore
-from vllm_specblock.train.target.features import OnlineTeacher, load_target
-from vllm_specblock.train.target.stored_teacher import StoredTeacher
+from vllm_specblock.train.target.features import OnlineTeacher, StoredTeacher, load_target
 
 TARGET = Path(__file__).parents[2] / "examples/tiny_pair/target"
 LENGTH, LAYERS = 48, (0, 3, 6)
@@ -79,7 +78,9 @@ class TestThroughVLLM:
     def test_same_numbers_as_online(self, folder, data):
         ids = torch.arange(5, 2048, 9)
         online = OnlineTeacher(load_target(TARGET, "fp32", torch.device("cpu")), LAYERS, ids)
-        stored = StoredTeacher(folder, TARGET, ids, "cpu", torch.float32, LAYERS, LENGTH)
+        stored = StoredTeacher(
+            folder, TARGET, ids, "cpu", torch.float32, layer_ids=LAYERS, length=LENGTH
+        )
         windows = PackedDataset(load_texts(data, lambda: None, 2048), LENGTH, shortest=3)
         batch = windows.of(range(len(windows)))
         inside = batch.tokens >= 0

@@ -79,7 +79,7 @@ def test_drafters_of_another_run_learn_on(common, tmp_path):
 def test_other_trees_are_shown_with_their_drafter(common):
     config, run_context = common
     learner = drafter_zoo.make("specblock", run_context)
-    train_states = {"specblock": SimpleNamespace(dist_model=SimpleNamespace(learner=learner))}
+    train_states = {"specblock": SimpleNamespace(learner=learner)}
     names = list(contestants(config, SimpleNamespace(train_states=train_states)))
     assert {f"{UNIFORM}, width {n}" for n in (3, 8, 16, 32)} < set(names)
     assert {"specblock", UNIFORM, PAPER, ORACLE, f"{PAPER}, {ORACLE}"} < set(names)

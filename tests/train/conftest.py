@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.training import write_pair
+from support.training import short_run, write_pair
 
 from vllm_specblock.drafters.specblock.config import DrafterConfig, TargetInfo
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
@@ -65,3 +65,11 @@ def lucky(make_drafter):
 def folder(tmp_path_factory):
     """`target` and `d.safetensors` for short training runs."""
     return write_pair(tmp_path_factory.mktemp("train"))
+
+
+@pytest.fixture
+def options(folder, tmp_path):
+    def make(**changes):
+        return short_run(folder, **{"out": tmp_path / "out", **changes})
+
+    return make

@@ -9,9 +9,8 @@ import torch
 from support.train_batches import lesson_of, packed
 
 from vllm_specblock.drafters.specblock.dense_cache import DenseCache
-from vllm_specblock.train import head_loss
-from vllm_specblock.train.objective import Unroll
-from vllm_specblock.train.specblock import Recipe, SpecBlockLearner, outcome
+from vllm_specblock.train.objective import Recipe, Unroll
+from vllm_specblock.train.specblock import SpecBlockLearner, outcome
 
 COLUMNS = 24
 LENGTHS = ((12, 10), (20,))  # documents of the two windows
@@ -97,7 +96,7 @@ def record(unroll):
 @torch.no_grad()
 def test_states_are_those_of_inference(scene, restart_positions, rope, kernel):
     drafter, train_batch = scene(block_rope=rope)
-    unroll = Unroll(drafter, train_batch, mask_restart=True, kernel=kernel)
+    unroll = Unroll(drafter, train_batch, Recipe(mask_restart=True, kernel=kernel))
     seen = record(unroll)
     unroll.blocks(restart_positions)
 
@@ -131,10 +130,11 @@ def test_states_are_those_of_inference(scene, restart_positions, rope, kernel):
 @pytest.mark.parametrize("restart_positions", [[1], [3], [1, 2], [2, 1]])
 @torch.no_grad()
 def test_objective_is_the_loop_over_rows(scene, restart_positions, restart, valid):
-    """Eqs. 5-7 with labels, laws and cuts, from states that inference computed."""
+    """Eqs. 5-7 and the rank loss with labels, laws and cuts, from states of inference."""
     drafter, train_batch = scene()
     named = drafter.t2d.nonzero()[:, 0].tolist()
     losses_of = [[[] for _ in range(4)] for _ in range(len(restart_positions) + 1)]
+    rank_losses = [[] for _ in losses_of]
     paths = torch.zeros(2, len(restart_positions) + 1, 4)  # right before; right here too
     for window, first, tokens, written, hidden in documents(train_batch):
         label = [
@@ -154,8 +154,11 @@ def test_objective_is_the_loop_over_rows(scene, restart_positions, restart, vali
                     masks.append(learned)
                     if not learned:
                         continue
-                    logits = drafter.heads(state[k - 1])[0].double()
-                    p = logits.softmax(-1).tolist()
+                    logits, rank_logits = drafter.heads(state[k - 1])
+                    p = logits.double().softmax(-1).tolist()
+                    r = 1 + sum(other > p[label[place]] for other in p)
+                    bucket = 0 if r == 1 else 1 if r <= 4 else 2 if r <= 10 else 3
+                    rank_losses[block].append(-rank_logits.double().log_softmax(-1)[bucket].item())
                     target_probs = train_batch.target_outputs.target_probs[
                         window, first + place - 1
                     ].tolist()
@@ -179,15 +182,15 @@ def test_objective_is_the_loop_over_rows(scene, restart_positions, restart, vali
                         break
     assert len(losses_of[-1][0]) > 2  # the last block was reached
 
-    blocks = Unroll(drafter, train_batch, mask_restart=restart, valid_prefix=valid).blocks(
-        restart_positions
-    )
+    recipe = Recipe(mask_restart=restart, valid_prefix=valid, rank_from=0)
+    blocks = Unroll(drafter, train_batch, recipe).blocks(restart_positions)
     for block, positions in zip(blocks, losses_of):
         assert block.num_positions.tolist() == [len(losses) for losses in positions]
     rows = [losses for positions in losses_of for losses in positions]
     most = max(len(losses) for losses in rows)
     for floor in (0.0, 0.25, 0.6, 1.0):  # 0: eq. 6 as it is printed
         expected = sum(sum(losses) / max(len(losses), floor * most, 1) for losses in rows)
+        expected += sum(sum(losses) / len(losses) for losses in rank_losses)
         result = outcome(blocks, len(restart_positions) + 1, loss_floor=floor)
         assert result.loss.item() == pytest.approx(expected, rel=1e-5)
     assert torch.equal(result.seen, paths[0]) and torch.equal(result.hits, paths[1])
@@ -196,7 +199,7 @@ def test_objective_is_the_loop_over_rows(scene, restart_positions, restart, vali
 def test_a_later_block_teaches_the_first(scene):
     """The condition of block 2 carries its gradient into block 1's query of the cut."""
     drafter, train_batch = scene()
-    Unroll(drafter, train_batch, mask_restart=True).blocks([1])[1].draft.sum().backward()
+    Unroll(drafter, train_batch, Recipe(mask_restart=True)).blocks([1])[1].draft.sum().backward()
     assert drafter.input_layer.condition_proj.weight.grad.abs().sum() > 0
 
 
@@ -204,15 +207,13 @@ def test_without_a_live_path_the_later_blocks_are_left_out(scene):
     drafter, train_batch = scene()
     outside = (~drafter.t2d).nonzero()[0, 0]
     train_batch.batch.tokens.fill_(outside)
-    blocks = Unroll(drafter, train_batch, rank="plain").blocks([2, 2])
+    blocks = Unroll(drafter, train_batch, Recipe(rank_from=0)).blocks([2, 2])
     assert len(blocks) == 1
     assert outcome(blocks, 3, 0.25).loss == 0
 
 
-def test_recomputing_changes_no_gradient(scene, monkeypatch):
-    """Activation checkpointing, of layers and of logits; without it the gradients of a few rows
-    at a time are held to autograd's."""
-    monkeypatch.setattr(head_loss, "ROWS", 7)
+def test_recomputing_changes_no_gradient(scene):
+    """Activation checkpointing of the layers."""
     gradients = []
     for recompute in (False, True):
         drafter, train_batch = scene()

@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.training import equal, history, short_run
 from torch import nn
 
 from vllm_specblock.drafters.specblock import checkpoint
-from vllm_specblock.train.config import TrainError, parse
+from vllm_specblock.train.config import TrainError
 from vllm_specblock.train.learner import Learner, LossOutput
 from vllm_specblock.train.loop import Trainer
 from vllm_specblock.train.run import make_teacher, new_drafter, prepare, recipe, sequences_of
@@ -30,24 +31,8 @@ def make(folder, tmp_path_factory):
     runs = tmp_path_factory.mktemp("runs")
 
     def make(*names: str, out: str, others: dict | None = None) -> Trainer:
-        config = parse(
-            target=folder / "target",
-            data=folder / "d.safetensors",
-            out=runs / out,
-            draft_vocab_size=20,
-            steps=6,
-            precision="fp32",
-            device="cpu",
-            batch=4,
-            micro_batch=2,
-            length=24,
-            lr=3e-3,
-            rank_from=2,
-            save_every=2,
-            log_every=3,
-            hold_out=2,
-            eval_every=3,
-        )
+        changes = {"micro_batch": 2, "lr": 3e-3, "save_every": 2, "log_every": 3}
+        config = short_run(folder, out=runs / out, hold_out=2, eval_every=3, **changes)
         run_context = prepare(config, CPU, shortest=6)
         learners: dict[str, Learner] = {}
         for name in names:
@@ -57,28 +42,35 @@ def make(folder, tmp_path_factory):
         learners |= others or {}
         teacher = make_teacher(config, run_context, new_drafter(config, run_context).t2d, CPU)
         sequences = sequences_of(run_context, teacher, CPU)
-        return Trainer(
-            config, learners, teacher, run_context.windows, sequences, CPU, run_context.facts
-        )
+        facts = run_context.facts
+        return Trainer(config, learners, teacher, run_context.windows, sequences, CPU, facts)
 
     return make
 
 
 def learned(trainer: Trainer, name: str) -> dict[str, torch.Tensor]:
-    return trainer.train_states[name].dist_model.learner.state_dict()
+    return trainer.train_states[name].learner.state_dict()
 
 
 def entries(trainer: Trainer, name: str) -> list[dict]:
-    """The log of a learner as it lies on disk, without times."""
+    """The log of a learner as it lies on disk."""
     log = f"{name}.jsonl" if len(trainer.train_states) > 1 else "log.jsonl"
-    lines = (trainer.config.out / "training" / log).read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if k != "seconds"} for line in lines]
+    return history(trainer.config.out, log)
 
 
 @pytest.fixture(scope="module")
 def together(make) -> Trainer:
+    """A run that asks the target once for all learners."""
     trainer = make(*RECIPES, out="together")
+    asked = []
+
+    def teach(batch, inner=trainer.teacher.teach):
+        asked.append(len(batch))
+        return inner(batch)
+
+    trainer.teacher.teach = teach
     trainer.run(progress=False)
+    assert asked == [2, 2] * 6  # micro-batches of each update
     return trainer
 
 
@@ -87,7 +79,7 @@ def test_each_learns_what_it_learns_alone(make, together):
         alone = make(name, out=f"alone {name}")
         alone.run(progress=False)
         mine, other = learned(together, name), learned(alone, name)
-        assert all(torch.equal(mine[key], other[key]) for key in mine), name
+        assert equal(mine, other), name
         assert entries(together, name) == entries(alone, name)
     heads = [learned(together, name)["drafter.lm_head.weight"] for name in RECIPES]
     assert not torch.equal(heads[0], heads[1]) and not torch.equal(heads[0], heads[2])
@@ -107,19 +99,6 @@ def test_each_has_a_folder_of_its_own(together):
     assert depths == [2, 2, 3]  # M of each
 
 
-def test_the_target_is_asked_once_for_all(make):
-    trainer = make(*RECIPES, out="asked")
-    asked = []
-
-    def teach(batch, inner=trainer.teacher.teach):
-        asked.append(len(batch))
-        return inner(batch)
-
-    trainer.teacher.teach = teach
-    trainer.update()
-    assert asked == [2, 2]  # micro-batches of one update
-
-
 def test_a_killed_run_goes_on_with_all_of_them(make, together, monkeypatch):
     def update(self, inner=Trainer.update):
         if self.step == 5:
@@ -135,7 +114,7 @@ def test_a_killed_run_goes_on_with_all_of_them(make, together, monkeypatch):
     again.run(progress=False)
     for name in RECIPES:
         mine, whole = learned(again, name), learned(together, name)
-        assert all(torch.equal(mine[key], whole[key]) for key in whole), name
+        assert equal(mine, whole), name
         assert entries(again, name) == entries(together, name)
         assert again.train_states[name].best_tau == together.train_states[name].best_tau
 
@@ -173,15 +152,8 @@ def test_a_gradient_that_is_no_number_costs_one_learner_one_update(make):
         alone.update()
     broken, first = (trainer.train_states[name] for name in ("broken", "first"))
     assert broken.lost == 2 and first.lost == 0
-    assert bool(broken.dist_model.learner.weight.isfinite().all())
-    mine, other = (
-        t.train_states["first"].dist_model.learner.state_dict() for t in (trainer, alone)
-    )
-    assert all(torch.equal(mine[name], other[name]) for name in mine)
-
-
-def test_a_learner_that_is_lost_is_named(make):
-    trainer = make("first", out="broken", others={"broken": Broken(since=1)})
+    assert bool(broken.learner.weight.isfinite().all())
+    assert equal(learned(trainer, "first"), learned(alone, "first"))
     with pytest.raises(TrainError, match="gradient of broken has not been finite for 20 updates"):
         for _ in range(30):
             trainer.update()

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
@@ -31,47 +29,10 @@ def block(make_drafter):
     }
 
 
-def naive(drafter, hidden, label, target_probs, target_row, start, rank):
-    """Eqs. 5 and 6 and the rank loss as they are written, one position at a time."""
-    rows, K = label.shape
-    draft = [[] for _ in range(K)]
-    buckets, mask, hit = [], [[False] * K for _ in range(rows)], [[False] * K for _ in range(rows)]
-    for t in range(rows):
-        m = bool(start[t])
-        for k in range(K):
-            y = label[t, k].item()
-            if not m or y == IGNORE_INDEX:
-                break
-            mask[t][k] = True
-            logits, rank_logits = drafter.heads(hidden[t, k])
-            p = logits.double().softmax(-1).tolist()
-            teacher = target_probs[target_row[t, k]].tolist()
-            draft[k].append(-sum(a * math.log(b) for a, b in zip(teacher, p)))
-            r = 1 + sum(other > p[y] for other in p)
-            bucket = 0 if r == 1 else 1 if r <= 4 else 2 if r <= 10 else 3
-            buckets.append(-rank_logits.double().log_softmax(-1)[bucket].item())
-            m = hit[t][k] = r == 1
-    return draft, buckets, mask, hit
-
-
-@pytest.mark.parametrize("recompute", [False, True])
-def test_matches_the_loop(block, recompute, monkeypatch):
-    monkeypatch.setattr(head_loss, "ROWS", 7)
-    draft, rank, mask, hit = naive(**block)
-    loss = block_loss(**block, recompute=recompute)
-    assert loss.draft.tolist() == pytest.approx([sum(losses) for losses in draft], rel=1e-5)
-    assert loss.num_positions.tolist() == [len(losses) for losses in draft]
-    assert loss.rank.item() == pytest.approx(sum(rank), rel=1e-5)
-    assert loss.on_path.tolist() == mask
-    assert loss.hit.tolist() == hit
-    assert all(any(row[k] for row in mask) for k in range(4))  # every position was tested
-
-
-@pytest.mark.parametrize("recompute", [False, True])
-def test_rejected_positions_alone(block, recompute):
+def test_rejected_positions_alone(block):
     """Of each path its last position, where the choice is wrong; paths themselves are the same."""
     whole = block_loss(**block)
-    loss = block_loss(**block, recompute=recompute, rejected_only=True)
+    loss = block_loss(**block, rejected_only=True)
     assert torch.equal(loss.on_path, whole.on_path) and torch.equal(loss.hit, whole.hit)
     wrong = whole.on_path & ~whole.hit
     assert loss.num_positions.tolist() == wrong.sum(0).tolist() and wrong.any(0).all()
@@ -87,6 +48,20 @@ def test_rejected_positions_alone(block, recompute):
     assert torch.equal(reached, wrong)
 
 
+def test_gradients_are_those_of_autograd(block, monkeypatch):
+    monkeypatch.setattr(head_loss, "ROWS", 7)
+    drafter, hidden = block["drafter"], block["hidden"]
+    loss = block_loss(**block)
+    parameters = [hidden, drafter.lm_head.weight, drafter.norm.weight]
+    found = torch.autograd.grad(loss.draft.sum(), parameters)
+    rows, k = loss.on_path.nonzero(as_tuple=True)
+    log_probs = drafter.lm_head(drafter.norm(hidden[rows, k])).log_softmax(-1)
+    p = block["target_probs"][block["target_row"][rows, k]]
+    wanted = torch.autograd.grad(-(p * log_probs).sum(), parameters)
+    for mine, other in zip(found, wanted):
+        torch.testing.assert_close(mine, other)
+
+
 def test_without_the_valid_prefix_a_wrong_choice_ends_no_path(block):
     masked, free = block_loss(**block), block_loss(**block, valid_prefix=False)
     named = (block["label"] != IGNORE_INDEX).cumprod(1).bool() & block["start"][:, None]
@@ -95,37 +70,32 @@ def test_without_the_valid_prefix_a_wrong_choice_ends_no_path(block):
     assert torch.equal(free.on_path, masked.on_path) and torch.equal(free.hit, masked.hit)
 
 
-def test_a_path_ends_before_a_token_outside_the_draft_vocabulary(block):
-    drafter, hidden = block["drafter"], block["hidden"][:1]
-    choice = drafter.heads(hidden)[0].argmax(-1)  # all right, but position 2 cannot be named
-    choice[0, 1] = IGNORE_INDEX
-    rest = {
-        "target_probs": block["target_probs"],
-        "target_row": block["target_row"][:1],
-        "rank": None,
-    }
-    loss = block_loss(drafter, hidden, choice, start=torch.tensor([True]), **rest)
-    assert loss.on_path.tolist() == [[True, False, False, False]]
-
-
-def test_a_wrong_choice_is_counted_and_ends_the_path(block):
-    drafter, hidden = block["drafter"], block["hidden"][:1]
-    label = drafter.heads(hidden)[0].argmax(-1)
-    label[0, 1] = (label[0, 1] + 1) % 14
-    rest = {
-        "target_probs": block["target_probs"],
-        "target_row": block["target_row"][:1],
-        "rank": None,
-    }
-    loss = block_loss(drafter, hidden, label, start=torch.tensor([True]), **rest)
-    assert loss.on_path.tolist() == [[True, True, False, False]]
-    assert loss.hit.tolist() == [[True, False, False, False]]
-
-
-def test_no_row_on_the_path_is_no_loss(block):
-    block["start"] = torch.zeros(40, dtype=torch.bool)
+@pytest.mark.parametrize("rank", ["plain", "ordinal"])
+def test_no_row_on_the_path_is_no_loss(block, rank):
+    block |= {"start": torch.zeros(40, dtype=torch.bool), "rank": rank}
     loss = block_loss(**block)
     assert not loss.draft.any() and loss.rank == 0 and not loss.on_path.any()
+    none = torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64)
+    assert plain_loss(*none) == ordinal_loss(*none) == 0
+
+
+@pytest.mark.parametrize(
+    ("second", "on_path"),
+    [
+        (lambda label: IGNORE_INDEX, [True, False, False, False]),  # it cannot be named
+        (lambda label: (label + 1) % 14, [True, True, False, False]),  # a wrong choice
+    ],
+)
+def test_where_a_path_ends(block, second, on_path):
+    drafter, block["hidden"] = block["drafter"], block["hidden"][:1]
+    label = drafter.heads(block["hidden"])[0].argmax(-1)  # all right, but for position 2
+    label[0, 1] = second(label[0, 1])
+    block |= {"label": label, "target_row": block["target_row"][:1], "rank": None}
+    loss = block_loss(**block | {"start": torch.tensor([True])})
+    assert loss.on_path.tolist() == [on_path]
+    assert loss.hit.tolist() == [[True, False, False, False]]
+    loss.draft.sum().backward()
+    assert loss.rank == 0 and drafter.rank_head[0].weight.grad is None
 
 
 def test_rank_gradient_stays_in_the_rank_head(block):
@@ -133,14 +103,6 @@ def test_rank_gradient_stays_in_the_rank_head(block):
     reached = {n for n, p in block["drafter"].named_parameters() if p.grad is not None}
     assert reached == {"rank_head.0.weight", "rank_head.2.weight"}
     assert block["hidden"].grad is None
-
-
-def test_without_the_rank_loss_the_rank_head_rests(block):
-    block["rank"] = None
-    loss = block_loss(**block)
-    loss.draft.sum().backward()
-    assert loss.rank == 0
-    assert block["drafter"].rank_head[0].weight.grad is None
 
 
 def test_ordinal_loss_is_the_loop():
@@ -154,11 +116,6 @@ def test_ordinal_loss_is_the_loop():
         mass[max(true - 1, 0)] += 0.05
         expected -= weight * 9 / sum(share) * sum(m * p for m, p in zip(mass, row))
     assert ordinal_loss(logits, bucket).item() == pytest.approx(expected, rel=1e-5)
-
-
-def test_rank_losses_of_no_row_are_nothing():
-    none = torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64)
-    assert plain_loss(*none) == ordinal_loss(*none) == 0
 
 
 @pytest.mark.parametrize(

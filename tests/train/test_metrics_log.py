@@ -1,4 +1,4 @@
-"""What a run logs, against sums done by hand; and whom it tells."""
+"""What a run logs, against sums done by hand, and what trackers get."""
 
 from __future__ import annotations
 
@@ -38,20 +38,17 @@ def metrics_log() -> MetricsLog:
     return metrics_log
 
 
-def test_means_are_over_positions_not_over_batches(metrics_log):
+def test_means_are_over_positions_since_the_last_entry(metrics_log):
     entry = metrics_log.entry(step=7)
     assert entry["step"] == 7
     assert entry["loss"] == [[1.0, 1.0], [1.0, 0.0]]  # 12 / 12, 6 / 6, 2 / 2, nothing
     assert entry["alpha"] == [[0.5, 0.5], [0.5, 0.0]]  # 6 / 12, 3 / 6, 1 / 2, 0 / 1
     assert entry["accuracy"] == [[0.5, 0.25], [0.5, 0.0]]  # of 12 paths, of 2 paths
     assert entry["rank_loss"] == 1.5
-
-
-def test_an_entry_begins_anew(metrics_log):
-    metrics_log.entry(step=1)
+    assert describe(entry) == "nats 1.00 rank 1.50 α% 50 50 | 50 0"
     metrics_log.add(SECOND)
-    assert metrics_log.entry(step=2)["alpha"] == [[0.5, 1.0], [0.0, 0.0]]
-    assert [entry["step"] for entry in metrics_log.entries] == [1, 2]
+    assert metrics_log.entry(step=8)["alpha"] == [[0.5, 1.0], [0.0, 0.0]]
+    assert [entry["step"] for entry in metrics_log.entries] == [7, 8]
 
 
 def test_losses_may_count_other_positions_than_paths():
@@ -61,36 +58,19 @@ def test_losses_may_count_other_positions_than_paths():
     assert (entry["loss"], entry["alpha"]) == ([[0.5]], [[0.5]])
 
 
-def test_a_state_in_the_middle_of_an_interval_goes_on(metrics_log):
-    halfway = MetricsLog()
-    halfway.entries.append({"step": 0})
+@pytest.mark.parametrize("after_an_entry", [False, True])
+def test_a_log_goes_on_from_its_state(metrics_log, tmp_path, after_an_entry):
+    halfway, again = MetricsLog(), MetricsLog()
     halfway.add(FIRST)
-    again = MetricsLog()
-    again.load_state(halfway.state(), CPU)
+    if after_an_entry:
+        halfway.entry(step=0)
+        halfway.add(FIRST)
+    torch.save(halfway.state(), tmp_path / "state.pt")
+    halfway.add(SECOND)  # after the state: not a part of it
+    again.load_state(torch.load(tmp_path / "state.pt", weights_only=True), CPU)
     again.add(SECOND)
     assert again.entry(step=7) == metrics_log.entry(step=7)
-    assert [entry["step"] for entry in again.entries] == [0, 7]
-
-
-def test_a_state_right_after_an_entry_goes_on(metrics_log):
-    metrics_log.entry(step=1)
-    again = MetricsLog()
-    again.load_state(metrics_log.state(), CPU)
-    assert again.entries == metrics_log.entries and again.grid is None
-
-
-def test_what_is_added_later_does_not_reach_a_state(metrics_log):
-    """The state is written after it is taken: it must not be the running sum itself."""
-    state = metrics_log.state()
-    before = state["grid"].clone()
-    metrics_log.add(FIRST)
-    assert torch.equal(state["grid"], before)
-
-
-def test_a_state_holds_nothing_but_tensors_and_words(metrics_log, tmp_path):
-    metrics_log.entry(step=1)
-    torch.save(metrics_log.state(), tmp_path / "state.pt")
-    assert torch.load(tmp_path / "state.pt", weights_only=True).keys() == metrics_log.state().keys()
+    assert [entry["step"] for entry in again.entries] == ([0, 7] if after_an_entry else [7])
 
 
 def test_a_line_each(metrics_log, tmp_path):
@@ -99,73 +79,53 @@ def test_a_line_each(metrics_log, tmp_path):
     metrics_log.write(tmp_path / "log.jsonl")
     lines = (tmp_path / "log.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == metrics_log.entries
-    assert [path.name for path in tmp_path.iterdir()] == ["log.jsonl"]
-
-
-def test_the_progress_bar_shows_each_block(metrics_log):
-    assert describe(metrics_log.entry(step=1)) == "nats 1.00 rank 1.50 α% 50 50 | 50 0"
 
 
 class TestTracker:
-    """Neither package need be installed: what is asked of them is written down by stand-ins."""
+    """Neither package need be installed: stand-ins record the calls."""
 
     @pytest.mark.parametrize(
         ("kind", "module"), [("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb")]
     )
-    def test_what_is_not_installed_is_one_sentence(self, kind, module, tmp_path, monkeypatch):
+    def test_a_missing_package_is_one_sentence(self, kind, module, tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, module, None)  # importing it is an ImportError now
-        with pytest.raises(TrainError) as error:
+        Tracker("none", tmp_path, {}).log("drafter", {"step": 1})
+        with pytest.raises(TrainError, match=f"which is not installed: pip install {kind}"):
             Tracker(kind, tmp_path, {})
-        assert str(error.value) == (
-            f"--track {kind} needs the package {kind}, which is not installed: pip install {kind}."
-        )
 
-    def test_nobody_is_told_by_default(self, metrics_log, tmp_path, monkeypatch):
-        for module in ("torch.utils.tensorboard", "wandb"):
-            monkeypatch.setitem(sys.modules, module, None)
-        Tracker("none", tmp_path, {}).log("drafter", metrics_log.entry(step=1))
-        assert not list(tmp_path.iterdir())
-
-    def test_wandb_gets_numbers_at_their_step(self, metrics_log, tmp_path, monkeypatch):
-        told = []
-        run = types.SimpleNamespace(log=lambda numbers, step: told.append((step, numbers)))
-        started = {}
-
-        def init(**options):
-            started.update(options)
-            return run
-
-        monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
-        tracker = Tracker("wandb", tmp_path, {"lr": 1.0})
-        tracker.log("drafter", metrics_log.entry(step=7))
-        tracker.log("drafter", {"step": 8, "tau": 2.5})
-        assert started["config"] == {"lr": 1.0} and started["dir"] == str(tmp_path)
-        (first, numbers), (second, tau) = told
-        assert (first, second) == (7, 8)
-        assert numbers["drafter/loss/0/1"] == 1.0 and numbers["drafter/alpha/1/0"] == 0.5
-        assert tau["drafter/tau"] == 2.5
-
-    def test_tensorboard_gets_numbers_at_their_step(self, metrics_log, tmp_path, monkeypatch):
-        told = {}
+    @pytest.mark.parametrize("kind", ["tensorboard", "wandb"])
+    def test_numbers_come_at_their_step(self, kind, metrics_log, tmp_path, monkeypatch):
+        logged, started = {}, {}
 
         class SummaryWriter:
             def __init__(self, folder):
-                told["folder"] = folder
+                started["folder"] = folder
 
             def add_scalar(self, name, value, step):
-                told[name, step] = value
+                logged[step, name] = value
 
             def flush(self):
-                told["flushed"] = len(told)
+                started["flushed"] = len(logged)
 
-        module = types.SimpleNamespace(SummaryWriter=SummaryWriter)
-        monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
-        tracker = Tracker("tensorboard", tmp_path, {})
+        def init(dir, config, resume):
+            started.update(folder=dir, config=config)
+            return types.SimpleNamespace(
+                log=lambda numbers, step: logged.update({(step, n): v for n, v in numbers.items()})
+            )
+
+        tensorboard = types.SimpleNamespace(SummaryWriter=SummaryWriter)
+        monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", tensorboard)
+        monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+        tracker = Tracker(kind, tmp_path, {"lr": 1.0})
         tracker.log("drafter", metrics_log.entry(step=7))
-        assert told["folder"] == str(tmp_path / "tensorboard")
-        assert told["drafter/accuracy/0/1", 7] == 0.25
-        assert told["drafter/rank_loss", 7] == 1.5
-        assert told["flushed"] > 10  # a kill loses no line that the log has
+        tracker.log("drafter", {"step": 8, "tau": 2.5})
+        assert logged[7, "drafter/accuracy/0/1"] == 0.25
+        assert logged[7, "drafter/rank_loss"] == 1.5
+        assert logged[8, "drafter/tau"] == 2.5
+        if kind == "wandb":
+            assert started == {"folder": str(tmp_path), "config": {"lr": 1.0}}
+        else:  # flushed: a kill loses no line that the log has
+            assert started == {"folder": str(tmp_path / "tensorboard"), "flushed": len(logged)}
 
     def test_tensorboard_itself_writes_event_files(self, metrics_log, tmp_path):
         pytest.importorskip("tensorboard")

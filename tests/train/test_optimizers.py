@@ -48,12 +48,6 @@ def update(module: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> No
     optimizer.zero_grad()
 
 
-def test_adamw_is_the_papers_default(small):
-    optimizer = make_optimizer(list(small.named_parameters()), usual, parse(TrainConfig, **NEEDED))
-    assert isinstance(optimizer, torch.optim.AdamW)
-    assert optimizer.param_groups[0]["betas"] == (0.9, 0.999)
-
-
 def test_matrices_between_states_are_muons_and_heads_are_not(small):
     inner, rest = (group["params"] for group in muon(small, 1e-3).param_groups)
     assert [id(p) for p in inner] == [id(small.proj.weight)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from vllm_specblock.train import provenance
 @pytest.fixture
 def repository(tmp_path, monkeypatch):
     """A git repository of one commit, which git knows no other around."""
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", f"{tmp_path.parent}:{tmp_path}")
     folder = tmp_path / "repository"
     folder.mkdir()
     (folder / "file").write_text("one\n")
@@ -32,34 +31,20 @@ def head_of(folder) -> str:
     return (folder / ".git" / "HEAD").read_text().split()[-1]
 
 
-def test_the_revision_is_the_commits(repository):
+def test_the_revision_is_the_commits_with_changes(repository):
     commit = (repository / ".git" / head_of(repository)).read_text().strip()
     assert provenance.revision(repository) == commit
     (repository / "sub").mkdir()
     assert provenance.revision(repository / "sub") == commit
-
-
-def test_changed_files_show(repository):
-    clean = provenance.revision(repository)
+    (repository / "sub" / "other").write_text("x")
+    assert provenance.revision(repository) == commit + "+changes"
+    assert provenance.revision(repository, new_files=False) == commit
     (repository / "file").write_text("two\n")
-    assert provenance.revision(repository) == clean + "+changes"
+    assert provenance.revision(repository, new_files=False) == commit + "+changes"
 
 
-def test_new_files_show(repository):
-    clean = provenance.revision(repository)
-    (repository / "other").write_text("x")
-    assert provenance.revision(repository) == clean + "+changes"
-    assert provenance.revision(repository, new_files=False) == clean
-    (repository / "file").write_text("two\n")
-    assert provenance.revision(repository, new_files=False) == clean + "+changes"
-
-
-def test_outside_a_repository_there_is_no_revision(tmp_path, monkeypatch):
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+def test_without_a_repository_or_git_there_is_no_revision(repository, tmp_path, monkeypatch):
     assert provenance.revision(tmp_path) is None
-
-
-def test_without_git_there_is_no_revision(repository, monkeypatch):
     monkeypatch.setenv("PATH", str(repository))
     assert provenance.revision(repository) is None
 
@@ -79,10 +64,3 @@ def test_versions_are_those_of_this_process():
     assert torch.__version__.startswith(versions["torch"])  # a wheel may leave out "+cu130"
     assert versions["transformers"] == transformers.__version__
     assert "safetensors" in versions and "vllm-specblock" in versions
-
-
-def test_facts_are_replaced_whole(tmp_path):
-    provenance.write(tmp_path, {"step": 1, "folder": tmp_path})
-    provenance.write(tmp_path, {"step": 2})
-    assert json.loads((tmp_path / "provenance.json").read_text()) == {"step": 2}
-    assert [path.name for path in tmp_path.iterdir()] == ["provenance.json"]

@@ -18,7 +18,6 @@ import typer
 import yaml
 from comparison import Comparison
 from safetensors.torch import load_file
-from transformers import AutoConfig, LlamaForCausalLM
 
 from vllm_specblock.bench.config import BenchConfig
 from vllm_specblock.cli.main import app
@@ -45,25 +44,10 @@ PAGES = sorted(
     ]
 )
 
-PAPER = {
-    "block_size": 4,
-    "num_layers": 2,
-    "num_blocks": 2,
-    "draft_vocab_size": 32000,
-    "epochs": 20.0,
-    "steps": None,
-    "batch": 96,
-    "lr": 5e-5,
-    "warmup": 0.015,
-    "clip": 0.5,
-    "rank_from": 2000,
-    "rank_loss": "plain",
-    "precision": "bf16",
-    "prefix_broadcast": True,
-    "layer_shift": True,
-    "valid_prefix": True,
-}
-"""Sections 4.1 and A.1."""
+PAPER = {"block_size": 4, "num_layers": 2, "num_blocks": 2, "draft_vocab_size": 32000, "batch": 96}
+PAPER |= {"epochs": 20.0, "steps": None, "lr": 5e-5, "warmup": 0.015, "clip": 0.5}
+PAPER |= {"rank_from": 2000, "rank_loss": "plain", "precision": "bf16"}
+"""Sections 4.1 and A.1; the rest are ablations, which are off by default."""
 
 SHELL = {"|", ">", "&&", ";", "&"}
 """Words that end a command's own."""
@@ -119,20 +103,10 @@ def test_a_recipe_parses(path):
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_recipes_have_the_papers_values(path):
+def test_recipes_have_the_papers_values_for_one_eight_or_sixteen_gpus(path):
     config = parse(**read_recipe(path))
     assert {name: getattr(config, name) for name in PAPER} == PAPER
-    assert set(PAPER) - set(read_recipe(path)) <= {
-        "steps",
-        "prefix_broadcast",
-        "layer_shift",
-        "valid_prefix",
-    }, "what a recipe relies on it says itself"
-
-
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_recipes_can_be_shared_by_one_eight_or_sixteen_gpus(path):
-    config = parse(**read_recipe(path))
+    assert config.prefix_broadcast and config.layer_shift and config.valid_prefix
     for gpus in (1, 8, 16):
         assert config.batch % (gpus * config.micro_batch) == 0
 
@@ -167,42 +141,6 @@ def test_commands_of_a_page_exist(page, monkeypatch):
             model = Comparison if is_comparison(recipe) else TrainConfig
             options = {k: v for k, v in options.items() if k in model.model_fields}
             parse(model, **read_recipe(ROOT / recipe) | options)
-
-
-def test_pages_quote_commands():
-    """The test above looks at something."""
-    for page in ("README.md", "examples/recipes/README.md", "examples/stdlib_100m/README.md"):
-        assert len(commands(ROOT / page)) >= 4
-
-
-def test_the_tiny_target_is_the_committed_one(pair):
-    """Generalised or not: config and parameters of the pair in this repository."""
-    tokenizer = pair("transformers").AutoTokenizer.from_pretrained(PAIR / "target")
-    made = pair("target").target_config(tokenizer, pair("sizes").SIZES["tiny"]).to_dict()
-    committed = AutoConfig.from_pretrained(PAIR / "target").to_dict()
-    written = {"architectures", "dtype", "torch_dtype", "_name_or_path", "transformers_version"}
-    for name in made.keys() - written:
-        assert made[name] == committed[name], name
-
-
-def test_100m_is_100m(pair):
-    tokenizer = pair("transformers").AutoTokenizer.from_pretrained(PAIR / "target")
-    with torch.device("meta"):
-        size = pair("sizes").SIZES["100m"]
-        target = LlamaForCausalLM(pair("target").target_config(tokenizer, size))
-    assert sum(weight.numel() for weight in target.parameters()) == pytest.approx(100e6, rel=0.01)
-
-
-def test_recipes_of_100m_agree(pair):
-    comparison, alone = (read_recipe(STDLIB / f"{n}.yaml") for n in ("comparison", "train"))
-    only = {"prompts", "drafters", "num_prompts", "new_tokens", "nodes", "hold_out", "out"}
-    assert {k: v for k, v in comparison.items() if k not in only} == {
-        k: v for k, v in alone.items() if k != "out"
-    }
-    size = pair("sizes").SIZES["100m"]
-    built = pair("build").drafter_config(Path("w"), Path("n"), size, "cuda", seed=0)
-    for name in ("draft_vocab_size", "length", "batch", "steps", "lr", "rank_from", "loss_floor"):
-        assert getattr(parse(**alone), name) == getattr(built, name), name
 
 
 def build(pair, work: Path, **options) -> None:
@@ -244,17 +182,6 @@ def test_the_drafters_stage_is_over_at_its_last_update_only(pair, tmp_path):
         pair("build").train_drafter(config, soon)
     figures = pair("build").train_drafter(config, stages.Deadline(None))
     assert figures["log"][-1]["step"] == size.drafter_steps
-
-
-def test_the_table_over_seeds(monkeypatch):
-    table = runpy.run_path(str(STDLIB / "run.py"))["table"]
-    summaries = [
-        {"results": {f"a b T={t}": {"tau": tau + t, "error": 0.5} for t in (0, 1)}}
-        for tau in (1.0, 2.0, 6.0)
-    ]
-    # Mean 3; squared distances 4, 1, 9 over n - 1 = 2: 7, whose root is 2.65.
-    assert table(summaries).splitlines()[2] == "| a b | 3.00 ± 2.65 | 4.00 ± 2.65 |"
-    assert table(summaries[:1]).splitlines()[2] == "| a b | 1.00 ± 0.50 | 2.00 ± 0.50 |"
 
 
 def test_the_chain_from_corpus_to_table(tmp_path):

@@ -8,16 +8,22 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.training import VOCAB, save_tokens, short_run
+from support.train_batches import packed
+from support.training import VOCAB, equal, history, save_tokens, weights
 from transformers import LlamaForCausalLM
+from typer.testing import CliRunner
 
+from vllm_specblock.cli.main import app
 from vllm_specblock.drafters.specblock import checkpoint
-from vllm_specblock.train import loop
+from vllm_specblock.drafters.specblock.config import CheckpointError
+from vllm_specblock.train import loop, specblock
 from vllm_specblock.train.config import TrainError, parse
 from vllm_specblock.train.data import shards
+from vllm_specblock.train.data.packed_dataset import load_texts, token_counts
 from vllm_specblock.train.data.shards import Text
 from vllm_specblock.train.learner import TrainBatch
 from vllm_specblock.train.loop import Trainer
+from vllm_specblock.train.optimizers import learning_rate
 from vllm_specblock.train.run import build, prepare, prompt_of, train
 from vllm_specblock.train.target import feature_store, target_rows
 from vllm_specblock.train.target.feature_store import Features, Origin
@@ -25,14 +31,6 @@ from vllm_specblock.train.train_state import TrainState
 
 CPU = torch.device("cpu")
 LENGTH = 24
-
-
-@pytest.fixture
-def options(folder, tmp_path):
-    def make(**changes):
-        return short_run(folder, **{"out": tmp_path / "out", "save_every": 100, **changes})
-
-    return make
 
 
 @pytest.fixture
@@ -49,18 +47,225 @@ def uneven(tmp_path):
     return tmp_path / "uneven.safetensors"
 
 
-def weights(out):
-    state = torch.load(out / "training" / "state.pt", weights_only=True)
-    return state["students"]["drafter"]["model"]
+def learner_of(run):
+    return run.train_states["drafter"].learner
 
 
-def history(out):
-    entries = [json.loads(line) for line in (out / "training" / "log.jsonl").open()]
-    return [{k: v for k, v in entry.items() if k != "seconds"} for entry in entries]
+def drafter_of(run):
+    return learner_of(run).drafter
 
 
-def equal(one, other) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+def kill_at(monkeypatch, updates):
+    """A kill after so many updates: nothing of the run is tidied up."""
+    inner = Trainer.update
+
+    def update(self):
+        if self.step == updates:
+            raise KeyboardInterrupt
+        inner(self)
+
+    monkeypatch.setattr(Trainer, "update", update)
+
+
+class TestResume:
+    @pytest.mark.parametrize("killed_after", [1, 4, 5])
+    def test_a_killed_run_ends_where_an_unbroken_one_does(
+        self, options, tmp_path, monkeypatch, killed_after
+    ):
+        whole = train(options(out=tmp_path / "whole"), progress=False)
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            kill_at(patch, killed_after)
+            train(options(), progress=False)
+        resumed = train(options(), progress=False)
+        assert equal(weights(whole), weights(resumed))
+        assert history(whole) == history(resumed)
+        assert [entry["step"] for entry in history(resumed)] == [2, 4, 6]
+
+    @pytest.mark.parametrize("torn", ["state", "drafter"])
+    def test_a_kill_while_saving_leaves_the_last_whole_save(self, options, monkeypatch, torn):
+        run = build(options(), CPU)
+        run.update()
+        run.save()
+        state = options().out / "training" / "state.pt"
+        before = state.read_bytes()
+        run.update()
+
+        def write_half(*arguments, **_):
+            if torn == "state":
+                arguments[1].write_bytes(b"half")
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            if torn == "state":
+                patch.setattr(loop.torch, "save", write_half)
+            else:
+                patch.setattr(specblock.drafter_files, "save", write_half)
+            run.save()
+        assert state.read_bytes() == before
+        again = build(options(), CPU)
+        again.restore()
+        assert again.step == 1
+        again.save()  # over a torn file of the old save
+
+    def test_slices_of_time_end_where_an_unbroken_run_does(self, options, tmp_path, monkeypatch):
+        """Half a minute an update, by a clock that only updates move; a minute a slice."""
+        whole = train(options(out=tmp_path / "whole"), progress=False)
+        clock = SimpleNamespace(now=100.0)
+        inner = Trainer.update
+
+        def update(self):
+            inner(self)
+            clock.now += 30.0
+
+        monkeypatch.setattr(Trainer, "update", update)
+        monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: clock.now))
+        steps = []
+        for minutes in (1, 1, 50):
+            out = train(options(minutes=minutes, save_every=100), progress=False)
+            state = torch.load(out / "training" / "state.pt", weights_only=True)
+            steps.append((state["step"], state["seconds"]))
+        assert steps == [(3, 90.0), (6, 180.0), (6, 180.0)]
+        assert equal(weights(whole), weights(out)) and history(whole) == history(out)
+
+    def test_a_state_of_another_run_is_refused(self, options, tmp_path):
+        path = options().out / "training" / "state.pt"
+        train(options(steps=2), progress=False)
+        with pytest.raises(TrainError, match="steps = 2, not 3"):
+            train(options(steps=3), progress=False)
+        save_tokens(tmp_path / "other.safetensors", [torch.arange(24)])
+        with pytest.raises(TrainError, match="was trained on other data"):
+            train(options(steps=2, data=tmp_path / "other.safetensors"), progress=False)
+        with pytest.raises(TrainError, match="holds a drafter that has learned"):
+            train(options(steps=2), dry_run=True, progress=False)
+        assert torch.load(path, weights_only=True)["step"] == 2
+        train(options(steps=3), resume=False, progress=False)
+        assert torch.load(path, weights_only=True)["step"] == 3
+        path.write_bytes(b"half")
+        with pytest.raises(TrainError, match=r"state\.pt is no training state"):
+            train(options(steps=3), progress=False)
+
+    def test_a_state_without_a_newer_option_is_of_its_default(self, options):
+        train(options(steps=1), progress=False)
+        path = options().out / "training" / "state.pt"
+        state = torch.load(path, weights_only=True)
+        of_then = json.loads(state["options"])
+        del of_then["shift_lr"]
+        torch.save(state | {"options": json.dumps(of_then)}, path)
+        build(options(steps=1), CPU).restore()
+        with pytest.raises(TrainError, match=r"shift_lr = 1\.0, not 0\.5"):
+            build(options(steps=1, shift_lr=0.5), CPU).restore()
+
+    def test_a_new_start_deletes_the_old_run_at_once(self, options, monkeypatch):
+        """Killed before its first save, it must not be taken for the old one."""
+        held_out = options(hold_out=2, eval_every=1)
+        out = train(held_out, progress=False)
+        assert (out / "best").exists()
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            kill_at(patch, 0)
+            train(held_out, resume=False, progress=False)
+        assert not (out / "training" / "state.pt").exists() and not (out / "best").exists()
+
+    def test_training_goes_on_from_a_drafter(self, options, tmp_path):
+        first = train(options(steps=1, out=tmp_path / "first"), progress=False)
+        run = build(options(init=first, draft_vocab_size=10), CPU)
+        assert equal(drafter_of(run).state_dict(), checkpoint.load(first).float().state_dict())
+
+
+class TestLearning:
+    def test_it_learns(self, options):
+        entries = history(train(options(steps=60, lr=3e-3, log_every=20), progress=False))
+        first, last = (entry["loss"][0][0] for entry in (entries[0], entries[-1]))
+        assert last < first - 0.1
+        assert entries[-1]["rank_loss"] < entries[0]["rank_loss"]
+
+    def test_the_rank_head_rests_until_rank_from(self, options):
+        run = build(options(), CPU)
+        before = drafter_of(run).rank_head[0].weight.detach().clone()
+        run.update(), run.update()
+        assert torch.equal(drafter_of(run).rank_head[0].weight, before)
+        run.update()
+        assert not torch.equal(drafter_of(run).rank_head[0].weight, before)
+
+    def test_the_shift_has_a_rate_of_its_own(self, options):
+        """Adam's first update moves every weight by its rate, whatever the gradient's size."""
+        config = options(shift_lr=0.1, warmup=0.0, weight_decay=0.0)
+        run = build(config, CPU)
+        before = {name: weight.clone() for name, weight in drafter_of(run).named_parameters()}
+        run.update()
+        named = drafter_of(run).named_parameters()
+        moved = {
+            name: float((weight.detach() - before[name]).abs().max()) for name, weight in named
+        }
+        assert moved["shift_proj.0.weight"] == pytest.approx(1e-4, rel=0.01)
+        assert moved["input_layer.fuse.weight"] == pytest.approx(1e-3, rel=0.01)
+        run.save()
+        again = build(config, CPU)
+        again.restore()
+        run.update(), again.update()
+        assert equal(drafter_of(run).state_dict(), drafter_of(again).state_dict())
+
+    def test_schedule(self, options):
+        config = options(steps=1000, lr=1.0)
+        rates = [learning_rate(config, step, 1000) for step in range(1000)]
+        assert rates[:15] == pytest.approx([(step + 1) / 15 for step in range(15)])
+        assert rates[15] == 1.0
+        assert rates[15:] == sorted(rates[15:], reverse=True)
+        assert rates[15 + 985 // 2] == pytest.approx(0.5, abs=1e-3)
+        assert 0 < rates[-1] < 1e-5
+
+    def test_bf16_keeps_float32_masters_and_the_target_frozen(self, options):
+        run = build(options(precision="bf16"), CPU)
+        before = [p.clone() for p in run.teacher.decoder.parameters()]
+        run.update()
+        assert {p.dtype for p in drafter_of(run).parameters()} == {torch.float32}
+        assert run.teacher.decoder.dtype == torch.bfloat16
+        assert all(torch.equal(a, b) for a, b in zip(before, run.teacher.decoder.parameters()))
+
+    def test_the_result_loads_and_is_bf16(self, options):
+        out = train(options(), progress=False)
+        drafter = checkpoint.load(out, torch.float32)
+        for name, value in weights(out).items():
+            assert torch.equal(drafter.state_dict()[name].float(), value.bfloat16().float()), name
+        frequent = token_counts(load_texts(options().data, None, VOCAB), VOCAB).topk(8).indices
+        assert drafter.t2d[frequent].all()
+        assert drafter.config.target.layer_ids == (2, 3, 4)
+
+
+class TestHead:
+    def test_a_fresh_one_is_the_targets_with_its_norm_folded_in(self, options, tmp_path):
+        target = LlamaForCausalLM.from_pretrained(options().target)
+        with torch.no_grad():
+            target.model.norm.weight.uniform_(0.5, 2.0)
+        target.save_pretrained(tmp_path / "target")
+        drafter = drafter_of(build(options(target=tmp_path / "target"), CPU))
+        state = torch.randn(3, 32)
+        wanted = target.lm_head(state * target.model.norm.weight)[:, drafter.t2d]
+        torch.testing.assert_close(drafter.lm_head(state), wanted)
+
+    def test_one_from_scratch_knows_nothing_of_the_target(self, options):
+        runs = [build(options(lm_head=of), CPU) for of in ("target", "scratch")]
+        heads = [drafter_of(run).lm_head.weight.flatten() for run in runs]
+        assert torch.nn.functional.cosine_similarity(*heads, dim=0).abs() < 0.1
+        assert heads[1].std() > 0
+
+
+@torch.no_grad()
+def test_the_teaching_is_what_the_target_says(options):
+    """Two documents in one window: each as if it were alone."""
+    run = build(options(), CPU)
+    tokens = torch.randint(VOCAB, (1, 24))
+    batch = packed(tokens, torch.ones_like(tokens, dtype=torch.bool), [(13, 9)])
+    outputs = run.teacher.teach(batch)
+    target = LlamaForCausalLM.from_pretrained(options().target)
+    close = {"atol": 1e-4, "rtol": 1e-4}
+    for here in (slice(0, 13), slice(13, 22)):
+        output = target(input_ids=tokens[:, here], output_hidden_states=True)
+        states = torch.cat([output.hidden_states[layer][0] for layer in (2, 3, 4)], dim=-1)
+        torch.testing.assert_close(outputs.hidden[0, here], states, **close)
+        torch.testing.assert_close(outputs.last[0, here], output.hidden_states[-1][0], **close)
+        probs = output.logits[0].softmax(-1)[:, drafter_of(run).t2d]
+        probs = probs / probs.sum(-1, keepdim=True)
+        torch.testing.assert_close(outputs.target_probs[0, here], probs, **close)
 
 
 def gradients(config, monkeypatch, learned: Trainer) -> dict[str, torch.Tensor]:
@@ -68,15 +273,13 @@ def gradients(config, monkeypatch, learned: Trainer) -> dict[str, torch.Tensor]:
     found = {}
 
     def step(self, rate, clip):
-        named = self.dist_model.learner.named_parameters()
+        named = self.learner.named_parameters()
         found.update((name, p.grad.clone()) for name, p in named if p.grad is not None)
-        return True
 
     with monkeypatch.context() as patch:
         patch.setattr(TrainState, "step", step)
         run = build(config, CPU)
-        weights = learned.train_states["drafter"].dist_model.learner.state_dict()
-        run.train_states["drafter"].dist_model.learner.load_state_dict(weights)
+        learner_of(run).load_state_dict(learner_of(learned).state_dict())
         run.step = learned.step
         run.update()
     return found
@@ -154,7 +357,7 @@ class TestHeldOut:
         all_of_it = train(options(out=tmp_path / "all", epochs=1, steps=None))
         assert not equal(weights(seen), weights(all_of_it))
 
-    def test_no_window_holds_them_and_scripts_do(self, options, changed):
+    def test_no_window_holds_them_and_sequences_do(self, options, changed):
         run = build(options(hold_out=3, data=changed), CPU)
         segments = [segment for window in run.windows.plan for segment in window]
         assert {segment.sequence for segment in segments} == set(range(37))
@@ -168,10 +371,6 @@ class TestHeldOut:
         loss_mask = torch.tensor([0, 0, 0, 1, 1, 0]).bool()
         assert prompt_of(Text(torch.arange(6), loss_mask)) == 3
 
-    def test_too_many_are_one_sentence(self, options):
-        with pytest.raises(TrainError, match=r"hold_out is 40, but .* has only 40 sequences"):
-            prepare(options(hold_out=40), CPU, 6)
-
     def test_the_best_is_kept(self, options, monkeypatch):
         """By a judge who says 1.5, 2.5 and 2: the second drafter stays, also across a kill."""
         verdicts, judged = iter([1.5, 2.5, 2.0]), []
@@ -181,15 +380,10 @@ class TestHeldOut:
             judged.append({n: v.clone() for n, v in drafter.state_dict().items()})
             return next(verdicts), 1
 
-        def update(self, inner=Trainer.update):
-            if self.step == 5 and len(judged) == 2:
-                raise KeyboardInterrupt
-            inner(self)
-
         monkeypatch.setattr(loop, "mean_tau", mean_tau)
         config = options(hold_out=2, eval_every=2, save_every=1)
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(Trainer, "update", update)
+            kill_at(patch, 5)
             train(config, progress=False)
         out = train(config, progress=False)
         assert len(judged) == 3
@@ -200,85 +394,65 @@ class TestHeldOut:
         assert json.loads((out / "provenance.json").read_text())["step"] == 6
         assert [e["tau"] for e in history(out) if "tau" in e] == [1.5, 2.5, 2.0]
 
-
-def test_a_run_in_slices_of_time_ends_where_an_unbroken_one_does(options, tmp_path, monkeypatch):
-    """Half a minute an update, by a clock that only updates move; a minute a slice."""
-    whole = train(options(out=tmp_path / "whole"), progress=False)
-    clock = SimpleNamespace(now=100.0)
-
-    def update(self, inner=Trainer.update):
-        inner(self)
-        clock.now += 30.0
-
-    monkeypatch.setattr(Trainer, "update", update)
-    monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: clock.now))
-    steps = []
-    for minutes in (1, 1, 50):
-        out = train(options(minutes=minutes), progress=False)
-        state = torch.load(out / "training" / "state.pt", weights_only=True)
-        steps.append((state["step"], state["seconds"]))
-    assert steps == [(3, 90.0), (6, 180.0), (6, 180.0)]
-    assert equal(weights(whole), weights(out))
-    assert history(whole) == history(out)
+    def test_too_many_and_too_short_ones_are_refused(self, options, folder, tmp_path):
+        with pytest.raises(TrainError, match=r"hold_out is 40, but .* has only 40 sequences"):
+            prepare(options(hold_out=40), CPU, 6)
+        texts = [*shards.read_shard(folder / "d.safetensors")]
+        short = [Text(text.tokens[:9], text.loss_mask[:9]) for text in texts[:2]]
+        shards.write_shard(tmp_path / "short.safetensors", [*texts, *short])
+        with pytest.raises(TrainError, match="None of the 2 held-out texts goes on for 10 tokens"):
+            train(options(data=tmp_path / "short.safetensors", hold_out=2), progress=False)
 
 
 def test_the_provenance_lies_beside_each_checkpoint(options, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["/bin/specblock", "train", "r.yaml"])
-    out = train(options(steps=2, hold_out=2, eval_every=1), progress=False)
+    config = options(steps=2, hold_out=2, eval_every=1)
+    out = train(config, progress=False)
     for folder in (out, out / "best"):
         facts = json.loads((folder / "provenance.json").read_text())
         assert facts["command"] == "specblock train r.yaml"
         assert torch.__version__.startswith(facts["versions"]["torch"])
         assert "git" in facts and facts["ranks"] == 1 and facts["device"] == "cpu"
-        assert facts["options"]["lr"] == 1e-3 and facts["options"]["batch"] == 4
-        assert parse(**facts["options"]) == options(steps=2, hold_out=2, eval_every=1)
+        assert parse(**facts["options"]) == config
         assert 1 <= facts["step"] <= 2
 
 
 def test_a_dry_run_writes_a_drafter_and_no_state(options):
     out = train(options(seed=3, hold_out=2), dry_run=True, progress=False)
-    fresh = build(options(seed=3), CPU).train_states["drafter"].dist_model.learner.drafter
-    written = checkpoint.load(out, torch.float32).state_dict()
-    for name, value in fresh.state_dict().items():
-        assert torch.equal(written[name].float(), value.bfloat16().float()), name
+    fresh = drafter_of(build(options(seed=3), CPU)).bfloat16().state_dict()
+    assert equal(checkpoint.load(out, torch.bfloat16).state_dict(), fresh)
     assert not (out / "training").exists() and not (out / "best").exists()
     assert json.loads((out / "provenance.json").read_text())["step"] == 0
 
 
-def test_a_dry_run_leaves_a_drafter_that_has_learned(options):
-    out = train(options(), progress=False)
-    before = (out / "model.safetensors").read_bytes()
-    with pytest.raises(TrainError, match=r"holds a drafter that has learned; .* another --out"):
-        train(options(), dry_run=True, progress=False)
-    assert (out / "model.safetensors").read_bytes() == before
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"init": "nowhere"}, "nowhere"),
+        ({"device": "gpu"}, "The device gpu cannot be used"),
+        ({"target": "nothing"}, "nothing"),
+        ({"data": "text"}, "has no tokenizer"),
+        ({"out": "text/a.txt"}, "is a file, but the drafter goes to a folder"),
+        ({"kernel": "flex"}, "no backward pass on a CPU"),
+        ({"track": "wandb"}, "needs the package wandb"),
+    ],
+)
+def test_a_run_that_cannot_start_is_one_sentence(options, tmp_path, monkeypatch, changes, says):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text("some text")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises((TrainError, CheckpointError), match=says) as error:
+        train(options(**changes), progress=False)
+    assert "\n" not in str(error.value)
 
 
-def test_a_new_start_forgets_the_old_run_at_once(options, monkeypatch):
-    """Killed before its first save, it must not be taken for the old one."""
-    out = train(options(hold_out=2, eval_every=1), progress=False)
-    assert (out / "best").exists()
-
-    def killed(self):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Trainer, "update", killed)
-        train(options(hold_out=2, eval_every=1), resume=False, progress=False)
-    assert not (out / "training" / "state.pt").exists() and not (out / "best").exists()
-
-
-def test_held_out_texts_that_are_too_short_are_one_sentence(options, folder, tmp_path):
-    texts = [*shards.read_shard(folder / "d.safetensors")]
-    short = [Text(text.tokens[:9], text.loss_mask[:9]) for text in texts[:2]]
-    shards.write_shard(tmp_path / "short.safetensors", [*texts, *short])
-    with pytest.raises(TrainError, match="None of the 2 held-out texts goes on for 10 tokens"):
-        train(options(data=tmp_path / "short.safetensors", hold_out=2), progress=False)
-
-
-def test_a_file_in_the_way_is_one_sentence(options):
-    options().out.write_text("")
-    with pytest.raises(TrainError, match="is a file, but the drafter goes to a folder"):
-        train(options(), progress=False)
+def test_the_command_trains(folder, tmp_path):
+    call = ["train", "--target", folder / "target", "--data", folder / "d.safetensors"]
+    call += ["--out", tmp_path / "out", "--steps", 1, "--batch", 2, "--length", 24]
+    result = CliRunner().invoke(app, [*map(str, call), "--draft-vocab-size", "20"])
+    assert result.exit_code == 0, result.output
+    assert checkpoint.read_config(tmp_path / "out").draft_vocab_size == 20
 
 
 class TestFeatures:
@@ -310,9 +484,7 @@ class TestFeatures:
         shared = {"data": uneven, "hold_out": 2, "eval_every": 3}
         online = train(options(**shared, out=tmp_path / "online"), progress=False)
         stored = train(options(**shared, features=features), progress=False)
-        fresh = (
-            build(options(**shared), CPU).train_states["drafter"].dist_model.learner.state_dict()
-        )
+        fresh = drafter_of(build(options(**shared), CPU)).state_dict()
         mine, other = weights(online), weights(stored)
         for name, value in mine.items():
             torch.testing.assert_close(other[name], value, atol=2e-5, rtol=1e-3, msg=name)
@@ -331,7 +503,7 @@ def whole_epoch(config):
     run = build(config, CPU)
     batch = run.windows.of(range(len(run.windows)))
     train_batch = TrainBatch(batch, run.teacher.teach(batch), run.teacher.embed, step=9, seed=4)
-    return run, run.train_states["drafter"].dist_model.learner(train_batch)
+    return run, learner_of(run)(train_batch)
 
 
 def test_packing_changes_the_windows_and_nothing_else(options, uneven):
@@ -355,20 +527,17 @@ def test_prompt_tokens_give_no_gradient(options, uneven):
     def gradients_with(spoil: str | None) -> torch.Tensor:
         run = build(config, CPU)
         batch = run.windows.of(range(len(run.windows)))
-        target_outputs = run.teacher.teach(batch)
+        outputs = run.teacher.teach(batch)
         if spoil:
             learned = batch.loss_mask if spoil == "answers" else ~batch.loss_mask
             # The law of a token stands one column before it; no token follows the last column.
             where = torch.cat([learned[:, 1:], torch.zeros_like(learned[:, :1])], dim=1)
-            noise = torch.rand_like(target_outputs.target_probs)
-            target_probs = torch.where(
-                where[..., None], noise / noise.sum(-1, keepdim=True), target_outputs.target_probs
-            )
-            target_outputs = target_outputs._replace(target_probs=target_probs)
-        learner = run.train_states["drafter"].dist_model.learner
-        learner(
-            TrainBatch(batch, target_outputs, run.teacher.embed, step=9, seed=4)
-        ).loss.backward()
+            noise = torch.rand_like(outputs.target_probs)
+            noise = noise / noise.sum(-1, keepdim=True)
+            probs = torch.where(where[..., None], noise, outputs.target_probs)
+            outputs = outputs._replace(target_probs=probs)
+        learner = learner_of(run)
+        learner(TrainBatch(batch, outputs, run.teacher.embed, step=9, seed=4)).loss.backward()
         return torch.cat([p.grad.flatten() for p in learner.parameters() if p.grad is not None])
 
     clean = gradients_with(None)
@@ -377,30 +546,14 @@ def test_prompt_tokens_give_no_gradient(options, uneven):
 
 
 def test_the_mask_decides_what_is_learned(options, uneven, tmp_path):
-    """The same tokens with every one counted teach something else, and more of it."""
-    texts = [text.tokens for text in shards.read_shard(uneven)]
-    save_tokens(tmp_path / "unmasked.safetensors", texts)
+    """Position 1 of a row counts where its root and the token after it do."""
+    texts = list(shards.read_shard(uneven))
+    save_tokens(tmp_path / "unmasked.safetensors", [text.tokens for text in texts])
     masked, unmasked = (
         whole_epoch(options(data=data, valid_prefix=False, num_blocks=1))[1]
         for data in (uneven, tmp_path / "unmasked.safetensors")
     )
-    # Position 1 of a row: its root is counted, and so is the token after it. Row 0's root is x_1.
-    first = sum(int((text.loss_mask[2:] & text.loss_mask[1:-1]).sum()) for text in segments(uneven))
-    assert masked.num_positions[0, 0] == first
-    assert unmasked.num_positions[0, 0] == sum(len(text.tokens) - 2 for text in segments(uneven))
+    masks = [piece for text in texts for piece in text.loss_mask.split(LENGTH) if len(piece) >= 6]
+    assert masked.num_positions[0, 0] == sum(int((m[2:] & m[1:-1]).sum()) for m in masks)
+    assert unmasked.num_positions[0, 0] == sum(len(m) - 2 for m in masks)
     assert masked.num_positions[0, 0] < unmasked.num_positions[0, 0]
-
-
-def segments(path):
-    """Texts cut to windows, those without a row left out."""
-    for text in shards.read_shard(path):
-        for start in range(0, len(text.tokens), LENGTH):
-            here = slice(start, start + LENGTH)
-            if len(text.tokens[here]) >= 6:
-                yield Text(text.tokens[here], text.loss_mask[here])
-
-
-def test_a_tracker_that_is_not_installed_stops_the_run(options, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(TrainError, match="needs the package wandb"):
-        train(options(track="wandb"), progress=False)

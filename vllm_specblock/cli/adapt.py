@@ -55,7 +55,7 @@ def run(
 
     from vllm_specblock.adapt.link.folder_link import VERSIONS, FolderSource
     from vllm_specblock.adapt.trainer.trainer import POLL, Trainer, TrainerConfig
-    from vllm_specblock.train.eval.load_specblock import pair as pair_specblock
+    from vllm_specblock.train.eval.loaded import pair_specblock
 
     torch.set_num_threads(threads)
     source = FolderSource(folder)

@@ -88,9 +88,9 @@ def evaluate(
     from vllm_specblock.drafters.specblock import checkpoint
     from vllm_specblock.train.data.prompts import read_prompts
     from vllm_specblock.train.data.shards import replace
-    from vllm_specblock.train.distributed_model import usable_device
+    from vllm_specblock.train.distributed import usable_device
     from vllm_specblock.train.eval import evaluate as figures_of
-    from vllm_specblock.train.eval.load_specblock import pair as pair_specblock
+    from vllm_specblock.train.eval.loaded import pair_specblock
     from vllm_specblock.train.provenance import provenance
     from vllm_specblock.train.target.features import load_target, load_tokenizer
 

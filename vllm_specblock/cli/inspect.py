@@ -65,7 +65,7 @@ def inspect(
     from vllm_specblock.bench import draft_tree
     from vllm_specblock.cli.prompt_steps import prompt_tensor, steps_of_prompt
     from vllm_specblock.train.config import TrainError
-    from vllm_specblock.train.distributed_model import usable_device
+    from vllm_specblock.train.distributed import usable_device
     from vllm_specblock.train.eval.loaded import load_drafter, pair
     from vllm_specblock.train.target.features import load_target, load_tokenizer
 

@@ -1,14 +1,13 @@
 """Training attention mask: all rows of a batch of windows in one pass per block.
 
-The two classes here are the `attend` callables of `SpecBlockModel.forward`. What a position
-sees is what it sees at inference (paper, Appendix A.2), so that nothing is learned that serving
-cannot give: every entry of its document's earlier rows' block 1, the path to its own block, and
-its own block up to itself. A block >= 2 never sees another row's block >= 2.
+The two classes here are the `attend` callables of `SpecBlockModel.forward`. A position sees what it
+sees at inference (paper, Appendix A.2): every entry of its document's earlier rows' block 1, the
+path to its own block, and its own block up to itself. A block >= 2 never sees another row's
+block >= 2.
 
-Each class says who sees whom once, as a predicate over index tensors (`sees`). Flex attention
-compiles it into its kernel and skips what is empty. Without a GPU (`sdpa`) the batch is cut into
-pieces that see nothing of each other, so that what is empty is mostly not computed there either:
-block 1 into documents, each plainly causal, and a later block into a few starts at a time.
+Each class has the mask as a predicate over index tensors (`sees`). Flex attention compiles it into
+its kernel. Without a GPU (`sdpa`) the batch is cut into pieces that do not see each other: block 1
+into documents, each causal, and a later block into a few starts at a time.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ from vllm_specblock.train.data.batch import Batch
 Kernel = Literal["sdpa", "flex"]
 
 _STARTS = 32
-"""Most starts of a later block that `sdpa` takes at once. They share one range of keys, so few of
-them see little in vain; each group costs some tenths of a millisecond of its own."""
+"""Most starts of a later block that `sdpa` takes at once, over one range of keys: more compute
+masked scores, fewer make more calls."""
 
 
 class TrainingAttention(ABC):
@@ -69,12 +68,8 @@ class TrainingAttention(ABC):
 
 
 class FirstBlock(TrainingAttention):
-    """Block 1 of every row: causal over the flat index row·K + position, within a document.
-
-    Args:
-        batch: B windows of L columns; row t is column t, for all but the last column.
-        block_size: K.
-    """
+    """Block 1 of every row (columns 0 .. L − 2): causal over the flat index row·K + position,
+    within a document."""
 
     def __init__(self, batch: Batch, block_size: int, kernel: Kernel = "sdpa") -> None:
         super().__init__(kernel)
@@ -88,8 +83,7 @@ class FirstBlock(TrainingAttention):
 
     @cached_property
     def lengths(self) -> list[int]:
-        """Entries of each document, window by window; one document ends with its window's last
-        row. Past a window's last document nothing counts: that is one more, of no meaning."""
+        """Entries of each document, window by window; the padding of a window is one more."""
         rows, lengths = self.begin.shape[1] - 1, []
         for begins, inside in zip(self.batch.begins().tolist(), (self.batch.tokens >= 0).tolist()):
             end = min(sum(inside), rows)
@@ -109,14 +103,8 @@ class FirstBlock(TrainingAttention):
 
 
 class NextBlock(TrainingAttention):
-    """A block >= 2 at chosen rows, each started from position `restart_position` of the block
-    before.
-
-    Args:
-        before: the block whose position `restart_position` each start continues.
-        source: [B, R] int64, which of that block's rows each of the R starts continues.
-        restart_position: 1..K; positions 1..cut of that block lie on the path.
-    """
+    """A block >= 2, whose R starts continue rows `source` [B, R] int64 of the block `before` from
+    its position `restart_position` (1..K)."""
 
     def __init__(
         self, before: FirstBlock | NextBlock, source: Tensor, restart_position: int
@@ -178,8 +166,8 @@ class NextBlock(TrainingAttention):
         return self._by_groups(q, prefix, own).view(query.shape)
 
     def _by_groups(self, query: Tensor, prefix: tuple[Tensor, Tensor], own: list[Tensor]) -> Tensor:
-        """query [B, R·K, nh, D]; prefix [B, S·K, nkv, D] and own [B, R, own, nkv, D], of keys and
-        values each -> [B·R·K, nh, D]."""
+        """query [B, R·K, nh, D]; keys and values: prefix [B, S·K, nkv, D], own [B, R, own, nkv, D]
+        -> [B·R·K, nh, D]."""
         if self._grouped is None:
             self._grouped = self._groups(query.dtype)
         groups = self._grouped
@@ -220,8 +208,8 @@ class NextBlock(TrainingAttention):
         return groups
 
     def _mask_of(self, window: int, starts: range, seen: range, dtype: torch.dtype) -> Tensor:
-        """What is added to the scores of some starts' entries over the prefix entries `seen` and
-        the starts' own, [n, m]."""
+        """Additive mask of some starts' entries over the prefix entries `seen` and the starts' own,
+        [n, m]."""
         device = self.row.device
         query = torch.arange(starts.start * self.block_size, starts.stop * self.block_size)
         own = torch.arange(starts.start * self.own, starts.stop * self.own) + self.prefix
@@ -231,12 +219,8 @@ class NextBlock(TrainingAttention):
 
 
 class _Group(NamedTuple):
-    """Neighbouring starts of one document, which attend together.
-
-    starts: how many.
-    document: index into `FirstBlock.lengths`; seen: which of its entries are keys.
-    mask: [starts · K, entries seen + starts · own], added to the scores.
-    """
+    """Neighbouring starts of one document (an index into `FirstBlock.lengths`), which attend
+    together to its entries `seen`; mask [starts · K, entries seen + starts · own], additive."""
 
     starts: int
     document: int

@@ -1,11 +1,18 @@
-"""What the objective has to know of the rest of a batch, on other ranks and in other micro-batches:
-nothing but how many rows are counted there."""
+"""Ranks of a training run (torchrun sets how many) and means over the rows of all of them."""
 
 from __future__ import annotations
+
+import contextlib
+import gc
+import os
+from collections.abc import Iterator
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from vllm_specblock.train.config import TrainError
 
 
 def world() -> tuple[int, int]:
@@ -15,11 +22,51 @@ def world() -> tuple[int, int]:
     return 0, 1
 
 
-def mean_over_ranks(total: Tensor, count: Tensor, floor: float = 0.0) -> Tensor:
-    """This rank's share of means over all ranks' rows, to be averaged over the ranks.
+def sum_over_ranks(value: Tensor) -> Tensor:
+    """Add up `value` in place; every rank has to call this."""
+    if world()[1] > 1:
+        dist.all_reduce(value)
+    return value
 
-    With it, n ranks compute the gradient that one rank would for all of their rows, though
-    each counts another number of rows.
+
+@contextlib.contextmanager
+def ranks(device: str) -> Iterator[torch.device]:
+    """This process's device, with the other ranks joined inside the context. An object that is
+    spread over the ranks and outlives it can hang gloo's threads at exit."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    many = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if many and device == "cuda":
+        device = f"cuda:{os.environ['LOCAL_RANK']}"
+    usable = usable_device(device)
+    if usable.type == "cuda":
+        torch.cuda.set_device(usable)
+    if many:
+        # The others wait while the first rank replays: longer than the default allows.
+        backend = "nccl" if usable.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(hours=2))
+    try:
+        yield usable
+        if many:
+            dist.barrier()  # a rank that leaves early can hang gloo's threads at exit
+    finally:
+        if many:
+            gc.collect()  # modules can be part of cycles
+            dist.destroy_process_group()
+
+
+def usable_device(name: str) -> torch.device:
+    """The torch device called `name`; raises `TrainError` where this machine has none such."""
+    try:
+        return torch.zeros(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise TrainError(f"The device {name} cannot be used: {reason}") from error
+
+
+def mean_over_ranks(total: Tensor, count: Tensor, floor: float = 0.0) -> Tensor:
+    """This rank's share of means over all ranks' rows: averaged over the ranks, it is the mean
+    that one rank would compute.
 
     Args:
         total: [...] fp32 with gradient, sums over this rank's rows.
@@ -27,31 +74,23 @@ def mean_over_ranks(total: Tensor, count: Tensor, floor: float = 0.0) -> Tensor:
         floor: every divisor is at least this share of the largest of them.
 
     Returns:
-        [...] fp32; 0 where nobody counted a row.
+        [...] fp32; 0 where no rank counted a row.
     """
-    ranks = world()[1]
-    count = count.to(torch.float32, copy=True)
-    if ranks > 1:
-        dist.all_reduce(count)
-    return total * ranks / divisor(count, floor)
+    count = sum_over_ranks(count.to(torch.float32, copy=True))
+    return total * world()[1] / divisor(count, floor)
 
 
 def divisor(count: Tensor, floor: float) -> Tensor:
-    """What sums over `count` [...] fp32 rows are divided by: at least `floor` of the most rows."""
+    """Divisors of sums over `count` [...] fp32 rows: at least `floor` of the most rows."""
     return count.clamp(min=1).maximum(floor * count.max())
 
 
 class BatchCounts:
     """Rows that the means of one update are taken over, when its batch comes in micro-batches.
 
-    Which rows count depends on the learner's own choices (eq. 5), so that nobody knows before the
-    forward of the last micro-batch what the first one's sums are to be divided by. Hence two
-    passes: all micro-batches are counted, without a gradient, then learned. That is exact, and one
-    more forward; the others would be gradients kept apart for every block and position, or the
-    activations of the whole batch.
-
-    Args:
-        rounds: micro-batches of each rank.
+    Which rows count depends on the drafter's choices (eq. 5): the divisor is known only after the
+    forward of the last micro-batch. Hence two passes: all `rounds` micro-batches of a rank are
+    counted, without a gradient, then learned. That is exact and costs one more forward.
     """
 
     def __init__(self, rounds: int) -> None:
@@ -60,19 +99,18 @@ class BatchCounts:
         self._next = 0
 
     def start(self) -> None:
-        """Before each forward: its means come in the same order as every other one's."""
+        """Begin a forward: its means come in the same order as in every other one."""
         self._next = 0
 
     def finish(self) -> None:
-        """All of this rank's micro-batches are counted; every rank has to call this."""
-        if world()[1] > 1:
-            for total in self.totals:
-                dist.all_reduce(total)
+        """End the counting; every rank has to call this."""
+        for total in self.totals:
+            sum_over_ranks(total)
         self._whole = True
 
     def mean(self, total: Tensor, count: Tensor, floor: float) -> Tensor:
         """As `mean_over_ranks`, of a micro-batch: to be averaged over all of them and the ranks.
-        While counting what it gives is of no use."""
+        The result is of no use before `finish`."""
         number, self._next = self._next, self._next + 1
         if self._whole:
             return total * world()[1] * self.rounds / divisor(self.totals[number], floor)

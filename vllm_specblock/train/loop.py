@@ -1,6 +1,6 @@
 """The training loop: one pass over the frozen target's features, one or several learners.
 
-Several learners see the same data in the same order and pay for the target once; `specblock
+Several learners see the same data in the same order and share the target's forward; `specblock
 train` has one. The state on disk survives a kill at any point.
 """
 
@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from tqdm import tqdm
 
 from vllm_specblock.train.config import RunConfig, TrainError
 from vllm_specblock.train.data.packed_dataset import PackedDataset
 from vllm_specblock.train.data.shards import replace
-from vllm_specblock.train.distributed import BatchCounts, world
+from vllm_specblock.train.distributed import BatchCounts, sum_over_ranks, world
 from vllm_specblock.train.eval import model_card
 from vllm_specblock.train.eval.replay import mean_tau
 from vllm_specblock.train.learner import EvalSequence, Learner, TrainBatch
@@ -43,14 +44,11 @@ class Trainer:
     """One run. `step` counts the updates done.
 
     Args:
-        config: what every learner shares.
         learners: by name, on `device`, float32. One alone is written to `config.out` itself,
             several to a folder each.
-        teacher: the frozen target.
         windows: training text.
         sequences: the held-out texts, to draft along; only the first rank needs them.
-        device: this rank's.
-        facts: what is written beside each checkpoint.
+        facts: written beside each checkpoint.
     """
 
     def __init__(
@@ -132,7 +130,7 @@ class Trainer:
             self._learn_in_parts(rounds)
         else:
             with self._arithmetic():
-                train_batch = self._lesson(0)
+                train_batch = self._train_batch(0)
                 for train_state in self.train_states.values():
                     train_state.learn(train_batch, None, more_to_come=False)
         rate = learning_rate(config, self.step, self.steps)
@@ -146,8 +144,8 @@ class Trainer:
                 )
         self.step += 1
 
-    def _lesson(self, turn: int) -> TrainBatch:
-        """Micro-batch number `turn` of this rank's share of the update to come."""
+    def _train_batch(self, turn: int) -> TrainBatch:
+        """Micro-batch number `turn` of this rank's share of the next update."""
         config = self.config
         batch = self.windows.batch(self.step, config.batch, config.seed)
         first = (turn * self.ranks + self.rank) * self.micro
@@ -161,29 +159,23 @@ class Trainer:
         )
 
     def _learn_in_parts(self, rounds: int) -> None:
-        """Count all micro-batches, then learn from them: see `BatchCounts`.
-
-        Features are kept in between, p* is not: it would take far more memory than time.
-        """
+        """Count all micro-batches, then learn from them: see `BatchCounts`. Features are kept in
+        between; p* takes more memory than time, and is computed again."""
         counts = {name: BatchCounts(rounds) for name in self.train_states}
         train_batches = []
         with self._arithmetic():
             for turn in range(rounds):
-                train_batch = self._lesson(turn)
+                train_batch = self._train_batch(turn)
                 for name, train_state in self.train_states.items():
                     train_state.count(train_batch, counts[name])
-                bare = train_batch.target_outputs._replace(target_probs=torch.empty(0))
-                train_batches.append(dataclasses.replace(train_batch, target_outputs=bare))
+                train_batches.append(_with_probs(train_batch, torch.empty(0)))
         for count in counts.values():
             count.finish()
-        # Another context: autocast would take the weights that it cast without a gradient.
+        # A new context: autocast would reuse the weights that it cast without a gradient.
         with self._arithmetic():
             for turn, train_batch in enumerate(train_batches):
                 target_probs = self.teacher.target_probs(train_batch.target_outputs.last)
-                whole = dataclasses.replace(
-                    train_batch,
-                    target_outputs=train_batch.target_outputs._replace(target_probs=target_probs),
-                )
+                whole = _with_probs(train_batch, target_probs)
                 for name, train_state in self.train_states.items():
                     train_state.learn(whole, counts[name], more_to_come=turn < rounds - 1)
 
@@ -204,10 +196,10 @@ class Trainer:
         }
 
     def judge(self) -> dict[str, dict[str, Any]]:
-        """Replay every learner; keep those that are better than ever in OUT/best."""
+        """Replay every learner; write each that is the best so far to OUT/best."""
         found = {}
         for name, train_state in self.train_states.items():
-            learner = train_state.dist_model.whole()
+            learner = train_state.whole()
             if self.rank == 0:
                 tau, _ = mean_tau(learner.draft_along, self.sequences, JUDGED_DEPTH)
                 found[name] = {"step": self.step, "tau": round(tau, 4)}
@@ -220,36 +212,32 @@ class Trainer:
         return found
 
     def folder(self, name: str) -> Path:
-        """Where the learner `name` is written."""
+        """Folder of the learner `name`."""
         return self.config.out if len(self.train_states) == 1 else self.config.out / name
 
     def save(self) -> None:
-        """Write the drafters, then the state that goes with them. Every file is written aside
-        and renamed: whatever kills the run, the last whole state stays."""
-        folder = self.config.out / STATE_DIR
+        """Write the drafters, then the state; a kill leaves the last whole one."""
         self.keep()
-        train_states = {
-            name: train_state.state() for name, train_state in self.train_states.items()
-        }
+        students = {name: train_state.state() for name, train_state in self.train_states.items()}
         if self.rank != 0:
             return
-        folder.mkdir(parents=True, exist_ok=True)
+        self._state_file.parent.mkdir(parents=True, exist_ok=True)
         for name, train_state in self.train_states.items():
             log = f"{name}.jsonl" if len(self.train_states) > 1 else "log.jsonl"
-            train_state.metrics_log.write(folder / log)
+            train_state.metrics_log.write(self._state_file.with_name(log))
         state = {
             "options": json.dumps(self.config.must_match()),
             "data": self.windows.fingerprint,
             "step": self.step,
             "seconds": self._elapsed(),
-            "students": train_states,
+            "students": students,
         }
-        replace(folder / "state.pt", lambda aside: torch.save(state, aside))
+        replace(self._state_file, lambda aside: torch.save(state, aside))
 
     def keep(self) -> None:
         """Write the drafters as they are."""
         for name, train_state in self.train_states.items():
-            learner = train_state.dist_model.whole()
+            learner = train_state.whole()
             if self.rank == 0:
                 self._keep(learner, self.folder(name), train_state.metrics_log.tau_at(self.step))
 
@@ -259,14 +247,15 @@ class Trainer:
         model_card.write(folder, self.facts | {"step": self.step, "seconds": self._elapsed()}, tau)
 
     def restore(self) -> None:
-        """Go on from the state in `config.out`, if there is one.
-
-        Raises:
-            TrainError: it belongs to other options, other data or other learners.
-        """
-        path = self.config.out / STATE_DIR / "state.pt"
-        self._agree(path.exists(), path)
-        if not path.exists():
+        """Resume from the state in `config.out`, if there is one; raises `TrainError` where it
+        belongs to another run, or only some ranks see it."""
+        path = self._state_file
+        found = torch.tensor(float(path.exists()), device=self.device)
+        if float(sum_over_ranks(found)) not in (0.0, self.ranks):
+            raise TrainError(
+                f"Only some ranks see {path}: --out must be on a folder that all share."
+            )
+        if not found:
             return
         state = read_state(path, self.config, self.windows.fingerprint, self.train_states)
         for name, train_state in self.train_states.items():
@@ -274,21 +263,14 @@ class Trainer:
         self.step, self.seconds = state["step"], state["seconds"]
         self._began = time.monotonic()
 
-    def _agree(self, found: bool, path: Path) -> None:
-        """Every rank reads the state: hosts must share the folder that it lies in."""
-        if self.ranks == 1:
-            return
-        answers: list[bool] = [False] * self.ranks
-        dist.all_gather_object(answers, found)
-        if len(set(answers)) > 1:
-            raise TrainError(
-                f"Only some ranks see {path}: --out must be on a folder that all share."
-            )
+    @property
+    def _state_file(self) -> Path:
+        return self.config.out / STATE_DIR / "state.pt"
 
     def forget(self) -> None:
-        """Take away what an earlier run left that this one could be taken for."""
+        """Delete the state and the best drafter of an earlier run."""
         if self.rank == 0:
-            (self.config.out / STATE_DIR / "state.pt").unlink(missing_ok=True)
+            self._state_file.unlink(missing_ok=True)
             for name in self.train_states:
                 shutil.rmtree(self.folder(name) / BEST_DIR, ignore_errors=True)
 
@@ -298,3 +280,8 @@ class Trainer:
 
     def _this_call(self) -> float:
         return time.monotonic() - self._began
+
+
+def _with_probs(train_batch: TrainBatch, target_probs: Tensor) -> TrainBatch:
+    outputs = train_batch.target_outputs._replace(target_probs=target_probs)
+    return dataclasses.replace(train_batch, target_outputs=outputs)

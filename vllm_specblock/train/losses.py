@@ -1,7 +1,7 @@
 """The losses of one block: eq. 6 and the rank loss, both under the valid-prefix mask of eq. 5.
 
-The mask is kept as the list of rows that are still on their path. It shrinks from position to
-position, so the LM head runs only where a loss is counted: about half of all positions.
+The mask is a list of the rows that are still on their path, so the LM head runs only where a loss
+is counted: about half of all positions.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from torch.utils.checkpoint import checkpoint
 
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
 from vllm_specblock.train.head_loss import head_loss
@@ -25,16 +24,15 @@ RankLoss = Literal["plain", "ordinal"]
 
 _WIDER, _NARROWER = 0.10, 0.05
 """Label mass that the ordinal rank loss moves to the neighbouring buckets. A bucket too wide
-costs a few nodes, one too narrow the whole path: hence more to the wider side."""
+costs a few nodes, one too narrow the whole path."""
 
 
 @dataclass(frozen=True)
 class BlockLoss:
-    """What one block of T rows gave: sums, so that other ranks' can be added.
+    """Sums over one block of T rows.
 
-    draft: [K] fp32, cross-entropy summed over each position's counted rows, nats.
-    rank: [] fp32, rank loss summed over all counted positions; 0 where it is switched off.
-    num_positions: [K] int64, rows of each position that the losses were summed over.
+    draft: [K] fp32 nats, cross-entropy over each position's `num_positions` [K] counted rows.
+    rank: [] fp32, rank loss over all counted positions; 0 without it.
     on_path: [T, K] bool, the mask m of eq. 5: everything before was right.
     hit: [T, K] bool, on the path and the drafter's first choice is the label.
     """
@@ -55,13 +53,11 @@ def block_loss(
     start: Tensor,
     rank: RankLoss | None,
     valid_prefix: bool = True,
-    recompute: bool = False,
     rejected_only: bool = False,
 ) -> BlockLoss:
     """Losses of one block at T rows.
 
     Args:
-        drafter: gives the heads.
         hidden: [T, K, H], the block's last-layer states before the final norm.
         label: [T, K] int64 draft ids of the tokens y*, or `IGNORE_INDEX`. A path ends before an
             outside label: the position itself is not counted either.
@@ -69,15 +65,10 @@ def block_loss(
         target_row: [T, K] int64, which row of `target_probs` is p* at each position.
         start: [T] bool, m at position 1.
         rank: form of the rank loss, None for none. Its gradient stays in the rank head.
-        valid_prefix: without it (ablation of Table 2) rows go on being counted after a wrong
-            choice; `on_path` and `hit` mean the same as with it.
-        recompute: keep no logits for the backward pass, compute them again.
-        rejected_only: of the rows that are still on their path only those are counted whose choice
-            is wrong, the last one of each path: what Online Speculative Decoding learns from.
+        valid_prefix: False (ablation of Table 2): count rows after a wrong choice, too.
+        rejected_only: count only the wrong choice of each path (Online Speculative Decoding).
     """
-    by_rows = not (recompute or hidden.is_cuda)
-    # One copy for all positions: each would make its own, as large as the head.
-    head = drafter.lm_head.weight.to(hidden.dtype) if by_rows else None
+    head = drafter.lm_head.weight.to(hidden.dtype)  # one cast for all positions
     rows = start.nonzero()[:, 0]
     right = start.clone()  # rows without a wrong choice so far
     on_path, hit = torch.zeros_like(label).bool(), torch.zeros_like(label).bool()
@@ -91,20 +82,15 @@ def block_loss(
                 choice = drafter.lm_head(drafter.norm(hidden[rows, k])).argmax(-1)
             correct = choice == label[rows, k]
             counted = rows[~correct]
-        arguments = (
+        loss, rank_loss, right_here = _position(
             drafter,
+            head,
             hidden[counted, k],
             label[counted, k],
             target_probs,
             target_row[counted, k],
             rank,
         )
-        if recompute:
-            loss, rank_loss, right_here = checkpoint(_position, *arguments, use_reentrant=False)
-        elif head is not None:
-            loss, rank_loss, right_here = _position_by_rows(*arguments, head)
-        else:
-            loss, rank_loss, right_here = _position(*arguments)
         if not rejected_only:
             correct = right_here
         draft.append(loss)
@@ -122,6 +108,7 @@ def block_loss(
 
 def _position(
     drafter: SpecBlockModel,
+    head: Tensor,
     hidden: Tensor,
     label: Tensor,
     target_probs: Tensor,
@@ -129,35 +116,7 @@ def _position(
     rank: RankLoss | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One position at n rows: summed cross-entropy [], summed rank loss [], first choice is the
-    label [n]. hidden [n, H], label and target_row [n]."""
-    if rank:
-        logits, rank_logits = drafter.heads(hidden)
-    else:  # spares the top-k of the rank features
-        logits = drafter.lm_head(drafter.norm(hidden))
-    logits = logits.float()
-    # -sum p* log p, with sum p* = 1.
-    loss = (logits.logsumexp(-1) - (target_probs[target_row] * logits).sum(-1)).sum()
-    rank_loss = torch.zeros_like(loss)
-    if rank:
-        bucket = rank_bucket(logits.detach(), label)
-        loss_of = ordinal_loss if rank == "ordinal" else plain_loss
-        rank_loss = loss_of(rank_logits.float(), bucket)
-    return loss, rank_loss, logits.argmax(-1) == label
-
-
-def _position_by_rows(
-    drafter: SpecBlockModel,
-    hidden: Tensor,
-    label: Tensor,
-    target_probs: Tensor,
-    target_row: Tensor,
-    rank: RankLoss | None,
-    head: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """As `_position`, a few rows of logits at a time.
-
-    head: [Vd, H], the LM head in the dtype of `hidden`.
-    """
+    label [n]. head [Vd, H], hidden [n, H] in its dtype, label and target_row [n]."""
     correct, buckets, features = torch.empty_like(label, dtype=torch.bool), [], []
 
     def look(rows: slice, logits: Tensor) -> None:
@@ -169,37 +128,40 @@ def _position_by_rows(
     normed = drafter.norm(hidden)
     loss, _ = head_loss(normed, head, target_probs, target_row, look)
     rank_loss = torch.zeros_like(loss)
-    if buckets:
-        rank_logits = drafter.rank(normed, torch.cat(features))
-        loss_of = ordinal_loss if rank == "ordinal" else plain_loss
-        rank_loss = loss_of(rank_logits.float(), torch.cat(buckets))
+    if rank and buckets:
+        rank_logits = drafter.rank(normed, torch.cat(features)).float()
+        rank_loss = _RANK_LOSSES[rank](rank_logits, torch.cat(buckets))
     return loss, rank_loss, correct
 
 
 def rank_bucket(logits: Tensor, label: Tensor) -> Tensor:
     """Bucket 0..3 of each label's rank (1 = most likely) in logits [n, Vd]; label [n] -> [n]."""
     rank = 1 + (logits > logits.gather(-1, label[:, None])).sum(-1)
-    return torch.bucketize(rank, torch.tensor(RANK_BUCKETS, device=rank.device))
+    first, second, third = RANK_BUCKETS
+    return (rank > first).long() + (rank > second) + (rank > third)
 
 
 def plain_loss(logits: Tensor, bucket: Tensor) -> Tensor:
-    """The paper's: cross-entropy, summed. logits [n, C], bucket [n] -> []."""
+    """The paper's rank loss: cross-entropy, summed. logits [n, C], bucket [n] -> []."""
     return cross_entropy(logits, bucket, reduction="sum")
 
 
 def ordinal_loss(logits: Tensor, bucket: Tensor) -> Tensor:
     """Cross-entropy that knows the buckets' order, summed. logits [n, C], bucket [n] -> [].
 
-    Labels are smoothed towards the neighbouring buckets, more to the wider one, and rare
-    buckets weigh more: by the inverse root of their frequency here, on average 1.
+    Labels are smoothed towards the neighbouring buckets; buckets weigh by the inverse root of
+    their frequency, on average 1.
     """
     classes = logits.shape[-1]
     soft = torch.zeros_like(logits)
     for shift, mass in ((0, 1 - _WIDER - _NARROWER), (1, _WIDER), (-1, _NARROWER)):
-        # At either end the mass that finds no neighbour stays with the label.
+        # At either end the mass stays with the label.
         soft.scatter_add_(
             1, (bucket + shift).clamp(0, classes - 1)[:, None], torch.full_like(soft[:, :1], mass)
         )
     weight = torch.bincount(bucket, minlength=classes).clamp(min=1).float().rsqrt()[bucket]
     weight = weight * len(bucket) / weight.sum().clamp(min=1e-9)
     return -(weight * (soft * logits.log_softmax(-1)).sum(-1)).sum()
+
+
+_RANK_LOSSES = {"plain": plain_loss, "ordinal": ordinal_loss}

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from vllm_specblock.train.config import TrainError
-from vllm_specblock.train.data.shards import replace
-from vllm_specblock.train.distributed import world
+from vllm_specblock.train.data.shards import write_text
+from vllm_specblock.train.distributed import sum_over_ranks, world
 from vllm_specblock.train.learner import LossOutput
 
 
@@ -22,7 +21,7 @@ class MetricsLog:
 
     Attributes:
         entries: one dict per log line, oldest first.
-        grid: [4, M, K] fp32: nats, the positions they sum over, hits, and paths; None at first.
+        grid: [4, M, K] fp32: nats, the positions they sum over, hits, and paths; None: no batch.
         rank: [2] fp32: rank losses, and batches.
     """
 
@@ -51,12 +50,9 @@ class MetricsLog:
         Per block and position: `loss`, nats; `alpha`, the share of right paths that were right
         at this position too; `accuracy`, the share of drafts that were right up to and at it.
         """
-        if world()[1] > 1:
-            dist.all_reduce(self.grid)
-            dist.all_reduce(self.rank)
         assert self.grid is not None and self.rank is not None  # a batch was counted
-        ce_loss, num_positions, hits, paths = self.grid.cpu()
-        rank, batches = self.rank.tolist()
+        ce_loss, num_positions, hits, paths = sum_over_ranks(self.grid).cpu()
+        rank, batches = sum_over_ranks(self.rank).tolist()
         entry = {
             **more,
             "loss": _rounded(ce_loss / num_positions.clamp(min=1)),
@@ -70,15 +66,14 @@ class MetricsLog:
 
     def state(self) -> dict[str, Any]:
         """With the sums of all ranks; every rank has to call this."""
-        sums = {name: getattr(self, name) for name in ("grid", "rank")}
-        if self.grid is not None and world()[1] > 1:
-            sums = {name: value.clone() for name, value in sums.items()}
-            for value in sums.values():
-                dist.all_reduce(value)
+        sums = {
+            name: None if value is None else sum_over_ranks(value.clone())
+            for name, value in (("grid", self.grid), ("rank", self.rank))
+        }
         return {"entries": json.dumps(self.entries), **sums}
 
     def load_state(self, state: dict[str, Any], device: torch.device) -> None:
-        """Put back what `state` gave: its sums count once, on the first rank."""
+        """Load what `state` returned; its sums count once, on the first rank."""
         self.entries = json.loads(state["entries"])
         if state["grid"] is None:
             self.grid = self.rank = None
@@ -87,9 +82,8 @@ class MetricsLog:
         self.grid, self.rank = (state[name].to(device) * mine for name in ("grid", "rank"))
 
     def write(self, path: Path) -> None:
-        """All entries, one JSON object a line."""
-        text = "".join(json.dumps(entry) + "\n" for entry in self.entries)
-        replace(path, lambda aside: aside.write_text(text, encoding="utf-8"))
+        """Write all entries, one JSON object a line."""
+        write_text(path, "".join(json.dumps(entry) + "\n" for entry in self.entries))
 
 
 def _rounded(grid: Tensor) -> list[list[float]]:
@@ -103,10 +97,10 @@ def describe(entry: dict[str, Any]) -> str:
 
 
 class Tracker:
-    """Hands numbers to tensorboard or wandb, or to nobody.
+    """Log numbers to tensorboard or wandb ("none": to neither), on the first rank.
 
     Raises:
-        TrainError: what is asked for is not installed.
+        TrainError: the package is not installed.
     """
 
     def __init__(self, kind: str, folder: Path, options: dict[str, Any]) -> None:
@@ -130,7 +124,7 @@ class Tracker:
             ) from None
 
     def log(self, name: str, entry: dict[str, Any]) -> None:
-        """Numbers of one log entry of the learner `name`."""
+        """Log the numbers of one entry of the learner `name`."""
         if self._writer is None:
             return
         numbers = dict(_numbers(name, entry))
@@ -143,7 +137,7 @@ class Tracker:
 
 
 def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
-    """Every number in nested lists and dicts, by a path such as "drafter/alpha/0/2"."""
+    """Numbers in nested lists and dicts, by a path such as "drafter/alpha/0/2"."""
     if isinstance(value, int | float):
         yield name, value
     elif isinstance(value, dict | list):

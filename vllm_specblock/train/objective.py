@@ -8,64 +8,65 @@ has offset 0, and a cut at s adds s.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from vllm_specblock.drafters.specblock.model import Attend, SpecBlockModel
 from vllm_specblock.train.attention import FirstBlock, Kernel, NextBlock
-from vllm_specblock.train.data.labels import draft_labels
-from vllm_specblock.train.learner import IGNORE_INDEX, TrainBatch
+from vllm_specblock.train.learner import IGNORE_INDEX, TrainBatch, draft_labels
 from vllm_specblock.train.losses import BlockLoss, RankLoss, block_loss
 
 
-class Unroll:
-    """Drafts blocks 1..M of a batch of windows as training does.
+@dataclass(frozen=True)
+class Recipe:
+    """How a SpecBlock drafter learns; see `TrainConfig`.
 
-    Args:
-        drafter: the model being trained.
-        train_batch: the batch, with the target's features, distribution and embeddings.
-        valid_prefix: see `block_loss`.
-        mask_restart: block 2's mask does not follow from block 1's.
-        rank: form of the rank loss, None for none.
-        kernel: of the attention.
-        recompute: spare memory, see `block_loss`.
-        rejected_only: see `block_loss`.
-        forward: drafter.forward, or a compiled form of it.
+    loss_floor: N_k of eq. 6 counts as at least this share of block 1's rows. With 0, while paths
+        are still short, the noise of a few rows drowns the first position.
+    rejected_only: see `block_loss`; for updates while serving, as OSD makes them.
     """
+
+    num_blocks: int = 2
+    rank_from: int = 2000
+    rank_loss: RankLoss = "plain"
+    loss_floor: float = 0.25
+    shift_lr: float = 1.0
+    valid_prefix: bool = True
+    mask_restart: bool = False
+    kernel: Kernel = "sdpa"
+    recompute: bool = False
+    rejected_only: bool = False
+    compiled: bool = False
+
+
+class Unroll:
+    """Drafts blocks 1..M of a batch of windows as training does; `forward`: drafter.forward, or a
+    compiled form of it."""
 
     def __init__(
         self,
         drafter: SpecBlockModel,
         train_batch: TrainBatch,
-        *,
-        valid_prefix: bool = True,
-        mask_restart: bool = False,
-        rank: RankLoss | None = None,
-        kernel: Kernel = "sdpa",
-        recompute: bool = False,
-        rejected_only: bool = False,
+        recipe: Recipe,
         forward: Callable[..., Tensor] | None = None,
     ) -> None:
-        self.drafter, self.config = drafter, drafter.config
-        self.batch, self.target_outputs, self.embed = (
-            train_batch.batch,
-            train_batch.target_outputs,
-            train_batch.embed,
-        )
-        self.valid_prefix, self.mask_restart, self.rank = valid_prefix, mask_restart, rank
-        self.kernel, self.recompute, self.rejected_only = kernel, recompute, rejected_only
+        self.drafter, self.config, self.recipe = drafter, drafter.config, recipe
+        self.batch, self.embed = train_batch.batch, train_batch.embed
+        self.target_outputs = train_batch.target_outputs
+        self.rank = recipe.rank_loss if train_batch.step >= recipe.rank_from else None
         self.forward = forward or drafter.forward
         self.label = draft_labels(drafter.t2d, train_batch.batch)
 
     def blocks(self, restart_positions: list[int]) -> list[BlockLoss]:
-        """Run block 1 and one more block after each of `restart_positions` (each 1..K).
-
-        A block that no row's path reaches is left out, and so are those after it.
-        """
+        """Run block 1 and one more block after each of `restart_positions` (each 1..K), up to the
+        first that no row's path reaches."""
         batch, length = self.batch.tokens.shape
         row = torch.arange(length - 1, device=self.label.device).expand(batch, -1)  # [B, S]
-        attend: FirstBlock | NextBlock = FirstBlock(self.batch, self.config.block_size, self.kernel)
+        attend: FirstBlock | NextBlock = FirstBlock(
+            self.batch, self.config.block_size, self.recipe.kernel
+        )
         condition = self.drafter.condition(self.target_outputs.hidden[:, :-1].flatten(0, 1))
         # The target drew a row's root itself: serving drafts from no other row.
         live = self.batch.at(self.batch.loss_mask, row, row + 1, False)
@@ -88,8 +89,8 @@ class Unroll:
     def _reached(
         self, block: BlockLoss, row: Tensor, offset: int, live: Tensor, restart_position: int
     ) -> Tensor:
-        """Rows whose path may go on from position `restart_position`, [B, R] bool."""
-        if self.valid_prefix and not self.mask_restart:
+        """Rows whose path may continue from position `restart_position`, [B, R] bool."""
+        if self.recipe.valid_prefix and not self.recipe.mask_restart:
             return block.on_path[:, restart_position - 1].view_as(row)
         named = (
             self.batch.at(self.label, row, row + 1 + offset + restart_position, IGNORE_INDEX)
@@ -121,19 +122,14 @@ class Unroll:
             target_row.view(-1, block),
             live.flatten(),
             self.rank,
-            self.valid_prefix,
-            self.recompute,
-            self.rejected_only,
+            self.recipe.valid_prefix,
+            self.recipe.rejected_only,
         )
 
 
 def compact(wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """Columns of `wanted` [B, n] bool that are set, as a rectangle.
-
-    Returns:
-        index [B, R] int64 and set [B, R] bool, with R the most that any row has; rows with
-        fewer are filled up with columns that are not set.
-    """
+    """Columns of `wanted` [B, n] bool that are set: index [B, R] int64 and set [B, R] bool, with R
+    the most that any row has; shorter rows are filled up with columns that are not set."""
     width = int(wanted.sum(1).max())
     index = wanted.byte().argsort(dim=1, descending=True, stable=True)[:, :width]
     return index, wanted.gather(1, index)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from vllm_specblock.train.config import RunConfig, TrainError
 
 BETAS = (0.9, 0.999)
 _MOMENTUM = 0.95
+_adamw = partial(torch.optim.AdamW, betas=BETAS, fused=True)
 _NOT_HIDDEN = ("head", "embed", "queries")
 """In the names of weights whose rows or columns stand for tokens, classes or positions."""
 
@@ -23,8 +25,8 @@ Named = tuple[str, nn.Parameter]
 def make_optimizer(
     weights: Sequence[Named], rate_of: Callable[[str], float], config: RunConfig
 ) -> torch.optim.Optimizer:
-    """An optimiser of all `weights` that learn; its groups say by `times` what their learning
-    rate is a multiple of: everybody's, see `set_rate`.
+    """An optimiser of all `weights` that learn, in groups by `rate_of` (name -> multiple of the
+    learning rate).
 
     Raises:
         TrainError: Muon with sharded weights: it needs whole matrices.
@@ -36,19 +38,15 @@ def make_optimizer(
                 "optimizer muon needs whole matrices: train with parallel replicate, or with adamw."
             )
         return MuonWithAdamW(learning, rate_of, config.lr, config.weight_decay)
-    return _adamw(_groups(learning, rate_of), config.lr, config.weight_decay)
+    return _adamw(_groups(learning, rate_of), lr=config.lr, weight_decay=config.weight_decay)
 
 
 def slow_arithmetic(config: RunConfig, device: torch.device) -> str | None:
-    """What to change where a run would multiply in bfloat16 on a processor that cannot; else None.
-
-    With AVX2 alone such a product takes 8 to 70 times as long as in float32 (640 x 576 x 8,192 on
-    one core, forward and for the two gradients).
-    """
+    """A warning where a run would multiply in bfloat16 on a processor without it; else None."""
     if device.type != "cpu" or PackedLinear.packs():
         return None
     changes = ["precision fp32"] if config.precision == "bf16" else []
-    if config.optimizer == "muon":  # its own products are in bfloat16, whatever the precision says
+    if config.optimizer == "muon":  # its own products are in bfloat16 at any precision
         changes.append("optimizer adamw")
     if not changes:
         return None
@@ -59,9 +57,9 @@ def slow_arithmetic(config: RunConfig, device: torch.device) -> str | None:
 
 
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Learn at `rate` from now on, each group at its own multiple."""
+    """Set the learning rate, in each group times its own multiple."""
     for group in optimizer.param_groups:
-        group["lr"] = rate * group.get("times", 1.0)  # older states do not say
+        group["lr"] = rate * group.get("times", 1.0)  # absent in older states
 
 
 def learning_rate(config: RunConfig, step: int, steps: int) -> float:
@@ -78,11 +76,6 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     Muon's updates are scaled to AdamW's usual size, so one learning rate serves both. Norms,
     embeddings and heads (whose rows are tokens or classes) are AdamW's.
-
-    Args:
-        weights: that learn, with their names.
-        rate_of: name -> multiple of the rate.
-        lr: of both. weight_decay: decoupled, of both.
     """
 
     def __init__(
@@ -94,19 +87,12 @@ class MuonWithAdamW(torch.optim.Optimizer):
     ) -> None:
         inner = [named for named in weights if _is_hidden(*named)]
         rest = [named for named in weights if not _is_hidden(*named)]
-        self._parts: list[torch.optim.Optimizer] = []
-        if inner:
-            self._parts.append(
-                torch.optim.Muon(
-                    _groups(inner, rate_of),
-                    lr=lr,
-                    weight_decay=weight_decay,
-                    momentum=_MOMENTUM,
-                    adjust_lr_fn="match_rms_adamw",
-                )
-            )
-        if rest:
-            self._parts.append(_adamw(_groups(rest, rate_of), lr, weight_decay))
+        muon = partial(torch.optim.Muon, momentum=_MOMENTUM, adjust_lr_fn="match_rms_adamw")
+        self._parts: list[torch.optim.Optimizer] = [
+            kind(_groups(part, rate_of), lr=lr, weight_decay=weight_decay)
+            for kind, part in ((muon, inner), (_adamw, rest))
+            if part
+        ]
         super().__init__([weight for _, weight in [*inner, *rest]], {})
         # Groups and state are those of the parts, so that rates and saving reach both.
         self.param_groups = [group for part in self._parts for group in part.param_groups]
@@ -132,12 +118,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
             part.state = self.state
 
 
-def _adamw(groups: list[dict[str, Any]], lr: float, weight_decay: float) -> torch.optim.AdamW:
-    return torch.optim.AdamW(groups, lr=lr, betas=BETAS, weight_decay=weight_decay, fused=True)
-
-
 def _groups(weights: Sequence[Named], rate_of: Callable[[str], float]) -> list[dict[str, Any]]:
-    """One group for each multiple of the rate."""
     groups: dict[float, list[nn.Parameter]] = {}
     for name, weight in weights:
         groups.setdefault(rate_of(name), []).append(weight)

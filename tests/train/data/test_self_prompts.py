@@ -15,7 +15,6 @@ from vllm_specblock.train.config import TrainError, parse
 from vllm_specblock.train.data import shards
 from vllm_specblock.train.data.make_data import make_data
 from vllm_specblock.train.data.options import DataOptions
-from vllm_specblock.train.data.target import read_chat_tokens
 
 HEAD = "<|im_start|>user\n"
 # A template that ends a user's turn with a control token that does not end an answer.
@@ -164,6 +163,9 @@ def test_killed_and_started_again_it_ends_with_the_same_bytes(run, calls):
     run("killed", answerer=again)
     assert len(again.calls) < 6
     assert files_of(killed) == files_of(run.folder / "whole")
+    last = MakesUp()
+    run("killed", answerer=last)
+    assert not last.calls and files_of(killed) == files_of(run.folder / "whole")
 
 
 @pytest.mark.parametrize(
@@ -192,12 +194,3 @@ def test_a_folder_older_than_the_option_goes_on(run):
     run(lines=[{"prompt": "a"}], self_prompts=0)
     begun = json.loads((run.folder / "out" / "making.json").read_text())
     assert "self_prompts" not in begun["options"]
-
-
-def test_tokens_of_a_head_are_those_of_the_template(run):
-    """Text and ids of the template agree: nothing is put before the head a second time."""
-    target = make_target(run.folder / "target", "{{ '<s>' }}" + CHATML)
-    options = parse(DataOptions, target=target, out=run.folder / "out", self_prompts=1)
-    tokens = read_chat_tokens(options)
-    said = [{"role": "user", "content": "x"}]
-    assert text_of(tokens.ids(tokens.text(said))) == f"<s>{HEAD}x{END}\n"

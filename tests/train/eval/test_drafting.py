@@ -10,7 +10,6 @@ from support import committed
 from support.trees import texts
 
 from vllm_specblock.config import SpecBlockConfig
-from vllm_specblock.drafters.specblock.dense_cache import DenseBlockCache
 from vllm_specblock.drafters.specblock.drafter import SpecBlockDrafter
 from vllm_specblock.drafters.specblock.tree_shape import TreeShape
 from vllm_specblock.feedback.calibration import DraftCalibration
@@ -83,24 +82,6 @@ def test_drafts_what_serving_drafts(scene, options, nodes, changes):
         assert calibration.trees.tolist() == [len(ROOTS) - 1, 0]
 
 
-def test_starts_of_a_third_block_lie_in_both_blocks_before(scene, monkeypatch):
-    """Without that the comparison above would say little."""
-    drafter, sequence = scene()
-    rows, starts = [], DenseBlockCache.starts
-
-    def record(growth, row, position):
-        rows.append(row.tolist())
-        return starts(growth, row, position)
-
-    monkeypatch.setattr(DenseBlockCache, "starts", record)
-    shape = serving_shape(drafter, SpecBlockConfig(**WIDE), 60)
-    draft = SpecBlockDraft(drafter, sequence, shape)
-    for root in ROOTS:
-        draft(root)
-    assert all(set(second) == {0} for second in rows[::2])
-    assert any(0 in third and {1, 2, 3} & set(third) for third in rows[1::2])
-
-
 def test_only_what_is_known_at_the_root_is_read(scene):
     drafter, sequence = scene()
     shape = serving_shape(drafter, SpecBlockConfig(num_blocks=3), 30)
@@ -125,6 +106,7 @@ def test_a_uniform_tree_fills_its_budget_without_the_rank_head(scene, blocks, no
     drafter, sequence = scene()
     shape = uniform_shape(serving_shape(drafter, SpecBlockConfig(num_blocks=blocks), nodes))
     assert len(set(shape.branching)) == 1 and shape.budget == nodes
+    assert uniform_shape(shape, 3).branching == (3, 3, 3, 3)
     trees = []
     for favourite in range(4):
         with torch.no_grad():  # the rank head says the same bucket everywhere
@@ -133,44 +115,6 @@ def test_a_uniform_tree_fills_its_budget_without_the_rank_head(scene, blocks, no
         trees.append(texts(SpecBlockDraft(drafter, sequence, shape)(12), 0))
     assert trees.count(trees[0]) == 4
     assert len(trees[0]) == nodes
-
-
-def test_arithmetic_is_in_the_drafters_dtype(scene):
-    drafter, sequence = scene()
-    draft = SpecBlockDraft(drafter.to(torch.bfloat16), sequence, chain_shape(drafter, 2))
-    draft(9)
-    assert draft.cache.key[0].dtype == torch.bfloat16
-
-
-def test_uniform_trees_of_a_given_width(scene):
-    drafter, _ = scene()
-    shape = uniform_shape(serving_shape(drafter), 3)
-    assert shape.branching == (3, 3, 3, 3) and shape.budget == serving_shape(drafter).budget
-
-
-def test_true_buckets_are_the_ranks_of_the_text(scene, monkeypatch):
-    """Along the text; behind a wrong first choice, off it and past its end the rank head's stay."""
-    drafter, sequence = scene()
-    ranks = [(1, 3, 1, 1), (1, 1, 7, 1), (1, 1, 1, 1), (11, 1, 1, 1)]
-    first, follows = torch.tensor([8, 12, LENGTH - 2, 8]), torch.tensor([True, True, True, True])
-    follows = torch.cat([follows, torch.tensor([False])])
-    ranks, first = [*ranks, ranks[0]], torch.cat([first, first[:1]])
-
-    def candidates(hidden, width, beta):
-        token = torch.full((1, 5, 4, width), 99)
-        for row, of_row in enumerate(ranks):
-            for k, rank in enumerate(of_row):
-                if rank <= width and first[row] + k < LENGTH:
-                    token[0, row, k, rank - 1] = sequence.tokens[first[row] + k]
-        return torch.zeros(token.shape), token, torch.full((1, 5, 4), 9)
-
-    monkeypatch.setattr(drafter, "candidates", candidates)
-    shape = TreeShape(4, 2, 3, (1, 2, 3, 4), 30)
-    draft = SpecBlockDraft(drafter, sequence, shape, true_buckets=True)
-    (_, token, bucket), on_text = draft._candidates(torch.zeros(1, 5, 4, 32), None, first, follows)
-    assert token.shape[-1] == shape.width == 4
-    assert bucket[0].tolist() == [[0, 1, 9, 9], [0, 0, 2, 9], [0, 0, 9, 9], [3, 9, 9, 9], [9] * 4]
-    assert on_text[0].tolist() == [True, True, False, False] and not on_text[4].any()
 
 
 def test_true_buckets_make_trees_of_every_block(scene):

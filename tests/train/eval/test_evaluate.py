@@ -12,9 +12,8 @@ from support.targets import tiny_target
 from vllm_specblock.config import SpecBlockConfig
 from vllm_specblock.drafters.specblock.dense_cache import DenseCache
 from vllm_specblock.feedback.calibration import DraftCalibration
-from vllm_specblock.train.config import TrainError
 from vllm_specblock.train.eval.chain import ChainFigures, bucket_figures, chain_along
-from vllm_specblock.train.eval.drafting import SpecBlockDraft, chain_shape
+from vllm_specblock.train.eval.drafting import SpecBlockDraft
 from vllm_specblock.train.eval.evaluate import evaluate, sequences_from, shapes_of
 from vllm_specblock.train.eval.replay import mean_tau
 from vllm_specblock.train.learner import EvalSequence
@@ -92,8 +91,7 @@ def judge(drafter, hidden, token: int):
 
 @pytest.mark.parametrize("changes", [{}, {"block_rope": "path"}])
 def test_chain_figures_are_those_of_a_naive_loop(scene, changes, monkeypatch):
-    for module in ("chain", "first_block"):
-        monkeypatch.setattr(f"vllm_specblock.train.eval.{module}.TOGETHER", 50)
+    monkeypatch.setattr("vllm_specblock.train.eval.chain.TOGETHER", 50)
     drafter, sequences = scene(**changes)
     blocks = 3
     # A short one, and one of more roots than are drafted together.
@@ -123,23 +121,6 @@ def test_chain_figures_are_those_of_a_naive_loop(scene, changes, monkeypatch):
     assert sum(map(bool, flat(confusion))) > 6  # many kinds of right and wrong
 
 
-def test_alpha_is_what_served_chains_accept(scene):
-    """Independent of how the chain is computed: drafted chains against the text."""
-    drafter, sequences = scene()
-    sequence, shape = sequences[0], chain_shape(drafter, 2)
-    draft, right = SpecBlockDraft(drafter, sequence, shape), []
-    roots = range(PROMPT, len(sequence.tokens) - 2 * K)
-    for root in roots:
-        pairs = zip(draft(root).token[0].tolist(), sequence.tokens[root + 1 :].tolist())
-        right.append([guess == token for guess, token in pairs])
-    chain = chain_along(drafter, sequence, 2)
-    for k in range(2 * K):
-        given = [row for row in right if all(row[:k])]
-        on_chain = chain.on_chain[: len(roots), k]
-        assert int(on_chain.sum()) == len(given)
-        assert int((on_chain & chain.hit[: len(roots), k]).sum()) == sum(r[k] for r in given)
-
-
 def test_bucket_figures_count_as_precision_and_recall_do():
     truth, guess = [0, 0, 0, 1, 1, 3, 3, 3], [0, 0, 1, 1, 0, 3, 1, 0]
     confusion = [[0] * 4 for _ in range(4)]
@@ -152,57 +133,33 @@ def test_bucket_figures_count_as_precision_and_recall_do():
     assert dataclasses.astuple(last) == pytest.approx((3 / 8, 1.0, 1 / 3, 1 / 2))
 
 
-def test_figures_of_several_trees_in_one_pass(scene):
+@pytest.mark.parametrize("temperature", [None, 0.0, 1.0])
+def test_figures_of_several_trees_in_one_pass(scene, temperature):
+    """Every shape learns its own sharpness from text to text, where there is a temperature."""
     drafter, sequences = scene()
-    options = SpecBlockConfig(num_starts=3)
-    shapes = shapes_of(drafter, options, (12, 30), uniform=True)
-    assert list(shapes) == [
-        "chain of 1 block",
-        "chain of 2 blocks",
-        "tree of 12",
-        "uniform tree of 12",
-        "tree of 30",
-        "uniform tree of 30",
-    ]
-    figures = evaluate(drafter, iter(sequences), shapes, 2)
+    shapes = shapes_of(drafter, SpecBlockConfig(num_starts=3), (12, 30), uniform=True)
+    chains = ["chain of 1 block", "chain of 2 blocks"]
+    trees = [f"{kind}tree of {nodes}" for nodes in (12, 30) for kind in ("", "uniform ")]
+    assert list(shapes) == chains + trees
+    figures = evaluate(drafter, iter(sequences), shapes, 2, temperature)
     assert (figures.texts, figures.new_tokens) == (2, 2 * (LENGTH - PROMPT))
     for name, shape in shapes.items():
-        tau, steps = mean_tau(
-            lambda s, shape=shape: SpecBlockDraft(drafter, s, shape), sequences, 8
-        )
-        assert (figures.trees[name].tau, figures.trees[name].steps) == (tau, steps)
+        beta = None if temperature is None else DraftCalibration("cpu", num_slots=1)
+        how = shape, beta, temperature or 0.0
+        tau, steps = mean_tau(lambda s, how=how: SpecBlockDraft(drafter, s, *how), sequences, 8)
+        found = figures.trees[name]
+        assert (found.tau, found.steps) == (tau, steps)
+        if beta is not None:
+            assert found.sharpness == float(beta.of(torch.tensor([temperature])))
+            # The outcome of a text's last step is not known.
+            assert int(beta.trees.sum()) == steps - len(sequences)
     trees = figures.trees
     assert trees["tree of 30"].tau > trees["chain of 2 blocks"].tau > 1.3
     assert (trees["chain of 2 blocks"].nodes, trees["tree of 12"].nodes) == (8, 12)
+    if temperature is not None:
+        assert trees["tree of 12"].sharpness != trees["tree of 30"].sharpness
     text = json.dumps(figures.as_json(), allow_nan=False)
     assert json.loads(text)["chain"]["rank"][0].keys() == {"frequency", "precision", "recall", "f1"}
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_every_shape_learns_its_own_sharpness_from_text_to_text(scene, temperature):
-    drafter, sequences = scene()
-    shapes = shapes_of(drafter, SpecBlockConfig(num_starts=3), (12, 30))
-    trees = evaluate(drafter, iter(sequences), shapes, 2, temperature).trees
-    for name, shape in shapes.items():
-        sharpness = DraftCalibration("cpu", num_slots=1)
-        tau, steps = mean_tau(
-            lambda s, shape=shape, b=sharpness: SpecBlockDraft(drafter, s, shape, b, temperature),
-            sequences,
-            8,
-        )
-        assert (trees[name].tau, trees[name].steps) == (tau, steps)
-        assert trees[name].sharpness == float(sharpness.of(torch.tensor([temperature])))
-        # The last step of a text has nobody who says what came of it.
-        learned = sharpness.trees.tolist()
-        assert sum(learned) == steps - len(sequences)
-    assert trees["tree of 12"].sharpness != trees["tree of 30"].sharpness
-
-
-def test_texts_that_are_too_short_are_an_error(scene):
-    drafter, sequences = scene()
-    short = [dataclasses.replace(s, tokens=s.tokens[: PROMPT + 2]) for s in sequences]
-    with pytest.raises(TrainError, match="needs 10 tokens after the prompt"):
-        evaluate(drafter, short, shapes_of(drafter), 2)
 
 
 @torch.no_grad()

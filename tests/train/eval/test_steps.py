@@ -12,8 +12,7 @@ from vllm_specblock.config import OptionError
 from vllm_specblock.drafters.specblock.config import CheckpointError
 from vllm_specblock.train.config import TrainError
 from vllm_specblock.train.eval.evaluate import sequences_for
-from vllm_specblock.train.eval.load_specblock import pair as pair_specblock
-from vllm_specblock.train.eval.loaded import load_drafter, pair
+from vllm_specblock.train.eval.loaded import load_drafter, pair, pair_specblock
 from vllm_specblock.train.eval.replay import replay
 from vllm_specblock.train.eval.steps import steps_along
 from vllm_specblock.train.target.answers import continue_prompts

@@ -15,8 +15,9 @@ from vllm_specblock.adapt.policy.actions import let_learn, parameters
 from vllm_specblock.adapt.policy.interface import Action
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
 from vllm_specblock.train.learner import TrainBatch
+from vllm_specblock.train.objective import Recipe
 from vllm_specblock.train.optimizers import BETAS
-from vllm_specblock.train.specblock import Recipe, SpecBlockLearner
+from vllm_specblock.train.specblock import SpecBlockLearner
 
 RATE = 0.0576
 """Rate of an update times the drafter's width: 3e-4 at 192, 1e-4 at 576. AdamW's step is as large

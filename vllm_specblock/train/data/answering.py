@@ -12,7 +12,12 @@ from vllm_specblock.train.data.chat_tokens import ChatTokens
 
 
 class Answerer(Protocol):
-    """The target, as something that answers."""
+    """The target as a generator of answers.
+
+    generate: prompts -> answers as token ids, with the end token where one was generated; `stops`
+        are ids that end an answer beside the target's own.
+    forget: clear caches, so that later answers do not depend on earlier calls in any bit.
+    """
 
     def generate(
         self,
@@ -21,32 +26,21 @@ class Answerer(Protocol):
         max_tokens: list[int],
         seeds: list[int],
         stops: Sequence[int] = (),
-    ) -> list[list[int]]:
-        """Answers as token ids, with the end token where one was generated.
+    ) -> list[list[int]]: ...
 
-        `stops` are ids that end an answer beside the target's own.
-        """
-        ...
-
-    def forget(self) -> None:
-        """Let later answers not depend on earlier calls, not even in their last bits."""
-        ...
+    def forget(self) -> None: ...
 
 
 @dataclass
 class Dialogue:
-    """One conversation while its answers are being written.
+    """One conversation, of at most `max_length` tokens, while its answers are being written.
 
-    Attributes:
-        tokens: the target's tokenizer and template.
-        questions: a system turn, if any, and the user turns: each of these gets an answer.
-        number: of the conversation in its data set; seeds its sampling.
-        max_length: most tokens of the whole.
-        raw: the question is text to go on with, not a turn.
-        ids, loss_mask: what there is so far, and which of it the target wrote.
-        cut: it ended before its last question, because the template writes the past otherwise
-            than it happened.
-        broken: why it cannot be used at all, if so.
+    questions: a system turn, if any, and the user turns, each of which gets an answer.
+    number: of the conversation in its data set; seeds its sampling.
+    raw: the question is text to continue, not a turn.
+    ids, loss_mask: tokens so far, and which of them the target wrote.
+    cut: it ended early, because the template writes past turns otherwise than they were.
+    broken: the reason why it cannot be used.
     """
 
     tokens: ChatTokens
@@ -62,34 +56,31 @@ class Dialogue:
     _turn: int = 0
 
     def ask(self) -> list[int] | None:
-        """The next question's tokens, all of the past included; None when it is over."""
-        try:
-            return self._question()
-        except BrokenLine as reason:
-            self.broken = reason
-            return None
-
-    def _question(self) -> list[int] | None:
+        """The next question's tokens with all turns before it; None when the dialogue is over."""
         while self.questions and self.questions[0]["role"] == "system":
             self._past.append(self.questions.pop(0))
         if not self.questions:
             return None
         self._past.append(self.questions.pop(0))
         content = self._past[-1]["content"]
-        ids = self.tokens.raw(content) if self.raw else self.tokens.question(self._past)
+        try:
+            ids = self.tokens.raw(content) if self.raw else self.tokens.question(self._past)
+        except BrokenLine as reason:
+            self.broken = reason
+            return None
         if ids[: len(self.ids)] != self.ids:
             self.cut = True
             return None
         if 0 < len(ids) < self.max_length:
             return ids
         if not self.ids:
-            raise BrokenLine(
+            self.broken = BrokenLine(
                 f"its question has {len(ids):,} tokens, which leaves no room for an answer"
             )
         return None
 
     def hear(self, question: list[int], answer: list[int]) -> None:
-        """Take the answer to what `ask` gave."""
+        """Add a question and its answer."""
         self.loss_mask += [False] * (len(question) - len(self.ids)) + [True] * len(answer)
         self.ids = question + answer
         self._turn += 1
@@ -97,9 +88,13 @@ class Dialogue:
             self._past.append({"role": "assistant", "content": self.tokens.said(answer)})
 
     def seed(self, seed: int) -> int:
-        """Of the sampling of the coming answer: a function of run, conversation and turn."""
-        digest = hashlib.sha256(f"{seed}/{self.number}/{self._turn}".encode()).digest()
-        return int.from_bytes(digest[:4]) >> 1
+        """Sampling seed of the next answer."""
+        return seed_of(f"{seed}/{self.number}/{self._turn}")
+
+
+def seed_of(name: str) -> int:
+    """A 31-bit sampling seed."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4]) >> 1
 
 
 def answer(
@@ -111,13 +106,8 @@ def answer(
     seed: int,
     over: Callable[[int], object],
 ) -> None:
-    """Write all answers of all dialogues; each turn is one batch.
-
-    Args:
-        temperatures: conversation n takes the n-th, going round.
-        max_new_tokens: of one answer.
-        over: told how many dialogues came to their end.
-    """
+    """Write all answers of all dialogues; each turn is one batch. Conversation n takes temperature
+    n modulo their count; `over` is called with the number of dialogues that ended."""
     answerer.forget()
     open_ = list(dialogues)
     while open_:

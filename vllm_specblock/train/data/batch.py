@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,20 +14,20 @@ NO_TOKEN = -1
 
 
 class Segment(NamedTuple):
-    """Where a document of a window comes from.
-
-    sequence: index of the sequence in its data set; start: its first token there; length: tokens.
-    """
+    """Source of one document of a window: index of the sequence in its data set, first token
+    there, and number of tokens."""
 
     sequence: int
     start: int
     length: int
 
 
-def segments_of(sequences: Iterable[Tensor], length: int, first: int = 0) -> Iterator[Segment]:
-    """Consecutive pieces of at most `length` tokens, of sequences that are numbered in their
-    order from `first` on. Training and stored features have to be cut alike."""
-    for number, tokens in enumerate(sequences, first):
+Sources = tuple[tuple[Segment, ...], ...]
+
+
+def segments_of(sequences: Iterable[Tensor], length: int) -> Iterator[Segment]:
+    """Consecutive pieces of at most `length` tokens. Training and stored features are cut alike."""
+    for number, tokens in enumerate(sequences):
         for start in range(0, len(tokens), length):
             yield Segment(number, start, min(length, len(tokens) - start))
 
@@ -38,23 +38,23 @@ class Batch:
 
     Attributes (each [B, L]):
         tokens: int64 target ids, `NO_TOKEN` past the last document.
-        document: int64, number of the column's document in its window; past the last document
-            it goes on counting, one per column, so that no two such columns are of one.
+        document: int64, number of the column's document in its window; each column past the last
+            document has a number of its own.
         position: int64, 0-based column within the document.
-        loss_mask: bool, the token is one to learn to predict: the target wrote it.
-        segments: per window, where its documents come from.
+        loss_mask: bool, the target wrote the token: it is learned.
+        segments: per window, the sources of its documents.
     """
 
     tokens: Tensor
     document: Tensor
     position: Tensor
     loss_mask: Tensor
-    segments: tuple[tuple[Segment, ...], ...] = ()
+    segments: Sources = ()
 
     @classmethod
     def of(cls, tokens: Tensor, loss_mask: Tensor | None = None) -> Batch:
         """One document per window. tokens [B, L] int64, `NO_TOKEN` at the end of short ones;
-        counted [B, L] bool (default: all)."""
+        loss_mask [B, L] bool (default: all)."""
         column = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         inside = tokens >= 0
         lengths = inside.sum(1, keepdim=True)
@@ -70,23 +70,15 @@ class Batch:
         return len(self.tokens)
 
     def __getitem__(self, windows: slice) -> Batch:
-        """The windows of a slice."""
-        return Batch(
-            self.tokens[windows],
-            self.document[windows],
-            self.position[windows],
-            self.loss_mask[windows],
-            self.segments[windows],
-        )
+        return self._each(lambda values: values[windows], self.segments[windows])
 
     def to(self, device: torch.device | str) -> Batch:
-        return Batch(
-            self.tokens.to(device),
-            self.document.to(device),
-            self.position.to(device),
-            self.loss_mask.to(device),
-            self.segments,
-        )
+        return self._each(lambda values: values.to(device), self.segments)
+
+    def _each(self, change: Callable[[Tensor], Tensor], segments: Sources) -> Batch:
+        tensors = (self.tokens, self.document, self.position, self.loss_mask)
+        tokens, document, position, loss_mask = map(change, tensors)
+        return Batch(tokens, document, position, loss_mask, segments)
 
     def begins(self) -> Tensor:
         """Column at which each column's document begins, [B, L]; 0 past the last document."""

@@ -5,13 +5,16 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from io import BufferedIOBase
-from itertools import groupby
+from itertools import cycle, groupby
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from tqdm import tqdm
 
 from vllm_specblock.train.config import TrainError
 
@@ -32,13 +35,13 @@ class BrokenLine(ValueError):
 
 
 class Conversation(NamedTuple):
-    """An optional system turn, then user and assistant turns by turns, a user's first."""
+    """An optional system turn, then alternating turns, a user's first."""
 
     messages: tuple[Message, ...]
 
 
 class Prompt(NamedTuple):
-    """Something to answer, as one user turn or as text to go on with."""
+    """Something to answer: one user turn, or text to continue."""
 
     text: str
 
@@ -56,12 +59,9 @@ def parse(line: bytes) -> Entry:
     """One line of JSON; its keys say which layout it has.
 
     ShareGPT `conversations`, UltraChat `messages` or `data` (turns in a list of strings, the
-    user's first), `prompt`, `text`, or a benchmark's `turns`, a list of questions without answers,
-    of which the first is taken. Assistant turns before the first user turn are dropped: nothing
-    asked for them.
-
-    Raises:
-        BrokenLine: it is none of these.
+    user's first), `prompt`, `text`, or a benchmark's `turns`, a list of questions of which the
+    first is taken. Assistant turns before the first user turn are dropped. Raises `BrokenLine`
+    where it is none of these.
     """
     entry = _json_object(line)
     if "conversations" in entry:
@@ -69,14 +69,14 @@ def parse(line: bytes) -> Entry:
     if "messages" in entry:
         return _conversation(_turns(entry["messages"], "role", "content"))
     if "data" in entry:
-        turns = entry["data"] if isinstance(entry["data"], list) else None
-        if turns is None:
+        if not isinstance(entry["data"], list):
             raise BrokenLine('"data" is not a list')
-        roles = ("user", "assistant")
-        return _conversation([(roles[i % 2], _text(turn, i)) for i, turn in enumerate(turns)])
-    for key, kind in (("prompt", Prompt), ("text", Document)):
-        if key in entry:
-            return kind(_string(entry[key], f'"{key}"'))
+        turns = [_text(turn, number) for number, turn in enumerate(entry["data"])]
+        return _conversation(list(zip(cycle(("user", "assistant")), turns)))
+    if "prompt" in entry:
+        return Prompt(_string(entry["prompt"], '"prompt"'))
+    if "text" in entry:
+        return Document(_string(entry["text"], '"text"'))
     if "turns" in entry:
         turns = entry["turns"]
         if not isinstance(turns, list) or not turns:
@@ -156,7 +156,7 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True)
 class Lines:
-    """The usable lines of some files; only their places are in memory."""
+    """The usable lines of some files; only their offsets are in memory."""
 
     files: tuple[Path, ...]
     usable: list[Line]
@@ -186,13 +186,12 @@ def find_lines(
     """Read all lines once, and report the broken ones as `file:line: reason`.
 
     Args:
-        files: JSON lines, plain or .gz; blank lines are passed over.
+        files: JSON lines, plain or .gz; blank lines are skipped.
         limit: stop after this many usable lines.
         chat: whether conversations can be used.
 
     Raises:
-        TrainError: a file is not there, none of the lines can be used, or there is a
-            conversation though `chat` is false.
+        TrainError: none of the lines can be used, or there is a conversation without `chat`.
     """
     usable: list[Line] = []
     broken = 0
@@ -213,9 +212,10 @@ def find_lines(
                 )
             usable.append(line)
     if not usable:
+        names = ", ".join(map(str, files))
         raise TrainError(
-            f"None of the lines in {_listed(files)} can be used ({broken:,} are broken); expected "
-            "JSON lines with conversations, messages, data, prompt or text."
+            f"None of the lines in {names} can be used ({broken:,} are broken); expected JSON "
+            "lines with conversations, messages, data, prompt or text."
         )
     return Lines(tuple(files), usable, broken)
 
@@ -238,11 +238,7 @@ def _opened(path: Path) -> BufferedIOBase:
 
 
 def fingerprint(files: Sequence[Path]) -> list[dict[str, Any]]:
-    """Name, size and SHA-256 of each file.
-
-    Raises:
-        TrainError: one of them is not there.
-    """
+    """Name, size and SHA-256 of each file; raises `TrainError` where one is missing."""
     found = []
     for path in files:
         if not path.is_file():
@@ -253,5 +249,6 @@ def fingerprint(files: Sequence[Path]) -> list[dict[str, Any]]:
     return found
 
 
-def _listed(files: Sequence[Path]) -> str:
-    return ", ".join(str(path) for path in files)
+def report(reason: str) -> None:
+    """Print why a line is skipped, beside the progress bar."""
+    tqdm.write(reason, file=sys.stderr)

@@ -7,17 +7,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jinja2
 
+from vllm_specblock.train.config import TrainError
 from vllm_specblock.train.data.chat import BrokenLine, Message
+from vllm_specblock.train.data.options import DataOptions
+from vllm_specblock.train.target.features import first_line, load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
 class Kept(NamedTuple):
-    """A conversation with the answers that it came with.
-
-    ids: token ids; counted: per id, the assistant wrote it; cut: turns at the end are missing.
-    """
+    """A conversation with its own answers. loss_mask: per id, the assistant wrote it; cut: turns at
+    the end are missing."""
 
     ids: list[int]
     loss_mask: list[bool]
@@ -25,14 +26,9 @@ class Kept(NamedTuple):
 
 
 class ChatTokens:
-    """A tokenizer and its chat template.
-
-    Args:
-        tokenizer: of transformers.
-        vocab_size: of the target; a line with an id past it cannot be used.
-        ends: token ids that end an answer.
-        options: further variables of the template, such as `enable_thinking`.
-    """
+    """A tokenizer and its chat template, with the ids that end an answer and further `options` of
+    the template, such as `enable_thinking`. Methods raise `BrokenLine` where the template refuses
+    the messages, or an id lies past the target's vocabulary."""
 
     def __init__(
         self,
@@ -57,24 +53,16 @@ class ChatTokens:
         return frozenset(self.tokenizer.added_tokens_decoder)
 
     def text(self, messages: Sequence[Message], ask: bool = False) -> str:
-        """Messages as the template writes them; with `ask`, up to where an answer begins.
-
-        Raises:
-            BrokenLine: the template refuses them.
-        """
+        """Messages as the template writes them; with `ask`, up to where an answer begins."""
         return self._apply(messages, ask=ask, tokenize=False)
 
     def ids(self, text: str) -> list[int]:
-        """Text as it stands, with nothing put before or after it.
-
-        Raises:
-            BrokenLine: an id lies past the target's vocabulary.
-        """
+        """Tokens of a text alone."""
         encoded = self.tokenizer(text, add_special_tokens=False, verbose=False)
         return self._inside(encoded["input_ids"])
 
     def question(self, messages: Sequence[Message]) -> list[int]:
-        """What the target reads before it answers."""
+        """Tokens that the target reads before it answers."""
         return self._render(messages, True)
 
     def raw(self, text: str) -> list[int]:
@@ -82,7 +70,7 @@ class ChatTokens:
         return [*self._before, *self.ids(text)]
 
     def document(self, text: str) -> list[int]:
-        """A whole text between BOS and EOS, where there are such."""
+        """A whole text between BOS and EOS, where the tokenizer has them."""
         return [*self.raw(text), *self._after]
 
     def said(self, answer: Sequence[int]) -> str:
@@ -96,10 +84,8 @@ class ChatTokens:
 
         An answer begins where the question before it ends, and goes up to its first end token;
         where the template has no end token, up to where the rendering that stops with this
-        answer does. From a turn on whose question is not how the whole begins, all is cut.
-
-        Raises:
-            BrokenLine: nobody answers, or the template refuses.
+        answer does. The conversation is cut at the first turn whose question is not how the whole
+        begins.
         """
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if not turns:
@@ -112,7 +98,7 @@ class ChatTokens:
                 break
             starts.append(len(question))
         if not starts:
-            # This template writes the past otherwise than it asks: what it asked, answered.
+            # The template writes past turns otherwise than it asks: keep the first answer.
             question = self.question(messages[: turns[0]])
             answer = [*self.ids(messages[turns[0]]["content"]), *self._after]
             loss_mask = [False] * len(question) + [True] * len(answer)
@@ -153,3 +139,38 @@ class ChatTokens:
                 f"the tokenizer gives id {max(ids)}, past the target's last, {self.vocab_size - 1}"
             )
         return ids
+
+
+def read_chat_tokens(options: DataOptions) -> ChatTokens:
+    """The target's tokenizer, template and end tokens, read before any weight. Raises `TrainError`
+    where one is missing, or the target has fewer positions than `max_length`."""
+    from transformers import AutoConfig
+
+    tokenizer = load_tokenizer(options.target)
+    try:
+        config = AutoConfig.from_pretrained(str(options.target)).get_text_config()
+    except (OSError, ValueError) as error:
+        raise TrainError(
+            f"The target {options.target} has no config: {first_line(error)}"
+        ) from error
+    most = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    # Scaled rotary positions reach further than the config's number says.
+    if most and options.max_length > most and rope.get("rope_type", "default") == "default":
+        raise TrainError(
+            f"The target {options.target} has {most:,} positions, which max_length = "
+            f"{options.max_length:,} goes beyond; give at most {most}."
+        )
+    ends = _end_tokens(str(options.target), config) | {tokenizer.eos_token_id} - {None}
+    return ChatTokens(tokenizer, config.vocab_size, frozenset(ends), options.template_options)
+
+
+def _end_tokens(target: str, config: Any) -> set[int]:
+    """The ids that end an answer, as vLLM reads them."""
+    from transformers import GenerationConfig
+
+    try:
+        ends = GenerationConfig.from_pretrained(target).eos_token_id
+    except OSError:  # older models have no such file
+        ends = getattr(config, "eos_token_id", None)
+    return set(ends) if isinstance(ends, list) else {ends} - {None}

@@ -1,8 +1,8 @@
 """Training shards from chat data: what `specblock data` does.
 
 Line n of the usable ones goes to shard n // shard_size. A shard is a function of the options, the
-input and its own number, so a run that was killed goes on at its first missing shard and ends
-with the same bytes. Prompts that the target makes up are lines of a file that is made first.
+input and its own number, so a killed run resumes at its first missing shard and ends with the same
+bytes. Prompts that the target makes up are lines of a file that is made first.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,32 +22,38 @@ from tqdm import tqdm
 from vllm_specblock.train import provenance
 from vllm_specblock.train.config import TrainError
 from vllm_specblock.train.data import self_prompts, shards
-from vllm_specblock.train.data.answering import Answerer
-from vllm_specblock.train.data.chat import Lines, find_lines, fingerprint
-from vllm_specblock.train.data.make_shard import ShardMaker, report
+from vllm_specblock.train.data.answering import Answerer, Dialogue, answer
+from vllm_specblock.train.data.chat import (
+    BrokenLine,
+    Conversation,
+    Document,
+    Entry,
+    Lines,
+    find_lines,
+    fingerprint,
+    report,
+)
+from vllm_specblock.train.data.chat_tokens import ChatTokens, read_chat_tokens
 from vllm_specblock.train.data.options import DataOptions
-from vllm_specblock.train.data.target import read_chat_tokens
+from vllm_specblock.train.data.packed_dataset import token_counts
+from vllm_specblock.train.data.shards import Text
 
 MAKING = "making.json"
 """Options and input of a folder that is being made; written first."""
 
 
 class Made(NamedTuple):
-    """What a data folder came to.
-
-    index: what data.json says.
-    counts: [V] int64, how often each target id is counted.
-    """
+    """A data folder. index: content of data.json; counts: [V] int64, how often each target id is
+    counted."""
 
     index: dict[str, Any]  # type: ignore[assignment]  # in place of a tuple's own
     counts: Tensor
 
 
 def make_data(options: DataOptions, load: Callable[[], Answerer]) -> Made:
-    """Make all shards that are not there yet, then the index.
+    """Make all missing shards, then the index.
 
     Args:
-        options: see `DataOptions`.
         load: starts the target; called only when there is something to answer.
 
     Raises:
@@ -63,8 +70,17 @@ def make_data(options: DataOptions, load: Callable[[], Answerer]) -> Made:
     if options.self_prompts:
         made_up = self_prompts.make_prompts(options, tokens, target)
         lines = lines.followed_by(find_lines([made_up], None, tokens.chat, report))
-    _make_shards(options, ShardMaker(options, lines, tokens, target))
-    return _finish(options, making, lines, tokens.vocab_size)
+    maker = ShardMaker(options, lines, tokens, target)
+    total, paths = len(lines.usable), []
+    with tqdm(total=total, unit="line", desc="data") as bar:
+        for number, first in enumerate(range(0, total, options.shard_size)):
+            paths.append(shards.shard_path(options.out, number))
+            count = min(options.shard_size, total - first)
+            if paths[-1].exists():
+                bar.update(count)
+            else:
+                shards.write_shard(paths[-1], *maker.make(first, count, bar.update))
+    return _finish(options, making, lines.broken, paths, tokens.vocab_size)
 
 
 def coverage(counts: Tensor, draft_vocab_size: int) -> float:
@@ -74,61 +90,116 @@ def coverage(counts: Tensor, draft_vocab_size: int) -> float:
 
 
 def _begin(out: Path, making: dict[str, Any]) -> None:
-    """Claim the folder, or make sure that this run may go on in it."""
+    """Claim the folder; raise `TrainError` where another run began it."""
     path = out / MAKING
-    # What is made first; without it nothing is.
     if shards.shard_path(out, 0).exists() or self_prompts.begun(out):
         if not path.exists():
             raise TrainError(f"{out} holds other data already; give another folder to write to.")
-        _same(out, json.loads(path.read_text(encoding="utf-8")), making)
-    out.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(making, indent=1) + "\n"
-    shards.replace(path, lambda aside: aside.write_text(text, encoding="utf-8"))
-
-
-def _same(out: Path, begun: dict[str, Any], making: dict[str, Any]) -> None:
-    old, new = begun["options"], making["options"]
-    for name in sorted(old.keys() | new.keys()):
-        if old.get(name) != new.get(name):
-            was, now = json.dumps(old.get(name)), json.dumps(new.get(name))
+        begun = json.loads(path.read_text(encoding="utf-8"))
+        old, new = begun["options"], making["options"]
+        for name in sorted(old.keys() | new.keys()):
+            if old.get(name) != new.get(name):
+                was, now = json.dumps(old.get(name)), json.dumps(new.get(name))
+                raise TrainError(
+                    f"{out} was begun with {name} = {was}, not {now}; give the same options to go "
+                    "on, or another folder to write to."
+                )
+        if begun["input"] != making["input"]:
             raise TrainError(
-                f"{out} was begun with {name} = {was}, not {now}; give the same options to go on, "
-                "or another folder to write to."
+                f"{out} was begun with other input files; give the same ones to go on, or another "
+                "folder to write to."
             )
-    if begun["input"] != making["input"]:
-        raise TrainError(
-            f"{out} was begun with other input files; give the same ones to go on, or another "
-            "folder to write to."
-        )
+    out.mkdir(parents=True, exist_ok=True)
+    shards.write_json(path, making)
 
 
-def _make_shards(options: DataOptions, maker: ShardMaker) -> None:
-    total = len(maker.lines.usable)
-    with tqdm(total=total, unit="line", desc="data") as bar:
-        for number, first in enumerate(range(0, total, options.shard_size)):
-            path = shards.shard_path(options.out, number)
-            count = min(options.shard_size, total - first)
-            if path.exists():
-                bar.update(count)
+@dataclass(frozen=True)
+class ShardMaker:
+    """Makes any shard of one data set.
+
+    Attributes:
+        lines: the usable ones.
+        target: the target, started by the first call; called by shards with something to answer.
+    """
+
+    options: DataOptions
+    lines: Lines
+    tokens: ChatTokens
+    target: Callable[[], Answerer]
+
+    def make(
+        self, first: int, count: int, done: Callable[[int], object]
+    ) -> tuple[list[Text], dict[str, int]]:
+        """The sequences of usable lines first .. first + count - 1, in their order, and how many
+        conversations were `cut` and lines `skipped`. `done` gets the number of finished lines."""
+        lines = self.lines.usable[first : first + count]
+        facts = {"cut": 0, "skipped": 0}
+        made: list[list[Text] | Dialogue | BrokenLine] = []
+        for number, entry in enumerate(self.lines.read(lines), first):
+            try:
+                made.append(self._make(number, entry, facts))
+            except BrokenLine as reason:
+                made.append(reason)
+        dialogues = [each for each in made if isinstance(each, Dialogue)]
+        done(count - len(dialogues))
+        if dialogues:
+            answer(
+                dialogues,
+                self.target(),
+                temperatures=self.options.temperature,
+                max_new_tokens=self.options.max_new_tokens,
+                seed=self.options.seed,
+                over=done,
+            )
+        texts: list[Text] = []
+        for line, each in zip(lines, made):
+            if isinstance(each, Dialogue):
+                facts["cut"] += each.cut
+                each = each.broken or [_text(each.ids, each.loss_mask)]
+            if isinstance(each, BrokenLine):
+                facts["skipped"] += 1
+                report(f"{self.lines.where(line)}: {each}")
             else:
-                shards.write_shard(path, *maker.make(first, count, bar.update))
+                texts += each
+        return texts, facts
+
+    def _make(self, number: int, entry: Entry, facts: dict[str, int]) -> list[Text] | Dialogue:
+        """The finished sequences of a line, or a dialogue to be answered."""
+        tokens, most = self.tokens, self.options.max_length
+        if isinstance(entry, Document):
+            ids = tokens.document(entry.text)
+            return [_text(ids[at : at + most]) for at in range(0, len(ids), most)]
+        if self.options.answers == "keep":
+            if not isinstance(entry, Conversation):
+                raise BrokenLine("it is a prompt without an answer to keep")
+            kept = tokens.kept(entry.messages)
+            if not any(kept.loss_mask[:most]):
+                raise BrokenLine(f"its first answer lies past max_length = {most:,} tokens")
+            facts["cut"] += kept.cut
+            return [_text(kept.ids[:most], kept.loss_mask[:most])]
+        if isinstance(entry, Conversation):
+            questions = [turn for turn in entry.messages if turn["role"] != "assistant"]
+            return Dialogue(tokens, questions, number, most)
+        raw = self.options.raw_prompts or not tokens.chat
+        return Dialogue(tokens, [{"role": "user", "content": entry.text}], number, most, raw=raw)
 
 
-def _finish(options: DataOptions, making: dict[str, Any], lines: Lines, vocab_size: int) -> Made:
+def _text(ids: list[int], loss_mask: list[bool] | None = None) -> Text:
+    tokens = torch.tensor(ids, dtype=torch.int64)
+    return Text(tokens, torch.tensor([True] * len(ids) if loss_mask is None else loss_mask))
+
+
+def _finish(
+    options: DataOptions, making: dict[str, Any], broken: int, paths: list[Path], vocab_size: int
+) -> Made:
     """Count what the shards hold, then write the vocabulary's counts and the index."""
-    paths = [
-        shards.shard_path(options.out, number)
-        for number in range(-(-len(lines.usable) // options.shard_size))
-    ]
     facts = [shards.read_facts(path) for path in paths]
     counts = torch.zeros(vocab_size, dtype=torch.int64)
     sequences = tokens = 0
     for path in paths:
         texts = list(shards.read_shard(path))
         sequences, tokens = sequences + len(texts), tokens + sum(len(t.tokens) for t in texts)
-        if texts:
-            targets = torch.cat([text.tokens[text.loss_mask] for text in texts])
-            counts += torch.bincount(targets, minlength=vocab_size)
+        counts += token_counts(texts, vocab_size)
     if not sequences:
         raise TrainError("None of the lines gave a sequence; see the reasons above.")
     shards.replace(
@@ -142,7 +213,7 @@ def _finish(options: DataOptions, making: dict[str, Any], lines: Lines, vocab_si
         "sequences": sequences,
         "tokens": tokens,
         "counted": int(counts.sum()),
-        "skipped": lines.broken + sum(fact["skipped"] for fact in facts),
+        "skipped": broken + sum(fact["skipped"] for fact in facts),
         "cut": sum(fact["cut"] for fact in facts),
         "shards": len(paths),
         **making,

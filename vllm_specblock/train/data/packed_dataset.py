@@ -6,7 +6,7 @@ import bisect
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,37 +23,28 @@ if TYPE_CHECKING:
 
 
 class PackedDataset:
-    """Texts cut into pieces of at most `length` tokens, and pieces packed into windows.
-
-    Args:
-        texts: the sequences. `Segment.sequence` counts them from `first`.
-        length: columns of a window.
-        shortest: pieces of fewer tokens teach nothing and are dropped, and so are those in
-            which no token after the second is counted.
-        pack: put several pieces into one window where they fit; otherwise one each.
-        first: number of the first text in the data set that these are a part of.
-    """
+    """Texts cut into pieces of at most `length` tokens, and pieces packed into windows of `length`
+    columns (one each without `pack`). Pieces of fewer than `shortest` tokens are dropped, as are
+    those in which no token after the second is counted."""
 
     def __init__(
-        self, texts: Sequence[Text], length: int, shortest: int, pack: bool = True, first: int = 0
+        self, texts: Sequence[Text], length: int, shortest: int, pack: bool = True
     ) -> None:
-        self.texts, self.length, self.first = texts, length, first
+        self.texts, self.length = texts, length
         segments = [
             segment
-            for segment in segments_of((text.tokens for text in texts), length, first)
+            for segment in segments_of((text.tokens for text in texts), length)
             if segment.length >= shortest and self._text(segment).loss_mask[2:].any()
         ]
         if not segments:
             raise TrainError(
                 f"The data holds no sequence of {shortest} tokens or more with tokens to learn."
             )
-        packed = pack_lengths([segment.length for segment in segments], length) if pack else None
-        self.plan = (
-            [tuple(segments[i] for i in window) for window in packed]
-            if packed is not None
-            else [(segment,) for segment in segments]
-        )
-        self._order: dict[tuple[int, int], Tensor] = {}
+        packed = [[number] for number in range(len(segments))]
+        if pack:
+            packed = pack_lengths([segment.length for segment in segments], length)
+        self.plan = [tuple(segments[number] for number in window) for window in packed]
+        self._permutation = lru_cache(maxsize=2)(self._shuffled)  # two, where epochs meet
 
     def __len__(self) -> int:
         return len(self.plan)
@@ -64,18 +55,15 @@ class PackedDataset:
         return sum(segment.length for window in self.plan for segment in window)
 
     def batch(self, step: int, size: int, seed: int) -> Batch:
-        """The windows of update `step` (0-based), `size` of them.
-
-        Each epoch is a fresh permutation seeded by (seed, epoch), so that a resumed run needs
-        nothing but the step's number to see the batches that an unbroken one would.
-        """
+        """The `size` windows of update `step` (0-based). Each epoch is a permutation seeded by
+        (seed, epoch): a resumed run sees the batches of an unbroken one."""
         wanted = range(step * size, (step + 1) * size)
         return self.of(
             [int(self._permutation(seed, i // len(self))[i % len(self)]) for i in wanted]
         )
 
     def of(self, numbers: Sequence[int]) -> Batch:
-        """The windows called `numbers`, on the CPU."""
+        """Windows by number, on the CPU."""
         shape = (len(numbers), self.length)
         tokens = torch.full(shape, NO_TOKEN)
         loss_mask = torch.zeros(shape, dtype=torch.bool)
@@ -94,17 +82,13 @@ class PackedDataset:
         return Batch(tokens, document, position, loss_mask, tuple(self.plan[n] for n in numbers))
 
     def _text(self, segment: Segment) -> Text:
-        text = self.texts[segment.sequence - self.first]
+        text = self.texts[segment.sequence]
         here = slice(segment.start, segment.start + segment.length)
         return Text(text.tokens[here], text.loss_mask[here])
 
-    def _permutation(self, seed: int, epoch: int) -> Tensor:
-        if (seed, epoch) not in self._order:
-            draw = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
-            # One epoch at a time is alive, two at its boundary.
-            self._order = {key: order for key, order in self._order.items() if key[1] >= epoch - 1}
-            self._order[seed, epoch] = torch.randperm(len(self), generator=draw)
-        return self._order[seed, epoch]
+    def _shuffled(self, seed: int, epoch: int) -> Tensor:
+        draw = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+        return torch.randperm(len(self), generator=draw)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -117,10 +101,8 @@ class PackedDataset:
 
 
 def pack_lengths(lengths: Sequence[int], room: int) -> list[list[int]]:
-    """Which pieces share a window of `room` columns: best fit, the longest first.
-
-    Returns the indices of each window's pieces; windows and their pieces in ascending order.
-    """
+    """Pack pieces into windows of `room` columns, best fit, the longest first: the indices of each
+    window's pieces, windows and their pieces in ascending order."""
     windows: list[list[int]] = []
     spaces: list[int] = []  # sorted, distinct
     with_space: dict[int, list[int]] = {}
@@ -155,14 +137,9 @@ def token_counts(texts: Sequence[Text], vocab_size: int) -> Tensor:
 def load_texts(
     path: Path, tokenizer: Callable[[], PreTrainedTokenizerBase], vocab_size: int
 ) -> list[Text]:
-    """Read training data.
-
-    Args:
-        path: what `specblock data` wrote; or a folder of UTF-8 text files (each a document), a
-            `.jsonl` file with a `text` or an `input_ids` in every line, or a `.safetensors` file
-            (see `shards`). Without a loss mask every token counts.
-        tokenizer: gives the target's tokenizer; called only when there is text to tokenise.
-        vocab_size: the target's; ids outside it are an error.
+    """Read what `specblock data` wrote; or a folder of UTF-8 text files (each a document), a
+    `.jsonl` file with a `text` or an `input_ids` in every line, or a `.safetensors` file (see
+    `shards`). Without a loss mask every token counts. `tokenizer` is called only for text.
 
     Raises:
         TrainError: the data is missing, broken or empty; says which file and line.

@@ -35,10 +35,9 @@ def read_prompts(
             Of a `text`, the first `prompt_tokens` tokens are the prompt; of a conversation, all
             before the first answer; of a folder's sequence, all before the first token that the
             target wrote, or the first `prompt_tokens` where it wrote them all.
-        tokenizer: the target's.
         chat: put each `prompt` through the chat template, as one user turn.
-        vocab_size: the target's, if it is to be checked.
-        report: gets a line for every broken line.
+        vocab_size: the target's; None: not checked.
+        report: gets a message for every broken line.
 
     Raises:
         TrainError: there is no such data, no prompt in it, or it is of another target.
@@ -73,11 +72,8 @@ def _of_folder(folder: Path, prompt_tokens: int) -> Iterator[Tensor]:
 
 
 def prompt_ids(text: str, tokenizer: PreTrainedTokenizerBase, chat: bool) -> list[int]:
-    """What the target reads before it goes on: one user turn, or the text as it stands.
-
-    Raises:
-        TrainError: `chat` without a chat template.
-    """
+    """Tokens of one user turn, or of the text as it stands; raises `TrainError` for `chat` without
+    a chat template."""
     if not chat:
         return tokenizer(text)["input_ids"]
     if not tokenizer.chat_template:

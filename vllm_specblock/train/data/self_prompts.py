@@ -1,13 +1,12 @@
-"""Prompts that the target makes up itself, out of its chat template alone.
+"""Prompts that the target makes up from its chat template alone.
 
-A chat model that has read how a user's turn begins goes on as a user would ("Magpie: Alignment
-Data Synthesis from Scratch by Prompting Aligned LLMs with Nothing", arXiv 2406.08464). What it says
-up to the end of that turn becomes a prompt like any other, in a file beside the shards.
+A chat model that has read how a user's turn begins continues as a user would ("Magpie: Alignment
+Data Synthesis from Scratch by Prompting Aligned LLMs with Nothing", arXiv 2406.08464). Its text up
+to the end of that turn becomes a prompt, in a file beside the shards.
 """
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 from collections.abc import Callable
@@ -18,17 +17,16 @@ from tqdm import tqdm
 
 from vllm_specblock.train.config import TrainError
 from vllm_specblock.train.data import shards
-from vllm_specblock.train.data.answering import Answerer
-from vllm_specblock.train.data.chat import BrokenLine
+from vllm_specblock.train.data.answering import Answerer, seed_of
+from vllm_specblock.train.data.chat import BrokenLine, report
 from vllm_specblock.train.data.chat_tokens import ChatTokens
-from vllm_specblock.train.data.make_shard import report
 from vllm_specblock.train.data.options import DataOptions
 
 FILE = "self_prompts.jsonl"
-"""All of a folder's prompts, a `{"prompt": …}` in each line; written when the last one is there."""
+"""All of a folder's prompts, a `{"prompt": …}` in each line; written last."""
 
 MOST_TOKENS = 256
-"""Of one prompt. A turn that has not ended by then is dropped: it mostly goes round in circles."""
+"""Of one prompt. A turn that has not ended by then is dropped: it mostly repeats itself."""
 
 _TEMPERATURE = 1.0
 _SENTINEL = "SENTINEL4FA91C"
@@ -38,10 +36,9 @@ _SENTINEL = "SENTINEL4FA91C"
 class UserTurn(NamedTuple):
     """What a chat template writes around a user's message.
 
-    Attributes:
-        before: token ids up to the message, a system turn included where the template adds one.
-        end: text that follows the message, without white space around it unless it is all.
-        stop: the id of the control token that `end` begins with; None where it is plain text.
+    before: token ids up to the message, with a system turn where the template adds one.
+    end: text that follows the message, stripped unless it is white space.
+    stop: the id of the control token that `end` begins with; None where it is plain text.
     """
 
     before: list[int]
@@ -50,12 +47,8 @@ class UserTurn(NamedTuple):
 
 
 def user_turn(tokens: ChatTokens) -> UserTurn:
-    """Read the user's turn out of the template.
-
-    Raises:
-        TrainError: there is no chat template, or it does not write the message once, as it is, with
-            something before and after it.
-    """
+    """Read the user's turn out of the template; raises `TrainError` where there is none, or it
+    does not write the message once, as it is, with something before and after it."""
     if not tokens.chat:
         raise TrainError(
             "--self-prompts needs a chat model, but the target's tokenizer has no chat template: "
@@ -64,7 +57,7 @@ def user_turn(tokens: ChatTokens) -> UserTurn:
     try:
         turn = [{"role": "user", "content": _SENTINEL}]
         before, *after = tokens.text(turn).split(_SENTINEL)
-        if after == [""]:  # then it is the head of the answer that ends the turn
+        if after == [""]:  # the head of the answer ends the turn
             before, *after = tokens.text(turn, ask=True).split(_SENTINEL)
         if len(after) != 1 or not before.strip() or not after[0]:
             raise TrainError(
@@ -81,17 +74,17 @@ def user_turn(tokens: ChatTokens) -> UserTurn:
 
 
 def make_prompts(options: DataOptions, tokens: ChatTokens, target: Callable[[], Answerer]) -> Path:
-    """The file of the made-up prompts, made where it is not there yet.
+    """The file of the made-up prompts, made where it is missing.
 
-    They are sampled `shard_size` at a time, and each such part is kept until the last one is there:
-    a run that was killed goes on at its first missing part. Empty ones, duplicates and turns that
-    do not end are dropped.
+    They are sampled `shard_size` at a time, each such part a file of its own until all are made: a
+    killed run resumes at its first missing part. Empty ones, duplicates and turns that do not end
+    are dropped.
 
     Raises:
         TrainError: see `user_turn`, or none of the prompts can be used.
     """
-    whole = options.out / FILE
-    parts = [_part(options.out, number) for number in range(_parts(options))]
+    whole, size = options.out / FILE, options.shard_size
+    parts = [_part(options.out, number) for number in range(-(-options.self_prompts // size))]
     if not whole.exists():
         turn = user_turn(tokens)
         most = min(MOST_TOKENS, options.max_length - len(turn.before) - 1)
@@ -122,10 +115,6 @@ def begun(folder: Path) -> bool:
     return (folder / FILE).exists() or _part(folder, 0).exists()
 
 
-def _parts(options: DataOptions) -> int:
-    return -(-options.self_prompts // options.shard_size)
-
-
 def _part(folder: Path, number: int) -> Path:
     return folder / f"self_prompts-{number:05d}.jsonl"
 
@@ -146,7 +135,7 @@ def _sample(
         [turn.before] * count,
         [_TEMPERATURE] * count,
         [most] * count,
-        [_seed(options.seed, first + offset) for offset in range(count)],
+        [seed_of(f"{options.seed}/prompt/{first + offset}") for offset in range(count)],
         () if turn.stop is None else (turn.stop,),
     )
     return [_message(tokens, turn, ids) for ids in said]
@@ -161,14 +150,9 @@ def _message(tokens: ChatTokens, turn: UserTurn, ids: list[int]) -> str:
     return "" if over is None else text.strip()
 
 
-def _seed(seed: int, number: int) -> int:
-    digest = hashlib.sha256(f"{seed}/prompt/{number}".encode()).digest()
-    return int.from_bytes(digest[:4]) >> 1
-
-
 def _write(path: Path, prompts: list[str]) -> None:
-    text = "".join(json.dumps({"prompt": prompt}, ensure_ascii=False) + "\n" for prompt in prompts)
-    shards.replace(path, lambda aside: aside.write_text(text, encoding="utf-8", newline="\n"))
+    lines = (json.dumps({"prompt": prompt}, ensure_ascii=False) + "\n" for prompt in prompts)
+    shards.write_text(path, "".join(lines))
 
 
 def _read(path: Path) -> list[str]:

@@ -38,10 +38,7 @@ def shard_path(folder: Path, number: int) -> Path:
 
 
 def write_shard(path: Path, texts: Sequence[Text], facts: dict[str, int] | None = None) -> None:
-    """Write one shard, aside and renamed: a kill leaves no half of one.
-
-    `texts` may be empty. `facts` are numbers about the making, for `read_facts`.
-    """
+    """Write one shard in one step. `texts` may be empty; `facts` are for `read_facts`."""
     tensors = {
         "tokens": torch.cat([torch.empty(0).long(), *(text.tokens for text in texts)]).int(),
         "counted": torch.cat([torch.empty(0).bool(), *(text.loss_mask for text in texts)]).byte(),
@@ -53,14 +50,14 @@ def write_shard(path: Path, texts: Sequence[Text], facts: dict[str, int] | None 
 
 
 def read_facts(path: Path) -> dict[str, int]:
-    """What `write_shard` was told beside the texts.
+    """The `facts` of `write_shard`; raises `TrainError` where the file cannot be read."""
+    with _opened(path) as file:
+        return json.loads((file.metadata() or {}).get("facts", "{}"))
 
-    Raises:
-        TrainError: it is no such file.
-    """
+
+def _opened(path: Path) -> safetensors.safe_open:
     try:
-        with safetensors.safe_open(path, "pt") as file:
-            return json.loads((file.metadata() or {}).get("facts", "{}"))
+        return safetensors.safe_open(path, "pt")
     except (safetensors.SafetensorError, FileNotFoundError) as error:
         raise TrainError(f"{path} is not a readable safetensors file: {error}.") from None
 
@@ -71,10 +68,8 @@ def read_shard(path: Path) -> Iterator[Text]:
     Raises:
         TrainError: it is no such file.
     """
-    try:
-        tensors = safetensors.torch.load_file(path)
-    except (safetensors.SafetensorError, FileNotFoundError) as error:
-        raise TrainError(f"{path} is not a readable safetensors file: {error}.") from None
+    with _opened(path) as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     tokens, lengths = tensors.get("tokens"), tensors.get("lengths")
     if tokens is None or lengths is None or int(lengths.sum()) != len(tokens):
         raise TrainError(f"{path} must hold `tokens` [T] and `lengths` [N] with sum(lengths) = T.")
@@ -99,25 +94,35 @@ def read(folder: Path) -> Iterator[Text]:
 
 def write_index(folder: Path, index: dict[str, Any]) -> None:
     """Mark `folder` as whole. `index["shards"]` says how many shards it has."""
-    text = json.dumps(index, indent=1) + "\n"
-    replace(folder / INDEX, lambda aside: aside.write_text(text, encoding="utf-8"))
+    write_json(folder / INDEX, index)
 
 
-def read_index(folder: Path) -> dict[str, Any]:
-    """data.json of a data folder; raises `TrainError` if it is not there."""
+def read_index(folder: Path, name: str = INDEX, made_by: str = "data") -> dict[str, Any]:
+    """A folder's index, which `specblock MADE_BY` writes last; raises `TrainError` without it."""
     try:
-        return json.loads((folder / INDEX).read_text(encoding="utf-8"))
+        return json.loads((folder / name).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise TrainError(
-            f"There is no {INDEX} in {folder}: `specblock data` has not been here, or was stopped "
-            "before its end (run it again with the same options and it goes on)."
+            f"There is no {name} in {folder}: `specblock {made_by}` has not been here, or was "
+            "stopped before its end (run it again with the same options and it goes on)."
         ) from None
     except json.JSONDecodeError as error:
-        raise TrainError(f"{folder / INDEX} is not JSON: {error}.") from None
+        raise TrainError(f"{folder / name} is not JSON: {error}.") from None
 
 
 def replace(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a file beside `path`, then put it in its place in one step."""
+    """Let `write` fill a file beside `path`, then put it in its place in one step: a kill leaves
+    the old file or the new one."""
     aside = path.with_name(f".{path.name}.part")
     write(aside)
     aside.replace(path)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a UTF-8 file in one step."""
+    replace(path, lambda aside: aside.write_text(text, encoding="utf-8", newline="\n"))
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Replace a JSON file in one step."""
+    write_text(path, json.dumps(content, indent=1, default=str) + "\n")

@@ -4,41 +4,36 @@ The paper's α_{m,j} (SpecBlock, appendix C and figure 5b) is measured here; its
 of another chain, whose blocks may start anywhere in the block before: see `main_path.py`.
 
 At every root of the continuation the drafter drafts one chain of M blocks, each from the end of
-the one before. Many roots of a text are drafted at once, and every block takes the text's token
-at its start, whatever the drafter chose there: that is what "everything before was accepted"
-means, and where the drafter did choose it, it is the chain of serving.
+the one before. Every block takes the text's token at its start: α is given that all tokens before
+were accepted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from vllm_specblock.drafters.specblock.dense_cache import DenseBlockCache, DenseCache
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
-from vllm_specblock.train.eval.first_block import TOGETHER, first_block_along
 from vllm_specblock.train.learner import IGNORE_INDEX, EvalSequence
 from vllm_specblock.train.losses import RANK_BUCKETS, rank_bucket
 
-_Value = TypeVar("_Value")
-
+TOGETHER = 128
+"""Rows of one forward: bounds its mask."""
 BUCKETS = len(RANK_BUCKETS) + 1
 
 
 @dataclass(frozen=True)
 class Chain:
-    """What n roots gave, position k of block m in column (m − 1)·K + k − 1 of M·K.
+    """Chains of n roots, position k of block m in column (m − 1)·K + k − 1; each [n, M·K].
 
-    Attributes (each [n, M·K]):
-        seen: bool, the text has a token there.
-        hit: bool, the drafter's first choice is that token.
-        rank: int64, the bucket of that token's rank in the drafter's distribution; `IGNORE_INDEX`
-            where the drafter cannot name it, or there is none.
-        guess: int64, the bucket that the rank head predicts.
+    seen: bool, the text has a token there; hit: bool, it is the drafter's first choice.
+    rank: int64, the bucket of its rank in the drafter's distribution, `IGNORE_INDEX` without one.
+    guess: int64, the bucket that the rank head predicts.
     """
 
     seen: Tensor
@@ -52,7 +47,7 @@ class Chain:
         return self.seen & _all_before(self.hit)
 
     def of_roots(self, index: Tensor) -> Chain:
-        """The chains of some of the n roots alone; index int64."""
+        """The chains of some roots; index int64."""
         return Chain(*(part[index] for part in (self.seen, self.hit, self.rank, self.guess)))
 
     def on_block(self, block_size: int) -> Tensor:
@@ -61,6 +56,24 @@ class Chain:
 
 
 @torch.no_grad()
+def first_block_along(drafter: SpecBlockModel, sequence: EvalSequence, cache: DenseCache) -> Tensor:
+    """States of block 1 at every row but the last, [T − 1, K, H]: row i reads tokens up to i + 1
+    and drafts what follows them. Fills the empty `cache` with the rows."""
+    dtype, tokens = drafter.lm_head.weight.dtype, sequence.tokens
+    rows = torch.arange(len(tokens) - 1, device=tokens.device)
+    return torch.cat(
+        [
+            drafter(
+                drafter.condition(sequence.hidden[part].to(dtype)),
+                sequence.embed(tokens[part + 1]).to(dtype),
+                part + 1,
+                cache.append(),
+            )
+            for part in rows.split(TOGETHER)
+        ]
+    )
+
+
 def chain_along(drafter: SpecBlockModel, sequence: EvalSequence, blocks: int) -> Chain:
     """The chains of all roots from the first token after the prompt to the last but one."""
     return compare(drafter, sequence, states_along(drafter, sequence, blocks))
@@ -68,8 +81,7 @@ def chain_along(drafter: SpecBlockModel, sequence: EvalSequence, blocks: int) ->
 
 @torch.no_grad()
 def states_along(drafter: SpecBlockModel, sequence: EvalSequence, blocks: int) -> Tensor:
-    """What the heads read along those chains, [n, M·K, H]. It does not depend on the heads: every
-    block takes the text's token, not theirs."""
+    """States that the heads read along those chains, [n, M·K, H]; no head changes them."""
     weight = drafter.lm_head.weight
     cache = DenseCache(drafter.config, weight.dtype, weight.device)
     first = first_block_along(drafter, sequence, cache)[:-1]  # [T − 2, K, H]
@@ -89,11 +101,7 @@ def _drafted_from(
     growth: DenseBlockCache,
     blocks: int,
 ) -> Tensor:
-    """States of all blocks from the drafting rows [n]; hidden [n, K, H] is block 1's.
-
-    Returns:
-        [n, M·K, H].
-    """
+    """States of all blocks from the drafting rows [n], [n, M·K, H]; hidden [n, K, H]: block 1's."""
     tokens, K, count = sequence.tokens, drafter.config.block_size, len(rows)
     states = [hidden]
     index = torch.arange(count, device=rows.device)
@@ -113,7 +121,7 @@ def _drafted_from(
 
 @torch.no_grad()
 def compare(drafter: SpecBlockModel, sequence: EvalSequence, hidden: Tensor) -> Chain:
-    """The heads over `states_along` [n, M·K, H] against the text, a row at a time of logits."""
+    """The heads over `states_along` [n, M·K, H] against the text, a column of logits at a time."""
     tokens, (count, columns) = sequence.tokens, hidden.shape[:2]
     root = len(tokens) - count + torch.arange(count, device=hidden.device)
     place = root[:, None] + torch.arange(columns, device=hidden.device)
@@ -123,7 +131,7 @@ def compare(drafter: SpecBlockModel, sequence: EvalSequence, hidden: Tensor) -> 
     draft_id = draft_id.where(seen, IGNORE_INDEX)
     hit, rank = torch.zeros_like(seen), torch.full_like(place, IGNORE_INDEX)
     guess = torch.zeros_like(place)
-    for column in range(place.shape[1]):
+    for column in range(columns):
         logits, rank_logits = drafter.heads(hidden[:, column])
         label = draft_id[:, column]
         named = label != IGNORE_INDEX
@@ -141,11 +149,8 @@ def _all_before(hit: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Bucket:
-    """How well the rank head knows one bucket (paper, table 3).
-
-    `frequency` is the share of positions whose token is of this bucket; a share of nothing is
-    None.
-    """
+    """The rank head's figures for one bucket (paper, table 3), and the share of positions whose
+    token is of it; None: a share of nothing."""
 
     frequency: float | None
     precision: float | None
@@ -155,18 +160,13 @@ class Bucket:
 
 @dataclass(frozen=True)
 class ChainFigures:
-    """Shares over all roots of all texts; None where no position counts.
+    """Shares of right first choices over all roots of all texts; None where no position counts.
 
-    Attributes:
-        alpha: [M·K], the drafter's first choice is the text's token, given that it was at all
-            positions before.
-        alpha_blocks: [M][K], the same given that it was at the positions before of the same block
-            alone: the blocks before are fed the text's tokens whether they were right or not.
-        accuracy: [M][K], the same whatever was before.
-        positions: [M·K], how many positions `alpha` is over.
-        rank: [4], the rank head's figures over the positions of `alpha` whose token the drafter
-            can name (the valid-prefix mask is one).
-        rank_positions: how many those are.
+    alpha: [M·K], given that all positions before were right; positions: [M·K], how many count.
+    alpha_blocks: [M][K], given that the positions before in the same block were right.
+    accuracy: [M][K], without a condition.
+    rank: [4], the rank head's figures over the `rank_positions` of `alpha` whose token the drafter
+        can name.
     """
 
     alpha: list[float | None]
@@ -178,23 +178,22 @@ class ChainFigures:
 
     @property
     def alpha_mj(self) -> list[list[float | None]]:
-        """[M][K], the paper's α_{m,j}: `alpha` by block. Position j of block m is given that
-        positions 1 … j − 1 of the block were right, and the blocks before it entirely."""
+        """[M][K], the paper's α_{m,j}: `alpha` by block."""
         return _rows(self.alpha, len(self.accuracy[0]))
 
     @classmethod
     def of(cls, chains: Iterable[Chain], block_size: int) -> ChainFigures:
         """Count over several texts."""
-        loss_mask: list[Tensor] = []
+        counted: list[Tensor] = []
         confused: list[Tensor] = []
         for chain in chains:
             given = (chain.on_chain, chain.on_block(block_size), chain.seen)
             hits = [torch.stack([(mask & chain.hit).sum(0), mask.sum(0)]) for mask in given]
-            loss_mask.append(torch.stack(hits))  # [3, 2, M·K]
+            counted.append(torch.stack(hits))  # [3, 2, M·K]
             named = chain.on_chain & (chain.rank != IGNORE_INDEX)
             pairs = chain.rank[named] * BUCKETS + chain.guess[named]
             confused.append(pairs.bincount(minlength=BUCKETS**2))
-        counts, confusion = torch.stack(loss_mask).sum(0), torch.stack(confused).sum(0)
+        counts, confusion = torch.stack(counted).sum(0), torch.stack(confused).sum(0)
         alpha, in_block, free = ([_share(*pair) for pair in zip(*kind)] for kind in counts.tolist())
         return cls(
             alpha,
@@ -228,5 +227,5 @@ def _share(part: int, whole: int) -> float | None:
     return part / whole if whole else None
 
 
-def _rows(values: list[_Value], width: int) -> list[list[_Value]]:
+def _rows(values: list[Any], width: int) -> list[list[Any]]:
     return [values[i : i + width] for i in range(0, len(values), width)]

@@ -15,31 +15,26 @@ from vllm_specblock.drafters.specblock.growth import Expansion
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
 from vllm_specblock.drafters.specblock.tree_shape import TreeShape
 from vllm_specblock.feedback.calibration import DraftCalibration
-from vllm_specblock.train.eval.first_block import first_block_along
+from vllm_specblock.train.eval.chain import first_block_along
 from vllm_specblock.train.learner import EvalSequence
 from vllm_specblock.train.losses import RANK_BUCKETS
 from vllm_specblock.tree import DraftTree
 
 
 class LearnedBeta:
-    """β of the drafter's logits along one text, learned from every step as in serving.
-
-    Args:
-        calibration: with one slot at least; None: β is 1.
-        temperature: at which the target wrote the text.
-    """
+    """β of the drafter's logits along one text, learned from every step as in serving; without
+    `calibration` it is 1. `temperature`: at which the target wrote the text."""
 
     def __init__(
         self, calibration: DraftCalibration | None, temperature: float, device: torch.device
     ) -> None:
-        self.calibration, self.req_idx = (
-            calibration,
-            torch.zeros(1, dtype=torch.int64, device=device),
-        )
+        self.calibration = calibration
+        self.req_idx = torch.zeros(1, dtype=torch.int64, device=device)
         if calibration is not None:
             calibration.begin(0)  # as a request of its own
         self.temperature = torch.tensor([temperature], device=device)
-        self.before: tuple[int, DraftTree] | None = None  # the last step's root and tree
+        self.before: tuple[int, DraftTree] | None = None
+        """The last step's root and tree, to be set after each step."""
 
     def at(self, root: int) -> Tensor | None:
         """[1] fp32 for the step from `root`, after learning how far the step before has come."""
@@ -52,22 +47,14 @@ class LearnedBeta:
             self.calibration.learn(self.temperature, expected, accepted, live, self.req_idx)
         return self.calibration.of(self.temperature, self.req_idx)
 
-    def drafted(self, root: int, tree: DraftTree) -> None:
-        """Keep the step's tree until it is known what was accepted."""
-        self.before = root, tree
-
 
 class SpecBlockDraft:
-    """A `Draft` along one text.
+    """A `Draft` along one text, in the drafter's dtype and on its device.
 
     Args:
-        drafter: its dtype is that of the arithmetic, whatever the sequence's is.
-        sequence: the text, on the drafter's device.
-        shape: of the trees, with any number of blocks.
         calibration, temperature: see `LearnedBeta`.
         true_buckets: where a position's path is the text so far, take the rank bucket of the text's
-            next token, not the rank head's: what rank guidance could give at the most. Elsewhere
-            there is no true one, and the rank head's stays.
+            next token, not the rank head's: an upper bound on rank guidance.
     """
 
     def __init__(
@@ -118,7 +105,7 @@ class SpecBlockDraft:
             drafted, depth = torch.cat([drafted, hidden]), torch.cat([depth, reach])
         selection = expansion.select()
         self.last = expansion, selection
-        self.beta.drafted(root, selection.tree)
+        self.beta.before = root, selection.tree
         return selection.tree
 
     def forwards(self) -> Tensor:
@@ -129,17 +116,16 @@ class SpecBlockDraft:
     @cached_property
     @torch.no_grad()
     def _first_block(self) -> Tensor:
-        """Block 1's states [T − 1, K, H] of all rows, which no step changes: a row sees none after
-        it, and the same weights draft along the whole text."""
+        """Block 1's states [T − 1, K, H] of all rows, which no step changes."""
         return first_block_along(self.drafter, self.sequence, self.cache)
 
     def _candidates(
         self, hidden: Tensor, beta: Tensor | None, first: Tensor, follows: Tensor
     ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
-        """What `SpecBlockModel.candidates` gives of some rows, with the buckets asked for.
+        """`SpecBlockModel.candidates` of some rows, with true buckets where asked for.
 
         Args:
-            hidden: [1, rows, K, H]; beta: as there.
+            hidden: [1, rows, K, H].
             first: [rows] int64, number of the text's token that position 0 of each row drafts.
             follows: [rows] bool, the path to the row is the text.
 
@@ -187,12 +173,9 @@ def chain_shape(drafter: SpecBlockModel, blocks: int) -> TreeShape:
 
 
 def uniform_shape(shape: TreeShape, width: int | None = None) -> TreeShape:
-    """Ablation: the same width at every position, and no position gives up.
-
-    By default the least width, from 2 on, that hangs half as many candidates again as the budget:
-    many are of equal text and join, and a tree that stays below the budget would be no fair
-    comparison. The cut to the budget by score stays.
-    """
+    """Ablation: the same width at every position. The default is the least width, from 2 on, with
+    1.5 times as many candidates as the budget: those of equal text join, and a comparison needs a
+    full tree."""
     cells = shape.num_rows * shape.block_size
     width = width or max(2, -(-3 * shape.budget // (2 * cells)))
     return replace(shape, branching=(width,) * 4)

@@ -18,14 +18,8 @@ from vllm_specblock.triton_kernels.drafting.grow_level import LevelLimits
 
 
 class Eagle3Draft:
-    """A `Draft` along one text: catch up on the committed rows, then grow a tree from the newest.
-
-    Args:
-        drafter: its dtype is that of the arithmetic, whatever the sequence's is.
-        sequence: the text, on the drafter's device; its states are of the drafter's layers.
-        growth: of the trees.
-        calibration, temperature: see `LearnedBeta`.
-    """
+    """A `Draft` along one text, in the drafter's dtype and on its device: catch up on the committed
+    rows, then grow a tree from the newest. calibration, temperature: see `LearnedBeta`."""
 
     def __init__(
         self,
@@ -50,7 +44,7 @@ class Eagle3Draft:
         level = self.attention_builder.level
         tree = grow(self.drafter, self.embed, self.growth, state, newest, level, beta)
         self.attention_builder.cut(root)
-        self.beta.drafted(root, tree)
+        self.beta.before = root, tree
         return tree
 
     def forwards(self) -> Tensor:
@@ -70,12 +64,8 @@ class Eagle3Draft:
 
 
 class CachedAttentionBuilder:
-    """`attend` over one text's rows so far and new ones.
-
-    Attributes:
-        key, value: [n, nkv, D] of each layer.
-        mask: [new, n + new] bool, to be set before each forward.
-    """
+    """`attend` over one text's rows so far (key, value: [n, nkv, D] of each layer) and new ones;
+    mask [new, n + new] bool is set before each forward."""
 
     def __init__(self, drafter: Eagle3Model) -> None:
         weight, shape = drafter.fc.weight, drafter.config
@@ -86,15 +76,14 @@ class CachedAttentionBuilder:
 
     @property
     def rows(self) -> int:
-        """n."""
         return len(self.key[0])
 
     def cut(self, rows: int) -> None:
-        """Forget all but the first `rows`."""
+        """Keep the first `rows` only."""
         self.key, self.value = ([x[:rows] for x in kept] for kept in (self.key, self.value))
 
     def begin(self) -> None:
-        """From here on, rows of levels: they see what is there now, and their ancestors."""
+        """Begin a tree: its rows see the rows so far and their ancestors."""
         self.committed = self.rows
         # Drafted row 0 is the newest committed one, and hides nothing from those below it.
         self.path = torch.zeros(1, 0, dtype=torch.bool, device=self.key[0].device)

@@ -24,7 +24,7 @@ from vllm_specblock.train.eval.drafting import (
 from vllm_specblock.train.eval.replay import Replay, check_steps, replay
 from vllm_specblock.train.learner import EvalSequence
 from vllm_specblock.train.target.answers import continue_prompts
-from vllm_specblock.train.target.features import OnlineTeacher, Teacher
+from vllm_specblock.train.target.features import OnlineTeacher
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -33,8 +33,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class TreeFigures:
     """One shape of tree. tau: mean tokens committed per step; error: its standard error over
-    the steps, as if they were independent; steps; nodes: mean nodes of a tree; sharpness: β in
-    the end, 1 if it was not to be learned."""
+    independent steps; nodes: mean nodes of a tree; sharpness: β in the end, 1 if not learned."""
 
     tau: float
     error: float
@@ -53,13 +52,8 @@ class TreeFigures:
 
 @dataclass(frozen=True)
 class Figures:
-    """A drafter on texts of one temperature.
-
-    Attributes:
-        texts, new_tokens: how many, and the tokens after their prompts in all.
-        trees: by the name of the shape.
-        chain: along the chain of `blocks` blocks.
-    """
+    """A drafter on texts of one temperature: number of texts and of tokens after their prompts,
+    figures by the name of the trees' shape, and along the chain of `blocks` blocks."""
 
     texts: int
     new_tokens: int
@@ -101,12 +95,10 @@ def evaluate(
     """All figures over `sequences`, each of which is read once.
 
     Args:
-        drafter: in the dtype of the arithmetic.
         shapes: of the trees, by name. All take steps where the deepest of them does.
         blocks: M of the chain that α is measured along.
-        temperature: at which the target wrote the texts; trees are then grown as serving grows
-            them, with a sharpness for each shape that is learned from text to text. None: by the
-            drafter's own probabilities.
+        temperature: at which the target wrote the texts; each shape then learns a sharpness from
+            text to text, as in serving. None: trees are grown by the drafter's own probabilities.
 
     Raises:
         TrainError: no text is long enough for a step.
@@ -126,43 +118,19 @@ def evaluate(
         if len(sequence.tokens) > sequence.prompt + 1:  # else nothing follows the first root
             chains.append(chain_along(drafter, sequence, blocks))
         new_tokens += len(sequence.tokens) - sequence.prompt
-    whole = {name: Replay.join(parts) for name, parts in replays.items()}
-    for steps in whole.values():
-        check_steps(steps, depth)
-    return Figures(
-        len(replays[next(iter(shapes))]),
-        new_tokens,
-        {
-            name: TreeFigures.of(steps, _beta(learned[name], sampling_temperature))
-            for name, steps in whole.items()
-        },
-        ChainFigures.of(chains, drafter.config.block_size),
-    )
+    trees = {}
+    for name, parts in replays.items():
+        whole = Replay.join(parts)
+        check_steps(whole, depth)
+        trees[name] = TreeFigures.of(whole, _beta(learned[name], sampling_temperature))
+    chain = ChainFigures.of(chains, drafter.config.block_size)
+    return Figures(len(parts), new_tokens, trees, chain)
 
 
 def _beta(sharpness: DraftCalibration | None, temperature: float) -> float:
     if sharpness is None:
         return 1.0
     return float(sharpness.of(torch.tensor([temperature], device=sharpness.log.device)))
-
-
-def sequences_of(
-    teacher: Teacher, texts: Sequence[Tensor], prompts: Sequence[int], device: torch.device
-) -> Iterator[EvalSequence]:
-    """Sequences from one target forward per text, as they are asked for.
-
-    Args:
-        teacher: runs the target.
-        texts: [T_i] int64 each, prompts with the target's own continuations.
-        prompts: tokens of each prompt.
-        device: the target's.
-    """
-    for text, prompt in zip(texts, prompts):
-        text = text.to(device)
-        target_outputs = teacher.teach(Batch.of(text[None]))
-        yield EvalSequence(
-            text, prompt, target_outputs.hidden[0], target_outputs.last[0], teacher.embed
-        )
 
 
 def sequences_from(
@@ -177,8 +145,8 @@ def sequences_from(
 ) -> Iterator[EvalSequence]:
     """The target's own continuations of `prompts` as sequences; see `continue_prompts`.
 
-    The texts are written now, and torch's global generators left as they were; each text's
-    features come when it is asked for. Keep them in a list to draft along them several times.
+    The texts are written now, without a change to torch's global generators; the features of a
+    text are computed when the iterator reaches it.
     """
     cuda = [target.device] if target.device.type == "cuda" else []
     with torch.random.fork_rng(cuda):
@@ -199,9 +167,11 @@ def sequences_for(
     texts: Sequence[Tensor],
     prompts: Sequence[int],
 ) -> Iterator[EvalSequence]:
-    """`sequences_of` for a drafter that reads `layer_ids` of a transformers `target`."""
-    nothing = torch.empty(
-        0, dtype=torch.int64, device=target.device
-    )  # no distribution is asked for
-    teacher = OnlineTeacher(target, layer_ids, nothing)
-    return sequences_of(teacher, texts, prompts, target.device)
+    """Yield sequences for a drafter that reads `layer_ids` of a transformers `target`; texts:
+    [T_i] int64 each, prompts (of so many tokens) with the target's own continuations."""
+    no_ids = torch.empty(0, dtype=torch.int64, device=target.device)  # p* is not needed
+    teacher = OnlineTeacher(target, layer_ids, no_ids)
+    for text, prompt in zip(texts, prompts):
+        text = text.to(target.device)
+        outputs = teacher.teach(Batch.of(text[None]))
+        yield EvalSequence(text, prompt, outputs.hidden[0], outputs.last[0], teacher.embed)

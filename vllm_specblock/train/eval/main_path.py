@@ -1,8 +1,7 @@
 """α_k along the main path of the served tree (SpecBlock, appendix C and figure 5a).
 
-The chain of figure 5a has no fixed block boundary: "the boundary depends on how many positions of
-block 0 are taken before block 1 starts". So it is read off the trees that serving drafts, the
-drafter's greedy token at every position, and not off a chain of whole blocks (`chain.py`).
+The chain of figure 5a has no fixed block boundary: it is the drafter's greedy token at every
+position of the served tree, not a chain of whole blocks (`chain.py`).
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ class MainPathFigures:
     Attributes:
         reached: main paths that have a token there, all tokens before being the target's.
         hits: how many of those tokens are the target's.
-        ended: main paths all of whose tokens are the target's, and that end just before it.
-            They count neither as a hit nor as a miss: the drafter has no token there.
+        ended: main paths that end just before it, with all tokens the target's: neither a hit
+            nor a miss.
         forward: of the tokens in `reached`, how many each drafter forward proposed.
     """
 
@@ -38,12 +37,8 @@ class MainPathFigures:
 
     @classmethod
     def of(cls, steps: Iterable[Step], depth: int) -> MainPathFigures:
-        """Count over `steps`.
-
-        Args:
-            steps: none of them cut short by the text's end.
-            depth: tokens of the longest path of any tree, K·M for SpecBlock.
-        """
+        """Count over `steps`, none of them cut short by the text's end; `depth`: tokens of the
+        longest path of any tree, K·M for SpecBlock."""
         reached, hits, ended = ([0] * depth for _ in range(3))
         forward: list[Counter[int]] = [Counter() for _ in range(depth)]
         for step in steps:

@@ -8,58 +8,57 @@ from pathlib import Path
 from typing import Any
 
 from vllm_specblock.train import provenance
-from vllm_specblock.train.data.shards import replace
+from vllm_specblock.train.data.shards import write_text
 
 FILE = "README.md"
 MARK = "<!-- Written by the trainer at each save. Take this line away, and it is left alone. -->"
 
 
 def write(folder: Path, facts: dict[str, Any], tau: float | None) -> None:
-    """Leave provenance and card beside a checkpoint; a card that a user made their own stays.
+    """Write provenance and card beside a checkpoint; a card that a user changed stays.
 
     Args:
-        folder: of the drafter.
         facts: for `provenance.write`; the card has some of them.
         tau: mean tokens a step along the held-out texts, of these very weights; None: unknown.
     """
     provenance.write(folder, facts)
     path = folder / FILE
-    if path.exists() and MARK not in path.read_text(encoding="utf-8"):
-        return
-    replace(path, lambda aside: aside.write_text(card(facts, tau), encoding="utf-8"))
+    if not path.exists() or MARK in path.read_text(encoding="utf-8"):
+        write_text(path, card(facts, tau))
 
 
 def card(facts: dict[str, Any], tau: float | None) -> str:
     """The text, in Markdown; see `write`."""
     options = facts["options"]
     target = options["target_name"] or Path(options["target"]).name
-    # JSON's strings are YAML's.
-    head = ["---", f"base_model: {json.dumps(target, ensure_ascii=False)}", "library_name: vllm"]
-    head += ["tags: [speculative-decoding, specblock]", "---", MARK, ""]
-    return "\n".join(
-        [
-            *head,
-            f"# A drafter for {target}",
-            "",
-            "It drafts trees of tokens that the target verifies; the output is the target's own.",
-            "",
-            "| | |",
-            "| --- | --- |",
-            *(f"| {name} | {value} |" for name, value in _rows(facts, target, tau)),
-            "",
-            "## Serve it",
-            "",
-            "With the plugin `vllm_specblock` installed beside vLLM, FOLDER being this one:",
-            "",
-            "```bash",
-            f"vllm serve {shlex.quote(target)} --speculative-config \\",
-            """  '{"method": "specblock", "model": "FOLDER"}'""",
-            "```",
-            "",
-            "vLLM's CPU build wants `VLLM_USE_V2_MODEL_RUNNER=1` beside it.",
-            "",
-        ]
-    )
+    rows = "\n".join(f"| {name} | {value} |" for name, value in _rows(facts, target, tau))
+    # The base model is a string of JSON, which YAML reads.
+    return f"""---
+base_model: {json.dumps(target, ensure_ascii=False)}
+library_name: vllm
+tags: [speculative-decoding, specblock]
+---
+{MARK}
+
+# A drafter for {target}
+
+It drafts trees of tokens that the target verifies; the output is the target's own.
+
+| | |
+| --- | --- |
+{rows}
+
+## Serve it
+
+With the plugin `vllm_specblock` installed beside vLLM, FOLDER being this one:
+
+```bash
+vllm serve {shlex.quote(target)} --speculative-config \\
+  '{{"method": "specblock", "model": "FOLDER"}}'
+```
+
+vLLM's CPU build needs `VLLM_USE_V2_MODEL_RUNNER=1` beside it.
+"""
 
 
 def _rows(facts: dict[str, Any], target: str, tau: float | None) -> list[tuple[str, str]]:
@@ -72,10 +71,7 @@ def _rows(facts: dict[str, Any], target: str, tau: float | None) -> list[tuple[s
         ("target", target),
         ("data", f"{Path(options['data']).name}, fingerprint `{facts['data']}`"),
         ("licence of its prompts", options.get("data_license") or "not stated"),
-        (
-            "updates",
-            f"{facts['step']:,} of {update}",
-        ),
+        ("updates", f"{facts['step']:,} of {update}"),
         ("trained on", f"{facts['device']}, {facts['ranks']} at a time, {facts['seconds']:.0f} s"),
         ("τ", reached),
     ]

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from vllm_specblock.train.eval.replay import accepted_path
+from vllm_specblock.train.eval.replay import walk
 from vllm_specblock.train.learner import EvalSequence
 from vllm_specblock.tree import DraftTree
 
@@ -28,15 +28,12 @@ class TreeDraft(Protocol):
 class Step:
     """One tree and its verification; entry 0 of each list is the root.
 
-    Attributes:
-        root: place of the root in the text.
-        token: target ids.
-        parent: −1 for the root.
-        score: cumulative log-probability in nats, 0 for the root.
-        forward: the drafter forward that proposed the node: block m of SpecBlock, level d of
-            EAGLE-3; 0 for the root.
-        accepted: nodes of the accepted path, from the root on.
-        bonus: the target's own token after that path; None where the text ends with the path.
+    root: place of the root in the text.
+    parent: −1 for the root.
+    score: cumulative log-probability in nats, 0 for the root.
+    forward: the drafter forward that proposed the node (block m or level d); 0 for the root.
+    accepted: nodes of the accepted path, from the root on.
+    bonus: the target's own token after that path; None where the text ends with the path.
     """
 
     root: int
@@ -49,7 +46,7 @@ class Step:
 
     @property
     def nodes(self) -> int:
-        """Of the tree, without the root."""
+        """Number of nodes without the root."""
         return len(self.token) - 1
 
     @property
@@ -62,11 +59,7 @@ class Step:
         return math.exp(self.score[node] - self.score[self.parent[node]]) if node else 1.0
 
     def main_path(self) -> list[int]:
-        """Nodes below the root that follow the drafter's greedy token at every position.
-
-        It is the chain within the served tree: it changes from block 1 to block 2 wherever the
-        tree does, and ends where the tree has nothing below it.
-        """
+        """Nodes below the root that follow the drafter's greedy token, to the tree's end."""
         path, here = [], 0
         # Nodes stand in descending order of score, so a node's first child is its best.
         for node in range(1, len(self.parent)):
@@ -77,19 +70,11 @@ class Step:
 
 
 def steps_along(draft: TreeDraft, sequence: EvalSequence, depth: int = 0) -> Iterator[Step]:
-    """The steps of `replay`, one after the other, with all that is to be shown of them.
-
-    Args:
-        draft, sequence: see `replay`.
-        depth: no step is taken where fewer than depth + 1 tokens follow the root. 0: to the
-            text's end, where a step may be cut short by it.
-    """
-    tokens, root = sequence.tokens.tolist(), sequence.prompt
-    while root + depth + 1 < len(tokens):
-        tree = draft(root)
-        size, ahead = int(tree.size[0]), tokens[root + 1 :]
-        path = accepted_path(tree, ahead)
-        count = len(path) - 1
+    """The steps of `replay` with their trees; depth 0: to the text's end, which may cut a step
+    short."""
+    tokens = sequence.tokens.tolist()
+    for root, tree, path in walk(draft, sequence, depth):
+        size, bonus = int(tree.size[0]), root + len(path)
         yield Step(
             root,
             [tokens[root], *tree.token[0, :size].tolist()],
@@ -97,6 +82,5 @@ def steps_along(draft: TreeDraft, sequence: EvalSequence, depth: int = 0) -> Ite
             [0.0, *tree.logprob[0, :size].tolist()],
             [0, *draft.forwards()[:size].tolist()],
             path,
-            ahead[count] if count < len(ahead) else None,
+            tokens[bonus] if bonus < len(tokens) else None,
         )
-        root += count + 1

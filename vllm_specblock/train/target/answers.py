@@ -21,18 +21,12 @@ def continue_prompts(
     seed: int = 0,
     batch: int = 64,
 ) -> list[Tensor]:
-    """Continue each prompt by at most `new_tokens` tokens of the target's own.
-
-    Args:
-        target: a transformers causal LM.
-        prompts: [T_i] int64 each, not empty.
-        new_tokens: a text ends earlier after an end-of-sequence token.
-        temperature: 0 is greedy.
-        seed: of the sampling, which draws from torch's global generator.
-        batch: prompts that are continued together; their order does not change.
+    """Continue each prompt ([T_i] int64, not empty) by at most `new_tokens` of the target's own
+    tokens, up to an end-of-sequence token, `batch` prompts together.
 
     Returns:
-        Prompt and continuation, [T_i + n_i] int64 each, on the CPU.
+        Prompt and continuation, [T_i + n_i] int64 each, on the CPU. Sampling draws from torch's
+        global generator.
     """
     device = target.device
     ends = target.generation_config.eos_token_id
@@ -59,7 +53,7 @@ def continue_prompts(
             **sampling,
         )[:, width:]
         ended = torch.isin(output, ends)
-        # Up to and with the first end: columns that no end stands before.
+        # Columns up to and with the first end.
         alive = (ended.cumsum(1) - ended.long()) == 0
         texts += [
             torch.cat([prompt, new[live].cpu()]) for prompt, new, live in zip(group, output, alive)

@@ -8,18 +8,17 @@ A feature folder holds
     features-00001.safetensors   pieces [n, 3] int64 (sequence, start, length), lengths' sum = T
     ...
 
-Every sequence is cut into consecutive pieces of at most `length` tokens, and the target has seen
-each piece alone, from position 0.
+Every sequence is cut into consecutive pieces of at most `length` tokens; the target reads each
+piece alone, from position 0.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,8 +28,8 @@ import torch
 from torch import Tensor
 
 from vllm_specblock.train.config import TrainError
+from vllm_specblock.train.data import shards
 from vllm_specblock.train.data.batch import Segment, segments_of
-from vllm_specblock.train.data.shards import replace
 
 INDEX = "features.json"
 UNFINISHED = "unfinished.json"
@@ -46,16 +45,9 @@ class Features(NamedTuple):
 
 @dataclass(frozen=True)
 class Origin:
-    """What a folder's features are of. Two folders of one origin hold the same numbers.
-
-    Attributes:
-        target: fingerprint of the target (`target_rows.fingerprint`).
-        data: fingerprint of the sequences (`fingerprint`).
-        layer_ids: feature layers; i is the residual stream after i layers.
-        dtype: of the target's arithmetic and of the features, as torch calls it.
-        length: tokens of the longest piece.
-        shard_tokens: a shard is closed with the piece that fills it up to so many tokens.
-    """
+    """Source of a folder's features: fingerprints of target and sequences, feature layers (i is
+    the residual stream after i layers), torch's name of the dtype, tokens of the longest piece, and
+    tokens with which a shard is full. Two folders of one origin hold the same numbers."""
 
     target: str
     data: str
@@ -99,12 +91,9 @@ def fill(
 
     Args:
         sequences: each [T] of any integer dtype; those of `origin.data`.
-        extract: gives the features of each of some pieces of tokens ([T] int64), in order. It is
-            called for one shard while the features of the shard before are read and written.
-        progress: told how many more tokens are on disk.
-
-    Raises:
-        TrainError: the folder was begun with another origin.
+        extract: pieces of tokens ([T] int64 each) -> their features, in order. It is called for
+            one shard while the features of the shard before are read and written.
+        progress: called with the number of tokens that each shard adds.
     """
     begin(folder, origin)
     groups = _shards_of(segments_of(sequences, origin.length), origin.shard_tokens)
@@ -127,32 +116,25 @@ def fill(
         if written is not None:
             progress(written.result())
     index = asdict(origin) | {"sequences": len(sequences), "shards": count}
-    _write_json(folder / INDEX, index)
+    shards.write_json(folder / INDEX, index)
     (folder / UNFINISHED).unlink()
 
 
 def begin(folder: Path, origin: Origin) -> bool:
-    """Claim `folder` for features of `origin`; whether it is whole already.
-
-    Raises:
-        TrainError: the folder is of another origin.
-    """
+    """Claim `folder` for features of `origin` and return whether it is whole already; raises
+    `TrainError` where it is of another origin."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in (INDEX, UNFINISHED):
         if (folder / name).exists():
-            check(folder, _read_json(folder / name), **asdict(origin))
+            check(folder, shards.read_index(folder, name, "features"), **asdict(origin))
             if name == INDEX:
                 return True
-    _write_json(folder / UNFINISHED, asdict(origin))
+    shards.write_json(folder / UNFINISHED, asdict(origin))
     return False
 
 
 def check(folder: Path, index: dict[str, Any], **expected: Any) -> None:
-    """Compare entries of a folder's index; None is not compared.
-
-    Raises:
-        TrainError: one differs.
-    """
+    """Raise `TrainError` where entries of a folder's index differ; None is not compared."""
     for key, here in expected.items():
         there = tuple(index[key]) if key == "layer_ids" else index[key]
         if here is not None and there != here:
@@ -178,7 +160,7 @@ def _shards_of(segments: Iterable[Segment], shard_tokens: int) -> Iterator[list[
 def _write_shard(
     path: Path, segments: list[Segment], texts: list[Tensor], features: Iterable[Features]
 ) -> int:
-    """Write one shard, aside and renamed; its number of tokens."""
+    """Write one shard; its number of tokens."""
     total = sum(segment.length for segment in segments)
     tensors: dict[str, Tensor] = {}
     end = 0
@@ -194,32 +176,20 @@ def _write_shard(
         end += segment.length
     tensors["tokens"] = torch.cat(texts).int()
     tensors["pieces"] = torch.tensor(segments)
-    replace(path, lambda aside: safetensors.torch.save_file(tensors, aside))
+    shards.replace(path, lambda aside: safetensors.torch.save_file(tensors, aside))
     return total
 
 
 class FeatureStore:
-    """Reads a whole feature folder by piece. Rows come from the page cache or the disk; nothing
-    is kept in memory but the index and `OPEN_FILES` mapped files.
-
-    Args:
-        folder: what `fill` wrote.
-        expected: entries of `Origin` that the features must have; None is any.
-
-    Raises:
-        TrainError: the folder is not whole, damaged, or of another origin.
-    """
+    """Read a whole feature folder by piece, as views of at most `OPEN_FILES` mapped files.
+    `expected`: entries of `Origin`, None is any. Raises `TrainError` where the folder is not whole,
+    damaged, or of another origin."""
 
     def __init__(self, folder: Path, **expected: Any) -> None:
         self.folder = folder
-        if not (folder / INDEX).exists():
-            raise TrainError(
-                f"There is no {INDEX} in {folder}: `specblock features` has not been here, or was "
-                "stopped before its end (run it again with the same options and it goes on)."
-            )
-        self.index = _read_json(folder / INDEX)
+        self.index = shards.read_index(folder, INDEX, "features")
         check(folder, self.index, **expected)
-        self._files: OrderedDict[int, safetensors.safe_open] = OrderedDict()
+        self._file = lru_cache(OPEN_FILES)(self._open)
         self._places: dict[tuple[int, int], tuple[int, int, int]] = {}
         for number in range(self.index["shards"]):
             row = 0
@@ -232,23 +202,13 @@ class FeatureStore:
         return len(self._places)
 
     def zeros(self, *shape: int) -> Features:
-        """Features of no token at all, shaped [*shape, ...], in the dtype of the files."""
-        like = self._file(0)
-        return Features(
-            *(
-                like.get_slice(name)[:0].new_zeros(*shape, like.get_slice(name).get_shape()[1])
-                for name in Features._fields
-            )
-        )
+        """Zeros shaped [*shape, ...], in the dtype of the files."""
+        columns = (self._file(0).get_slice(name)[:0] for name in Features._fields)
+        return Features(*(rows.new_zeros(*shape, rows.shape[1]) for rows in columns))
 
     def read(self, segment: Segment) -> tuple[Features, Tensor]:
-        """Features and tokens ([T] int32) of one piece, as views of a mapped file.
-
-        A piece may be shorter than the stored one: rows do not depend on later tokens.
-
-        Raises:
-            TrainError: there is no such piece.
-        """
+        """Features and tokens ([T] int32) of one piece, which may be shorter than the stored one:
+        rows do not depend on later tokens. Raises `TrainError` where there is none."""
         number, row, length = self._places.get((segment.sequence, segment.start), (0, 0, 0))
         if segment.length > length:
             raise TrainError(
@@ -261,27 +221,9 @@ class FeatureStore:
         features = Features(*(file.get_slice(name)[rows] for name in Features._fields))
         return features, file.get_slice("tokens")[rows]
 
-    def _file(self, number: int) -> safetensors.safe_open:
-        """An open shard; the one that was used longest ago is closed for it."""
-        if number not in self._files:
-            path = shard_path(self.folder, number)
-            try:
-                self._files[number] = safetensors.safe_open(path, framework="pt")
-            except (safetensors.SafetensorError, OSError) as error:
-                raise TrainError(f"The feature shard {path} cannot be read: {error}.") from None
-            if len(self._files) > OPEN_FILES:
-                self._files.popitem(last=False)
-        self._files.move_to_end(number)
-        return self._files[number]
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    text = json.dumps(content, indent=1) + "\n"
-    replace(path, lambda aside: aside.write_text(text, encoding="utf-8"))
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise TrainError(f"{path} is not JSON: {error}.") from None
+    def _open(self, number: int) -> safetensors.safe_open:
+        path = shard_path(self.folder, number)
+        try:
+            return safetensors.safe_open(path, framework="pt")
+        except (safetensors.SafetensorError, OSError) as error:
+            raise TrainError(f"The feature shard {path} cannot be read: {error}.") from None

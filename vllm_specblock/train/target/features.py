@@ -1,16 +1,19 @@
-"""Target outputs: hidden states and next-token probabilities of the frozen target."""
+"""Target outputs: hidden states and next-token probabilities of the frozen target, from a forward
+or from the features on disk."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
+from torch.nn.functional import embedding, linear
 
 from vllm_specblock.train.config import TrainError
-from vllm_specblock.train.data.batch import Batch
+from vllm_specblock.train.data.batch import NO_TOKEN, Batch
+from vllm_specblock.train.target import target_rows
+from vllm_specblock.train.target.feature_store import Features, FeatureStore
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -31,27 +34,18 @@ class TargetOutputs(NamedTuple):
 
 
 class Teacher(Protocol):
-    """Where a batch's `TargetOutputs` comes from: a forward of the target, or the disk."""
+    """Source of `TargetOutputs`; `embed`: target ids [...] -> the target's embeddings [..., Ht]."""
 
     def teach(self, batch: Batch) -> TargetOutputs: ...
 
-    def embed(self, tokens: Tensor) -> Tensor:
-        """Target ids [...] int64 -> the target's own embeddings [..., Ht]."""
-        ...
+    def embed(self, tokens: Tensor) -> Tensor: ...
 
-    def target_probs(self, last: Tensor) -> Tensor:
-        """`TargetOutputs.target_probs` of `TargetOutputs.last`."""
-        ...
+    def target_probs(self, last: Tensor) -> Tensor: ...
 
 
 class OnlineTeacher:
-    """Runs the frozen target over each batch.
-
-    Args:
-        target: a transformers causal LM.
-        layer_ids: indices into transformers' `hidden_states` (0 = embeddings).
-        draft_ids: [Vd] int64, the target ids of the draft vocabulary.
-    """
+    """Runs the frozen target over each batch. layer_ids: indices into transformers'
+    `hidden_states` (0 = embeddings); draft_ids: [Vd] int64, target ids of the draft vocabulary."""
 
     def __init__(
         self, target: PreTrainedModel, layer_ids: tuple[int, ...], draft_ids: Tensor
@@ -82,17 +76,74 @@ class OnlineTeacher:
         return self.embedding(tokens)
 
 
+class StoredTeacher:
+    """Reads the outputs of `OnlineTeacher` from features that `specblock features` wrote.
+
+    Of the target it loads the embedding and the rows of the LM head that p* needs.
+
+    Args:
+        draft_ids: [Vd] int64, the target ids of the draft vocabulary.
+        device, dtype: of all outputs but p*, which is fp32.
+        expected: `layer_ids`, `length`, `data` (`feature_store.fingerprint` of the sequences) of
+            the features; None is any. `TrainError` where they differ.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        target: Path,
+        draft_ids: Tensor,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        **expected: Any,
+    ) -> None:
+        self.store = FeatureStore(folder, target=target_rows.fingerprint(target), **expected)
+        self.device, self.dtype = torch.device(device), dtype
+        self.head = target_rows.head_rows(target, draft_ids).to(self.device, dtype)
+        self.embedding = target_rows.embedding_rows(target).to(self.device, dtype)
+
+    @torch.no_grad()
+    def teach(self, batch: Batch) -> TargetOutputs:
+        """Features of a batch on any device; zeros past each window's last document. Raises
+        `TrainError` where a piece is not on disk, or has other tokens there."""
+        hidden, last = (rows.to(self.device, self.dtype) for rows in self._gather(batch))
+        return TargetOutputs(hidden, last, self.target_probs(last))
+
+    @torch.no_grad()
+    def target_probs(self, last: Tensor) -> Tensor:
+        return target_probs_of(last, self.head)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return embedding(tokens, self.embedding)
+
+    def _gather(self, batch: Batch) -> Features:
+        """[B, L, 3·Ht] and [B, L, Ht] on the CPU, in the dtype of the files."""
+        gathered = self.store.zeros(*batch.tokens.shape)
+        tokens = torch.full(batch.tokens.shape, NO_TOKEN, dtype=torch.int32)
+        for window, segments in enumerate(batch.segments):
+            column = 0
+            for segment in segments:
+                features, seen = self.store.read(segment)
+                here = slice(column, column + segment.length)
+                gathered.hidden[window, here] = features.hidden
+                gathered.last[window, here] = features.last
+                tokens[window, here] = seen
+                column += segment.length
+        if not torch.equal(tokens, batch.tokens.int().cpu()):
+            raise TrainError(
+                f"The features in {self.store.folder} are of other data: tokens of this batch "
+                "differ from those that the target has seen."
+            )
+        return gathered
+
+
 def target_probs_of(last: Tensor, head: Tensor) -> Tensor:
     """p* over the draft vocabulary. last [..., Ht], head [Vd, Ht] -> [..., Vd] fp32."""
     return linear(last, head.to(last.dtype)).float().softmax(-1)
 
 
 def load_target(path: Path, precision: str, device: torch.device) -> PreTrainedModel:
-    """The frozen target, a transformers causal LM.
-
-    Raises:
-        TrainError: there is no such model.
-    """
+    """The frozen target, a transformers causal LM; raises `TrainError` where there is none."""
     from transformers import AutoModelForCausalLM
 
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
@@ -114,5 +165,5 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
 
 
 def first_line(error: Exception) -> str:
-    """What an error of another library says first; the rest is for its own readers."""
+    """First line of another library's error."""
     return str(error).strip().split("\n")[0]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
 
 import safetensors
 from torch import Tensor
@@ -19,10 +18,7 @@ _NORM = ("model.norm.weight",)
 
 def fingerprint(target: Path) -> str:
     """Changes with the target's config.json and with the name or size of any weight file.
-
-    Raises:
-        TrainError: there is no such target.
-    """
+    Raises `TrainError` where there is no such target."""
     digest = hashlib.sha256(_read(target / "config.json"))
     for path in sorted(target.glob("*.safetensors")):
         digest.update(f"{path.name} {path.stat().st_size}\n".encode())
@@ -30,40 +26,28 @@ def fingerprint(target: Path) -> str:
 
 
 def embedding_rows(target: Path) -> Tensor:
-    """[V, Ht] in the files' dtype, a view of the mapped file.
-
-    Raises:
-        TrainError: the target has no one embedding in safetensors files.
-    """
+    """[V, Ht] in the files' dtype, a view of the mapped file; raises `TrainError` where the
+    target has no single embedding in safetensors files."""
     return _tensor(target, _find(_files_of(target), _EMBEDDING, target))
 
 
 def head_rows(target: Path, ids: Tensor) -> Tensor:
     """Rows `ids` [n] int64 of the LM head, the embedding where the two are tied: [n, Ht].
-
-    Raises:
-        TrainError: the target has no LM head in safetensors files.
-    """
+    Raises `TrainError` where the target has no LM head in safetensors files."""
     names = _files_of(target)
     has_head = any(name.endswith(_HEAD) for name in names)
-    tied = _tied(json.loads(_read(target / "config.json")))
-    # A config that says nothing leaves it to its class, and files of tied weights hold one only.
+    config = json.loads(_read(target / "config.json"))
+    text = config.get("text_config") or {}
+    tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings"))
+    # The config may leave it to its class; files of tied weights hold one tensor only.
     wanted = _EMBEDDING if tied or (tied is None and not has_head) else _HEAD
     return _tensor(target, _find(names, wanted, target))[ids.cpu()]
 
 
 def final_norm(target: Path) -> Tensor:
-    """Weight of the norm before the LM head, [Ht] in the files' dtype.
-
-    Raises:
-        TrainError: the target has no such norm in safetensors files.
-    """
+    """Weight of the norm before the LM head, [Ht] in the files' dtype; raises `TrainError` where
+    the target has none in safetensors files."""
     return _tensor(target, _find(_files_of(target), _NORM, target))
-
-
-def _tied(config: dict[str, Any]) -> bool | None:
-    text = config.get("text_config") or {}
-    return config.get("tie_word_embeddings", text.get("tie_word_embeddings"))
 
 
 def _find(names: dict[str, str], endings: tuple[str, ...], target: Path) -> tuple[str, str]:
