@@ -58,9 +58,11 @@ def _accept_method() -> None:
             given = self.speculative_config
             if not asks_for_us(given):
                 return original(self, target_model_config, target_parallel_config)
+            from vllm_specblock.engine import compat
             from vllm_specblock.engine.config import vllm_args
             from vllm_specblock.engine.metrics import exporter, stop_strings
 
+            compat.warn_of_broken_hooks()
             resolved = vllm_args.translate(self, target_model_config, target_parallel_config)
             config = original(self, target_model_config, target_parallel_config)
             # Restore the user's config: EngineArgs may be reused.

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from vllm_specblock.engine.contract.check import broken
-from vllm_specblock.engine.contract.check import hooks as all_hooks
-from vllm_specblock.engine.contract.sources import installed
+from vllm_specblock.engine.compat import broken, installed
+from vllm_specblock.engine.compat import hooks as all_hooks
 from vllm_specblock.engine.doctor.finding import Finding, wrong
 
 _SHOWN = 3
@@ -15,7 +14,7 @@ def hooks() -> Finding:
     root = installed()
     if root is None:
         return wrong("hooks", "nothing to look at", "Install vLLM.")
-    count, found = len(all_hooks()), [str(each) for each in broken(root)]
+    count, found = len(all_hooks()), list(broken(root))
     if not found:
         return Finding("hooks", f"{count} of {count} are in vLLM as they have to be")
     more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
