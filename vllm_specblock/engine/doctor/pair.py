@@ -1,7 +1,4 @@
-"""Target and drafter: whether an engine would take them, and the memory that the drafter takes.
-
-Asks what an engine asks while its config is built, in the same order, and says what it would say.
-"""
+"""Check target and drafters as an engine's config does, and the memory that drafters take."""
 
 from __future__ import annotations
 
@@ -23,13 +20,13 @@ from vllm_specblock.engine.config.resolved_config import ResolvedDrafter, fetch_
 from vllm_specblock.engine.config.target_weights import check_quantization
 from vllm_specblock.engine.config.validate import check_runner, check_target, check_task
 from vllm_specblock.engine.config.vllm_args import read_request, resolve_request
-from vllm_specblock.engine.doctor.finding import Finding, as_line, wrong
+from vllm_specblock.engine.doctor.examine import Finding, as_line, wrong
 
 Refused = (OptionError, CheckpointError)
 
 
 def runner() -> Finding:
-    """Whether this environment runs the runner that trees need."""
+    """Check that this environment runs the runner that trees need."""
     try:
         check_runner(EngineArgs(), ParallelConfig())
     except OptionError as error:
@@ -38,12 +35,7 @@ def runner() -> Finding:
 
 
 def pair(target: str | None, given: dict[str, Any] | None) -> Iterator[Finding]:
-    """Findings about a target, about drafters, and about all of them together.
-
-    Args:
-        target: a folder or a hub id.
-        given: a `speculative_config`; None: no drafter is asked about.
-    """
+    """Yield findings about a target, its drafters and their memory; arguments as in `examine`."""
     model, args = None, EngineArgs() if target is None else EngineArgs(model=target)
     if target is not None:
         try:
@@ -81,7 +73,7 @@ def pair(target: str | None, given: dict[str, Any] | None) -> Iterator[Finding]:
 
 
 def alone(given: dict[str, Any]) -> Finding:
-    """A drafter without a target to hold it against."""
+    """Check a drafter without a target."""
     advice = "Give --target to hold it against one."
     if set(given) != {"model"}:
         return wrong("drafter", "not looked at", advice)
@@ -107,7 +99,7 @@ def _described(drafter: ResolvedDrafter) -> str:
 
 
 def memory(drafter: ResolvedDrafter, target: ModelConfig, nodes: int, name: str) -> Finding:
-    """Weights and cache of a drafter, beside the target's cache; of one device that holds all."""
+    """Return the size of a drafter's weights and cache, beside the target's cache."""
     kind, dtype = drafter_kind(drafter.kind), target.dtype
     assert drafter.folder is not None
     model = kind.load_checkpoint_module().load(Path(drafter.folder), dtype=dtype)
@@ -139,7 +131,7 @@ def memory(drafter: ResolvedDrafter, target: ModelConfig, nodes: int, name: str)
 
 
 def entries(layer: CacheLayer) -> int:
-    """Numbers that a token leaves in a layer."""
+    """Return the numbers that a token leaves in a layer."""
     return 2 * layer.num_kv_heads * layer.head_dim * layer.entries_per_token
 
 
