@@ -119,13 +119,15 @@ def test_a_changed_release_is_told_with_what_breaks(tmp_path):
     assert after[1].startswith("the tree mask: DefaultModelState.add_request takes (self, slot")
 
 
-def test_an_engine_warns_of_hooks_that_do_not_hold(monkeypatch, caplog):
+def test_an_engine_warns_once_of_hooks_that_do_not_hold(monkeypatch):
+    said = []
     compat.warn_of_broken_hooks.cache_clear()
+    monkeypatch.setattr(compat.logger, "warning", lambda text, *args: said.append(text % args))
     monkeypatch.setattr(compat, "broken", lambda root: iter(["the tree mask: it is gone"]))
     compat.warn_of_broken_hooks()
     compat.warn_of_broken_hooks()
-    (record,) = caplog.records
-    assert record.getMessage().endswith("which may break the tree mask: it is gone")
+    (line,) = said
+    assert line.endswith("which may break the tree mask: it is gone")
 
 
 def test_nothing_is_imported_to_look():
@@ -181,7 +183,8 @@ def test_our_overrides_take_what_the_originals_take():
     assert mine[:-1] == chunks[: len(mine) - 1] and mine[-2:] == ["pos", "rest"]
     call = inspect.getsource(RejectionSampler.__call__).split("self._verify_in_chunks(")[1]
     assert "=" not in call.split(")")[0]
-    assert set(arguments_of(BaseSpeculator.propose)) <= set(arguments_of(TreeSpeculator.propose))
+    theirs = arguments_of(BaseSpeculator.propose)
+    assert theirs[:6] == arguments_of(TreeSpeculator.propose)[:6]
     assert arguments_of(TreeAttentionImpl.forward) == [
         *arguments_of(AttentionImpl.forward)[:8], "output_scale", "output_block_scale",
     ]  # fmt: skip

@@ -355,10 +355,8 @@ HOOKS: tuple[Hook, ...] = (
         " || self.use_aux_hidden_state_outputs = requires_aux_hidden_states("),
     *_on(_GPU + "spec_decode/speculator.py", "the speculator",
         "BaseSpeculator.propose(self, input_batch, attn_metadata, slot_mappings,"
-        " last_hidden_states, aux_hidden_states, num_sampled, num_rejected, last_sampled,"
-        " next_prefill_tokens, temperature, seeds, ...)",
-        "BaseSpeculator.propose(..., num_speculative_tokens, dummy_run, skip_attn_for_dummy_run,"
-        " dp_sync_state, mm_inputs)",
+        " last_hidden_states, aux_hidden_states, ...)",
+        "BaseSpeculator.propose(..., num_speculative_tokens, dummy_run, skip_attn_for_dummy_run)",
         "BaseSpeculator: init_cudagraph_manager capture",
         "DraftModelSpeculator: load_draft_model load_model set_attn",
         "DraftModelSpeculator.__init__(self, vllm_config, device)"),

@@ -26,12 +26,11 @@ With the first engine with adaptive budgets (`budget.py`, on a CPU `host_budget.
     GPUModelRunner.sample_tokens: its output does not name requests without new drafts.
     resolve_adaptive_cudagraph_mode: requires CUDA graphs, even on a CPU.
     CPUWorker.compile_or_warm_up_model: does not profile steps, as a GPU worker does.
-With the first engine with sleep mode (`deep_sleep.py`):
-    Worker.sleep: level 2 discards weights that the drafter cannot reload.
 With each of our engines, and in `specblock features` (`target_model.py`):
     BaseModelLoader.create_model: builds the layers that are checked before weights are loaded.
     attn_utils.add_kv_sharing_layers_to_kv_cache_groups: leaves a sharing layer without a spec.
-With each of our engines (`draft_updates.py`):
+With each of our engines (`refused_calls.py`):
+    Worker.sleep: level 2 discards weights that the drafter cannot reload.
     Worker.start_draft_weight_update, supports_draft_weight_updates: load into the drafter's
         parameters, which a folded drafter lacks.
 With the first engine that adapts (`made_up_requests.py`):

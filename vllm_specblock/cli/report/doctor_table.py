@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from vllm_specblock.engine.doctor.examine import Finding, Verdict
+from vllm_specblock.engine.doctor.installation import Finding, Verdict
 
 MARKS: dict[Verdict, tuple[str, str]] = {
     "right": ("✓", "green"),

@@ -7,8 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_specblock.config import METHOD
 from vllm_specblock.engine import undrafted
-from vllm_specblock.engine.config.architecture import DRAFT_ARCHITECTURES, SpecBlockForDrafting
-from vllm_specblock.engine.config.hf_config import SpecBlockHFConfig
+from vllm_specblock.engine.config.architecture import (
+    DRAFT_ARCHITECTURES,
+    SpecBlockForDrafting,
+    SpecBlockHFConfig,
+)
 from vllm_specblock.engine.config.ours import asks_for_us, extracts_features, is_ours
 from vllm_specblock.engine.patches import Function, patch
 

@@ -17,10 +17,14 @@ from vllm_specblock.drafters.interface import CacheLayer
 from vllm_specblock.drafters.registry import drafter_kind
 from vllm_specblock.drafters.specblock.config import CheckpointError
 from vllm_specblock.engine.config.resolved_config import ResolvedDrafter, fetch_drafter
-from vllm_specblock.engine.config.target_weights import check_quantization
-from vllm_specblock.engine.config.validate import check_runner, check_target, check_task
-from vllm_specblock.engine.config.vllm_args import read_request, resolve_request
-from vllm_specblock.engine.doctor.examine import Finding, as_line, wrong
+from vllm_specblock.engine.config.validate import (
+    check_quantization,
+    check_runner,
+    check_target,
+    check_task,
+)
+from vllm_specblock.engine.config.vllm_args import resolve
+from vllm_specblock.engine.doctor.installation import Finding, as_line, wrong
 
 Refused = (OptionError, CheckpointError)
 
@@ -58,10 +62,9 @@ def pair(target: str | None, given: dict[str, Any] | None) -> Iterator[Finding]:
         return
     args.speculative_config = {"method": METHOD, **given}
     try:
-        given, nodes = read_request(args)
-        if given["method"] != METHOD:
+        if given.get("method", METHOD) != METHOD:
             raise OptionError(f"'method' is {given['method']!r}, but must be {METHOD!r} here.")
-        resolved = resolve_request(given, nodes, args, model, ParallelConfig())
+        resolved = resolve(args, model, ParallelConfig())
     except Refused as error:
         yield wrong("drafter", _named(given), as_line(error))
         return
@@ -69,7 +72,7 @@ def pair(target: str | None, given: dict[str, Any] | None) -> Iterator[Finding]:
         which = f" {number}" if resolved.combine else ""
         yield Finding(f"drafter{which}", _described(drafter))
         if drafter.folder is not None:
-            yield memory(drafter, model, nodes, f"memory{which}")
+            yield memory(drafter, model, resolved.num_speculative_tokens, f"memory{which}")
 
 
 def alone(given: dict[str, Any]) -> Finding:
@@ -98,7 +101,9 @@ def _described(drafter: ResolvedDrafter) -> str:
     return f"{drafter.folder}: {drafter.kind}, reads target layers {layers}"
 
 
-def memory(drafter: ResolvedDrafter, target: ModelConfig, nodes: int, name: str) -> Finding:
+def memory(
+    drafter: ResolvedDrafter, target: ModelConfig, num_speculative_tokens: int, name: str
+) -> Finding:
     """Return the size of a drafter's weights and cache, beside the target's cache."""
     kind, dtype = drafter_kind(drafter.kind), target.dtype
     assert drafter.folder is not None
@@ -109,7 +114,13 @@ def memory(drafter: ResolvedDrafter, target: ModelConfig, nodes: int, name: str)
     weights = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
     columns = tuple(range(len(drafter.layers)))
     made = kind.load_class()(
-        model, torch.nn.Identity(), drafter.options, nodes, target.max_model_len, nodes, columns
+        model,
+        torch.nn.Identity(),
+        drafter.options,
+        num_speculative_tokens,
+        target.max_model_len,
+        num_speculative_tokens,
+        columns,
     )
     own = sum(map(entries, made.cache_layers())) * dtype.itemsize
     one = ParallelConfig()

@@ -25,7 +25,7 @@ from vllm_specblock.adapt.versions import VersionFolder
 from vllm_specblock.drafters.interface import Drafter
 from vllm_specblock.drafters.specblock.drafter import SpecBlockDrafter
 from vllm_specblock.drafters.specblock.options import SpecBlockConfig
-from vllm_specblock.engine import draft_updates, made_up_requests
+from vllm_specblock.engine import made_up_requests
 from vllm_specblock.engine.config.resolved_config import ResolvedConfig, ResolvedDrafter
 from vllm_specblock.engine.runner.recording import NullSink, Recorder, Sink, Turning
 from vllm_specblock.engine.versions.drafter_versions import DeviceVersions, SlicedVersions, Versions
@@ -56,7 +56,6 @@ def make_recorder(
     Raises:
         TrainError: the folder for versions cannot be used.
     """
-    draft_updates.install()
     adapting = resolved.adapting
     if adapting is None or adapting.adapt is None:
         return None
