@@ -196,7 +196,7 @@ class ProposalGraphs(CudaGraphManager):
             slots = self.block_tables.get_dummy_slot_mappings(self.most_rows + 1)
             inputs = {
                 "slot_mapping": slots[group],
-                "target_slots": [slots[group] for group, _ in self.caches.target],
+                "target_slots": [slots[each] for each, _ in self.caches.target],
                 "block_table": self.block_tables.get_dummy_block_tables(count)[group],
                 "block_size": self.block_tables.block_sizes[group],
                 "masks": self.masks[:, :count],
