@@ -102,7 +102,7 @@ def test_the_installed_release_has_every_hook():
     assert f"from {speculator} import DraftModelSpeculator" in needs
 
 
-def test_a_changed_release_is_told_with_what_breaks(tmp_path):
+def test_a_changed_release_is_reported_with_what_breaks(tmp_path):
     """One argument is renamed, one file is gone."""
     state, warmup = "v1/worker/gpu/model_states/default.py", "v1/worker/gpu/warmup.py"
     for file in (state, warmup):

@@ -63,3 +63,22 @@ def patch(owner: Any, name: str, make: Callable[[Function], Function]) -> None:
     if isinstance(inspect.getattr_static(owner, name), classmethod):
         replacement = classmethod(replacement)
     setattr(owner, name, replacement)
+
+
+def replaces(owner: Any, name: str) -> Callable[[Function], Function]:
+    """Decorate the function that replaces `owner.name`, once; its first argument is the original.
+
+    Each call costs one more than with `patch`, which is for what runs in every step.
+    """
+
+    def decorate(function: Function) -> Function:
+        def make(original: Function) -> Function:
+            def replacement(*args: Any, **kwargs: Any) -> Any:
+                return function(original, *args, **kwargs)
+
+            return replacement
+
+        patch(owner, name, make)
+        return function
+
+    return decorate
