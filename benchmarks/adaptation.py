@@ -25,10 +25,10 @@ from adaptation_serving import LEARNERS, Serving
 from adaptation_serving import serve as serve_all
 from adaptation_serving import tables as tables_of_served
 from adaptation_simulation import check_prompts, simulate
+from lib.policies import POLICIES
 from lib.results_store import ROOT, markdown_table
 from lib.streams import STREAMS
 
-from vllm_specblock.adapt.policy.registry import POLICIES
 from vllm_specblock.cli.main import OneSentenceErrors
 
 FOLDER = ROOT / "runs/two_heads"
@@ -135,12 +135,12 @@ def attacks(
     """
     import torch
     from lib import attacks as attack
+    from lib.policies import make_policy
     from lib.simulation import Simulation, SimulationConfig
     from lib.simulation import simulate as serve
 
     from vllm_specblock.adapt.learning.train_batches import RecordTeacher
     from vllm_specblock.adapt.learning.update import UpdateConfig
-    from vllm_specblock.adapt.policy.registry import make_policy
     from vllm_specblock.drafters.specblock import checkpoint
     from vllm_specblock.train.data.prompts import read_prompts
     from vllm_specblock.train.eval.evaluate import sequences_for, sequences_from

@@ -22,13 +22,19 @@ import torch
 
 from vllm_specblock.adapt.book import Record
 from vllm_specblock.adapt.files import write_json
-from vllm_specblock.adapt.link.layout import LinkSizes, shapes_of
-from vllm_specblock.adapt.link.memory_link import EngineLink
+from vllm_specblock.adapt.link.folder_link import (
+    VERSIONS,
+    FolderLink,
+    make_shared_folder,
+    new_token,
+    shared_folder,
+)
 from vllm_specblock.adapt.policy.interface import FinishedRequest
 from vllm_specblock.adapt.trainer.process import TrainerProcess
 from vllm_specblock.adapt.trainer.trainer import TrainerConfig
 from vllm_specblock.adapt.versions import VersionFolder
 from vllm_specblock.drafters.specblock import checkpoint
+from vllm_specblock.train.config import TrainError
 
 ROWS, PATIENCE = 24, 120.0
 Said = dict[str, Any]
@@ -38,7 +44,9 @@ def stand_in(drafter: Path, target: Path, out: Path, says: Path) -> None:
     """Until somebody kills it: offer, take, and write what happened to `says`."""
     config = checkpoint.read_config(drafter)
     hidden, draw = config.target_hidden_size, torch.Generator().manual_seed(0)
-    link = EngineLink(LinkSizes(shapes_of(config), hidden))
+    token = new_token()
+    lock, folder = make_shared_folder(token, 1 << 26), shared_folder(token)
+    link = FolderLink(folder, VersionFolder(folder / VERSIONS, drafter, target), 1 << 26, lock=lock)
     wanted = TrainerConfig(
         str(drafter), str(target), "always", "all", every=2, out=str(out), seconds=0
     )
@@ -71,6 +79,7 @@ def stand_in(drafter: Path, target: Path, out: Path, says: Path) -> None:
                 says,
                 {
                     **said,
+                    "folder": str(folder),
                     "trainer": process.pid,
                     "torn": counts["versions_refused_checksum"],
                     "restarts": counts["trainer_restarts"],
@@ -88,7 +97,8 @@ def kill_all(
         what happened in all of them: `moments`, `taken` versions, the `slowest_ms` call of the
         engine, versions that it took though they were `not_finite`, `torn` ones that it refused,
         `orphans` (trainers that outlived their engine), `unusable` (starts without the version that
-        the folder names), `left` (what is half-written once somebody writes again).
+        the folder names), `left` (half-written files after the next lock, and folders in shared
+        memory).
     """
     draw = random.Random(seed)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -122,10 +132,14 @@ def kill_all(
             time.sleep(0.05)
         totals["orphans"] += _alive(last)
         folder = VersionFolder(out, drafter, target)
-        totals["unusable"] += folder.current()[1] is not None
-        folder.lock()  # raises TrainError while somebody else has it
+        try:
+            folder.read(folder.current())
+        except TrainError:
+            totals["unusable"] += 1
+        folder.lock()  # raises TrainError while another process has it
         folder.unlock()
         totals["left"] += sum(path.name not in (".lock",) for path in out.glob(".*"))
+        totals["left"] += Path(found["folder"]).exists()
     return totals
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-INSIDE = ("begin", "end", "turn", "record", "rest")
+INSIDE = ("begin", "end", "between_steps", "record", "pause")
 """What an engine calls of a recorder."""
 
 
@@ -61,7 +61,7 @@ def overhead(
     from vllm import LLM, SamplingParams
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    from vllm_specblock.engine.runner.recording import Recorder
+    from vllm_specblock.adapt.serving.recorder import Recorder
 
     inside, steps = Clock(), Clock()
     for name in INSIDE:

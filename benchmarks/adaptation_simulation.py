@@ -79,6 +79,7 @@ def simulate(
     """
     # Here and not above: torch and transformers take seconds, `--help` should not.
     import torch
+    from lib.policies import make_policy
     from lib.simulation import CostModel, Simulation, SimulationConfig
     from lib.simulation import simulate as serve
     from lib.simulation_figures import draw, figures, markdown
@@ -87,7 +88,6 @@ def simulate(
 
     from vllm_specblock.adapt.learning.train_batches import RecordTeacher
     from vllm_specblock.adapt.learning.update import UpdateConfig, rate_for
-    from vllm_specblock.adapt.policy.registry import make_policy
     from vllm_specblock.drafters.specblock import checkpoint
     from vllm_specblock.train.data.prompts import read_prompts
     from vllm_specblock.train.data.shards import replace

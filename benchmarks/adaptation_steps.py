@@ -24,7 +24,7 @@ from end_to_end import PAIR, made, prompts_of
 from lib.results_store import MEASURED, ResultsStore, markdown_table
 from lib.spec_configs import alone, specblock
 
-from vllm_specblock.adapt.link.staging import StagedVersion
+from vllm_specblock.adapt.link.staged import StagedVersion
 from vllm_specblock.adapt.policy.interface import Action
 from vllm_specblock.drafters.specblock import checkpoint
 from vllm_specblock.drafters.specblock.refresh import HEADS
@@ -139,14 +139,16 @@ def swaps(llm: Any, drafter: Path, prompts: Sequence[Any], tokens: int, what: st
         drafter: whose weights the engine has.
         what: `heads` or `all`.
     """
-    from vllm_specblock.engine.versions.drafter_versions import DeviceVersions, Versions
+    from vllm_specblock.adapt.serving.swaps import Swaps
+    from vllm_specblock.drafters.specblock.device_refresh import DeviceRefresh
+    from vllm_specblock.drafters.specblock.host_refresh import HostRefresh
 
     speculator = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
     speculator = speculator.model_runner.speculator
     weights = dict(checkpoint.load(drafter, torch.float32).named_parameters())
     kept = {n: each.detach() for n, each in weights.items() if what == "all" or n.startswith(HEADS)}
     link = Again(kept, every=8)
-    make = DeviceVersions if speculator.device.type == "cuda" else Versions
+    make = DeviceRefresh if speculator.device.type == "cuda" else HostRefresh
     steps: list[float] = []
 
     ran = 0
@@ -157,12 +159,12 @@ def swaps(llm: Any, drafter: Path, prompts: Sequence[Any], tokens: int, what: st
         ran += counts
 
     recorder = speculator.recorder
-    recorder.versions = make(speculator.draft_policy.drafters[0], link)
+    recorder.swaps = Swaps(link, make(speculator.draft_policy.drafters[0].model))
     try:
         while len(link.trips) < 8 and ran < 4096:
             steps += steps_of(llm, prompts, tokens, f"{what}-{ran}", count)
     finally:
-        recorder.versions = None
+        recorder.swaps = None
     return swap_summary(steps, link)
 
 

@@ -161,7 +161,7 @@ PARTS: dict[int, list[Step]] = {
         serving("llama-8b", "128", "SpecBlock @ 12; adaptive", 130, 200),
     ],
     5: [  # learning while serving
-        tests("recording", 90, 180, "tests/engine/runner/test_recording.py"),
+        tests("recording", 90, 180, "tests/engine/test_adapt_recording.py"),
         tests(
             "adapting",
             120,

@@ -13,6 +13,7 @@ token, a draft or such a step differs.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -85,21 +86,16 @@ class DraftRecorder:
         return counts.get((f"adapt_{name}", 0), 0)
 
     def stage(self, folder: str, number: int) -> None:
-        """In place of the trainer, where its memory is: offer a drafter's weights."""
-        from vllm_specblock.adapt.learning.pool import Version
-        from vllm_specblock.adapt.link.layout import shapes_of
-        from vllm_specblock.adapt.link.memory_link import TrainerLink
-        from vllm_specblock.adapt.policy.interface import Action
-
-        versions = self.model_runner.speculator.recorder.versions
-        if versions.trainer is None:
+        """In place of the trainer, where it was started: offer a drafter's weights."""
+        swaps = self.model_runner.speculator.recorder.swaps
+        if swaps.trainer is None:
             return
         if number == 1:
-            versions.trainer.stop()
-            shapes = shapes_of(checkpoint.read_config(folder))
-            self.trainer = TrainerLink(versions.link.descriptor, shapes)
-        tensors = {name: each.detach() for name, each in checkpoint.load(folder).named_parameters()}
-        self.trainer.stage(Version(number, tensors, Action.FULL, number - 1))
+            swaps.trainer.waits = ()  # it is not started again
+            os.kill(swaps.trainer.pid, signal.SIGKILL)
+            swaps.link.versions.lock()
+        versions = swaps.link.versions
+        versions.use(versions.write(checkpoint.load(folder), {"parent": None}))
 
 
 def engine(speculative: dict[str, Any] | None) -> Any:

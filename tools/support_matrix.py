@@ -31,6 +31,7 @@ CASES = "tests/lib/support/matrix.py"
 QUANTISED = "tests/engine/runner/test_quantised_target.py"
 QUANTISED_CACHE = "tests/engine/attention/test_quantised_cache.py"
 REFUSALS = "vllm_specblock/engine/config/validate.py"
+OF_ADAPT = "vllm_specblock/adapt/check.py"
 FALLBACK = "vllm_specblock/engine/runner/chain_fallback.py"
 HEAD = """# What runs together
 
@@ -144,7 +145,8 @@ def _sampling() -> Iterator[str]:
 def _refusals() -> Iterator[str]:
     yield "\n## Refused\n"
     yield "In the engine's words, before any weight is loaded; … stands for what was given.\n"
-    yield from (f"- {_linked(sentence)}" for sentence in sentences_of(REFUSALS))
+    for path in (REFUSALS, OF_ADAPT):
+        yield from (f"- {_linked(sentence)}" for sentence in sentences_of(path))
     yield ""
 
 

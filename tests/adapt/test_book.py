@@ -111,14 +111,6 @@ def test_an_update_learns_from_the_newest_requests_and_rehearses_those_before():
     assert sorted(ids(book.reservoir.records)) == sorted(names)
 
 
-def test_only_one_record_of_a_request_goes_into_an_update():
-    book, (one, other) = Book(room_for(9)), learned(2)
-    for name in (one, one, other):
-        book.add(random_record(name))
-    assert ids(book.take(8)) == [one, other]
-    assert ids(book.take(8)) == [one]
-
-
 def test_a_batch_is_half_new_and_half_rehearsed():
     book = Book(room_for(100))
     for name in learned(8, "old"):
@@ -155,28 +147,6 @@ def test_records_are_drawn_by_their_weight():
         counts.update(ids(drawn))
     assert [counts[each.request] for each in records] == [162, 18] * 4
     assert spread(records[::2], 0.3) == records[::2], "alike: each once"
-
-
-def test_an_update_takes_hard_records_twice_and_leaves_easy_ones_out():
-    book, names = Book(room_for(100)), learned(8)
-    for number, name in enumerate(names):
-        book.add(known(name, 1 if number % 2 == 0 else 9))
-    drawn = [record.request for batch in batches(book, 8, 2) for record in batch]
-    assert len(drawn) == 8 and all(drawn.count(name) in (1, 2) for name in names[::2])
-    assert not book.new and len(book.reservoir.records) == 8, "what was left out is rehearsed"
-
-
-def test_what_is_rehearsed_is_drawn_by_weight_too():
-    book, names = Book(room_for(100)), learned(20)
-    for number, name in enumerate(names):
-        book.add(known(name, 1 if number < 10 else 3))
-        book.take(1)
-    drawn = book.reservoir.sample(20, by_weight=True)
-    for _ in range(29):
-        drawn += book.reservoir.sample(20, by_weight=True)
-    hard = sum(each.request in names[:10] for each in drawn)
-    assert len(drawn) == 600 and 510 < hard < 570  # 540, with a standard deviation of 7.3
-    assert len(set(ids(book.reservoir.sample(20)))) == 20
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from vllm_specblock.adapt.options import AdaptConfig, check_trainer, parse_adapt
+from vllm_specblock.adapt.check import check_adapt
+from vllm_specblock.adapt.options import AdaptConfig, parse_adapt
 from vllm_specblock.config import OptionError
 
 
@@ -48,7 +51,7 @@ def test_given():
         ({"trainer": ""}, ["trainer is empty"]),
         ({"trainer": "engine", "actions": "all"}, ["'engine'", "heads only"]),
         ({"trainer": "a/folder", "lr": 1e-4}, ["the folder 'a/folder'", "'lr'", "adapt run"]),
-        ({"trainer": "a/folder", "policy": "watch"}, ["told 'policy'", "drop the key"]),
+        ({"trainer": "a/folder", "policy": "watch"}, ["takes 'policy'", "drop the key"]),
         ({"actions": "full"}, ["'adapt.actions' is 'full'", "'all'"]),
         ({"lr": 0}, ["'adapt.lr' is 0", "greater than 0"]),
         ({"lr": float("inf")}, ["'adapt.lr' is inf"]),
@@ -95,16 +98,23 @@ def test_who_watches_needs_a_version_to_judge():
         ("cuda:0", (), None),
         ("cuda:1", (0,), None),
         ("cpu", (0, 1), None),
-        ("engine", (0, 1), None),
         ("a/folder", (0, 1), None),
     ],
 )
-def test_where_a_trainer_cannot_be(trainer, serving, parts):
-    options = parse_adapt({"trainer": trainer}, "specblock")
+def test_where_a_trainer_cannot_be(trainer, serving, parts, monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    drafter = SimpleNamespace(adapt=parse_adapt({"trainer": trainer}, "specblock"))
+    given = (
+        {},
+        SimpleNamespace(adapting=drafter, drafters=(drafter,)),
+        SimpleNamespace(tensor_parallel_size=1),
+        SimpleNamespace(model=str(tmp_path)),
+        serving,
+    )
     if parts is None:
-        return check_trainer(options, serving, 2)
+        return check_adapt(*given)
     with pytest.raises(OptionError) as error:
-        check_trainer(options, serving, 2)
+        check_adapt(*given)
     sentence = str(error.value)
     assert sentence.endswith(".") and sentence.count(". ") == 0 and "\n" not in sentence
     assert all(part in sentence for part in parts), sentence

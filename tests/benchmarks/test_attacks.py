@@ -7,12 +7,12 @@ from collections import Counter
 import pytest
 import torch
 from lib.attacks import ATTACKS, CLEAN, attacked, kept, scaled
+from lib.policies import make_policy
 from lib.simulation import Served, Simulation, SimulationConfig, simulate
 from lib.streams import HOME
 from support.world import World
 
 from vllm_specblock.adapt.learning.update import UpdateConfig
-from vllm_specblock.adapt.policy.registry import make_policy
 
 LENGTH = 160
 CONFIG = SimulationConfig(update=UpdateConfig(lr=2e-3), nodes=12)

@@ -19,11 +19,11 @@ from support.recorded_graph import stand_in
 from vllm.config.compilation import CUDAGraphMode
 from vllm.platforms import current_platform
 
-from vllm_specblock.adapt.link.staging import StagedVersion
+from vllm_specblock.adapt.link.staged import StagedVersion
 from vllm_specblock.adapt.policy.interface import Action
+from vllm_specblock.adapt.serving import swaps as serving_swaps
 from vllm_specblock.drafters.specblock import device_refresh
 from vllm_specblock.drafters.specblock.refresh import HEADS
-from vllm_specblock.engine.versions.drafter_versions import DeviceVersions
 
 TABLES = ROOT / "examples/two_heads/tables"
 EAGLE3 = str(ROOT / "examples/two_heads/eagle3")
@@ -150,9 +150,11 @@ def test_versions_that_arrive_over_several_steps(engine, versions, reference, mo
     on_host = not torch.cuda.is_available()
     if on_host:
         device.install(monkeypatch, device_refresh)
-    coming = DeviceVersions(engine.speculator.draft_policy.drafters[0], offers)
+    drafter = engine.speculator.draft_policy.drafters[0].model
+    refresh = device_refresh.DeviceRefresh(drafter)
+    coming = serving_swaps.Swaps(offers, refresh)
     if on_host:
-        device.own([coming._refresh._staging])
+        device.own([refresh._staging])
 
     def turning(*args, **kwargs):
         with device:

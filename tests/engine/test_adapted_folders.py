@@ -9,12 +9,12 @@ from support.engines import DRAFTER, ROOT, TARGET, Engine, make_engine
 from support.matrix import PROMPTS, Checker, params
 
 from vllm_specblock.adapt.link.folder_link import FolderSource
+from vllm_specblock.adapt.serving import recorder as recording
 from vllm_specblock.adapt.trainer.trainer import Trainer, TrainerConfig
 from vllm_specblock.adapt.versions import VersionFolder
 from vllm_specblock.drafters.common.post_load import process_after_loading
 from vllm_specblock.drafters.specblock import checkpoint
-from vllm_specblock.engine.runner import recording
-from vllm_specblock.engine.runner.adaptation import make_recorder
+from vllm_specblock.engine.step_observer import make_observer
 from vllm_specblock.train.config import TrainError
 
 TABLES = ROOT / "examples/two_heads/tables"
@@ -48,17 +48,17 @@ def assert_serves(engine: Engine, folder) -> None:
 
 def end(engine: Engine) -> None:
     """Leave the folder to others, as the end of an engine's process does."""
-    versions = engine.speculator.recorder.versions
-    if versions.trainer is None:
-        versions.link.close()
+    swaps = engine.speculator.recorder.swaps
+    if swaps.trainer is None:
+        swaps.link.close()
     else:
-        versions.trainer.stop()
+        swaps.trainer.stop()
 
 
 def another(engine: Engine):
     """What a second engine with the same options would begin with."""
     ours = engine.speculator
-    return make_recorder(
+    return make_observer(
         ours.vllm_config,
         ours.resolved,
         ours.draft_policy.drafters,
@@ -109,7 +109,7 @@ def test_a_trainer_elsewhere(tmp_path, reference):
     for _ in range(3):
         check(engine, requests, expected, texts)
     # A finished request is handed on with the next step.
-    link = engine.speculator.recorder.versions.link
+    link = engine.speculator.recorder.swaps.link
     while len([*folder.glob("request-*")]) < counts(engine)["adapt_recorded_requests"]:
         link._thread.join(0.05)
     config = TrainerConfig(
@@ -127,7 +127,8 @@ def test_a_trainer_elsewhere(tmp_path, reference):
     check(engine, requests, expected, texts)
     assert counts(engine)["adapt_swaps"] >= 1
     assert any(not torch.equal(value, before[name]) for name, value in served(engine).items())
-    assert_serves(engine, VersionFolder(folder / "versions", DRAFTER, TARGET).current()[0])
+    versions = VersionFolder(folder / "versions", DRAFTER, TARGET)
+    assert_serves(engine, versions.out / versions.current())
     end(engine)
 
 

@@ -38,7 +38,7 @@ def learning(request, tmp_path):
     adapt = {"policy": "always", "every": 2, "lr": 1e-3, "actions": request.param}
     engine = make_engine({"num_speculative_tokens": 10, "adapt": adapt})
     yield engine
-    engine.speculator.recorder.versions.trainer.stop()
+    engine.speculator.recorder.swaps.trainer.stop()
 
 
 def counts(engine: Engine) -> dict[str, int]:
@@ -54,7 +54,7 @@ def test_it_takes_what_its_trainer_offers(learning, reference, request):
     """Versions are swapped in between steps, also after a trainer was killed."""
     requests, texts = params(4, max_tokens=60), PROMPTS[:4]
     expected = reference("four to learn from", requests, texts)
-    trainer, before = learning.speculator.recorder.versions.trainer, weights(learning)
+    trainer, before = learning.speculator.recorder.swaps.trainer, weights(learning)
 
     def serve_until(what) -> None:
         until = time.monotonic() + LIMIT
@@ -87,7 +87,7 @@ def test_a_trainer_inside_the_engine_learns_between_steps(reference):
     """Slices are granted by steps alone, so it is known how many requests it takes."""
     adapt = {"policy": "always", "every": 2, "lr": 1e-3, "trainer": "engine"}
     engine = make_engine({"num_speculative_tokens": 10, "adapt": adapt})
-    trainer = engine.speculator.recorder.versions.trainer
+    trainer = engine.speculator.recorder.swaps.trainer
     requests, texts = params(4, max_tokens=60), PROMPTS[:4]
     expected = reference("four to learn from", requests, texts)
     before, began, rounds = weights(engine), time.perf_counter(), 0

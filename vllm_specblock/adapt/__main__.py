@@ -1,24 +1,32 @@
-"""The trainer's process: it gives way and ties itself to the engine before it loads anything."""
+"""The trainer's process: gives way to others, and ends with the engine."""
 
 from __future__ import annotations
 
-import ctypes
+import json
 import os
-import signal
+import shutil
 import sys
-
-_PR_SET_PDEATHSIG = 1
+import threading
+import time
 
 
 def main() -> int:
-    """See `trainer.serve` for the arguments."""
+    """Arguments: the config as JSON, the descriptor of a lock, and the engine's process id."""
+    config, lock, engine = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     os.setpriority(os.PRIO_PROCESS, 0, 19)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(sys.argv[-1]):
-        return 0  # the engine ended before that
-    from vllm_specblock.adapt.trainer.trainer import serve
+    link = json.loads(config)["link"]
+    threading.Thread(target=_end_with, args=(engine, link), daemon=True).start()
+    from vllm_specblock.adapt.trainer.trainer import TrainerConfig, serve
 
-    return serve(sys.argv[1:])
+    return serve(TrainerConfig.from_json(config), lock)
+
+
+def _end_with(engine: int, link: str) -> None:
+    """End when the engine does, however that ends, and remove the folder that both share."""
+    while os.getppid() == engine:
+        time.sleep(0.2)
+    shutil.rmtree(link, ignore_errors=True)
+    os._exit(0)
 
 
 if __name__ == "__main__":

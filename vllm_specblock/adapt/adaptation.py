@@ -1,7 +1,6 @@
 """What a trainer does with finished requests: book → policy → update → judge → offer.
 
-Without a process, a clock or a file: the caller hands requests in, and looks at which version is
-to serve.
+It has no process, clock or file: the caller hands requests in, and reads which version is to serve.
 """
 
 from __future__ import annotations
@@ -15,29 +14,47 @@ import torch
 from vllm_specblock.adapt.book import Book, Record
 from vllm_specblock.adapt.learning.judge import Judge, is_sure, steps_of
 from vllm_specblock.adapt.learning.pool import Pool, Version
+from vllm_specblock.adapt.learning.stream import Usual, Weighed
 from vllm_specblock.adapt.learning.train_batches import RecordTeacher, batches
 from vllm_specblock.adapt.learning.update import UpdateConfig, Updater, UpdateReport
-from vllm_specblock.adapt.learning.usual import Usual
-from vllm_specblock.adapt.learning.weighed import Weighed
 from vllm_specblock.adapt.policy.actions import Tensors, held, put
 from vllm_specblock.adapt.policy.evidence import FallDetector
 from vllm_specblock.adapt.policy.interface import EVERY, Action, FinishedRequest, Policy
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
 
 BATCH = 2
-"""Records of a batch: one new and one old. On the example pair eight steps of two at 5e-4 an update
-gained 1.07 tokens of depth on a new domain within 64 requests, two steps of eight at 1e-3 0.73, in
-as much time; both lost as much of the old one."""
+"""Records of a batch: one new and one old. On a new domain eight steps of two gained 1.07 tokens of
+depth within 64 requests, two steps of eight 0.73, in as much time."""
 
-AGAIN = 4
-"""Texts since an update after which a version that was refused may serve after all."""
+AGAIN, AGAIN_SURE = 4, 2.0
+"""Texts since an update after which a refused version may serve after all, and standard errors by
+which it has to be better on them: it is looked at after each text."""
 
-AGAIN_SURE = 2.0
-"""Standard errors by which it has to be better on them: it is looked at after each, up to the next
-update, and chance gets as many tries."""
+COUNTS = (
+    # The engine's.
+    "swaps",
+    "swap_microseconds",
+    "versions_refused_checksum",
+    "versions_refused_not_finite",
+    "trainer_restarts",
+    # The trainer's.
+    "updates_heads",
+    "updates_full",
+    "update_microseconds_heads",
+    "update_microseconds_full",
+    "versions_offered",
+    "versions_refused_not_better",
+    "versions_refused_weights",  # training made them NaN or infinite
+    "rollbacks",
+    "judged_requests",
+    "judged_gain_millitokens",
+    # Of both.
+    "dropped_records",
+)
+"""What is counted; metrics are named `adapt_…` (`engine/metrics/exporter.py`)."""
 
 Count = Callable[[str, int], None]
-"""Adds to one of `link.layout.COUNTS`."""
+"""Adds to one of `COUNTS`."""
 
 
 @dataclass(frozen=True)
@@ -45,10 +62,10 @@ class AdaptationConfig:
     """What is learned from, and how.
 
     Attributes:
-        update: how updates learn; its recipe's M is what versions are judged by, too.
+        update: how updates learn; versions are judged by its recipe's M.
         memory: of the book, MiB.
         batch: records of a batch, half of them new.
-        rehearsal: the other half is from the reservoir; False: there is no other half.
+        rehearsal: the other half is from the reservoir; False: there is none.
         every: new records of an update.
         seed: of the book's samples and the batches' choices.
     """
@@ -67,11 +84,8 @@ class Adaptation:
     Args:
         drafter: θ_0, float32; it is copied.
         teacher: the target's embedding and head rows, on the drafter's device.
-        policy: see `Policy`.
-        config: see there.
-        count: told of what happens.
-        seconds_lost: what an update of an action, whose version was offered just now or not,
-            takes from serving.
+        count: called with what happens.
+        seconds_lost: what an update of an action takes from serving.
 
     Attributes:
         pool: `pool.current` is what is to serve.
@@ -79,7 +93,7 @@ class Adaptation:
         number: of the newest version.
         rows: labels that were learned from so far.
         requests: that finished since this began.
-        compared: versions that were held against the one that served, since the start or an alarm.
+        compared: versions compared with the one that served, since the start or an alarm.
         usual: what a request's τ is.
     """
 
@@ -109,20 +123,18 @@ class Adaptation:
         """Learn from one finished request.
 
         Args:
-            record: None where it was not recorded.
-            request: None where it goes on in another record.
+            record: None: it was not recorded.
+            request: None: it goes on in another record.
         """
-        # Of a request that goes on nothing is known yet.
         hard = request is None or self.usual.is_hard(request.tau)
         if record is not None and self.policy.records:
             self._keep(record, hard)
         if request is None:
             return
         self.requests += 1
-        # Not begun anew with every version: they come sooner than it learns mean and spread.
         if self.falls.add(request.tau):
             self.falls.reset()
-            self._reward()  # no later text is of the kind that it was made for
+            self._reward()  # later texts are of another kind
             self.policy.alarm()
             self.compared = 0
             if self.policy.gated:
@@ -136,8 +148,7 @@ class Adaptation:
             self._update(decision.push)
 
     def adopt(self, version: Version, good: bool = False) -> None:
-        """Serve a version from elsewhere, and train on from it: of an earlier trainer, or that a
-        person chose.
+        """Serve a version of an earlier trainer or of a person's choice, and train on from it.
 
         Args:
             good: it is one to return to.
@@ -152,19 +163,18 @@ class Adaptation:
         """Train on from an earlier state; what serves stays.
 
         Args:
-            training: it gets another number: what is known under its own may be something else.
+            training: gets another number.
             number: of the newest version then.
-            rows: that were learned from till then.
+            rows: learned from until then.
         """
         self.number, self.rows = max(self.number, number) + 1, rows
         self._train_from(Version(self.number, training.tensors, training.action, training.parent))
 
     def gain_over_origin(self, version: Version) -> float:
-        """Judged, tokens per row; NaN where nothing was judged yet."""
+        """Judged, tokens per row; NaN: nothing was judged yet."""
         return self.judge.difference(version, self.pool.origin, self.book)
 
     def _keep(self, record: Record, hard: bool) -> None:
-        # Judged before anything is trained on it.
         if not self.book.add(record):
             self.count("dropped_records", 1)
             return
@@ -174,7 +184,7 @@ class Adaptation:
             return
         depths = self.judge.depths(self.pool.kept, record)
         gain = depths[self.pool.current.number] - depths[self.pool.origin.number]
-        if gain == gain:  # else the text is too short to say
+        if gain == gain:  # else the text is too short
             self.count("judged_requests", 1)
             self.count("judged_gain_millitokens", round(1000 * gain))
         if not self.policy.gated:
@@ -184,9 +194,9 @@ class Adaptation:
             self._follow(back)
 
     def _weigh(self, weighed: Weighed, record: Record, hard: bool) -> None:
-        """Hold the version that an update made against what serves, on all that came since, and
-        against that before, on hard requests: where few are of a new domain, what an update gained
-        on them would drown in all the others, which it does not change."""
+        """Compare the version that an update made with what serves, on all requests since, and with
+        the one before, on hard requests: a gain on a few requests of a new domain would drown in
+        the others."""
         before, current = (
             self.judge.steps(each, record) for each in (weighed.before, self.pool.current)
         )
@@ -200,8 +210,8 @@ class Adaptation:
             self._reward()
 
     def _look_again(self, weighed: Weighed) -> None:
-        """Serve a version that was refused, where the newest texts say otherwise: behind a change
-        of domain those that offers are judged by are of the one before, for dozens of requests."""
+        """Serve a version that was refused, where the newest texts say otherwise: after a change of
+        domain, offers are judged by texts of the one before for dozens of requests."""
         after, serves = weighed.after, self.pool.current
         if after is not self.training or after is serves or serves is not weighed.serves:
             return
@@ -215,7 +225,7 @@ class Adaptation:
             self.policy.reward(weighed.action, weighed.gain, weighed.seconds, weighed.error)
 
     def _update(self, action: Action) -> None:
-        self._reward()  # on fewer requests, where some left no record
+        self._reward()
         config, before = self.config, self.training
         found = batches(
             self.book, config.every, config.batch, config.rehearsal, not self.policy.rejected_only
@@ -240,7 +250,7 @@ class Adaptation:
             self._weighed = Weighed(action, before, self.training, current, seconds)
 
     def _offer(self, action: Action, report: UpdateReport, before: Version) -> None:
-        """Make a version of what was learned, and let it serve if it may."""
+        """Make a version of what was learned, and let it serve if it is better."""
         if not report.losses:
             return
         tensors = _on_host(held(self.updater.drafter, action, before.tensors))
@@ -259,16 +269,15 @@ class Adaptation:
             self.count("versions_refused_not_better", 1)
 
     def _begin_anew(self) -> None:
-        """Behind a change of texts: from the last good version, with a new optimiser. Moments of
-        the texts before make its first steps small, when they count most: without them a stream of
-        the example pair whose second half is another domain was served 3 % quicker."""
+        """Train from the last good version with a new optimiser: moments of the texts before would
+        make its first steps small, when they count most (3 % of speed on the example pair)."""
         if back := self.pool.roll_back():
             self._follow(back)
         else:
             self._train_from(self.pool.current)
 
     def _follow(self, version: Version) -> None:
-        """An earlier version serves again, and training goes on from it."""
+        """Train on from an earlier version that serves again."""
         self.count("rollbacks", 1)
         self._train_from(version)
 
@@ -279,7 +288,7 @@ class Adaptation:
 
 
 def _learned_by(policy: Policy, config: AdaptationConfig) -> AdaptationConfig:
-    """The config as a policy learns."""
+    """The config, as the policy asks for it."""
     if not policy.rejected_only:
         return config
     recipe = replace(config.update.recipe, rejected_only=True)

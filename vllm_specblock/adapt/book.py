@@ -1,8 +1,8 @@
 """The book: rows of finished requests in host memory, bounded, in four parts.
 
 New rows are trained on once and then may enter the reservoir, a uniform sample of all rows since
-the start, for rehearsal. One request in five is never trained on: versions are judged by it, by
-the recent ones and by a sample of the old ones. Nothing of the book is ever written to a disk.
+the start, for rehearsal. One request in five is never trained on: versions are judged by the recent
+ones of these and by a sample of the old ones. The book is never written to a disk.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ JUDGED_EVERY = 5
 """One request in so many is judged by, and never learned from."""
 
 LEAST_DISTINCT = 0.1
-"""Share of distinct tokens below which a text is a loop, and teaches nothing but itself."""
+"""Share of distinct tokens below which a text is a loop."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,14 +32,10 @@ class Record:
         states: [W, 3·Ht], the target's residual stream at x_p, columns low, mid, high.
         last: [W, Ht], what the target's LM head reads at x_p.
         tokens: [W] int64, x_{p+1}.
-        labels: [W] bool, x_{p+1} is the target's own: a token to learn to predict. The rows of a
-            prompt, which come first, are context only.
+        labels: [W] bool, x_{p+1} is the target's own: a token to learn. A prompt's rows come first.
         misses: s of eq. 8 of the request.
         steps: target steps with a tree.
         committed: tokens committed in them.
-
-    Raises:
-        ValueError: the tensors are not of one length, or there is no row.
     """
 
     request: str
@@ -75,7 +71,7 @@ class Record:
 
     @property
     def judged(self) -> bool:
-        """Whether its request is one to judge by; the same for all of a request's records."""
+        """Whether its request is one to judge by."""
         digest = hashlib.sha256(self.request.encode()).digest()
         return int.from_bytes(digest[:8], "big") % JUDGED_EVERY == 0
 
@@ -94,11 +90,8 @@ class Queue:
 
 
 class Reservoir:
-    """A uniform sample of all records that were ever added, of as many as fit into some bytes.
-
-    Every record draws a number, and those with the smallest are kept. With records of one size that
-    is a uniform sample without replacement at any time.
-    """
+    """A uniform sample of all records that were ever added, of as many as fit into some bytes: each
+    draws a number, and the smallest are kept."""
 
     def __init__(self, room: int, draw: random.Random) -> None:
         self.room, self.draw = room, draw
@@ -114,10 +107,10 @@ class Reservoir:
             self._kept.remove(max(self._kept, key=lambda entry: entry[0]))
 
     def sample(self, count: int, by_weight: bool = False) -> list[Record]:
-        """`count` of them, or all where there are fewer, in random order.
+        """Return `count` of them, or all where there are fewer, in random order.
 
         Args:
-            by_weight: drawn by `Record.weight`, each anew: one may come twice.
+            by_weight: drawn by `Record.weight` with replacement.
         """
         records = self.records
         count = min(count, len(records))
@@ -136,11 +129,7 @@ class Book:
     Attributes:
         recent, old: judged records, the newest and a sample of those before.
         reservoir: of trained records.
-        draw: what all samples come from.
         counts: records by what became of them: `recorded`, `not finite`, `loop`.
-
-    Raises:
-        ValueError: `memory` is not positive.
     """
 
     def __init__(self, memory: float = 512, seed: int = 0) -> None:
@@ -157,11 +146,7 @@ class Book:
         return list(self._new.records)
 
     def add(self, record: Record) -> bool:
-        """Keep a record.
-
-        Returns:
-            whether it is kept. Why not is counted.
-        """
+        """Keep a record; return whether it is kept, else the reason is counted."""
         reason = _refusal(record)
         self.counts[reason or "recorded"] += 1
         if reason:
@@ -170,8 +155,8 @@ class Book:
         return True
 
     def pass_over(self, count: int) -> None:
-        """Leave new records to the reservoir, but for those of the newest `count` requests: where
-        nobody learned for a while, what is learned next is what is served now."""
+        """Leave all new records but those of the newest `count` requests to the reservoir: after a
+        while without updates, what is served now is learned first."""
         newest = list(dict.fromkeys(each.request for each in reversed(self._new.records)))[:count]
         for record in self.new:
             if record.request not in newest:
@@ -179,8 +164,8 @@ class Book:
                 self.reservoir.add(record)
 
     def take(self, count: int) -> list[Record]:
-        """Up to `count` new records, of as many requests, the oldest first. They leave the new
-        ones for the reservoir: so `sample` it before, lest a batch holds a record twice."""
+        """Move up to `count` new records, of as many requests, to the reservoir, and return them,
+        the oldest first."""
         taken: dict[str, Record] = {}
         for record in self._new.records:
             if len(taken) < count:

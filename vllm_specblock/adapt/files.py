@@ -16,15 +16,14 @@ from vllm_specblock.train.config import TrainError
 LOCK = ".lock"
 
 _DYING = 1.0
-"""Seconds that a folder's last writer may take to be gone: one that was killed keeps its files
-until the last of its threads has ended, though its parent may have seen it end before."""
+"""Seconds to wait for a writer that was killed: it keeps its files until its last thread ended."""
 
 
 def private_folder(folder: Path) -> None:
-    """Make a folder that nobody else can look into, where it is not there.
+    """Make a folder of mode 0700 where it is missing.
 
     Raises:
-        TrainError: it cannot be made, or is not one's own.
+        TrainError: it cannot be made, or is another user's.
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -35,14 +34,17 @@ def private_folder(folder: Path) -> None:
         ) from None
 
 
-def lock_folder(folder: Path) -> int:
+def lock_folder(folder: Path, seconds: float = _DYING) -> int:
     """Lock a folder for one writer; the lock goes with the last process that has the descriptor.
 
+    Args:
+        seconds: to wait for another writer.
+
     Raises:
-        TrainError: another process has it, and keeps it for a second.
+        TrainError: another process has the lock, and keeps it that long.
     """
     descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    until = time.monotonic() + _DYING
+    until = time.monotonic() + seconds
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -12,15 +11,13 @@ from pydantic import Field, field_validator, model_validator
 from vllm_specblock.adapt.policy.interface import EVERY
 from vllm_specblock.config import OptionError, Options, parse_options
 from vllm_specblock.drafters.registry import drafter_kind, kinds_that
-
-KEY = "adapt"
-"""Of `speculative_config`, at the head that adapts."""
+from vllm_specblock.engine.step_observer import ADAPT
 
 Requests = Literal["all", "marked"]
 
-_DEVICE = re.compile(r"cuda:\d+")
+DEVICE = re.compile(r"cuda:\d+")
 _TOLD_ELSEWHERE = ("policy", "rule", "actions", "lr", "every")
-"""What the trainer is told that a folder belongs to, by the options of `specblock adapt run`."""
+"""With a folder as trainer, these are options of `specblock adapt run`."""
 
 
 class AdaptConfig(Options):
@@ -47,7 +44,7 @@ class AdaptConfig(Options):
     """Finished requests that make an update."""
 
     requests: Requests = "all"
-    """Whom to record: everyone who does not say `specblock_adapt: 0`, or those who say 1."""
+    """Which requests to record: all without `specblock_adapt: 0`, or those that say 1."""
 
     memory: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 512
     """MiB of recorded rows that are kept."""
@@ -58,7 +55,7 @@ class AdaptConfig(Options):
     @field_validator("trainer")
     @classmethod
     def _known(cls, trainer: str) -> str:
-        if trainer.startswith("cuda") and not _DEVICE.fullmatch(trainer):
+        if trainer.startswith("cuda") and not DEVICE.fullmatch(trainer):
             raise ValueError(
                 f"trainer is {trainer!r}, but a GPU is named by its number, such as 'cuda:1'"
             )
@@ -82,26 +79,25 @@ class AdaptConfig(Options):
         for key in _TOLD_ELSEWHERE if self.folder is not None else ():
             if getattr(self, key) != defaults[key].default:
                 raise ValueError(
-                    f"trainer is the folder {self.trainer!r}, whose trainer is told {key!r} by "
+                    f"trainer is the folder {self.trainer!r}, whose trainer takes {key!r} from "
                     "specblock adapt run: drop the key"
                 )
         return self
 
     @property
     def folder(self) -> Path | None:
-        """Where requests are written for a trainer elsewhere; None: it is a process beside."""
-        process = self.trainer in ("cpu", "engine") or _DEVICE.fullmatch(self.trainer)
+        """Where requests are written for a trainer elsewhere; None: the engine has one."""
+        process = self.trainer in ("cpu", "engine") or DEVICE.fullmatch(self.trainer)
         return None if process else Path(self.trainer)
 
     @property
     def trains_beside(self) -> bool:
-        """Whether a trainer beside the engine or in it gets what is recorded: to learn from, or
-        to judge a version by, which only `out` can have."""
+        """Whether the engine has a trainer, to learn or to judge a version of `out`."""
         return self.folder is None and (self.policy != "watch" or self.out is not None)
 
     @property
     def largest(self) -> str:
-        """`heads` or `all`, whoever said so."""
+        """`heads` or `all`."""
         return self.actions or ("all" if self.trainer.startswith("cuda") else "heads")
 
 
@@ -119,7 +115,7 @@ def parse_adapt(given: Any, kind: str, where: str = "") -> AdaptConfig | None:
     Raises:
         OptionError: another kind of head, or a wrong value. One sentence.
     """
-    name = f"{where}{KEY}"
+    name = f"{where}{ADAPT}"
     if not isinstance(given, bool | dict):
         raise OptionError(
             f"speculative_config key '{name}' is {given!r}, but must be true, false or a "
@@ -134,28 +130,3 @@ def parse_adapt(given: Any, kind: str, where: str = "") -> AdaptConfig | None:
         )
     keys = {} if given is True else {key.replace("-", "_"): each for key, each in given.items()}
     return parse_options(AdaptConfig, keys, f"{name}.", f" under '{name}'")
-
-
-def check_trainer(options: AdaptConfig, serving: Collection[int], present: int) -> None:
-    """Whether the trainer can be where the options want it.
-
-    Args:
-        serving: numbers of the GPUs that the engine computes on.
-        present: GPUs that PyTorch finds here.
-
-    Raises:
-        OptionError: it cannot. One sentence.
-    """
-    said = f"speculative_config key '{KEY}.trainer' is {options.trainer!r}"
-    if not _DEVICE.fullmatch(options.trainer):
-        return
-    number = int(options.trainer.removeprefix("cuda:"))
-    if number in serving:
-        raise OptionError(
-            f"{said}, but vLLM serves on that GPU, and two processes on one take turns: name "
-            "another, or take 'cpu'."
-        )
-    if number >= present:
-        raise OptionError(
-            f"{said}, but PyTorch finds {present} GPUs here: name one of them, or take 'cpu'."
-        )

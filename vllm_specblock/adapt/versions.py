@@ -1,13 +1,12 @@
-"""Versions as folders: whole drafters, each with where it comes from, and one that is current.
+"""Versions as folders: whole drafters with their origin, one of them current.
 
     out/                      mode 0700: weights are as private as the text they learned from
-      .lock                   whoever writes holds it
+      .lock                   held by the writer
       current.json            which version serves, or none; replaced last
-      version-00007/          a drafter's folder as `drafters/specblock/checkpoint.py` writes it,
-      and
+      version-00007/          a drafter's folder (`drafters/specblock/checkpoint.py`), and
         provenance.json       its parent, action, rows and gain, checksum and fingerprints
 
-Never a text, never a token.
+They never hold text or tokens.
 """
 
 from __future__ import annotations
@@ -15,10 +14,13 @@ from __future__ import annotations
 import os
 import shutil
 import time
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from vllm_specblock.adapt.files import (
     digest,
@@ -28,6 +30,7 @@ from vllm_specblock.adapt.files import (
     sync,
     write_json,
 )
+from vllm_specblock.drafters.common.checkpoint_files import MAPPING_NAMES
 from vllm_specblock.drafters.specblock import checkpoint
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
 from vllm_specblock.train import provenance
@@ -35,20 +38,20 @@ from vllm_specblock.train.config import TrainError
 from vllm_specblock.train.target import target_rows
 
 CURRENT, PREFIX = "current.json", "version-"
+_origin = cache(provenance.provenance)
 KEPT = 8
-"""Versions that are kept beside the current one: at 8 billion parameters each takes 1.4 GB."""
+"""Versions that are kept beside the current one: 1.4 GB each for an 8B target's drafter."""
 
 
 class VersionFolder:
     """The versions of one drafter for one target.
 
     Args:
-        out: its folder, which need not be there yet.
-        drafter, target: folders, as delivered; None: for a look only, and no version is refused
-            because it was made for others.
+        out: its folder, which need not exist yet.
+        drafter, target: folders, as delivered; None: any version fits.
 
     Attributes:
-        fingerprints: of drafter and target.
+        fingerprints: of drafter and target, of those that are given.
 
     Raises:
         TrainError: the drafter or the target cannot be read.
@@ -63,17 +66,14 @@ class VersionFolder:
             self.fingerprints["target"] = target_rows.fingerprint(target)
         self._lock: int | None = None
 
-    def lock(self, inherited: int | None = None) -> int:
-        """Become the one who writes, and clear away what another left half-written.
+    def lock(self, inherited: int | None = None) -> None:
+        """Become the writer, and remove what another one left half-written.
 
         Args:
             inherited: descriptor of the lock, where the parent process holds it.
 
-        Returns:
-            the lock's descriptor; whoever has it, a child too, holds the lock.
-
         Raises:
-            TrainError: somebody else writes, or the folder cannot be made.
+            TrainError: there is another writer, or the folder cannot be made.
         """
         if self._lock is None:
             private_folder(self.out)
@@ -82,26 +82,20 @@ class VersionFolder:
                 shutil.rmtree(left, ignore_errors=True)
             for left in self.out.glob(".*.part"):
                 left.unlink(missing_ok=True)
-        return self._lock
 
     def unlock(self) -> None:
-        """Let others write."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
     def write(self, drafter: SpecBlockModel, facts: dict[str, Any]) -> str:
-        """Write a version beside the others, whole or not at all; it is not current yet.
+        """Write a version beside the others, whole or not at all, and return its name.
 
         Args:
             drafter: in the dtype in which it is to be stored.
-            facts: `parent` (a version's name, or None), `action`, `rows`, `gain`.
-
-        Returns:
-            its name.
+            facts: `parent` (a version's name, or None), `action`, `rows`, `gain`; maybe `trunk`.
         """
-        numbers = [int(path.name.removeprefix(PREFIX)) for path in self._folders()]
-        name = f"{PREFIX}{max(numbers, default=0) + 1:05d}"
+        name = f"{PREFIX}{max(map(number_of, self.names()), default=0) + 1:05d}"
         aside = self.out / f".{name}"
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(mode=0o700)
@@ -112,7 +106,7 @@ class VersionFolder:
             "checksum": digest(aside / checkpoint.WEIGHTS),
             "fingerprints": self.fingerprints,
         }
-        provenance.write(aside, {"adaptation": facts, **provenance.provenance()})
+        provenance.write(aside, {"adaptation": facts, **_origin()})
         for path in aside.iterdir():
             path.chmod(0o600)
             sync(path)
@@ -131,31 +125,25 @@ class VersionFolder:
             TrainError: there is no such version, or it cannot be used; nothing changes.
         """
         if name is not None:
-            self.check(name)
+            self.read(name)
         write_json(self.out / CURRENT, {"version": name, "by": who, "time_ns": time.time_ns()})
 
-    def current(self) -> tuple[Path | None, str | None]:
-        """What is to serve.
+    def current(self) -> str | None:
+        """Return the name of the version that is to serve; None: the drafter as delivered.
 
-        Returns:
-            a version's folder or None for the drafter as delivered, and None or the sentence that
-            says why what is current cannot be used.
+        Raises:
+            TrainError: current.json cannot be read.
         """
         try:
             name = read_json(self.out / CURRENT)["version"]
-            if name is not None:
-                self.check(name)
         except FileNotFoundError:
-            return None, None
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            said = str(error) if isinstance(error, TrainError) else f"{CURRENT} cannot be read."
-            return None, (
-                f"The current version in {self.out} cannot be used, and what serves stays: {said}"
-            )
-        return (None if name is None else self.out / name), None
+            return None
+        except (OSError, ValueError, KeyError, TypeError):
+            raise TrainError(f"{CURRENT} cannot be read.") from None
+        return None if name is None else str(name)
 
     def chosen(self) -> dict[str, Any]:
-        """What current.json says: `version`, `by`, `time_ns`; empty where it says nothing."""
+        """Return what current.json says, if it can be read: `version`, `by`, `time_ns`."""
         try:
             said = read_json(self.out / CURRENT)
         except (OSError, ValueError):
@@ -163,18 +151,68 @@ class VersionFolder:
         return said if isinstance(said, dict) else {}
 
     def stamp(self) -> int:
-        """Changes whenever current.json does, readable or not; 0 where there is none."""
+        """Return a number that changes whenever current.json does; 0: there is none."""
         try:
             found = (self.out / CURRENT).stat()
         except OSError:
             return 0
         return hash((found.st_mtime_ns, found.st_ino, found.st_size)) or 1
 
-    def check(self, name: str) -> None:
-        """Raises TrainError unless the version is whole, finite and of this drafter and target."""
-        folder = self.out / str(name)
-        if not str(name).startswith(PREFIX) or folder.parent != self.out or not folder.is_dir():
-            known = ", ".join(path.name for path in self._folders()) or "none"
+    def read(
+        self, name: str | None, wanted: Callable[[str], bool] = lambda parameter: True
+    ) -> dict[str, Tensor]:
+        """Read a version's parameters in the dtype they are stored in.
+
+        Args:
+            name: None: the drafter as delivered.
+            wanted: which parameters, by name.
+
+        Raises:
+            TrainError: there is no such version, or it is not whole, not finite, or made for
+                another drafter or target.
+        """
+        folder = self.drafter if name is None else self._checked(name)
+        assert folder is not None  # it is for a look only
+        try:
+            with checkpoint.opened(folder / checkpoint.WEIGHTS) as file:
+                names = [each for each in file.keys() if each not in MAPPING_NAMES]  # noqa: SIM118
+                tensors = {each: file.get_tensor(each) for each in names if wanted(each)}
+        except checkpoint.CheckpointError as error:
+            raise TrainError(f"The version {folder} cannot be read: {error}") from None
+        if not all(torch.isfinite(each).all() for each in tensors.values()):
+            raise TrainError(f"The weights in {folder} are not finite.")
+        return tensors
+
+    def names(self) -> list[str]:
+        """Return the versions, the oldest first."""
+        found = (path.name for path in self.out.glob(f"{PREFIX}*"))
+        return sorted(name for name in found if name.removeprefix(PREFIX).isdigit())
+
+    def listed(self) -> dict[str, dict[str, Any]]:
+        """Return facts by version, the oldest first; empty facts: they cannot be read."""
+        found = {}
+        for name in self.names():
+            try:
+                found[name] = facts_of(self.out / name)
+            except TrainError:
+                found[name] = {}
+        return found
+
+    def prune(self, keep: int = KEPT) -> None:
+        """Remove all but the newest versions and the current one."""
+        current = self.chosen().get("version")
+        for name in self.names()[:-keep]:
+            if name != current:
+                # Renamed first: half a folder is never a version.
+                gone = self.out / f".{name}"
+                (self.out / name).rename(gone)
+                shutil.rmtree(gone, ignore_errors=True)
+
+    def _checked(self, name: str) -> Path:
+        """The folder of a version that is whole, and made for this drafter and target."""
+        folder = self.out / name
+        if name not in self.names():
+            known = ", ".join(self.names()) or "none"
             raise TrainError(f"There is no version {name} in {self.out}: choose one of {known}.")
         facts = facts_of(folder)
         for what, mine in self.fingerprints.items():
@@ -183,45 +221,19 @@ class VersionFolder:
         weights = folder / checkpoint.WEIGHTS
         if not weights.is_file() or digest(weights) != facts.get("checksum"):
             raise TrainError(f"The weights in {folder} are not those that were written there.")
-        try:
-            tensors = checkpoint.read_tensors(folder, checkpoint.read_config(folder))
-        except checkpoint.CheckpointError as error:
-            raise TrainError(f"The version {folder} cannot be read: {error}") from None
-        if not all(
-            torch.isfinite(each).all() for each in tensors.values() if each.is_floating_point()
-        ):
-            raise TrainError(f"The weights in {folder} are not finite.")
+        return folder
 
-    def listed(self) -> dict[str, dict[str, Any]]:
-        """Facts by version, the oldest first; empty facts where they cannot be read."""
-        found = {}
-        for folder in self._folders():
-            try:
-                found[folder.name] = facts_of(folder)
-            except TrainError:
-                found[folder.name] = {}
-        return found
 
-    def prune(self, keep: int = KEPT) -> None:
-        """Remove all but the newest versions and the current one."""
-        current = self.chosen().get("version")
-        for folder in self._folders()[:-keep]:
-            if folder.name != current:
-                # Renamed first: half a folder is never a version.
-                gone = self.out / f".{folder.name}"
-                folder.rename(gone)
-                shutil.rmtree(gone, ignore_errors=True)
-
-    def _folders(self) -> list[Path]:
-        found = self.out.glob(f"{PREFIX}*")
-        return sorted(path for path in found if path.name.removeprefix(PREFIX).isdigit())
+def number_of(name: str | None) -> int:
+    """A version's number; 0: the drafter as delivered."""
+    return 0 if name is None else int(name.removeprefix(PREFIX))
 
 
 def facts_of(folder: Path) -> dict[str, Any]:
-    """What `write` was told of a version, with its checksum and fingerprints.
+    """Return the facts that `write` stored with a version.
 
     Raises:
-        TrainError: it says nothing that can be read.
+        TrainError: they cannot be read.
     """
     try:
         facts = read_json(folder / provenance.FILE)["adaptation"]
@@ -233,7 +245,7 @@ def facts_of(folder: Path) -> dict[str, Any]:
 
 
 def fingerprint(drafter: Path) -> str:
-    """Changes with any byte of a drafter's config and weights.
+    """Return a digest of a drafter's config and weights.
 
     Raises:
         TrainError: there is no such drafter.

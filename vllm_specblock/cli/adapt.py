@@ -49,6 +49,8 @@ def run(
     Requests are deleted when read. Stop with Ctrl-C; the next run resumes.
     """
     # Imported here to keep `--help` fast.
+    from collections import Counter
+
     import torch
 
     from vllm_specblock.adapt.link.folder_link import VERSIONS, FolderSource
@@ -73,6 +75,7 @@ def run(
         threads=threads,
         seed=seed,
     )
+    before = Counter(source.tally)
     trainer = Trainer(config, source)
     try:
         while (found := trainer.step()) or not once:
@@ -81,6 +84,7 @@ def run(
     except KeyboardInterrupt:
         pass
     trainer.close()
+    source.tally.subtract(before)
     counts = [f"{name} {count}" for name, count in sorted(source.tally.items()) if count]
     typer.echo(", ".join(counts) or "nothing was learned")
 

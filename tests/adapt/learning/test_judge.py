@@ -67,16 +67,6 @@ def test_depth_is_the_plain_count():
     assert len(set(found)) > 3 and max(found) > 0.2
 
 
-def test_versions_are_judged_by_as_many_blocks_as_serve(monkeypatch):
-    monkeypatch.setattr(
-        "vllm_specblock.adapt.learning.judge.depth_along",
-        lambda drafter, sequence, blocks: float(blocks),
-    )
-    for blocks in (1, 2):
-        judge = Judge(small_drafter(), small_teacher(), blocks)
-        assert judge.depth(versions()[0], random_record("r")) == blocks
-
-
 def versions() -> tuple[Version, Version]:
     return tuple(
         Version(number, held(small_drafter(seed), Action.FULL))
@@ -89,18 +79,6 @@ def book_of(names: range, room: float = 512) -> Book:
     for number in names:
         book.add(random_record(f"request {number}", seed=number))
     return book
-
-
-def test_versions_are_compared_on_judged_records_alone():
-    book, (one, other) = book_of(range(40)), versions()
-    judge = Judge(small_drafter(), small_teacher(), 2, most=1000)
-    expected = [
-        judge.depth(one, record) - judge.depth(other, record) for record in book.recent.records
-    ]
-    assert len(expected) > 3 and any(expected)
-    found = judge.difference(one, other, book)
-    assert found == pytest.approx(sum(expected) / len(expected))
-    assert judge.difference(other, one, book) == pytest.approx(-found)
 
 
 def test_old_and_recent_weigh_the_same():
@@ -150,24 +128,6 @@ def test_the_more_were_compared_the_surer_one_has_to_be(monkeypatch):
     assert found == [True] + 18 * [False], "the second takes 1.19"
     saved = [0.2, 0.3, 0.1, 0.2]  # 4.9
     assert judge.is_better(one, other, book, 500) and not judge.is_better(one, other, book, 600)
-
-
-def test_an_offer_asks_both_parts_of_the_book(monkeypatch):
-    """Better on the recent texts by half a token, and worse on the old ones by less or more."""
-    record = random_record("any")
-    book, (one, other) = book_of(range(80), 4 * (4 * record.size + 8) / 2**20), versions()
-    assert len(book.recent.records) > 2 and len(book.old.records) > 2
-    judge, worse = Judge(small_drafter(), small_teacher(), 2), 0.0
-
-    def depth(version: Version, each) -> float:
-        noise = 0.02 * (int(each.request.split()[1]) % 3)
-        gain = 0.5 if any(each is recent for recent in book.recent.records) else -worse
-        return 1.0 + (noise + gain if version is one else 0.0)
-
-    monkeypatch.setattr(judge, "depth", depth)
-    assert judge.is_better(one, other, book) and not judge.is_better(other, one, book)
-    worse = 0.6
-    assert not judge.is_better(one, other, book) and judge.is_better(other, one, book)
 
 
 def test_better_is_who_takes_fewer_steps(monkeypatch):

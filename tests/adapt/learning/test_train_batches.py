@@ -8,7 +8,6 @@ from lib.simulation import record_of
 from support.records import HIDDEN, VOCAB, random_record, small_drafter, small_teacher
 
 from vllm_specblock.adapt.learning.train_batches import PROMPT_ROWS, ROWS, RecordTeacher
-from vllm_specblock.train.config import TrainError
 from vllm_specblock.train.data.batch import Batch
 from vllm_specblock.train.learner import EvalSequence, TrainBatch
 from vllm_specblock.train.specblock import Recipe, SpecBlockLearner
@@ -73,8 +72,3 @@ def test_a_record_as_a_script_is_the_text():
     assert found.prompt == 12
     assert torch.equal(found.tokens[1:], sequence.tokens[1:])
     assert torch.equal(found.hidden, sequence.hidden[:-1])
-
-
-def test_a_lesson_needs_a_record():
-    with pytest.raises(TrainError, match="needs a record"):
-        small_teacher().train_batch([], 0, 0)

@@ -97,17 +97,3 @@ def test_room_is_bounded_and_a_record_that_goes_frees_its_own(ran):
     del records[2]
     gc.collect()
     assert states.bytes == room - room // 3
-
-
-def test_a_switch_copies_heads_alone(monkeypatch):
-    kept, _ = judges()
-    first, record = Version(0, kept.states._same[0]), random_record("r", rows=24, prompt=5, seed=0)
-    other = other_heads(first, 1)
-    kept.depth(first, record)
-    copied: list[int] = []
-    real = torch.Tensor.copy_
-    monkeypatch.setattr(
-        torch.Tensor, "copy_", lambda self, other: copied.append(1) or real(self, other)
-    )
-    kept.depth(other, record)
-    assert len(copied) == 3  # the LM head, and two matrices of the rank head

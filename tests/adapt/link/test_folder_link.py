@@ -1,21 +1,30 @@
-"""A folder between engine and trainer: whose files are private, bounded, and gone when read."""
+"""The folder between engine and trainer: private, bounded, and whole whenever it is read."""
 
 from __future__ import annotations
 
+import os
+import random
+import shutil
+import signal
 import stat
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from support.adapting import VOCAB, Pair
-from support.records import small_drafter
+from support.adapting import VOCAB, Pair, staged, wait
+from support.records import random_record, small_drafter
 
-from vllm_specblock.adapt.link.folder_link import FolderLink, FolderSource
-from vllm_specblock.adapt.trainer.trainer import Trainer, TrainerConfig
-from vllm_specblock.adapt.versions import VersionFolder
+from vllm_specblock.adapt.link import folder_link
+from vllm_specblock.adapt.link.finished import Finished
+from vllm_specblock.adapt.link.folder_link import FolderLink, FolderSource, make_shared_folder
+from vllm_specblock.adapt.policy.interface import Action, FinishedRequest
+from vllm_specblock.adapt.versions import VersionFolder, number_of
 from vllm_specblock.drafters.specblock import checkpoint
 from vllm_specblock.train.config import TrainError
+
+REQUEST = FinishedRequest(1.5, 7, 19, 0.1 + 0.2)
 
 
 @pytest.fixture
@@ -29,41 +38,47 @@ def folder(tmp_path) -> Path:
 
 
 def link_of(pair: Pair, folder: Path, **more) -> FolderLink:
-    versions = VersionFolder(folder / "versions", pair.drafter, pair.target)
-    return FolderLink(folder, versions, **{"slots": 64, **more})
+    return FolderLink(folder, pair.versions(folder / "versions"), **{"slots": 64, **more})
 
 
 def files(folder: Path) -> list[Path]:
     return sorted(folder.glob("request-*"))
 
 
-def wait(what, seconds: float = 60.0):
-    until = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < until, "it takes too long"
-        time.sleep(0.01)
+def same(record, other) -> bool:
+    numbers = ("request", "misses", "steps", "committed")
+    pairs = [(getattr(record, n), getattr(other, n)) for n in ("states", "last", "tokens")]
+    pairs.append((record.labels, other.labels))
+    return all(one.dtype == two.dtype and torch.equal(one, two) for one, two in pairs) and all(
+        getattr(record, name) == getattr(other, name) for name in numbers
+    )
 
 
-def test_requests_come_out_as_they_went_in_and_their_files_are_gone(pair, folder, caplog):
+# ---- requests ----
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_requests_come_out_as_they_went_in_and_their_files_are_gone(pair, folder, caplog, dtype):
     link = link_of(pair, folder)
     assert "text can be read" in caplog.text
-    given = [pair.request(number) for number in range(12)]
-    assert all(link.offer(*each) for each in given)
+    records = [random_record(f"r {n} ü", rows=1 + n, prompt=0, seed=n) for n in range(5)]
+    records = [replace(r, states=r.states.to(dtype), last=r.last.to(dtype)) for r in records]
+    given = [*((record, REQUEST) for record in records), (None, REQUEST), (records[0], None)]
+    assert all(link.offer(*each) for each in given) and not link.offer(None, None)
     link.close()
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    assert len(files(folder)) == 12
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700 and len(files(folder)) == len(given)
     assert {stat.S_IMODE(path.stat().st_mode) for path in files(folder)} == {0o600}
     source = FolderSource(folder)
     for record, request in given:
         found = source.next()
-        assert found.request == request and found.record.request == record.request
-        assert torch.equal(found.record.states, record.states)
-        assert torch.equal(found.record.tokens, record.tokens)
+        assert found.request == request
+        assert found.record is None if record is None else same(found.record, record)
     assert source.next() is None and not files(folder)
 
 
 def test_what_has_no_room_is_not_written(pair, folder):
-    link = link_of(pair, folder, memory=0.05)
+    room = 50_000
+    link = link_of(pair, folder, room=room)
     record, request = pair.request(1)
     taken = 0
     for _ in range(6):
@@ -73,7 +88,35 @@ def test_what_has_no_room_is_not_written(pair, folder):
     link.close()
     assert 1 <= len(files(folder)) < 6 and not link.offer(record, request)
     assert taken == len(files(folder)) + link.counts["dropped_records"]
-    assert sum(path.stat().st_size for path in files(folder)) <= 0.05 * (1 << 20)
+    assert sum(path.stat().st_size for path in files(folder)) <= room
+
+
+def test_an_engine_that_offers_faster_than_a_disk_drops(pair, folder, monkeypatch):
+    monkeypatch.setattr(FolderLink, "_write", lambda self, message: time.sleep(0.05))
+    link = link_of(pair, folder, slots=2)
+    began = time.perf_counter()
+    taken = [link.offer(*pair.request(1)) for _ in range(8)]
+    assert time.perf_counter() - began < 0.3 and not all(taken)
+    link.close()
+
+
+def test_files_that_cannot_be_read_are_dropped(pair, folder):
+    link = link_of(pair, folder)
+    for number in range(4):
+        link.offer(*pair.request(number))
+    link.close()
+    first, second, third, _ = files(folder)
+    first.write_bytes(first.read_bytes()[:700])
+    second.write_bytes(b"\\0" * 64)
+    message = Finished.load(third)
+    Finished(None, None).save(third)
+    Finished(replace(message.record, request=7), message.request).save(first)  # no id, but whole
+    source = FolderSource(folder)
+    assert [source.next().record.request, source.next().record] == [7, None]
+    assert source.next().record.request == "request 3"
+    assert source.tally["dropped_records"] == 1 and not files(folder)
+    with pytest.raises(TrainError, match="no folder"):
+        FolderSource(folder / "none")
 
 
 def test_one_engine_writes_to_a_folder(pair, folder):
@@ -81,21 +124,60 @@ def test_one_engine_writes_to_a_folder(pair, folder):
     with pytest.raises(TrainError, match=r"Another engine or trainer uses the folder.*own\.$"):
         link_of(pair, folder)
     link.close()
-    left = folder / ".request-1.rows"
+    left = folder / ".request-1.safetensors"
     left.write_text("half a request")  # of an engine that was killed
     link_of(pair, folder).close()
     assert not left.exists()
-
-
-def test_a_folder_that_cannot_be_one_s_own(pair, folder):
+    shutil.rmtree(folder)
     folder.write_text("a file")
     with pytest.raises(TrainError, match=r"cannot be used \(.*give one of your own\.$"):
         link_of(pair, folder)
 
 
+def test_both_ends_tell_each_other_what_they_count(pair):
+    link = pair.link()
+    source = FolderSource(link.folder)
+    source.count("updates_full", 3)
+    source.tell()
+    assert wait(lambda: link.counts["updates_full"]) == 3
+    link.took(folder_link.StagedVersion(1, 0, Action.HEADS, {}), 0.25)
+    assert wait(lambda: source.swap_seconds(Action.HEADS)) == 0.25
+    assert source.swap_seconds(Action.FULL) == 0.0
+    assert FolderSource(link.folder).tally["updates_full"] == 3, "a later trainer counts on"
+    link.close()
+
+
+# ---- shared memory ----
+
+
+def test_a_folder_in_shared_memory_goes_with_its_engine(pair):
+    link = pair.link()
+    assert link.folder.parent == folder_link.SHARED_MEMORY
+    assert stat.S_IMODE(link.folder.stat().st_mode) == 0o700
+    other = pair.link()  # which leaves the first one alone
+    assert link.folder.is_dir()
+    link.close()
+    assert not link.folder.exists() and other.folder.is_dir()
+    os.close(other._lock)  # as a kill does
+    third = pair.link()
+    assert not other.folder.exists()
+    third.close()
+
+
+@pytest.mark.parametrize("where", ["small", "none"])
+def test_too_little_shared_memory_is_one_sentence(tmp_path, monkeypatch, where):
+    monkeypatch.setattr(folder_link, "SHARED_MEMORY", tmp_path if where == "small" else Path("/no"))
+    with pytest.raises(TrainError, match=r"MiB left, but .* needs .* name a folder .*\.$"):
+        make_shared_folder(1, 1 << 60)
+    assert not list(tmp_path.iterdir())
+
+
+# ---- versions ----
+
+
 def written(pair: Pair, out: Path, seed: int = 0) -> tuple[VersionFolder, str]:
     """A version of other weights that a person chose."""
-    versions = VersionFolder(out, pair.drafter, pair.target)
+    versions = pair.versions(out)
     versions.lock()
     name = versions.write(small_drafter(seed, vocab=VOCAB), {"parent": None})
     versions.use(name, who="person")
@@ -109,104 +191,92 @@ def test_what_is_current_is_there_at_once(pair, folder):
     link = link_of(pair, folder)
     found = link.staged()
     stored = dict(checkpoint.load(folder / "versions" / name).named_parameters())
-    assert found.number == 1 and link.staged() is None
+    assert (found.number, found.parent, found.action) == (1, 0, Action.FULL)
     assert all(torch.equal(found.tensors[name], value) for name, value in stored.items())
-    link._look()
-    assert link.staged() is None
+    assert link.current() is None
     link.versions.use(None, who="person")
-    link._look()
     delivered = dict(checkpoint.load(pair.drafter).named_parameters())
-    found = link.staged()
-    assert found.number == 0 and torch.equal(
-        found.tensors["lm_head.weight"], delivered["lm_head.weight"]
-    )
+    found = staged(link)
+    assert found.number == 0
+    assert torch.equal(found.tensors["lm_head.weight"], delivered["lm_head.weight"])
     link.close()
 
 
-def broken(pair: Pair, out: Path, how: str) -> str:
-    """Make what is current unusable; returns what the sentence says."""
-    versions, name = written(pair, out)
-    if how == "unreadable":
-        (out / "current.json").write_text("{")
-        return "current.json cannot be read"
-    if how == "half written":
-        (out / name / checkpoint.WEIGHTS).write_bytes(b"half")
-        return "are not those that were written there"
-    if how == "no version":
-        (out / name / "provenance.json").unlink()
-        return "is not whole"
-    other = VersionFolder(out, pair.drafter, pair.target)
-    other.fingerprints = {**versions.fingerprints, how: "another"}
-    other.lock()
-    other.use(other.write(small_drafter(0, vocab=VOCAB), {"parent": None}))
-    other.unlock()
-    return f"was made for another {how}"
+def test_heads_alone_are_read_where_the_trunk_serves_already(pair, folder):
+    versions = pair.versions(folder / "versions")
+    versions.lock()
+
+    def offer(seed: int, trunk: str | None) -> None:
+        facts = {"parent": None, **({} if trunk is None else {"trunk": trunk})}
+        versions.use(versions.write(small_drafter(seed, vocab=VOCAB), facts))
+
+    link = link_of(pair, folder)
+    offer(1, "delivered")
+    heads = staged(link)
+    assert heads.action is Action.HEADS
+    assert set(heads.tensors) == {"lm_head.weight", "rank_head.0.weight", "rank_head.2.weight"}
+    link.took(heads)
+    offer(2, None)  # another trunk, which the engine did not take in time
+    offer(3, versions.listed()["version-00002"]["checksum"])
+    full = staged(link)
+    assert (full.number, full.action) == (3, Action.FULL)
+    # Read before the one above was taken: its heads would go onto another trunk.
+    offer(4, "delivered")
+    link._look()
+    link.took(full)
+    assert link.staged() is None
+    again = staged(link)
+    assert (again.number, again.action) == (4, Action.FULL)
+    link.close()
 
 
-@pytest.mark.parametrize("how", ["unreadable", "half written", "no version", "drafter", "target"])
-def test_versions_that_cannot_serve_are_told_of_once(pair, folder, how, caplog):
-    said = broken(pair, folder / "versions", how)
+def test_a_version_that_cannot_serve_is_reported_once(pair, folder, caplog):
+    versions, name = written(pair, folder / "versions")
+    (versions.out / name / checkpoint.WEIGHTS).write_bytes(b"half")
     link = link_of(pair, folder)
     (line,) = [each for each in caplog.messages if "current version" in each]
-    assert said in line and line.count(". ") == 0 and line.endswith(".")
-    assert link.staged() is None and link.counts["versions_refused_checksum"] == 1
-    link._look()
-    assert link.counts["versions_refused_checksum"] == 1
+    assert "not those that were written" in line and line.count(". ") == 0 and line.endswith(".")
+    assert staged(link) is None and link.counts["versions_refused_checksum"] == 1
     link.close()
 
 
-def test_an_engine_that_offers_faster_than_a_disk_drops(pair, folder):
-    link = link_of(pair, folder, slots=2)
-    link._write = lambda message: time.sleep(0.05)
-    began = time.perf_counter()
-    taken = [link.offer(*pair.request(1)) for _ in range(8)]
-    assert time.perf_counter() - began < 0.3 and not all(taken)
+def test_a_writer_killed_at_any_moment_leaves_no_version_that_is_not_whole(pair):
+    """A child that offers as fast as it can; every version is of one number throughout."""
+    draw, seen, drafter = random.Random(5), 0, small_drafter(vocab=VOCAB)
+    link = pair.link()
+
+    def offer(versions: VersionFolder) -> None:
+        number = max(map(number_of, versions.names()), default=0) + 1
+        for value in drafter.parameters():
+            value.data.fill_(float(number))
+        versions.use(versions.write(drafter, {"parent": None}))
+        versions.prune(1)
+
+    for _ in range(4):
+        child = os.fork()
+        if not child:
+            try:
+                versions = pair.versions(link.versions.out)
+                versions.lock()
+                while True:
+                    offer(versions)
+            finally:
+                os._exit(1)
+        seen += whole(wait(link.staged))
+        until = time.monotonic() + 0.3 * draw.random()
+        while time.monotonic() < until:
+            seen += whole(staged(link))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        seen += whole(staged(link))
+        assert link.counts["versions_refused_checksum"] == 0
+    assert seen > 4
     link.close()
 
 
-def test_files_that_cannot_be_read_are_dropped(pair, folder):
-    link = link_of(pair, folder)
-    for number in range(3):
-        link.offer(*pair.request(number))
-    link.close()
-    first, second, _ = files(folder)
-    first.write_bytes(first.read_bytes()[:700])
-    second.write_bytes(b"\\0" * 64)
-    source = FolderSource(folder)
-    assert source.next().record.request == "request 2"
-    assert source.tally["dropped_records"] == 2 and not files(folder)
-    with pytest.raises(TrainError, match="no folder"):
-        FolderSource(folder / "none")
-
-
-def test_the_engine_follows_the_versions(pair, folder):
-    link = link_of(pair, folder)
-    for number in range(24):
-        link.offer(*pair.request(number))
-    while link._waiting.qsize():
-        time.sleep(0.01)
-    config = TrainerConfig(
-        str(pair.drafter),
-        str(pair.target),
-        "always",
-        "all",
-        out=str(folder / "versions"),
-        seconds=0,
-        lr=3e-3,
-    )
-    trainer = Trainer(config, FolderSource(folder))
-    while trainer.step():
-        pass
-    trainer.close()
-    until = time.monotonic() + 20
-    while (found := link.staged()) is None:
-        assert time.monotonic() < until
-        time.sleep(0.05)
-    path, _ = link.versions.current()
-    stored = dict(checkpoint.load(path).named_parameters())
-    assert found.number == int(path.name[-5:]) and set(found.tensors) == set(stored)
-    assert all(torch.equal(found.tensors[name], value) for name, value in stored.items())
-    delivered = dict(checkpoint.load(pair.drafter).named_parameters())
-    assert not torch.equal(found.tensors["lm_head.weight"], delivered["lm_head.weight"])
-    assert link.staged() is None
-    link.close()
+def whole(found) -> int:
+    if found is None:
+        return 0
+    values = {float(value) for tensor in found.tensors.values() for value in tensor.unique()}
+    assert values == {float(found.number)}
+    return 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_specblock.adapt.policy.bandit import PaperBandit, PaperWithoutBandit, Schedule
+from vllm_specblock.adapt.policy.bandit import PaperBandit, Schedule
 from vllm_specblock.adapt.policy.interface import Action, FinishedRequest
 
 SKIP, HEADS, FULL = Action.SKIP, Action.HEADS, Action.FULL
@@ -101,14 +101,6 @@ def test_epsilon_falls_linearly_over_the_cold_start():
 def test_the_cold_start_tries_both_arms():
     arms = {arm for seed in range(20) for arm in updates(feed(PaperBandit(seed=seed), 80))}
     assert arms == {HEADS, FULL}
-
-
-def test_without_a_bandit_every_update_is_of_all_weights_whatever_it_brought():
-    found = feed(PaperWithoutBandit(), 18) + feed(PaperWithoutBandit(), 18, tokens=10)
-    assert updates(found) == [FULL, FULL]
-    bandit = PaperWithoutBandit()
-    falling = [each for tokens in (40, 50, 45, 40, 35) for each in feed(bandit, 8, tokens=tokens)]
-    assert updates(falling) == [FULL] * 3 and any(each.roll_back for each in falling)
 
 
 def test_without_heads_there_is_one_arm():

@@ -109,13 +109,6 @@ def test_weak_requests_are_skipped_and_strong_ones_taken():
     assert bandit.decide(request(misses=3.0)).push is HEADS
 
 
-def test_the_largest_action_bounds_the_arms():
-    bandit = GainBandit(Schedule(largest=HEADS))
-    found = feed(bandit, 8)
-    bandit.reward(HEADS, -0.01, 1.0, 0.001)
-    assert {each.push for each in found + feed(bandit, 400)} == {SKIP, HEADS}
-
-
 def test_an_alarm_forgets_gains_and_the_update_that_is_being_judged():
     bandit = GainBandit()
     assert updates(feed(bandit, 8)) == [FULL]

@@ -9,7 +9,6 @@ from vllm_specblock.adapt.policy.interface import (
     Always,
     FinishedRequest,
     Fixed,
-    Frozen,
     Watch,
 )
 
@@ -37,11 +36,10 @@ def test_a_fixed_policy_needs_an_arm_and_a_period(wrong):
         Fixed(**wrong)
 
 
-def test_watch_records_and_frozen_does_not():
-    assert (Frozen().records, Watch().records) == (False, True)
-    assert (Frozen().judges, Watch().judges, Watch().gated) == (False, True, False)
-    assert not (Frozen().trains or Watch().trains) and Always().trains and not Always().judges
-    assert not updates(Frozen(), 100) + updates(Watch(), 100)
+def test_watch_records_and_judges_and_never_trains():
+    assert Watch().records and Watch().judges and not (Watch().gated or Watch().trains)
+    assert Always().trains and not Always().judges
+    assert not updates(Watch(), 100)
 
 
 def test_rates_of_a_request():

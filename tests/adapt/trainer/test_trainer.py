@@ -13,17 +13,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.adapting import Pair, staged
+from support.adapting import Pair, staged, wait
 
 from vllm_specblock.adapt.learning.anchor import _live, _log_probs
 from vllm_specblock.adapt.learning.judge import depth_along
-from vllm_specblock.adapt.link.memory_link import EngineLink, TrainerLink
+from vllm_specblock.adapt.link.folder_link import FolderLink, FolderSource
 from vllm_specblock.adapt.policy.actions import put
 from vllm_specblock.adapt.policy.interface import Action
 from vllm_specblock.adapt.trainer import state
 from vllm_specblock.adapt.trainer.process import TrainerProcess
 from vllm_specblock.adapt.trainer.trainer import Trainer, TrainerConfig
-from vllm_specblock.adapt.versions import VersionFolder
+from vllm_specblock.adapt.versions import VersionFolder, number_of
 from vllm_specblock.drafters.specblock import checkpoint
 from vllm_specblock.train.config import TrainError
 
@@ -35,30 +35,43 @@ def pair(tmp_path) -> Pair:
     return Pair.make(tmp_path)
 
 
+@pytest.fixture
+def engine(pair):
+    link = pair.link()
+    yield link
+    link.close()
+
+
 class Both:
     """An engine's end, and a trainer in the same process."""
 
-    def __init__(self, pair: Pair, engine: EngineLink | None = None, **more):
-        self.pair, self.engine = pair, engine or EngineLink(pair.sizes)
+    def __init__(self, pair: Pair, engine: FolderLink, **more):
+        self.pair, self.engine = pair, engine
         given = {"policy": "always", "actions": "all", "lr": 3e-3, **more}
-        config = TrainerConfig(str(pair.drafter), str(pair.target), **given)
-        self.trainer = Trainer(config, TrainerLink(self.engine.descriptor, pair.sizes.shapes))
+        self.trainer = Trainer(
+            TrainerConfig(str(pair.drafter), str(pair.target), link=str(engine.folder), **given),
+            FolderSource(engine.folder),
+        )
 
     def serve(self, requests: range) -> list:
         """Finish requests one by one, and take what is offered. Returns what was taken."""
         taken = []
         for number in requests:
             assert self.engine.offer(*self.pair.request(number))
-            while self.trainer.step():
-                pass
+            wait(self.trainer.step)
             if (found := staged(self.engine)) is not None:
                 self.engine.took(found)
                 taken.append(found)
         return taken
 
+    def look(self) -> None:
+        """At what a person chose."""
+        self.trainer._looked = 0
+        self.trainer.step()
+
     @property
     def counts(self):
-        return self.engine.counts
+        return self.trainer.source.tally
 
 
 def served(pair: Pair, found) -> torch.nn.Module:
@@ -66,6 +79,11 @@ def served(pair: Pair, found) -> torch.nn.Module:
     drafter = checkpoint.load(pair.drafter)
     put(drafter, {**dict(drafter.named_parameters()), **found.tensors})
     return drafter.requires_grad_(False)
+
+
+def holds(tensors, found) -> bool:
+    """Whether a version's tensors are some weights."""
+    return all(torch.equal(tensors[name], each) for name, each in found.tensors.items())
 
 
 @torch.no_grad()
@@ -78,21 +96,27 @@ def loss_of(pair: Pair, drafter, numbers: range) -> float:
     return float(-_log_probs(drafter, train_batch, live)[:, 0].gather(1, after[:, None]).mean())
 
 
-def test_what_was_recorded_is_learned_and_reaches_the_engine(pair):
-    both = Both(pair)
+# ---- what is learned and offered ----
+
+
+def test_what_was_recorded_is_learned_and_reaches_the_engine(pair, engine):
+    both = Both(pair, engine)
     taken = both.serve(range(48))
     assert len(taken) >= 4 and both.counts["updates_full"] == len(taken)
+    assert both.counts["versions_offered"] == len(taken)
     assert [each.number for each in taken] == list(range(1, len(taken) + 1))
     before, after = checkpoint.load(pair.drafter), served(pair, taken[-1])
     assert loss_of(pair, after, range(8)) < loss_of(pair, before, range(8)) - 0.5
     sequence = pair.teacher.sequence(pair.record(1000))
     assert depth_along(after, sequence, 2) > depth_along(before, sequence, 2) + 0.3
     assert both.counts["update_microseconds_full"] > 0
+    assert engine.versions.names() == [f"version-{len(taken):05d}"], "earlier ones are removed"
+    assert wait(lambda: engine.counts["updates_full"]) == len(taken)
 
 
 @pytest.mark.parametrize("policy", ["gain", "paper", "fixed"])
-def test_the_judge_or_the_bandit_lets_versions_serve(pair, policy):
-    both = Both(pair, policy=policy, actions="heads")
+def test_the_judge_or_the_bandit_lets_versions_serve(pair, engine, policy):
+    both = Both(pair, engine, policy=policy, actions="heads")
     taken = both.serve(range(60))
     assert taken and all(set(each.tensors) == HEADS for each in taken)
     assert both.counts["updates_heads"] > 0 == both.counts["updates_full"]
@@ -104,50 +128,47 @@ def test_the_judge_or_the_bandit_lets_versions_serve(pair, policy):
         assert both.counts["judged_gain_millitokens"] > 0
 
 
-def test_watch_records_and_judges_and_never_trains(pair):
-    both = Both(pair, policy="watch")
-    before = {n: p.clone() for n, p in both.trainer.adaptation.updater.drafter.named_parameters()}
-    assert both.serve(range(40)) == []
-    after = dict(both.trainer.adaptation.updater.drafter.named_parameters())
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    assert both.counts["judged_requests"] == 40
-    assert both.counts["judged_gain_millitokens"] == 0  # what serves is the start itself
-    assert both.counts["updates_heads"] == both.counts["updates_full"] == 0
-    assert both.counts["versions_offered"] == 0
+def test_offers_are_in_the_dtype_that_serves(pair, engine):
+    both = Both(pair, engine, dtype="bfloat16")
+    (found,) = both.serve(range(8))
+    learned = both.trainer.adaptation.pool.current.tensors
+    assert holds({name: each.bfloat16() for name, each in learned.items()}, found)
 
 
-def test_watch_counts_what_a_version_would_gain_and_swaps_nothing(pair, tmp_path):
-    """Of a folder into which another engine writes meanwhile."""
+def test_watch_counts_what_a_version_would_gain_and_swaps_nothing(pair, engine, tmp_path):
+    """Of a folder into which another engine writes meanwhile; without one nothing is gained."""
     out = tmp_path / "out"
-    learned = Both(pair, out=str(out), seconds=0)
+    learned = Both(pair, engine, out=str(out), seconds=0)
     learned.serve(range(48))
     learned.trainer.writer.write(learned.trainer._to_write(), now=True)  # which keeps its lock
     before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
-    both = Both(pair, policy="watch", out=str(out), seconds=0)
+    other = pair.link()
+    both = Both(pair, other, policy="watch", out=str(out), seconds=0)
     assert both.serve(range(100, 140)) == []
     both.trainer.close()
     gain = both.counts["judged_gain_millitokens"]
     assert both.counts["judged_requests"] == 40
     assert gain > 40 * 300
     assert both.counts["versions_offered"] == both.counts["rollbacks"] == 0
+    assert both.counts["updates_full"] == 0
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
     # A person chooses the start: there is nothing to gain.
-    VersionFolder(out, pair.drafter, pair.target).use(None, who="person")
-    both.trainer._looked = 0
-    both.trainer.step()
+    pair.versions(out).use(None, who="person")
+    both.look()
     both.serve(range(140, 150))
     assert both.counts["judged_gain_millitokens"] == gain
+    other.close()
 
 
-def test_watch_wants_a_folder_that_is_there(pair, tmp_path):
+def test_watch_wants_a_folder_that_is_there(pair, engine, tmp_path):
     config = TrainerConfig(str(pair.drafter), str(pair.target), "watch", out=str(tmp_path / "none"))
     with pytest.raises(TrainError, match=r"no folder .*none whose version .* drop the option\.$"):
-        TrainerProcess(config, EngineLink(pair.sizes)).start()
+        TrainerProcess(config, engine).start()
     assert not (tmp_path / "none").exists()
 
 
-def test_weights_that_are_not_finite_are_never_staged(pair):
-    both = Both(pair)
+def test_weights_that_are_not_finite_are_never_offered(pair, engine):
+    both = Both(pair, engine)
     updater = both.trainer.adaptation.updater
     update, broken = updater.update, []
 
@@ -165,66 +186,72 @@ def test_weights_that_are_not_finite_are_never_staged(pair):
     assert both.counts["updates_full"] == len(taken) + 1
 
 
-def test_a_version_without_a_gain_is_not_offered(pair):
-    both = Both(pair, policy="fixed", lr=0.3)
-    both.serve(range(40))
-    assert both.counts["versions_refused_not_better"] > 0
-
-
-def test_a_fall_of_tau_brings_the_last_good_version_back(pair):
-    both = Both(pair, policy="fixed")
-    taken = both.serve(range(30))
-    assert taken
+def test_a_fall_of_tau_brings_the_last_good_version_back(pair, engine):
+    both = Both(pair, engine, policy="fixed")
+    assert both.serve(range(30))
     both.trainer.adaptation.pool.good = both.trainer.adaptation.pool.origin
     _, request = pair.request(100)
     found = None
     for _ in range(20):
-        both.engine.offer(None, replace(request, tokens=11))
-        both.trainer.step()
-        found = found or staged(both.engine)
+        engine.offer(None, replace(request, tokens=11))
+        wait(both.trainer.step)
+        found = found or staged(engine)
     assert found.number == 0 and found.action is Action.FULL
     assert both.counts["rollbacks"] >= 1
 
 
-def test_rows_of_another_target_are_dropped(pair):
-    both = Both(pair)
+def test_rows_of_another_target_are_dropped(pair, engine):
+    both = Both(pair, engine)
     record, request = pair.request(0)
-    narrow = replace(record, states=record.states[:, :-3].clone())
-    both.engine.offer(narrow, request)
-    assert both.trainer.step() and both.counts["dropped_records"] == 1
+    engine.offer(replace(record, states=record.states[:, :-3].clone()), request)
+    wait(both.trainer.step)
+    assert both.counts["dropped_records"] == 1
 
 
-def test_a_trainer_after_one_that_died_goes_on_from_what_serves(pair):
-    both = Both(pair, policy="fixed")
+def test_wrong_configs_are_one_sentence(pair, engine, tmp_path):
+    with pytest.raises(TrainError, match="no policy 'osd'"):
+        Both(pair, engine, policy="osd")
+    Both(pair, engine, out=str(tmp_path / "out")).trainer.writer.folder.lock()
+    with pytest.raises(TrainError, match="Another engine or trainer"):
+        Both(pair, engine, out=str(tmp_path / "out"))
+    config = TrainerConfig("a", "b", out="c", device="cuda:1")
+    assert TrainerConfig.from_json(config.to_json()) == config
+
+
+# ---- what it goes on from ----
+
+
+def test_a_trainer_after_one_that_died_goes_on_from_what_serves(pair, engine):
+    both = Both(pair, engine, policy="fixed")
     taken = both.serve(range(30))
-    after = Both(pair, both.engine, policy="fixed")
-    current = after.trainer.adaptation.pool.current
-    assert current.number == taken[-1].number
-    assert all(torch.equal(current.tensors[n], t) for n, t in taken[-1].tensors.items())
-    assert staged(both.engine) is None  # it serves already
+    both.trainer.close()
+    after = Both(pair, engine, policy="fixed")
+    assert holds(after.trainer.adaptation.pool.current.tensors, taken[-1])
+    assert staged(engine) is None  # it serves already
     more = after.serve(range(30, 60))
     assert all(each.number > taken[-1].number for each in more)
 
 
-def test_what_serves_is_lost_with_a_torn_version_and_the_start_is_staged_whole(pair):
-    both = Both(pair)
+def test_where_what_serves_is_lost_the_start_is_offered(pair, engine):
+    both = Both(pair, engine)
     both.serve(range(16))
-    both.trainer.source.staging._head[0] += 1
-    after = Both(pair, both.engine)
-    found = staged(both.engine)
+    both.trainer.close()
+    (name,) = engine.versions.names()
+    (engine.versions.out / name / "model.safetensors").write_bytes(b"torn")
+    Both(pair, engine)
+    found = staged(engine)
     assert (found.number, found.action) == (0, Action.FULL)
-    delivered = checkpoint.load(pair.drafter)
-    assert all(torch.equal(found.tensors[n], p) for n, p in delivered.named_parameters())
-    assert after.trainer.adaptation.number >= 1
+    assert holds(dict(checkpoint.load(pair.drafter).named_parameters()), found)
 
 
-def test_state_is_kept_in_the_folder(pair, tmp_path):
+def test_state_is_kept_in_the_folder(pair, engine, tmp_path):
     out = tmp_path / "out"
-    both = Both(pair, policy="gain", out=str(out), seconds=0)
+    both = Both(pair, engine, policy="gain", out=str(out), seconds=0)
     both.serve(range(60))
     both.trainer.close()
     updater, policy = both.trainer.adaptation.updater, both.trainer.adaptation.policy
-    after = Both(pair, policy="gain", out=str(out))  # another engine
+    other = pair.link()  # of another engine
+    after = Both(pair, other, policy="gain", out=str(out))
     again, found = after.trainer.adaptation.updater, after.trainer.adaptation.policy
     for (name, one), (_, two) in zip(
         updater.drafter.named_parameters(), again.drafter.named_parameters()
@@ -239,63 +266,78 @@ def test_state_is_kept_in_the_folder(pair, tmp_path):
     assert later.compared == earlier.compared > 0
     assert later.usual.known == earlier.usual.known and later.usual.known[1] > 0
     # The version that was current is offered to the new engine.
-    folder = VersionFolder(out, pair.drafter, pair.target)
-    if folder.chosen().get("version"):
-        loaded = checkpoint.load(folder.current()[0])
-        offered = staged(after.engine)
-        parameters = dict(loaded.named_parameters())
-        assert all(torch.equal(t, parameters[name]) for name, t in offered.tensors.items())
+    folder = pair.versions(out)
+    if name := folder.current():
+        assert holds(folder.read(name), staged(other))
     assert after.serve(range(60, 80)) is not None
+    other.close()
 
 
-def test_a_start_leaves_what_is_current_as_it_is(pair, tmp_path):
+def test_a_start_leaves_what_is_current_as_it_is(pair, engine, tmp_path):
     """Neither a new engine nor another trainer of the same one is a reason to choose anew."""
     out = tmp_path / "out"
-    both = Both(pair, policy="fixed", out=str(out), seconds=0)
+    both = Both(pair, engine, policy="fixed", out=str(out), seconds=0)
     taken = both.serve(range(30))
     both.trainer.adaptation.pool.call_good()
     both.trainer.close()
     chosen = VersionFolder(out).chosen()
     assert chosen["version"] and taken
-    for engine in (None, both.engine):
-        after = Both(pair, engine, policy="fixed", out=str(out), seconds=0)
-        assert (staged(after.engine) is None) == (engine is both.engine)
-        after.trainer._looked = 0
-        after.trainer.step()
-        assert staged(after.engine) is None
+    other = pair.link()
+    for link in (other, engine):
+        after = Both(pair, link, policy="fixed", out=str(out), seconds=0)
+        assert (staged(link) is None) == (link is engine)
+        after.look()
+        assert staged(link) is None
         assert VersionFolder(out).chosen() == chosen
         after.trainer.close()
         assert VersionFolder(out).chosen() == chosen
+    other.close()
 
 
-def test_what_a_person_left_is_not_trained_on_from(pair, tmp_path):
+def test_versions_are_written_and_a_person_may_choose(pair, engine, tmp_path):
     out = tmp_path / "out"
-    both = Both(pair, out=str(out), seconds=0)
+    both = Both(pair, engine, out=str(out), seconds=0)
+    both.serve(range(9))
+    both.trainer.writer.write(both.trainer._to_write(), now=True)
+    folder = pair.versions(out)
+    ((name, facts),) = folder.listed().items()
+    assert facts["parent"] is None and facts["action"] == "full" and facts["rows"] > 0
+    assert folder.chosen() == {**folder.chosen(), "version": name, "by": "trainer"}
+    folder.use(None, who="person")
+    both.look()
+    assert both.trainer.adaptation.pool.current is both.trainer.adaptation.pool.origin
+    assert staged(engine).number == 0
+    folder.use(name, who="person")
+    both.look()
+    assert holds(folder.read(name), staged(engine))
+
+
+def test_what_a_person_left_is_not_trained_on_from(pair, engine, tmp_path):
+    out = tmp_path / "out"
+    both = Both(pair, engine, out=str(out), seconds=0)
     both.serve(range(16))
     both.trainer.close()
     VersionFolder(out).use(None, who="person")
-    after = Both(pair, out=str(out), seconds=0).trainer.adaptation
+    other = pair.link()
+    after = Both(pair, other, out=str(out), seconds=0).trainer.adaptation
     assert after.pool.current is after.training is after.pool.origin
-    delivered = dict(checkpoint.load(pair.drafter).named_parameters())
-    for name, value in after.updater.drafter.named_parameters():
-        assert torch.equal(value, delivered[name])
+    assert holds(dict(after.updater.drafter.named_parameters()), after.pool.origin)
+    other.close()
 
 
-def test_a_state_of_others_or_a_broken_one_is_told_of_and_left(pair, tmp_path, caplog):
+def test_a_state_of_others_or_a_broken_one_is_reported_and_left(pair, engine, tmp_path, caplog):
     out = tmp_path / "out"
-    both = Both(pair, out=str(out), seconds=0)
+    both = Both(pair, engine, out=str(out), seconds=0)
     both.serve(range(10))
     both.trainer.close()
     whole = (out / state.FILE).read_bytes()
     (out / "current.json").unlink()
-    adaptation = both.trainer.adaptation
     with pytest.raises(TrainError, match="another target"):
-        state.restore(out, adaptation, {"target": "x"})
+        state.restore(out, both.trainer.adaptation, {"target": "x"})
     (out / state.FILE).write_bytes(whole[:-10])
-    after = Both(pair, out=str(out))
+    after = Both(pair, engine, out=str(out))
     assert "training begins anew" in caplog.text
     assert after.trainer.adaptation.updater.steps == 0
-    after.trainer.close()
     # A policy is made of policies and numbers, and runs nothing else.
     evil = state.pickle.dumps(os.getcwd)
     with pytest.raises(state.pickle.UnpicklingError, match="no part of a policy"):
@@ -303,11 +345,12 @@ def test_a_state_of_others_or_a_broken_one_is_told_of_and_left(pair, tmp_path, c
 
 
 @pytest.mark.parametrize("name", ["gain", "paper", "always", "fixed", "watch"])
-def test_every_policy_goes_on_from_where_it_was(pair, tmp_path, name):
-    both = Both(pair, policy=name, actions="heads")
+def test_every_policy_goes_on_from_where_it_was(pair, engine, tmp_path, name):
+    both = Both(pair, engine, policy=name, actions="heads")
     both.serve(range(40))
+    both.trainer.close()
     state.save(tmp_path, both.trainer.adaptation, {})
-    after = Both(pair, policy=name, actions="heads").trainer.adaptation
+    after = Both(pair, engine, policy=name, actions="heads").trainer.adaptation
     assert state.restore(tmp_path, after, {})
     told = [
         [each.decide(pair.request(number)[1]) for number in range(40, 120)]
@@ -318,45 +361,7 @@ def test_every_policy_goes_on_from_where_it_was(pair, tmp_path, name):
     )
 
 
-def test_versions_are_written_and_a_person_may_choose(pair, tmp_path):
-    out = tmp_path / "out"
-    both = Both(pair, out=str(out), seconds=0)
-    both.serve(range(9))
-    both.trainer.close()
-    folder = VersionFolder(out, pair.drafter, pair.target)
-    ((name, facts),) = folder.listed().items()
-    assert facts["parent"] is None and facts["action"] == "full" and facts["rows"] > 0
-    assert folder.chosen() == {**folder.chosen(), "version": name, "by": "trainer"}
-    folder.use(None, who="person")
-    trainer = both.trainer
-    trainer._looked = 0
-    trainer.step()
-    assert trainer.adaptation.pool.current is trainer.adaptation.pool.origin
-    assert staged(both.engine).number == 0
-    folder.use(name, who="person")
-    trainer._looked = 0
-    trainer.step()
-    found = staged(both.engine)
-    stored = dict(checkpoint.load(out / name).named_parameters())
-    assert all(torch.equal(t, stored[key]) for key, t in found.tensors.items())
-
-
-def test_wrong_configs_are_one_sentence(pair, tmp_path):
-    with pytest.raises(TrainError, match="no policy 'osd'"):
-        Both(pair, policy="osd")
-    Both(pair, out=str(tmp_path / "out")).trainer.writer.folder.lock()
-    with pytest.raises(TrainError, match="Another engine or trainer"):
-        Both(pair, out=str(tmp_path / "out"))
-    config = TrainerConfig("a", "b", out="c", device="cuda:1")
-    assert TrainerConfig.from_json(config.to_json()) == config
-
-
-def wait(what, seconds: float = 240.0):
-    until = time.monotonic() + seconds
-    while not (found := what()):
-        assert time.monotonic() < until, "it takes too long"
-        time.sleep(0.02)
-    return found
+# ---- its process ----
 
 
 def alive(pid: int) -> bool:
@@ -366,17 +371,16 @@ def alive(pid: int) -> bool:
         return False
 
 
-def test_a_trainer_that_is_killed_harms_nobody(pair, tmp_path, caplog):
-    """Killed at four moments; serving goes on, another one follows, and then it is left alone."""
+def test_a_trainer_that_is_killed_harms_no_request(pair, engine, tmp_path, caplog):
+    """Killed at four moments; serving goes on, another one follows, and then none is started."""
     out, draw = tmp_path / "out", random.Random(1)
-    engine = EngineLink(pair.sizes)
     config = TrainerConfig(
         str(pair.drafter), str(pair.target), "always", "all", lr=3e-3, out=str(out), seconds=0
     )
     process = TrainerProcess(config, engine, waits=(0.0, 0.01, 0.02))
     process.start()
     with pytest.raises(TrainError, match="Another engine or trainer"):
-        TrainerProcess(config, EngineLink(pair.sizes)).start()
+        TrainerProcess(config, engine).start()
     number, taken = 0, []
 
     def serve() -> bool:
@@ -400,9 +404,6 @@ def test_a_trainer_that_is_killed_harms_nobody(pair, tmp_path, caplog):
         if death == 0:
             assert wait(lambda pid=pid: os.getpriority(os.PRIO_PROCESS, pid) == 19)
         else:
-            since = time.monotonic()
-            wait(lambda since=since: time.monotonic() - engine.silence > since)  # it lives
-            assert shared_by(pid) == {"/memfd:specblock-adapt (deleted)"}
             wait(serve)
         time.sleep(0.3 * draw.random())
         os.kill(pid, signal.SIGKILL)
@@ -410,60 +411,70 @@ def test_a_trainer_that_is_killed_harms_nobody(pair, tmp_path, caplog):
     assert process.pid is None and "serving goes on" in caplog.text
     assert taken == sorted(set(taken)) and engine.counts["trainer_restarts"] == 3
     process.stop()
-    folder = VersionFolder(out, pair.drafter, pair.target)
-    assert folder.current()[1] is None
-    folder.lock()  # nobody holds it, and what was half-written goes
+    assert not engine.folder.exists()
+    folder = pair.versions(out)
+    folder.read(folder.current())
+    folder.lock()  # nothing holds it, and what was half-written goes
     assert not [path for path in out.iterdir() if path.name.startswith(".") and path.is_dir()]
+
+
+def test_a_trainer_that_is_stopped_writes_what_it_learned(pair, engine, tmp_path):
+    out = tmp_path / "out"
+    config = TrainerConfig(
+        str(pair.drafter), str(pair.target), "always", "all", lr=3e-3, out=str(out)
+    )
+    process = TrainerProcess(config, engine)
+    process.start()
+    for number in range(8):
+        engine.offer(*pair.request(number))
+    wait(lambda: engine.counts["versions_offered"])
+    for number in range(8, 16):
+        engine.offer(*pair.request(number))
+    wait(lambda: engine.counts["versions_offered"] == 2)
+    process.stop(60)
+    folder = pair.versions(out)
+    assert number_of(folder.current()) >= 1 and (out / state.FILE).is_file()
+    assert not engine.folder.exists()
 
 
 ENGINE = """
 import sys, time
 from pathlib import Path
-from vllm_specblock.adapt.link.memory_link import EngineLink
-from vllm_specblock.adapt.link.layout import LinkSizes, shapes_of
+sys.path[:0] = sys.argv[2:]
+from support.adapting import Pair
 from vllm_specblock.adapt.trainer.process import TrainerProcess
 from vllm_specblock.adapt.trainer.trainer import TrainerConfig
-from vllm_specblock.drafters.specblock import checkpoint
-drafter, target = sys.argv[1:]
-link = EngineLink(LinkSizes(shapes_of(checkpoint.read_config(drafter)), 32))
-process = TrainerProcess(TrainerConfig(drafter, target), link)
+pair = Pair.at(Path(sys.argv[1]))
+link = pair.link()
+process = TrainerProcess(TrainerConfig(str(pair.drafter), str(pair.target)), link)
 process.start()
-while link.silence > 100:
+while not (link.folder / "counts.json").exists():
     time.sleep(0.02)
-print(process.pid, "vllm" in sys.modules, flush=True)
+print(process.pid, link.folder, "vllm" in sys.modules, flush=True)
 time.sleep(60)
 """
 
 
-def test_the_trainer_ends_with_an_engine_that_is_killed(pair):
+def test_the_trainer_and_their_folder_end_with_an_engine_that_is_killed(pair):
+    path = [str(Path(__file__).parents[2] / "lib"), str(Path(__file__).parents[3] / "benchmarks")]
     engine = subprocess.Popen(
-        [sys.executable, "-c", ENGINE, pair.drafter, pair.target], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", ENGINE, pair.drafter.parent, *path],
+        stdout=subprocess.PIPE,
+        text=True,
     )
-    pid, has_vllm = engine.stdout.readline().split()
-    assert has_vllm == "False"
-    assert not [path for path in mapped_by(int(pid)) if "/vllm/" in path]
-    for process in (int(pid), engine.pid):
-        assert shared_by(process) == {"/memfd:specblock-adapt (deleted)"}
+    pid, folder, has_vllm = engine.stdout.readline().split()
+    assert has_vllm == "False" and Path(folder).is_dir()
+    mapped = Path(f"/proc/{pid}/maps").read_text()
+    assert "/vllm/" not in mapped
     engine.kill()
     engine.wait()
     wait(lambda: not alive(int(pid)), 10)
+    assert not Path(folder).exists()
 
 
-def mapped_by(pid: int) -> set[str]:
-    """Files and shared memory that a process has mapped."""
-    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-    return {line.split(maxsplit=5)[5] for line in lines if len(line.split(maxsplit=5)) == 6}
-
-
-def shared_by(pid: int) -> set[str]:
-    """Memory that a process shares with others: none that has a name would go with it."""
-    return {path for path in mapped_by(pid) if path.startswith(("/dev/shm", "/memfd"))}
-
-
-def test_a_trainer_that_cannot_start_is_not_tried_again(pair, tmp_path, capfd):
-    shapes = pair.sizes
+def test_a_trainer_that_cannot_start_is_not_tried_again(pair, engine, capfd):
     (pair.target / "model.safetensors").unlink()
-    engine = EngineLink(shapes)
+    engine.versions.fingerprints.clear()
     process = TrainerProcess(TrainerConfig(str(pair.drafter), str(pair.target)), engine)
     process.start()
     wait(lambda: process.gave_up)

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from lib.policies import POLICIES, Frozen
 from lib.simulation import CostModel, Simulation, SimulationConfig, misses_of, simulate
 from lib.simulation_figures import tau_of
 from lib.streams import AWAY, HOME, Place, make_stream
@@ -19,11 +20,9 @@ from vllm_specblock.adapt.policy.interface import (
     Always,
     Decision,
     Fixed,
-    Frozen,
     Policy,
     Watch,
 )
-from vllm_specblock.adapt.policy.registry import POLICIES
 from vllm_specblock.train.eval.steps import Step
 
 CONFIG = SimulationConfig(update=UpdateConfig(lr=2e-3), nodes=12)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from lib.policies import POLICIES, PaperWithoutBandit, make_policy
 from lib.simulation import Served, Simulated
 from lib.simulation_figures import draw, figures, markdown, requests_to_adapt, tau_of, windows
 from lib.streams import AWAY, HOME, STREAMS, make_stream, texts_needed
 
-from vllm_specblock.adapt.policy.registry import POLICIES, make_policy
+from vllm_specblock.adapt.policy.interface import Action, FinishedRequest
 from vllm_specblock.train.config import TrainError
 
 
@@ -103,3 +104,11 @@ def test_figures_table_and_plot(tmp_path):
     pytest.importorskip("matplotlib")
     assert draw(found, "switch stream", tmp_path / "tau.png")
     assert (tmp_path / "tau.png").stat().st_size > 5000
+
+
+def test_without_a_bandit_every_update_is_of_all_weights_whatever_it_brought():
+    bandit = PaperWithoutBandit()
+    requests = [FinishedRequest(6.0, 10, tokens, 1.0) for tokens in (40, 50, 45, 40, 35)]
+    found = [bandit.decide(request) for request in requests for _ in range(8)]
+    assert [each.push for each in found if each.update] == [Action.FULL] * 3
+    assert any(each.roll_back for each in found)

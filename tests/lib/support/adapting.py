@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -12,10 +15,16 @@ from support.records import HIDDEN, small_drafter
 
 from vllm_specblock.adapt.book import Record
 from vllm_specblock.adapt.learning.train_batches import RecordTeacher
-from vllm_specblock.adapt.link.layout import LinkSizes, shapes_of
-from vllm_specblock.adapt.link.memory_link import EngineLink
-from vllm_specblock.adapt.link.staging import StagedVersion
+from vllm_specblock.adapt.link.folder_link import (
+    FolderLink,
+    FolderVersions,
+    make_shared_folder,
+    new_token,
+    shared_folder,
+)
+from vllm_specblock.adapt.link.staged import StagedVersion
 from vllm_specblock.adapt.policy.interface import FinishedRequest
+from vllm_specblock.adapt.versions import VersionFolder
 from vllm_specblock.drafters.specblock import checkpoint
 
 VOCAB = 32
@@ -48,9 +57,14 @@ class Pair:
         """The pair that was made in a folder."""
         return cls(folder / "drafter", folder / "target", torch.empty(0))
 
-    @property
-    def sizes(self) -> LinkSizes:
-        return LinkSizes(shapes_of(checkpoint.read_config(self.drafter)), HIDDEN, slots=64)
+    def versions(self, out: Path) -> VersionFolder:
+        return VersionFolder(out, self.drafter, self.target)
+
+    def link(self) -> FolderLink:
+        """The engine's end of a folder in shared memory."""
+        token = new_token()
+        lock, folder = make_shared_folder(token, 1 << 24), shared_folder(token)
+        return FolderLink(folder, self.versions(folder / "versions"), 1 << 24, 64, lock)
 
     @property
     def teacher(self) -> RecordTeacher:
@@ -79,10 +93,16 @@ class Pair:
         return record, FinishedRequest(record.misses, record.steps, record.committed, 0.5)
 
 
-def staged(link: EngineLink) -> StagedVersion | None:
-    """What the engine sees, after the thread that reads it is done."""
-    found = link.staged()
-    if found is None and link._reader is not None:
-        link._reader.join()
-        found = link.staged()
+def staged(link: FolderVersions) -> StagedVersion | None:
+    """What the engine sees once its thread has looked."""
+    link._look()
+    return link.staged() or link.current()
+
+
+def wait(what: Callable[[], Any], seconds: float = 240.0) -> Any:
+    """What `what` returns, once that is true."""
+    until = time.monotonic() + seconds
+    while not (found := what()):
+        assert time.monotonic() < until, "it takes too long"
+        time.sleep(0.02)
     return found

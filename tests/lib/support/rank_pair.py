@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import random
 import threading
 import time
@@ -19,27 +18,22 @@ import pytest
 import torch
 from support.adapting import VOCAB, Pair
 from support.late_device import LateDevice
-from support.records import small_drafter
+from support.records import HIDDEN, small_drafter
 from torch import distributed
 
-from vllm_specblock.adapt.learning.pool import Version
-from vllm_specblock.adapt.link.layout import LinkSizes, shapes_of
-from vllm_specblock.adapt.link.memory_link import EngineLink, TrainerLink
-from vllm_specblock.adapt.link.shared_versions import RankLink
-from vllm_specblock.adapt.link.staging import StagedVersion
+from vllm_specblock.adapt.link.staged import StagedVersion
+from vllm_specblock.adapt.options import AdaptConfig
 from vllm_specblock.adapt.policy.interface import Action
-from vllm_specblock.adapt.trainer.trainer import TrainerConfig
-from vllm_specblock.adapt.versions import VersionFolder
+from vllm_specblock.adapt.serving import observer
+from vllm_specblock.adapt.serving.swaps import EVERY, Swaps
 from vllm_specblock.drafters.common.post_load import process_after_loading
 from vllm_specblock.drafters.specblock import device_refresh
 from vllm_specblock.drafters.specblock.device_refresh import DeviceRefresh
 from vllm_specblock.drafters.specblock.host_refresh import HostRefresh
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
-from vllm_specblock.drafters.specblock.refresh import HEADS, held
-from vllm_specblock.engine.versions import rank_links
-from vllm_specblock.engine.versions.drafter_versions import Versions
-from vllm_specblock.engine.versions.rank_versions import EVERY, RankVersions
-from vllm_specblock.engine.versions.ranks import Ranks
+from vllm_specblock.drafters.specblock.options import SpecBlockConfig
+from vllm_specblock.drafters.specblock.refresh import held
+from vllm_specblock.engine.ranks import Ranks
 
 SIZE = 2
 
@@ -141,7 +135,7 @@ class Script:
         tensors = weights(abs(number))
         if number < 0:
             tensors["norm.weight"] = tensors["norm.weight"] * float("nan")
-        return StagedVersion(abs(number), -1, Action.FULL, tensors, 2 * abs(number))
+        return StagedVersion(abs(number), 0, Action.FULL, tensors, abs(number))
 
     def took(self, version: StagedVersion, seconds: float = 0.0) -> None:
         self.taken.append((self.now, version.number))
@@ -154,11 +148,6 @@ class Script:
         return {}
 
 
-def versions_of(model: SpecBlockModel, link: Any, ranks: Ranks, refresh: Any = None) -> Any:
-    drafter = SimpleNamespace(model=model)
-    return RankVersions(Versions(drafter, link), ranks, refresh or HostRefresh(model))
-
-
 # ---- scripts ----
 
 
@@ -167,7 +156,7 @@ def scripted(
 ) -> SimpleNamespace:
     """What serves after each turn."""
     model, link = served(0), Script(arrivals[number])
-    versions, seen = versions_of(model, link, ranks), []
+    versions, seen = Swaps(link, HostRefresh(model), ranks), []
     for link.now in range(1, turns + 1):
         versions.turn()
         seen.append(digest(model))
@@ -193,7 +182,7 @@ def on_devices(
         device.install(patch, device_refresh)
         refresh = DeviceRefresh(model)
         device.own([refresh._staging, *(value for _, value in held(model))])
-        versions = versions_of(model, link, ranks, refresh)
+        versions = Swaps(link, refresh, ranks)
         with device:
             for link.now in range(1, turns + 1):
                 versions.turn()
@@ -206,85 +195,71 @@ def on_devices(
     return SimpleNamespace(seen=seen, taken=link.taken, refused=link.refused)
 
 
-def over_memory(ranks: Ranks, number: int, offers: int) -> SimpleNamespace:
-    """A trainer replaces what it staged at any moment, while both ranks read and turn."""
-    torch.manual_seed(number)
-    model, draw = served(0), random.Random(number)
-    shapes = shapes_of(small_drafter(vocab=VOCAB).config)
-    ends = threading.Event()
-    link: Any
-    if ranks.first:
-        link = EngineLink(LinkSizes(shapes, 32))
-        trainer = TrainerLink(link.descriptor, shapes)
-        trainer.staging.know(weights(0))
-        ranks.from_first([os.getpid(), link.descriptor])
-
-        def train() -> None:
-            now = weights(0)
-            for seed in range(1, offers + 1):
-                new = weights(seed)
-                if seed % 3:
-                    new = now | {n: each for n, each in new.items() if n.startswith(HEADS)}
-                trainer.stage(Version(seed, new, Action.FULL, seed - 1))
-                now = new
-                time.sleep(draw.choice([0.0, 0.05, 0.5]))
-            ends.set()
-
-        threading.Thread(target=train, daemon=True).start()
-    else:
-        link = RankLink(*ranks.from_first([0, 0]), shapes)
-    versions, seen, left = versions_of(model, link, ranks), [], 10
-    while left:
-        for _ in range(EVERY):
-            versions.turn()
-            seen.append(digest(model))
-            time.sleep(draw.choice([0, 0, 1e-4, 1e-3]))
-        # Ranks turn alike, so the first one says when to end.
-        left -= ranks.from_first([ends.is_set()])[0]
-    return SimpleNamespace(seen=seen, counts=link.counts)
-
-
-def linked_to_folder(ranks: Ranks, number: int, folder: Path) -> SimpleNamespace:
-    """A start with a version that is current, and another that is chosen while it serves."""
-    model, pair = served(3), Pair.at(folder / "pair")
-    kept = VersionFolder(folder / "requests/versions", pair.drafter, pair.target)
-    drafter: Any = SimpleNamespace(model=model)
-    versions, sink = rank_links.link_to_folder(ranks, drafter, folder / "requests", kept, 512)
-    seen = [digest(model)]
-    if ranks.first:
-        kept.use(None, who="person")
-    for _ in range(8 * EVERY):
-        versions.turn()
-        seen.append(digest(model))
-        time.sleep(0.01)
-    return SimpleNamespace(seen=seen, sink=type(sink).__name__, counts=versions.link.counts)
-
-
-def linked_to_process(ranks: Ranks, number: int, folder: Path, bad: bool) -> SimpleNamespace:
-    """A start with a version that is current: which one, changes before the second rank reads.
+def starting(ranks: Ranks, number: int, bad: bool) -> SimpleNamespace:
+    """A start whose choice changes before the second rank reads it.
 
     Args:
         bad: the second rank cannot read it.
     """
-    model, pair, reads = served(3), Pair.at(folder / "pair"), 0
-    drafter: Any = SimpleNamespace(model=model)
-    told = TrainerConfig(str(pair.drafter), str(pair.target))
+    model, reads = served(0), 0
 
     def current() -> StagedVersion | None:
         nonlocal reads
         reads += 1
         if bad:
-            return None if number else StagedVersion(5, -1, Action.FULL, weights(5), checksum=5)
+            return None if number else StagedVersion(5, 0, Action.FULL, weights(5), 5)
         seed = 7 if number or reads > 1 else 6
-        return StagedVersion(seed, -1, Action.FULL, weights(seed), checksum=seed)
+        return StagedVersion(seed, 0, Action.FULL, weights(seed), seed)
 
+    Swaps(Script({}), HostRefresh(model), ranks).start(current)
+    return SimpleNamespace(seen=digest(model), reads=reads)
+
+
+def linked(
+    ranks: Ranks, number: int, folder: Path, options: dict[str, Any], chosen: int, turns: int
+) -> SimpleNamespace:
+    """A start with a version that is current, and others that come while it serves.
+
+    Args:
+        options: of `adapt`; with a folder as trainer a person chooses the delivered drafter.
+        chosen: seeds of the versions that a trainer offers meanwhile, in shared memory.
+    """
+    torch.manual_seed(number)
+    model, pair, draw = served(3), Pair.at(folder / "pair"), random.Random(number)
+    drafter: Any = SimpleNamespace(model=model)
+    target: Any = SimpleNamespace(
+        model=str(pair.target), get_hidden_size=lambda: HIDDEN, dtype=torch.float32
+    )
+    resolved: Any = SimpleNamespace(folder=str(pair.drafter), options=SpecBlockConfig(num_blocks=1))
     started: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rank_links.TrainerProcess, "start", lambda self: started.append("trainer"))
-        sizes = LinkSizes(shapes_of(small_drafter(vocab=VOCAB).config), 32)
-        versions, sink = rank_links.link_to_process(ranks, drafter, told, sizes, current)
-    seen = [digest(model)]
-    for _ in range(2 * EVERY):
-        versions.turn()
-        seen.append(digest(model))
-    return SimpleNamespace(seen=seen, sink=type(sink).__name__, started=started, reads=reads)
+        patch.setattr(observer.TrainerProcess, "start", lambda self: started.append("trainer"))
+        swaps, sink = observer.link_up(target, resolved, AdaptConfig(**options), drafter, ranks)
+    seen, kept = [digest(model)], swaps.link.versions
+    ends = threading.Event()
+
+    def offer() -> None:
+        """As a trainer does, at any moment."""
+        kept.lock()
+        for seed in range(1, chosen + 1):
+            kept.use(kept.write(small_drafter(seed, vocab=VOCAB), {"parent": None}))
+            kept.prune(1)
+            time.sleep(draw.choice([0.0, 0.05, 0.5]))
+        ends.set()
+
+    if ranks.first and chosen:
+        threading.Thread(target=offer, daemon=True).start()
+    elif ranks.first:
+        kept.use(None, who="person")
+        ends.set()
+    left = turns
+    while left > 0:
+        for _ in range(EVERY):
+            swaps.turn()
+            seen.append(digest(model))
+            time.sleep(draw.choice([0, 1e-3, 5e-3]))
+        # Ranks turn alike, so the first one says when to end.
+        left -= ranks.from_first([ends.is_set()])[0]
+    return SimpleNamespace(
+        seen=seen, started=started, sink=type(sink).__name__, counts=swaps.link.counts
+    )

@@ -13,9 +13,9 @@ from support.late_device import LateDevice
 from vllm_specblock.triton_kernels.feedback.record_step import record_step
 from vllm_specblock.triton_kernels.feedback.slab_tensors import StepToRecord
 
-from vllm_specblock.adapt import slab_copies
 from vllm_specblock.adapt.learning.train_batches import PROMPT_ROWS
-from vllm_specblock.adapt.slabs import Slabs
+from vllm_specblock.adapt.serving import slab_copies
+from vllm_specblock.adapt.serving.slabs import Slabs
 from vllm_specblock.feedback.verified_trees import VerifiedTrees
 
 SLOTS, SLABS, HIDDEN, NODES, DEPTH = 5, 3, 2, 6, 4

@@ -1,13 +1,11 @@
 """How far versions reach along recorded text, compared text by text.
 
 A version's depth at a row is how many tokens of the text its chain follows, of as many blocks as
-serving drafts, and one more where the text leaves the chain for one of the next three choices:
-siblings that a tree has and a chain lacks. 1 + depth is a cheap stand-in for τ: no tree, one
-forward for all rows of a block.
+serving drafts, and one more where the text leaves the chain for one of the next three choices,
+siblings that a tree has. 1 + depth stands in for τ at one forward for all rows of a block.
 
-Versions are compared by the steps that they take for a token, 1 / τ, for that is what time goes
-into. Where texts differ much in τ, mean depths say something else: of 32 requests of the example
-pair, 9 of them of a new domain, a version took 9 % fewer steps with a mean depth 0.01 lower.
+Versions are compared by steps per token, 1 / τ, for that is what time goes into: where texts differ
+much in τ, mean depths say something else.
 """
 
 from __future__ import annotations
@@ -31,9 +29,8 @@ from vllm_specblock.train.learner import EvalSequence
 
 SURE, GROWTH = 1.0, 0.25
 """Standard errors by which the first version has to be better to serve, and the power of the count
-of versions that it grows with from there. One in six that are no better is a standard error ahead
-by chance, so of a dozen two would serve; sixteen compared, it takes two standard errors. What is
-really better stays so, and is further ahead with every update."""
+of compared versions that they grow with: one in six that are no better is a standard error ahead by
+chance. After sixteen it takes two."""
 
 _SIBLING = 1
 """The rank bucket of second to fourth choices; 0 is the first."""
@@ -41,7 +38,7 @@ _SIBLING = 1
 
 @torch.no_grad()
 def depth_along(drafter: SpecBlockModel, sequence: EvalSequence, blocks: int) -> float:
-    """Mean depth over the rows of a text's answer, tokens; NaN where it is too short for one.
+    """Return the mean depth over the rows of a text's answer, tokens; NaN: the text is too short.
 
     Args:
         blocks: M of the chain.
@@ -62,12 +59,11 @@ class Judge:
 
     Args:
         drafter: of the versions' config; it is copied.
-        teacher: gives records as texts.
         blocks: M of the chains.
         most: records of each part of the book that an offer is judged by, the newest.
 
     Attributes:
-        pause: called behind every record that was read.
+        pause: called after every record.
         states: of records, for versions that differ in their heads alone; None: every version
             runs its own layers.
     """
@@ -103,23 +99,19 @@ class Judge:
         return steps_of(self.depth(version, record))
 
     def difference(self, version: Version, other: Version, book: Book) -> float:
-        """Mean of d = version − other over the judged records, recent and old with equal weight.
-
-        Returns:
-            tokens per row; NaN where there is no judged record.
-        """
+        """Return the mean of d = version − other over the judged records, recent and old with equal
+        weight, tokens per row; NaN: there is no judged record."""
         parts = self._parts(lambda each: self.depth(version, each) - self.depth(other, each), book)
         return fmean(map(fmean, parts)) if parts else math.nan
 
     def is_better(self, version: Version, other: Version, book: Book, count: int = 1) -> bool:
-        """Whether it saves steps by more than chance: by `SURE` standard errors or, of many, more,
-        the recent and the old judged records with equal weight.
+        """Return whether a version saves steps by more than chance, on the recent and the old
+        judged records with equal weight.
 
-        An update comes every few requests, and where nothing is to be gained half of them look
-        better on the few texts that there are: taken at their word, they walk away from the best.
+        Where nothing is to be gained, half of all updates look better on a few texts.
 
         Args:
-            count: of versions that this was asked for on texts of one kind, this one with them.
+            count: of versions that this was asked for on texts of one kind, this one included.
         """
         saved = self._parts(lambda each: self.steps(other, each) - self.steps(version, each), book)
         return is_sure(saved, SURE * count**GROWTH)
@@ -133,8 +125,7 @@ class Judge:
         return _depth(compare(self.drafter, text, states))
 
     def _parts(self, measure: Callable[[Record], float], book: Book) -> list[list[float]]:
-        """What is measured on each of the recent judged records, and of the old ones; no empty
-        list."""
+        """Measured on each of the recent judged records, and of the old ones; no empty list."""
         found = []
         for part in (book.recent.records, book.old.records):
             newest = part[-self.most :]
@@ -143,19 +134,16 @@ class Judge:
 
 
 def steps_of(depth: float) -> float:
-    """Target steps per token of a depth, tokens; NaN stays."""
+    """Target steps per token of a depth, tokens."""
     return 1 / (1 + depth)
 
 
 def is_sure(parts: Sequence[Sequence[float]], errors: float = SURE) -> bool:
-    """Whether the mean of the parts' means is above 0 by so many standard errors.
+    """Return whether the mean of the parts' means is above 0 by so many standard errors.
 
     Args:
-        parts: paired differences, of any unit; those of a part are of one spread. One alone says
-            nothing of its spread, and takes that of the others.
+        parts: paired differences. Their spread is pooled, so a part may hold a single one.
     """
-    if not parts:
-        return False
     degrees = sum(len(part) - 1 for part in parts)
     if not degrees:
         return False

@@ -1,9 +1,8 @@
 """Versions in memory, and which of them serves.
 
-Which drafter served does not change the text, so every kept version can be judged on every text.
-An update can only be offered; what serves afterwards follows from evidence on fresh texts, with a
-high threshold to leave a version and a low one to call it good: that is the hysteresis. A domain
-that comes back is no special case: θ_0 or an earlier version wins there.
+Which drafter served does not change the text, so every kept version is judged on every text. The
+threshold to leave a version is high, and the one to call it good is low: that is the hysteresis. A
+domain that comes back is no special case: θ_0 or an earlier version wins there.
 """
 
 from __future__ import annotations
@@ -12,13 +11,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from vllm_specblock.adapt.learning.slow_mean import SlowMean
 from vllm_specblock.adapt.policy.actions import Tensors
 from vllm_specblock.adapt.policy.evidence import GOOD, SWITCH, BettingEvidence
 from vllm_specblock.adapt.policy.interface import Action
-from vllm_specblock.adapt.slow_mean import SlowMean
 
 USUAL = 1 / 64
-"""Weight of a text in what a text usually takes, which differences are a share of."""
+"""Weight of a text in a usual text's steps, which differences are a share of."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,8 +40,8 @@ class Version:
 class Pool:
     """θ_0, the last good version, the current one, and one earlier that was good for long.
 
-    Evidence compares whatever serves with each kept version, and outlives offers: offers come every
-    few requests, and evidence takes more of them than lie between two.
+    Evidence compares the current version with each kept one, and outlives offers, which come more
+    often than it decides.
 
     Args:
         origin: θ_0.
@@ -59,7 +58,7 @@ class Pool:
         self.origin = self.good = self.current = origin
         self.earlier: Version | None = None
         self.returns: list[int] = []
-        self._switch, self._good_at = switch, good
+        self._switch = switch
         self._tenure: dict[int, int] = {}  # judged texts through which a version was the good one
         self._against: dict[int, BettingEvidence] = {}
         self._gain = BettingEvidence(good)
@@ -72,7 +71,7 @@ class Pool:
         return list(found.values())
 
     def offer(self, version: Version) -> None:
-        """A version that the judge finds better serves from now on."""
+        """Let a version serve."""
         self.current = version
         self._forget_others()
 
@@ -80,11 +79,10 @@ class Pool:
         """Learn from one fresh text.
 
         Args:
-            steps: per token that each kept version takes on it, by the version's number. NaN: the
-                text is too short to say.
+            steps: per token that each kept version takes, by its number; NaN: unknown.
 
         Returns:
-            the version that has to serve from now on, where that is another one.
+            The version that has to serve from now on, where that is another one.
         """
         mine = steps[self.current.number]
         if math.isnan(mine):
@@ -105,10 +103,9 @@ class Pool:
         return self._go_back(max(better, key=lambda other: self._against[other.number].wealth))
 
     def call_good(self) -> None:
-        """The current version is one to return to."""
+        """Make the current version the one to return to."""
         before, self.good = self.good, self.current
         if before is not self.good and before is not self.origin:
-            # Of the three that might stay beside θ_0, the one gone back to stays anyway.
             earlier = self.earlier
             free = earlier is None or earlier is self.good
             long = -1 if earlier is None or free else self._tenure.get(earlier.number, 0)
@@ -118,7 +115,7 @@ class Pool:
         self._forget_others()
 
     def roll_back(self) -> Version | None:
-        """Return to the last good version; None where it serves already."""
+        """Return to the last good version; None: it serves already."""
         return None if self.good is self.current else self._go_back(self.good)
 
     def _go_back(self, version: Version) -> Version:

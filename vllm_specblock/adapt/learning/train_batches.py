@@ -11,26 +11,24 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from vllm_specblock.adapt.book import Book, Record
-from vllm_specblock.train.config import TrainError
 from vllm_specblock.train.data.batch import NO_TOKEN, Batch
 from vllm_specblock.train.learner import EvalSequence, TrainBatch
 from vllm_specblock.train.target.features import TargetOutputs, target_probs_of
 
 UNKNOWN = 0
-"""Stands for the token of a record's first row, which nothing reads: a row is the target's states
-of a token and the token after it."""
+"""Stands for the token of a record's first row, which nothing reads."""
 
 PROMPT_ROWS, ROWS = 64, 256
 """Rows of a prompt's end that go with an answer, and of a record at most."""
 
 
 class RecordTeacher:
-    """Gives what a teacher gives, of recorded rows.
+    """Makes batches of recorded rows.
 
     Args:
         embedding: [V, Ht], the target's.
         head: [Vd, Ht], the LM head's rows of the draft vocabulary.
-        device, dtype: of everything that is given out but the law, which is fp32.
+        device, dtype: of the batches; probabilities are fp32.
     """
 
     def __init__(
@@ -49,17 +47,12 @@ class RecordTeacher:
 
     @torch.no_grad()
     def train_batch(self, records: Sequence[Record], step: int, seed: int) -> TrainBatch:
-        """A batch with a window per record.
+        """Return a batch with a window per record; there has to be one.
 
         Args:
             step: see `TrainBatch`; the rank loss is on from `Recipe.rank_from` on.
             seed: of the batch's own choices, where later blocks start.
-
-        Raises:
-            TrainError: there is no record.
         """
-        if not records:
-            raise TrainError("A lesson needs a record, but none was given.")
         columns = 1 + max(len(record.tokens) for record in records)
         tokens = torch.full((len(records), columns), NO_TOKEN)
         loss_mask = torch.zeros_like(tokens, dtype=torch.bool)
@@ -77,7 +70,7 @@ class RecordTeacher:
         return TrainBatch(batch, target_outputs, self.embed, step, seed)
 
     def sequence(self, record: Record) -> EvalSequence:
-        """A record as a text to draft along. Its prompt ends before the first label."""
+        """Return a record as a text to draft along; its prompt ends before the first label."""
         tokens = torch.cat([record.tokens.new_tensor([UNKNOWN]), record.tokens])
         prompt = 1 + int(record.labels.byte().argmax())
         states, last = (rows.to(self.device, self.dtype) for rows in (record.states, record.last))
@@ -87,18 +80,14 @@ class RecordTeacher:
 def batches(
     book: Book, count: int, size: int, rehearsal: bool = True, by_weight: bool = True
 ) -> list[list[Record]]:
-    """The batches of one update, and the new records taken out of the book.
-
-    As many steps as there are new records to fill them, older ones that waited are for rehearsal;
-    without new ones there is no batch.
+    """Take the batches of one update out of the book, as many as new records fill.
 
     Args:
         count: new records at most.
         size: records of a batch, half of them new and half from the reservoir where it has them.
         rehearsal: False: the new half alone.
-        by_weight: new and old ones come as often as their `weight` has it: of a mixed stream those
-            that the drafter knows less, of texts of one kind nearly all alike. False: each new one
-            once, old ones by chance.
+        by_weight: records are drawn by their `weight`, so that those which the drafter knows less
+            come more often. False: each new one once, old ones by chance.
     """
     book.pass_over(count)
     half = -(-size // 2)
@@ -115,13 +104,11 @@ def batches(
 
 
 def spread(records: Sequence[Record], offset: float) -> list[Record]:
-    """As many records, in their order, each as often as its share of all weights has it, rounded up
-    or down: systematic sampling.
+    """Draw as many records by weight, in their order, by systematic sampling.
 
     Args:
         records: one or more.
-        offset: in [0, 1), where the first draw falls; uniform, each comes as often as it should on
-            average.
+        offset: uniform in [0, 1), where the first draw falls.
     """
     ends = list(accumulate(each.weight for each in records))
     draws = ((number + offset) * ends[-1] / len(records) for number in range(len(records)))

@@ -1,7 +1,6 @@
-"""What the heads read along recorded texts, kept for versions that differ in nothing but the heads.
+"""What the heads read along recorded texts, kept for versions that differ in their heads alone.
 
-Where only heads are learned, the layers below them stay as they came, so they need to run once over
-a text however many versions are judged on it.
+The layers below run once over a text, however many such versions are judged on it.
 """
 
 from __future__ import annotations
@@ -20,16 +19,15 @@ from vllm_specblock.train.eval.chain import states_along
 from vllm_specblock.train.learner import EvalSequence
 
 MEMORY = 512
-"""MiB, on the device that judges: of an 8B target's drafter the 16 longest records that an offer is
-judged on, 32 MiB each."""
+"""MiB, on the device that judges: 16 of an 8B target's longest records."""
 
 
 class TrunkStates:
-    """States of the records that were asked for last.
+    """States of the records that were used last.
 
     Args:
         trunk: of a version; its heads do not count.
-        memory: of states, MiB; those that were not asked for longest go first.
+        memory: of states, MiB.
     """
 
     def __init__(self, trunk: Tensors, memory: float = MEMORY) -> None:
@@ -39,12 +37,11 @@ class TrunkStates:
 
     @property
     def bytes(self) -> int:
-        """Of the states that are kept; a record that goes takes its own along."""
+        """Of the kept states; those of a dropped record are dropped."""
         return sum(states.nbytes for states in self._kept.values())
 
     def serve(self, version: Version) -> bool:
-        """Whether a version has this trunk. One that was read from a folder has tensors of its own:
-        their values are compared, once for it and all that is learned from it."""
+        """Return whether a version has this trunk; of one from a folder the values are compared."""
         if version.number not in self._serves:
             self._serves[version.number] = self._is_same(version.tensors)
         return self._serves[version.number]
@@ -52,7 +49,7 @@ class TrunkStates:
     def along(
         self, drafter: SpecBlockModel, record: Record, text: EvalSequence, blocks: int
     ) -> Tensor:
-        """See `states_along`; the drafter has this trunk, and `text` is the record's."""
+        """See `states_along`; `text` is the record's."""
         states = self._kept.pop(record, None)
         if states is None:
             states = states_along(drafter, text, blocks)

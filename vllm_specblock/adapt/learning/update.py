@@ -20,21 +20,20 @@ from vllm_specblock.train.specblock import Recipe, SpecBlockLearner
 
 RATE = 0.0576
 """Rate of an update times the drafter's width: 3e-4 at 192, 1e-4 at 576. AdamW's step is as large
-in a wide matrix as in a narrow one, and adds up over as many inputs as there are. At 5e-4 one of
-576 forgot two fifths of what it knew in six updates, and gained less of a new domain."""
+in a wide matrix as in a narrow one, and adds up over its inputs."""
 
 
 def recipe(num_blocks: int = 2) -> Recipe:
-    """Of updates of a drafter that serves with M = `num_blocks`.
+    """Return the objective of updates of a drafter that serves with M = `num_blocks`.
 
-    Behind a change of domain paths are short, and the mean of the few rows that reach the later
-    positions is noise: `loss_floor` keeps it from drowning the first position.
+    After a change of domain few rows reach the later positions, and their mean is noise:
+    `loss_floor` keeps it from drowning the first position.
     """
     return Recipe(num_blocks, rank_from=0, loss_floor=1.0)
 
 
 def rate_for(drafter: SpecBlockModel) -> float:
-    """Constant rate of a full update, where nobody names one."""
+    """Return the default rate of a full update."""
     return RATE / drafter.config.hidden_size
 
 
@@ -62,34 +61,29 @@ class UpdateReport:
     """What one update gave.
 
     Attributes:
-        action: the arm.
         losses: nats, of each batch that was learned, before its step.
         refused: batches whose loss or gradient was not finite; they changed nothing.
         seconds: it took.
     """
 
-    action: Action
     losses: tuple[float, ...]
     refused: int
     seconds: float
 
 
 class Updater:
-    """Trains θ_train, a drafter of its own beside the one that serves.
+    """Trains θ_train by AdamW without weight decay, at a constant rate.
 
-    AdamW without weight decay at a constant rate. Its moments outlive an update, and each
-    parameter's count only the updates that trained it.
+    Moments outlive an update, and each parameter's count only the updates that trained it.
 
     Args:
         drafter: float32; θ_0 now, θ_train from the first update on.
-        config: see there.
 
     Attributes:
         drafter: θ_train.
         rate: of a full update.
         steps: batches learned so far.
-        refused: batches refused so far.
-        pause: called behind every batch.
+        pause: called after every batch.
     """
 
     def __init__(self, drafter: SpecBlockModel, config: UpdateConfig | None = None) -> None:
@@ -97,44 +91,34 @@ class Updater:
         self.rate = rate_for(drafter) if self.config.lr is None else self.config.lr
         self.learner = SpecBlockLearner(drafter, self.config.recipe)
         self.origin = copy.deepcopy(drafter).requires_grad_(False) if self.config.anchor else None
-        self.steps = self.refused = 0
+        self.steps = 0
         self.pause: Callable[[], None] = lambda: None
         self.forget()
 
     def forget(self) -> None:
-        """A new optimiser: after θ_train was set back to another version."""
+        """Start a new optimiser, after θ_train was set to another version."""
         self.optimizer = torch.optim.AdamW(
             self.drafter.parameters(), lr=self.rate, betas=BETAS, weight_decay=0.0
         )
 
     def update(self, action: Action, train_batches: Sequence[TrainBatch]) -> UpdateReport:
-        """One pass over some batches, a step each.
-
-        Raises:
-            ValueError: the action is to skip.
-        """
-        if action is Action.SKIP:
-            raise ValueError("An update is of heads or full: to skip is no update.")
+        """Make one pass over some batches, a step each."""
         began = time.perf_counter()
         let_learn(self.drafter, action)
         learning = list(parameters(self.drafter, action).values())
         rate = self.rate * (self.config.heads_times if action is Action.HEADS else 1.0)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        losses = [self._step(train_batch, learning) for train_batch in train_batches]
+        losses = []
+        for train_batch in train_batches:
+            losses.append(self._learn(train_batch, learning))
+            self.pause()
         learned = tuple(loss for loss in losses if loss is not None)
         self.steps += len(learned)
-        self.refused += len(losses) - len(learned)
-        seconds = time.perf_counter() - began
-        return UpdateReport(action, learned, len(losses) - len(learned), seconds)
-
-    def _step(self, train_batch: TrainBatch, learning: list[nn.Parameter]) -> float | None:
-        """The batch's loss; None where it or its gradient was not finite, and nothing changed."""
-        loss = self._learn(train_batch, learning)
-        self.pause()
-        return loss
+        return UpdateReport(learned, len(losses) - len(learned), time.perf_counter() - began)
 
     def _learn(self, train_batch: TrainBatch, learning: list[nn.Parameter]) -> float | None:
+        """The batch's loss; None: it or its gradient was not finite, and nothing changed."""
         self.optimizer.zero_grad(set_to_none=True)
         with torch.enable_grad():
             loss = self._loss(train_batch)

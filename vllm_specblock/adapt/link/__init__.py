@@ -1,1 +1,1 @@
-"""Links between an engine and its trainer: shared memory, or a folder."""
+"""The folder between an engine and its trainer: requests one way, versions the other."""

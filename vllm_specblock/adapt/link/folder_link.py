@@ -1,7 +1,12 @@
-"""A folder between an engine and a trainer elsewhere: requests as files, versions as folders.
+"""A folder between an engine and its trainer.
 
-User text lies in these files: the folder's mode is 0700, theirs 0600, and they are deleted when
-read.
+    request-….safetensors   a finished request; the trainer deletes it when read
+    versions/               what the trainer offers, and current.json (`adapt/versions.py`)
+    counts.json             the trainer's counts
+    swap_seconds.json       what the engine's last swap of heads, and of all weights, took
+
+It lies in shared memory where the trainer is a process of the engine, else where the user says.
+User text can be read from it: its mode is 0700, that of its files 0600.
 """
 
 from __future__ import annotations
@@ -9,16 +14,21 @@ from __future__ import annotations
 import logging
 import os
 import queue
+import secrets
+import shutil
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from contextlib import suppress
 from pathlib import Path
 
+from safetensors import SafetensorError
+
+from vllm_specblock.adapt.adaptation import COUNTS
 from vllm_specblock.adapt.book import Record
-from vllm_specblock.adapt.files import lock_folder, private_folder
-from vllm_specblock.adapt.link import wire
-from vllm_specblock.adapt.link.folder_versions import LOOK, FolderVersions
+from vllm_specblock.adapt.files import lock_folder, private_folder, read_json, write_json
+from vllm_specblock.adapt.link.finished import Finished
+from vllm_specblock.adapt.link.staged import DELIVERED, StagedVersion, stored_version
 from vllm_specblock.adapt.policy.interface import Action, FinishedRequest
 from vllm_specblock.adapt.versions import VersionFolder
 from vllm_specblock.train.config import TrainError
@@ -26,97 +36,254 @@ from vllm_specblock.train.config import TrainError
 logger = logging.getLogger("vllm.specblock")
 
 VERSIONS = "versions"
-"""Where in the folder versions lie, if they are not given another."""
+"""Name of the folder of versions."""
 
-_STEM, _END = "request-", ".rows"
+SHARED_MEMORY = Path("/dev/shm")
+
+LOOK, LOOK_IN_MEMORY = 1.0, 0.1
+"""Seconds between two looks for a version: in a user's folder, and in shared memory."""
+
+WAITING = 16
+"""Finished requests that may wait to be written or learned from; later ones are not recorded."""
+
+_OURS = "specblock-adapt-"
+_STEM, _END = "request-", ".safetensors"
+_COUNTS, _SWAPS = "counts.json", "swap_seconds.json"
+
+
+def shared_folder(token: int) -> Path:
+    """The folder of an engine in shared memory."""
+    return SHARED_MEMORY / f"{_OURS}{token:016x}"
+
+
+def new_token() -> int:
+    return secrets.randbits(62)
+
+
+def make_shared_folder(token: int, size: int) -> int:
+    """Make an engine's folder in shared memory, and remove those whose engine is gone.
+
+    Args:
+        size: bytes that it has to hold.
+
+    Returns:
+        The descriptor of the folder's lock.
+
+    Raises:
+        TrainError: there is not enough shared memory.
+    """
+    for left in SHARED_MEMORY.glob(f"{_OURS}*"):
+        with suppress(OSError, TrainError):  # in use, or gone meanwhile
+            if left.lstat().st_uid == os.getuid() and not left.is_symlink():
+                os.close(lock_folder(left, seconds=0.0))
+                shutil.rmtree(left, ignore_errors=True)
+    free = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0
+    if free < size:
+        raise TrainError(
+            f"{SHARED_MEMORY} has {free >> 20} MiB left, but the trainer needs {size >> 20} MiB: "
+            "enlarge it (docker run --shm-size), or name a folder in 'adapt.trainer'."
+        )
+    folder = shared_folder(token)
+    # Locked before it has its name: another engine would remove it.
+    aside = folder.with_name(f".{folder.name}")
+    private_folder(aside)
+    lock = lock_folder(aside)
+    aside.rename(folder)
+    return lock
+
+
+class FolderVersions:
+    """The versions that a folder offers, for one rank of an engine: a thread looks for them.
+
+    Args:
+        versions: its current version is there for `staged` at once.
+        look: seconds between two looks.
+    """
+
+    def __init__(self, versions: VersionFolder, look: float = LOOK) -> None:
+        self.versions, self.look, self.tally = versions, look, Counter[str]()
+        self._found: deque[StagedVersion] = deque(maxlen=1)
+        self._seen, self._read, self._trunk = 0, 0, DELIVERED
+        self._ends, self._looking = threading.Event(), threading.Lock()
+        self._look()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="specblock-adapt")
+        self._thread.start()
+
+    def staged(self) -> StagedVersion | None:
+        """Return the newest version on offer, each once; never waits."""
+        found = self._found.popleft() if self._found else None
+        if found is not None and found.action is Action.HEADS and found.trunk != self._trunk:
+            self._seen = self._read = 0  # another trunk serves meanwhile: read all of it
+            return None
+        return found
+
+    def current(self) -> StagedVersion | None:
+        """Look at once; as `staged`."""
+        self._look()
+        return self.staged()
+
+    def took(self, version: StagedVersion, seconds: float = 0.0) -> None:
+        """Note that a version serves from now on, and what the swap took from serving."""
+        self._trunk = version.trunk
+        self.tally["swaps"] += 1
+        self.tally["swap_microseconds"] += round(1e6 * seconds)
+
+    def refuse(self, version: StagedVersion, reason: str = "not finite") -> None:
+        """Note that a version cannot serve."""
+        self.tally[f"versions_refused_{reason.replace(' ', '_')}"] += 1
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """By `COUNTS`."""
+        return {name: self.tally[name] for name in COUNTS}
+
+    def close(self) -> None:
+        self._ends.set()
+
+    def _run(self) -> None:
+        while not self._ends.wait(self.look):
+            self._look()
+
+    def _look(self) -> None:
+        with self._looking:
+            self._read_current()
+
+    def _read_current(self) -> None:
+        stamp = self.versions.stamp()
+        if stamp == self._seen:
+            return
+        try:
+            found = stored_version(self.versions, self._trunk)
+        except TrainError as error:
+            self._seen = stamp
+            self.tally["versions_refused_checksum"] += 1
+            logger.warning("SpecBlock adaptation: %s", error)
+            return
+        if found is not None:  # else another one was chosen: the next look finds it
+            self._seen = stamp
+            if found.key != self._read:
+                self._read = found.key
+                self._found.append(found)
 
 
 class FolderLink(FolderVersions):
-    """The engine's end; the same methods as `EngineLink`, and no more waiting: a thread writes.
+    """The engine's end: `FolderVersions`, and a thread that writes finished requests.
 
     Args:
-        folder: for requests; made if it is not there.
-        versions: what the trainer writes. What it says at once is there for `staged`.
-        memory: MiB of requests that may lie in the folder; what comes then is not taken.
+        folder: for requests; made where it is missing.
+        room: bytes of requests that may lie in the folder; later requests are not recorded.
         slots: requests that may wait to be written.
+        lock: of `make_shared_folder`; None: the folder is the user's.
 
     Raises:
         TrainError: the folder cannot be used, or another engine writes to it.
     """
 
     def __init__(
-        self, folder: Path, versions: VersionFolder, memory: float = 512, slots: int = 16
+        self,
+        folder: Path,
+        versions: VersionFolder,
+        room: int = 512 << 20,
+        slots: int = WAITING,
+        lock: int | None = None,
     ) -> None:
-        private_folder(folder)
-        self._lock = lock_folder(folder)
-        for left in folder.glob(f".{_STEM}*"):  # of an engine that was killed: users' text
-            left.unlink(missing_ok=True)
-        logger.warning(
-            "SpecBlock adaptation: rows of users' requests are written to %s, from which their "
-            "text can be read; specblock adapt run deletes them.",
-            folder,
-        )
-        super().__init__(versions)
-        self.folder, self.room = folder, int(memory * (1 << 20))
-        self._waiting: queue.Queue[wire.Finished] = queue.Queue(slots)
-        self._full, self._largest = False, 0
-        self._written = 0
-        self._thread = threading.Thread(target=self._run, daemon=True, name="specblock-adapt")
-        self._thread.start()
+        self.folder, self.room, self.private = folder, room, lock is not None
+        if lock is None:
+            private_folder(folder)
+            lock = lock_folder(folder)
+            for left in folder.glob(f".{_STEM}*"):  # of an engine that was killed: user text
+                left.unlink(missing_ok=True)
+            logger.warning(
+                "SpecBlock adaptation: rows of user requests are written to %s, from which their "
+                "text can be read; specblock adapt run deletes them.",
+                folder,
+            )
+        self._lock = lock
+        (folder / _COUNTS).unlink(missing_ok=True)
+        self._waiting: queue.Queue[Finished | None] = queue.Queue(slots)
+        self._full, self._largest, self._written = False, 0, 0
+        self._swaps: dict[str, float] = {}
+        self._learned: dict[str, int] = {}
+        super().__init__(versions, LOOK_IN_MEMORY if self.private else LOOK)
 
     def offer(self, record: Record | None, finished: FinishedRequest | None) -> bool:
-        """See `EngineLink.offer`."""
-        if self._full:
+        """Hand a finished request, or a part of one, to the trainer; see `Finished`.
+
+        Returns:
+            Whether there was room; it never waits.
+        """
+        if self._full or (record is None and finished is None):
             return False
         try:
-            self._waiting.put_nowait(wire.Finished(record, finished))
+            self._waiting.put_nowait(Finished(record, finished))
         except queue.Full:
             return False
         return True
 
+    def took(self, version: StagedVersion, seconds: float = 0.0) -> None:
+        super().took(version, seconds)
+        self._swaps = {**self._swaps, str(version.action): seconds}
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """By `COUNTS`, of both ends."""
+        return {name: self.tally[name] + self._learned.get(name, 0) for name in COUNTS}
+
     def close(self) -> None:
-        """Write what waits, and leave the folder to others."""
-        self._ends.set()
+        """Write what waits, and leave the folder to others, or remove it."""
+        if self._lock < 0:
+            return
+        super().close()
+        with suppress(queue.Full):
+            self._waiting.put_nowait(None)  # wakes the thread
         self._thread.join(timeout=10)
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        if self.private:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        os.close(self._lock)
+        self._lock = -1
 
     def _run(self) -> None:
-        looked = 0.0
+        looked, told = 0.0, self._swaps
         while True:
-            ending = self._ends.is_set()
+            message = None
+            with suppress(queue.Empty):
+                message = self._waiting.get(timeout=self.look)
             try:
-                self._write(self._waiting.get(timeout=0.05))
-            except queue.Empty:
-                if ending:
-                    return
+                if message is not None:
+                    self._write(message)
+                if told is not self._swaps:
+                    told = self._swaps
+                    write_json(self.folder / _SWAPS, told)
             except OSError as error:
-                self.tally["dropped_records"] += 1
-                logger.debug("A request could not be written to %s: %s", self.folder, error)
-            if not ending and time.monotonic() - looked > LOOK:
+                self.tally["dropped_records"] += message is not None
+                logger.debug("The folder %s cannot be written to: %s", self.folder, error)
+            if self._ends.is_set():
+                if self._waiting.empty():
+                    return
+            elif time.monotonic() - looked >= self.look:
                 looked = time.monotonic()
                 self._full = self._size() + self._largest > self.room
+                with suppress(OSError, ValueError, TypeError):
+                    self._learned = dict(read_json(self.folder / _COUNTS))
                 self._look()
 
-    def _write(self, message: wire.Finished) -> None:
-        packed = wire.pack(message)
-        self._largest = max(self._largest, len(packed or ()))
-        if packed is None or self._size() + len(packed) > self.room:
-            # It was taken already: the folder filled up while it waited.
-            self._full = packed is not None
-            self.tally["dropped_records"] += 1
-            return
+    def _write(self, message: Finished) -> None:
         self._written += 1
         name = f"{_STEM}{time.time_ns():020d}-{os.getpid()}-{self._written}{_END}"
         aside = self.folder / f".{name}"
-        descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with open(descriptor, "wb") as file:
-            file.write(packed)
+        message.save(aside)
+        size = aside.stat().st_size
+        self._largest = max(self._largest, size)
+        if self._size() + size > self.room:  # it filled up while the request waited
+            self._full = True
+            self.tally["dropped_records"] += 1
+            aside.unlink()
+            return
+        aside.chmod(0o600)
         aside.rename(self.folder / name)
 
     def _size(self) -> int:
-        """Bytes of the requests that lie in the folder."""
+        """Bytes of the requests in the folder."""
         size = 0
         for path in self.folder.glob(f"{_STEM}*{_END}"):
             with suppress(FileNotFoundError):  # read meanwhile
@@ -125,10 +292,10 @@ class FolderLink(FolderVersions):
 
 
 class FolderSource:
-    """The trainer's end of requests.
+    """The trainer's end of requests and counts.
 
     Args:
-        folder: where the engine writes.
+        folder: that the engine writes to.
 
     Raises:
         TrainError: there is no such folder.
@@ -140,29 +307,39 @@ class FolderSource:
                 f"There is no folder {folder}: give the one that the engine's option trainer names."
             )
         self.folder, self.tally = folder, Counter[str]()
+        with suppress(OSError, ValueError, TypeError):  # of the trainer before
+            self.tally.update(read_json(folder / _COUNTS))
         self._names: list[str] = []
 
     def count(self, name: str, by: int = 1) -> None:
-        """Add to one of `layout.COUNTS`."""
+        """Add to one of `COUNTS`."""
         self.tally[name] += by
 
-    def next(self) -> wire.Finished | None:
-        """The oldest request, whose file is gone then; None where none waits."""
+    def tell(self) -> None:
+        """Let the engine read the counts."""
+        with suppress(OSError):
+            write_json(self.folder / _COUNTS, self.tally)
+
+    def next(self) -> Finished | None:
+        """Return the oldest request, whose file is gone then; None: no request waits."""
         if not self._names:
             names = (path.name for path in self.folder.glob(f"{_STEM}*{_END}"))
             self._names = sorted(names, reverse=True)
         while self._names:
             path = self.folder / self._names.pop()
             try:
-                packed = bytearray(path.read_bytes())
-                path.unlink()
-                return wire.read(memoryview(packed))
+                return Finished.load(path)
             except FileNotFoundError:
                 continue
-            except (OSError, ValueError, IndexError):
+            except (SafetensorError, OSError, ValueError, KeyError, TypeError):
                 self.count("dropped_records")
+            finally:
+                path.unlink(missing_ok=True)
         return None
 
     def swap_seconds(self, action: Action) -> float:
-        """Nobody says."""
-        return 0.0
+        """Return what the engine's last swap of an action took from serving; 0: unknown."""
+        try:
+            return float(read_json(self.folder / _SWAPS)[str(action)])
+        except (OSError, ValueError, KeyError, TypeError):
+            return 0.0

@@ -1,14 +1,9 @@
-"""The cost-aware bandit: which arm a request is pushed to (SpecBlock §3.4, A.3, Algorithm 1).
-
-Two rules share the paper's buffers and cooldown: `PaperBandit` is Algorithm 1 as printed, with its
-warm-up and cold start; `gain_bandit.GainBandit` weighs judged gains against measured seconds.
-"""
+"""The cost-aware bandit (SpecBlock §3.4, A.3, Algorithm 1): buffers, and the paper's own rule."""
 
 from __future__ import annotations
 
 import random
 from abc import abstractmethod
-from collections import deque
 from dataclasses import dataclass
 
 from vllm_specblock.adapt.policy.interface import EVERY, Action, Decision, FinishedRequest, Policy
@@ -27,7 +22,7 @@ class Schedule:
         cooldown: requests after an update in which none begins.
         buffer: requests that make an update.
         explore_every: after the cold start, one request in so many may begin to explore, with the
-            last `epsilon`. The paper says nothing; without it a bandit that skips skips for ever.
+            last `epsilon`; our addition, without which a bandit that skips skips for ever.
         least, largest: the arms between which the bandit chooses.
     """
 
@@ -46,14 +41,7 @@ class Schedule:
 
 
 class Bandit(Policy):
-    """Buffers and cooldown of A.3; a rule says which arm a request is pushed to.
-
-    Args:
-        schedule: see there.
-
-    Attributes:
-        events: updates so far.
-    """
+    """Buffers and cooldown of A.3; `events` counts updates."""
 
     gated = True
 
@@ -64,14 +52,14 @@ class Bandit(Policy):
 
     @abstractmethod
     def choose(self, request: FinishedRequest) -> Action:
-        """The arm that a request is pushed to."""
+        """Return the arm that a request is pushed to."""
 
     @abstractmethod
     def began(self, action: Action, buffered: list[FinishedRequest]) -> None:
-        """An update began, from these requests; the last of them filled the buffer."""
+        """An update began, from these requests; the last one filled the buffer."""
 
     def arm_of(self, pushed: Action, buffered: list[FinishedRequest]) -> Action:
-        """Of the update that a full buffer makes: the arm that its last request was pushed to."""
+        """Return the arm of the update that a full buffer makes."""
         return pushed
 
     def decide(self, request: FinishedRequest) -> Decision:
@@ -96,11 +84,9 @@ class PaperBandit(Bandit):
     """Algorithm 1 as printed, with its rollback.
 
     Δ_tp of an update is the throughput of the N requests after it over that of the N before, less
-    one. An update that begins before the interval of the one before has closed takes its place:
-    the algorithm keeps one s_trig.
+    one. An update that begins before that interval has closed replaces the one before.
 
     Args:
-        schedule: see `Bandit`.
         seed: of the exploration.
         alpha: of the EWMA [SpecBlock, eq. 10].
         least_signal: s_min; below, an update teaches nothing.
@@ -108,7 +94,6 @@ class PaperBandit(Bandit):
 
     Attributes:
         values: v of each arm.
-        roll_backs: so far.
     """
 
     gated = False
@@ -128,7 +113,7 @@ class PaperBandit(Bandit):
         self._alarmed = False
         self.alpha, self.least_signal, self.interval = alpha, least_signal, interval
         self.roll_backs = 0
-        self._recent: deque[FinishedRequest] = deque(maxlen=interval)
+        self._recent: list[FinishedRequest] = []
         self._trigger: tuple[Action, float, float] | None = None  # arm, s_trig, tokens/s before
         self._after: list[FinishedRequest] = []
         self._window: list[FinishedRequest] = []
@@ -136,7 +121,6 @@ class PaperBandit(Bandit):
 
     @property
     def epsilon(self) -> float:
-        """Share of requests that explore now."""
         first, last = self.schedule.epsilon
         return first + (last - first) * min(1.0, self.events / self.schedule.cold_start)
 
@@ -167,7 +151,7 @@ class PaperBandit(Bandit):
 
     def decide(self, request: FinishedRequest) -> Decision:
         self._seen += 1
-        self._recent.append(request)
+        self._recent = [*self._recent, request][-self.interval :]
         self._measure(request)
         falls, good = self._close_window(request)
         if falls:
@@ -209,14 +193,6 @@ class PaperBandit(Bandit):
         return three and self._taus[0] > self._taus[1] > self._taus[2], good
 
 
-class PaperWithoutBandit(PaperBandit):
-    """Table 2's row "w/o cost-aware bandit": all that Algorithm 1 has but the choice. Whatever an
-    update brought, the next one is of all weights."""
-
-    def choose(self, request: FinishedRequest) -> Action:
-        return Action.SKIP if self._seen <= self.schedule.warm_up else Action.FULL
-
-
-def _throughput(requests: list[FinishedRequest] | deque[FinishedRequest]) -> float:
+def _throughput(requests: list[FinishedRequest]) -> float:
     """Φ, tokens per second."""
     return sum(each.tokens for each in requests) / sum(each.seconds for each in requests)

@@ -10,45 +10,37 @@ from vllm_specblock.adapt.policy.gain_belief import GainBelief
 from vllm_specblock.adapt.policy.interface import Action, Decision, FinishedRequest
 
 EXPLORING = 0.01
-"""Share of serving's time that updates may take of which is not expected that they pay."""
+"""Share of serving's time for updates that are not expected to pay."""
 
 TRIES = 3
-"""Of them after a start or an alarm whatever they take: somebody has to see what updates gain."""
+"""Such updates after a start or an alarm, at any cost: what updates gain has to be seen."""
 
 IN_A_ROW = 15
-"""Updates of one arm that pays, behind which another one that might be better has a turn, whatever
-that costs. Else an arm that is forgotten as fast as it is learned of keeps all turns for ever."""
+"""Updates of one arm that pays, after which another arm that might be better has a turn at any
+cost: an arm that is forgotten as fast as it is learned would keep all turns."""
 
 HOPE = 2.0
-"""Standard deviations above what an arm is believed to gain that it may gain. Only an arm that
-would not pay even then is not tried."""
+"""Standard deviations above the mean belief that an arm may gain; one that would not pay even then
+is not tried."""
 
 FORGOTTEN = 1 / 1024
-"""Share of what is known of gains that a request takes along: they shrink while a drafter learns,
-and grow with other texts, which not every time set off an alarm."""
+"""Share of the belief that each request takes away: gains shrink while a drafter learns, and grow
+with other texts."""
 
 
 class GainBandit(Bandit):
     """Judged gains against measured costs: worth = x · v · (seconds of the next requests) − c.
 
-    v of an arm is the relative gain Δτ / τ of its updates per unit of x, as it is believed to be
-    (`GainBelief`); c the seconds that serving lost by one, the mean of the first 1 / α updates,
-    then an EWMA. A gain is judged on the requests after its update, whose texts nothing was trained
-    on: so the spread between requests does not drown it, and behind a change of domain it is that
-    of the new one. A negative v costs no more than c: a version that is worse does not serve.
+    v of an arm is the relative gain Δτ / τ of its updates per unit of x (`GainBelief`), judged on
+    the requests after an update, whose texts it did not learn from; c the seconds that serving lost
+    by one. A version that is worse does not serve, so a negative v costs no more than c.
 
-    One bad observation must not end an arm. So an arm is tried, too, that might be the best one
-    though it is not believed to be; what that is expected to cost is taken from an account that
-    grows by a share of serving's time. The loss is bounded by that share, and no arm is given up
-    for good. No die is cast.
+    An arm that might be the best though it is not believed to be is tried, paid from an account
+    that grows by a share of serving's time: the loss is bounded, and no arm is given up for good.
+    Nothing is random.
 
-    Both arms learn from the same records, so there is one buffer: its requests decide together,
-    when it is full, which arm the update is of. Two buffers would only split the count of requests,
-    and make updates late where they matter most: behind a change of domain requests of one kind
-    fill the one and those of another kind the other.
-
-    An alarm says that the text is another one: then the gains of before say nothing, nor does that
-    of an update that is still being judged, on texts of both kinds.
+    Both arms learn from the same records, so there is one buffer, whose requests decide together
+    when it is full which arm the update is of.
 
     Args:
         schedule: of which only cooldown, buffer and largest count.
@@ -63,7 +55,7 @@ class GainBandit(Bandit):
         in_a_row: updates of one arm, the last ones.
     """
 
-    # Here, since the trainers' states of before know of neither.
+    # Class attributes: earlier trainers' states lack them.
     in_a_row = 0
     _last = Action.SKIP
 
@@ -82,8 +74,8 @@ class GainBandit(Bandit):
         self._seconds: float | None = None
 
     def worth(self, request: FinishedRequest, hope: float = 0.0) -> dict[Action, float]:
-        """Seconds that an update of each arm is worth, at so many standard deviations above what
-        it is believed to gain."""
+        """Return seconds that an update of each arm is worth, `hope` standard deviations above the
+        mean belief."""
         future = request.miss_rate * self.horizon * (self._seconds or 0.0)
         return {
             arm: max(0.0, self.belief.mean[arm] + hope * self.belief.spread(arm)) * future
@@ -94,18 +86,17 @@ class GainBandit(Bandit):
     def decide(self, request: FinishedRequest) -> Decision:
         before = request.seconds if self._seconds is None else self._seconds
         self._seconds = before + self.alpha * (request.seconds - before)
-        # No more than some tries: what a long rest saves is not spent at once behind it.
+        # Bounded: what a long rest saves is not spent at once after it.
         most = TRIES * max(self.costs.values())
         self.account = min(most, self.account + EXPLORING * request.seconds)
         self.belief.forget(FORGOTTEN)
         return super().decide(request)
 
     def choose(self, request: FinishedRequest) -> Action:
-        """The most hopeful arm, if it is believed to be the best, or exploring may cost that.
+        """Return the most hopeful arm, if it is believed to be the best or exploring may cost that.
 
-        Until it may, nothing is spent on another one: tries of heads, which are paid for sooner and
-        teach less, would take what is to pay for all weights. While the best is the most hopeful,
-        too, and pays, another one that might be better has its turn at last.
+        Until then the account is saved for it: tries of heads, which are cheaper and teach less,
+        would use up what is to pay for all weights.
         """
         arms = tuple(reversed(self.schedule.arms))
         expected, hoped = self.worth(request), self.worth(request, HOPE)
@@ -133,23 +124,22 @@ class GainBandit(Bandit):
         self._triggered[action] = together.miss_rate
 
     def alarm(self) -> None:
+        # Gains of other texts, and of an update judged on texts of both kinds, say nothing.
         self.belief.reset()
         self._triggered.clear()
-        # What was saved goes with what it was saved for: the tries are not of the account.
         self.account, self.tries = 0.0, TRIES
 
     def reward(self, action: Action, gain: float, seconds: float, error: float) -> None:
         self._priced[action] += 1
-        # From 0 on an EWMA would take ten to be believed.
-        weight = max(self.alpha, 1 / self._priced[action])
+        weight = max(self.alpha, 1 / self._priced[action])  # a plain mean at first
         self.costs[action] += weight * (seconds - self.costs[action])
         rate = self._triggered.pop(action, 0.0)
-        if rate > 0 and not math.isnan(gain):  # else nothing was missed, or nothing was read
+        if rate > 0 and not math.isnan(gain):
             self.belief.learn(action, gain / rate, error / rate)
 
 
 def _shortfall(expected: dict[Action, float], arm: Action) -> float:
-    """Seconds by which an arm is worth less than the best there is, which may be to skip."""
+    """Seconds by which an arm is worth less than the best choice, which may be to skip."""
     return max(0.0, *expected.values()) - expected[arm]
 
 

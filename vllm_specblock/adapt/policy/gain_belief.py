@@ -8,28 +8,23 @@ from collections.abc import Sequence
 from vllm_specblock.adapt.policy.interface import Action
 
 SPREAD = 0.05
-"""Of what a full update gains before any was seen: Δτ / τ per missed step. On the example pair one
-gains some hundredths behind a change of domain, and nothing at home."""
+"""Prior spread of what a full update gains, Δτ / τ per missed step: some hundredths behind a change
+of domain on the example pair, nothing at home."""
 
 SIZE = {Action.HEADS: 0.5, Action.FULL: 1.0}
 """Gains in proportion: of a full update's, heads brought between 35 and 66 %."""
 
 TOGETHER = 0.95
-"""Correlation of what both arms gain: where the one helps, the other does."""
+"""Correlation of what both arms gain."""
 
 LUCK = 0.02
-"""Standard deviation of an update's gain around that of its arm, per missed step: however well the
-one is known, it says only so much of the next."""
+"""Standard deviation of an update's gain around that of its arm, per missed step."""
 
 
 class GainBelief:
     """A normal belief about v of all arms together, and Kalman's update of it.
 
-    Since the arms' gains go together, an observation of one says something of the other: a full
-    update that looked bad once is believed in again after some good ones of heads.
-
-    Args:
-        arms: one or more.
+    The arms' gains go together, so an observation of one is evidence of the other.
 
     Attributes:
         mean: of v, by arm.
@@ -40,7 +35,6 @@ class GainBelief:
         self.reset()
 
     def reset(self) -> None:
-        """Nothing is known."""
         self.mean = dict.fromkeys(self.arms, 0.0)
         self._covariance = {(a, b): _prior(a, b) for a in self.arms for b in self.arms}
 
@@ -49,18 +43,18 @@ class GainBelief:
         return math.sqrt(self._covariance[arm, arm])
 
     def forget(self, share: float) -> None:
-        """Let this share of what is known give way to knowing nothing."""
+        """Move the belief towards the prior by a share."""
         for arm in self.arms:
             self.mean[arm] -= share * self.mean[arm]
         for pair, value in self._covariance.items():
             self._covariance[pair] = value + share * (_prior(*pair) - value)
 
     def learn(self, arm: Action, gain: float, error: float) -> None:
-        """One observation of an arm.
+        """Add one observation of an arm.
 
         Args:
             gain: per missed step.
-            error: its standard error; NaN: as little is known of it as of v before any.
+            error: its standard error; NaN: unknown.
         """
         before = dict(self._covariance)
         noise = LUCK**2 + (_prior(arm, arm) if math.isnan(error) else error**2)

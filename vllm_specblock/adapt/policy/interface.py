@@ -1,8 +1,4 @@
-"""When to update the drafter, and how much of it: the interface, and the policies without a bandit.
-
-Every finished request goes to the policy, which answers with the arm whose buffer takes it. A full
-buffer is an update [SpecBlock, Algorithm 1, 9–18].
-"""
+"""When to update the drafter, and how much of it: the interface, and policies without a bandit."""
 
 from __future__ import annotations
 
@@ -24,17 +20,14 @@ class Action(StrEnum):
 
 @dataclass(frozen=True)
 class FinishedRequest:
-    """What a request says to the policy.
+    """What a policy knows of a request.
 
     Attributes:
         misses: s, the drafter's missing probability of the target's tokens, summed over rejected
             positions [SpecBlock, eq. 8].
         steps: target steps with a tree.
         tokens: committed in these steps.
-        seconds: from its first step to its last, with whatever training took from serving.
-
-    Raises:
-        ValueError: there is no step, or no time passed.
+        seconds: from its first step to its last, training included.
     """
 
     misses: float
@@ -62,13 +55,13 @@ class FinishedRequest:
 
 @dataclass(frozen=True)
 class Decision:
-    """The policy's answer to one request.
+    """The policy's answer to one request [SpecBlock, Algorithm 1, 9–18].
 
     Attributes:
         push: the arm whose buffer takes the request.
         update: that buffer is full: train now, and clear it.
         roll_back: return to the last good version first.
-        good: the version that served is a good one, to return to later.
+        good: the version that served is one to return to later.
     """
 
     push: Action
@@ -81,11 +74,11 @@ class Policy(ABC):
     """Decides after every finished request.
 
     Attributes:
-        records: requests are to be recorded at all.
-        trains: there are updates at all, and versions that come of them.
+        records: requests are recorded.
+        trains: there are updates.
         gated: a version serves only if the judge finds it better, and the pool may return to an
             earlier one. Otherwise every update serves.
-        rejected_only: its updates learn from rejected positions of new records, and rehearse none.
+        rejected_only: updates learn from rejected positions of new records alone.
     """
 
     records = trains = True
@@ -93,61 +86,43 @@ class Policy(ABC):
 
     @property
     def judges(self) -> bool:
-        """The version in use is held against others on every recorded request."""
+        """Kept versions are compared on every recorded request."""
         return self.gated
 
     @abstractmethod
     def decide(self, request: FinishedRequest) -> Decision:
-        """Called once for each finished request, in their order."""
+        """Called once for each finished request, in order."""
 
     def reward(  # noqa: B027
         self, action: Action, gain: float, seconds: float, error: float
     ) -> None:
-        """What the last update of an arm was worth; told to gated policies, before the next.
+        """Learn what the last update of an arm was worth, before the next; gated policies only.
 
         Args:
-            action: the arm.
-            gain: judged, Δτ / τ against the version that it began from, on the requests since; NaN
-                where there was no text to judge by.
-            seconds: that serving lost by it.
-            error: standard error of the gain; NaN below two texts.
+            gain: judged, Δτ / τ over the version before, on the requests since; NaN: unknown.
+            seconds: that serving lost by the update.
+            error: standard error of the gain; NaN: unknown.
         """
 
     def alarm(self) -> None:  # noqa: B027
         """The text or the drafter changed: τ fell far below its mean."""
 
 
-class Frozen(Policy):
-    """Nothing is recorded, nothing is learned."""
+class Watch(Policy):
+    """Records requests and judges a version of another engine; never trains or swaps."""
 
-    records = trains = False
-
-    def decide(self, request: FinishedRequest) -> Decision:
-        return Decision(Action.SKIP)
-
-
-class Watch(Frozen):
-    """Records, and judges a version that somebody else chose; never trains, and nothing is swapped:
-    what adaptation costs, and what a version would gain."""
-
-    records = True
+    trains = False
 
     @property
     def judges(self) -> bool:
         return True
 
+    def decide(self, request: FinishedRequest) -> Decision:
+        return Decision(Action.SKIP)
+
 
 class Fixed(Policy):
-    """One arm, every so many requests.
-
-    Args:
-        action: the arm.
-        every: requests.
-        gated: see `Policy`.
-
-    Raises:
-        ValueError: `every` is below 1, or the arm is to skip.
-    """
+    """One arm, every so many requests."""
 
     def __init__(
         self, action: Action = Action.FULL, every: int = EVERY, gated: bool = True
@@ -166,10 +141,9 @@ class Fixed(Policy):
 
 
 class Always(Fixed):
-    """Online Speculative Decoding (arXiv 2310.07177) as others are compared with it.
+    """Online Speculative Decoding (arXiv 2310.07177): forward KL on rejected positions, no gate.
 
-    One arm every so many requests, forward KL on what was rejected of them and on nothing else, no
-    gate. Its rate and batches are those that served it best here, not its authors'.
+    Rate and batches are those that served it best here, not its authors'.
     """
 
     rejected_only = True

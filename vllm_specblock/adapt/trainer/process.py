@@ -1,4 +1,4 @@
-"""The trainer as a process of the engine: started, watched, restarted, and left if need be."""
+"""The trainer as a process of the engine: started, watched, restarted a few times."""
 
 from __future__ import annotations
 
@@ -10,35 +10,32 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from vllm_specblock.adapt.files import lock_folder, private_folder
-from vllm_specblock.adapt.link.layout import BEAT, SILENCE
-from vllm_specblock.adapt.link.memory_link import EngineLink
+from vllm_specblock.adapt.link.folder_link import FolderLink
 from vllm_specblock.adapt.trainer.trainer import TrainerConfig
 from vllm_specblock.train.config import TrainError
 
 logger = logging.getLogger("vllm.specblock")
 
 WAITS = (1.0, 10.0, 100.0)
-"""Seconds before each restart; after the last one the trainer stays away."""
+"""Seconds before each restart; after the last one the trainer is not started again."""
 
 HEALTHY = 3600.0
-"""Seconds after which what went wrong before is forgotten."""
+"""Seconds of life after which earlier deaths do not count."""
 
 _HOPELESS = 2
 """Exit status of a trainer that cannot follow its config."""
 
 
 class TrainerProcess:
-    """A trainer beside the engine.
-
-    A thread of its own starts and watches it, since the trainer ends with the thread that started
-    it. Serving never waits for either.
+    """A trainer beside the engine, watched by a thread; serving never waits for either.
 
     Args:
-        config: see `TrainerConfig`.
-        link: the engine's end.
+        config: see `TrainerConfig`; its link is set here.
+        link: the engine's end, in shared memory.
         waits: see `WAITS`.
 
     Attributes:
@@ -46,9 +43,10 @@ class TrainerProcess:
     """
 
     def __init__(
-        self, config: TrainerConfig, link: EngineLink, waits: Sequence[float] = WAITS
+        self, config: TrainerConfig, link: FolderLink, waits: Sequence[float] = WAITS
     ) -> None:
-        self.config, self.link, self.waits = config, link, tuple(waits)
+        self.config = replace(config, link=str(link.folder))
+        self.link, self.waits = link, tuple(waits)
         self.gave_up = False
         self._lock = -1
         self._process: subprocess.Popen[bytes] | None = None
@@ -56,12 +54,10 @@ class TrainerProcess:
         self._thread = threading.Thread(target=self._watch, daemon=True, name="specblock-trainer")
 
     def start(self) -> None:
-        """Lock the folder for versions, and start the process; it takes some seconds to be ready.
-
-        Who only watches reads in a folder that another engine may write to.
+        """Lock the folder for versions, unless the policy only watches it, and start the process.
 
         Raises:
-            TrainError: another engine or trainer has the folder, or it cannot be made; or there is
+            TrainError: another engine or trainer has the folder, it cannot be made, or there is
                 none to watch.
         """
         out = None if self.config.out is None else Path(self.config.out)
@@ -78,23 +74,26 @@ class TrainerProcess:
         self._thread.start()
 
     def stop(self, seconds: float = 10.0) -> None:
-        """End the process: it may write what it learned within so many seconds."""
+        """End the process, which may write what it learned within so many seconds."""
         atexit.unregister(self.stop)
-        self.link.close()
         self._ends.set()
+        process = self._process
+        if process is not None:
+            process.terminate()
+            try:
+                process.wait(seconds)
+            except subprocess.TimeoutExpired:
+                process.kill()
         if self._thread.is_alive():
             self._thread.join(seconds)
-        process = self._process
-        if process is not None and process.poll() is None:
-            process.kill()
-            process.wait()
+        self.link.close()
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
 
     @property
     def pid(self) -> int | None:
-        """Of the running process; None where none runs."""
+        """Of the running process; None: none runs."""
         process = self._process
         return process.pid if process is not None and process.poll() is None else None
 
@@ -116,7 +115,7 @@ class TrainerProcess:
                 return
             if self._ends.wait(self.waits[deaths - 1]):
                 return
-            self.link.restarted()
+            self.link.tally["trainer_restarts"] += 1
 
     def _run(self) -> int:
         """Start a trainer and return its exit status."""
@@ -124,21 +123,14 @@ class TrainerProcess:
         environment = {**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
         if self.config.device == "cpu":
             environment["CUDA_VISIBLE_DEVICES"] = ""
-        shared = [each for each in (self.link.descriptor, self._lock) if each >= 0]
-        numbers = map(str, (self.link.descriptor, self._lock, os.getpid()))
-        # -P: the folder in which the engine was started is none to import from.
-        command = [sys.executable, "-P", "-m", "vllm_specblock.adapt"]
-        process = self._process = subprocess.Popen(
-            [*command, self.config.to_json(), *numbers],
+        # -P: nothing is imported from the folder in which the engine was started.
+        command = [sys.executable, "-P", "-m", "vllm_specblock.adapt", self.config.to_json()]
+        self._process = subprocess.Popen(
+            [*command, str(self._lock), str(os.getpid())],
             env=environment,
-            pass_fds=shared,
+            pass_fds=[self._lock] if self._lock >= 0 else [],
             stdin=subprocess.DEVNULL,
         )
-        began = time.monotonic()
-        while process.poll() is None:
-            self.link.beat()
-            silence = min(self.link.silence, time.monotonic() - began)
-            if silence > SILENCE:
-                process.kill()
-            time.sleep(0.05 if self._ends.is_set() else BEAT)
-        return process.returncode
+        if self._ends.is_set():  # it was stopped meanwhile
+            self._process.terminate()
+        return self._process.wait()

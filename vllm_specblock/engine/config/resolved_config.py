@@ -9,8 +9,6 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, SerializeAsAny, ValidationInfo, field_validator
 from vllm.config import ModelConfig
 
-from vllm_specblock.adapt.options import KEY as ADAPT
-from vllm_specblock.adapt.options import AdaptConfig, parse_adapt
 from vllm_specblock.combine.budget import shares
 from vllm_specblock.config import (
     DEFAULT_NODES,
@@ -26,6 +24,8 @@ from vllm_specblock.config import (
 from vllm_specblock.drafters.common.hub import DRAFTER_FILES, NotDownloadedError, snapshot
 from vllm_specblock.drafters.detect import kind_of
 from vllm_specblock.drafters.registry import DrafterOptions, drafter_kind
+from vllm_specblock.engine.step_observer import ADAPT, adaptation
+from vllm_specblock.options import Options
 from vllm_specblock.tree import MAX_NODES
 
 
@@ -47,7 +47,7 @@ class ResolvedDrafter(BaseModel):
     folder: str | None
     options: SerializeAsAny[DrafterOptions]
     layers: tuple[int, ...] = ()
-    adapt: AdaptConfig | None = None
+    adapt: SerializeAsAny[Options] | None = None
 
     @field_validator("options", mode="before")
     @classmethod
@@ -56,6 +56,11 @@ class ResolvedDrafter(BaseModel):
         return (
             drafter_kind(info.data["kind"]).options(**given) if isinstance(given, dict) else given
         )
+
+    @field_validator("adapt", mode="before")
+    @classmethod
+    def _adapting(cls, given: Any) -> Any:
+        return adaptation("options").AdaptConfig(**given) if isinstance(given, dict) else given
 
 
 class ResolvedConfig(BaseModel):
@@ -167,7 +172,7 @@ def _resolve_drafter(
     keys = {key: value for key, value in given.items() if key not in SOURCE_KEYS}
     adapt = keys.pop(ADAPT, False)
     if kind is not None and drafter_kind(kind).checkpoint is None:
-        parse_adapt(adapt, kind, where)
+        _parse_adapt(adapt, kind, where)
         for key in ("model", "revision"):
             if given.get(key) is not None:
                 raise OptionError(
@@ -183,7 +188,7 @@ def _resolve_drafter(
             f"kind {found!r}: drop 'kind', or name another drafter."
         )
     options = parse_drafter(keys, found, where, num_speculative_tokens)
-    adapt = parse_adapt(adapt, found, where)
+    adapt = _parse_adapt(adapt, found, where)
     files = drafter_kind(found).load_checkpoint_module()
     config = files.read_config(folder)
     layers = _check_match(config, target, where)
@@ -193,6 +198,10 @@ def _resolve_drafter(
     return ResolvedDrafter(
         kind=found, folder=str(folder), options=options, layers=layers, adapt=adapt
     )
+
+
+def _parse_adapt(given: Any, kind: str, where: str) -> Options | None:
+    return None if given is False else adaptation("options").parse_adapt(given, kind, where)
 
 
 def _check_policy(combine: CombineConfig, num_speculative_tokens: int) -> None:

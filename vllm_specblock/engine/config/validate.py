@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm_specblock.config import OptionError
 from vllm_specblock.drafters.registry import drafter_kind, kinds_that
 from vllm_specblock.engine.config.resolved_config import ResolvedConfig
+from vllm_specblock.engine.step_observer import adaptation
 
 logger = logging.getLogger("vllm.specblock")
 
@@ -263,45 +263,6 @@ def gpus_of(parallel: ParallelConfig) -> range:
 def check_adapt(
     given: dict[str, Any], resolved: ResolvedConfig, parallel: ParallelConfig, target: ModelConfig
 ) -> None:
-    """Refuse `adapt` where it cannot run.
-
-    Args:
-        given: the user's `speculative_config`.
-    """
-    adapting = resolved.adapting
-    if adapting is None or adapting.adapt is None:
-        return
-    from vllm_specblock.adapt.options import KEY as ADAPT
-    from vllm_specblock.adapt.options import check_trainer
-
-    options, key = adapting.adapt, f"speculative_config key '{ADAPT}'"
-    if sum(drafter.adapt is not None for drafter in resolved.drafters) > 1:
-        raise OptionError(
-            f"{key} is given to both drafters, but only one can adapt: drop it from one."
-        )
-    if given.get("rejection_sample_method", "standard") != "standard":
-        raise OptionError(
-            f"{key} is given, but synthetic acceptance (rejection_sample_method) leaves "
-            "nothing to learn: drop one of them."
-        )
-    check_trainer(options, gpus_of(parallel), torch.cuda.device_count())
-    if parallel.tensor_parallel_size > 1:
-        if parallel.distributed_executor_backend != "mp" or parallel.nnodes > 1:
-            raise OptionError(
-                f"{key} is given and tensor_parallel_size is {parallel.tensor_parallel_size}, but "
-                "ranks must share one machine (distributed_executor_backend 'mp', nnodes 1): drop "
-                "one of them."
-            )
-        if options.trainer == "engine":
-            raise OptionError(
-                "speculative_config key 'adapt.trainer' is 'engine' and tensor_parallel_size is "
-                f"{parallel.tensor_parallel_size}, but other ranks cannot read its versions: take "
-                "'cpu' or a folder."
-            )
-    if options.folder is None and not options.trains_beside:
-        return
-    if not os.path.isdir(target.model):
-        raise OptionError(
-            f"{key} is given, but the trainer reads the target's files, and {target.model!r} is "
-            "not a folder: use one, or drop the key."
-        )
+    """Refuse `adapt` where it cannot run; see `adapt/check.py`."""
+    if resolved.adapting is not None:
+        adaptation("check").check_adapt(given, resolved, parallel, target, gpus_of(parallel))

@@ -26,7 +26,6 @@ from vllm_specblock.engine.cpu import lora
 from vllm_specblock.engine.metrics.counters import DrafterCounters
 from vllm_specblock.engine.metrics.draft_clock import DraftClock
 from vllm_specblock.engine.metrics.exporter import make_sink
-from vllm_specblock.engine.runner.adaptation import make_recorder
 from vllm_specblock.engine.runner.caches import EngineCaches
 from vllm_specblock.engine.runner.draft_policy import (
     DraftPolicy,
@@ -34,13 +33,12 @@ from vllm_specblock.engine.runner.draft_policy import (
     RoutedDrafters,
     SingleDrafter,
 )
-from vllm_specblock.engine.runner.recording import Recorder
 from vllm_specblock.engine.runner.skipped_steps import SkippedSteps
 from vllm_specblock.engine.runner.skipping_merge import SkippingMergedDrafters
 from vllm_specblock.engine.runner.tree_states import TreeStates
+from vllm_specblock.engine.step_observer import StepObserver, make_observer
 from vllm_specblock.engine.target_lora import embed_without_adapters
 from vllm_specblock.engine.target_model import embedding_of
-from vllm_specblock.engine.versions.rank_versions import FollowingRank
 from vllm_specblock.feedback.controller import Controller
 from vllm_specblock.verify.synthetic_acceptance import SyntheticAcceptance
 
@@ -60,7 +58,7 @@ class Parts(NamedTuple):
     tree_states: TreeStates
     skipped: SkippedSteps
     adaptive: AdaptiveTrees | None
-    recorder: Recorder | FollowingRank | None
+    recorder: StepObserver | None
     counters: DrafterCounters
     clock: DraftClock
 
@@ -112,7 +110,7 @@ def build(engine: TreeSpeculator, target_model: VllmModel, target_layers: list[s
         tree_states,
         skipped,
         skipped.adaptive,
-        make_recorder(config, resolved, drafters, tree_states.parent, policy.max_depth),
+        make_observer(config, resolved, drafters, tree_states.parent, policy.max_depth),
         counters,
         clock,
     )

@@ -154,7 +154,7 @@ class TreeSpeculator(DraftModelSpeculator):
         if self.reads_last:
             states.append(last_hidden_states)
         if self.recorder is not None and not dummy_run:
-            self.recorder.turn(batch.idx_mapping_np)
+            self.recorder.between_steps(batch.idx_mapping_np)
         if skip_attn_for_dummy_run:
             self.caches.bind_null()
             rows = StepBatch(batch, self.tree_states, self.pad_rows)

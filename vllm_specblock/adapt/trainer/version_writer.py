@@ -1,4 +1,4 @@
-"""From a trainer's memory to the folder of versions, and back where a person chose one."""
+"""From a trainer's memory to a folder of versions, and back where another process chose one."""
 
 from __future__ import annotations
 
@@ -8,28 +8,35 @@ import time
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from vllm_specblock.adapt.adaptation import Adaptation
 from vllm_specblock.adapt.learning.pool import Version
-from vllm_specblock.adapt.policy.actions import put
+from vllm_specblock.adapt.link.staged import DELIVERED
+from vllm_specblock.adapt.policy.actions import action_between, put
 from vllm_specblock.adapt.policy.interface import Action
 from vllm_specblock.adapt.trainer import state
-from vllm_specblock.adapt.versions import VersionFolder
+from vllm_specblock.adapt.versions import KEPT, VersionFolder, facts_of
 from vllm_specblock.drafters.specblock import checkpoint
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
+from vllm_specblock.train.config import TrainError
 
 logger = logging.getLogger("vllm.specblock")
 
 
 class VersionWriter:
-    """Writes versions and the trainer's state, now and then.
+    """Writes versions, and the trainer's state where a later trainer is to go on from it.
 
     Args:
         folder: locked.
         drafter: of the versions' config; it is copied.
         adaptation: whose versions.
-        seconds: between two writings at least.
+        seconds: least time between two versions.
+        dtype: of the stored weights; None: the delivered drafter's.
+        keep: versions to keep.
+        with_state: write the state, too.
+
+    Attributes:
+        written: the version that the folder says is current; None: unknown.
     """
 
     def __init__(
@@ -38,38 +45,38 @@ class VersionWriter:
         drafter: SpecBlockModel,
         adaptation: Adaptation,
         seconds: float,
+        dtype: torch.dtype | None = None,
+        keep: int = KEPT,
+        with_state: bool = True,
     ) -> None:
         self.folder, self.adaptation, self.seconds = folder, adaptation, seconds
+        self._keep, self._with_state = keep, with_state
         assert folder.drafter is not None
-        self._dtype = stored_dtype(folder.drafter)
-        self._drafter = copy.deepcopy(drafter).to("cpu", self._dtype)
+        dtype = dtype or stored_dtype(folder.drafter)
+        self._drafter = copy.deepcopy(drafter).to("cpu", dtype)
         self._names: dict[int, str | None] = {0: None}
-        self._written = adaptation.pool.origin
+        self.written: Version | None = adaptation.pool.origin
+        self._trunk = DELIVERED
         self._last = time.monotonic() - seconds
         self._known = 0  # stamp of the last choice that was seen, or made here
         self._requests = 0
 
-    @property
-    def fingerprints(self) -> dict[str, str]:
-        """Of drafter and target."""
-        return self.folder.fingerprints
-
     def write(self, version: Version, now: bool = False) -> None:
-        """Write a version, if it is another than the last, and the state.
+        """Write and choose a version, if it is another than the last, and the state.
 
         Args:
             now: however short ago the last one was.
         """
-        # A policy draws and counts at requests that nothing is learned from, too.
-        seen = self.adaptation.requests != self._requests
-        if not (seen or version is not self._written):
+        seen = self._with_state and self.adaptation.requests != self._requests
+        if not (seen or version is not self.written):
             return
         if not now and time.monotonic() - self._last < self.seconds:
             return
         try:
-            if version is not self._written:
+            if version is not self.written:
                 self._publish(version)
-            state.save(self.folder.out, self.adaptation, self.fingerprints)
+            if self._with_state:
+                state.save(self.folder.out, self.adaptation, self.folder.fingerprints)
             self._requests = self.adaptation.requests
         except OSError as error:
             logger.warning(
@@ -80,54 +87,66 @@ class VersionWriter:
         self._last = time.monotonic()
 
     def know(self) -> None:
-        """What current.json says now is no news."""
+        """Take what current.json says now as known."""
         self._known = self.folder.stamp()
 
     def chosen_since(self) -> bool:
-        """A person chose after the state was written: what was learned till then is to be left."""
+        """Whether a person chose after the state was written, which is then out of date."""
         said, path = self.folder.chosen(), self.folder.out / state.FILE
         if said.get("by") != "person" or not path.is_file():
             return False
         return bool(said.get("time_ns", 0) > path.stat().st_mtime_ns)
 
     def chosen(self) -> Version | None:
-        """The version in current.json, where somebody else put it there; one that cannot be used is
-        told of, once."""
+        """Return the version in current.json, once, if another process put it there."""
         stamp = self.folder.stamp()
         if stamp == self._known:
             return None
         self._known = stamp
-        path, sentence = self.folder.current()
-        if sentence is not None:
-            logger.warning("SpecBlock adaptation: %s", sentence)
+        try:
+            name = self.folder.current()
+            tensors = None if name is None else self.folder.read(name)
+        except TrainError as error:
+            logger.warning(
+                "SpecBlock adaptation: the current version in %s cannot be used, and what serves "
+                "stays: %s",
+                self.folder.out,
+                error,
+            )
             return None
-        if path is None:
-            self._written = self.adaptation.pool.origin
-            return self._written
+        if tensors is None:
+            self.written, self._trunk = self.adaptation.pool.origin, DELIVERED
+            return self.written
         self.adaptation.number += 1
-        version = Version(self.adaptation.number, _tensors(path), Action.FULL)
-        self._names[version.number], self._written = path.name, version
+        weights = {name: each.float() for name, each in tensors.items()}
+        version = Version(self.adaptation.number, weights, Action.FULL)
+        self._names[version.number], self.written, self._trunk = name, version, ""
         return version
 
     def _publish(self, version: Version) -> None:
         name = self._names.get(version.number, "")
-        if name is not None and not (name and (self.folder.out / name).is_dir()):
+        if name == "" or not (name is None or (self.folder.out / name).is_dir()):
             put(self._drafter, version.tensors)
             gain = self.adaptation.gain_over_origin(version)
+            before = {} if self.written is None else self.written.tensors
+            same = self._trunk and action_between(before, version.tensors) is Action.HEADS
             facts = {
                 "parent": self._parent(version),
                 "action": str(version.action),
                 "rows": self.adaptation.rows,
                 "gain": None if gain != gain else round(gain, 4),
+                **({"trunk": self._trunk} if same else {}),
             }
-            self._names[version.number] = self.folder.write(self._drafter, facts)
-        self.folder.use(self._names[version.number])
+            name = self._names[version.number] = self.folder.write(self._drafter, facts)
+        self.folder.use(name)
         self.know()
-        self._written = version
-        self.folder.prune()
+        self.written = version
+        facts = {"checksum": DELIVERED} if name is None else facts_of(self.folder.out / name)
+        self._trunk = facts.get("trunk") or facts["checksum"]
+        self.folder.prune(self._keep)
 
     def _parent(self, version: Version) -> str | None:
-        """The newest written version that it may stem from; None: the drafter as delivered."""
+        """The newest written version that it may stem from."""
         earlier = [number for number in self._names if number < version.number]
         return self._names[max(earlier)] if earlier else None
 
@@ -136,8 +155,3 @@ def stored_dtype(drafter: Path) -> torch.dtype:
     """Of a drafter's weights in its file."""
     with checkpoint.opened(drafter / checkpoint.WEIGHTS) as file:
         return file.get_tensor("lm_head.weight").dtype
-
-
-def _tensors(folder: Path) -> dict[str, Tensor]:
-    drafter = checkpoint.load(folder, torch.float32)
-    return {name: value.detach() for name, value in drafter.named_parameters()}

@@ -1,8 +1,7 @@
-"""Who is recorded in which slab, and what a slab says when its request is done.
+"""Which request is recorded in which slab, and what is read of a slab when it is full.
 
-A slab's rows are written by steps (`triton_kernels/feedback/record_step.py`). Here is what happens
-between steps, on the host: a request takes a slab, goes on in another one, or leaves. Nothing of it
-waits for a device: what left is handed on once it is in host memory (`slab_copies.py`).
+Steps write a slab's rows (`triton_kernels/feedback/record_step.py`). Between steps, on the host, a
+request takes a slab, goes on in another one, or leaves; nothing waits for a device (`slab_copies`).
 """
 
 from __future__ import annotations
@@ -17,23 +16,21 @@ import torch
 from vllm_specblock.adapt.book import Record
 from vllm_specblock.adapt.learning.train_batches import PROMPT_ROWS, ROWS
 from vllm_specblock.adapt.policy.interface import FinishedRequest
-from vllm_specblock.adapt.slab_copies import HostSlabs, PinnedSlabs
+from vllm_specblock.adapt.serving.slab_copies import HostSlabs, PinnedSlabs
 from vllm_specblock.triton_kernels.feedback.slab_tensors import SlabTensors
 
 SLABS = 16
-"""Requests that can be recorded at once. Of a target of 4,096 numbers a state in 16 bits a slab of
-256 rows takes 8 MiB."""
+"""Requests that can be recorded at once; 8 MiB each for an 8B target in 16 bits."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Rows of a request in a slab, all of one answer or a part of it.
+    """Rows of a request in a slab: an answer, or a part of it.
 
     Attributes:
         request: id.
-        slab: where they are.
-        prompt: tokens that the request came with; those after it are the target's own.
-        stops: tokens that end it. What was drafted and accepted beyond is nobody's answer.
+        prompt: tokens that the request came with; later ones are the target's own.
+        stops: tokens that end it; accepted drafts beyond are no part of the answer.
         began: when the request came, seconds.
     """
 
@@ -48,10 +45,9 @@ class Arrival(NamedTuple):
     """A part of a request that has left its slab.
 
     Attributes:
-        record: its rows, in memory of their own; None: no row is one to learn from.
-        finished: what the request says to the policy, with its last part; None if nothing was
-            drafted for it.
-        last: whether it is that.
+        record: its rows, copied; None: there is no row to learn from.
+        finished: with the last part; None: nothing was drafted for the request.
+        last: it is the request's last part.
     """
 
     record: Record | None
@@ -64,7 +60,7 @@ class Leaving:
     """A part whose slab was sent to the host.
 
     Attributes:
-        ended: when the request's last step was, seconds; None: it goes on in another slab.
+        ended: time of the request's last step, seconds; None: it goes on in another slab.
     """
 
     part: Part
@@ -83,9 +79,7 @@ class Slabs:
         device: on which steps run.
 
     Attributes:
-        tensors: see `SlabTensors`.
-        copies: how they come to host memory.
-        parts: by request slot, who is recorded.
+        parts: that are recorded, by request slot.
     """
 
     def __init__(
@@ -107,7 +101,7 @@ class Slabs:
 
     @property
     def free(self) -> int:
-        """Slabs that nobody has."""
+        """Unused slabs."""
         return len(self._free)
 
     def begin(
@@ -122,14 +116,13 @@ class Slabs:
         """Record the request that comes to a slot, from near its prompt's end on.
 
         Args:
-            slot: nobody in it is recorded.
-            prompt: tokens that it comes with, after a preemption those of its answer among them.
-            computed: of these, tokens that no step will run: their rows are in the cache.
+            prompt: tokens that it comes with, after a preemption its answer's among them.
+            computed: of these, cached tokens, which no step will run.
             now: seconds.
             stops: tokens that will end it.
 
         Returns:
-            whether there was a slab.
+            Whether there was a slab.
         """
         if not self._free:
             return False
@@ -142,11 +135,11 @@ class Slabs:
         return True
 
     def before_step(self) -> None:
-        """A step is about to be launched: to be said before `crowded` is asked."""
+        """Called before a step, and before `crowded`."""
         self.copies.before_step()
 
     def crowded(self, slots: Iterable[int], reach: int) -> list[int]:
-        """The slots of some whose slabs may have less room than a step may need, `reach` rows."""
+        """Return the slots whose slabs may have less room than a step may need, `reach` rows."""
         found = []
         for slot in slots:
             part = self.parts.get(slot)
@@ -157,11 +150,7 @@ class Slabs:
         return found
 
     def move_on(self, slot: int) -> bool:
-        """Let a request go on in another slab; its rows so far leave.
-
-        Returns:
-            whether there is another slab; without one nothing has changed.
-        """
+        """Let a request go on in another slab; return whether there was one."""
         if not self._free:
             return False
         left = self.parts[slot]
@@ -175,13 +164,10 @@ class Slabs:
         return True
 
     def end(self, slot: int, now: float) -> bool:
-        """Record no more of whoever is in a slot; the last rows leave.
+        """Stop recording the request in a slot; return whether it was recorded.
 
         Args:
-            now: when its last step was, seconds.
-
-        Returns:
-            whether anybody was recorded in it.
+            now: time of its last step, seconds.
         """
         part = self.parts.pop(slot, None)
         if part is None:
@@ -191,8 +177,7 @@ class Slabs:
         return True
 
     def arrived(self) -> Iterator[Arrival]:
-        """Parts that left and are in host memory by now, in the order in which they left; each
-        gives its slab to the next."""
+        """Yield the parts that reached host memory, in order; each frees its slab."""
         while self._leaving and self.copies.is_here(self._leaving[0].part.slab):
             leaving = self._leaving.popleft()
             finished = self._finished(leaving)
@@ -216,8 +201,7 @@ class Slabs:
         )
 
     def _read(self, part: Part, finished: FinishedRequest | None) -> Record | None:
-        """Copy a part's rows, and give its slab to the next; None where no row is one to learn
-        from."""
+        """Copy a part's rows, and free its slab; None: there is no row to learn from."""
         slab, kept = part.slab, self.copies.rows
         self._free.append(slab)
         begin, end = int(kept.begin[slab]), int(kept.end[slab])  # a host number each
@@ -226,7 +210,6 @@ class Slabs:
         if part.stops:
             ends = [word in part.stops for word in tokens.tolist()]  # a host tensor
             last = (torch.tensor(ends, dtype=torch.bool) & labels).cumsum(0)
-            # The first of them belongs to the answer; `cumsum` counts it already.
             within = int((last == 0).sum()) + 1  # a host tensor
             tokens, labels = tokens[:within], labels[:within]
         if not labels.any():  # a host tensor

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from support.late_device import LateDevice
 from support.slab_traffic import HIDDEN, Engine, serve, serve_late
 
-from vllm_specblock.adapt import slab_copies
 from vllm_specblock.adapt.learning.train_batches import PROMPT_ROWS
-from vllm_specblock.adapt.slabs import Slabs
+from vllm_specblock.adapt.serving import slab_copies
+from vllm_specblock.adapt.serving.slabs import Slabs
 
 
 @settings(max_examples=40, deadline=None)

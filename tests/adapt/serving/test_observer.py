@@ -10,11 +10,9 @@ from support.adapting import Pair
 from support.records import HIDDEN, small_drafter
 
 from vllm_specblock.adapt.options import parse_adapt
-from vllm_specblock.drafters.common.post_load import process_after_loading
+from vllm_specblock.adapt.serving import observer
+from vllm_specblock.drafters.specblock.host_refresh import HostRefresh
 from vllm_specblock.drafters.specblock.options import SpecBlockConfig
-from vllm_specblock.engine.runner import adaptation
-from vllm_specblock.engine.runner.adaptation import link_up, trainer_config
-from vllm_specblock.engine.versions import drafter_versions
 
 
 @pytest.mark.parametrize(
@@ -34,43 +32,39 @@ from vllm_specblock.engine.versions import drafter_versions
     ],
 )
 def test_a_trainer_is_told_what_the_options_say(given, said):
-    config = trainer_config(parse_adapt(given, "specblock"), "drafter", "target", 1)
+    options = parse_adapt(given, "specblock")
+    config = observer.trainer_config(options, "drafter", "target", 1, torch.bfloat16)
     assert (config.drafter, config.target, config.num_blocks) == ("drafter", "target", 1)
+    assert config.dtype == "bfloat16"
     assert {name: getattr(config, name) for name in said} == said
 
 
 @pytest.mark.parametrize(
     ("given", "on_gpu", "made"),
     [
-        ({}, False, "Versions"),
-        ({}, True, "DeviceVersions"),
-        ({"trainer": "folder"}, True, "DeviceVersions"),
-        ({"policy": "watch", "out": "versions"}, True, "Versions"),
+        ({}, False, "HostRefresh"),
+        ({}, True, "room"),
+        ({"trainer": "folder"}, True, "room"),
+        ({"policy": "watch", "out": "versions"}, True, "HostRefresh"),
     ],
 )
 def test_room_for_a_version_is_made_where_one_may_come(tmp_path, monkeypatch, given, on_gpu, made):
     """At load, and on a GPU alone: there it takes the drafter's memory once more."""
     pair = Pair.make(tmp_path)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(adaptation.TrainerProcess, "start", lambda self: None)
-    monkeypatch.setattr(drafter_versions, "DeviceRefresh", lambda model: ("room for", model))
-    model = process_after_loading(small_drafter(), None)
-    weight = SimpleNamespace(is_cuda=on_gpu)
-    drafter = SimpleNamespace(
-        model=SimpleNamespace(config=model.config, norm=SimpleNamespace(weight=weight))
-    )
+    monkeypatch.setattr(observer.TrainerProcess, "start", lambda self: None)
+    monkeypatch.setattr(observer, "DeviceRefresh", type("room", (HostRefresh,), {}))
+    norm = SimpleNamespace(weight=SimpleNamespace(is_cuda=on_gpu))
+    model = SimpleNamespace(norm=norm, parameters=small_drafter().parameters)
     target = SimpleNamespace(
         model=str(pair.target), get_hidden_size=lambda: HIDDEN, dtype=torch.float32
     )
-    found, _ = link_up(
-        SimpleNamespace(model_config=target),
+    swaps, link = observer.link_up(
+        target,
         SimpleNamespace(folder=str(pair.drafter), options=SpecBlockConfig(num_blocks=1)),
         parse_adapt(given, "specblock"),
-        drafter,
+        SimpleNamespace(model=model),
     )
-    assert type(found).__name__ == made
-    assert found.trainer is None or found.trainer.config.num_blocks == 1
-    room = ("room for", drafter.model) if made == "DeviceVersions" else None
-    assert getattr(found, "_refresh", None) == room
-    if found.trainer is None:
-        found.link.close()
+    assert type(swaps.refresh).__name__ == made
+    assert swaps.trainer is None or swaps.trainer.config.num_blocks == 1
+    link.close()

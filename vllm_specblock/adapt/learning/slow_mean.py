@@ -4,11 +4,7 @@ from __future__ import annotations
 
 
 class SlowMean:
-    """The plain mean of the first 1 / `weight` values, then an EWMA: from 0 on an EWMA alone would
-    take as many to be believed.
-
-    Args:
-        weight: of each later value, above 0 and at most 1.
+    """The plain mean of the first 1 / `weight` values, then an EWMA.
 
     Attributes:
         value: 0 before any.

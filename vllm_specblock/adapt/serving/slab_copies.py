@@ -12,16 +12,13 @@ from vllm_specblock.triton_kernels.feedback.slab_tensors import SlabTensors
 
 
 class HostSlabs:
-    """Slabs in host memory, which are read where they are.
+    """Slabs in host memory, which are read in place.
 
     Args:
-        tensors: of the slabs.
-        rows: where their `states`, `last`, `token`, `begin` and `end` are read; None: where they
-            are.
+        rows: copies of the slabs' rows to read instead.
 
     Attributes:
-        rows: see there.
-        sums: three of [G], what `missed`, `steps` and `committed` came to for whoever left a slab.
+        sums: three of [G], `missed`, `steps` and `committed` of the request that left a slab.
     """
 
     def __init__(self, tensors: SlabTensors, rows: SlabTensors | None = None) -> None:
@@ -36,39 +33,29 @@ class HostSlabs:
         self._end = self.rows.end.numpy()  # a host view
 
     def before_step(self) -> None:
-        """A step is about to be launched."""
+        """Called before a step."""
 
     def give(self, slab: int) -> None:
-        """A slab begins anew: from the next step on its rows are somebody else's."""
+        """Note that a slab belongs to another request from the next step on."""
 
     def most_rows(self, slab: int, reach: int) -> int:
-        """Rows that a slab may hold by now.
-
-        Args:
-            reach: rows that a step without a prompt may add.
-        """
+        """Return the rows that a slab may hold by now; `reach`: that a decode step may add."""
         return int(self._end[slab] - self._begin[slab])  # a host number
 
     def send(self, slab: int, slot: int) -> None:
-        """A slab is left: nothing is written to it any more until it is given anew.
-
-        Args:
-            slot: of whoever leaves it; its sums are kept as they are now.
-        """
+        """Send a slab to the host; the request in `slot` has left it, and its sums are kept."""
         for sent, total in zip(self.sums, self._totals):
             sent[slab].copy_(total[slot], non_blocking=True)
 
     def is_here(self, slab: int) -> bool:
-        """Whether a slab that was sent, and its sums, can be read."""
+        """Return whether a slab that was sent, and its sums, can be read."""
         return True
 
 
 class PinnedSlabs(HostSlabs):
-    """Differs in that the slabs are a GPU's: a stream beside the steps copies them, and nobody
-    waits for it.
+    """Slabs on a GPU, copied to pinned memory on a side stream.
 
-    `rows` is pinned memory of the slabs' size. How full a slab is, is known some steps late, so
-    what those may have added counts as well.
+    How full a slab is, is known some steps late: what those may have added counts as well.
     """
 
     def __init__(self, tensors: SlabTensors) -> None:
@@ -78,7 +65,7 @@ class PinnedSlabs(HostSlabs):
             tensors, SlabTensors.empty(slabs, width, hidden, 0, dtype, "cpu", pin_memory=True)
         )
         self._beside = Stream()
-        # A step has a number; what was asked for before its launch tells of those before it.
+        # Steps are numbered; what was asked for before a step tells of those before it.
         self._step = self._asked_at = self._known = 0
         self._asked = Event()
         self._asked.record()
@@ -100,7 +87,7 @@ class PinnedSlabs(HostSlabs):
             rows = super().most_rows(slab, reach)
         else:
             since = self._step - given
-        # Of a prompt no more rows than these are recorded, in whatever chunks it comes.
+        # The most rows that are recorded of a prompt.
         return max(rows, PROMPT_ROWS) + since * reach
 
     def send(self, slab: int, slot: int) -> None:

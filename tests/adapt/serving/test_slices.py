@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from vllm_specblock.adapt.trainer.slices import LONGEST, Slices
+from vllm_specblock.adapt.serving.slices import LONGEST, Slices
 
 
 def free(work, **named) -> Slices:
@@ -47,13 +47,6 @@ def test_pieces_and_steps_take_turns():
     assert {each.split()[-1] for each in pieces} == {"specblock-slices"}
     world.slices.close()
     assert not world.step() and world.said[-1] == "step"
-
-
-def test_nothing_begins_before_a_step_allows_it():
-    world = World()
-    assert not world.said
-    world.slices.close()
-    assert not world.said
 
 
 @pytest.mark.parametrize("piece", [0.01, 0.4, 3.0])
@@ -101,15 +94,6 @@ def test_whatever_ends_the_work_no_step_waits_for_more(error):
     step.start()
     step.join(10.0)
     assert not step.is_alive()
-    slices.close()
-
-
-def test_without_work_a_slice_is_over_at_once():
-    calls: list[int] = []
-    slices = free(lambda: bool(calls.append(1)))
-    for count in (1, 2, 3):
-        slices.grant()
-        assert len(calls) == count
     slices.close()
 
 

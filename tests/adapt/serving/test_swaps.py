@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import os
 import random
+from pathlib import Path
 
 import pytest
 from support.adapting import VOCAB, Pair
 from support.rank_pair import (
     RankPair,
     digest_of,
-    linked_to_folder,
-    linked_to_process,
+    linked,
     on_devices,
-    over_memory,
     scripted,
+    starting,
 )
 from support.records import small_drafter
 
-from vllm_specblock.adapt.link.shared_versions import RankLink
-from vllm_specblock.adapt.versions import VersionFolder
-from vllm_specblock.engine.versions.rank_versions import EVERY
-from vllm_specblock.train.config import TrainError
+from vllm_specblock.adapt.serving.swaps import EVERY
 
 
 @pytest.fixture(scope="module")
@@ -31,9 +27,9 @@ def ranks(tmp_path_factory):
     pair.close()
 
 
-def changes(seen: list[str]) -> dict[int, str]:
+def changes(seen: list[str], begins: str | None = None) -> dict[int, str]:
     """By turn, counted from 1, what serves from then on."""
-    before = [digest_of(0), *seen]
+    before = [begins or digest_of(0), *seen]
     return {
         turn: seen[turn - 1] for turn in range(1, len(before)) if seen[turn - 1] != before[turn - 1]
     }
@@ -87,43 +83,40 @@ def test_random_arrivals(ranks, how, seed):
     assert [number for _, number in first.taken] == [number for _, number in second.taken]
 
 
-def test_a_trainer_that_replaces_what_it_staged(ranks):
-    """Both ranks read one memory that is written to all the time."""
-    first, second = ranks.run(over_memory, 30)
-    assert first.seen == second.seen
-    moments = changes(first.seen)
-    assert len(moments) >= 3 and all(turn % EVERY == 0 for turn in moments)
-    assert first.counts["swaps"] == second.counts["swaps"] == len(moments)
-    # The memory's numbers are the first rank's to write: the second one's swaps are not in them.
-    assert first.counts["versions_offered"] == 30 and not second.counts["versions_offered"]
+def current(pair: Pair, out: Path) -> None:
+    """A version of seed 1 that a person chose."""
+    versions = pair.versions(out)
+    versions.lock()
+    versions.use(versions.write(small_drafter(1, vocab=VOCAB), {"parent": None}), who="person")
+    versions.unlock()
+
+
+def test_a_trainer_that_replaces_what_it_offered(ranks, tmp_path):
+    """Both ranks begin with what `out` says, and read one folder that changes all the time."""
+    (tmp_path / "pair").mkdir()
+    current(Pair.make(tmp_path / "pair"), tmp_path / "out")
+    first, second = ranks.run(linked, tmp_path, {"out": str(tmp_path / "out")}, 20, 4)
+    assert first.seen == second.seen and first.seen[0] == digest_of(1)
+    moments = changes(first.seen[1:], digest_of(1))
+    assert len(moments) >= 2 and all(turn % EVERY == 0 for turn in moments)
+    assert first.counts["swaps"] == second.counts["swaps"] == 1 + len(moments)
+    assert (first.started, second.started) == (["trainer"], [])
+    assert (first.sink, second.sink) == ("FolderLink", "NoneType")
 
 
 def test_a_folder(ranks, tmp_path):
     (tmp_path / "pair").mkdir()
-    pair = Pair.make(tmp_path / "pair")
-    versions = VersionFolder(tmp_path / "requests/versions", pair.drafter, pair.target)
-    versions.lock()
-    versions.use(versions.write(small_drafter(1, vocab=VOCAB), {"parent": None}), who="person")
-    versions.unlock()
-    first, second = ranks.run(linked_to_folder, tmp_path)
+    current(Pair.make(tmp_path / "pair"), tmp_path / "requests/versions")
+    first, second = ranks.run(linked, tmp_path, {"trainer": str(tmp_path / "requests")}, 0, 12)
     assert first.seen == second.seen and first.seen[0] == digest_of(1)
     assert first.seen[-1] == digest_of(3), "the delivered drafter was chosen meanwhile"
-    assert (first.sink, second.sink) == ("FolderLink", "NullSink")
+    assert not first.started and (first.sink, second.sink) == ("FolderLink", "NoneType")
     assert first.counts["swaps"] == second.counts["swaps"] == 2
 
 
 @pytest.mark.parametrize("bad", [False, True])
-def test_a_start(ranks, tmp_path, bad):
-    """From the first step on what both read is served; and nothing that one of them did not."""
-    (tmp_path / "pair").mkdir()
-    Pair.make(tmp_path / "pair")
-    first, second = ranks.run(linked_to_process, tmp_path, bad)
-    assert first.seen == second.seen and set(first.seen) == {digest_of(3 if bad else 7)}
-    assert (first.started, second.started) == (["trainer"], [])
-    assert (first.sink, second.sink) == ("EngineLink", "NullSink")
+def test_a_start(ranks, bad):
+    """The choice changes while ranks read, or the second one cannot read it: then none serves."""
+    first, second = ranks.run(starting, bad)
+    assert first.seen == second.seen == digest_of(0 if bad else 7)
     assert first.reads == second.reads == (3 if bad else 2)
-
-
-def test_memory_that_another_rank_cannot_open():
-    with pytest.raises(TrainError, match=r"cannot be opened .*: drop adapt, or .*\.$"):
-        RankLink(os.getpid(), 9999, {})

@@ -1,7 +1,6 @@
 """Work that is done in slices between an engine's steps.
 
-A thread is used as a coroutine: it works while the engine's thread waits, and waits while that one
-serves. So only one of both ever runs, their order is always the same, and neither needs a lock.
+A thread is used as a coroutine: it works while the engine's thread waits, and the other way round.
 """
 
 from __future__ import annotations
@@ -18,27 +17,26 @@ SHARE = 0.03
 """Of serving's time that slices may take."""
 
 LONGEST = 1.0
-"""Seconds between two steps that count as serving at most: an engine without requests saves up
-no more."""
+"""Seconds between two steps that count as serving at most: an idle engine saves up no more."""
 
 
 class _Over(BaseException):
-    """There will be no more slices; nothing on the way catches it."""
+    """There are no more slices."""
 
 
 class Slices:
     """Does some work piece by piece, a piece between two steps where serving can spare it.
 
     Args:
-        work: does something and calls `pause` behind every piece of it; returns whether there was
-            anything to do. It is called again and again.
+        work: called again and again; calls `pause` after every piece, and returns whether there was
+            anything to do.
         share: of the time between calls of `grant` that pieces may take, on average.
         inside: what the thread works in, such as a stream of a GPU.
         clock: seconds.
 
     Attributes:
         seconds: that pieces took so far.
-        error: what the work failed with; it is never called again.
+        error: that ended the work.
     """
 
     def __init__(
@@ -58,12 +56,12 @@ class Slices:
         self._thread.start()
 
     def grant(self) -> bool:
-        """Between two steps, on the engine's thread: let a piece be done if the account allows it.
+        """Let a piece be done if the account allows it, between two steps, on the engine's thread.
 
-        What a piece took is known when it is done, so a long one is paid for by those after it.
+        A long piece is paid for by those that are not granted after it.
 
         Returns:
-            whether there was a piece.
+            Whether there was a piece.
         """
         now = self._clock()
         spare = self._share * min(LONGEST, now - self._granted)
@@ -80,15 +78,14 @@ class Slices:
         return True
 
     def pause(self) -> None:
-        """Behind a piece of work, on its thread: wait until serving can spare another. Where there
-        will be none, it does not return."""
+        """Wait for the next slice, on the work's thread; does not return if there is none."""
         self._paused.release()
         self._go.acquire()
         if self._ends:
             raise _Over
 
     def close(self) -> None:
-        """No more pieces; the thread ends."""
+        """End the thread."""
         if not self._ends:
             self._ends = True
             self._go.release()
@@ -103,7 +100,7 @@ class Slices:
                         self.pause()
         except _Over:
             pass
-        except BaseException as error:  # whatever ended it, the engine must not wait for more
+        except BaseException as error:  # the engine must not wait for more
             self.error = error
             logger.exception(
                 "SpecBlock adaptation failed; the engine serves on with the version that it has."

@@ -8,16 +8,14 @@ import pytest
 import torch
 from support.adapting import Pair
 
+from vllm_specblock.adapt.adaptation import COUNTS
 from vllm_specblock.adapt.learning import judge as judge_module
 from vllm_specblock.adapt.learning import trunk_states
-from vllm_specblock.adapt.link.layout import COUNTS
+from vllm_specblock.adapt.link.finished import Finished
+from vllm_specblock.adapt.link.folder_link import WAITING
 from vllm_specblock.adapt.policy.interface import Action
-from vllm_specblock.adapt.trainer.in_engine import WAITING, EngineTrainer
-from vllm_specblock.adapt.trainer.trainer import TrainerConfig
-from vllm_specblock.adapt.versions import VersionFolder
-from vllm_specblock.drafters.specblock import checkpoint
-
-from .test_trainer import Both
+from vllm_specblock.adapt.serving.in_engine import EngineTrainer
+from vllm_specblock.adapt.trainer.trainer import Trainer, TrainerConfig
 
 
 @pytest.fixture
@@ -35,6 +33,23 @@ def inside(pair):
     made = EngineTrainer(config(pair), share=1e9)
     yield made
     made.close()
+
+
+class Requests:
+    """The source of a trainer beside the engine."""
+
+    def __init__(self, pair: Pair, count: int) -> None:
+        self.left = [Finished(*pair.request(number)) for number in reversed(range(count))]
+
+    def next(self) -> Finished | None:
+        return self.left.pop() if self.left else None
+
+    def count(self, name: str, by: int = 1) -> None: ...
+
+    def tell(self) -> None: ...
+
+    def swap_seconds(self, action: Action) -> float:
+        return 0.0
 
 
 def learn(inside: EngineTrainer) -> int:
@@ -65,14 +80,17 @@ def serve(inside: EngineTrainer, pair: Pair, numbers: range) -> list:
 
 
 def test_it_learns_what_a_trainer_beside_the_engine_does(inside, pair):
-    other = Both(pair, actions="heads", every=4, batch=2)
-    beside, here = other.serve(range(12)), serve(inside, pair, range(12))
-    assert [each.number for each in here] == [each.number for each in beside] == [1, 2, 3]
-    for mine, theirs in zip(here, beside):
-        assert mine.action is theirs.action is Action.HEADS
-        assert mine.tensors.keys() == theirs.tensors.keys()
-        for name, tensor in mine.tensors.items():
-            torch.testing.assert_close(tensor, theirs.tensors[name])
+    requests = Requests(pair, 12)
+    beside = Trainer(config(pair), requests)
+    while beside.step():
+        pass
+    here = serve(inside, pair, range(12))
+    assert [each.number for each in here] == [1, 2, 3]
+    assert all(each.action is Action.HEADS for each in here)
+    current = beside.adaptation.pool.current
+    assert current.number == 3
+    for name, tensor in here[-1].tensors.items():
+        torch.testing.assert_close(tensor, current.tensors[name])
     assert inside.counts.keys() == set(COUNTS)
     assert inside.counts["updates_heads"] == inside.counts["swaps"] == 3
     assert inside.counts["versions_offered"] == 3 and inside.counts["swap_microseconds"] == 3000
@@ -95,22 +113,6 @@ def test_layers_run_once_over_a_text_that_versions_are_judged_on(pair, monkeypat
     depths = sum(len(known) for known in judge._known.values())
     assert runs and set(runs.values()) == {1} and not plain and depths >= 2 * len(runs)
     inside.close()
-
-
-def test_a_slice_is_a_piece_of_an_update(inside, pair, monkeypatch):
-    """Of four requests, the judged aside, each batch has one new record, and is a slice."""
-    updater, learned = inside.trainer.adaptation.updater, []
-    real = updater._learn
-    monkeypatch.setattr(updater, "_learn", lambda *given: learned.append(1) or real(*given))
-    for number in range(4):
-        assert inside.offer(*pair.request(number))
-    batches = []
-    while not inside.counts["updates_heads"]:
-        inside.slice()
-        batches.append(len(learned))
-        assert len(batches) < 100
-    new = sum(not pair.record(number).judged for number in range(4))
-    assert new > 1 and [*dict.fromkeys(batches)][-new:] == list(range(1, new + 1))
 
 
 def test_without_an_account_nothing_is_learned(pair):
@@ -141,23 +143,3 @@ def test_what_serving_lost_is_asked_once(inside, pair):
     assert served
     lost = inside.swap_seconds(Action.HEADS)
     assert lost > 0.001 and inside.swap_seconds(Action.HEADS) == 0.0
-
-
-def test_versions_are_written_and_gone_on_from(pair, tmp_path):
-    out = str(tmp_path / "versions")
-    first = EngineTrainer(config(pair, out=out), share=1e9)
-    (*_, last) = serve(first, pair, range(8))
-    first.close()
-    folder = VersionFolder(tmp_path / "versions", pair.drafter, pair.target)
-    current, sentence = folder.current()
-    assert sentence is None and current is not None
-    written = dict(checkpoint.load(current, torch.float32).named_parameters())
-    for name, tensor in last.tensors.items():
-        torch.testing.assert_close(written[name].detach(), tensor, rtol=0.01, atol=0.01)
-    second = EngineTrainer(config(pair, out=out), share=1e9)
-    found = second.staged()
-    assert found is not None and found.action is Action.FULL and found.number > 0
-    for name, tensor in last.tensors.items():
-        torch.testing.assert_close(found.tensors[name], tensor, rtol=0.01, atol=0.01)
-    assert second.staged() is None
-    second.close()

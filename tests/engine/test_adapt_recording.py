@@ -10,18 +10,16 @@ import pytest
 import torch
 from support import compared
 from support.engines import ROOT, Engine, make_engine, record_preemptions
-from support.late_device import LateDevice
 from support.matrix import CASES, PROMPTS, Checker, crowded_engine, params, to_the_limit
 from support.recorded_graph import stand_in
 from vllm import SamplingParams
 from vllm.config.compilation import CUDAGraphMode
 
-from vllm_specblock.adapt import slab_copies
 from vllm_specblock.adapt.book import Record
 from vllm_specblock.adapt.learning.train_batches import PROMPT_ROWS
 from vllm_specblock.adapt.policy.interface import FinishedRequest
-from vllm_specblock.adapt.slabs import SLABS
-from vllm_specblock.engine.runner import recording
+from vllm_specblock.adapt.serving import recorder as recording
+from vllm_specblock.adapt.serving.slabs import SLABS
 
 WATCH = {"adapt": {"policy": "watch"}}
 TABLES = {"model": str(ROOT / "examples/two_heads/tables")}
@@ -174,52 +172,6 @@ def test_long_answers_go_on_in_another_slab(watching, off, reference, monkeypatc
 
 def sink_first(sink: Kept) -> int:
     return min(int(record.request.split("-")[0]) for record in sink.records)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a made-up device stands in for a real one")
-def test_slabs_of_a_device_that_is_behind(watching, off, reference, monkeypatch):
-    """The same rows and sums, whenever they come; and nothing else changes."""
-    requests, texts = params(8, max_tokens=90), PROMPTS[:8]
-    expected = reference("greedy, 90", requests, texts)
-    prompt = same_drafts(watching, off, monkeypatch, requests, texts, expected)
-    slabs, device = watching.speculator.recorder.slabs, LateDevice(0, prompt=True)
-    device.install(monkeypatch, slab_copies)
-
-    class Behind(slab_copies.PinnedSlabs):
-        waited = 0
-
-        def before_step(self):
-            with device:
-                super().before_step()
-            device.go_on(device.draw.choice([0, 0, 1, 4]))
-
-        def send(self, slab, slot):
-            with device:
-                super().send(slab, slot)
-
-        def is_here(self, slab):
-            here = super().is_here(slab)
-            Behind.waited += not here
-            device.go_on(device.draw.choice([0, 1]))
-            return here
-
-    monkeypatch.setattr(slabs, "copies", Behind(slabs.tensors))
-    device.own(vars(slabs.copies.rows).values())
-    late = same_drafts(watching, off, monkeypatch, requests, texts, expected)
-    assert Behind.waited > 8 and len(prompt.offers) == len(late.offers) == 8
-    by_text = {tuple(record.tokens.tolist()): each for each in prompt.offers for record in each[:1]}
-    for record, finished in late.offers:
-        other, done = by_text[tuple(record.tokens.tolist())]
-        for name in ("states", "last", "labels"):
-            assert torch.equal(getattr(record, name), getattr(other, name)), name
-        assert (record.misses, record.steps, record.committed) == (
-            done.misses,
-            done.steps,
-            done.tokens,
-        )
-        assert (finished.misses, finished.steps, finished.tokens) == (
-            (done.misses, done.steps, done.tokens)
-        )
 
 
 def test_more_requests_than_slabs(watching, monkeypatch):
@@ -418,7 +370,7 @@ def test_a_warm_up_is_nobodys(watching, monkeypatch):
 def test_off_there_is_nothing(off, monkeypatch):
     """No object, and not one operation more than where `record_step` does nothing."""
     assert off.speculator.recorder is None
-    for name in ("record", "turn", "pause", "begin", "end"):
+    for name in ("record", "between_steps", "pause", "begin", "end"):
         monkeypatch.setattr(recording.Recorder, name, None)
     monkeypatch.setattr(recording, "record_step", None)
     off.generate(PROMPTS[:3], params(3, max_tokens=10))

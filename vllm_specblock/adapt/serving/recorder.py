@@ -7,24 +7,29 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from vllm.sampling_params import SamplingParams
-from vllm.v1.core.sched.output import NewRequestData
 
-from vllm_specblock.adapt.book import Record
+from vllm_specblock.adapt.link.folder_link import FolderLink
 from vllm_specblock.adapt.options import Requests
-from vllm_specblock.adapt.policy.interface import FinishedRequest
-from vllm_specblock.adapt.slabs import Slabs
+from vllm_specblock.adapt.serving.in_engine import EngineTrainer
+from vllm_specblock.adapt.serving.slabs import Slabs
+from vllm_specblock.adapt.serving.swaps import Swaps
 from vllm_specblock.drafters.interface import CommittedTokens
 from vllm_specblock.engine.metrics.counters import Counts
-from vllm_specblock.engine.runner.step_batch import StepBatch
+from vllm_specblock.engine.step_observer import StepObserver
 from vllm_specblock.engine.undrafted import wants_drafts
 from vllm_specblock.feedback.verified_trees import VerifiedTrees
 from vllm_specblock.triton_kernels.feedback.record_step import record_step
 from vllm_specblock.triton_kernels.feedback.slab_tensors import StepToRecord
+
+if TYPE_CHECKING:
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.core.sched.output import NewRequestData
+
+    from vllm_specblock.engine.runner.step_batch import StepBatch
 
 SAYS = "specblock_adapt"
 """Key of `extra_args` (`vllm_xargs` over HTTP): 1: record the request; 0: do not."""
@@ -33,45 +38,13 @@ RECORDED_TOKENS, RECORDED = "adapt_recorded_tokens", "adapt_recorded_requests"
 UNRECORDED, OPTED_OUT = "adapt_unrecorded_requests", "adapt_opted_out_requests"
 
 
-class Sink(Protocol):
-    """Receives records."""
-
-    def offer(self, record: Record | None, finished: FinishedRequest | None) -> bool:
-        """Take a part of a request.
-
-        Args:
-            record: its rows; the sink owns them.
-            finished: facts of the whole request, with its last part only.
-
-        Returns:
-            Whether there was room for it.
-        """
-
-
-class Turning(Protocol):
-    """Changes weights between two steps."""
-
-    def turn(self) -> None:
-        """Called between two steps, on their stream."""
-
-    def counts(self) -> Counts:
-        """Return the metrics; the names never change."""
-
-
-class NullSink:
-    """Accepts and drops all records."""
-
-    def offer(self, record: Record | None, finished: FinishedRequest | None) -> bool:
-        return True
-
-
 def wanted(params: SamplingParams) -> bool | None:
     """Whether a request asks to be recorded; None: unset. An unclear value is a no."""
     said: Any = (params.extra_args or {}).get(SAYS)
     return None if said is None else str(said) in ("1", "1.0", "True")
 
 
-class Recorder:
+class Recorder(StepObserver):
     """Records the requests of an engine, step by step.
 
     Args:
@@ -80,11 +53,8 @@ class Recorder:
         parent: [S, N] int32, of the trees under verification.
         reach: rows of a request that a decode step may commit.
         requests: which requests to record, see `AdaptConfig`.
-        sink: receives the records.
-        versions: swaps the drafter's weights; None: no swaps.
-
-    Attributes:
-        warming_up: new requests are dummies and are not recorded.
+        sink: receives the records; None: they are dropped.
+        swaps: of the drafter's weights; None: none come.
     """
 
     def __init__(
@@ -94,12 +64,11 @@ class Recorder:
         parent: torch.Tensor,
         reach: int,
         requests: Requests,
-        sink: Sink,
-        versions: Turning | None = None,
+        sink: FolderLink | EngineTrainer | None,
+        swaps: Swaps | None = None,
     ) -> None:
         self.slabs, self.columns, self.parent, self.reach = slabs, columns, parent, reach
-        self.requests, self.sink, self.versions = requests, sink, versions
-        self.warming_up = False
+        self.requests, self.sink, self.swaps = requests, sink, swaps
         self._slots: dict[str, int] = {}
         self._total: Counter[str] = Counter()
         self._now = time.perf_counter()
@@ -136,10 +105,10 @@ class Recorder:
 
     # ---- once per step ----
 
-    def turn(self, slots: np.ndarray) -> None:
-        """Prepare a step: swap in a waiting version, and continue full slabs in new ones."""
-        if self.versions is not None:
-            self.versions.turn()
+    def between_steps(self, slots: np.ndarray) -> None:
+        """Swap in a waiting version, and continue full slabs in new ones."""
+        if self.swaps is not None:
+            self.swaps.turn()
         self._now = time.perf_counter()
         self.slabs.before_step()
         self._hand_on()
@@ -156,12 +125,6 @@ class Recorder:
         hidden_states: list[torch.Tensor],
         verified: VerifiedTrees,
     ) -> None:
-        """Record a step before its trees are replaced, eagerly or in a graph.
-
-        Args:
-            hidden_states: [batch rows, Ht] for each layer that drafters read; the input of the LM
-                head comes last.
-        """
         low, mid, high = (hidden_states[column] for column in self.columns)
         step = StepToRecord(
             rows.request,
@@ -186,7 +149,7 @@ class Recorder:
     def counts(self) -> Counts:
         names = (RECORDED_TOKENS, RECORDED, UNRECORDED, OPTED_OUT)
         own: Counts = {(name, 0): self._total[name] for name in names}
-        return own if self.versions is None else self.versions.counts() | own
+        return own if self.swaps is None else self.swaps.counts() | own
 
     def _leave(self, slot: int) -> None:
         if self.slabs.end(slot, self._now):
@@ -197,7 +160,7 @@ class Recorder:
         for record, finished, last in self.slabs.arrived():
             if record is None:
                 continue
-            taken = self.sink.offer(record, finished)
+            taken = self.sink is None or self.sink.offer(record, finished)
             if taken:
                 self._total[RECORDED_TOKENS] += int(record.labels.sum())  # a host tensor
             if last:

@@ -1,0 +1,61 @@
+"""Policies that simulations compare: those of serving, fixed ones, and the papers' ablations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from vllm_specblock.adapt.policy import registry
+from vllm_specblock.adapt.policy.bandit import PaperBandit, Schedule
+from vllm_specblock.adapt.policy.gain_bandit import GainBandit
+from vllm_specblock.adapt.policy.interface import (
+    Action,
+    Decision,
+    FinishedRequest,
+    Fixed,
+    Policy,
+)
+from vllm_specblock.train.config import TrainError
+
+
+class Frozen(Policy):
+    """Records and learns nothing."""
+
+    records = trains = False
+
+    def decide(self, request: FinishedRequest) -> Decision:
+        return Decision(Action.SKIP)
+
+
+class PaperWithoutBandit(PaperBandit):
+    """Table 2's row "w/o cost-aware bandit": every update is of all weights."""
+
+    def choose(self, request: FinishedRequest) -> Action:
+        return Action.SKIP if self._seen <= self.schedule.warm_up else Action.FULL
+
+
+POLICIES: dict[str, Callable[[int], Policy]] = {
+    "frozen": lambda seed: Frozen(),
+    "watch": lambda seed: registry.make_policy("watch", seed),
+    "always": lambda seed: registry.make_policy("always", seed),
+    "full every 64": lambda seed: Fixed(Action.FULL, 64),
+    "full every 8": lambda seed: Fixed(Action.FULL, 8),
+    "full every 8, no gate": lambda seed: Fixed(Action.FULL, 8, gated=False),
+    "heads every 8": lambda seed: Fixed(Action.HEADS, 8),
+    "paper": lambda seed: registry.make_policy("paper", seed),
+    "paper, no bandit": lambda seed: PaperWithoutBandit(seed=seed),
+    "paper, no heads": lambda seed: PaperBandit(Schedule(least=Action.FULL), seed),
+    "gain": lambda seed: registry.make_policy("gain", seed),
+    "gain, no heads": lambda seed: GainBandit(Schedule(least=Action.FULL)),
+}
+"""By name: seed of the exploration -> a policy at its beginning."""
+
+
+def make_policy(name: str, seed: int) -> Policy:
+    """Return a policy by name.
+
+    Raises:
+        TrainError: there is none of that name.
+    """
+    if name not in POLICIES:
+        raise TrainError(f"There is no policy {name!r}: choose one of {', '.join(POLICIES)}.")
+    return POLICIES[name](seed)

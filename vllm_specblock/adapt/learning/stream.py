@@ -1,0 +1,79 @@
+"""The requests of a stream: their usual τ, and what the last update gained on them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from statistics import fmean, stdev
+
+from vllm_specblock.adapt.learning.pool import Version
+from vllm_specblock.adapt.learning.slow_mean import SlowMean
+from vllm_specblock.adapt.policy.interface import Action
+
+SLOW = 1 / 256
+"""Weight of a request in the usual τ, after the first 256, which count alike: slow, so that all
+texts of another domain are hard until most of it is learned."""
+
+
+class Usual:
+    """The usual τ of a stream, and whether a request is hard beside it.
+
+    Of texts of one kind half are hard; of two kinds, mixed, those that the drafter knows less.
+    """
+
+    def __init__(self) -> None:
+        self._mean = SlowMean(SLOW)
+
+    @property
+    def known(self) -> tuple[float, int]:
+        """The usual τ, tokens per step, and the requests that it is of."""
+        return self._mean.value, self._mean.count
+
+    def recall(self, tau: float, count: int) -> None:
+        """Go on from what was `known`."""
+        self._mean.value, self._mean.count = float(tau), int(count)
+
+    def is_hard(self, tau: float) -> bool:
+        """Return whether a request's τ is not above that of those before, which it then joins."""
+        hard = not self._mean.count or tau <= self._mean.value
+        self._mean.add(tau)
+        return hard
+
+
+@dataclass
+class Weighed:
+    """An update whose gain shows on the requests after it, both versions on the same texts.
+
+    Attributes:
+        action: the arm.
+        before, after: θ_train; the same where nothing was learned.
+        serves: the version that served then, maybe `after` itself.
+        seconds: that serving lost by it.
+        steps: of both per token, on each hard text since.
+        saved: steps per token that `after` saves against the version that served, on each text.
+    """
+
+    action: Action
+    before: Version
+    after: Version
+    serves: Version
+    seconds: float
+    steps: list[tuple[float, float]] = field(default_factory=list)
+    saved: list[float] = field(default_factory=list)
+
+    @property
+    def gain(self) -> float:
+        """Δτ / τ, where τ is tokens over steps of all texts; NaN: there was none."""
+        if not self.steps:
+            return math.nan
+        before, after = (fmean(each) for each in zip(*self.steps))
+        return before / after - 1
+
+    @property
+    def error(self) -> float:
+        """Standard error of the gain, by how texts differ in it; NaN below two texts."""
+        if len(self.steps) < 2:
+            return math.nan
+        ratio = 1 + self.gain
+        spread = stdev(before - ratio * after for before, after in self.steps)
+        return spread / math.sqrt(len(self.steps)) / fmean(after for _, after in self.steps)

@@ -1,0 +1,186 @@
+"""From the options of adaptation to an observer of an engine's steps, and a trainer."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from vllm_specblock.adapt.learning.train_batches import ROWS
+from vllm_specblock.adapt.link.folder_link import (
+    LOOK,
+    LOOK_IN_MEMORY,
+    VERSIONS,
+    WAITING,
+    FolderLink,
+    FolderVersions,
+    make_shared_folder,
+    new_token,
+    shared_folder,
+)
+from vllm_specblock.adapt.link.staged import StagedVersion, stored_version
+from vllm_specblock.adapt.options import AdaptConfig
+from vllm_specblock.adapt.serving.in_engine import EngineTrainer
+from vllm_specblock.adapt.serving.recorder import Recorder
+from vllm_specblock.adapt.serving.slabs import Slabs
+from vllm_specblock.adapt.serving.swaps import FollowingRank, Swaps
+from vllm_specblock.adapt.trainer.process import TrainerProcess
+from vllm_specblock.adapt.trainer.trainer import TrainerConfig
+from vllm_specblock.adapt.versions import VersionFolder
+from vllm_specblock.drafters.interface import Drafter
+from vllm_specblock.drafters.specblock.device_refresh import DeviceRefresh
+from vllm_specblock.drafters.specblock.drafter import SpecBlockDrafter
+from vllm_specblock.drafters.specblock.host_refresh import HostRefresh
+from vllm_specblock.drafters.specblock.options import SpecBlockConfig
+from vllm_specblock.engine import made_up_requests
+from vllm_specblock.engine.config.resolved_config import ResolvedConfig, ResolvedDrafter
+from vllm_specblock.engine.ranks import Ranks, tensor_parallel_ranks
+from vllm_specblock.engine.step_observer import StepObserver
+from vllm_specblock.train.config import TrainError
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+
+logger = logging.getLogger("vllm.specblock")
+
+
+def make_observer(
+    config: VllmConfig,
+    resolved: ResolvedConfig,
+    drafters: Sequence[Drafter],
+    parent: torch.Tensor,
+    max_depth: int,
+) -> StepObserver | None:
+    """See `engine.step_observer.make_observer`. Of several ranks the first records.
+
+    Raises:
+        TrainError: the folder for requests or that for versions cannot be used.
+    """
+    adapting = resolved.adapting
+    assert adapting is not None
+    options, model = adapting.adapt, config.model_config
+    assert isinstance(options, AdaptConfig)
+    made_up_requests.install()
+    several = config.parallel_config.tensor_parallel_size > 1
+    ranks = tensor_parallel_ranks() if several else None
+    drafter = drafters[resolved.drafters.index(adapting)]
+    assert isinstance(drafter, SpecBlockDrafter)
+    if ranks is not None and not ranks.first:
+        if options.policy == "watch":
+            return None  # nothing is recorded here, and no version comes
+        return FollowingRank(link_up(model, adapting, options, drafter, ranks)[0])
+    low, mid, high = (resolved.layers.index(layer) for layer in adapting.layers)
+    # At load, as is what `link_up` makes: vLLM's memory profile counts it.
+    slabs = Slabs(len(parent), model.get_hidden_size(), model.dtype, device=parent.device)
+    swaps = sink = None
+    if options.trains_beside or options.folder is not None:
+        swaps, sink = link_up(model, adapting, options, drafter, ranks)
+    return Recorder(slabs, (low, mid, high), parent, max_depth + 1, options.requests, sink, swaps)
+
+
+def link_up(
+    model: ModelConfig,
+    resolved: ResolvedDrafter,
+    options: AdaptConfig,
+    drafter: SpecBlockDrafter,
+    ranks: Ranks | None = None,
+) -> tuple[Swaps, FolderLink | EngineTrainer | None]:
+    """Link a drafter to its trainer, which is started unless it is elsewhere, and let the current
+    version serve.
+
+    Args:
+        ranks: that draft alike; None: there is one.
+
+    Returns:
+        What gives the drafter versions, and what takes records; None: another rank records.
+
+    Raises:
+        TrainError: as `make_observer`.
+    """
+    assert resolved.folder is not None
+    assert isinstance(resolved.options, SpecBlockConfig)  # no other kind adapts
+    paths, watches = (Path(resolved.folder), Path(model.model)), options.policy == "watch"
+    weights = drafter.model.norm.weight
+    # A policy that only watches swaps nothing, and needs no room for a version.
+    made = DeviceRefresh if weights.is_cuda and not watches else HostRefresh
+    refresh = made(drafter.model)
+    config = trainer_config(options, *map(str, paths), resolved.options.num_blocks, model.dtype)
+    if options.trainer == "engine":
+        inside = EngineTrainer(replace(config, device=str(weights.device)))
+        atexit.register(inside.close)
+        swaps = Swaps(inside, refresh, trainer=inside)
+        swaps.start(inside.staged)
+        return swaps, inside
+    ranks = None if watches else ranks  # then the first rank alone reads
+    folder, memory, lock = options.folder, round(options.memory * (1 << 20)), None
+    first = ranks is None or ranks.first
+    if folder is None:
+        token = new_token()
+        if ranks is not None:
+            (token,) = ranks.from_first([token])
+        folder = shared_folder(token)
+        memory = WAITING * ROWS * (4 * model.get_hidden_size() * model.dtype.itemsize + 9)
+        size = sum(each.numel() for each in drafter.model.parameters()) * model.dtype.itemsize
+        lock = make_shared_folder(token, memory + 2 * size) if first else None
+    private = options.folder is None
+    out = folder / VERSIONS if private or options.out is None else Path(options.out)
+    versions = VersionFolder(out, *paths)
+    if not first:
+        following = FolderVersions(versions, LOOK_IN_MEMORY if private else LOOK)
+        swaps = Swaps(following, refresh, ranks)
+        swaps.start(_kept(options, paths) if private else following.current)
+        return swaps, None
+    link = FolderLink(folder, versions, memory, lock=lock)
+    atexit.register(link.close)
+    trainer = TrainerProcess(config, link) if private else None
+    swaps = Swaps(link, refresh, ranks, trainer)
+    swaps.start(_kept(options, paths) if private else link.current)
+    if trainer is not None:
+        trainer.start()
+    return swaps, link
+
+
+def _kept(options: AdaptConfig, paths: tuple[Path, Path]) -> Callable[[], StagedVersion | None]:
+    """What reads the version of `out` that is to serve in place of the drafter as delivered."""
+
+    def current() -> StagedVersion | None:
+        if options.out is None or options.policy == "watch":  # which serves the delivered one
+            return None
+        try:
+            found = stored_version(VersionFolder(Path(options.out), *paths))
+        except TrainError as error:
+            logger.warning("SpecBlock adaptation: %s", error)
+            return None
+        return found if found is not None and found.number else None
+
+    return current
+
+
+def trainer_config(
+    options: AdaptConfig, drafter: str, target: str, num_blocks: int, dtype: torch.dtype
+) -> TrainerConfig:
+    """The config of a trainer that an engine starts.
+
+    Args:
+        drafter, target: folders.
+        num_blocks: M that the drafter serves with.
+        dtype: that it serves in.
+    """
+    return TrainerConfig(
+        drafter=drafter,
+        target=target,
+        policy=options.rule if options.policy == "bandit" else options.policy,
+        actions=options.largest,
+        num_blocks=num_blocks,
+        lr=options.lr,
+        every=options.every,
+        memory=options.memory,
+        out=options.out,
+        device=options.trainer,
+        dtype=str(dtype).removeprefix("torch."),
+    )

@@ -1,0 +1,147 @@
+"""Versions that come to serve between two steps, on all ranks in the same one.
+
+All ranks of a tensor-parallel engine draft alike and each verifies what it drafted itself: one that
+swapped a step before another would feed the target other tokens. So each rank makes a version ready
+by itself, and holds it. All count the same turns; in every 64th they compare what they hold, and
+what all hold serves from that turn on. A version that one rank lacks or refused serves on none.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from vllm_specblock.adapt.link.folder_link import FolderVersions
+from vllm_specblock.adapt.link.staged import StagedVersion
+from vllm_specblock.adapt.policy.interface import Action
+from vllm_specblock.adapt.serving.in_engine import EngineTrainer
+from vllm_specblock.adapt.trainer.process import TrainerProcess
+from vllm_specblock.drafters.specblock.device_refresh import DeviceRefresh
+from vllm_specblock.drafters.specblock.host_refresh import HostRefresh
+from vllm_specblock.drafters.specblock.refresh import RefreshError
+from vllm_specblock.engine.metrics.counters import Counts
+from vllm_specblock.engine.metrics.exporter import HELP
+from vllm_specblock.engine.ranks import Ranks
+from vllm_specblock.engine.step_observer import StepObserver
+
+logger = logging.getLogger("vllm.specblock")
+
+EVERY = 64
+"""Turns from one agreement to the next: it costs a message to and from every rank."""
+
+READS = 3
+"""Reads of the current version at a start, should another one be chosen in that moment."""
+
+
+class Swaps:
+    """Gives a drafter the weights that its trainer offers.
+
+    Args:
+        link: to the trainer.
+        refresh: of the drafter.
+        ranks: that draft alike, each with one of these; None: there is one.
+        trainer: that ends with the engine; None: it is elsewhere.
+    """
+
+    def __init__(
+        self,
+        link: FolderVersions | EngineTrainer,
+        refresh: DeviceRefresh | HostRefresh,
+        ranks: Ranks | None = None,
+        trainer: TrainerProcess | EngineTrainer | None = None,
+    ) -> None:
+        self.link, self.refresh, self.ranks, self.trainer = link, refresh, ranks, trainer
+        self._coming: StagedVersion | None = None
+        self._turns = 0
+
+    def start(self, current: Callable[[], StagedVersion | None]) -> None:
+        """Let what is current serve from the first step on, at load, on all ranks.
+
+        Args:
+            current: returns it, if it was not returned before.
+        """
+        for _ in range(READS):
+            self._begin(current())
+            while self._coming is not None and not self.refresh.ready:
+                self._advance()
+                time.sleep(1e-3)
+            if self.ranks is None or self._agree(self.ranks):
+                return
+
+    def turn(self) -> None:
+        """Between two steps, on their stream: do what can be done without waiting."""
+        # What is on its way cannot be given up; what is held can, for what is newer.
+        if self._coming is None or self.refresh.ready:
+            self._begin(self.link.staged())
+        self._advance()
+        self._turns += 1
+        if self.ranks is not None and self._turns % EVERY == 0:
+            self._agree(self.ranks)
+        if isinstance(self.trainer, EngineTrainer):
+            self.trainer.slice()
+
+    def counts(self) -> Counts:
+        """Metrics of the trainer and of swaps."""
+        named = {f"adapt_{name}": count for name, count in self.link.counts.items()}
+        return {(name, 0): count for name, count in named.items() if name in HELP}
+
+    def _begin(self, version: StagedVersion | None) -> None:
+        if version is not None:
+            self._coming = version
+            self.refresh.start(version.tensors, hold=self.ranks is not None)
+
+    def _advance(self) -> None:
+        version = self._coming
+        if version is None:
+            return
+        try:
+            seconds = self.refresh.turn()
+        except RefreshError:
+            self._coming = None
+            self.link.refuse(version)
+            return
+        if seconds is None:
+            return
+        self._coming = None
+        self.link.took(version, seconds)
+        logger.info(
+            "SpecBlock adaptation: version %d (%s, from %d) swapped in in %.1f ms.",
+            version.number,
+            "heads" if version.action is Action.HEADS else "all",
+            version.parent,
+            1e3 * seconds,
+        )
+
+    def _agree(self, ranks: Ranks) -> bool:
+        """Let what is held serve if all ranks hold it.
+
+        Returns:
+            Whether all hold the same, or none holds anything.
+        """
+        held = self._coming if self.refresh.ready else None
+        alike = ranks.alike(0 if held is None else held.key)  # 0 is no version's key
+        if alike and held is not None:
+            self.refresh.release()
+            self._advance()
+        return alike
+
+
+class FollowingRank(StepObserver):
+    """The observer of ranks beside the first: states are whole on every rank, so one records them.
+
+    Args:
+        swaps: of this rank.
+    """
+
+    def __init__(self, swaps: Swaps) -> None:
+        self.swaps = swaps
+
+    def between_steps(self, slots: np.ndarray) -> None:
+        self.swaps.turn()
+
+    def counts(self) -> Counts:
+        """Of this rank; the metrics are the first one's."""
+        return self.swaps.counts()
