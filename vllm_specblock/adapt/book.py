@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import random
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -176,15 +175,6 @@ class Book:
         for record in chosen:
             self.reservoir.add(record)
         return chosen
-
-    @property
-    def size(self) -> int:
-        """Bytes of all records."""
-        return sum(record.size for record in self)
-
-    def __iter__(self) -> Iterator[Record]:
-        for part in (self._new, self.reservoir, self.recent, self.old):
-            yield from part.records
 
 
 def _refusal(record: Record) -> str | None:

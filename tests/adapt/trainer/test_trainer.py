@@ -339,9 +339,9 @@ def test_a_state_of_others_or_a_broken_one_is_reported_and_left(pair, engine, tm
     assert "training begins anew" in caplog.text
     assert after.trainer.adaptation.updater.steps == 0
     # A policy is made of policies and numbers, and runs nothing else.
-    evil = state.pickle.dumps(os.getcwd)
-    with pytest.raises(state.pickle.UnpicklingError, match="no part of a policy"):
-        state._load(evil)
+    torch.save({"policy": os.getcwd}, out / state.FILE)
+    with pytest.raises(TrainError, match="cannot be read"):
+        state.restore(out, after.trainer.adaptation, {})
 
 
 @pytest.mark.parametrize("name", ["gain", "paper", "always", "fixed", "watch"])

@@ -254,7 +254,7 @@ class FolderLink(FolderVersions):
                 if told is not self._swaps:
                     told = self._swaps
                     write_json(self.folder / _SWAPS, told)
-            except OSError as error:
+            except (OSError, SafetensorError) as error:
                 self.tally["dropped_records"] += message is not None
                 logger.debug("The folder %s cannot be written to: %s", self.folder, error)
             if self._ends.is_set():

@@ -112,7 +112,6 @@ class PaperBandit(Bandit):
         self._exploring: Action | None = None  # until an update of this arm
         self._alarmed = False
         self.alpha, self.least_signal, self.interval = alpha, least_signal, interval
-        self.roll_backs = 0
         self._recent: list[FinishedRequest] = []
         self._trigger: tuple[Action, float, float] | None = None  # arm, s_trig, tokens/s before
         self._after: list[FinishedRequest] = []
@@ -155,7 +154,6 @@ class PaperBandit(Bandit):
         self._measure(request)
         falls, good = self._close_window(request)
         if falls:
-            self.roll_backs += 1
             self.values = dict.fromkeys(self.values, 0.0)
             self._taus.clear()
             self._trigger = None  # what is measured now is another version

@@ -109,7 +109,9 @@ def link_up(
     # A policy that only watches swaps nothing, and needs no room for a version.
     made = DeviceRefresh if weights.is_cuda and not watches else HostRefresh
     refresh = made(drafter.model)
-    config = trainer_config(options, *map(str, paths), resolved.options.num_blocks, model.dtype)
+    config = trainer_config(
+        options, str(paths[0]), str(paths[1]), resolved.options.num_blocks, model.dtype
+    )
     if options.trainer == "engine":
         inside = EngineTrainer(replace(config, device=str(weights.device)))
         atexit.register(inside.close)
@@ -130,19 +132,15 @@ def link_up(
     private = options.folder is None
     out = folder / VERSIONS if private or options.out is None else Path(options.out)
     versions = VersionFolder(out, *paths)
-    if not first:
-        following = FolderVersions(versions, LOOK_IN_MEMORY if private else LOOK)
-        swaps = Swaps(following, refresh, ranks)
-        swaps.start(_kept(options, paths) if private else following.current)
-        return swaps, None
-    link = FolderLink(folder, versions, memory, lock=lock)
+    sink = FolderLink(folder, versions, memory, lock=lock) if first else None
+    link = sink or FolderVersions(versions, LOOK_IN_MEMORY if private else LOOK)
     atexit.register(link.close)
-    trainer = TrainerProcess(config, link) if private else None
+    trainer = TrainerProcess(config, sink) if private and sink else None
     swaps = Swaps(link, refresh, ranks, trainer)
     swaps.start(_kept(options, paths) if private else link.current)
     if trainer is not None:
         trainer.start()
-    return swaps, link
+    return swaps, sink
 
 
 def _kept(options: AdaptConfig, paths: tuple[Path, Path]) -> Callable[[], StagedVersion | None]:

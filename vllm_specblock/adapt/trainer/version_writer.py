@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 
 from vllm_specblock.adapt.adaptation import Adaptation
 from vllm_specblock.adapt.learning.pool import Version
@@ -78,11 +79,11 @@ class VersionWriter:
             if self._with_state:
                 state.save(self.folder.out, self.adaptation, self.folder.fingerprints)
             self._requests = self.adaptation.requests
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             logger.warning(
                 "SpecBlock adaptation: %s cannot be written to (%s): what is learned is not kept.",
                 self.folder.out,
-                error.strerror,
+                error,
             )
         self._last = time.monotonic()
 
@@ -141,8 +142,8 @@ class VersionWriter:
         self.folder.use(name)
         self.know()
         self.written = version
-        facts = {"checksum": DELIVERED} if name is None else facts_of(self.folder.out / name)
-        self._trunk = facts.get("trunk") or facts["checksum"]
+        stored = {"checksum": DELIVERED} if name is None else facts_of(self.folder.out / name)
+        self._trunk = stored.get("trunk") or stored["checksum"]
         self.folder.prune(self._keep)
 
     def _parent(self, version: Version) -> str | None:
