@@ -66,6 +66,33 @@ def test_imports_go_one_way():
                 assert level[parts[1]] <= level[here], f"{path} imports {module}"
 
 
+# Offline engines are the vLLM side of `train`.
+LEAVES = ("train", "adapt", "bench", "cli", "engine.cpu", "engine.offline")
+LEFT = {
+    # To be inverted: forms for a CPU register with a device object.
+    ("engine/adaptive/trees.py", "engine.cpu"),
+    ("engine/attention/backend.py", "engine.cpu"),
+    ("engine/runner/build.py", "engine.cpu"),
+    ("engine/runner/sampler.py", "engine.cpu"),
+    ("engine/runner/speculator.py", "engine.cpu"),
+}
+"""Arrows from the core to a leaf room that are still there."""
+
+
+def test_the_core_imports_no_leaf_room():
+    """The core finds leaf rooms by what they register, or by name where an option asks for one."""
+    found = set()
+    for path in SOURCES:
+        file = path.relative_to(ROOT).as_posix().removeprefix("vllm_specblock/")
+        here = file.removesuffix(".py").replace("/", ".")
+        if here.startswith((*(f"{leaf}." for leaf in LEAVES), "plugin", "__main__")):
+            continue
+        for module in imported_modules(path):
+            name = module.removeprefix("vllm_specblock.")
+            found |= {(file, leaf) for leaf in LEAVES if f"{name}.".startswith(f"{leaf}.")}
+    assert found <= LEFT, sorted(found - LEFT)
+
+
 def test_combine_and_verify_know_trees_not_drafters():
     for path in SOURCES:
         if room_of(path) in ("combine", "verify"):

@@ -17,8 +17,7 @@ import zipfile
 from email import message_from_string
 from pathlib import Path
 
-from vllm_specblock.engine.contract.check import broken, hooks
-from vllm_specblock.engine.contract.sources import PACKAGE, installed
+from vllm_specblock.engine.compat import PACKAGE, broken, hooks, installed
 
 KEPT = Path(__file__).resolve().parent.parent / "build" / "contract"
 METADATA = ".dist-info/METADATA"
@@ -40,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
     except ContractError as error:
         print(f"contract: {error}", file=sys.stderr)
         return 1
-    troubles = [str(each) for each in broken(root)]
+    troubles = list(broken(root))
     for trouble in troubles:
         print(trouble)
     count = len(hooks())

@@ -24,7 +24,7 @@ from typing import NamedTuple
 from contract import KEPT, ContractError, folder_of, requirements
 from packaging.requirements import Requirement
 
-from vllm_specblock.engine.contract.sources import PACKAGE, installed
+from vllm_specblock.engine.compat import PACKAGE, installed
 
 MADE = Path(__file__).resolve().parent.parent / "build"
 ALSO = {"orjson"}

@@ -1,4 +1,4 @@
-"""Sleep that discards the drafter is refused, and only that."""
+"""Sleep of level 2 is refused for engines of ours, and only for these."""
 
 from __future__ import annotations
 
@@ -12,20 +12,25 @@ from vllm.v1.worker.gpu_worker import Worker
 from vllm_specblock.engine import deep_sleep
 from vllm_specblock.engine.patches import PATCHES
 
-LABEL = "vllm.v1.worker.gpu_worker.Worker.sleep"
+NAMES = ("sleep",)
+LABEL = "vllm.v1.worker.gpu_worker.Worker."
 
 
 @pytest.fixture
-def slept(monkeypatch):
-    """Levels at which vLLM's own worker was put to sleep."""
-    levels = []
-    monkeypatch.setattr(Worker, "sleep", lambda self, level=1: levels.append(level))
-    kept = PATCHES.pop(LABEL, None)
+def reached(monkeypatch):
+    """Calls that reached vLLM's own worker."""
+    found = []
+    kept = {name: PATCHES.pop(LABEL + name, None) for name in NAMES}
+    for name in NAMES:
+        monkeypatch.setattr(
+            Worker, name, lambda self, *args, name=name: found.append((name, *args)) or True
+        )
     deep_sleep.install()
-    yield levels
-    PATCHES.pop(LABEL)
-    if kept is not None:
-        PATCHES[LABEL] = kept
+    yield found
+    for name in NAMES:
+        PATCHES.pop(LABEL + name)
+        if kept[name] is not None:
+            PATCHES[LABEL + name] = kept[name]
 
 
 def worker(**changes) -> SimpleNamespace:
@@ -33,16 +38,20 @@ def worker(**changes) -> SimpleNamespace:
     return SimpleNamespace(vllm_config=args.create_engine_config())
 
 
-def test_level_two_is_refused_for_trees_alone(slept):
-    trees = worker(speculative_config={"method": "specblock", "model": str(DRAFTER)})
+def trees(**more) -> SimpleNamespace:
+    return worker(speculative_config={"method": "specblock", "model": str(DRAFTER), **more})
+
+
+def test_sleep_of_level_two_is_refused_for_trees_alone(reached):
+    ours = trees()
     with pytest.raises(ValueError, match=r"sleep\(level=2\).*take level 1, or a new engine\.$"):
-        Worker.sleep(trees, 2)
-    Worker.sleep(trees)
+        Worker.sleep(ours, 2)
+    Worker.sleep(ours)
     Worker.sleep(worker(), level=2)
-    assert slept == [1, 2]
+    assert reached == [("sleep", 1), ("sleep", 2)]
 
 
-def test_once_is_enough(slept):
+def test_once_is_enough(reached):
     patched = Worker.sleep
     deep_sleep.install()
     assert Worker.sleep is patched

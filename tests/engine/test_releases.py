@@ -1,4 +1,4 @@
-"""What `engine/releases.py` and its neighbours do for releases that are not the installed one."""
+"""What we do for releases that are not the installed one."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ import torch
 from support.engines import assert_identical, make_engine, prompts
 from vllm import SamplingParams
 from vllm.platforms import current_platform
-from vllm.v1.worker.gpu.spec_decode import adaptive_verification
 
-from vllm_specblock.engine import releases
 from vllm_specblock.engine.cpu import install
 from vllm_specblock.engine.cpu.batches import post_update
 
@@ -70,17 +68,6 @@ def test_drafts_that_another_rank_sent_are_kept():
     assert kept.tolist() == [[9, 10], [0, 0], [5, 6]]
     post_update(*update, None, kept, 0, num_warps=1)
     assert kept.tolist() == [[9, 10], [0, 0], [5, 6]]
-
-
-@pytest.mark.parametrize("counted", [False, True])
-def test_as_many_values_as_the_runner_unpacks(counted, monkeypatch):
-    name = "AdmittedDraftCounts"
-    monkeypatch.delattr(adaptive_verification, name, raising=False)
-    if counted:
-        monkeypatch.setattr(adaptive_verification, name, object, raising=False)
-    starts = torch.tensor([0, 3]), torch.tensor([0, 4])
-    expected = (*starts, 2, None) if counted else (*starts, 2)
-    assert releases.reallocated(*starts, 2) == expected
 
 
 @pytest.mark.parametrize("adaptive", [False, True])

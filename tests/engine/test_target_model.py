@@ -22,7 +22,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm_specblock.config import OptionError
 from vllm_specblock.engine import target_model
 from vllm_specblock.engine.attention.backend import TreeAttentionBackend
-from vllm_specblock.engine.runner.speculator_setup import caches_of
+from vllm_specblock.engine.runner.caches import caches_of
 
 BACKENDS = {
     "another backend": CPUAttentionBackend,

@@ -50,7 +50,7 @@ class DrafterKind:
         options: its keys of `speculative_config`.
         drafter: "module:class" of the `Drafter`. It is made of (model, embed, options, nodes,
             longest request, lookahead slots, columns of the layers it reads), see
-            `engine/runner/drafter_loader.py`; without weights of (options, nodes, longest request).
+            `engine/runner/build.py`; without weights of (options, nodes, longest request).
         checkpoint: "module" or "module:object" with `read_config`, `check_tensors` and `load`;
             None: no weights.
         reads_text: it reads the requests' tokens on the device.

@@ -6,13 +6,13 @@ vLLM loads into parameters of the checkpoint's names and shapes, which a folded 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
 from vllm_specblock.drafters.interface import Drafter
 from vllm_specblock.engine.config.ours import is_ours
-from vllm_specblock.engine.patches import patch
+from vllm_specblock.engine.patches import Function, replaces
 
 if TYPE_CHECKING:
     from vllm_specblock.engine.config.resolved_config import ResolvedConfig
@@ -59,22 +59,15 @@ def install() -> None:
     """Send draft weight updates of our engines through `DraftModels`. Idempotent."""
     from vllm.v1.worker.gpu_worker import Worker
 
-    def start(original: Any) -> Any:
-        def start_draft_weight_update(self: Any) -> None:
-            if is_ours(self.vllm_config.speculative_config):
-                self.get_draft_model().begin_update()
-            original(self)
+    @replaces(Worker, "start_draft_weight_update")
+    def start_draft_weight_update(original: Function, self: Worker) -> None:
+        if is_ours(self.vllm_config.speculative_config):
+            self.get_draft_model().begin_update()
+        original(self)
 
-        return start_draft_weight_update
-
-    def finish(original: Any) -> Any:
-        def finish_weight_update(self: Any) -> None:
-            ours = is_ours(self.vllm_config.speculative_config)
-            original(self)
-            if ours and self._weight_update_is_draft:
-                self.get_draft_model().finish_update()
-
-        return finish_weight_update
-
-    patch(Worker, "start_draft_weight_update", start)
-    patch(Worker, "finish_weight_update", finish)
+    @replaces(Worker, "finish_weight_update")
+    def finish_weight_update(original: Function, self: Worker) -> None:
+        drafts = is_ours(self.vllm_config.speculative_config) and self._weight_update_is_draft
+        original(self)
+        if drafts:
+            self.get_draft_model().finish_update()

@@ -26,14 +26,14 @@ With the first engine with adaptive budgets (`budget.py`, on a CPU `host_budget.
     GPUModelRunner.sample_tokens: its output does not name requests without new drafts.
     resolve_adaptive_cudagraph_mode: requires CUDA graphs, even on a CPU.
     CPUWorker.compile_or_warm_up_model: does not profile steps, as a GPU worker does.
-With the first engine with sleep mode (`deep_sleep.py`):
-    Worker.sleep: level 2 discards weights that the drafter cannot reload.
 With each of our engines, and in `specblock features` (`target_model.py`):
     BaseModelLoader.create_model: builds the layers that are checked before weights are loaded.
     attn_utils.add_kv_sharing_layers_to_kv_cache_groups: leaves a sharing layer without a spec.
 With each of our engines (`draft_updates.py`):
     Worker.start_draft_weight_update, finish_weight_update: load into the drafter's parameters,
         which a folded drafter lacks.
+With each of our engines (`deep_sleep.py`):
+    Worker.sleep: level 2 discards weights that the drafter cannot reload.
 With the first engine that adapts (`made_up_requests.py`):
     Worker.compile_or_warm_up_model: serves dummy requests, which must not be recorded.
 In `specblock features` (`extract.py`):
@@ -64,3 +64,22 @@ def patch(owner: Any, name: str, make: Callable[[Function], Function]) -> None:
     if isinstance(inspect.getattr_static(owner, name), classmethod):
         replacement = classmethod(replacement)
     setattr(owner, name, replacement)
+
+
+def replaces(owner: Any, name: str) -> Callable[[Function], Function]:
+    """Decorate the function that replaces `owner.name`, once; its first argument is the original.
+
+    Each call costs one more than with `patch`, which is for what runs in every step.
+    """
+
+    def decorate(function: Function) -> Function:
+        def make(original: Function) -> Function:
+            def replacement(*args: Any, **kwargs: Any) -> Any:
+                return function(original, *args, **kwargs)
+
+            return replacement
+
+        patch(owner, name, make)
+        return function
+
+    return decorate

@@ -16,7 +16,7 @@ from vllm.v1.worker.gpu import attn_utils
 
 from vllm_specblock.engine.attention.backend import TreeAttentionBackend
 from vllm_specblock.engine.config.ours import extracts_features, is_ours
-from vllm_specblock.engine.patches import Function, patch
+from vllm_specblock.engine.patches import Function, replaces
 from vllm_specblock.engine.target_states import add_interface
 from vllm_specblock.options import TargetError
 
@@ -28,46 +28,41 @@ if TYPE_CHECKING:
 def install() -> None:
     """Check SpecBlock's targets as they are built, and add a missing EAGLE-3 interface."""
 
-    def make(original: Function) -> Function:
-        def create_model(
-            self: BaseModelLoader,
-            vllm_config: VllmConfig,
-            model_config: ModelConfig,
-            *args: Any,
-            **kwargs: Any,
-        ) -> nn.Module:
-            model = original(self, vllm_config, model_config, *args, **kwargs)
-            speculative = vllm_config.speculative_config
-            known = is_ours(speculative) or extracts_features(speculative)
-            if not known or model_config is speculative.draft_model_config:
-                return model
-            if is_ours(speculative):
-                check_target_model(model, vllm_config)
-            wanted = speculative.draft_model_config.hf_config.eagle_aux_hidden_state_layer_ids
-            if wanted and not hands_out_states(model, wanted):
-                add_interface(model, vllm_config)
+    @replaces(BaseModelLoader, "create_model")
+    def create_model(
+        original: Function,
+        self: BaseModelLoader,
+        vllm_config: VllmConfig,
+        model_config: ModelConfig,
+        *args: Any,
+        **kwargs: Any,
+    ) -> nn.Module:
+        model = original(self, vllm_config, model_config, *args, **kwargs)
+        speculative = vllm_config.speculative_config
+        known = is_ours(speculative) or extracts_features(speculative)
+        if not known or model_config is speculative.draft_model_config:
             return model
+        if is_ours(speculative):
+            check_target_model(model, vllm_config)
+        wanted = speculative.draft_model_config.hf_config.eagle_aux_hidden_state_layer_ids
+        if wanted and not hands_out_states(model, wanted):
+            add_interface(model, vllm_config)
+        return model
 
-        return create_model
-
-    patch(BaseModelLoader, "create_model", make)
-    patch(attn_utils, "add_kv_sharing_layers_to_kv_cache_groups", _name_shared_specs)
-
-
-def _name_shared_specs(original: Function) -> Function:
-    """Beside a drafter, vLLM looks up each layer's own spec, which a sharing layer lacks."""
-
-    def add_kv_sharing_layers_to_kv_cache_groups(
-        shared_kv_cache_layers: dict[str, str], kv_cache_groups: list[Any], *args: Any
+    @replaces(attn_utils, "add_kv_sharing_layers_to_kv_cache_groups")
+    def name_shared_specs(
+        original: Function,
+        shared_kv_cache_layers: dict[str, str],
+        kv_cache_groups: list[Any],
+        *args: Any,
     ) -> None:
+        """Beside a drafter, vLLM looks up each layer's own spec, which a sharing layer lacks."""
         original(shared_kv_cache_layers, kv_cache_groups, *args)
         for group in kv_cache_groups:
             specs = getattr(group.kv_cache_spec, "kv_cache_specs", {})
             for name, owner in shared_kv_cache_layers.items():
                 if owner in specs:
                     specs[name] = specs[owner]
-
-    return add_kv_sharing_layers_to_kv_cache_groups
 
 
 def hands_out_states(model: nn.Module, wanted: Sequence[int]) -> bool:

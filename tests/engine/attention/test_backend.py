@@ -185,7 +185,7 @@ def test_an_engine_whose_prompts_go_to_flash_attention(monkeypatch, adaptive):
     )
     requests = params(4, temperature=1.0, max_tokens=20)
     Checker()(ours, requests, plain.generate(PROMPTS[:4], requests), PROMPTS[:4])
-    layers = len(ours.speculator.target_layers)
+    layers = len(ours.speculator.caches.target_layers)
     assert calls and len(calls) % layers == 0
     assert any(max(lengths) > 9 for lengths in calls), "chunks of prompts"
     # Where budgets adapt, requests are now and then scheduled without drafts.

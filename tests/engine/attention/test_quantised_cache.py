@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(
 def test_tokens_are_vllms_own(reference):
     plain = make_engine(None, kv_cache_dtype="fp8")
     ours = make_engine({"num_speculative_tokens": 24}, kv_cache_dtype="fp8")
-    ((_, caches),) = ours.speculator.target_caches
+    ((_, caches),) = ours.speculator.caches.target
     assert caches.caches[0].element_size() == 1 and caches.packing is not None
     for name, temperature in (("greedy", 0.0), ("temperature 1", 1.0)):
         requests = params(temperature=temperature)

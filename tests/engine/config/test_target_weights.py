@@ -8,7 +8,7 @@ import pytest
 from vllm.platforms import CpuArchEnum, current_platform
 
 from vllm_specblock.config import OptionError
-from vllm_specblock.engine.config import target_weights
+from vllm_specblock.engine.config import validate
 
 X86 = current_platform.is_cpu() and current_platform.get_cpu_architecture() == CpuArchEnum.X86
 
@@ -21,14 +21,14 @@ def hold(monkeypatch, lacking: list[str], quantization, said, says: str | None) 
     target = SimpleNamespace(model="some/target", quantization=quantization, hf_config=config)
     for feature in (AMX, AVX512):
         monkeypatch.setattr(feature, lambda: True)
-    target_weights.check_quantization(target)
+    validate.check_quantization(target)
     for feature in lacking:
         monkeypatch.setattr(feature, lambda: False)
     if says is None:
-        target_weights.check_quantization(target)
+        validate.check_quantization(target)
         return
     with pytest.raises(OptionError, match=says):
-        target_weights.check_quantization(target)
+        validate.check_quantization(target)
 
 
 COMPRESSED = {"quant_method": "compressed-tensors", "config_groups": {}}
@@ -74,8 +74,8 @@ def test_rounded_activations_are_warned_of(monkeypatch, activations):
     said = COMPRESSED | {"config_groups": {"group_0": group}}
     config = SimpleNamespace(quantization_config=said)
     warnings = []
-    monkeypatch.setattr(target_weights.logger, "warning", warnings.append)
-    target_weights.check_quantization(
+    monkeypatch.setattr(validate.logger, "warning", warnings.append)
+    validate.check_quantization(
         SimpleNamespace(model="some/target", quantization="compressed-tensors", hf_config=config)
     )
     assert len(warnings) == (activations is not None)

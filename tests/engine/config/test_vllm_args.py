@@ -55,7 +55,7 @@ def test_weights_in_eight_bits_want_a_gpu_that_has_them(monkeypatch):
             is_cpu=lambda: False,
             has_device_capability=lambda wanted, mine=capability: mine >= wanted,
         )
-        monkeypatch.setattr("vllm.platforms.current_platform", gpu)
+        monkeypatch.setattr("vllm_specblock.engine.config.validate.current_platform", gpu)
         if fine:
             validate.check_weights(plan, torch.bfloat16)
             continue
@@ -169,7 +169,7 @@ def test_a_cache_of_8_bits_that_this_machine_cannot_have(monkeypatch):
     with pytest.raises(OptionError, match=r"multiples of 32 \(here 40 and 32\): take 'auto'\.$"):
         validate.check_cache(args, target)
     gpu = SimpleNamespace(is_cpu=lambda: False)
-    monkeypatch.setattr("vllm.platforms.current_platform", gpu)
+    monkeypatch.setattr("vllm_specblock.engine.config.validate.current_platform", gpu)
     with pytest.raises(OptionError, match=r"only on a CPU.*take 'auto'\.$"):
         validate.check_cache(args, target)
 
@@ -177,7 +177,7 @@ def test_a_cache_of_8_bits_that_this_machine_cannot_have(monkeypatch):
 def test_adapters_on_a_gpu(monkeypatch):
     parallel = EngineArgs(model=str(TARGET)).create_engine_config().parallel_config
     gpu = SimpleNamespace(is_cpu=lambda: False)
-    monkeypatch.setattr("vllm.platforms.current_platform", gpu)
+    monkeypatch.setattr("vllm_specblock.engine.config.validate.current_platform", gpu)
     with pytest.raises(OptionError, match=r"LoRA only on a CPU.*drop enable_lora\.$"):
         validate.check_runner(EngineArgs(model=str(TARGET), enable_lora=True), parallel)
 
@@ -496,7 +496,7 @@ def test_adaptation_elsewhere(monkeypatch):
     here, there = SimpleNamespace(model=str(TARGET)), SimpleNamespace(model="some/target")
     cpu, gpu = (SimpleNamespace(is_cpu=lambda is_cpu=is_cpu: is_cpu) for is_cpu in (True, False))
     for platform in (cpu, gpu):
-        monkeypatch.setattr("vllm.platforms.current_platform", platform)
+        monkeypatch.setattr("vllm_specblock.engine.config.validate.current_platform", platform)
         validate.check_adapt({}, plan, one, there)
         validate.check_adapt({}, learns, one, here)
         validate.check_adapt({}, plan, two, there)

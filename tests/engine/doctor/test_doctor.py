@@ -19,10 +19,11 @@ from vllm import envs
 from vllm.platforms import current_platform
 
 from vllm_specblock.cli.main import app
-from vllm_specblock.engine.contract.check import Broken, hooks
-from vllm_specblock.engine.doctor import examine, kernels, pair, versions
-from vllm_specblock.engine.doctor import hooks as hook_findings
-from vllm_specblock.engine.doctor.finding import Finding
+from vllm_specblock.engine.compat import hooks
+from vllm_specblock.engine.doctor import installation as setup
+from vllm_specblock.engine.doctor import pair
+from vllm_specblock.engine.doctor.examine import examine
+from vllm_specblock.engine.doctor.installation import Finding
 
 on_a_cpu = pytest.mark.skipif(not current_platform.is_cpu(), reason="of a CPU build")
 
@@ -41,7 +42,7 @@ def by_name(target=None, drafter=None, **given) -> dict[str, Finding]:
     """given: of a `speculative_config` beside the drafter's folder."""
     if drafter is not None:
         given["model"] = str(drafter)
-    found = examine.examine(None if target is None else str(target), given or None)
+    found = examine(None if target is None else str(target), given or None)
     return {finding.name: finding for finding in found}
 
 
@@ -81,9 +82,9 @@ def test_memory_is_that_of_the_files_and_of_an_engine(tree):
         caches = [context[name].kv_cache for name in names]
         return sum(cache[0].numel() for cache in caches) / size * 2 / 2**10
 
-    names = [name for each in tree.speculator.drafter_layers for name in each]
+    names = [name for each in tree.speculator.caches.drafter_layers for name in each]
     assert own == pytest.approx(per_token(names), abs=0.06)
-    assert beside == pytest.approx(per_token(tree.speculator.target_layers), abs=0.06)
+    assert beside == pytest.approx(per_token(tree.speculator.caches.target_layers), abs=0.06)
 
 
 def refusal(target: Path, drafter: Path) -> str:
@@ -178,10 +179,8 @@ def test_a_config_wants_a_target_and_no_model_beside():
 
 
 def test_another_release_is_wrong_and_nothing_is_imported_then(monkeypatch):
-    real = versions.installed
-    monkeypatch.setattr(
-        versions, "installed", lambda name: "0.31.2" if name == "vllm" else real(name)
-    )
+    real = setup.installed
+    monkeypatch.setattr(setup, "installed", lambda name: "0.31.2" if name == "vllm" else real(name))
     monkeypatch.setattr(pair, "pair", lambda *_: pytest.fail("it looked at the pair"))
     found = by_name(TARGET, DRAFTER)
     assert found["vLLM"].verdict == "wrong" and "this is 0.31.2" in found["vLLM"].advice
@@ -191,16 +190,16 @@ def test_another_release_is_wrong_and_nothing_is_imported_then(monkeypatch):
 
 @pytest.mark.parametrize("package", ["torch", "transformers", "vllm", "triton"])
 def test_a_package_that_is_not_there(package, monkeypatch):
-    real = versions.installed
-    monkeypatch.setattr(versions, "installed", lambda name: real(name) if name != package else None)
+    real = setup.installed
+    monkeypatch.setattr(setup, "installed", lambda name: real(name) if name != package else None)
     name = {"vllm": "vLLM"}.get(package, package)
-    (finding,) = [each for each in versions.versions() if each.name == name]
+    (finding,) = [each for each in setup.versions() if each.name == name]
     assert finding.verdict == "wrong" and "nstall" in finding.advice
 
 
 def test_a_package_that_is_too_old(monkeypatch):
-    monkeypatch.setattr(versions, "installed", lambda name: "1.0")
-    found = {finding.name: finding for finding in versions.versions()}
+    monkeypatch.setattr(setup, "installed", lambda name: "1.0")
+    found = {finding.name: finding for finding in setup.versions()}
     assert {name for name, each in found.items() if each.verdict == "wrong"} >= {
         "torch", "transformers", "vLLM",
     }  # fmt: skip
@@ -214,15 +213,15 @@ def test_a_plugin_that_vllm_does_not_load(monkeypatch):
     assert "VLLM_PLUGINS" in found["vllm-specblock"].advice
     assert "runner" in found, "what is left is looked at"
     monkeypatch.setenv("VLLM_PLUGINS", "another,specblock")
-    assert versions.plugin().verdict == "right"
-    monkeypatch.setattr(versions, "entry_points", lambda group: [])
-    assert "entry point" in versions.plugin().found
+    assert setup.plugin().verdict == "right"
+    monkeypatch.setattr(setup, "entry_points", lambda group: [])
+    assert "entry point" in setup.plugin().found
 
 
 def test_hooks_that_are_not_there_are_named(monkeypatch):
-    gone = [Broken(hook, f"trouble {at}") for at, hook in enumerate(hooks()[:5])]
-    monkeypatch.setattr(hook_findings, "broken", lambda root: iter(gone))
-    found = hook_findings.hooks()
+    gone = [f"trouble {at}" for at in range(5)]
+    monkeypatch.setattr(setup.compat, "broken", lambda root: iter(gone))
+    found = setup.hooks()
     assert found.verdict == "wrong" and found.found.startswith("5 of ")
     assert "trouble 2" in found.found and "trouble 3" not in found.found
     assert "and 2 more" in found.found
@@ -234,17 +233,17 @@ def test_what_runs_the_kernels(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: on["gpu"])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some GPU")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(kernels.shutil, "which", lambda name: on["compiler"])
-    monkeypatch.setattr(kernels, "installed", lambda name: on["vllm"])
-    assert "compiles them for sm_90" in kernels.kernels().found
+    monkeypatch.setattr(setup.shutil, "which", lambda name: on["compiler"])
+    monkeypatch.setattr(setup, "installed", lambda name: on["vllm"])
+    assert "compiles them for sm_90" in setup.kernels().found
     on["compiler"] = None
-    assert kernels.kernels().verdict == "wrong" and "C compiler" in kernels.kernels().found
+    assert setup.kernels().verdict == "wrong" and "C compiler" in setup.kernels().found
     on["gpu"] = False
-    assert kernels.kernels().verdict == "wrong" and "no GPU answers" in kernels.kernels().found
+    assert setup.kernels().verdict == "wrong" and "no GPU answers" in setup.kernels().found
     on["vllm"] = "0.32.0+cpu"
-    assert "compiles loops" in kernels.kernels().found
+    assert "compiles loops" in setup.kernels().found
     monkeypatch.setattr("vllm_specblock.triton_kernels.optional_numba.AVAILABLE", False)
-    assert kernels.kernels().verdict == "note" and "interpreter" in kernels.kernels().found
+    assert setup.kernels().verdict == "note" and "interpreter" in setup.kernels().found
 
 
 @on_a_cpu

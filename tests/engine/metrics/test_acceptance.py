@@ -131,6 +131,9 @@ def test_vllms_counters_stop_at_the_end(fixed, end):
     seen = run(fixed, params(temperature=0.0, **ENDS[end]))
     assert seen.counters[DRAFTS] == seen.steps
     assert 1 + seen.counters.get(ACCEPTED, 0) / seen.counters[DRAFTS] == pytest.approx(seen.tau)
+    # A tree's slots count as drafts, whether a node is in them or not.
+    for where, metrics in seen.metrics.items():
+        assert metrics["num_draft_tokens"] == NODES * (len(seen.given[where]) - 1)
 
 
 def test_a_stop_inside_an_accepted_path(fixed):

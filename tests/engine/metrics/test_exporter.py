@@ -9,7 +9,6 @@ import pickle
 import subprocess
 import sys
 from collections import Counter
-from importlib.metadata import entry_points
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -220,7 +219,8 @@ def test_counters_reach_the_reader_with_every_name(config):
     sink = exporter.make_sink(vllm_config(config), rank=0)
     counters = DrafterCounters(2, SLOTS, DEPTH, "cpu", sink)
     clock = DraftClock(torch.device("cpu"))
-    counters.publish(clock.counts)
+    counters.sources = [clock.counts]
+    counters.publish()
     assert set(shown().values()) == {0}
     one = torch.ones(1, dtype=torch.bool)
     verified = to_be_counted(
@@ -233,7 +233,7 @@ def test_counters_reach_the_reader_with_every_name(config):
     counters.drafted((torch.tensor([4], dtype=torch.int32),) * 2, one, one, one, (None, None))
     clock.begin()
     clock.end()
-    counters.publish(clock.counts)
+    counters.publish()
     named = {"_".join([name, *labels[1:]]): value for (name, *labels), value in shown().items()}
     assert {name for name, *_ in shown()} == exporter.HELP.keys() - exporter.LEARNING.keys()
     assert named.pop(DRAFTING_STEPS) == 1 and named.pop(DRAFTING_NS) > 0
@@ -288,17 +288,6 @@ def run_python(code: str, **environment: str) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-def test_files_go_with_the_process():
-    stem = run_python(
-        "from vllm_specblock.engine.metrics import exporter as metrics\n"
-        "class Config: pass\n"
-        "config = Config()\n"
-        "metrics.announce(config)\n"
-        "print(config.specblock_metrics)"
-    ).strip()
-    assert not Path(stem).parent.exists()
 
 
 BESIDE = """
@@ -357,23 +346,6 @@ def test_the_path_travels_and_leaves_the_compile_cache_its_name():
     exporter.make_sink(there, rank=0)({("agreed", 0): 1})
     (sample,) = [metric for metric in get_metrics_snapshot() if "specblock" in metric.name]
     assert sample.labels == {"model_name": str(TARGET), "engine": "0"}
-
-
-def test_nothing_for_whom_did_not_ask(tmp_path):
-    """A stat logger plugin would switch statistics on for every model; ours needs none."""
-    assert not [
-        point
-        for point in entry_points(group="vllm.stat_logger_plugins")
-        if point.value.startswith("vllm_specblock")
-    ]
-    code = (
-        "from prometheus_client import REGISTRY\n"
-        "before = len(REGISTRY._collector_to_names)\n"
-        "import vllm_specblock.engine.metrics.exporter\n"
-        "print(len(REGISTRY._collector_to_names) - before)"
-    )
-    assert run_python(code, TMPDIR=str(tmp_path)).split()[-1] == "0"
-    assert not list(tmp_path.glob("specblock*"))
 
 
 # ---- the log ----

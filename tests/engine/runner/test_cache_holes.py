@@ -61,7 +61,7 @@ def engine(pausing, request, monkeypatch) -> tuple[Engine, Pause]:
     engine, pause = pausing
     speculator = engine.speculator
     if request.param != "backlog":
-        monkeypatch.setattr(speculator, "backlog", None)
+        monkeypatch.setattr(speculator.skipped, "backlog", None)
         monkeypatch.setattr(speculator.adaptive, "backlog", None)
     if request.param.startswith("padded"):
         monkeypatch.setattr(speculator, "pad_rows", True)
@@ -74,13 +74,13 @@ def fresh(engine: Engine, garbage: float) -> None:
     """Empty caches: the drafter's hold `garbage`."""
     assert engine.llm.reset_prefix_cache()
     speculator = engine.speculator
-    speculator.masks.zero_()
+    speculator.skipped.masks.zero_()
     speculator.bind_caches()
     context = engine.core.vllm_config.compilation_config.static_forward_context
-    for names in speculator.drafter_layers:
+    for names in speculator.caches.drafter_layers:
         for name in names:
             context[name].kv_cache.fill_(garbage)
-    assert not speculator.holes.any
+    assert not speculator.skipped.holes.any
 
 
 def answer(engine: Engine, text: list[int], count: int = NEW) -> tuple[list[int], int]:
@@ -99,7 +99,7 @@ def drafts_of(engine: Engine, monkeypatch, text: list[int]):
 def blocks(engine: Engine) -> torch.Tensor:
     """The last request's blocks; requests that come alone have the last slot."""
     speculator = engine.speculator
-    return speculator.block_tables.block_tables[speculator.group].gpu[-1].long()
+    return speculator.block_tables.block_tables[speculator.caches.group].gpu[-1].long()
 
 
 def resume(engine: Engine, pause: Pause) -> None:
@@ -117,12 +117,12 @@ def test_a_prompt_read_during_a_pause(engine, monkeypatch):
         pause.on = True
         tokens, _ = answer(engine, PROMPT, 4)
         resume(engine, pause)
-        assert engine.speculator.holes.any
+        assert engine.speculator.skipped.holes.any
         found.append(drafts_of(engine, monkeypatch, text))
     fresh(engine, 0.0)
     assert answer(engine, PROMPT, 4)[0] == tokens
-    assert not engine.speculator.holes.any
-    engine.speculator.holes.skip(blocks(engine)[:4] * BLOCK)
+    assert not engine.speculator.skipped.holes.any
+    engine.speculator.skipped.holes.skip(blocks(engine)[:4] * BLOCK)
     reference = drafts_of(engine, monkeypatch, text)
     assert found == [reference, reference] and reference[0][1] == 3 * BLOCK
     fresh(engine, 0.0)
@@ -155,19 +155,19 @@ def test_a_request_that_lives_through_a_pause(engine, monkeypatch):
         tokens, _ = answer(engine, PROMPT[:40], 100)
     undrafted = [position for position, drafted in sizes if not drafted]
     first = next(position for position, drafted in sizes if drafted and position > missed.stop - 1)
-    if speculator.backlog is None:
+    if speculator.skipped.backlog is None:
         assert 3 * BLOCK <= first < 3 * BLOCK + 3
         complete = [BLOCK, min(undrafted) % BLOCK, 0, BLOCK]
-        assert speculator.holes.missing[blocks(engine)[:4]].tolist() == complete
+        assert speculator.skipped.holes.missing[blocks(engine)[:4]].tolist() == complete
     else:
-        assert first < missed.stop + 10 and not speculator.holes.any
+        assert first < missed.stop + 10 and not speculator.skipped.holes.any
     text = [*PROMPT[:40], *tokens, 5, 6]
     (hit, cached), drafts = drafts_of(engine, monkeypatch, text)
     assert cached == 3 * BLOCK
     fresh(engine, 0.0)
     assert answer(engine, PROMPT[:40], 100)[0] == tokens
-    if speculator.backlog is None:
-        speculator.holes.skip(blocks(engine)[1:3] * BLOCK)
+    if speculator.skipped.backlog is None:
+        speculator.skipped.holes.skip(blocks(engine)[1:3] * BLOCK)
     assert drafts_of(engine, monkeypatch, text) == ((hit, cached), drafts)
 
 

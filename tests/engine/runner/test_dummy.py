@@ -29,8 +29,8 @@ def state(engine) -> list[torch.Tensor]:
     kept = [slots.parent, slots.depth, slots.ancestors, slots.accepted, slots.origin]
     kept = [each[: speculator.scratch_idx] for each in kept] + [speculator.counters.total]
     context = speculator.vllm_config.compilation_config.static_forward_context
-    heads = (name for names in speculator.drafter_layers for name in names)
-    names = [*speculator.target_layers, *heads]
+    heads = (name for names in speculator.caches.drafter_layers for name in names)
+    names = [*speculator.caches.target_layers, *heads]
     return [each.clone() for each in (*kept, *(context[name].kv_cache[1:] for name in names))]
 
 

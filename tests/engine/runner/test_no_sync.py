@@ -6,7 +6,6 @@ import contextlib
 
 import pytest
 import torch
-from support import host_reads
 from support.engines import ROOT, Engine, make_engine
 from support.host_reads import HostRead, NoHostReads
 from support.matrix import PROMPTS, params
@@ -71,55 +70,6 @@ def test_a_step_reads_no_device_value(engine, monkeypatch):
     with watched(engine, monkeypatch) as calls:
         generate(engine)
     assert min(calls.values()) >= 3, calls
-
-
-READS = {
-    "item": lambda x: x.flatten()[0].item(),
-    "tolist": lambda x: x.tolist(),
-    "numpy": lambda x: x.numpy(),
-    "cpu": lambda x: x.cpu(),
-    "int": lambda x: int(x.sum()),
-    "bool": lambda x: bool((x > 0).any()),
-    "if": lambda x: 1 if x.sum() > 0 else 0,
-    "slice": lambda x: [0, 1, 2][x.sum() * 0 :],
-    "nonzero": lambda x: x.nonzero(),
-    "where": lambda x: torch.where(x > 0),
-    "mask": lambda x: x[x > 0],
-    "masked write": lambda x: x.clone().__setitem__(x > 0, x[:1] * 0),
-    "masked_select": lambda x: x.masked_select(x > 0),
-    "unique": lambda x: x.unique(),
-    "repeat": lambda x: x.flatten().repeat_interleave(x.flatten().clamp(0, 2)),
-    "equal": lambda x: torch.equal(x, x + 1),
-    "number at places": lambda x: x.clone().__setitem__(x.flatten().clamp(0, 0), 7),
-    "number at a place": lambda x: x.clone().__setitem__(0, 7),
-}
-
-
-@pytest.mark.parametrize("name", READS)
-def test_a_read_is_found(name, tmp_path, monkeypatch):
-    """A line of the package that reads is refused, unless it says that it reads the host."""
-    monkeypatch.setattr(host_reads, "ROOT", tmp_path)
-    monkeypatch.setattr(host_reads, "PACKAGES", (f"{tmp_path}/",))
-    source = tmp_path / "line.py"
-    source.write_text("def plain(read, x):\n    return read(x)\n\n")
-    names: dict = {}
-    exec(compile(source.read_text(), str(source), "exec"), names)
-    with NoHostReads(), pytest.raises(HostRead):
-        names["plain"](READS[name], torch.tensor([1, 2, 3]))
-    source.write_text(source.read_text().replace("read(x)", "read(x)  # a host tensor"))
-    host_reads.linecache.clearcache()
-    with NoHostReads():
-        names["plain"](READS[name], torch.tensor([1, 2, 3]))
-
-
-def test_what_a_step_does_otherwise_is_not_refused():
-    x, at = torch.arange(6).view(2, 3), torch.tensor([1, 0])
-    with NoHostReads():
-        y = torch.where(x > 2, x, -x)[at].masked_fill(x == 1, 7)
-        y[:, 1] = 3
-        y[at] = y[at[:1]]
-        y.index_fill_(0, at, 4)
-        assert len(y) == 2 and y.shape == (2, 3)
 
 
 def test_a_read_put_into_a_step_fails(monkeypatch):

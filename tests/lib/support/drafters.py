@@ -25,7 +25,10 @@ class ScriptedHead(Drafter):
 
     def __init__(self, kind: str, future: dict[tuple[int, ...], list[int]], speculator, seed=0):
         self.kind, self.future, self.speculator = kind, future, speculator
-        self.num_nodes, self.max_depth = speculator.num_nodes, speculator.max_depth
+        self.num_nodes, self.max_depth = (
+            speculator.num_speculative_tokens,
+            speculator.tree_states.max_depth,
+        )
         self.draw = random.Random(seed)
         self.vocab = speculator.vocab_size
 

@@ -25,8 +25,8 @@ from vllm.v1.worker.gpu.spec_decode import adaptive_verification
 from vllm.v1.worker.gpu.spec_decode.adaptive_verification import AdaptiveVerificationManager
 from vllm.v1.worker.gpu.states import RequestState
 
+from vllm_specblock.engine.compat import reallocated
 from vllm_specblock.engine.patches import Function, patch
-from vllm_specblock.engine.releases import reallocated
 from vllm_specblock.engine.scheduler import UNDRAFTED
 from vllm_specblock.feedback.controller import Controller
 from vllm_specblock.feedback.step_cost import cost_per_request

@@ -73,7 +73,7 @@ class TreeAttentionMetadataBuilder(AttentionMetadataBuilder[TreeAttentionMetadat
         device: torch.device,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self.most_nodes = vllm_config.num_speculative_tokens
+        self.num_speculative_tokens = vllm_config.num_speculative_tokens
         layers = vllm_config.compilation_config.static_forward_context
         # FlashAttention supports sinks on some GPUs only.
         sinks = any(layers[name].impl.sinks is not None for name in layer_names)
@@ -127,7 +127,7 @@ class TreeAttentionMetadataBuilder(AttentionMetadataBuilder[TreeAttentionMetadat
         max_seq_len, max_query_len = batch.max_seq_len, batch.max_query_len
         if count < batch.num_reqs:
             # Trees only; with `adaptive` their lengths are known on the device only.
-            max_seq_len, max_query_len = None, self.most_nodes + 1
+            max_seq_len, max_query_len = None, self.num_speculative_tokens + 1
         return TreeAttentionBatch(
             batch.block_table_tensor[:count],
             self.kv_cache_spec.block_size,
@@ -140,7 +140,7 @@ class TreeAttentionMetadataBuilder(AttentionMetadataBuilder[TreeAttentionMetadat
             tree_mask.tree_start,
             max_seq_len,
             max_query_len,
-            unknown_up_to=self.most_nodes + 1 if tree_mask.adaptive else 0,
+            unknown_up_to=self.num_speculative_tokens + 1 if tree_mask.adaptive else 0,
         )
 
 

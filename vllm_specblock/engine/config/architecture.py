@@ -1,11 +1,13 @@
-"""The name under which vLLM's model registry knows our drafters."""
+"""What vLLM's registries know of our checkpoints: a config class, and architectures."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
+from vllm.transformers_utils.configs.eagle import EAGLEConfig
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -23,11 +25,22 @@ DRAFT_ARCHITECTURES = frozenset(
 """Architectures in a checkpoint's config that mean "a SpecBlock drafter"."""
 
 
+class SpecBlockHFConfig(EAGLEConfig):
+    """An EAGLEConfig that wraps nothing: vLLM would wrap and rename any other "eagle3" config."""
+
+    model_type = "specblock"
+
+    def __init__(self, **kwargs: Any) -> None:
+        self.model = None
+        self.truncated_vocab_size = None
+        PreTrainedConfig.__init__(self, **kwargs)
+
+
 class SpecBlockForDrafting(nn.Module):
     """Satisfies vLLM's inspection of a text model; never built.
 
     The drafter itself is plain torch (`drafters/specblock/model.py`) and is loaded by
-    `engine/runner/drafter_loader.py`.
+    `engine/runner/build.py`.
     """
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:

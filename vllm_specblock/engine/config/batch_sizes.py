@@ -18,7 +18,7 @@ _GRAPH_REQUESTS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32)
 eight trees of 60."""
 
 
-def make_room(args: EngineArgs, nodes: int, parallel: ParallelConfig) -> None:
+def make_room(args: EngineArgs, num_speculative_tokens: int, parallel: ParallelConfig) -> None:
     """Raise an unset `max_num_batched_tokens` to what trees of so many requests take.
 
     Where prompts may not be cut it has to hold the longest as well, which vLLM knows and sees to.
@@ -26,13 +26,14 @@ def make_room(args: EngineArgs, nodes: int, parallel: ParallelConfig) -> None:
     if args.max_num_batched_tokens is not None or args.enable_chunked_prefill is False:
         return
     tokens, requests = args.get_batch_defaults(parallel.world_size)
-    wanted = min(args.max_num_seqs or max(requests.values()), _REQUESTS) * (nodes + 1)
+    count = min(args.max_num_seqs or max(requests.values()), _REQUESTS)
+    wanted = count * (num_speculative_tokens + 1)
     # Which of the defaults would be taken, a server's or a script's, is not known here.
     if wanted > min(tokens.values()):
         args.max_num_batched_tokens = max(wanted, *tokens.values())
 
 
-def capture_trees(args: EngineArgs, nodes: int) -> None:
+def capture_trees(args: EngineArgs, num_speculative_tokens: int) -> None:
     """Add decode steps of whole trees to the sizes that vLLM captures, unless any are set."""
     compilation = args.compilation_config
     given = (
@@ -46,6 +47,6 @@ def capture_trees(args: EngineArgs, nodes: int) -> None:
         return
     grid = {1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)}
     most = args.max_num_seqs or _GRAPH_REQUESTS[-1]
-    trees = {count * (nodes + 1) for count in _GRAPH_REQUESTS if count <= most}
-    longest = max(512, min(most, _GRAPH_REQUESTS[-1]) * (nodes + 1))
+    trees = {count * (num_speculative_tokens + 1) for count in _GRAPH_REQUESTS if count <= most}
+    longest = max(512, min(most, _GRAPH_REQUESTS[-1]) * (num_speculative_tokens + 1))
     args.cudagraph_capture_sizes = sorted(size for size in grid | trees if size <= longest)

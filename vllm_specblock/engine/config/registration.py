@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_specblock.config import METHOD
 from vllm_specblock.engine import undrafted
-from vllm_specblock.engine.config.architecture import DRAFT_ARCHITECTURES, SpecBlockForDrafting
-from vllm_specblock.engine.config.hf_config import SpecBlockHFConfig
+from vllm_specblock.engine.config.architecture import (
+    DRAFT_ARCHITECTURES,
+    SpecBlockForDrafting,
+    SpecBlockHFConfig,
+)
 from vllm_specblock.engine.config.ours import asks_for_us, extracts_features, is_ours
-from vllm_specblock.engine.patches import Function, patch
+from vllm_specblock.engine.patches import Function, replaces
 
 if TYPE_CHECKING:
     import torch
@@ -49,76 +52,71 @@ def _accept_method() -> None:
     """
     from vllm.engine.arg_utils import EngineArgs
 
-    def make(original: Function) -> Function:
-        def create_speculative_config(
-            self: EngineArgs,
-            target_model_config: ModelConfig,
-            target_parallel_config: ParallelConfig,
-        ) -> SpeculativeConfig | None:
-            given = self.speculative_config
-            if not asks_for_us(given):
-                return original(self, target_model_config, target_parallel_config)
-            from vllm_specblock.engine.config import vllm_args
-            from vllm_specblock.engine.metrics import exporter, stop_strings
+    @replaces(EngineArgs, "create_speculative_config")
+    def create_speculative_config(
+        original: Function,
+        self: EngineArgs,
+        target_model_config: ModelConfig,
+        target_parallel_config: ParallelConfig,
+    ) -> SpeculativeConfig | None:
+        given = self.speculative_config
+        if not asks_for_us(given):
+            return original(self, target_model_config, target_parallel_config)
+        from vllm_specblock.engine import compat
+        from vllm_specblock.engine.config import vllm_args
+        from vllm_specblock.engine.metrics import exporter, stop_strings
 
-            resolved = vllm_args.translate(self, target_model_config, target_parallel_config)
-            config = original(self, target_model_config, target_parallel_config)
-            # Restore the user's config: EngineArgs may be reused.
-            self.speculative_config = given
-            vllm_args.finish(config, resolved, target_model_config)
-            if not self.disable_log_stats:
-                exporter.announce(config)
-                stop_strings.install()
-            return config
-
-        return create_speculative_config
-
-    patch(EngineArgs, "create_speculative_config", make)
+        compat.warn_of_broken_hooks()
+        resolved = vllm_args.translate(self, target_model_config, target_parallel_config)
+        config = original(self, target_model_config, target_parallel_config)
+        # Restore the user's config: EngineArgs may be reused.
+        self.speculative_config = given
+        vllm_args.finish(config, resolved, target_model_config)
+        if not self.disable_log_stats:
+            exporter.announce(config)
+            stop_strings.install()
+        return config
 
 
 def _keep_method() -> None:
     """Keep our method for a checkpoint in the speculators layout, which names its own."""
     from vllm.engine import arg_utils
 
-    def make(original: Function) -> Function:
-        def maybe_override_with_speculators(
-            *args: Any, vllm_speculative_config: dict[str, Any] | None = None, **kwargs: Any
-        ) -> tuple[str, str | None, dict[str, Any] | None]:
-            given = vllm_speculative_config
-            model, tokenizer, found = original(*args, vllm_speculative_config=given, **kwargs)
-            if found is not None and given is not None and asks_for_us(given):
-                if found["method"] != METHOD and _NODES not in given:
-                    del found[_NODES]  # the length of a chain
-                found["method"] = METHOD
-            return model, tokenizer, found
-
-        return maybe_override_with_speculators
-
-    patch(arg_utils, "maybe_override_with_speculators", make)
+    @replaces(arg_utils, "maybe_override_with_speculators")
+    def maybe_override_with_speculators(
+        original: Function,
+        *args: Any,
+        vllm_speculative_config: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> tuple[str, str | None, dict[str, Any] | None]:
+        given = vllm_speculative_config
+        model, tokenizer, found = original(*args, vllm_speculative_config=given, **kwargs)
+        if found is not None and given is not None and asks_for_us(given):
+            if found["method"] != METHOD and _NODES not in given:
+                del found[_NODES]  # the length of a chain
+            found["method"] = METHOD
+        return model, tokenizer, found
 
 
 def _build_speculator() -> None:
     """Build our speculator; vLLM has no registry for them."""
     from vllm.v1.worker.gpu import spec_decode
 
-    def make(original: Function) -> Function:
-        def init_speculator(
-            vllm_config: VllmConfig, device: torch.device, req_states: RequestState
-        ) -> BaseSpeculator:
-            ours = is_ours(vllm_config.speculative_config)
-            if ours or extracts_features(vllm_config.speculative_config):
-                from vllm_specblock.engine import target_model
+    @replaces(spec_decode, "init_speculator")
+    def init_speculator(
+        original: Function, vllm_config: VllmConfig, device: torch.device, req_states: RequestState
+    ) -> BaseSpeculator:
+        ours = is_ours(vllm_config.speculative_config)
+        if ours or extracts_features(vllm_config.speculative_config):
+            from vllm_specblock.engine import target_model
 
-                target_model.install()
-            if not ours:
-                return original(vllm_config, device, req_states)
-            from vllm_specblock.engine.runner.speculator import TreeSpeculator
+            target_model.install()
+        if not ours:
+            return original(vllm_config, device, req_states)
+        from vllm_specblock.engine.runner.speculator import TreeSpeculator
 
-            return TreeSpeculator(vllm_config, device, req_states)
+        return TreeSpeculator(vllm_config, device, req_states)
 
-        return init_speculator
-
-    patch(spec_decode, "init_speculator", make)
     # A runner that is already loaded holds the function by name. Importing it here would load it
     # in processes that never run a model.
     runner: Any = sys.modules.get("vllm.v1.worker.gpu.model_runner")
@@ -130,38 +128,30 @@ def _check_sampling_params() -> None:
     """Accept min_p and logit_bias, which are exact with trees; check `specblock_draft`."""
     from vllm.sampling_params import SamplingParams
 
-    def make(original: Function) -> Function:
-        def _validate_spec_decode(
-            self: SamplingParams, speculative_config: SpeculativeConfig | None
-        ) -> None:
-            if is_ours(speculative_config):
-                undrafted.check(self)
-            else:
-                original(self, speculative_config)
-
-        return _validate_spec_decode
-
-    patch(SamplingParams, "_validate_spec_decode", make)
+    @replaces(SamplingParams, "_validate_spec_decode")
+    def _validate_spec_decode(
+        original: Function, self: SamplingParams, speculative_config: SpeculativeConfig | None
+    ) -> None:
+        if is_ours(speculative_config):
+            undrafted.check(self)
+        else:
+            original(self, speculative_config)
 
 
 def _schedule_trees() -> None:
     """Add `TreeScheduling` to the scheduler of our engines."""
     from vllm.config import SchedulerConfig
 
-    def make(original: Function) -> Function:
-        def get_scheduler_cls(self: SchedulerConfig) -> Any:
-            base = original(self)
+    @replaces(SchedulerConfig, "get_scheduler_cls")
+    def get_scheduler_cls(original: Function, self: SchedulerConfig) -> Any:
+        base = original(self)
 
-            def build(vllm_config: VllmConfig, **rest: Any) -> SchedulerInterface:
-                kind = base
-                if is_ours(vllm_config.speculative_config):
-                    from vllm_specblock.engine.scheduler import tree_scheduler
+        def build(vllm_config: VllmConfig, **rest: Any) -> SchedulerInterface:
+            kind = base
+            if is_ours(vllm_config.speculative_config):
+                from vllm_specblock.engine.scheduler import tree_scheduler
 
-                    kind = tree_scheduler(base)
-                return kind(vllm_config=vllm_config, **rest)
+                kind = tree_scheduler(base)
+            return kind(vllm_config=vllm_config, **rest)
 
-            return build
-
-        return get_scheduler_cls
-
-    patch(SchedulerConfig, "get_scheduler_cls", make)
+        return build

@@ -1,8 +1,4 @@
-"""Resolved configuration: drafters, checkpoints and options, checked and sent to the workers.
-
-Made in the process that reads the user's arguments, before any weight is loaded, and read back
-in the one that runs the model.
-"""
+"""Resolved configuration: drafters, checkpoints and options, parsed before weights are loaded."""
 
 from __future__ import annotations
 
@@ -15,10 +11,12 @@ from vllm.config import ModelConfig
 
 from vllm_specblock.combine.budget import shares
 from vllm_specblock.config import (
+    DEFAULT_NODES,
     SOURCE_KEYS,
     CombineConfig,
     OptionError,
     SpecBlockConfig,
+    check_num_nodes,
     parse_combine,
     parse_drafter,
     split_keys,
@@ -66,9 +64,12 @@ class ResolvedDrafter(BaseModel):
 
 
 class ResolvedConfig(BaseModel):
-    """The drafters, one or two, and how two of them go together.
+    """The options of an engine, parsed once and sent to its workers.
 
     Attributes:
+        drafters: one or two.
+        combine: how two of them go together.
+        num_speculative_tokens: N, nodes of one request's tree.
         adaptive: verify as many nodes of the trees as pay, step by step, or always all.
     """
 
@@ -76,6 +77,7 @@ class ResolvedConfig(BaseModel):
 
     drafters: tuple[ResolvedDrafter, ...]
     combine: CombineConfig | None = None
+    num_speculative_tokens: int = DEFAULT_NODES
     adaptive: bool = False
 
     @property
@@ -90,12 +92,11 @@ class ResolvedConfig(BaseModel):
 
 
 def resolve_config(
-    given: dict[str, Any], num_nodes: int, target: ModelConfig, hub: dict[str, Any]
+    given: dict[str, Any], target: ModelConfig, hub: dict[str, Any]
 ) -> ResolvedConfig:
-    """From a `speculative_config` (dashes in keys replaced already) to a plan.
+    """Parse a `speculative_config`, dashes in keys replaced, with `num_speculative_tokens`.
 
     Args:
-        num_nodes: N.
         hub: how to download from the hub: keywords of `snapshot_download`.
 
     Raises:
@@ -103,26 +104,34 @@ def resolve_config(
             that do not go together.
         CheckpointError: a drafter's files are not what their config says.
     """
+    num_speculative_tokens = check_num_nodes(given["num_speculative_tokens"])
     first, second, combining = split_keys(given)
     combine = None if second is None else parse_combine(combining)
     if combine is not None:
-        _check_policy(combine, num_nodes)
-    drafters = [_resolve_drafter(first, target, "", hub, num_nodes)]
-    if second is not None:
-        drafters.append(_resolve_drafter(second, target, "second_drafter.", hub, num_nodes))
-        if drafters[0].folder == drafters[1].folder:
-            what = drafters[0].folder or "the request's own text (n-gram)"
-            raise OptionError(
-                f"Both drafters draft from {what}, and would say the same: name another for one "
-                "of them, or drop second_drafter."
-            )
+        _check_policy(combine, num_speculative_tokens)
+    drafters = [
+        _resolve_drafter(drafter, target, where, hub, num_speculative_tokens)
+        for drafter, where in ((first, ""), (second, "second_drafter."))
+        if drafter is not None
+    ]
+    if second is not None and drafters[0].folder == drafters[1].folder:
+        what = drafters[0].folder or "the request's own text (n-gram)"
+        raise OptionError(
+            f"Both drafters draft from {what}, and would say the same: name another for one of "
+            "them, or drop second_drafter."
+        )
     adaptive = given.get("enable_adaptive_verification", False)
     if not isinstance(adaptive, bool):
         raise OptionError(
             f"speculative_config key 'enable_adaptive_verification' is {adaptive!r}, but must be "
             "true or false."
         )
-    return ResolvedConfig(drafters=tuple(drafters), combine=combine, adaptive=adaptive)
+    return ResolvedConfig(
+        drafters=tuple(drafters),
+        combine=combine,
+        num_speculative_tokens=num_speculative_tokens,
+        adaptive=adaptive,
+    )
 
 
 def fetch_drafter(model: Any, where: str = "", **hub: Any) -> Path:
@@ -153,7 +162,11 @@ def fetch_drafter(model: Any, where: str = "", **hub: Any) -> Path:
 
 
 def _resolve_drafter(
-    given: dict[str, Any], target: ModelConfig, where: str, hub: dict[str, Any], num_nodes: int
+    given: dict[str, Any],
+    target: ModelConfig,
+    where: str,
+    hub: dict[str, Any],
+    num_speculative_tokens: int,
 ) -> ResolvedDrafter:
     model, kind = given.get("model"), given.get("kind")
     keys = {key: value for key, value in given.items() if key not in SOURCE_KEYS}
@@ -174,7 +187,7 @@ def _resolve_drafter(
             f"speculative_config key '{where}kind' is {kind!r}, but {model!r} holds a drafter of "
             f"kind {found!r}: drop 'kind', or name another drafter."
         )
-    options = parse_drafter(keys, found, where, num_nodes)
+    options = parse_drafter(keys, found, where, num_speculative_tokens)
     adapt = _parse_adapt(adapt, found, where)
     files = drafter_kind(found).load_checkpoint_module()
     config = files.read_config(folder)
@@ -191,7 +204,7 @@ def _parse_adapt(given: Any, kind: str, where: str) -> Options | None:
     return None if given is False else adaptation("options").parse_adapt(given, kind, where)
 
 
-def _check_policy(combine: CombineConfig, num_nodes: int) -> None:
+def _check_policy(combine: CombineConfig, num_speculative_tokens: int) -> None:
     policy = combine.draft_policy
     of_policy = {"route": ("confidence",), "merge": ("merge", "budget")}
     for other, keys in of_policy.items():
@@ -202,7 +215,7 @@ def _check_policy(combine: CombineConfig, num_nodes: int) -> None:
                 f"draft_policy is '{policy}': change the one or drop the other."
             )
     try:
-        shares(num_nodes, policy, combine.budget)
+        shares(num_speculative_tokens, policy, combine.budget)
     except ValueError as error:
         raise OptionError(str(error)) from None
 
@@ -218,7 +231,7 @@ def _check_window(options: SpecBlockConfig, config: Any, where: str) -> None:
 
 
 def _check_match(config: Any, target: ModelConfig, where: str) -> tuple[int, ...]:
-    """Hold a drafter against the target; returns the target layers that it reads."""
+    """Check a drafter against the target; return the target layers that it reads."""
     whose = "The drafter of second_drafter" if where else "The drafter"
     for what, made_for, found in (
         ("hidden size", config.target_hidden_size, target.get_hidden_size()),

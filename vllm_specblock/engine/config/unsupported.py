@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm_specblock.engine.config.ours import asks_for_us
-from vllm_specblock.engine.patches import Function, patch
+from vllm_specblock.engine.patches import Function, replaces
 from vllm_specblock.options import OptionError
 from vllm_specblock.versions import supported_sentence
 
@@ -22,16 +22,16 @@ def refuse(version: str) -> None:
     """
     from vllm.engine import arg_utils
 
-    def make(original: Function) -> Function:
-        def create_speculative_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+    try:
+
+        @replaces(arg_utils.EngineArgs, "create_speculative_config")
+        def create_speculative_config(
+            original: Function, self: Any, *args: Any, **kwargs: Any
+        ) -> Any:
             given = self.speculative_config
             if isinstance(given, Mapping) and asks_for_us(given):
                 raise OptionError(supported_sentence(version))
             return original(self, *args, **kwargs)
 
-        return create_speculative_config
-
-    try:
-        patch(arg_utils.EngineArgs, "create_speculative_config", make)
     except AttributeError:
         logger.warning(supported_sentence(version))

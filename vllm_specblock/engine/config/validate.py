@@ -9,6 +9,8 @@ import torch
 from vllm import envs
 from vllm.config import ModelConfig, ParallelConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import CpuArchEnum, current_platform
+from vllm.triton_utils import HAS_TRITON
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_specblock.config import OptionError
@@ -19,19 +21,16 @@ from vllm_specblock.engine.step_observer import adaptation
 logger = logging.getLogger("vllm.specblock")
 
 
-def check_batch(args: EngineArgs, nodes: int) -> None:
-    budget = args.max_num_batched_tokens
-    if budget is not None and budget < nodes + 1:
+def check_batch(args: EngineArgs, num_speculative_tokens: int) -> None:
+    budget, tree = args.max_num_batched_tokens, num_speculative_tokens + 1
+    if budget is not None and budget < tree:
         raise OptionError(
-            f"max_num_batched_tokens is {budget}, but one tree needs {nodes + 1} tokens ({nodes} "
+            f"max_num_batched_tokens is {budget}, but one tree needs {tree} tokens ({tree - 1} "
             "nodes and a root): raise it, or lower num_speculative_tokens."
         )
 
 
 def check_runner(args: EngineArgs, parallel: ParallelConfig) -> None:
-    from vllm.platforms import current_platform
-    from vllm.triton_utils import HAS_TRITON
-
     if current_platform.is_cpu() and (envs.VLLM_USE_V2_MODEL_RUNNER is not True or not HAS_TRITON):
         raise OptionError(
             "SpecBlock needs vLLM's Model Runner V2, which is off by default on a CPU: set "
@@ -92,8 +91,6 @@ def check_runner(args: EngineArgs, parallel: ParallelConfig) -> None:
 
 def check_cache(args: EngineArgs, target: ModelConfig) -> None:
     """Refuse KV cache dtypes that tree attention does not support."""
-    from vllm.platforms import current_platform
-
     dtype = args.kv_cache_dtype
     if dtype == "auto":
         return
@@ -146,6 +143,54 @@ def check_target(target: ModelConfig) -> None:
             )
 
 
+def check_quantization(target: ModelConfig) -> None:
+    """Refuse targets in float8 or 4 bits if vLLM has no kernel for them on this CPU.
+
+    vLLM itself fails only after loading. A target that rounds activations gets a warning.
+
+    Raises:
+        OptionError: float8 without AMX tiles, or 4 bits without AVX-512.
+    """
+    said = getattr(target.hf_config, "quantization_config", None) or {}
+    groups = said.get("config_groups", {}).values()
+    if any(group.get("input_activations") for group in groups):
+        logger.warning(
+            "The target rounds activations: by a sum's last bit, a token may be another than in "
+            "plain decoding."
+        )
+    if not current_platform.is_cpu() or torch.cpu._is_amx_tile_supported():
+        return
+    weights = [group.get("weights") or {} for group in groups]
+    if target.quantization in ("fp8", "fbgemm_fp8") or any(
+        (each.get("type"), each.get("num_bits")) == ("float", 8) for each in weights
+    ):
+        raise OptionError(
+            f"The target {target.model!r} has weights in float8, which vLLM multiplies by on CPUs "
+            "with AMX tiles only, and this one has none: take the target in 4 bits (AWQ, GPTQ, "
+            "compressed-tensors), in int8, or as it was."
+        )
+    has_kernel = (
+        current_platform.get_cpu_architecture() != CpuArchEnum.X86
+        or torch.cpu._is_avx512_supported()
+    )
+    four = 4 in (said.get("bits"), *(each.get("num_bits") for each in weights))
+    if four and not has_kernel:
+        raise OptionError(
+            f"The target {target.model!r} has weights in 4 bits, which vLLM multiplies by on CPUs "
+            "with AVX-512 only, and this one has none: take the target in int8 or as it was."
+        )
+
+
+def check_ranks(resolved: ResolvedConfig, parallel: ParallelConfig) -> None:
+    """Refuse decisions by measurements on which two ranks might disagree."""
+    if resolved.adaptive and current_platform.is_cpu() and parallel.tensor_parallel_size > 1:
+        raise OptionError(
+            "speculative_config key 'enable_adaptive_verification' is true and "
+            f"tensor_parallel_size is {parallel.tensor_parallel_size}, but on a CPU every process "
+            "measures costs of its own: drop one of them."
+        )
+
+
 def check_lora(args: EngineArgs, resolved: ResolvedConfig) -> None:
     """Refuse the options that do not work with LoRA adapters."""
     if not args.enable_lora:
@@ -164,8 +209,6 @@ def check_lora(args: EngineArgs, resolved: ResolvedConfig) -> None:
 
 def check_weights(resolved: ResolvedConfig, dtype: torch.dtype) -> None:
     """Refuse drafters in 8 bits where the device does not multiply them; `dtype`: the target's."""
-    from vllm.platforms import current_platform
-
     asked = {getattr(drafter.options, "quantization", None) for drafter in resolved.drafters}
     old = current_platform.is_cuda() and not current_platform.has_device_capability(89)
     if "fp8" in asked and old:
@@ -212,8 +255,6 @@ def check_acceptance(given: dict[str, Any], resolved: ResolvedConfig) -> None:
 
 def gpus_of(parallel: ParallelConfig) -> range:
     """Indices of the GPUs that vLLM uses on this machine."""
-    from vllm.platforms import current_platform
-
     if current_platform.is_cpu():
         return range(0)
     return range(parallel.world_size * parallel.data_parallel_size_local)

@@ -19,18 +19,18 @@ from vllm_specblock.config import (
     METHOD,
     VLLM_KEYS,
     OptionError,
-    check_num_nodes,
 )
 from vllm_specblock.drafters.registry import drafter_kind
 from vllm_specblock.engine.config.batch_sizes import capture_trees, make_room
 from vllm_specblock.engine.config.resolved_config import ResolvedConfig, resolve_config
-from vllm_specblock.engine.config.target_weights import check_quantization
 from vllm_specblock.engine.config.validate import (
     check_acceptance,
     check_adapt,
     check_batch,
     check_cache,
     check_lora,
+    check_quantization,
+    check_ranks,
     check_runner,
     check_target,
     check_task,
@@ -52,16 +52,14 @@ def translate(args: EngineArgs, target: ModelConfig, parallel: ParallelConfig) -
             cannot verify trees; a drafter that was made for another target.
         CheckpointError: the drafter's files are not what their config says.
     """
-    given, nodes = read_request(args)
-    check_batch(args, nodes)
     check_runner(args, parallel)
     check_task(target)
     check_target(target)
     check_quantization(target)
     check_cache(args, target)
-    given.setdefault("enable_adaptive_verification", _adapts(given, args, parallel))
-    resolved = resolve_request(given, nodes, args, target, parallel)
-
+    resolved = resolve(args, target, parallel)
+    num_speculative_tokens = resolved.num_speculative_tokens
+    check_batch(args, num_speculative_tokens)
     folder = next(
         (
             drafter.folder
@@ -71,10 +69,11 @@ def translate(args: EngineArgs, target: ModelConfig, parallel: ParallelConfig) -
         str(PLACEHOLDER_DRAFT_CONFIG),
     )
     args.speculative_config = {
-        **{key: value for key, value in given.items() if key in VLLM_KEYS},
+        **{key: value for key, value in keys_of(args).items() if key in VLLM_KEYS},
         "method": "eagle3",
         "model": folder,
-        "num_speculative_tokens": nodes,
+        "num_speculative_tokens": num_speculative_tokens,
+        "enable_adaptive_verification": resolved.adaptive,
         "disable_eagle_block_drop": not any(
             drafter_kind(drafter.kind).needs_block_drop for drafter in resolved.drafters
         ),
@@ -83,10 +82,10 @@ def translate(args: EngineArgs, target: ModelConfig, parallel: ParallelConfig) -
         # vLLM wants CUDA graphs with it; `host_budget.py` does without.
         args.speculative_config.pop("enable_adaptive_verification", None)
         if args.enable_lora:  # vLLM refuses a smaller step than all requests' drafts take
-            make_room(args, nodes, parallel)
+            make_room(args, num_speculative_tokens, parallel)
     else:
-        make_room(args, nodes, parallel)
-        capture_trees(args, nodes)
+        make_room(args, num_speculative_tokens, parallel)
+        capture_trees(args, num_speculative_tokens)
     args.additional_config = {
         **(args.additional_config or {}),
         METHOD: resolved.model_dump(mode="json"),
@@ -97,32 +96,26 @@ def translate(args: EngineArgs, target: ModelConfig, parallel: ParallelConfig) -
     return resolved
 
 
-def read_request(args: EngineArgs) -> tuple[dict[str, Any], int]:
-    """The user's `speculative_config`, dashes in keys replaced, and its nodes N.
-
-    Raises:
-        OptionError: N is no number of nodes.
-    """
-    given = {key.replace("-", "_"): value for key, value in args.speculative_config.items()}
-    default = DEFAULT_NODES_ON_CPU if current_platform.is_cpu() else DEFAULT_NODES
-    return given, check_num_nodes(given.get("num_speculative_tokens", default))
+def keys_of(args: EngineArgs) -> dict[str, Any]:
+    """Return the user's `speculative_config`, dashes in keys replaced."""
+    return {key.replace("-", "_"): value for key, value in args.speculative_config.items()}
 
 
-def resolve_request(
-    given: dict[str, Any],
-    nodes: int,
-    args: EngineArgs,
-    target: ModelConfig,
-    parallel: ParallelConfig,
-) -> ResolvedConfig:
-    """Drafters and how they go together, held against the target and the device.
+def resolve(args: EngineArgs, target: ModelConfig, parallel: ParallelConfig) -> ResolvedConfig:
+    """Return the drafters and how they go together, checked against the target and the device.
 
     Raises:
         OptionError, CheckpointError: as `translate`.
     """
+    given, on_cpu = keys_of(args), current_platform.is_cpu()
+    # On a CPU every verified row takes time.
+    several = parallel.tensor_parallel_size > 1 or args.enable_lora
+    fixed = any(given.get(key) is not None for key in _FIXES_DRAFTS)
+    given.setdefault("enable_adaptive_verification", on_cpu and not several and not fixed)
+    given.setdefault("num_speculative_tokens", DEFAULT_NODES_ON_CPU if on_cpu else DEFAULT_NODES)
     hub = {"token": args.hf_token, "cache_dir": args.download_dir}
-    resolved = resolve_config(given, nodes, target, hub)
-    _check_ranks(resolved, parallel)
+    resolved = resolve_config(given, target, hub)
+    check_ranks(resolved, parallel)
     check_lora(args, resolved)
     resolved = _with_skipping(resolved, parallel)
     check_weights(resolved, target.dtype)
@@ -131,14 +124,11 @@ def resolve_request(
     return resolved
 
 
-def _adapts(given: dict[str, Any], args: EngineArgs, parallel: ParallelConfig) -> bool:
-    """Return the default of `enable_adaptive_verification`.
-
-    True on a CPU, where every verified row takes time; not with a given number of drafts or
-    acceptance, several ranks (`_check_ranks`) or adapters (`check_lora`).
-    """
-    one = current_platform.is_cpu() and parallel.tensor_parallel_size == 1 and not args.enable_lora
-    return one and not any(given.get(key) is not None for key in _SAYS_HOW_MANY)
+_FIXES_DRAFTS = (
+    "num_speculative_tokens_per_batch_size",
+    "synthetic_acceptance_rates",
+    "synthetic_acceptance_length",
+)
 
 
 def _with_skipping(resolved: ResolvedConfig, parallel: ParallelConfig) -> ResolvedConfig:
@@ -166,23 +156,6 @@ def _with_skipping(resolved: ResolvedConfig, parallel: ParallelConfig) -> Resolv
     return resolved.model_copy(update={"combine": combine.model_copy(update={"skip_drafter": can})})
 
 
-_SAYS_HOW_MANY = (
-    "num_speculative_tokens_per_batch_size",
-    "synthetic_acceptance_rates",
-    "synthetic_acceptance_length",
-)
-
-
-def _check_ranks(resolved: ResolvedConfig, parallel: ParallelConfig) -> None:
-    """What every rank decides by what it has seen so far, and two might disagree on."""
-    if resolved.adaptive and current_platform.is_cpu() and parallel.tensor_parallel_size > 1:
-        raise OptionError(
-            "speculative_config key 'enable_adaptive_verification' is true and "
-            f"tensor_parallel_size is {parallel.tensor_parallel_size}, but on a CPU every process "
-            "measures costs of its own: drop one of them."
-        )
-
-
 def finish(config: SpeculativeConfig, resolved: ResolvedConfig, target: ModelConfig) -> None:
     """Mark the config as ours, and tell vLLM which hidden states the target has to hand out."""
     draft = config.draft_model_config.hf_config
@@ -204,5 +177,5 @@ def finish(config: SpeculativeConfig, resolved: ResolvedConfig, target: ModelCon
 
 
 def read_back(additional_config: dict[str, Any]) -> ResolvedConfig:
-    """The plan, in the process that runs the model."""
+    """Return the resolved config in the process that runs the model."""
     return ResolvedConfig.model_validate(additional_config[METHOD])

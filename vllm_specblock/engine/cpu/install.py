@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vllm_specblock.engine import releases
+from vllm_specblock.engine import compat
 from vllm_specblock.engine.cpu import compile_cache, sleeping_waits
 from vllm_specblock.engine.cpu.batches import slot_mapping
 from vllm_specblock.engine.cpu.kernels import KERNELS
@@ -102,8 +102,8 @@ def _gather_block_tables(
     tables = out
     if tables is None:
         tables = tuple(self.input_block_tables)
-        rows = max(rows, releases.rows_left_over(self, count))
-    reaches = releases.window_reach(self)
+        rows = max(rows, compat.rows_left_over(self, count))
+    reaches = compat.window_reach(self)
     for source, table, reach, size in zip(self.block_tables, tables, reaches, self.block_sizes):
         table[:count] = source.gpu[idx_mapping]
         table[count:rows] = 0

@@ -1,29 +1,32 @@
-"""All findings, in the order in which an engine would meet them."""
+"""What keeps an engine from drafting, or would, in the order in which it would meet it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
-from vllm_specblock.engine.doctor.finding import Finding, as_line, wrong
-from vllm_specblock.engine.doctor.hooks import hooks
-from vllm_specblock.engine.doctor.kernels import kernels
-from vllm_specblock.engine.doctor.versions import versions
+from vllm_specblock.engine.doctor.installation import (
+    OURS,
+    Finding,
+    as_line,
+    hooks,
+    kernels,
+    versions,
+    wrong,
+)
 
 
 def examine(target: str | None, given: dict[str, Any] | None) -> Iterator[Finding]:
-    """One after the other, as they are found.
-
-    What imports vLLM comes last, and only where what came before lets it.
+    """Yield findings; vLLM is imported last, and only if nothing before speaks against it.
 
     Args:
         target: a folder or a hub id.
-        given: a `speculative_config`; None: no drafter is asked about.
+        given: a `speculative_config`; None: no drafter is examined.
     """
     begun = True
     for finding in (*versions(), hooks()):
         yield finding
-        begun = begun and (finding.verdict != "wrong" or finding.name == "vllm-specblock")
+        begun = begun and (finding.verdict != "wrong" or finding.name == OURS)
     if not begun:
         if target is not None or given is not None:
             yield wrong("target, drafter", "not looked at", "See to what is wrong above first.")

@@ -1,7 +1,4 @@
-"""Target and drafter: whether an engine would take them, and the memory that the drafter takes.
-
-Asks what an engine asks while its config is built, in the same order, and says what it would say.
-"""
+"""Check target and drafters as an engine's config does, and the memory that drafters take."""
 
 from __future__ import annotations
 
@@ -20,16 +17,20 @@ from vllm_specblock.drafters.interface import CacheLayer
 from vllm_specblock.drafters.registry import drafter_kind
 from vllm_specblock.drafters.specblock.config import CheckpointError
 from vllm_specblock.engine.config.resolved_config import ResolvedDrafter, fetch_drafter
-from vllm_specblock.engine.config.target_weights import check_quantization
-from vllm_specblock.engine.config.validate import check_runner, check_target, check_task
-from vllm_specblock.engine.config.vllm_args import read_request, resolve_request
-from vllm_specblock.engine.doctor.finding import Finding, as_line, wrong
+from vllm_specblock.engine.config.validate import (
+    check_quantization,
+    check_runner,
+    check_target,
+    check_task,
+)
+from vllm_specblock.engine.config.vllm_args import resolve
+from vllm_specblock.engine.doctor.installation import Finding, as_line, wrong
 
 Refused = (OptionError, CheckpointError)
 
 
 def runner() -> Finding:
-    """Whether this environment runs the runner that trees need."""
+    """Check that this environment runs the runner that trees need."""
     try:
         check_runner(EngineArgs(), ParallelConfig())
     except OptionError as error:
@@ -38,12 +39,7 @@ def runner() -> Finding:
 
 
 def pair(target: str | None, given: dict[str, Any] | None) -> Iterator[Finding]:
-    """Findings about a target, about drafters, and about all of them together.
-
-    Args:
-        target: a folder or a hub id.
-        given: a `speculative_config`; None: no drafter is asked about.
-    """
+    """Yield findings about a target, its drafters and their memory; arguments as in `examine`."""
     model, args = None, EngineArgs() if target is None else EngineArgs(model=target)
     if target is not None:
         try:
@@ -66,10 +62,9 @@ def pair(target: str | None, given: dict[str, Any] | None) -> Iterator[Finding]:
         return
     args.speculative_config = {"method": METHOD, **given}
     try:
-        given, nodes = read_request(args)
-        if given["method"] != METHOD:
+        if given.get("method", METHOD) != METHOD:
             raise OptionError(f"'method' is {given['method']!r}, but must be {METHOD!r} here.")
-        resolved = resolve_request(given, nodes, args, model, ParallelConfig())
+        resolved = resolve(args, model, ParallelConfig())
     except Refused as error:
         yield wrong("drafter", _named(given), as_line(error))
         return
@@ -77,11 +72,11 @@ def pair(target: str | None, given: dict[str, Any] | None) -> Iterator[Finding]:
         which = f" {number}" if resolved.combine else ""
         yield Finding(f"drafter{which}", _described(drafter))
         if drafter.folder is not None:
-            yield memory(drafter, model, nodes, f"memory{which}")
+            yield memory(drafter, model, resolved.num_speculative_tokens, f"memory{which}")
 
 
 def alone(given: dict[str, Any]) -> Finding:
-    """A drafter without a target to hold it against."""
+    """Check a drafter without a target."""
     advice = "Give --target to hold it against one."
     if set(given) != {"model"}:
         return wrong("drafter", "not looked at", advice)
@@ -106,8 +101,10 @@ def _described(drafter: ResolvedDrafter) -> str:
     return f"{drafter.folder}: {drafter.kind}, reads target layers {layers}"
 
 
-def memory(drafter: ResolvedDrafter, target: ModelConfig, nodes: int, name: str) -> Finding:
-    """Weights and cache of a drafter, beside the target's cache; of one device that holds all."""
+def memory(
+    drafter: ResolvedDrafter, target: ModelConfig, num_speculative_tokens: int, name: str
+) -> Finding:
+    """Return the size of a drafter's weights and cache, beside the target's cache."""
     kind, dtype = drafter_kind(drafter.kind), target.dtype
     assert drafter.folder is not None
     model = kind.load_checkpoint_module().load(Path(drafter.folder), dtype=dtype)
@@ -117,7 +114,13 @@ def memory(drafter: ResolvedDrafter, target: ModelConfig, nodes: int, name: str)
     weights = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
     columns = tuple(range(len(drafter.layers)))
     made = kind.load_class()(
-        model, torch.nn.Identity(), drafter.options, nodes, target.max_model_len, nodes, columns
+        model,
+        torch.nn.Identity(),
+        drafter.options,
+        num_speculative_tokens,
+        target.max_model_len,
+        num_speculative_tokens,
+        columns,
     )
     own = sum(map(entries, made.cache_layers())) * dtype.itemsize
     one = ParallelConfig()
@@ -139,7 +142,7 @@ def memory(drafter: ResolvedDrafter, target: ModelConfig, nodes: int, name: str)
 
 
 def entries(layer: CacheLayer) -> int:
-    """Numbers that a token leaves in a layer."""
+    """Return the numbers that a token leaves in a layer."""
     return 2 * layer.num_kv_heads * layer.head_dim * layer.entries_per_token
 
 

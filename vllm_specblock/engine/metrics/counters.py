@@ -35,6 +35,9 @@ class DrafterCounters:
         num_nodes: N, slots of a verified tree.
         max_depth: D, the deepest path.
         sink: takes the counts of every `publish`; None: no metrics.
+
+    Attributes:
+        sources: return further counts to publish.
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class DrafterCounters:
         sink: Callable[[Counts], None] | None = None,
     ) -> None:
         self.num_drafters, self.sink = num_drafters, sink
+        self.sources: list[Callable[[], Counts]] = []
         # Nodes by origin, as (verified, accepted, first of a tree); then what `drafted` adds.
         split = _KINDS * 3
         self.total = torch.zeros(split + 3 * num_drafters + 4, dtype=torch.int64, device=device)
@@ -102,11 +106,14 @@ class DrafterCounters:
         rows = [table, trees, trees.all(0, keepdim=True), live[None], thousandths]
         self._drafts += torch.cat(rows).sum(1)
 
-    def publish(self, more: Callable[[], Counts] = dict) -> None:
-        """Pass the counts on the host, and those of `more`, to the sink."""
+    def publish(self) -> None:
+        """Pass the counts on the host, and those of `sources`, to the sink."""
         if self.sink is None:
             return
-        self.sink(tally(self._host.tolist(), self.num_drafters) | more())  # a host tensor
+        counts = tally(self._host.tolist(), self.num_drafters)  # a host tensor
+        for source in self.sources:
+            counts |= source()
+        self.sink(counts)
         if self._host is not self.total:
             self._host.copy_(self.total, non_blocking=True)
 

@@ -1,9 +1,8 @@
 """Export of the counters to `/metrics`, `LLM.get_metrics` and the log.
 
-The model's process writes a small file in the format of prometheus_client's multi-process mode,
-and a collector in the frontend's registry reads it. With several API servers vLLM uses that mode
-itself and sums the file up with theirs. A stat logger plugin would switch statistics on for every
-model, and `LLM` does not load one.
+The model's process writes a file in the format of prometheus_client's multi-process mode, and a
+collector in the frontend reads it. With several API servers vLLM reads it with its own files.
+A stat logger plugin would switch statistics on for every model, and `LLM` does not load one.
 """
 
 from __future__ import annotations
@@ -100,9 +99,8 @@ class DrafterMetrics:
 
 
 def announce(config: Any) -> None:
-    """Show the metrics of the engines of `config` in this process, the frontend.
+    """Show the metrics of one deployment in this process, instead of an earlier one's.
 
-    Metrics of an earlier engine of this process are no longer shown, as vLLM does with its own.
     They go, and the files with them, when `config` does or this process ends.
 
     Args:
@@ -137,13 +135,7 @@ def _withdraw(collector: DrafterMetrics, folder: str | None, owner: int) -> None
 
 
 def make_sink(vllm_config: Any, rank: int) -> Callable[[Counts], None] | None:
-    """Return what takes the counts of an engine; None: metrics are off.
-
-    Args:
-        vllm_config: vLLM's, in the process that runs the model.
-        rank: of this process among the tensor-parallel ones; all count the same, the first
-            writes.
-    """
+    """Return what takes the counts of an engine; None: metrics are off, or another rank writes."""
     stem = getattr(vllm_config.speculative_config, _ATTRIBUTE, None)
     if stem is None or rank != 0:
         return None
@@ -157,21 +149,12 @@ def make_sink(vllm_config: Any, rank: int) -> Callable[[Counts], None] | None:
     from vllm import envs
 
     engine = str(vllm_config.parallel_config.data_parallel_index)
-    labels = {
-        "model_name": str(vllm_config.model_config.served_model_name),
-        "engine": engine,
-    }
+    labels = {"model_name": str(vllm_config.model_config.served_model_name), "engine": engine}
     return Sink(f"{stem}-{engine}.db", labels, envs.VLLM_LOG_STATS_INTERVAL)
 
 
 class Sink:
-    """Writes counts to the file, and what they grew by to the log now and then.
-
-    Args:
-        path: the file, made anew.
-        labels: of every metric, besides the drafter.
-        interval: seconds between two lines.
-    """
+    """Writes counts to the file `path`, and their growth to the log every `interval` seconds."""
 
     def __init__(self, path: str, labels: dict[str, str], interval: float) -> None:
         self.path, self.labels, self.interval = path, labels, interval
@@ -211,7 +194,7 @@ class Sink:
 
 
 def sentence(counts: Counts) -> str:
-    """The log line of an interval, in the manner of vLLM's own."""
+    """Return the log line of an interval."""
     parts = []
     for drafter in sorted({drafter for _, drafter in counts if drafter}):
         of = {name: count for (name, owner), count in counts.items() if owner == drafter}

@@ -12,13 +12,9 @@ if TYPE_CHECKING:
 
 
 class Stopwatch:
-    """Time inside a speculator's `propose`, in steps without prompts.
+    """Time inside the `propose` of a speculator of Model Runner V2, in steps without prompts.
 
-    Ours commits there, too, and has a `DraftClock`; all that vLLM's own do is drafting. On a GPU
-    the device's time, else wall clock.
-
-    Args:
-        speculator: of a Model Runner V2.
+    Ours commits there, too, and has a `DraftClock`. On a GPU the device's time, else wall clock.
     """
 
     def __init__(self, speculator: Any, on_gpu: bool) -> None:

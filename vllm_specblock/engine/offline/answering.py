@@ -26,7 +26,7 @@ DRAFTING = ("vllm:specblock_drafting_nanoseconds", "vllm:specblock_drafting_step
 
 
 def grown(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
-    """What was added between two readings, without what stayed."""
+    """Return what was added between two readings."""
     changes = {name: value - before.get(name, 0) for name, value in after.items()}
     return {name: change for name, change in changes.items() if change}
 
@@ -45,7 +45,7 @@ def read_counters(metrics: list[Any]) -> dict[str, int]:
 
 
 def cpu_seconds() -> float:
-    """Of this process and all below it, those that have ended included."""
+    """Return the CPU time of this process and its children, ended ones included."""
     import psutil
 
     took = 0.0
@@ -61,32 +61,24 @@ def cpu_seconds() -> float:
 
 
 class Answering:
-    """An engine, and what its answers cost.
-
-    Args:
-        arguments: of vLLM's `LLM`.
-    """
+    """An engine, and what its answers cost; `arguments` are those of vLLM's `LLM`."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         import torch
         from vllm import LLM
 
-        self.llm = LLM(**arguments)
-        self.config = self.llm.llm_engine.vllm_config
-        self.stopwatch = None
-        speculative = arguments.get("speculative_config")
-        if speculative is not None and speculative["method"] != "specblock":
-            self.stopwatch = self._of_vllms_own(torch.cuda.is_available())
-
-    def _of_vllms_own(self, on_gpu: bool) -> Any:
-        """A stopwatch on vLLM's own drafter; None where it is out of reach."""
         from vllm_specblock.engine.metrics.stopwatch import Stopwatch
 
-        core = self.llm.llm_engine.engine_core
-        if not self.config.use_v2_model_runner or not hasattr(core, "engine_core"):
-            return None
-        runner = core.engine_core.model_executor.driver_worker.worker.model_runner
-        return Stopwatch(runner.speculator, on_gpu)
+        self.llm = LLM(**arguments)
+        self.config = self.llm.llm_engine.vllm_config
+        self.stopwatch: Stopwatch | None = None
+        speculative = arguments.get("speculative_config")
+        if speculative is not None and speculative["method"] != "specblock":
+            core = self.llm.llm_engine.engine_core
+            # Otherwise vLLM's own drafter is out of reach.
+            if self.config.use_v2_model_runner and hasattr(core, "engine_core"):
+                runner = core.engine_core.model_executor.driver_worker.worker.model_runner
+                self.stopwatch = Stopwatch(runner.speculator, torch.cuda.is_available())
 
     def facts(self) -> dict[str, Any]:
         """What this engine is, beyond its arguments."""

@@ -29,7 +29,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
 )
 from vllm.platforms import current_platform
 
-from vllm_specblock.engine.patches import Function, patch
+from vllm_specblock.engine.patches import Function, replaces
 from vllm_specblock.train.config import TrainError
 from vllm_specblock.train.target.feature_store import Features
 
@@ -193,30 +193,19 @@ def _append_last_output() -> None:
     """What the LM head reads becomes the last of the states that are kept."""
     from vllm.v1.worker.gpu.spec_decode.extract_hidden_states import ExtractHiddenStatesSpeculator
 
-    def make(original: Function) -> Function:
-        def propose(
-            self: ExtractHiddenStatesSpeculator,
-            input_batch: InputBatch,
-            attn_metadata: dict[str, Any],
-            slot_mappings: dict[str, Tensor],
-            last_hidden_states: Tensor,
-            aux_hidden_states: list[Tensor] | None,
-            *args: Any,
-            **kwargs: Any,
-        ) -> Tensor:
-            if aux_hidden_states is not None:
-                aux_hidden_states = [*aux_hidden_states, last_hidden_states]
-            return original(
-                self,
-                input_batch,
-                attn_metadata,
-                slot_mappings,
-                last_hidden_states,
-                aux_hidden_states,
-                *args,
-                **kwargs,
-            )
-
-        return propose
-
-    patch(ExtractHiddenStatesSpeculator, "propose", make)
+    @replaces(ExtractHiddenStatesSpeculator, "propose")
+    def propose(
+        original: Function,
+        self: ExtractHiddenStatesSpeculator,
+        input_batch: InputBatch,
+        attn_metadata: dict[str, Any],
+        slot_mappings: dict[str, Tensor],
+        last_hidden_states: Tensor,
+        aux_hidden_states: list[Tensor] | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        if aux_hidden_states is not None:
+            aux_hidden_states = [*aux_hidden_states, last_hidden_states]
+        given = input_batch, attn_metadata, slot_mappings, last_hidden_states, aux_hidden_states
+        return original(self, *given, *args, **kwargs)

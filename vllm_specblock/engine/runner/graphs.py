@@ -11,18 +11,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
 from vllm.utils.torch_utils import async_tensor_h2d
-from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
-from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
+from vllm.v1.worker.gpu.input_batch import InputBatch
 
+from vllm_specblock.drafters.interface import CommittedTokens
 from vllm_specblock.engine.runner.step_batch import StepBatch
 from vllm_specblock.engine.runner.tree_states import TreeStates
+
+if TYPE_CHECKING:
+    from vllm_specblock.engine.runner.speculator import TreeSpeculator
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,8 @@ class StepInputs:
         rows: rows of the batch.
         slot_mapping: [≥ batch rows] int64, of the drafters' cache group.
         target_slots: the same for each set of the target's caches.
-        hidden_states: [≥ batch rows, Ht] for each layer that drafters read.
+        hidden_states: [≥ batch rows, Ht] for each layer that drafters or the recorder read.
+        num_layers: how many of them drafters read.
         block_table: [R, max blocks] int32, of the drafters' cache group.
         block_size: tokens per block.
         masks: [2, R] int64, see `CacheHoles.mask`.
@@ -44,14 +49,68 @@ class StepInputs:
     slot_mapping: torch.Tensor
     target_slots: list[torch.Tensor]
     hidden_states: list[torch.Tensor]
+    num_layers: int
     block_table: torch.Tensor
     block_size: int
     masks: torch.Tensor
     chain: torch.Tensor | None
 
+    def committed(self, text: torch.Tensor, temperature: torch.Tensor) -> CommittedTokens:
+        """Return the rows that drafters advance on; arguments as in `StepBatch.committed`."""
+        return self.rows.committed(
+            self.slot_mapping,
+            self.hidden_states[: self.num_layers],
+            text,
+            self.block_table,
+            self.block_size,
+            temperature,
+            self.masks,
+        )
+
 
 Step = Callable[[StepInputs], torch.Tensor]
 """Commits, drafts and stores the trees; returns their tokens, [R, N] int64."""
+
+
+def to_scratch_slot(batch: InputBatch, scratch_idx: int) -> InputBatch:
+    """A dummy batch of vLLM, which names real request slots, moved to the slot `scratch_idx`.
+
+    No request of it is done with its prompt: none counts as drafted for.
+    """
+    count = batch.num_reqs
+    return replace(
+        batch,
+        idx_mapping=torch.full_like(batch.idx_mapping, scratch_idx),
+        idx_mapping_np=np.full(count, scratch_idx, dtype=np.intp),
+        prefill_len_np=np.full(count, np.iinfo(np.int32).max, dtype=np.int32),
+    )
+
+
+def null_inputs(
+    rows: StepBatch, hidden_states: list[torch.Tensor], num_layers: int, config: VllmConfig
+) -> StepInputs:
+    """Return inputs of a dummy step before vLLM allocates caches; all blocks are null blocks.
+
+    Args:
+        hidden_states, num_layers: see `StepInputs`.
+    """
+    count, device = rows.batch.num_reqs, rows.base.device
+    # With few requests, vLLM's have more tokens than a real one can.
+    longest = int(rows.batch.num_scheduled_tokens[:count].max())  # a host array
+    block_size = config.cache_config.block_size
+    blocks = -(-max(config.model_config.max_model_len, longest) // block_size)
+    return StepInputs(
+        rows,
+        torch.full((rows.batch.num_tokens,), -1, dtype=torch.int64, device=device),
+        [],
+        hidden_states,
+        num_layers,
+        torch.zeros(count, blocks, dtype=torch.int32, device=device),
+        block_size,
+        torch.zeros(2, count, dtype=torch.int64, device=device),
+        chain=None,
+    )
+
 
 _SLOT, _GOES_ON, _CHAIN = range(3)
 """Columns of the host values of a request."""
@@ -81,41 +140,29 @@ class GraphStepBatch(StepBatch):
 class ProposalGraphs(CudaGraphManager):
     """CudaGraphManager of the proposals; vLLM's memory profile finds it by its class.
 
-    Captures the sizes of the target's decode graphs: by requests, or by rows with `varlen`. A batch
-    between two sizes is padded with requests that own the scratch slot and null blocks.
+    Captures the sizes of the target's decode graphs: by requests, or by rows where the device
+    allocates the drafts, of which a request then has 0 to N. A batch between two sizes is padded
+    with requests that own the scratch slot and null blocks.
 
     Keeps a copy of the drafters' input states, (layers read) · (largest capture size + 1) · Ht
     elements: 12 MiB for three layers of 4096 in bfloat16 at 512 rows.
-
-    Args:
-        varlen: the device allocates the drafts: a request has 0 to N of them.
-        tree_states: of the engine; the last slot is the scratch slot.
-        num_states: layers of the target that drafters read.
     """
 
-    def __init__(
-        self,
-        vllm_config: VllmConfig,
-        device: torch.device,
-        cudagraph_mode: CUDAGraphMode,
-        varlen: bool,
-        tree_states: TreeStates,
-        num_states: int,
-        target_buffers: InputBuffers,
-        block_tables: BlockTables,
-        group: int,
-        masks: torch.Tensor,
-    ) -> None:
-        each = 1 if varlen else tree_states.num_nodes + 1
-        super().__init__(vllm_config, device, cudagraph_mode, decode_query_len=each)
-        self.tree_states, self.scratch_idx = tree_states, len(tree_states.accepted) - 1
-        self.buffers, self.block_tables, self.group = target_buffers, block_tables, group
-        self.masks = masks
+    def __init__(self, engine: TreeSpeculator, target_mode: CUDAGraphMode) -> None:
+        full = target_mode.decode_mode() == CUDAGraphMode.FULL
+        mode = CUDAGraphMode.FULL_DECODE_ONLY if full else CUDAGraphMode.NONE
+        vllm_config, device = engine.vllm_config, engine.device
+        each = 1 if engine.enable_adaptive_verification else engine.num_speculative_tokens + 1
+        super().__init__(vllm_config, device, mode, decode_query_len=each)
+        self.tree_states, self.scratch_idx = engine.tree_states, engine.scratch_idx
+        self.buffers, self.block_tables = engine.target_input_buffers, engine.block_tables
+        self.caches, self.masks = engine.caches, engine.skipped.masks
+        self.num_layers = engine.num_layers
         descs = self._capture_descs.get(CUDAGraphMode.FULL, [])
         # One row is kept for padding requests.
         self.most_rows = min(
             self.compilation_config.max_cudagraph_capture_size or 0,
-            target_buffers.max_num_tokens - 1,
+            self.buffers.max_num_tokens - 1,
         )
         model = vllm_config.model_config
         self.hidden_states = [
@@ -125,7 +172,7 @@ class ProposalGraphs(CudaGraphManager):
                 dtype=model.dtype,
                 device=device,
             )
-            for _ in range(num_states)
+            for _ in range(engine.num_inner + engine.reads_last)
         ]
         most = max((desc.num_reqs for desc in descs), default=0)
         self.known = torch.zeros(most, 3, dtype=torch.int64, device=device)
@@ -137,13 +184,9 @@ class ProposalGraphs(CudaGraphManager):
 
     # ---- once ----
 
-    def capture(self, step: Step, tokens: torch.Tensor, target_groups: list[int]) -> None:
-        """Capture `step` for every size.
-
-        Args:
-            target_groups: cache group of each set of the target's caches.
-            tokens: [≥ most requests, N] int64, output of every replay.
-        """
+    def capture(self, step: Step, tokens: torch.Tensor) -> None:
+        """Capture `step` for every size; `tokens` [≥ most requests, N] int64 is their output."""
+        group = self.caches.group
 
         def create_forward_fn(
             desc: BatchExecutionDescriptor, warmup: bool
@@ -152,12 +195,13 @@ class ProposalGraphs(CudaGraphManager):
             rows = self._rows(count)
             slots = self.block_tables.get_dummy_slot_mappings(self.most_rows + 1)
             inputs = {
-                "slot_mapping": slots[self.group],
-                "target_slots": [slots[group] for group in target_groups],
-                "block_table": self.block_tables.get_dummy_block_tables(count)[self.group],
-                "block_size": self.block_tables.block_sizes[self.group],
+                "slot_mapping": slots[group],
+                "target_slots": [slots[each] for each, _ in self.caches.target],
+                "block_table": self.block_tables.get_dummy_block_tables(count)[group],
+                "block_size": self.block_tables.block_sizes[group],
                 "masks": self.masks[:, :count],
                 "hidden_states": self.hidden_states,
+                "num_layers": self.num_layers,
             }
 
             def forward(cg_mode: CUDAGraphMode) -> None:
@@ -244,6 +288,6 @@ class ProposalGraphs(CudaGraphManager):
         if count < size:
             # A padding request drafts into the slots after its root: point it at null blocks, not
             # at those of an earlier batch. At position 0 it attends to nothing.
-            self.block_tables.input_block_tables[self.group][count:size].zero_()
+            self.block_tables.input_block_tables[self.caches.group][count:size].zero_()
             self.buffers.positions[num_rows].zero_()
             self.query_start[count + 1 : size + 1].fill_(num_rows)

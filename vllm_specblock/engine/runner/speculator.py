@@ -2,46 +2,124 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.config.compilation import CUDAGraphMode
 from vllm.sampling_params import SamplingParams
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
+from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_specblock.drafters.common.backlog import MissedRows
-from vllm_specblock.drafters.interface import CommittedTokens
+from vllm_specblock.engine import deep_sleep, draft_updates
 from vllm_specblock.engine.adaptive.budget import clock
-from vllm_specblock.engine.metrics.counters import Counts
-from vllm_specblock.engine.runner.dummy import null_inputs, to_scratch_slot
-from vllm_specblock.engine.runner.graphs import StepInputs
-from vllm_specblock.engine.runner.speculator_setup import SpeculatorSetup
-from vllm_specblock.engine.runner.step_batch import StepBatch, missed_rows, rows_without_drafts
-from vllm_specblock.engine.undrafted import fills_block, wants_drafts
+from vllm_specblock.engine.config.vllm_args import read_back
+from vllm_specblock.engine.cpu.warm_up import compile_loops, without_made_up_requests
+from vllm_specblock.engine.runner import graphs
+from vllm_specblock.engine.runner.build import build, widen_texts
+from vllm_specblock.engine.runner.caches import Slots
+from vllm_specblock.engine.runner.chain_fallback import ChainFallback
+from vllm_specblock.engine.runner.model_state import TreeModelState
+from vllm_specblock.engine.runner.skipped_steps import States
+from vllm_specblock.engine.runner.step_batch import StepBatch, missed_rows
+from vllm_specblock.engine.runner.warm_up import compile_kernels
+from vllm_specblock.engine.target_model import check_target_model
+from vllm_specblock.engine.undrafted import wants_drafts
 from vllm_specblock.feedback.verified_trees import VerifiedTrees
 
 if TYPE_CHECKING:
-    from vllm.v1.worker.gpu.dp_utils import DPSyncState
+    from vllm.model_executor.models.interfaces_base import VllmModel
 
 
-class TreeSpeculator(SpeculatorSetup):
+class TreeSpeculator(DraftModelSpeculator):
     """DraftModelSpeculator that proposes trees.
 
     Unlike vLLM's speculators it also commits: a target step leaves the keys, values and hidden
     states of the accepted path scattered among rejected nodes, and later steps need them in order.
     """
 
-    _counted = True
-    """The last step added to the counters."""
+    _counted = True  # the last step added to the counters
+
+    # ---- at start, in vLLM's order ----
+
+    def __init__(
+        self, vllm_config: VllmConfig, device: torch.device, req_states: RequestState
+    ) -> None:
+        super().__init__(vllm_config, device)
+        deep_sleep.install()
+        draft_updates.install()
+        self.req_states = req_states
+        self.resolved = read_back(vllm_config.additional_config)
+        self.num_speculative_tokens = self.num_speculative_steps
+        # An extra slot for padding rows.
+        self.scratch_idx, self.num_slots = self.max_num_reqs, self.max_num_reqs + 1
+        widen_texts(req_states, self.num_slots, self.resolved)
+        depth = vllm_config.model_config.hf_text_config.num_hidden_layers
+        self.num_layers = len(self.resolved.layers)
+        self.num_inner = sum(layer < depth for layer in self.resolved.layers)
+        self.reads_last = self.num_inner < self.num_layers or self.resolved.adapting is not None
+        self.pad_rows = device.type != "cpu"
+        self.enable_adaptive_verification = self.resolved.adaptive
+        self.use_acceptance_estimator = False  # vLLM's, for chains
+        self.temperature = torch.zeros(self.num_slots, device=device)
+        self.chains = ChainFallback(self.num_slots)
+        self.undrafted = np.zeros(self.num_slots, dtype=bool)
+
+    def load_draft_model(
+        self, target_model: VllmModel, target_attn_layer_names: set[str]
+    ) -> nn.Module:
+        parts = build(self, target_model, sorted(target_attn_layer_names))
+        self.caches, self.draft_policy, self.tree_states = parts[2:5]
+        self.skipped, self.adaptive, self.recorder = parts.skipped, parts.adaptive, parts.recorder
+        self.counters, self.clock = parts.counters, parts.clock
+        self.reads_rows = parts.follow or self.num_layers > 0 or self.recorder is not None
+        return draft_updates.DraftModels(parts.drafters, self.resolved)
+
+    def load_model(self, target_model: VllmModel) -> None:
+        check_target_model(target_model, self.vllm_config)  # not all loaders call `create_model`
+        super().load_model(target_model)
+        if self.device.type == "cpu":
+            compile_loops(self.dtype)
+            without_made_up_requests()
+        # vLLM builds this class without our arguments, hence one class per engine.
+        state = type("TreeModelState", (TreeModelState,), {"speculator": self})
+        target_model.get_model_state_cls = lambda: state
+
+    def set_attn(self, *args: Any, **kwargs: Any) -> None:
+        super().set_attn(*args, **kwargs)
+        self.max_model_len = self.vllm_config.model_config.max_model_len
+        self.caches.find_groups(self.kv_cache_config)
+
+    def bind_caches(self) -> None:
+        """Take the allocated KV caches."""
+        self.caches.bind()
+        blocks = self.kv_cache_config.num_blocks, self.block_tables.block_sizes[self.caches.group]
+        self.skipped.track(*blocks, self.draft_policy)
+        # Otherwise `capture` compiles them.
+        if self.device.type == "cpu" or self.vllm_config.model_config.enforce_eager:
+            compile_kernels(self.vllm_config, self.caches, self.block_tables)
+
+    def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
+        self.graphs = graphs.ProposalGraphs(self, cudagraph_mode)
 
     def capture(self) -> None:
         self.forget_warm_up()
-        self._compile_kernels()
-        groups = [group for group, _ in self.target_caches]
-        self.graphs.capture(self.step, self.draft_tokens, groups)
+        compile_kernels(self.vllm_config, self.caches, self.block_tables)
+        self.graphs.capture(self.step, self.draft_tokens)
+
+    def forget_warm_up(self) -> None:
+        """Reset the counters and estimates after vLLM's warm-up requests."""
+        self.counters.total.zero_()
+        self.clock.total.zero_()
+        self.draft_policy.forget()
+        if self.adaptive is not None:
+            self.adaptive.acceptance.forget()
 
     # ---- once per request ----
 
@@ -54,8 +132,7 @@ class TreeSpeculator(SpeculatorSetup):
         self.undrafted[req_idx] = not drafts
         if self.adaptive is not None:
             self.adaptive.add(req_idx, samples=temperature > 0, drafts=drafts)
-        if self.backlog is not None:
-            self.backlog.forget(req_idx)
+        self.skipped.begin_request(req_idx)
         self.chains.note(req_idx, params)
 
     # ---- once per step ----
@@ -64,160 +141,63 @@ class TreeSpeculator(SpeculatorSetup):
         self,
         input_batch: InputBatch,
         attn_metadata: dict[str, Any],
-        slot_mappings: dict[str, torch.Tensor],
+        slot_mappings: Slots,
         last_hidden_states: torch.Tensor,
-        aux_hidden_states: list[torch.Tensor] | None,
-        num_sampled: torch.Tensor,
-        num_rejected: torch.Tensor,
-        last_sampled: torch.Tensor,
-        next_prefill_tokens: torch.Tensor,
-        temperature: torch.Tensor,
-        seeds: torch.Tensor,
-        dp_sync_state: DPSyncState | None = None,
+        aux_hidden_states: States | None,
+        *_: Any,
         dummy_run: bool = False,
         skip_attn_for_dummy_run: bool = False,
-        mm_inputs: tuple[list[torch.Tensor], torch.Tensor] | None = None,
-        is_profile: bool = False,
         num_speculative_tokens: int | None = None,
+        **__: Any,
     ) -> torch.Tensor:
-        batch = to_scratch_slot(input_batch, self.scratch_idx) if dummy_run else input_batch
-        aux_hidden_states = aux_hidden_states or []
+        batch = graphs.to_scratch_slot(input_batch, self.scratch_idx) if dummy_run else input_batch
+        states = list(aux_hidden_states or ())
         if self.reads_last:
-            aux_hidden_states = [*aux_hidden_states, last_hidden_states]
+            states.append(last_hidden_states)
         if self.recorder is not None and not dummy_run:
             self.recorder.between_steps(batch.idx_mapping_np)
         if skip_attn_for_dummy_run:
-            self._bind_null_caches()
-            size = self.vllm_config.cache_config.block_size
+            self.caches.bind_null()
             rows = StepBatch(batch, self.tree_states, self.pad_rows)
-            return self.step(null_inputs(rows, aux_hidden_states, size, self.max_model_len))
-        self.blind = None
+            return self.step(graphs.null_inputs(rows, states, self.num_layers, self.vllm_config))
+        self.skipped.blind = None
         undrafted = self.undrafted[batch.idx_mapping_np]
         paused = not dummy_run and self.adaptive is not None and self.adaptive.is_paused(batch)
-        # 0 comes from vLLM's schedule by batch size and, from 0.33 on, in prompt chunks and last
-        # steps.
+        # 0 comes from vLLM's schedule by batch size; in 0.33 also in prompt chunks and last steps.
         draft = num_speculative_tokens != 0
         counted, self._counted = self._counted, batch.num_draft_tokens > 0
         if undrafted.all():  # a host array
-            self._follow(batch, slot_mappings, aux_hidden_states)
+            self._follow(batch, slot_mappings, states)
             tokens = self._no_trees(batch.num_reqs)
-        elif paused or (not draft and self._can_skip(batch, aux_hidden_states)):
-            if self.recorder is not None:
-                self.recorder.pause(batch.idx_mapping_np)
-            missed = partial(missed_rows, batch, aux_hidden_states[: self.num_layers])
-            skipped = self._slots(batch, slot_mappings)
-            if batch.num_draft_tokens:  # drafted before the pause
-                inputs = self._inputs(batch, slot_mappings, aux_hidden_states)
-                self.settle(inputs)
-                committed = self._committed(inputs)
-                missed, skipped = partial(MissedRows.of, committed), committed.kv_slot
-            if self.holes is not None:
-                self.holes.skip(skipped)
-            if paused and self.adaptive is not None:
-                self.adaptive.pause(batch, missed)
-            else:
-                self._skip(batch, missed)
+        elif paused or (not draft and self._can_skip(batch, states)):
+            self._skip(batch, slot_mappings, states, paused)
             tokens = self._no_trees(batch.num_reqs)
         else:
             self._counted = True
             began = clock()
             graph = self.graphs.find(batch, dummy_run) if draft else None
-            if graph is None:
-                inputs = self._inputs(batch, slot_mappings, aux_hidden_states)
-                # A GPU pads its batches and drafts for all requests.
-                if draft and undrafted.any() and not self.pad_rows:  # a host array
-                    wanted = np.flatnonzero(~undrafted)
-                    self.draft_policy.wanted = torch.from_numpy(wanted)  # a host array
-                tokens = self.step(inputs, draft)
-                self.draft_policy.wanted = None
-            else:
-                self.graphs.fill(
-                    graph, batch, aux_hidden_states, self.chains.among(batch.idx_mapping_np)
-                )
+            if graph is not None:
+                self.graphs.fill(graph, batch, states, self.chains.among(batch.idx_mapping_np))
                 self._mask(batch)
                 self.graphs.run_fullgraph(graph)
                 tokens = self.draft_tokens[: batch.num_reqs]
-            if self.blind is not None:
-                self._discard(batch.idx_mapping, self.blind)
+            else:
+                # A GPU pads its batches and drafts for all requests.
+                if draft and undrafted.any() and not self.pad_rows:  # a host array
+                    self.draft_policy.wanted = torch.from_numpy(np.flatnonzero(~undrafted))
+                tokens = self.step(self._inputs(batch, slot_mappings, states), draft)
+                self.draft_policy.wanted = None
+            self.skipped.discard_blind(batch.idx_mapping)
             if self.adaptive is not None:
                 prompts = batch.num_reqs if batch.has_prefill and not dummy_run else 0
                 policy = self.draft_policy
                 self.adaptive.drafted(clock() - began, policy.asked, policy.read, prompts)
         # A GPU's counts are on the host one step later.
         if not dummy_run and (counted or self._counted or self.recorder is not None):
-            self.counters.publish(self._more_counts)
+            self.counters.publish()
         return tokens
 
-    def _follow(
-        self,
-        batch: InputBatch,
-        slot_mappings: dict[str, torch.Tensor],
-        hidden_states: list[torch.Tensor],
-    ) -> None:
-        """Let the drafters read a batch in which every request declined drafts."""
-        if self.holes is None or not self.follows:
-            return
-        block_size = self.block_tables.block_sizes[self.group]
-        if self.adaptive is not None and self.adaptive.drafting_state.all_paused:
-            self.holes.skip(self._slots(batch, slot_mappings))
-            if self.backlog is not None:
-                rows = missed_rows(batch, hidden_states[: self.num_layers])
-                self.backlog.keep(rows, np.zeros(batch.num_reqs, dtype=bool))
-        elif self.backlog is None or fills_block(batch, block_size):
-            self.step(self._inputs(batch, slot_mappings, hidden_states), draft=False)
-        else:
-            rows = missed_rows(batch, hidden_states[: self.num_layers])
-            self.backlog.keep(rows, np.ones(batch.num_reqs, dtype=bool))
-
-    def _inputs(
-        self,
-        batch: InputBatch,
-        slot_mappings: dict[str, torch.Tensor],
-        hidden_states: list[torch.Tensor],
-    ) -> StepInputs:
-        """Return the inputs of an eager step."""
-        self._mask(batch)
-        chain = self.chains.among(batch.idx_mapping_np)
-        slots = {group: slot_mappings[name] for group, name in self.layer_of.items()}
-        return StepInputs(
-            StepBatch(batch, self.tree_states, self.pad_rows, self.reads_rows),
-            slots[self.group],
-            [slots[group] for group, _ in self.target_caches],
-            hidden_states,
-            self.block_tables.input_block_tables[self.group][: batch.num_reqs],
-            self.block_tables.block_sizes[self.group],
-            self.masks[:, : batch.num_reqs],
-            async_tensor_h2d(chain, device=self.device) if chain.any() else None,
-        )
-
-    def _slots(self, batch: InputBatch, slot_mappings: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Return the drafters' cache slots of a batch, [rows] int64."""
-        return slot_mappings[self.layer_of[self.group]][: batch.num_tokens]
-
-    def _mask(self, batch: InputBatch) -> None:
-        """Mask cache blocks with rows that the drafters skipped; vLLM gathers its tables anew."""
-        if self.holes is None or self.draft_policy.holes is not None or not self.holes.any:
-            return
-        num_reqs, req_idx = batch.num_reqs, batch.idx_mapping
-        end = async_tensor_h2d(rows_without_drafts(batch).astype(np.int64), device=self.device)
-        first = batch.positions[batch.query_start_loc[:num_reqs].long()]
-        last = first + end - 1 + self.tree_states.accepted[req_idx.long()]
-        if self.backlog is not None:
-            missed = [self.backlog.rows(index) for index in batch.idx_mapping_np.tolist()]
-            first = first - torch.tensor(missed)
-        # Drafting borrows slots after the root.
-        longest = int(batch.seq_lens_cpu_upper_bound[:num_reqs].max())  # a host tensor
-        width = (longest + self.num_nodes) // self.holes.block_size + 1
-        table = self.block_tables.input_block_tables[self.group][:num_reqs, :width]
-        self.blind = self.holes.mask(table, first, last)
-
-    def _discard(self, req_idx: torch.Tensor, blind: torch.Tensor) -> None:
-        """Discard the trees of requests whose drafter could not see their newest tokens."""
-        self.tree_states.discard(req_idx, blind)
-        if self.adaptive is not None:
-            self.adaptive.confidence[: len(blind)].masked_fill_(blind[:, None], 0)
-
-    def step(self, inputs: StepInputs, draft: bool = True) -> torch.Tensor:
+    def step(self, inputs: graphs.StepInputs, draft: bool = True) -> torch.Tensor:
         """Commit, draft and store the trees; the same eagerly and in a graph.
 
         Args:
@@ -228,15 +208,15 @@ class TreeSpeculator(SpeculatorSetup):
         """
         verified = self.settle(inputs)
         rows, req_idx = inputs.rows, inputs.rows.batch.idx_mapping
-        committed = self._committed(inputs)
+        committed = inputs.committed(self.req_states.all_token_ids.gpu, self.temperature)
         if self.recorder is not None:
             self.recorder.record(rows, committed, inputs.hidden_states, verified)
-        if self.backlog is not None:
-            committed = self.backlog.catch_up(committed)
+        if self.skipped.backlog is not None:
+            committed = self.skipped.backlog.catch_up(committed)
         self.clock.begin()
         self.draft_policy.advance(committed)
         if not draft:
-            self._nothing_drafted(req_idx)
+            self.skipped.nothing_drafted(req_idx)
             return self._no_trees(len(req_idx))
         proposal = self.draft_policy.combine(committed)
         # With a prompt, most of the time is spent reading it.
@@ -248,59 +228,17 @@ class TreeSpeculator(SpeculatorSetup):
         if self.adaptive is not None:
             combined = self.adaptive.write_survival(req_idx, committed.temperature, combined)
         self.tree_states.store(req_idx, combined)
+        betas = [drafter.beta_of(committed) for drafter in self.draft_policy.drafters]
         self.counters.drafted(
-            proposal.drafted,
-            proposal.second,
-            proposal.agreed,
-            rows.goes_on,
-            [drafter.beta_of(committed) for drafter in self.draft_policy.drafters],
+            proposal.drafted, proposal.second, proposal.agreed, rows.goes_on, betas
         )
         return combined.tree.token
 
-    def _can_skip(self, batch: InputBatch, states: list[torch.Tensor]) -> bool:
-        """Whether drafters can read this step later, or need not read it."""
-        if self.recorder is not None or not self.can_resume:
-            return False
-        return self.backlog is None or self.backlog.has_room(
-            batch.num_tokens, states[: self.num_layers]
-        )
-
-    def _skip(self, batch: InputBatch, missed: Callable[[], MissedRows]) -> None:
-        """Skip the drafters in this step; `missed` returns its committed rows."""
-        if self.backlog is not None:
-            self.backlog.keep(missed(), np.ones(batch.num_reqs, dtype=bool))
-        if self.adaptive is not None:
-            self.adaptive.drafted(0.0, asked=False)
-        self._nothing_drafted(batch.idx_mapping)
-
-    def _nothing_drafted(self, req_idx: torch.Tensor) -> None:
-        # Drafts scheduled next are placeholders.
-        self.tree_states.accepted.index_fill_(0, req_idx, 0)
-        if self.adaptive is not None:
-            self.adaptive.nothing_drafted(len(req_idx))
-
-    def _no_trees(self, num_reqs: int) -> torch.Tensor:
-        """Return valid placeholder tokens, [R, N] int64.
-
-        A copy: vLLM overwrites unused drafts with −1 and would read those later."""
-        return self.draft_tokens[:num_reqs].clone()
-
-    def _committed(self, inputs: StepInputs) -> CommittedTokens:
-        return inputs.rows.committed(
-            inputs.slot_mapping,
-            inputs.hidden_states[: self.num_layers],
-            self.req_states.all_token_ids.gpu,
-            inputs.block_table,
-            inputs.block_size,
-            self.temperature,
-            inputs.masks,
-        )
-
-    def settle(self, inputs: StepInputs) -> VerifiedTrees:
+    def settle(self, inputs: graphs.StepInputs) -> VerifiedTrees:
         """Commit the accepted paths, and learn from them."""
         rows = inputs.rows
         if rows.has_drafts:
-            for (_, caches), slots in zip(self.target_caches, inputs.target_slots):
+            for (_, caches), slots in zip(self.caches.target, inputs.target_slots):
                 rows.move(caches, slots)
         verified = rows.verified(self.temperature)
         self.draft_policy.learn(verified)
@@ -309,5 +247,53 @@ class TreeSpeculator(SpeculatorSetup):
             self.adaptive.learn(verified)
         return verified
 
-    def _more_counts(self) -> Counts:
-        return self.clock.counts() | ({} if self.recorder is None else self.recorder.counts())
+    def _inputs(self, batch: InputBatch, slot_mappings: Slots, states: States) -> graphs.StepInputs:
+        """Return the inputs of an eager step."""
+        self._mask(batch)
+        chain, group = self.chains.among(batch.idx_mapping_np), self.caches.group
+        return graphs.StepInputs(
+            StepBatch(batch, self.tree_states, self.pad_rows, self.reads_rows),
+            self.caches.slots(slot_mappings),
+            self.caches.target_slots(slot_mappings),
+            states,
+            self.num_layers,
+            self.block_tables.input_block_tables[group][: batch.num_reqs],
+            self.block_tables.block_sizes[group],
+            self.skipped.masks[:, : batch.num_reqs],
+            async_tensor_h2d(chain, device=self.device) if chain.any() else None,
+        )
+
+    def _mask(self, batch: InputBatch) -> None:
+        self.skipped.mask(batch, self.block_tables.input_block_tables[self.caches.group])
+
+    def _follow(self, batch: InputBatch, slot_mappings: Slots, states: States) -> None:
+        """Let the drafters read a batch in which every request declined drafts."""
+        read = states[: self.num_layers]
+        if self.adaptive is not None and self.adaptive.drafting_state.all_paused:
+            kv_slot = self.caches.slots(slot_mappings)[: batch.num_tokens]
+            self.skipped.drop(batch, read, kv_slot)
+        elif self.skipped.must_read(batch, read):
+            self.step(self._inputs(batch, slot_mappings, states), draft=False)
+
+    def _can_skip(self, batch: InputBatch, states: States) -> bool:
+        return self.recorder is None and self.skipped.can_keep(batch, states[: self.num_layers])
+
+    def _skip(self, batch: InputBatch, slot_mappings: Slots, states: States, paused: bool) -> None:
+        """Skip the drafters in this step."""
+        if self.recorder is not None:
+            self.recorder.pause(batch.idx_mapping_np)
+        missed = partial(missed_rows, batch, states[: self.num_layers])
+        kv_slot = self.caches.slots(slot_mappings)[: batch.num_tokens]
+        if batch.num_draft_tokens:  # drafted before the pause
+            inputs = self._inputs(batch, slot_mappings, states)
+            self.settle(inputs)
+            committed = inputs.committed(self.req_states.all_token_ids.gpu, self.temperature)
+            missed, kv_slot = partial(MissedRows.of, committed), committed.kv_slot
+        self.skipped.skip(batch, missed, kv_slot, paused)
+
+    def _no_trees(self, num_reqs: int) -> torch.Tensor:
+        """Return valid placeholder tokens, [R, N] int64.
+
+        A copy: vLLM overwrites unused drafts with −1 and would read those later.
+        """
+        return self.draft_tokens[:num_reqs].clone()

@@ -7,35 +7,22 @@ from __future__ import annotations
 
 import torch
 from vllm.config import VllmConfig
+from vllm.v1.worker.gpu.block_table import BlockTables
 
 from vllm_specblock.commit.move import move_path
-from vllm_specblock.drafters.interface import Drafter
+from vllm_specblock.engine.runner.caches import EngineCaches
 from vllm_specblock.tree import words_for
-from vllm_specblock.triton_kernels.kv_cache.commit import KVCacheSet
 from vllm_specblock.triton_kernels.warm_up import compile_attention
 
 
-def compile_kernels(
-    config: VllmConfig,
-    target_layers: list[str],
-    drafters: list[Drafter],
-    num_nodes: int,
-    block_table: torch.Tensor,
-    caches: list[tuple[int, KVCacheSet]],
-) -> None:
-    """Launch every attention kernel of target and drafters once, if vLLM's JIT warm-up is on.
-
-    Args:
-        target_layers: names of the target's attention layers, with caches.
-        num_nodes: N.
-        block_table: [most requests, max blocks] int32, the one used for batches.
-        caches: the target's, as (cache group, caches).
-    """
+def compile_kernels(config: VllmConfig, caches: EngineCaches, block_tables: BlockTables) -> None:
+    """Launch every attention kernel of target and drafters once, if vLLM's JIT warm-up is on."""
     if not config.kernel_config.enable_jit_warmup:
         return
+    block_table = block_tables.input_block_tables[caches.group]
     rows, length = config.scheduler_config.max_num_batched_tokens, config.model_config.max_model_len
     context, seen = config.compilation_config.static_forward_context, set()
-    for name in target_layers:
+    for name in caches.target_layers:
         layer = context[name]
         impl = layer.impl
         sinks = None if impl.sinks is None else impl.sinks.float()
@@ -54,7 +41,7 @@ def compile_kernels(
             query,
             cache,
             block_table,
-            words_for(num_nodes),
+            words_for(config.num_speculative_tokens),
             rows,
             length,
             window=impl.window,
@@ -63,10 +50,10 @@ def compile_kernels(
             packing=impl.packing(cache),
             **scales,
         )
-    for drafter in drafters:
+    for drafter in caches.drafters:
         drafter.warm_up(block_table, rows)
     if block_table.device.type == "cpu":
         none, one = torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64)
         path = torch.zeros(1, 2, dtype=torch.int64)
-        for _, each in caches:
+        for _, each in caches.target:
             move_path(each, -one, none, one, path, none.int(), 1)

@@ -1,0 +1,231 @@
+"""What we rely on in vLLM: the table of hooks, and what only running the installed vLLM shows."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import shutil
+import subprocess
+import sys
+from textwrap import dedent
+from typing import get_args
+
+import pytest
+import torch
+from support.engines import ROOT
+from vllm.platforms import current_platform
+from vllm.v1.worker.gpu.spec_decode import adaptive_verification
+
+from vllm_specblock.engine import compat
+from vllm_specblock.engine.compat import Hook, Sources, broken, hooks, installed
+
+FILES = {
+    "__init__.py": 'LAZY = {"LLM": ".entrypoints:LLM"}\n',
+    "base.py": "class Base: ...\n",
+    "deep/__init__.py": "from ..base import *\n",
+    "deep/named.py": "name = 1\n",
+    "deep/part.py": """
+        from typing import overload
+
+        try:
+            import fast
+        except ImportError:
+            def late(size): ...
+
+        class Here:
+            kept: int = 0
+
+            @classmethod
+            def made(cls, size): ...
+
+            @overload
+            def run(self, a): ...
+            def run(self, a, b, *, c=None, **rest):
+                first = self.begin(
+                    a, b
+                )
+                self.seen = first
+                return self.end(first)
+        """,
+}
+
+
+@pytest.fixture
+def sources(tmp_path) -> Sources:
+    for name, text in FILES.items():
+        path = tmp_path / "vllm" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(dedent(text))
+    return Sources(tmp_path / "vllm")
+
+
+@pytest.mark.parametrize(
+    ("need", "trouble"),
+    [
+        ("Here.run(self, a, b, c, rest)", None),
+        ("Here.run(self, a, ...)", None),
+        ("Here.run(..., c, b)", None),
+        ("Here.run(3, 5)", None),
+        ("late(size)", None),
+        ("Here.run(self, b, a, ...)", "takes (self, a, b, c, rest), not (self, b, a, ...)"),
+        ("Here.run(self, a, b, c)", "takes (self, a, b, c, rest), not (self, a"),
+        ("Here.run(..., d)", "lacks d"),
+        ("Here.run(6, 7)", "takes 5 arguments, and ours 6 to 7"),
+        ("Here.gone(self)", "has no 'Here.gone'"),
+        ("Here: made run kept seen", None),
+        ("Here: made lost gone", "has no lost, gone"),
+        ("Here ~ @classmethod def made(", None),
+        ("Here.run ~ self.begin(a, b) ... self.end(first)", None),
+        ("Here.run ~ self.end( ... self.begin(", "'self.begin('"),
+        ("~ other || self.end(", None),
+        ("~ other || third", "deep/part.py says none of"),
+        ("Here.run !~ self.stop(", None),
+        ("Here.run !~ self . begin(", "says 'self . begin(' now"),
+        ("from vllm.deep.part import Here", None),
+        ("from vllm.deep import named", None),
+        ("from vllm.deep import Base", "has no 'Base'"),
+        ("from vllm import LLM", None),
+        ("from vllm import gone", "has no 'gone'"),
+        ("from vllm.gone import Here", "there is no module vllm.gone"),
+    ],
+)
+def test_a_need_is_met_or_says_why_not(sources, need, trouble):
+    found = Hook("deep/part.py", need, "all").trouble(sources)
+    assert found is None if trouble is None else trouble in found, found
+
+
+def test_the_installed_release_has_every_hook():
+    assert list(broken(installed())) == []
+    needs = {hook.need for hook in hooks()}
+    assert "_post_update_kernel(13, 16)" in needs, "kernels replaced on a CPU"
+    speculator = "vllm.v1.worker.gpu.spec_decode.speculator"
+    assert f"from {speculator} import DraftModelSpeculator" in needs
+
+
+def test_a_changed_release_is_reported_with_what_breaks(tmp_path):
+    """One argument is renamed, one file is gone."""
+    state, warmup = "v1/worker/gpu/model_states/default.py", "v1/worker/gpu/warmup.py"
+    for file in (state, warmup):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(installed() / file, tmp_path / file)
+    before = set(broken(tmp_path))
+    text = (tmp_path / state).read_text()
+    assert text.count("req_index: int, new_req_data") == 1
+    (tmp_path / state).write_text(text.replace("req_index: int, new_req", "slot: int, new_req"))
+    (tmp_path / warmup).unlink()
+    after = sorted(set(broken(tmp_path)) - before)
+    assert len(after) == 2, after
+    assert after[0].startswith("an engine on a CPU: there is no vllm/v1/worker/gpu/warmup.py")
+    assert after[1].startswith("the tree mask: DefaultModelState.add_request takes (self, slot")
+
+
+def test_an_engine_warns_once_of_hooks_that_do_not_hold(monkeypatch):
+    said = []
+    compat.warn_of_broken_hooks.cache_clear()
+    monkeypatch.setattr(compat.logger, "warning", lambda text, *args: said.append(text % args))
+    monkeypatch.setattr(compat, "broken", lambda root: iter(["the tree mask: it is gone"]))
+    compat.warn_of_broken_hooks()
+    compat.warn_of_broken_hooks()
+    (line,) = said
+    assert line.endswith("which may break the tree mask: it is gone")
+
+
+def test_nothing_is_imported_to_look():
+    code = (
+        "import sys; from vllm_specblock.engine.compat import broken, installed; "
+        "list(broken(installed())); "
+        "print([name for name in ('vllm', 'torch', 'triton') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["[]"]
+
+
+@pytest.mark.parametrize("counted", [False, True])
+def test_as_many_values_as_the_runner_unpacks(counted, monkeypatch):
+    name = "AdmittedDraftCounts"
+    monkeypatch.delattr(adaptive_verification, name, raising=False)
+    if counted:
+        monkeypatch.setattr(adaptive_verification, name, object, raising=False)
+    starts = torch.tensor([0, 3]), torch.tensor([0, 4])
+    expected = (*starts, 2, None) if counted else (*starts, 2)
+    assert compat.reallocated(*starts, 2) == expected
+
+
+def arguments_of(function) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+def test_entries_are_patched():
+    from vllm.v1.worker.gpu import model_runner, spec_decode
+
+    from vllm_specblock.engine.patches import PATCHES
+
+    assert "vllm.engine.arg_utils.EngineArgs.create_speculative_config" in PATCHES
+    assert model_runner.init_speculator is spec_decode.init_speculator
+    original = PATCHES["vllm.v1.worker.gpu.spec_decode.init_speculator"]
+    assert arguments_of(original) == arguments_of(spec_decode.init_speculator)
+
+
+def test_our_overrides_take_what_the_originals_take():
+    from vllm.v1.attention.backend import AttentionImpl
+    from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+    from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
+    from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
+
+    from vllm_specblock.engine.attention.backend import TreeAttentionImpl
+    from vllm_specblock.engine.runner.model_state import TreeModelState
+    from vllm_specblock.engine.runner.sampler import TreeSampler
+    from vllm_specblock.engine.runner.speculator import TreeSpeculator
+
+    assert arguments_of(TreeSampler._verify) == arguments_of(RejectionSampler._verify)
+    chunks = arguments_of(RejectionSampler._verify_in_chunks)
+    mine = arguments_of(TreeSampler._verify_in_chunks)
+    assert mine[:-1] == chunks[: len(mine) - 1] and mine[-2:] == ["pos", "rest"]
+    call = inspect.getsource(RejectionSampler.__call__).split("self._verify_in_chunks(")[1]
+    assert "=" not in call.split(")")[0]
+    theirs = arguments_of(BaseSpeculator.propose)
+    assert theirs[:6] == arguments_of(TreeSpeculator.propose)[:6]
+    assert arguments_of(TreeAttentionImpl.forward) == [
+        *arguments_of(AttentionImpl.forward)[:8], "output_scale", "output_block_scale",
+    ]  # fmt: skip
+    for name in ("prepare_inputs", "prepare_dummy_inputs", "add_request", "custom_sampler"):
+        theirs = arguments_of(getattr(DefaultModelState, name))
+        assert arguments_of(getattr(TreeModelState, name)) == theirs
+
+
+@pytest.mark.skipif(not current_platform.is_cpu(), reason="nothing is replaced elsewhere")
+def test_kernels_that_are_replaced_on_a_cpu_are_there():
+    from vllm.triton_utils.dispatcher import _registry
+
+    from vllm_specblock.engine.cpu.kernels import KERNELS
+
+    assert set(KERNELS) <= set(_registry)
+
+
+def own_methods(tree: ast.AST) -> set[str]:
+    """Names that dictionaries in a source have under "method", ours aside."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Dict):
+            for key, value in zip(node.keys, node.values):
+                named = isinstance(key, ast.Constant) and key.value == "method"
+                if named and isinstance(value, ast.Constant):
+                    found.add(value.value)
+    return found - {"specblock"}
+
+
+def test_methods_of_vllms_that_we_ask_for_are_there():
+    """What baselines and offline engines ask for: 0.33 has no "medusa" and "mlp_speculator"."""
+    from vllm.config.speculative import SpeculativeMethod
+
+    def names(of) -> set[str]:
+        inner = get_args(of)
+        return {of} if isinstance(of, str) else {name for each in inner for name in names(each)}
+
+    files = [
+        path
+        for folder in ("vllm_specblock", "benchmarks", "research")
+        for path in (ROOT / folder).rglob("*.py")
+    ]
+    asked = set().union(*(own_methods(ast.parse(path.read_text())) for path in files))
+    assert {"eagle3", "extract_hidden_states", "ngram_gpu"} <= asked <= names(SpeculativeMethod)

@@ -1,0 +1,124 @@
+"""KV caches of the target and the drafters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from vllm_specblock.config import OptionError
+from vllm_specblock.drafters.interface import Drafter
+from vllm_specblock.engine.attention.draft_attention_layer import DraftAttentionLayer
+from vllm_specblock.triton_kernels.kv_cache.commit import KVCacheSet
+
+Slots = dict[str, torch.Tensor]
+"""Per layer [≥ batch rows] int64, where each row of a batch lies in its cache."""
+
+
+class EngineCaches:
+    """The caches of target and drafters, under one block table.
+
+    Args:
+        target_layers: names of the target's attention layers.
+
+    Attributes:
+        drafter_layers: per drafter, the names of its layers.
+        target: the target's caches, as (cache group, caches).
+        group: the drafters' cache group.
+    """
+
+    def __init__(
+        self,
+        config: VllmConfig,
+        target_layers: list[str],
+        drafters: list[Drafter],
+        device: torch.device,
+    ) -> None:
+        self.config, self.device = config, device
+        self.target_layers, self.drafters = target_layers, drafters
+        self.context = config.compilation_config.static_forward_context
+        self.drafter_layers: list[list[str]] = []
+        # Numbered on from the target's layers, as vLLM's own drafters are.
+        number = config.model_config.get_num_layers(config.parallel_config)
+        for drafter in drafters:
+            self.drafter_layers.append([])
+            for layer in drafter.cache_layers():
+                name = f"specblock.layers.{number}.attn"
+                DraftAttentionLayer(
+                    config, name, layer.num_kv_heads, layer.head_dim, layer.entries_per_token
+                )
+                self.drafter_layers[-1].append(name)
+                number += 1
+
+    def bind_null(self) -> None:
+        """Bind drafters to caches of one null block, until vLLM allocates the real ones."""
+        model, size = self.config.model_config, self.config.cache_config.block_size
+        for drafter in self.drafters:
+            # With `max_model_len` "auto", vLLM lowers the limit after the drafters are built.
+            drafter.max_model_len = model.max_model_len
+            drafter.bind(
+                [
+                    torch.zeros(
+                        (1, size * layer.entries_per_token, layer.num_kv_heads, 2 * layer.head_dim),
+                        dtype=model.dtype,
+                        device=self.device,
+                    ).transpose(1, 2)
+                    for layer in drafter.cache_layers()
+                ]
+            )
+
+    def find_groups(self, kv_cache_config: KVCacheConfig) -> None:
+        """Find the cache group of every layer.
+
+        Raises:
+            OptionError: vLLM gave a layer no block table, or the drafters several.
+        """
+        self.bind_null()
+        # Release the caches that vLLM profiled graphs with; it allocates the real ones next.
+        self.target: list[tuple[int, KVCacheSet]] = []
+        groups = enumerate(kv_cache_config.kv_cache_groups)
+        self.group_of = {name: i for i, group in groups for name in group.layer_names}
+        self.layer_of = {i: name for name, i in self.group_of.items()}  # any layer of each group
+        drafters = {self.group_of[name] for names in self.drafter_layers for name in names}
+        missing = [name for name in self.target_layers if name not in self.group_of]
+        if missing or len(drafters) > 1:
+            given = f"{missing[0]} no block table" if missing else "drafters several block tables"
+            raise OptionError(
+                f"vLLM gave {given}, but SpecBlock needs exactly one: run this target without "
+                "speculative_config."
+            )
+        self.group = min(drafters, default=self.group_of[self.target_layers[0]])
+
+    def bind(self) -> None:
+        """Bind the allocated caches to the commit and the drafters."""
+        self.target = caches_of(self.context, self.target_layers, self.group_of)
+        for drafter, names in zip(self.drafters, self.drafter_layers):
+            drafter.bind([self.context[name].kv_cache for name in names])
+
+    def slots(self, slot_mappings: Slots) -> torch.Tensor:
+        """Return the slot mapping of the drafters' caches, [≥ batch rows] int64."""
+        return slot_mappings[self.layer_of[self.group]]
+
+    def target_slots(self, slot_mappings: Slots) -> list[torch.Tensor]:
+        """Return the slot mapping of each set of the target's caches."""
+        return [slot_mappings[self.layer_of[group]] for group, _ in self.target]
+
+
+def caches_of(
+    context: dict[str, Any], names: list[str], group_of: dict[str, int]
+) -> list[tuple[int, KVCacheSet]]:
+    """Group the layers' caches by cache group and geometry; list a shared cache once."""
+    alike: dict[tuple[Any, ...], dict[int, Any]] = {}
+    for name in names:
+        layer = context[name]
+        cache = layer.kv_cache
+        form = group_of[name], cache.shape, cache.stride(), cache.dtype
+        alike.setdefault(form, {}).setdefault(cache.data_ptr(), layer)
+    found = []
+    for form, layers in alike.items():
+        caches = [layer.kv_cache for layer in layers.values()]
+        packing = next(iter(layers.values())).impl.packing(caches[0])
+        found.append((form[0], KVCacheSet(caches, packing)))
+    return found

@@ -1,0 +1,158 @@
+"""Steps that drafters skip: rows that they read later, and holes in their caches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from vllm.config import VllmConfig
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.worker.gpu.input_batch import InputBatch
+
+from vllm_specblock.drafters.common.backlog import Backlog, MissedRows
+from vllm_specblock.drafters.common.cache_holes import CacheHoles
+from vllm_specblock.engine.adaptive.trees import AdaptiveTrees
+from vllm_specblock.engine.runner.draft_policy import DraftPolicy
+from vllm_specblock.engine.runner.skipping_merge import SkippingMergedDrafters
+from vllm_specblock.engine.runner.step_batch import missed_rows, rows_without_drafts
+from vllm_specblock.engine.runner.tree_states import TreeStates
+from vllm_specblock.engine.undrafted import fills_block
+
+States = list[torch.Tensor]
+"""[batch rows, Ht] for each layer of the target that drafters read."""
+
+
+class SkippedSteps:
+    """What the drafters have missed.
+
+    On a CPU the rows of skipped steps are kept until the drafters read again. Rows that they never
+    read leave holes in their caches, and the blocks with holes are masked.
+
+    Args:
+        has_caches: a drafter has a cache and must read every committed row.
+
+    Attributes:
+        backlog: rows to read later; None: there is no such drafter, or it is on a GPU.
+        holes: incomplete cache blocks; None: there is no such drafter, or no cache yet.
+        masks: [2, requests] int64, see `CacheHoles.mask`.
+        blind: [R] bool, requests of this step that cannot draft, see `CacheHoles.mask`.
+        adaptive: of the engine, set after it is built.
+        resumes: the drafters can draft after steps that they have not read.
+        blocks_shared: later requests may reuse the blocks of a request without drafts.
+    """
+
+    holes: CacheHoles | None = None
+    blind: torch.Tensor | None = None
+    adaptive: AdaptiveTrees | None = None
+
+    def __init__(
+        self,
+        config: VllmConfig,
+        has_caches: bool,
+        tree_states: TreeStates,
+        device: torch.device,
+    ) -> None:
+        self.tree_states = tree_states
+        on_host, self.has_caches = device.type == "cpu", has_caches
+        self.backlog = Backlog() if has_caches and on_host else None
+        self.resumes = on_host or not has_caches
+        self.blocks_shared = has_caches and config.cache_config.enable_prefix_caching
+        most_requests = config.scheduler_config.max_num_seqs
+        self.masks = torch.zeros(2, most_requests, dtype=torch.int64, device=device)
+
+    def track(self, num_blocks: int, block_size: int, policy: DraftPolicy) -> None:
+        """Track holes in the cache blocks; a policy that skips drafters masks them itself."""
+        if not self.has_caches:
+            return
+        self._masks_here = not isinstance(policy, SkippingMergedDrafters)
+        masks = self.masks if self._masks_here else torch.zeros_like(self.masks)
+        self.holes = CacheHoles(num_blocks, block_size, masks)
+        policy.holes = None if self._masks_here else self.holes
+
+    def begin_request(self, req_idx: int) -> None:
+        if self.backlog is not None:
+            self.backlog.forget(req_idx)
+
+    def can_keep(self, batch: InputBatch, states: States) -> bool:
+        """Whether the drafters can read a step later, or need not read it."""
+        room = self.backlog is None or self.backlog.has_room(batch.num_tokens, states)
+        return self.resumes and room
+
+    def must_read(self, batch: InputBatch, states: States) -> bool:
+        """Whether drafters must read a step without drafts now; else its rows are kept.
+
+        Later requests may reuse a block once it is full.
+        """
+        if self.holes is None or not self.blocks_shared:
+            return False
+        if self.backlog is None or fills_block(batch, self.holes.block_size):
+            return True
+        self.backlog.keep(missed_rows(batch, states), np.ones(batch.num_reqs, dtype=bool))
+        return False
+
+    def drop(self, batch: InputBatch, states: States, kv_slot: torch.Tensor) -> None:
+        """Neither read nor keep the rows of a step without drafts."""
+        if self.holes is not None and self.blocks_shared:
+            self.holes.skip(kv_slot)
+            if self.backlog is not None:
+                self.backlog.keep(missed_rows(batch, states), np.zeros(batch.num_reqs, dtype=bool))
+
+    def skip(
+        self,
+        batch: InputBatch,
+        rows: Callable[[], MissedRows],
+        kv_slot: torch.Tensor,
+        paused: bool,
+    ) -> None:
+        """Keep the rows of a step that no drafter reads.
+
+        Args:
+            rows: returns the committed rows, on a CPU only.
+            kv_slot: [T] int64, their slots.
+            paused: drafting is paused, from now on or since an earlier step.
+        """
+        if self.holes is not None:
+            self.holes.skip(kv_slot)
+        if paused and self.adaptive is not None:
+            self.adaptive.pause(batch, rows)
+            return
+        if self.backlog is not None:
+            self.backlog.keep(rows(), np.ones(batch.num_reqs, dtype=bool))
+        if self.adaptive is not None:
+            self.adaptive.drafted(0.0, asked=False)
+        self.nothing_drafted(batch.idx_mapping)
+
+    def nothing_drafted(self, req_idx: torch.Tensor) -> None:
+        """Note that the drafts scheduled next are placeholders."""
+        self.tree_states.accepted.index_fill_(0, req_idx, 0)
+        if self.adaptive is not None:
+            self.adaptive.nothing_drafted(len(req_idx))
+
+    def mask(self, batch: InputBatch, table: torch.Tensor) -> None:
+        """Mask incomplete blocks; vLLM gathers its tables anew in the next step.
+
+        Args:
+            table: [≥ R, max blocks] int32, the batch's, changed in place.
+        """
+        if self.holes is None or not self._masks_here or not self.holes.any:
+            return
+        num_reqs = batch.num_reqs
+        end = async_tensor_h2d(rows_without_drafts(batch).astype(np.int64), device=table.device)
+        first = batch.positions[batch.query_start_loc[:num_reqs].long()]
+        last = first + end - 1 + self.tree_states.accepted[batch.idx_mapping.long()]
+        if self.backlog is not None:
+            missed = [self.backlog.rows(index) for index in batch.idx_mapping_np.tolist()]
+            first = first - torch.tensor(missed)
+        # Drafting borrows slots after the root.
+        longest = int(batch.seq_lens_cpu_upper_bound[:num_reqs].max())  # a host tensor
+        width = (longest + self.tree_states.num_nodes) // self.holes.block_size + 1
+        self.blind = self.holes.mask(table[:num_reqs, :width], first, last)
+
+    def discard_blind(self, req_idx: torch.Tensor) -> None:
+        """Discard the trees of requests whose drafter could not see their newest tokens."""
+        if self.blind is None:
+            return
+        self.tree_states.discard(req_idx, self.blind)
+        if self.adaptive is not None:
+            self.adaptive.confidence[: len(self.blind)].masked_fill_(self.blind[:, None], 0)
