@@ -219,7 +219,6 @@ class FusedLevels:
         self.grown = self.growing.attach_level(None, None, None, logprob[:, None], token[:, None])
 
     def starts(self) -> LevelRows:
-        assert isinstance(self.grown, tuple)  # no tree yet
         return LevelRows(*self.grown)
 
     def next(
@@ -232,5 +231,4 @@ class FusedLevels:
         self.grown = self.growing.attach_level(rows.node, rows.valid, there, logprob, token)
 
     def finish(self) -> DraftTree:
-        assert not isinstance(self.grown, tuple)
         return tree_of(self.grown)

@@ -23,10 +23,6 @@ from vllm_specblock.triton_kernels.attention.tree_attention_batch import (
     TreeAttentionBatch,
     packing_on_cpu,
 )
-from vllm_specblock.triton_kernels.drafting.first_block_metadata import (
-    FirstBlockMetadata,
-    first_block_metadata_triton,
-)
 from vllm_specblock.triton_kernels.drafting.later_block_metadata import (
     LaterBlockMetadata,
     later_block_metadata_triton,
@@ -93,7 +89,7 @@ class DraftAttentionBuilder:
                     word = int(self.own[row, k, bit // 64]) | 1 << bit % 64
                     self.own[row, k, bit // 64] = word - (1 << 64 if word >> 63 else 0)
         self.own = self.own.to(device)
-        self.fused = self.own.is_cuda  # one launch for each block, in place of torch
+        self.fused = self.own.is_cuda  # one launch for each later block, in place of torch
 
     def step(self, rows: CommittedTokens) -> None:
         """Begin a step; later blocks stand behind the last of `rows`."""
@@ -118,53 +114,35 @@ class DraftAttentionBuilder:
             the attention, and [T] int64: RoPE's position of each row's first.
         """
         K, table, size = self.K, rows.block_table, rows.block_size * self.K
-        where = rows.position, rows.index, rows.kv_slot, rows.row_start, rows.last
-        if self.fused:
-            metadata = first_block_metadata_triton(*where, K, self.own.shape[-1])
-        else:
-            metadata = self._first(rows)
-        num_requests = len(rows.row_start_host) - 1
-        start = [row * K for row in rows.row_start_host]
-        each = [K * r for r in range(num_requests + 1)]
-        limit = [(rows.max_position + 1) * K] * num_requests
+        requests = len(rows.row_start_host) - 1
+        see = (rows.index[:, None] * K + self.k + 1).int()  # [T, K]
+        kv_index = torch.where(rows.kv_slot >= 0, rows.kv_slot * K, -K)[:, None] + self.k
+        mask_words = self.own.new_zeros(see.numel(), self.own.shape[-1])
+        ends = ((rows.index[rows.last] + 1) * K).int()
+        limit = [(rows.max_position + 1) * K] * requests
         queries = TreeAttentionBatch(
             table,
             size,
-            metadata.query_start,
-            start,
-            metadata.ends,
+            rows.row_start * K,
+            [row * K for row in rows.row_start_host],
+            ends,
             limit,
-            metadata.prefix_len,
-            metadata.mask_words,
-            metadata.ends,
+            see.flatten(),
+            mask_words,
+            ends,
         )
         kept = TreeAttentionBatch(
             table,
             size,
-            metadata.kept_start,
-            each,
-            metadata.ends,
+            torch.arange(0, requests * K + 1, K, dtype=torch.int32, device=see.device),
+            [K * r for r in range(requests + 1)],
+            ends,
             limit,
-            metadata.kept_prefix,
-            metadata.mask_words,
-            metadata.ends,
+            see[rows.last].flatten(),
+            mask_words,
+            ends,
         )
-        return PagedAttention(self.caches, metadata.kv_index, queries, kept), metadata.base
-
-    def _first(self, rows: CommittedTokens) -> FirstBlockMetadata:
-        """What `first_block_metadata_triton` works out."""
-        K, requests = self.K, len(rows.last)
-        see = (rows.index[:, None] * K + self.k + 1).int()  # [T, K]
-        return FirstBlockMetadata(
-            kv_index=torch.where(rows.kv_slot >= 0, rows.kv_slot * K, -K)[:, None] + self.k,
-            query_start=rows.row_start * K,
-            prefix_len=see.flatten(),
-            mask_words=self.own.new_zeros(see.numel(), self.own.shape[-1]),
-            ends=((rows.index[rows.last] + 1) * K).int(),
-            kept_start=torch.arange(0, requests * K + 1, K, dtype=torch.int32, device=see.device),
-            kept_prefix=see[rows.last].flatten(),
-            base=rows.position + 1,
-        )
+        return PagedAttention(self.caches, kv_index, queries, kept), rows.position + 1
 
     def warm_up(self, block_table: torch.Tensor, most_rows: int, num_heads: int) -> None:
         """Compile the attention of every block; arguments as `Drafter.warm_up` has them."""

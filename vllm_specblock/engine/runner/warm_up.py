@@ -11,7 +11,7 @@ from vllm.config import VllmConfig
 from vllm_specblock.commit.move import move_path
 from vllm_specblock.drafters.interface import Drafter
 from vllm_specblock.tree import words_for
-from vllm_specblock.triton_kernels.kv_cache.commit import KVCacheSet
+from vllm_specblock.triton_kernels.kv_cache.commit import AcceptedRows, KVCacheSet
 from vllm_specblock.triton_kernels.warm_up import compile_attention
 
 
@@ -67,6 +67,6 @@ def compile_kernels(
         drafter.warm_up(block_table, rows)
     if block_table.device.type == "cpu":
         none, one = torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64)
-        path = torch.zeros(1, 2, dtype=torch.int64)
+        rows = AcceptedRows(none, one, torch.zeros(1, 2, dtype=torch.int64), none.int())
         for _, each in caches:
-            move_path(each, -one, none, one, path, none.int(), 1)
+            move_path(each, -one, rows, 1)
