@@ -1,8 +1,4 @@
-"""Compiling tree attention before anyone waits for it.
-
-Which kernel a batch launches follows from its lengths (`attention_schedule.py`), and a kernel takes
-a second or two to compile when it is first met: better at start-up than in the midst of serving.
-"""
+"""Compilation of tree attention at start-up, for every kernel that a batch may need."""
 
 from __future__ import annotations
 
@@ -36,16 +32,14 @@ def compile_attention(
 ) -> None:
     """Launch every kernel that batches of a layer can need, on next to no work.
 
-    Strides and dtypes are part of what is compiled for, so these are the layer's own. On a CPU
-    numba compiles its loops, or the reference runs, which does no harm.
+    Strides and dtypes are compiled for, so they are the layer's own; the last five arguments, too.
 
     Args:
-        query: [≥ 1, nh, D] of the layer's dtype; nothing of it is read but its form.
-        kv_cache: the layer's, at least one block.
+        query: [≥ 1, nh, D] of the layer's dtype; only its form is read.
+        kv_cache: at least one block.
         block_table: [R, max blocks] int32 of valid blocks, R the most requests of a batch.
         num_words: W.
         max_query_len, max_seq_len: what a batch can have at most.
-        window, soft_cap, key_scale, value_scale, sinks, packing: as the layer has them.
     """
     device, (num_heads, head_size) = query.device, query.shape[1:]
     num_kv_heads, block_size = kv_cache.shape[1:3]

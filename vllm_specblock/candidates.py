@@ -3,7 +3,7 @@
 Whatever drafts or combines lays its candidates side by side, each with the candidate that it
 hangs from, and most of them marked as not wanted. One pass at the end makes the tree. Shapes are
 fixed by the caller, and no value is read on the host. On a GPU the pass is one launch
-(`triton_kernels/tree/select_tree.py`).
+(`triton_kernels/tree/select_tree.py`), for up to 2,048 candidates.
 
 Candidates are ranked by one int64 key: see `triton_kernels/tree/candidate_keys.py`.
 """
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm_specblock.tree import DraftTree, check_budget
-from vllm_specblock.triton_kernels.optional_numba import takes
+from vllm_specblock.triton_kernels.op import op
 from vllm_specblock.triton_kernels.tree.candidate_keys import (
     CLOSED,
     DEPTH_ONE,
@@ -28,7 +28,6 @@ from vllm_specblock.triton_kernels.tree.select_tree import (
     TreeTensors,
     select_triton,
 )
-from vllm_specblock.triton_kernels.tree.select_tree_numba import select_numba
 
 NEVER = float("-inf")
 """Score of what is no candidate."""
@@ -108,6 +107,33 @@ class Selection:
         return torch.where(self.tree.parent >= 0, best & INDEX_BITS, 0)
 
 
+def tree_of(made: tuple[torch.Tensor, ...]) -> DraftTree:
+    """Return the trees of `TreeTensors`; raises ValueError for more than 256 node slots."""
+    check_budget(made[0].shape[1])
+    return DraftTree(*made[:-1])
+
+
+def selection_of(made: TreeTensors) -> Selection:
+    """Return the trees that a kernel made, with the node of each candidate."""
+    return Selection(tree_of(made), made.node)
+
+
+def _select_triton(
+    token: torch.Tensor,
+    parent: torch.Tensor,
+    score: torch.Tensor,
+    key: torch.Tensor,
+    path_hash: torch.Tensor | None,
+    budget: int,
+    max_depth: int,
+) -> Selection:
+    given = token, parent, score, key, path_hash, budget, max_depth
+    if key.shape[1] > MOST_CANDIDATES:
+        return select.reference(*given)
+    return selection_of(select_triton(*given))
+
+
+@op(_select_triton)
 def select(
     token: torch.Tensor,
     parent: torch.Tensor,
@@ -134,31 +160,6 @@ def select(
     Raises:
         ValueError: more than 256 node slots.
     """
-    check_budget(budget)
-    if key.is_cuda and key.shape[1] <= MOST_CANDIDATES:
-        made = select_triton(token, parent, score, key, path_hash, budget, max_depth)
-        return Selection(tree_of(made), made.node)
-    if takes(key):
-        made = select_numba(token, parent, score, key, path_hash, budget)
-        return Selection(tree_of(made), made.node)
-    return select_reference(token, parent, score, key, path_hash, budget, max_depth)
-
-
-def tree_of(made: TreeTensors) -> DraftTree:
-    """The tree that a kernel made."""
-    return DraftTree(made.token, made.parent, made.depth, made.logprob, made.size, made.ancestors)
-
-
-def select_reference(
-    token: torch.Tensor,
-    parent: torch.Tensor,
-    score: torch.Tensor,
-    key: torch.Tensor,
-    path_hash: torch.Tensor | None,
-    budget: int,
-    max_depth: int,
-) -> Selection:
-    """`select` in torch, on any device and for any number of candidates."""
     count = key.shape[1]
     place = torch.arange(count, device=key.device)
     if path_hash is None:

@@ -12,7 +12,6 @@ from vllm_specblock.candidates import (
     extend_hash,
     rank_key,
     select,
-    select_reference,
 )
 from vllm_specblock.drafters.specblock.tree_shape import TreeShape
 
@@ -53,7 +52,7 @@ def random_candidates(
     )
     ways = {
         "ours": lambda: select(*fields, shape.budget, levels),
-        "torch": lambda: select_reference(*fields, shape.budget, levels),
+        "torch": lambda: select.reference(*fields, shape.budget, levels),
     }
     tree = ways["torch"]().tree
     written = sum(each.nbytes for each in vars(tree).values())

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from vllm_specblock.triton_kernels.kv_cache.commit import KVCacheSet
+from vllm_specblock.triton_kernels.kv_cache.commit import AcceptedRows, KVCacheSet
 from vllm_specblock.triton_kernels.ngram.occurrences import Texts
 
 from lib.fuzz_attention import packed_attention, paged_attention
@@ -113,8 +113,8 @@ def commit(rng: random.Random, draw: torch.Generator) -> Case:
     def call() -> Tensors:
         kept = memory.clone()
         caches = kept.transpose(2, 3) if entries_first else kept
-        starts = query_start[:-1]
-        move_path(KVCacheSet(list(caches)), slot, starts, base, path, accepted, rows)
+        paths = AcceptedRows(query_start[:-1], base, path, accepted)
+        move_path(KVCacheSet(list(caches)), slot, paths, rows)
         return (kept,)
 
     return Case(requests, call)

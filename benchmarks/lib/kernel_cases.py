@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from vllm_specblock.triton_kernels.attention import attention_schedule
 from vllm_specblock.triton_kernels.attention.tree_attention_batch import TreeAttentionBatch
-from vllm_specblock.triton_kernels.feedback.record_step import record_step, record_step_reference
+from vllm_specblock.triton_kernels.feedback.record_step import record_step
 from vllm_specblock.triton_kernels.feedback.slab_tensors import SlabTensors, StepToRecord
-from vllm_specblock.triton_kernels.kv_cache.commit import KVCacheSet, move_kv
+from vllm_specblock.triton_kernels.kv_cache.commit import AcceptedRows, KVCacheSet, move_kv
 from vllm_specblock.triton_kernels.layers.fp8_linear import fp8_linear, quantize
-from vllm_specblock.triton_kernels.layers.layer_shift import layer_shift, layer_shift_reference
+from vllm_specblock.triton_kernels.layers.layer_shift import layer_shift, shift
 from vllm_specblock.triton_kernels.verify.verification_result import VerificationResult
 
 from lib.candidate_sets import random_candidates
@@ -193,7 +193,7 @@ def shift_case(sizes: Sizes, rows: int, device: torch.device) -> Case:
     norm = nn.RMSNorm(sizes.hidden, eps=1e-5, dtype=sizes.dtype, device=device)
 
     def reference() -> tuple[Tensor, Tensor]:
-        shifted = layer_shift_reference(hidden, weight)
+        shifted = shift.reference(hidden, weight)
         return shifted, norm(shifted)
 
     return Case(
@@ -237,8 +237,8 @@ def commit_case(sizes: Sizes, batch: int, device: torch.device) -> Case:
     first = torch.arange(batch, device=device) * blocks * BLOCK  # a request's first row and slot
     path = torch.arange(depth + 1, device=device) * sizes.nodes // depth
     one, whole = torch.ones_like(first), torch.full_like(first, depth, dtype=torch.int32)
-    args = (first, one, path.expand(batch, -1), whole)
-    source, target, moves = committed_sources(*args)
+    rows = AcceptedRows(first, one, path.expand(batch, -1), whole)
+    source, target, moves = committed_sources(rows)
     together = KVCacheSet(caches)
     slots = torch.arange(batch * blocks * BLOCK, device=device)
     entry = sizes.layers * sizes.kv_heads * 2 * sizes.head_dim * sizes.dtype.itemsize
@@ -246,7 +246,7 @@ def commit_case(sizes: Sizes, batch: int, device: torch.device) -> Case:
         "commit",
         f"batch {batch}, {depth} rows, {sizes.layers} layers",
         {
-            "ours": lambda: move_path(together, slots, *args, len(slots)),
+            "ours": lambda: move_path(together, slots, rows, len(slots)),
             "torch, gather and scatter": lambda: move_kv(together, source, target, moves),
         },
         2 * entry * int(moves.sum()),
@@ -289,7 +289,7 @@ def record_case(sizes: Sizes, batch: int, device: torch.device) -> Case:
         f"batch {batch}, {rows} rows each",
         {
             "ours": lambda: record_step(slabs, step),
-            "torch, all slabs rewritten": lambda: record_step_reference(slabs, step),
+            "torch, all slabs rewritten": lambda: record_step.reference(slabs, step),
         },
         2 * states.nbytes,
     )

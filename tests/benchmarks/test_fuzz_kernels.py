@@ -17,7 +17,6 @@ from vllm_specblock.triton_kernels import optional_numba
 loops = pytest.mark.skipif(not optional_numba.AVAILABLE, reason="Numba is not installed")
 LAUNCHED = {
     "verification: store, mask, walk": {
-        "_store_tree_kernel",
         "_build_tree_mask_kernel",
         "_accept_path_kernel",
     },
@@ -26,7 +25,7 @@ LAUNCHED = {
     "growth of SpecBlock trees": {"_attach_and_select_kernel"},
     "n-gram trees": {"_occurrences_kernel", "_follow_kernel"},
     "merging of two trees": {"_merge_kernel"},
-    "routing, best paths": {"_choose_kernel", "_best_chain_kernel"},
+    "routing, best paths": {"_best_chain_kernel"},
     "attention over paged caches": {"_tree_attention_kernel"},
 }
 

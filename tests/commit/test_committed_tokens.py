@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.trees import nodes, path_to
 from torch._subclasses.fake_tensor import FakeTensorMode
+from vllm_specblock.triton_kernels.kv_cache.commit import AcceptedRows
 
 from vllm_specblock.commit.committed_tokens import committed_sources
 from vllm_specblock.commit.store import store_kv
@@ -30,12 +31,9 @@ def test_moving_brings_the_path_together(batch, data):
         cells += rows
         expected.append(rows[: base - 1] + [(request, "node", node) for node in path])
         start += len(rows)
-    source, target, moves = committed_sources(
-        torch.tensor(starts),
-        torch.tensor(bases),
-        torch.tensor(paths),
-        torch.tensor(accepted, dtype=torch.int32),
-    )
+    tensors = (torch.tensor(values) for values in (starts, bases, paths))
+    rows = AcceptedRows(*tensors, torch.tensor(accepted, dtype=torch.int32))
+    source, target, moves = committed_sources(rows)
     assert source.shape == target.shape == moves.shape == (len(batch), D)
     assert (source >= target)[moves].all(), "a node never moves up"
     before = list(cells)
@@ -53,7 +51,7 @@ def test_nothing_is_read_on_the_host():
     with FakeTensorMode():
         start = torch.zeros(3, dtype=torch.int64)
         path = torch.zeros(3, 9, dtype=torch.int64)
-        moves = committed_sources(start, start, path, start.int())[2]
+        moves = committed_sources(AcceptedRows(start, start, path, start.int()))[2]
     assert moves.shape == (3, 8)
 
 

@@ -17,12 +17,10 @@ from support.lone_drafters import PAGE, head_of
 from support.trees import texts
 from torch import nn
 from vllm_specblock.triton_kernels.layers.lm_and_rank_head import lm_and_rank_head
-from vllm_specblock.triton_kernels.layers.lm_and_rank_head_reference import (
-    lm_and_rank_head_reference,
-)
+from vllm_specblock.triton_kernels.layers.lm_and_rank_head_numba import lm_and_rank_head_numba
 from vllm_specblock.triton_kernels.optional_numba import AVAILABLE
 
-from vllm_specblock.candidates import select_reference
+from vllm_specblock.candidates import select
 from vllm_specblock.drafters.specblock.fused_growth import FusedExpansion
 from vllm_specblock.drafters.specblock.growth import Expansion
 from vllm_specblock.drafters.specblock.tree_shape import TreeShape
@@ -42,7 +40,7 @@ class PlainExpansion(Expansion):
         token, path_hash, key, parent = fields
         score = self.score[:, : self.count]
         depth = self.shape.max_depth
-        return select_reference(token, parent, score, key, path_hash, self.shape.budget, depth).tree
+        return select.reference(token, parent, score, key, path_hash, self.shape.budget, depth).tree
 
 
 KINDS = [PlainExpansion, Expansion, pytest.param(FusedExpansion, marks=compiled)]
@@ -145,7 +143,7 @@ def strange_logits(seed: int, share: float, rows: int, vocab: int) -> torch.Tens
 @example(1100, 10, 20, torch.float32, False, 0, 0.0)
 @pytest.mark.parametrize(
     "read",
-    [lm_and_rank_head_reference, pytest.param(lm_and_rank_head, marks=compiled)],
+    [lm_and_rank_head.reference, pytest.param(lm_and_rank_head_numba, marks=compiled)],
     ids=["torch", "compiled"],
 )
 @torch.no_grad()

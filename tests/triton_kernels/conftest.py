@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -34,30 +35,38 @@ class Kernels:
         self.device = torch.device(device)
         self.interpreted = device == "cpu" or os.environ.get("TRITON_INTERPRET") == "1"
 
-    def load(self, name: str, *parts: str) -> ModuleType:
+    def load(self, name: str) -> ModuleType:
         """The module `<name>.py` of any room; on CPU a private copy bound to the interpreter.
 
         Triton decides at decoration whether a kernel is interpreted. The copy is decorated while
-        the switch is on, so that no other test of this process meets interpreted kernels.
-
-        parts: modules whose jitted functions its kernels call, each after those that it calls
-            itself; copied likewise.
+        the switch is on, so that no other test of this process meets interpreted kernels. Modules
+        whose jitted functions it calls are copied first.
         """
-        modules = [importlib.import_module(module_of(each)) for each in (*parts, name)]
+        module = importlib.import_module(module_of(name))
         if self.device.type == "cuda":
-            return modules[-1]
+            return module
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("TRITON_INTERPRET", "1")
-            for each, module in zip((*parts, name), modules):
+            for each in dict.fromkeys([*called_by(module), module]):
                 copy = importlib.util.module_from_spec(
                     importlib.util.spec_from_file_location(
-                        f"{module.__package__}.interpreted_{each}", module.__file__
+                        f"{each.__package__}.interpreted_{each.__name__.split('.')[-1]}",
+                        each.__file__,
                     )
                 )
                 patch.setitem(sys.modules, copy.__name__, copy)  # a dataclass looks itself up there
                 copy.__spec__.loader.exec_module(copy)
-                patch.setitem(sys.modules, module.__name__, copy)
+                patch.setitem(sys.modules, each.__name__, copy)
         return copy
+
+
+def called_by(module: ModuleType) -> Iterator[ModuleType]:
+    """Modules of ours that have jitted functions which `module` imports, dependencies first."""
+    for value in vars(module).values():
+        home = getattr(getattr(value, "fn", None), "__module__", "")
+        if home.startswith(PACKAGE) and home != module.__name__:
+            yield from called_by(importlib.import_module(home))
+            yield importlib.import_module(home)
 
 
 @pytest.fixture(
@@ -90,8 +99,7 @@ class Loops:
 
     device = torch.device("cpu")
 
-    def load(self, name: str, *parts: str) -> SimpleNamespace:
-        """`parts` are of a kernel's, which a loop calls as they are."""
+    def load(self, name: str) -> SimpleNamespace:
         found = vars(importlib.import_module(module_of(f"{name}_numba"))).items()
         end = "_numba"
         return SimpleNamespace(

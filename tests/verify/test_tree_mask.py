@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from vllm_specblock.tree import ancestor_words
-from vllm_specblock.verify import tree_mask as module
 from vllm_specblock.verify.tree_mask import BatchRows, TreeMask
 
 PARENT = [[0, 0, 1], [0, 1, 2]]  # slot 0: two children, and one's child; slot 1: a chain
 DEPTH = [[0, 1, 1, 2], [0, 1, 2, 3]]
-
-
-@pytest.fixture(params=["torch", "compiled"], autouse=True)
-def form(request, monkeypatch):
-    """The torch form, then the one that this machine takes."""
-    if request.param == "torch":
-        monkeypatch.setattr(module, "takes", lambda tensor: False)
 
 
 def seen():

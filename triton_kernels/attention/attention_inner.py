@@ -5,16 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..optional_triton import jit, tl
-from .attention_reduce import _merge_splits
-
-
-class CacheStrides(NamedTuple):
-    """From entry to entry of `kv_cache`."""
-
-    block: int
-    head: int
-    entry: int
-    dim: int
+from .attention_reduce import _merge_splits, empty_state
 
 
 class ReadConstants(NamedTuple):
@@ -44,33 +35,43 @@ def _columns(mask_words32, first, shift, MASK_WORDS32: tl.constexpr):
 
 
 @jit
+def _load_entries(
+    at,  # [BLOCK_N] pointers to the entries
+    first,  # dimension
+    wanted,  # [BLOCK_N], entries to read; None: all
+    strides,  # CacheStrides
+    TILE: tl.constexpr,  # TileConstants
+):
+    """[BLOCK_N, BLOCK_D], keys or values; 0 for what is not read."""
+    dim = tl.arange(0, TILE.BLOCK_D)
+    place = at[:, None] + (first + dim)[None, :] * strides.dim
+    if wanted is not None:
+        inside = wanted[:, None] & (dim < TILE.HEAD)[None, :]
+        entries = tl.load(place, mask=inside, other=0.0)
+    elif TILE.HEAD == TILE.BLOCK_D:
+        entries = tl.load(place)
+    else:
+        entries = tl.load(place, mask=(dim < TILE.HEAD)[None, :], other=0.0)
+    return entries
+
+
+@jit
 def _softmax_step(
     q,  # [BLOCK_M, BLOCK_D]
-    m_i,  # [BLOCK_M] fp32 largest score so far
-    l_i,  # [BLOCK_M] fp32 sum of exponentials so far, relative to `m_i`
-    acc,  # [BLOCK_M, BLOCK_D] fp32
+    state,  # of the entries so far, see `attention_reduce.py`
     start,
-    cache,
-    table,
-    oldest,  # [BLOCK_M] int32
-    prefix,  # [BLOCK_M] int32
-    mask_words32,  # per half [BLOCK_M] int32, what each row sees; like the next two only if MASKED
-    union,  # per half, what any row sees
-    span,  # the entries of any row's prefix
-    tree_begin,
-    end,
-    factor,
-    inner,
+    tile,  # what a tile of rows reads, see `_tree_attention_kernel`
+    mask_words32,  # per half [BLOCK_M] int32, what each row sees; None: no mask is needed
     strides,  # CacheStrides
     TILE: tl.constexpr,  # TileConstants
     READ: tl.constexpr,  # ReadConstants
     BLOCK_N: tl.constexpr,
-    MASKED: tl.constexpr,
 ):
     """One step of online softmax over the entries start … start+BLOCK_N-1."""
+    m_i, l_i, acc = state
+    cache, table, rows, union, span, tree_begin, end, factor, inner = tile
+    MASKED: tl.constexpr = mask_words32 is not None
     entry = start + tl.arange(0, BLOCK_N)
-    dim = tl.arange(0, TILE.BLOCK_D)
-    dim_in = dim < TILE.HEAD
     if MASKED:
         wanted = entry < end
         # The shift is arithmetic: columns before the window give negative halves, which hold no
@@ -85,25 +86,18 @@ def _softmax_step(
             seen = tl.where(here, _columns(union, first + i, shift, READ.MASK_WORDS32), seen)
         place = tl.arange(0, BLOCK_N) & 31
         bits = (bits >> place[None, :]) & 1
-        in_prefix = (entry[None, :] < prefix[:, None]) & (entry[None, :] >= oldest[:, None])
+        in_prefix = (entry[None, :] < rows[1][:, None]) & (entry[None, :] >= rows[0][:, None])
         visible = (in_prefix | (bits != 0)) & wanted[None, :]
-        # What nobody sees is not read: it may be unwritten memory, and 0 · NaN is NaN.
+        # What no row sees is not read: it may be unwritten memory, and 0 · NaN is NaN.
         in_span = (entry >= span[0]) & (entry < span[1])
         wanted = wanted & (in_span | ((seen >> place) & 1 != 0))
         block = tl.load(table + entry // READ.BLOCK_SIZE, mask=wanted, other=0).to(tl.int64)
         at = cache + block * strides.block + entry % READ.BLOCK_SIZE * strides.entry
-        key = tl.load(
-            at[:, None] + dim[None, :] * strides.dim,
-            mask=wanted[:, None] & dim_in[None, :],
-            other=0.0,
-        )
     else:
+        wanted = None
         block = tl.load(table + entry // READ.BLOCK_SIZE).to(tl.int64)
         at = cache + block * strides.block + entry % READ.BLOCK_SIZE * strides.entry
-        if TILE.HEAD == TILE.BLOCK_D:
-            key = tl.load(at[:, None] + dim[None, :] * strides.dim)
-        else:
-            key = tl.load(at[:, None] + dim[None, :] * strides.dim, mask=dim_in[None, :], other=0.0)
+    key = _load_entries(at, 0, wanted, strides, TILE)
     # "tf32x3" keeps about float32's accuracy; it changes nothing for 16-bit inputs.
     # Read as the values are, so that both have the same addresses, worked out once.
     raw = tl.dot(q, key.to(q.dtype).T, input_precision="tf32x3")
@@ -118,24 +112,9 @@ def _softmax_step(
     weight = tl.exp2(raw * factor - base[:, None])
     decay = tl.exp2(m_i - base)
     l_i = l_i * decay + tl.sum(weight, 1)
-    if MASKED:
-        value = tl.load(
-            at[:, None] + (TILE.HEAD + dim)[None, :] * strides.dim,
-            mask=wanted[:, None] & dim_in[None, :],
-            other=0.0,
-        )
-    else:
-        if TILE.HEAD == TILE.BLOCK_D:
-            value = tl.load(at[:, None] + (TILE.HEAD + dim)[None, :] * strides.dim)
-        else:
-            value = tl.load(
-                at[:, None] + (TILE.HEAD + dim)[None, :] * strides.dim,
-                mask=dim_in[None, :],
-                other=0.0,
-            )
-    value = value.to(q.dtype)
+    value = _load_entries(at, TILE.HEAD, wanted, strides, TILE).to(q.dtype)
     acc = tl.dot(weight.to(q.dtype), value, acc * decay[:, None], input_precision="tf32x3")
-    return m_new, l_i, acc
+    return (m_new, l_i, acc)
 
 
 @jit
@@ -146,19 +125,10 @@ def _read(
     length,
     open,
     shut,
-    cache,
-    table,
+    tile,  # as `_softmax_step` has it
     prefix_from,
-    oldest,  # [BLOCK_M] int32
-    prefix,  # [BLOCK_M] int32
     row_mask_words32,  # [BLOCK_M] pointers to the rows' halves
     row_in,  # [BLOCK_M]
-    union,  # per half, what any row sees
-    span,  # the entries of any row's prefix
-    tree_begin,
-    end,
-    factor,
-    inner,
     strides,  # CacheStrides
     TILE: tl.constexpr,  # TileConstants
     READ: tl.constexpr,  # ReadConstants
@@ -170,105 +140,35 @@ def _read(
     by itself and folded in its turn. One loop over all of them keeps the next entries on their
     way across a border; a loop for each would wait for memory anew.
     """
-    m_i = tl.full([TILE.BLOCK_M], float("-inf"), tl.float32)
-    l_i = tl.full([TILE.BLOCK_M], 0.0, tl.float32)
-    acc = tl.full([TILE.BLOCK_M, TILE.BLOCK_D], 0.0, tl.float32)
-    merged = (m_i, l_i, acc)
+    state = empty_state(TILE.BLOCK_M, TILE.BLOCK_D)
+    merged = state
     MERGES: tl.constexpr = READ.WHOLE and not READ.SINGLE
     if prefix_from is not None:
-        mask_words32 = _load_mask_words32(row_mask_words32, row_in, READ.MASK_WORDS32)
+        words = _load_mask_words32(row_mask_words32, row_in, READ.MASK_WORDS32)
         for at in tl.range(start, tl.minimum(stop, open), READ.MASKED_N, num_stages=2):
-            m_i, l_i, acc, merged = _cross(at, start, length, m_i, l_i, acc, merged, MERGES)
-            m_i, l_i, acc = _softmax_step(
-                q,
-                m_i,
-                l_i,
-                acc,
-                at,
-                cache,
-                table,
-                oldest,
-                prefix,
-                mask_words32,
-                union,
-                span,
-                tree_begin,
-                end,
-                factor,
-                inner,
-                strides,
-                TILE,
-                READ,
-                READ.MASKED_N,
-                MASKED=True,
-            )
+            state, merged = _cross(at, start, length, state, merged, TILE, MERGES)
+            state = _softmax_step(q, state, at, tile, words, strides, TILE, READ, READ.MASKED_N)
     for at in range(tl.maximum(start, open), tl.minimum(stop, shut), READ.BLOCK_N):
-        m_i, l_i, acc, merged = _cross(at, start, length, m_i, l_i, acc, merged, MERGES)
-        m_i, l_i, acc = _softmax_step(
-            q,
-            m_i,
-            l_i,
-            acc,
-            at,
-            cache,
-            table,
-            oldest,
-            prefix,
-            None,
-            None,
-            None,
-            tree_begin,
-            end,
-            factor,
-            inner,
-            strides,
-            TILE,
-            READ,
-            READ.BLOCK_N,
-            MASKED=False,
-        )
+        state, merged = _cross(at, start, length, state, merged, TILE, MERGES)
+        state = _softmax_step(q, state, at, tile, None, strides, TILE, READ, READ.BLOCK_N)
     # Anew: held through the loop before, they would take registers that it needs.
-    mask_words32 = _load_mask_words32(row_mask_words32, row_in, READ.MASK_WORDS32)
+    words = _load_mask_words32(row_mask_words32, row_in, READ.MASK_WORDS32)
     for at in tl.range(tl.maximum(start, shut), stop, READ.MASKED_N, num_stages=2):
-        m_i, l_i, acc, merged = _cross(at, start, length, m_i, l_i, acc, merged, MERGES)
-        m_i, l_i, acc = _softmax_step(
-            q,
-            m_i,
-            l_i,
-            acc,
-            at,
-            cache,
-            table,
-            oldest,
-            prefix,
-            mask_words32,
-            union,
-            span,
-            tree_begin,
-            end,
-            factor,
-            inner,
-            strides,
-            TILE,
-            READ,
-            READ.MASKED_N,
-            MASKED=True,
-        )
+        state, merged = _cross(at, start, length, state, merged, TILE, MERGES)
+        state = _softmax_step(q, state, at, tile, words, strides, TILE, READ, READ.MASKED_N)
     if MERGES:
-        m_i, l_i, acc = _merge_splits(merged[0], merged[1], merged[2], m_i, l_i, acc)
-    return m_i, l_i, acc
+        state = _merge_splits(merged, state)
+    return state
 
 
 @jit
-def _cross(at, start, length, m_i, l_i, acc, merged, MERGES: tl.constexpr):
+def _cross(at, start, length, state, merged, TILE: tl.constexpr, MERGES: tl.constexpr):
     """Where the entries from `at` on are another split's, fold what there is and begin anew."""
     if MERGES:  # noqa: SIM102 (known to the compiler, which the other is not)
         if (at > start) & ((at - start) % length == 0):
-            merged = _merge_splits(merged[0], merged[1], merged[2], m_i, l_i, acc)
-            m_i = tl.full(m_i.shape, float("-inf"), tl.float32)
-            l_i = tl.full(l_i.shape, 0.0, tl.float32)
-            acc = tl.full(acc.shape, 0.0, tl.float32)
-    return m_i, l_i, acc, merged
+            merged = _merge_splits(merged, state)
+            state = empty_state(TILE.BLOCK_M, TILE.BLOCK_D)
+    return state, merged
 
 
 @jit

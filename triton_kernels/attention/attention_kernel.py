@@ -52,8 +52,8 @@ class BatchStrides(NamedTuple):
 def _tree_attention_kernel(
     given,  # BatchPointers
     into,  # OutPointers
-    partial,  # [R, nkv, slots, BLOCK_M, BLOCK_D] fp32, or None if WHOLE
-    stats,  # [R, nkv, slots, 2, BLOCK_M] fp32, or None if WHOLE
+    partial_ptr,  # [R, nkv, slots, BLOCK_M, BLOCK_D] fp32, or None if WHOLE
+    stats_ptr,  # [R, nkv, slots, 2, BLOCK_M] fp32, or None if WHOLE
     num_tokens,
     num_requests,
     max_seq_len,
@@ -83,9 +83,7 @@ def _tree_attention_kernel(
         for skip in range(0, num_rows, tl.num_programs(0) * TILE.BLOCK_M):
             at = skip + slot * TILE.BLOCK_M + lane
             _finish(
-                nothing,
-                nothing,
-                tl.full([TILE.BLOCK_M, TILE.BLOCK_D], 0.0, tl.float32),
+                (nothing, nothing, tl.full([TILE.BLOCK_M, TILE.BLOCK_D], 0.0, tl.float32)),
                 (first_token + at // TILE.GROUP).to(tl.int64),
                 kv_head * TILE.GROUP + at % TILE.GROUP,
                 at < num_rows,
@@ -168,27 +166,21 @@ def _tree_attention_kernel(
 
     table = given.block_table + request.to(tl.int64) * strides.table
     cache = given.kv_cache + kv_head.to(tl.int64) * cache_strides.head
+    # [BLOCK_M] each: the prefix that a row sees; union: per half, what any row sees.
+    rows = oldest, prefix
+    tile_reads = cache, table, rows, union, span, tree_begin, end, factor, inner
     start = low + split * length
-    m_i, l_i, acc = _read(
+    state = _read(
         q,
         start,
         end if READ.WHOLE else tl.minimum(start + length, end),
         length,
         open,
         shut,
-        cache,
-        table,
+        tile_reads,
         given.prefix_from,
-        oldest,
-        prefix,
         row_mask_words32,
         row_in,
-        union,
-        span,
-        tree_begin,
-        end,
-        factor,
-        inner,
         cache_strides,
         TILE,
         READ,
@@ -198,13 +190,13 @@ def _tree_attention_kernel(
         if splits > 1:
             place = (request * TILE.KV_HEADS + kv_head).to(tl.int64) * tl.num_programs(0) + slot
             tl.store(
-                partial
+                partial_ptr
                 + place * TILE.BLOCK_M * TILE.BLOCK_D
                 + lane[:, None] * TILE.BLOCK_D
                 + dim[None, :],
-                acc,
+                state[2],
             )
-            tl.store(stats + place * 2 * TILE.BLOCK_M + lane, m_i)
-            tl.store(stats + place * 2 * TILE.BLOCK_M + TILE.BLOCK_M + lane, l_i)
+            tl.store(stats_ptr + place * 2 * TILE.BLOCK_M + lane, state[0])
+            tl.store(stats_ptr + place * 2 * TILE.BLOCK_M + TILE.BLOCK_M + lane, state[1])
             return
-    _finish(m_i, l_i, acc, token, head, row_in, into, out_strides, TILE)
+    _finish(state, token, head, row_in, into, out_strides, TILE)

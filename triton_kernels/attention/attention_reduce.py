@@ -68,25 +68,30 @@ def _in_other_form(query_start, whole_from, WHOLE: tl.constexpr):
 
 
 @jit
-def _merge_splits(m_i, l_i, acc, part_m_i, part_l_i, part):
+def empty_state(ROWS: tl.constexpr, DIMS: tl.constexpr):
+    """The state of no entries."""
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    return (top, tl.full([ROWS], 0.0, tl.float32), tl.full([ROWS, DIMS], 0.0, tl.float32))
+
+
+@jit
+def _merge_splits(state, part):
     """Add the state of one split to the state of those before it.
 
     Both kernels do this, and must do it with the same bits: hence explicit fused operations,
     which leave the compiler no choice of what to fuse.
     """
-    m_new = tl.maximum(m_i, part_m_i)
-    base = tl.where(m_new == float("-inf"), 0.0, m_new)
-    decay, weight = tl.exp2(m_i - base), tl.exp2(part_m_i - base)
-    l_i = tl.fma(l_i, decay, part_l_i * weight)
-    acc = tl.fma(acc, decay[:, None].broadcast_to(acc.shape), part * weight[:, None])
-    return m_new, l_i, acc
+    top = tl.maximum(state[0], part[0])
+    base = tl.where(top == float("-inf"), 0.0, top)
+    decay, weight = tl.exp2(state[0] - base), tl.exp2(part[0] - base)
+    total = tl.fma(state[1], decay, part[1] * weight)
+    decay = decay[:, None].broadcast_to(state[2].shape)
+    return (top, total, tl.fma(state[2], decay, part[2] * weight[:, None]))
 
 
 @jit
 def _finish(
-    m_i,  # [rows] fp32, in units of log 2
-    l_i,  # [rows] fp32
-    acc,  # [rows, BLOCK_D] fp32
+    state,
     token,  # [rows] int64
     head,  # [rows]
     row_in,  # [rows]
@@ -95,6 +100,7 @@ def _finish(
     TILE: tl.constexpr,  # TileConstants
 ):
     """Write the rows of a tile, as one state says."""
+    m_i, l_i, acc = state
     dim = tl.arange(0, TILE.BLOCK_D)
     if into.sinks is not None:  # an extra score with value zero
         sink = tl.load(into.sinks + head, mask=row_in, other=0.0).to(tl.float32)
@@ -116,11 +122,11 @@ def _finish(
 
 @jit(do_not_specialize=["max_seq_len", "slots"])
 def _merge_splits_kernel(
-    query_start,  # [R+1] int32
-    seq_len,  # [R] int32
+    query_start_ptr,  # [R+1] int32
+    seq_len_ptr,  # [R] int32
     into,  # OutPointers
-    partial,  # [R, nkv, slots, BLOCK_M, BLOCK_D] fp32
-    stats,  # [R, nkv, slots, 2, BLOCK_M] fp32
+    partial_ptr,  # [R, nkv, slots, BLOCK_M, BLOCK_D] fp32
+    stats_ptr,  # [R, nkv, slots, 2, BLOCK_M] fp32
     max_seq_len,
     above,
     up_to,
@@ -133,38 +139,34 @@ def _merge_splits_kernel(
     """REDUCE_ROWS rows of one request and one kv head: all their splits, in order."""
     request = tl.program_id(1)
     kv_head = tl.program_id(2)
-    first_token = tl.load(query_start + request)
-    num_rows = (tl.load(query_start + request + 1) - first_token) * TILE.GROUP
+    first_token = tl.load(query_start_ptr + request)
+    num_rows = (tl.load(query_start_ptr + request + 1) - first_token) * TILE.GROUP
     row = tl.program_id(0) * REDUCE_ROWS + tl.arange(0, REDUCE_ROWS)
     if (num_rows <= above) | (num_rows > up_to) | (tl.program_id(0) * REDUCE_ROWS >= num_rows):
         return
     if whole_from is not None:  # noqa: SIM102 (known to the compiler, which the other is not)
-        if _in_other_form(query_start, whole_from, False):
+        if _in_other_form(query_start_ptr, whole_from, False):
             return
     tiles = (num_rows + TILE.BLOCK_M - 1) // TILE.BLOCK_M
-    bound = tl.minimum(tl.load(seq_len + request), max_seq_len)
+    bound = tl.minimum(tl.load(seq_len_ptr + request), max_seq_len)
     splits = _count_splits(bound, tiles, TILE)
     if splits == 1:  # written already
         return
     dim = tl.arange(0, TILE.BLOCK_D)
     lane = row % TILE.BLOCK_M
-    m_i = tl.full([REDUCE_ROWS], float("-inf"), tl.float32)
-    l_i = tl.full([REDUCE_ROWS], 0.0, tl.float32)
-    acc = tl.full([REDUCE_ROWS, TILE.BLOCK_D], 0.0, tl.float32)
+    state = empty_state(REDUCE_ROWS, TILE.BLOCK_D)
     place = (request * TILE.KV_HEADS + kv_head).to(tl.int64) * slots + row // TILE.BLOCK_M
     # Each split is read while the one before is folded.
     for _ in tl.range(0, splits, num_stages=3):
-        part_m_i = tl.load(stats + place * 2 * TILE.BLOCK_M + lane)
-        part_l_i = tl.load(stats + place * 2 * TILE.BLOCK_M + TILE.BLOCK_M + lane)
+        part_m_i = tl.load(stats_ptr + place * 2 * TILE.BLOCK_M + lane)
+        part_l_i = tl.load(stats_ptr + place * 2 * TILE.BLOCK_M + TILE.BLOCK_M + lane)
         part = tl.load(
-            partial + ((place * TILE.BLOCK_M + lane) * TILE.BLOCK_D)[:, None] + dim[None, :]
+            partial_ptr + ((place * TILE.BLOCK_M + lane) * TILE.BLOCK_D)[:, None] + dim[None, :]
         )
-        m_i, l_i, acc = _merge_splits(m_i, l_i, acc, part_m_i, part_l_i, part)
+        state = _merge_splits(state, (part_m_i, part_l_i, part))
         place += tiles
     _finish(
-        m_i,
-        l_i,
-        acc,
+        state,
         (first_token + row // TILE.GROUP).to(tl.int64),
         kv_head * TILE.GROUP + row % TILE.GROUP,
         row < num_rows,

@@ -1,15 +1,12 @@
 """Launch schedule of tree attention: tiles and splits from host numbers alone.
 
-Two cuts. Queries: a request's rows (query tokens × query heads of a kv head) go to tiles of the
-smallest class that holds them, or of the largest class. Entries: a request is read in splits, as
-many as its own length and its own rows allow.
+A request's rows (query tokens × query heads of a kv head) go to tiles of the smallest class that
+holds them; its entries are read in splits, as many as its length and rows allow. Neither depends on
+the rest of the batch, so a request's result has the same bits in every batch and captured graph.
 
-Neither cut looks at the rest of the batch, so a request's result has the same bits alone, in any
-company, and in a captured graph. What the batch decides is only who does the work: with few
-programs each split has its own, and a second kernel folds the partial results in order; with many,
-one program reads all splits and folds them in that same order by itself. A captured graph in which
-the device shares out the rows may have as many requests as rows or a single one: it launches both
-forms, and the device leaves one of them out.
+With few programs each split has its own, and a second kernel merges the partial results in order;
+with many, one program reads all splits and merges them in that order. A graph in which the device
+allocates the rows launches both forms, and the device skips one.
 """
 
 from __future__ import annotations
@@ -127,12 +124,15 @@ def plan_launches(
 ) -> list[Launch]:
     """One launch for each class of tiles that a batch may need.
 
-    query_lens: the lengths that requests have, in query tokens; the largest is a bound. group:
-    query heads per kv head. num_requests: with `unknown_up_to` a bound: requests that are not there
-    have no rows and come last. max_seq_len: bound of the requests' entries. unknown_up_to: requests
-    of up to so many tokens have lengths that the host does not know, and one class serves them
-    all: launches that turn out to have nothing to do cost as much as small ones that have. Together
-    the launches take every request, also one whose length was not foreseen.
+    Args:
+        query_lens: the lengths of requests, in query tokens; the largest is a bound.
+        group: query heads per kv head.
+        num_requests: with `unknown_up_to` a bound: requests beyond have no rows and come last.
+        max_seq_len: bound of the requests' entries.
+        unknown_up_to: requests of up to so many tokens have lengths that the host does not know;
+            one class serves them all.
+
+    Together the launches take every request, also one of a length not foreseen.
     """
     rows = [n * group for n in query_lens if n > 0] or [1]
     # Classes, and the rows of the largest request that each takes.

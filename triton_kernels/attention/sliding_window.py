@@ -1,9 +1,7 @@
 """Sliding-window mask for tree nodes.
 
-What a token sees lies at consecutive positions, one entry for each, and ends with the token
-itself: its prefix, then the bits of its word, which for a tree node are the nodes of its path from
-the root down. So "the last `window` positions" are the last `window` of what it sees, also where a
-node's entry lies at another slot than its position says.
+What a token sees ends with the token itself and has one entry per position, so the last `window`
+positions are the last `window` entries that it sees, wherever they lie.
 """
 
 from __future__ import annotations

@@ -1,16 +1,11 @@
 """Attention over a paged KV cache under one visibility rule (SpecBlock paper, section 3.2).
 
-Query t sees the entries prefix_from[t] … prefix_len[t]-1 of its request (from 0 on if there is no
-prefix_from), and of the 64·W entries from tree_start on those whose bit is set in words[t]. That
-covers, in one call and in any mixture: prefill chunks and plain decode (a prefix, no bits), tree
-nodes (the committed prefix, then one bit per ancestor), and the drafter's blocks (the rows before,
-then the own path's positions).
+Query t sees entries prefix_from[t] … prefix_len[t]-1 of its request, and of the 64·W entries from
+tree_start on those whose bit is set in mask_words[t]. That covers prefill chunks and plain decode
+(no bits), tree nodes (one bit per ancestor) and the drafter's blocks, in any mixture.
 
-"Entry" means one key/value pair in the cache. A target has one per token slot; the drafter has K,
-and its caller passes a cache view whose block_size is K times the engine's.
-
-`attention_schedule.py` says how the work is cut, and why the result does not depend on the batch;
-`tree_attention_reference.py` is the same in torch.
+An entry is one key/value pair in the cache. A target has one per token; the drafter has K, and its
+caller passes a cache view whose block_size is K times the engine's.
 """
 
 from __future__ import annotations
@@ -19,9 +14,10 @@ from collections.abc import Iterable
 
 import torch
 
+from ..kv_cache.paged_rows import CacheStrides
 from ..optional_triton import cdiv, next_power_of_2
 from . import attention_schedule as cut
-from .attention_inner import CacheStrides, ReadConstants
+from .attention_inner import ReadConstants
 from .attention_kernel import BatchPointers, BatchStrides, _tree_attention_kernel
 from .attention_reduce import (
     REDUCE_ROWS,
@@ -61,32 +57,21 @@ def tree_attention(
 
     Args:
         query: [T, nh, D] fp32, bf16 or fp16.
-        kv_cache: [num_blocks, nkv, block_size, 2D], any strides, key in [..., :D] and value in
-            [..., D:], of the queries' dtype or float8_e4m3fn; nh is a multiple of nkv.
-        block_table: [R, max_blocks] int32.
-        query_start: [R+1] int32.
+        kv_cache: [num_blocks, nkv, block_size, 2D], any strides, keys first, of the queries' dtype
+            or float8_e4m3fn; nh is a multiple of nkv.
         query_lens: the lengths of the requests, in query tokens, on the host, each once; no
-            request may be longer than the largest. A length that is missing costs its requests
-            the guarantee of equal bits in every batch, nothing else.
-        seq_len: [R] int32, upper bound of the entries that each request may see, itself bounded by
-            max_seq_len.
-        prefix_len, prefix_from: [≥T] int32.
-        mask_words: [≥T, W] int64: bit j of word w is entry tree_start + 64·w + j; bit 63 is the
-            sign.
-        tree_start: [≥R] int32.
+            request may be longer than the largest. Requests of a missing length lose the
+            guarantee of equal bits in every batch, nothing else.
+        block_table, query_start, seq_len, max_seq_len, prefix_len, mask_words, tree_start,
+            unknown_up_to: see `TreeAttentionBatch`; prefix_from: [≥T] int32.
         scale: multiplies the scores; positive.
-        out: [T, nh, D] to write into. A query that sees nothing gives zeros; so do tokens past
-            query_start[R].
+        out: [T, nh, D], written to and returned; zeros for a query that sees nothing and for
+            tokens past query_start[R].
         soft_cap: c > 0 turns every score s into c · tanh(s / c).
         key_scale, value_scale: one fp32 on the device each: keys and values are what the cache
             holds times this. Positive.
         sinks: [nh], an extra score of each head, with value zero.
         workspace: fp32, at least `workspace_size` elements; made if not given.
-        unknown_up_to: requests of up to so many query tokens, of whatever lengths, have equal bits
-            in every batch that says the same number here, and query_lens need not name theirs.
-
-    Returns:
-        `out`.
     """
     num_tokens, num_heads, head_size = query.shape
     num_kv_heads, block_size = kv_cache.shape[1:3]

@@ -72,8 +72,7 @@ class TreeAttentionBatch:
             `query_start_host` says, and still want the same bits as in any other batch of one
             engine; 0: none has.
 
-    The first layer works out, for all layers that follow, what a sliding window leaves, and on a
-    CPU gather indices and the mask: set `plan` to None when the tensors have changed.
+    The first layer computes what all layers share: set `plan` to None when the tensors change.
     """
 
     def __init__(
@@ -128,18 +127,11 @@ class TreeAttentionBatch:
         """Attention of one layer.
 
         Args:
-            query: [T, heads, D].
-            kv_cache: [blocks, kv heads, block size, 2D], keys first; of the queries' dtype or
-                float8_e4m3fn.
-            scale: factor on the dot products.
-            out: [T, heads, D] to write into; made if not given.
+            query, kv_cache, scale, out, soft_cap, key_scale, value_scale, sinks: see
+                `tree_attention`; `out` is made if not given.
             window: a query sees only the last so many entries of what it would see.
-            soft_cap, key_scale, value_scale, sinks: see `tree_attention`.
             packing: layout of a packed cache, on a CPU; None: not packed.
             causal_elsewhere: leave the rows of `causal` requests as they are. Of a packed cache.
-
-        Returns:
-            `out`.
         """
         if out is None:
             out = torch.empty_like(query)

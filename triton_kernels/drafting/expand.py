@@ -1,9 +1,7 @@
 """Rank-guided expansion, one launch per block of the drafter, one program per request.
 
-A launch hangs a block's tokens under the nodes that it started from, and then either chooses
-where the next block starts or, after the last one, makes the tree (`select_tree.py`). The torch
-reference is `vllm_specblock.drafters.specblock.growth.Expansion`, bit for bit but for starts that
-are not valid: those are some node, as there, but not always the same one.
+The torch reference is `vllm_specblock.drafters.specblock.growth.Expansion`, bit for bit except for
+starts that are not valid.
 """
 
 from __future__ import annotations
@@ -24,7 +22,6 @@ from ..tree.candidate_keys import (
     ROOT_HASH,
 )
 from ..tree.select_tree import TreeTensors, by_text, select_constants, select_part, warps_for
-from .attach_block import BlockConstants, BlockDrafts, attach_part
 
 
 @dataclass(frozen=True)
@@ -133,7 +130,7 @@ class Growing:
             select = select_constants(count, limits.budget, depth)
             if self.num_requests:
                 _attach_and_select_kernel[grid](
-                    drafts, *kept, tree.pointers, size, constants, select, num_warps=num_warps
+                    drafts, *kept, tree, size, constants, select, num_warps=num_warps
                 )
             return tree
         dtypes = (*[torch.int64] * 4, torch.bool)
@@ -153,6 +150,37 @@ class Growing:
         return starts
 
 
+class BlockDrafts(NamedTuple):
+    """A block's tokens, and what they are hung under."""
+
+    top_logprob: torch.Tensor  # [R, ROWS, K, B] fp32
+    top_token: torch.Tensor  # [R, ROWS, K, B] int64
+    bucket: torch.Tensor  # [R, ROWS, K] int64
+    branching: torch.Tensor  # [4] int64
+    start_node: torch.Tensor  # [R, S] int64
+    start_valid: torch.Tensor  # [R, S] bool
+
+
+class BlockConstants(NamedTuple):
+    """What a launch is compiled for; letters as in `Limits`, C: all candidates of a request."""
+
+    BLOCK: int
+    BLOCKS: int
+    C: int
+    ROWS: int
+    K: int
+    B: int
+    S: int
+    CELLS: int  # >= ROWS · K · B
+    DEPTH: int  # the depth's bits of a key; as all below: see `candidate_keys.py`
+    DEPTH_ONE: int
+    ROOT: int
+    FIRST: int
+    CLOSED: int
+    INDEX: int
+    FACTOR: int
+
+
 class NextStarts(NamedTuple):
     """Where the next block starts, each [R, S]."""
 
@@ -163,12 +191,88 @@ class NextStarts(NamedTuple):
     valid: torch.Tensor  # bool
 
 
+@jit
+def _attach_block(
+    drafts,  # BlockDrafts
+    token_ptr,  # [C] int64, as the four after it one request's
+    path_hash_ptr,
+    key_ptr,
+    parent_ptr,
+    may_start_ptr,  # written before the last block
+    score_ptr,  # [C] fp32
+    started_ptr,  # [max(1, BLOCKS-2), S] int64, one request's
+    request,  # int64
+    GROW: tl.constexpr,  # BlockConstants
+):
+    """One caterpillar per row: a chain of top-1 tokens, each with its siblings."""
+    cell = tl.arange(0, GROW.CELLS)
+    inside = cell < GROW.ROWS * GROW.K * GROW.B
+    row, position, branch = cell // (GROW.K * GROW.B), cell // GROW.B % GROW.K, cell % GROW.B
+    if GROW.BLOCK == 1:
+        tl.store(token_ptr, 0)
+        tl.store(path_hash_ptr, GROW.ROOT)
+        tl.store(key_ptr, 0)
+        tl.store(parent_ptr, 0)
+        tl.store(score_ptr, 0.0)
+        node = tl.full([GROW.CELLS], 0, tl.int64)
+        total = tl.full([GROW.CELLS], 0.0, tl.float32)
+        text = tl.full([GROW.CELLS], GROW.ROOT, tl.int64)
+        above = tl.full([GROW.CELLS], 0, tl.int64)
+        first_cell = 1
+    else:
+        start = request * GROW.ROWS + row
+        node = tl.load(drafts.start_node + start, mask=inside, other=0)
+        valid = tl.load(drafts.start_valid + start, mask=inside, other=0).to(tl.int1)
+        total = tl.where(valid, tl.load(score_ptr + node), float("-inf"))
+        text = tl.load(path_hash_ptr + node)
+        above = tl.load(key_ptr + node) & GROW.DEPTH
+        first_cell = 1 + (1 + (GROW.BLOCK - 2) * GROW.S) * GROW.K * GROW.B
+        if GROW.BLOCK < GROW.BLOCKS:
+            # The root is no start.
+            begun = started_ptr + (GROW.BLOCK - 2) * GROW.S + row
+            begins = inside & (cell % (GROW.K * GROW.B) == 0)
+            tl.store(begun, tl.where(valid, text, GROW.ROOT), mask=begins)
+
+    line = (request * GROW.ROWS + row) * GROW.K
+    for j in range(GROW.K):  # in the order of the chain, as the reference adds
+        ahead = inside & (j <= position)
+        which = tl.where(j < position, 0, branch)
+        gain = tl.load(drafts.top_logprob + (line + j) * GROW.B + which, mask=ahead, other=0.0)
+        word = tl.load(drafts.top_token + (line + j) * GROW.B + which, mask=ahead, other=0)
+        width = tl.load(drafts.branching + tl.load(drafts.bucket + line + j, mask=inside, other=0))
+        # Rounding may leave a certain token's log-probability above 0.
+        gain = tl.minimum(tl.where(which < tl.maximum(width, 1), gain, float("-inf")), 0.0)
+        total = tl.where(ahead, total + gain, total)
+        text = tl.where(ahead, word + text * GROW.FACTOR, text)
+
+    index = first_cell + cell
+    tie = above + (position + 1).to(tl.int64) * GROW.DEPTH_ONE + index
+    rank = (tl.abs(total).to(tl.int32, bitcast=True).to(tl.int64) << 32) + tie
+    own = tl.load(drafts.top_token + line * GROW.B + cell % (GROW.K * GROW.B), mask=inside, other=0)
+    tl.store(token_ptr + index, own, mask=inside)
+    tl.store(path_hash_ptr + index, text, mask=inside)
+    tl.store(key_ptr + index, rank, mask=inside)
+    tl.store(score_ptr + index, total, mask=inside)
+    tl.store(
+        parent_ptr + index, tl.where(position == 0, node, index - branch - GROW.B), mask=inside
+    )
+    if GROW.BLOCK < GROW.BLOCKS:
+        level = tl.load(drafts.bucket + line + position, mask=inside, other=0)
+        width = tl.load(drafts.branching + level)
+        open_key = tl.where(width > 0, rank, rank | GROW.CLOSED)
+        # The main chain goes on from row 0 of every block, which starts at its last end.
+        chain_end = cell == (GROW.K - 1) * GROW.B
+        open_key = tl.where(chain_end, open_key | GROW.FIRST, open_key)
+        tl.store(may_start_ptr + index, open_key, mask=inside)
+    tl.debug_barrier()
+
+
 @jit(do_not_specialize=["size"])
 def _attach_and_start_kernel(
     drafts,  # BlockDrafts
-    fields,  # [6, R, C] int64
-    score,  # [R, C] fp32
-    started,  # [R, max(1, BLOCKS-2), S] int64
+    fields_ptr,  # [6, R, C] int64
+    score_ptr,  # [R, C] fp32
+    started_ptr,  # [R, max(1, BLOCKS-2), S] int64
     starts,  # NextStarts
     size,  # R · C
     GROW: tl.constexpr,  # BlockConstants
@@ -178,20 +282,20 @@ def _attach_and_start_kernel(
 ):
     """Hang block BLOCK, and choose the S best nodes so far to start from, each text once."""
     request = tl.program_id(0).to(tl.int64)
-    token = fields + request * GROW.C
+    token = fields_ptr + request * GROW.C
     path_hash, key, parent = token + size, token + 2 * size, token + 3 * size
     may_start, scratch = token + 4 * size, token + 5 * size
-    score += request * GROW.C
-    started += request * (max(GROW.BLOCKS - 2, 1) * GROW.S)
-    attach_part(
+    score_ptr += request * GROW.C
+    started_ptr += request * (max(GROW.BLOCKS - 2, 1) * GROW.S)
+    _attach_block(
         drafts,
         token,
         path_hash,
         key,
         parent,
         may_start,
-        score,
-        started,
+        score_ptr,
+        started_ptr,
         request,
         GROW,
     )
@@ -213,7 +317,7 @@ def _attach_and_start_kernel(
         text = tl.load(path_hash + place, mask=inside, other=0)
         free = tl.load(scratch + place, mask=inside, other=0) != 0
         for s in range((GROW.BLOCK - 1) * GROW.S):
-            free = free & (text != tl.load(started + s))
+            free = free & (text != tl.load(started_ptr + s))
         open_key = tl.where(free, open_key, closed)
     # Complemented: the largest are then the smallest keys, in ascending order.
     chosen = ~tl.topk(~open_key, STARTS)
@@ -231,29 +335,29 @@ def _attach_and_start_kernel(
 @jit(do_not_specialize=["size"])
 def _attach_and_select_kernel(
     drafts,  # BlockDrafts
-    fields,  # [6, R, C] int64
-    score,  # [R, C] fp32
-    started,  # [R, max(1, BLOCKS-2), S] int64
-    tree,  # TreePointers
+    fields_ptr,  # [6, R, C] int64
+    score_ptr,  # [R, C] fp32
+    started_ptr,  # [R, max(1, BLOCKS-2), S] int64
+    tree,  # TreeTensors
     size,  # R · C
     GROW: tl.constexpr,  # BlockConstants
     SELECT: tl.constexpr,  # SelectConstants
 ):
     """Hang the last block, and make the tree."""
     request = tl.program_id(0).to(tl.int64)
-    token = fields + request * GROW.C
+    token = fields_ptr + request * GROW.C
     path_hash, key, parent = token + size, token + 2 * size, token + 3 * size
-    score += request * GROW.C
-    attach_part(
+    score_ptr += request * GROW.C
+    _attach_block(
         drafts,
         token,
         path_hash,
         key,
         parent,
         token,  # not written
-        score,
-        started,
+        score_ptr,
+        started_ptr,
         request,
         GROW,
     )
-    select_part(token, parent, score, key, path_hash, tree, request, JOINS=True, SELECT=SELECT)
+    select_part(token, parent, score_ptr, key, path_hash, tree, request, JOINS=True, SELECT=SELECT)

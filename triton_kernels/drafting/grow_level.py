@@ -1,9 +1,6 @@
 """EAGLE-2's tree growth, one launch per level of the drafter, one program per request.
 
-A launch hangs a level's tokens under the nodes whose rows said them, and then either chooses what
-grows next or, after the last level, makes the tree (`select_tree.py`). The torch reference is
-`vllm_specblock.drafters.eagle3.growth.Levels`, bit for bit: of equal scores the earlier candidate
-comes first.
+The torch reference is `vllm_specblock.drafters.eagle3.growth.Levels`, bit for bit.
 """
 
 from __future__ import annotations
@@ -102,7 +99,7 @@ class GrowingLevels:
                 _attach_and_select_kernel[(requests,)](
                     drafts,
                     *kept,
-                    tree.pointers,
+                    tree,
                     *numbers,
                     constants,
                     select,
@@ -177,8 +174,8 @@ class LevelConstants(NamedTuple):
 def _attach_level(
     drafts,  # LevelDrafts
     request,  # int64
-    fields,  # [.., C], one request's candidates, as the next
-    score,  # [C]
+    fields_ptr,  # [.., C], one request's candidates, as the next
+    score_ptr,  # [C]
     size,  # from field to field
     level,
     first_cell,
@@ -190,8 +187,8 @@ def _attach_level(
     inside = cell < GROW.ROWS * GROW.TOP_K
     if GROW.ROOT:
         for field in tl.static_range(3):
-            tl.store(fields + field * size, 0)
-        tl.store(score, 0.0)
+            tl.store(fields_ptr + field * size, 0)
+        tl.store(score_ptr, 0.0)
         above = tl.full([GROW.CELLS], 0, tl.int64)
         total = tl.full([GROW.CELLS], 0.0, tl.float32)
     else:
@@ -200,7 +197,7 @@ def _attach_level(
         grows = tl.load(drafts.valid + first_row + row, mask=inside, other=0) != 0
         if drafts.there is not None:
             grows = grows & (tl.load(drafts.there + first_row + row, mask=inside, other=0) != 0)
-        total = tl.where(grows, tl.load(score + above, mask=inside, other=0.0), float("-inf"))
+        total = tl.where(grows, tl.load(score_ptr + above, mask=inside, other=0.0), float("-inf"))
     gain = tl.load(drafts.logprob + first_row * GROW.TOP_K + cell, mask=inside, other=0.0)
     # Rounding may leave a certain token's log-probability above 0.
     total += tl.minimum(gain, 0.0)
@@ -208,19 +205,19 @@ def _attach_level(
     tie = level.to(tl.int64) * GROW.DEPTH_ONE + index
     key = (tl.abs(total).to(tl.int32, bitcast=True).to(tl.int64) << 32) + tie
     own = tl.load(drafts.token + first_row * GROW.TOP_K + cell, mask=inside, other=0)
-    tl.store(fields + index, own, mask=inside)
-    tl.store(fields + size + index, above, mask=inside)
-    tl.store(fields + 2 * size + index, key, mask=inside)
-    tl.store(score + index, total, mask=inside)
+    tl.store(fields_ptr + index, own, mask=inside)
+    tl.store(fields_ptr + size + index, above, mask=inside)
+    tl.store(fields_ptr + 2 * size + index, key, mask=inside)
+    tl.store(score_ptr + index, total, mask=inside)
     return key
 
 
-@jit(do_not_specialize=["position", "size", "level", "done"])
+@jit(do_not_specialize=["position_ptr", "size", "level", "done"])
 def _attach_and_grow_kernel(
     drafts,  # LevelDrafts
-    fields,  # [4, R, C] int64
-    score,  # [R, C] fp32
-    position,  # [R]
+    fields_ptr,  # [4, R, C] int64
+    score_ptr,  # [R, C] fp32
+    position_ptr,  # [R]
     position_stride,
     grown,  # NextRows
     size,  # R · C
@@ -238,8 +235,8 @@ def _attach_and_grow_kernel(
     key = _attach_level(
         drafts,
         request,
-        fields + request * GROW.C,
-        score + request * GROW.C,
+        fields_ptr + request * GROW.C,
+        score_ptr + request * GROW.C,
         size,
         level,
         first_cell,
@@ -260,16 +257,16 @@ def _attach_and_grow_kernel(
     tl.store(grown.position + out, tl.full([GROWN], 0, tl.int64), mask=stored)
     tl.store(grown.valid + out, chosen < CLOSED, mask=stored)
     tl.store(grown.behind + out, request * GROW.ROWS + row, mask=stored)
-    at = tl.load(position + request * position_stride).to(tl.int64) + level
+    at = tl.load(position_ptr + request * position_stride).to(tl.int64) + level
     tl.store(grown.rope + out, tl.full([GROWN], 0, tl.int64) + at, mask=stored)
 
 
 @jit(do_not_specialize=["size", "level", "done"])
 def _attach_and_select_kernel(
     drafts,  # LevelDrafts
-    fields,  # [4, R, C] int64
-    score,  # [R, C] fp32
-    tree,  # TreePointers
+    fields_ptr,  # [4, R, C] int64
+    score_ptr,  # [R, C] fp32
+    tree,  # TreeTensors
     size,  # R · C
     level,
     done,  # rows before this level's
@@ -278,10 +275,10 @@ def _attach_and_select_kernel(
 ):
     """Hang the last level, and make the tree."""
     request = tl.program_id(0).to(tl.int64)
-    fields += request * GROW.C
-    score += request * GROW.C
-    _attach_level(drafts, request, fields, score, size, level, 1 + done * GROW.TOP_K, GROW)
+    fields_ptr += request * GROW.C
+    score_ptr += request * GROW.C
+    _attach_level(drafts, request, fields_ptr, score_ptr, size, level, 1 + done * GROW.TOP_K, GROW)
     tl.debug_barrier()
-    parent, key = fields + size, fields + 2 * size
+    parent, key = fields_ptr + size, fields_ptr + 2 * size
     # No two texts are equal: children of one node are different tokens.
-    select_part(fields, parent, score, key, key, tree, request, JOINS=False, SELECT=SELECT)
+    select_part(fields_ptr, parent, score_ptr, key, key, tree, request, JOINS=False, SELECT=SELECT)

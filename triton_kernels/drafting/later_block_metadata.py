@@ -1,12 +1,11 @@
 """Attention metadata of a drafter's later blocks: KV indices, prefix lengths, mask words.
 
-The torch reference is `vllm_specblock.drafters.specblock.draft_attention.DraftAttentionBuilder`,
-which also says what it means.
+The torch reference is `drafters.specblock.draft_attention.DraftAttentionBuilder`.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -81,12 +80,8 @@ def later_block_metadata_triton(
     given = StartPointers(row.contiguous(), position.contiguous(), valid.contiguous())
     _later_block_metadata_kernel[(requests + 1,)](
         given,
-        stands,
-        stands.stride(0),
-        index,
-        index.stride(0),
-        last,
-        last.stride(0),
+        CommittedRows(stands, index, last),
+        CommittedRows(stands.stride(0), index.stride(0), last.stride(0)),
         own,
         block_table,
         block_table.stride(0),
@@ -115,6 +110,14 @@ class StartPointers(NamedTuple):
     valid: torch.Tensor  # [R, S] bool
 
 
+class CommittedRows(NamedTuple):
+    """The step's committed rows, or the strides of these tensors."""
+
+    position: Any  # [T] int64
+    index: Any  # [T] int64
+    last: Any  # [R] int64
+
+
 class RowPointers(NamedTuple):
     """What is kept of rows; contiguous."""
 
@@ -126,14 +129,10 @@ class RowPointers(NamedTuple):
 @jit(do_not_specialize=["num_requests", "table_width", "first_row"])
 def _later_block_metadata_kernel(
     starts,  # StartPointers
-    stands,  # [T] int64
-    stands_stride,
-    index,  # [T] int64
-    index_stride,
-    last,  # [R] int64
-    last_stride,
-    own,  # [ROWS, K, W] int64
-    block_table,  # [R, table_width] int32
+    committed,  # CommittedRows
+    strides,  # CommittedRows
+    own_ptr,  # [ROWS, K, W] int64
+    block_table_ptr,  # [R, table_width] int32
     table_stride,
     kept,  # RowPointers
     out,  # LaterBlockMetadata
@@ -153,9 +152,9 @@ def _later_block_metadata_kernel(
     tl.store(out.query_start + request, request * (S * K))
     if request >= num_requests:
         return
-    drafts_from = tl.load(last + request * last_stride)
-    rope = tl.load(stands + drafts_from * stands_stride)
-    newest = tl.load(index + drafts_from * index_stride)
+    drafts_from = tl.load(committed.last + request * strides.last)
+    rope = tl.load(committed.position + drafts_from * strides.position)
+    newest = tl.load(committed.index + drafts_from * strides.index)
     longest = max_position - (rope - newest)  # in places of the block table
     ends = (newest + 1) * K
     tl.store(out.tree_start + request, ends.to(tl.int32))
@@ -186,15 +185,15 @@ def _later_block_metadata_kernel(
     tl.store(out.base + of_start, ahead, mask=once)
     for w in range(W):
         path = tl.load(kept.bits + (request * ROWS + from_row) * W + w, mask=drafted, other=0)
-        path |= tl.load(own + (from_row * K + from_k) * W + w, mask=inside, other=0)
+        path |= tl.load(own_ptr + (from_row * K + from_k) * W + w, mask=inside, other=0)
         tl.store(kept.bits + (request * ROWS + first_row + start) * W + w, path, mask=once)
-        mine = tl.load(own + ((first_row + start) * K + k) * W + w, mask=inside, other=0)
+        mine = tl.load(own_ptr + ((first_row + start) * K + k) * W + w, mask=inside, other=0)
         tl.store(out.mask_words + cell * W + w, path | mine, mask=inside)
 
     at = newest + first_row + start  # the place to borrow
     real = at < longest
     column = tl.minimum(at // TOKENS, table_width - 1)
-    borrowed = block_table + request.to(tl.int64) * table_stride + column
+    borrowed = block_table_ptr + request.to(tl.int64) * table_stride + column
     kv_slot = tl.load(borrowed, mask=inside & real, other=-1).to(tl.int64) * TOKENS
     kv_slot = tl.where(real, kv_slot + at % TOKENS, -1)
     tl.store(out.kv_index + cell, tl.where(kv_slot >= 0, kv_slot * K, -K) + k, mask=inside)

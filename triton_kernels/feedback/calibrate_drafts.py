@@ -1,201 +1,143 @@
-"""Draft calibration (temperature scaling): update from verification results, and lookup.
+"""Draft calibration (temperature scaling): update from verification results.
 
-The torch references are `DraftCalibration.learn` over `VerifiedTrees.of_drafter`, and
-`DraftCalibration.of`. It is one program that learns: requests are few and their trees small, and a
-second launch would cost more than what it could spread. The sums have one order, so the same
-verdicts always teach the same.
+The torch reference is `DraftCalibration.learn` over `VerifiedTrees.of_drafter`. One program does
+all: requests are few and their trees small. The sums have one order, so the same results always
+give the same calibration.
 """
 
 from __future__ import annotations
 
-import math
+from typing import NamedTuple
 
 import torch
 
-from ..optional_triton import cdiv, jit, next_power_of_2, tl
+from ..optional_triton import jit, next_power_of_2, tl
 from ..verify.verification_result import VerificationResult
 
 _TILE = 2048  # nodes of several requests that the program looks at together
-_REQUESTS = 128  # of a program that only says β
+
+
+class LearnRates(NamedTuple):
+    """How fast a calibration learns, and how far."""
+
+    lowest: float  # of `log`
+    highest: float
+    prior: float  # trees that count before the first one
+    memory: float  # trees that count at most
+    own_most: float  # of `own`
+    own_prior: float
+    own_memory: float
 
 
 def update_calibration_triton(
     log: torch.Tensor,
     trees: torch.Tensor,
-    drafter: int,
-    result: VerificationResult,
-    limits: tuple[float, float],
-    prior: float,
-    memory: float,
     own: torch.Tensor,
     own_trees: torch.Tensor,
-    own_range: float,
-    own_prior: float,
-    own_memory: float,
+    drafter: int,
+    result: VerificationResult,
+    rates: LearnRates,
 ) -> None:
     """Change `log`, `trees`, `own` and `own_trees` in place.
 
     Args:
         log, trees: [2] fp32, as `DraftCalibration` keeps them.
+        own, own_trees: [S] fp32, likewise; empty: requests share one calibration.
         drafter: 0 or 1, which bit of `result.origin` to look at.
-        limits: what log stays within.
-        prior, memory: trees that count before the first one, and at most.
-        own, own_trees: [S] fp32, as `DraftCalibration` keeps them; empty: requests are not told
-            apart.
-        own_range: the largest factor that own may be the logarithm of.
-        own_prior, own_memory: as prior and memory.
     """
-    nodes = next_power_of_2(result.score.shape[1])
-    told_apart = (own, own_trees) if len(own) else (None, None)
+    num_nodes, path_len = result.score.shape[1], result.path.shape[1]
+    nodes = next_power_of_2(num_nodes)
     _learn_kernel[(1,)](
         log,
         trees,
-        *result.arguments(),
-        *limits,
-        prior,
-        memory,
-        *told_apart,
-        math.log(own_range),
-        own_prior,
-        own_memory,
+        own if len(own) else None,
+        own_trees if len(own) else None,
+        result.pointers,
+        result.strides,
+        rates,
+        len(result.req_idx),
         BIT=1 << drafter,
+        NUM_NODES=num_nodes,
         NODES=nodes,
-        PLACES=next_power_of_2(result.path.shape[1]),
+        PATH_LEN=path_len,
+        PLACES=next_power_of_2(path_len),
         BLOCK=max(1, _TILE // nodes),
         num_warps=4,
     )
 
 
-def calibration_triton(
-    log: torch.Tensor, temperature: torch.Tensor, own: torch.Tensor, req_idx: torch.Tensor | None
-) -> torch.Tensor:
-    """β of requests, [R] fp32.
-
-    Args:
-        log, own: [2] and [S] fp32, as `DraftCalibration` keeps them.
-        temperature: [R] fp32.
-        req_idx: [R] integers, may be a column of a table; None: `own` is not asked.
-    """
-    count = len(temperature)
-    beta = torch.empty(count, dtype=torch.float32, device=log.device)
-    if count:
-        _calibration_kernel[(cdiv(count, _REQUESTS),)](
-            log,
-            temperature,
-            temperature.stride(0),
-            own,
-            req_idx,
-            0 if req_idx is None else req_idx.stride(0),
-            beta,
-            count,
-            BLOCK=_REQUESTS,
-            num_warps=1,
-        )
-    return beta
-
-
 @jit(do_not_specialize=["num_requests"])
 def _learn_kernel(
-    log,  # [2] fp32
-    trees,  # [2] fp32
-    req_idx,  # [R]
-    req_idx_stride,
-    num_run,  # [R]
-    run_stride,
-    accepted,  # [R]
-    accepted_stride,
-    path,  # [R, path_len] int64
-    path_stride,
-    path_len,
-    score,  # [S, num_nodes] fp32
-    origin,  # [S, num_nodes] uint8
-    temperatures,  # [S] fp32
+    log_ptr,  # [2] fp32
+    trees_ptr,  # [2] fp32
+    own_ptr,  # [S] fp32; or None
+    own_trees_ptr,  # [S] fp32; or None
+    result,  # ResultPointers
+    strides,  # ResultStrides
+    rates,  # LearnRates
     num_requests,  # R
-    num_nodes,
-    lowest,
-    highest,
-    prior,
-    memory,
-    own,  # [S] fp32; or None
-    own_trees,  # [S] fp32; or None
-    own_most,
-    own_prior,
-    own_memory,
     BIT: tl.constexpr,
+    NUM_NODES: tl.constexpr,
     NODES: tl.constexpr,
+    PATH_LEN: tl.constexpr,
     PLACES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     node, place = tl.arange(0, NODES)[None, :], tl.arange(0, PLACES)[None, :]
-    greedy, sampling = tl.exp(tl.load(log)), tl.exp(tl.load(log + 1))
+    greedy, sampling = tl.exp(tl.load(log_ptr)), tl.exp(tl.load(log_ptr + 1))
     cold_pull, hot_pull, cold_trees, hot_trees = 0.0, 0.0, 0.0, 0.0
     for first in range(0, num_requests, BLOCK):
         request = first + tl.arange(0, BLOCK)
         there = request < num_requests
-        at = tl.load(req_idx + request * req_idx_stride, mask=there, other=0).to(tl.int64)
-        run = tl.load(num_run + request * run_stride, mask=there, other=0).to(tl.int32)[:, None]
+        at = tl.load(result.req_idx + request * strides.req_idx, mask=there, other=0).to(tl.int64)
+        run = tl.load(result.num_run + request * strides.num_run, mask=there, other=0).to(tl.int32)[
+            :, None
+        ]
         # A node that was run is one of the tree's: no more than N are scheduled.
-        wanted = node < tl.minimum(run, num_nodes)
-        by = tl.load(origin + at[:, None] * num_nodes + node, mask=wanted, other=0)
+        wanted = node < tl.minimum(run, NUM_NODES)
+        by = tl.load(result.origin + at[:, None] * NUM_NODES + node, mask=wanted, other=0)
         mine = (by.to(tl.int32) & BIT) > 0
-        logprob = tl.load(score + at[:, None] * num_nodes + node, mask=mine, other=float("-inf"))
+        logprob = tl.load(
+            result.score + at[:, None] * NUM_NODES + node, mask=mine, other=float("-inf")
+        )
         expected = tl.sum(tl.exp(logprob), 1)
         counts = tl.max(mine.to(tl.int32), 1) > 0
 
-        end = tl.load(accepted + request * accepted_stride, mask=there, other=0)
+        end = tl.load(result.accepted + request * strides.accepted, mask=there, other=0)
         end = end.to(tl.int32)[:, None]
-        on_path = (place > 0) & (place <= end) & (place < path_len)
-        step = tl.load(path + request[:, None] * path_stride + place, mask=on_path, other=0)
+        on_path = (place > 0) & (place <= end) & (place < PATH_LEN)
+        step = tl.load(result.path + request[:, None] * strides.path + place, mask=on_path, other=0)
         on_path = on_path & (step > 0) & (step <= run)
-        by = tl.load(origin + at[:, None] * num_nodes + step - 1, mask=on_path, other=0)
+        by = tl.load(result.origin + at[:, None] * NUM_NODES + step - 1, mask=on_path, other=0)
         kept = tl.sum(((by.to(tl.int32) & BIT) > 0).to(tl.float32), 1)
 
         error = tl.where(counts, (kept - expected) / (1 + expected), 0.0)
-        if own is not None:
-            count = tl.minimum(tl.load(own_trees + at, mask=counts, other=0.0) + 1, own_memory)
-            moved = tl.load(own + at, mask=counts, other=0.0) + error / (own_prior + count)
+        if own_ptr is not None:
+            count = tl.minimum(
+                tl.load(own_trees_ptr + at, mask=counts, other=0.0) + 1, rates.own_memory
+            )
+            moved = tl.load(own_ptr + at, mask=counts, other=0.0) + error / (
+                rates.own_prior + count
+            )
             tl.debug_barrier()  # every warp reads these, one writes them
-            tl.store(own_trees + at, count, mask=counts)
-            tl.store(own + at, tl.minimum(tl.maximum(moved, -own_most), own_most), mask=counts)
-        is_greedy = greedy * tl.load(temperatures + at, mask=there, other=0.0) <= sampling
+            tl.store(own_trees_ptr + at, count, mask=counts)
+            tl.store(
+                own_ptr + at,
+                tl.minimum(tl.maximum(moved, -rates.own_most), rates.own_most),
+                mask=counts,
+            )
+        is_greedy = greedy * tl.load(result.temperatures + at, mask=there, other=0.0) <= sampling
         cold_pull += tl.sum(tl.where(is_greedy, error, 0.0), 0)
         hot_pull += tl.sum(tl.where(is_greedy, 0.0, error), 0)
         cold_trees += tl.sum((counts & is_greedy).to(tl.float32), 0)
         hot_trees += tl.sum((counts & (is_greedy == 0)).to(tl.float32), 0)
 
-    cold_count = tl.minimum(tl.load(trees) + cold_trees, memory)
-    cold_log = tl.load(log) + cold_pull / (prior + cold_count)
-    hot_count = tl.minimum(tl.load(trees + 1) + hot_trees, memory)
-    hot_log = tl.load(log + 1) + hot_pull / (prior + hot_count)
+    cold_count = tl.minimum(tl.load(trees_ptr) + cold_trees, rates.memory)
+    cold_log = tl.load(log_ptr) + cold_pull / (rates.prior + cold_count)
+    hot_count = tl.minimum(tl.load(trees_ptr + 1) + hot_trees, rates.memory)
+    hot_log = tl.load(log_ptr + 1) + hot_pull / (rates.prior + hot_count)
     tl.debug_barrier()  # every warp reads these, one writes them
-    tl.store(trees, cold_count)
-    tl.store(log, tl.minimum(tl.maximum(cold_log, lowest), highest))
-    tl.store(trees + 1, hot_count)
-    tl.store(log + 1, tl.minimum(tl.maximum(hot_log, lowest), highest))
-
-
-@jit(do_not_specialize=["temperature", "req_idx", "num_requests"])
-def _calibration_kernel(
-    log,  # [2] fp32
-    temperature,  # [R] fp32
-    temperature_stride,
-    own,  # [S] fp32
-    req_idx,  # [R]; or None
-    req_idx_stride,
-    beta,  # [R] fp32
-    num_requests,  # R
-    BLOCK: tl.constexpr,
-):
-    request = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = request < num_requests
-    temperatures = tl.load(temperature + request * temperature_stride, mask=inside, other=0.0)
-    greedy, sampling = tl.exp(tl.load(log)), tl.exp(tl.load(log + 1))
-    # At temperature 0 it is the greedy target's.
-    sharp = tl.where(
-        temperatures > 0, sampling / tl.where(temperatures > 0, temperatures, 1.0), greedy
-    )
-    sharp = tl.minimum(greedy, sharp)
-    if req_idx is not None:
-        at = tl.load(req_idx + request * req_idx_stride, mask=inside, other=0).to(tl.int64)
-        sharp *= tl.exp(tl.load(own + at, mask=inside, other=0.0))
-    tl.store(beta + request, sharp, mask=inside)
+    tl.store(trees_ptr, cold_count)
+    tl.store(log_ptr, tl.minimum(tl.maximum(cold_log, rates.lowest), rates.highest))
+    tl.store(trees_ptr + 1, hot_count)
+    tl.store(log_ptr + 1, tl.minimum(tl.maximum(hot_log, rates.lowest), rates.highest))

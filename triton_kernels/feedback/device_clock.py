@@ -1,8 +1,4 @@
-"""A GPU's own clock, for spans of a stream that also lie inside CUDA graphs.
-
-There is no reference beside these kernels: a CPU has its host's clock, and no interpreter has a
-device's.
-"""
+"""A GPU's own clock, for spans that may lie inside CUDA graphs; it has no torch reference."""
 
 from __future__ import annotations
 

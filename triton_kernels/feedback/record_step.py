@@ -1,9 +1,4 @@
-"""What a step committed, into the slabs of whoever is recorded, and what its drafts missed, into
-sums: one launch.
-
-A program for every committed row and one for every request. Nobody counts rows: where one belongs
-follows from its position.
-"""
+"""Recording of a step's committed rows into slabs, and of what its drafts missed into sums."""
 
 from __future__ import annotations
 
@@ -11,29 +6,44 @@ from typing import NamedTuple
 
 import torch
 
-from ..optional_numba import takes
+from ..op import op
 from ..optional_triton import cdiv, group_of, jit, next_power_of_2, tl
-from .record_step_numba import record_step_numba
 from .slab_tensors import SlabTensors, StepToRecord
 
 _COLUMNS = 1024  # of a program
 
 
+def record_step_triton(slabs: SlabTensors, step: StepToRecord) -> None:
+    """Launch the kernel; see `record_step`."""
+    result = step.result
+    states = [x if x.stride(1) == 1 else x.contiguous() for x in (*step.states, step.last)]
+    rows, count, hidden = len(step.request), len(result.req_idx), slabs.last.shape[2]
+    given = (result.req_idx, result.num_run, result.accepted, result.path)
+    if rows + count:
+        _record_step_kernel[(rows + count, cdiv(hidden, _COLUMNS))](
+            group_of(SlabPointers, slabs),
+            group_of(RowPointers, step),
+            *states,
+            tuple(x.stride(0) for x in states),
+            *given,
+            RequestStrides(*(x.stride(0) for x in given)),
+            result.origin,
+            step.parent,
+            rows,
+            WIDTH=slabs.token.shape[1],
+            HIDDEN=hidden,
+            NUM_NODES=step.parent.shape[1],
+            NODES=next_power_of_2(step.parent.shape[1]),
+            BLOCK=_COLUMNS,
+        )
+
+
+@op(record_step_triton)
 def record_step(slabs: SlabTensors, step: StepToRecord) -> None:
-    """Write a step's rows into the slabs, and add to the sums. CUDA tensors go to the kernel.
+    """Write a step's rows into the slabs, and add to the sums; no shape depends on values.
 
     Rows of padding, of requests without a slab and of positions before or beyond it are left out.
     """
-    if slabs.token.is_cuda:
-        record_step_triton(slabs, step)
-    elif takes(slabs.token):
-        record_step_numba(slabs, step)
-    else:
-        record_step_reference(slabs, step)
-
-
-def record_step_reference(slabs: SlabTensors, step: StepToRecord) -> None:
-    """`record_step` in torch, without a shape that depends on values."""
     count, width = slabs.token.shape
     result, req_idx = step.result, step.result.req_idx.long()
     slab = slabs.of_slot[req_idx].long()
@@ -69,31 +79,6 @@ def record_step_reference(slabs: SlabTensors, step: StepToRecord) -> None:
     slabs.missed.index_add_(0, req_idx, missed.float())
     slabs.steps.index_add_(0, req_idx, live.int())
     slabs.committed.index_add_(0, req_idx, (result.accepted.int() + 1) * live)
-
-
-def record_step_triton(slabs: SlabTensors, step: StepToRecord) -> None:
-    """Launch the kernel; see `record_step`."""
-    result = step.result
-    states = [x if x.stride(1) == 1 else x.contiguous() for x in (*step.states, step.last)]
-    rows, count, hidden = len(step.request), len(result.req_idx), slabs.last.shape[2]
-    given = (result.req_idx, result.num_run, result.accepted, result.path)
-    if rows + count:
-        _record_step_kernel[(rows + count, cdiv(hidden, _COLUMNS))](
-            group_of(SlabPointers, slabs),
-            group_of(RowPointers, step),
-            *states,
-            tuple(x.stride(0) for x in states),
-            *given,
-            RequestStrides(*(x.stride(0) for x in given)),
-            result.origin,
-            step.parent,
-            rows,
-            WIDTH=slabs.token.shape[1],
-            HIDDEN=hidden,
-            NUM_NODES=step.parent.shape[1],
-            NODES=next_power_of_2(step.parent.shape[1]),
-            BLOCK=_COLUMNS,
-        )
 
 
 class SlabPointers(NamedTuple):
@@ -133,32 +118,32 @@ class RequestStrides(NamedTuple):
 # States and what is of the requests may be parts of something, and begin anywhere.
 @jit(
     do_not_specialize=[
-        "low",
-        "mid",
-        "high",
-        "last",
-        "req_idx",
-        "num_run",
-        "accepted",
-        "path",
+        "low_ptr",
+        "mid_ptr",
+        "high_ptr",
+        "last_ptr",
+        "req_idx_ptr",
+        "num_run_ptr",
+        "accepted_ptr",
+        "path_ptr",
         "num_rows",
     ]
 )
 def _record_step_kernel(
     slabs,  # SlabPointers
     rows,  # RowPointers
-    low,  # [B, HIDDEN], as the three after it
-    mid,
-    high,
-    last,
+    low_ptr,  # [B, HIDDEN], as the three after it
+    mid_ptr,
+    high_ptr,
+    last_ptr,
     state_strides,  # of these four
-    req_idx,  # [R] integers
-    num_run,  # [R] integers
-    accepted,  # [R] int32
-    path,  # [R, D + 1] int64
+    req_idx_ptr,  # [R] integers
+    num_run_ptr,  # [R] integers
+    accepted_ptr,  # [R] int32
+    path_ptr,  # [R, D + 1] int64
     strides,  # RequestStrides
-    origin,  # [S, NUM_NODES] uint8
-    parent,  # [S, NUM_NODES] int32
+    origin_ptr,  # [S, NUM_NODES] uint8
+    parent_ptr,  # [S, NUM_NODES] int32
     num_rows,  # T
     WIDTH: tl.constexpr,
     HIDDEN: tl.constexpr,
@@ -171,7 +156,7 @@ def _record_step_kernel(
     part = tl.program_id(1)
     if program < num_rows:
         of = tl.load(rows.request + program)
-        slab = tl.load(slabs.of_slot + tl.load(req_idx + of * strides.req_idx)).to(tl.int64)
+        slab = tl.load(slabs.of_slot + tl.load(req_idx_ptr + of * strides.req_idx)).to(tl.int64)
         place = tl.load(rows.position + program) - tl.load(slabs.begin + tl.maximum(slab, 0))
         padding = tl.load(rows.cache_slot + program) < 0
         if (slab >= 0) & (place >= 0) & (place < WIDTH) & (padding == 0):
@@ -179,31 +164,33 @@ def _record_step_kernel(
             column = part * BLOCK + tl.arange(0, BLOCK)
             inside = column < HIDDEN
             out = slabs.states + to * (3 * HIDDEN) + column
-            tl.store(out, tl.load(low + row * state_strides[0] + column, mask=inside), mask=inside)
-            value = tl.load(mid + row * state_strides[1] + column, mask=inside)
+            tl.store(
+                out, tl.load(low_ptr + row * state_strides[0] + column, mask=inside), mask=inside
+            )
+            value = tl.load(mid_ptr + row * state_strides[1] + column, mask=inside)
             tl.store(out + HIDDEN, value, mask=inside)
-            value = tl.load(high + row * state_strides[2] + column, mask=inside)
+            value = tl.load(high_ptr + row * state_strides[2] + column, mask=inside)
             tl.store(out + 2 * HIDDEN, value, mask=inside)
-            value = tl.load(last + row * state_strides[3] + column, mask=inside)
+            value = tl.load(last_ptr + row * state_strides[3] + column, mask=inside)
             tl.store(slabs.last + to * HIDDEN + column, value, mask=inside)
             if part == 0:
                 tl.store(slabs.token + to, tl.load(rows.token + program).to(tl.int32))
     elif part == 0:
         of = program - num_rows
-        owner = tl.load(req_idx + of * strides.req_idx).to(tl.int64)
+        owner = tl.load(req_idx_ptr + of * strides.req_idx).to(tl.int64)
         slab = tl.load(slabs.of_slot + owner).to(tl.int64)
         if slab >= 0:
             after = tl.load(rows.position + tl.load(rows.newest + of)) + 1
             limit = tl.load(slabs.begin + slab) + WIDTH
             after = tl.minimum(after, limit).to(tl.int32)
             tl.store(slabs.end + slab, tl.maximum(after, tl.load(slabs.end + slab)))
-            run = tl.load(num_run + of * strides.num_run)
-            if (run > 0) & (tl.load(origin + owner * NUM_NODES) > 0):
-                depth = tl.load(accepted + of * strides.accepted)
-                stopped = tl.load(path + of * strides.path + depth)
+            run = tl.load(num_run_ptr + of * strides.num_run)
+            if (run > 0) & (tl.load(origin_ptr + owner * NUM_NODES) > 0):
+                depth = tl.load(accepted_ptr + of * strides.accepted)
+                stopped = tl.load(path_ptr + of * strides.path + depth)
                 node = tl.arange(0, NODES)
                 seen = (node < NUM_NODES) & (node < run)
-                above = tl.load(parent + owner * NUM_NODES + node, mask=seen, other=-1)
+                above = tl.load(parent_ptr + owner * NUM_NODES + node, mask=seen, other=-1)
                 wrong = tl.max((above == stopped).to(tl.int32), 0)
                 # Slots that several rows share, those of nobody, have no slab.
                 tl.store(slabs.missed + owner, tl.load(slabs.missed + owner) + wrong)

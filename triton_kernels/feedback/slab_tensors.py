@@ -22,7 +22,7 @@ class SlabTensors:
         token: [G, W] int32, x_{p+1}.
         begin: [G] int32, first position.
         end: [G] int32, position after the newest row; `begin` where there is none.
-        of_slot: [S] int32, the slab of whoever is in a request slot; −1: not recorded.
+        of_slot: [S] int32, the slab of the request in each slot; −1: not recorded.
         missed: [S] fp32, s [SpecBlock, eq. 8], as far as a step can know it: 1 for every walk that
             ends at a node with children, whose probabilities all went to wrong tokens.
         steps: [S] int32, target steps with a tree.
@@ -50,8 +50,7 @@ class SlabTensors:
         device: torch.device | str = "cpu",
         pin_memory: bool = False,
     ) -> SlabTensors:
-        """Nobody is recorded. `rows` is W, `hidden` Ht; `pin_memory`: host memory that a GPU copies
-        to while nobody waits."""
+        """No request is recorded. `rows` is W, `hidden` Ht."""
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device, pin_memory=pin_memory)
@@ -74,7 +73,7 @@ class StepToRecord:
     """What a step committed, and the verdicts on the trees it ran on.
 
     Attributes (T rows, R requests, B rows of the target's batch, N nodes):
-        request: [T] int64, whose each row is.
+        request: [T] int64, request of each row.
         source: [T] int64, the row of `states` and `last` that it is.
         token, position: [T] int64, x_{p+1} and p.
         cache_slot: [T] int64, −1 for padding.

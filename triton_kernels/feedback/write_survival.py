@@ -1,9 +1,7 @@
 """Survival probabilities of new trees' nodes; trees of paused requests are dropped.
 
-The torch references are `AcceptanceEstimator.steps` and `Combined.empty_where`. Every program fits
-the rates anew for its request: a few additions over a table of 32 × 32, where a launch to do it
-once for all would take longer. Each mean of the fit has a sum of its own; the reference takes
-differences of running sums, which lose digits once much was counted.
+The torch references are `AcceptanceEstimator.steps` and `Combined.empty_where`. Each program fits
+the rates for its request: a launch to fit them once would take longer.
 """
 
 from __future__ import annotations
@@ -75,11 +73,11 @@ def _smaller(a, b):
 
 
 @jit
-def _rates(judged, reached, believed, prior, BINS: tl.constexpr):
+def _rates(judged_ptr, reached_ptr, believed_ptr, prior, BINS: tl.constexpr):
     """[BINS], how often nodes of a bin are reached: isotonic regression by its min-max formula."""
     bins = tl.arange(0, BINS)
-    count = tl.load(judged + bins) + prior
-    found = tl.load(reached + bins) + prior * tl.load(believed + bins)
+    count = tl.load(judged_ptr + bins) + prior
+    found = tl.load(reached_ptr + bins) + prior * tl.load(believed_ptr + bins)
     later = bins[:, None] <= bins[None, :]  # [j, k]: bin k is j or a less sure one
     counts = tl.cumsum(tl.where(later, count[None, :], 0.0), 1)
     # The mean over bins j … k; a count of 1 where there are none.
@@ -101,17 +99,17 @@ def _survival(rates, logprob, BINS_PER_NAT: tl.constexpr, BINS: tl.constexpr):
 
 
 # A step's requests may be a part of a larger table.
-@jit(do_not_specialize=["req_idx", "temperature"])
+@jit(do_not_specialize=["req_idx_ptr", "temperature_ptr"])
 def _write_survival_kernel(
-    req_idx,  # [R]
+    req_idx_ptr,  # [R]
     req_idx_stride,
-    paused,  # [S] bool
-    temperature,  # [R] fp32
+    paused_ptr,  # [S] bool
+    temperature_ptr,  # [R] fp32
     temperature_stride,
-    judged,  # [2, BINS] fp32
-    reached,  # [2, BINS] fp32
-    believed,  # [BINS] fp32
-    steps,  # [≥ R, NUM_NODES] fp32, entries of a row are consecutive
+    judged_ptr,  # [2, BINS] fp32
+    reached_ptr,  # [2, BINS] fp32
+    believed_ptr,  # [BINS] fp32
+    steps_ptr,  # [≥ R, NUM_NODES] fp32, entries of a row are consecutive
     steps_stride,
     prior,
     given,  # GivenTrees
@@ -124,15 +122,15 @@ def _write_survival_kernel(
 ):
     """One request."""
     request = tl.program_id(0).to(tl.int64)
-    at = tl.load(req_idx + request * req_idx_stride).to(tl.int64)
-    last = tl.where(tl.load(paused + at) != 0, -1, TREE.NUM_NODES)  # see `copy_tree`
+    at = tl.load(req_idx_ptr + request * req_idx_stride).to(tl.int64)
+    last = tl.where(tl.load(paused_ptr + at) != 0, -1, TREE.NUM_NODES)  # see `copy_tree`
     entry = tl.arange(0, TREE.NODES)
     inside, copied = entry < TREE.NUM_NODES, entry < last
 
     score = given.logprob + request * strides.logprob
     own = tl.load(score + entry, mask=copied, other=float("-inf"))
-    kind = tl.where(tl.load(temperature + request * temperature_stride) > 0, BINS, 0)
-    rates = _rates(judged + kind, reached + kind, believed, prior, BINS)
+    kind = tl.where(tl.load(temperature_ptr + request * temperature_stride) > 0, BINS, 0)
+    rates = _rates(judged_ptr + kind, reached_ptr + kind, believed_ptr, prior, BINS)
     survival = _survival(rates, own, BINS_PER_NAT, BINS)
     # The nodes one place on, the first of which is the root: that is there for certain. As a score
     # it is the best, since the least of all up to a node is taken.
@@ -140,7 +138,7 @@ def _write_survival_kernel(
     before = _survival(rates, tl.where(entry > 0, before, 0.0), BINS_PER_NAT, BINS)
     before = tl.where(entry > 0, before, 1.0)
     step = tl.where(before > 0, survival / tl.where(before > 0, before, 1.0), 0.0)
-    tl.store(steps + request * steps_stride + entry, step, mask=inside)
+    tl.store(steps_ptr + request * steps_stride + entry, step, mask=inside)
 
     copy_tree(last, given, strides, node_stride, made, request, TREE)
     count = tl.load(given.size + request * strides.size)

@@ -1,21 +1,18 @@
 """Commit of an accepted path in the paged KV caches: move entries from slot to slot.
 
-The kernel finds the slots itself, each program those of its request: its torch reference is
-`commit.move.move_path`, of which `move_kv` here is the part that moves.
-
-The rows of one request may overlap (a source can be another row's target), so all of a request's
-rows are read before any is written.
+The torch reference is `commit.move.move_path`. A source may be another row's target, so all rows of
+a request are read before any is written.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from ..optional_triton import jit, next_power_of_2, tl
-from .paged_rows import flat_rows, row_index
+from .paged_rows import CacheStrides, entry_offset, flat_rows, row_index
 
 if TYPE_CHECKING:  # it needs numba
     from ..attention.cpu_packing import Packing
@@ -101,20 +98,42 @@ def move_kv(
         rows.index_copy_(0, target_rows, rows.index_select(0, source_rows))
 
 
-def move_path_triton(
-    kv_caches: KVCacheSet,
-    slot_mapping: torch.Tensor,
-    query_start: torch.Tensor,
-    base: torch.Tensor,
-    path: torch.Tensor,
-    accepted: torch.Tensor,
-    num_rows: int,
-) -> None:
-    """Launch the kernel, one program per request, kv head and layer.
+class AcceptedRows(NamedTuple):
+    """Accepted paths of R requests, and the batch rows of the requests.
 
-    Arguments as `commit.move.move_path` has them; those of the requests may be columns of a table.
+    A request's rows are its `base` rows up to and including the root, then its nodes in tree
+    order.
+
+    Attributes:
+        query_start: [R] int64, first batch row of each request.
+        base: [R] int64.
+        path: [R, D+1] int64, node at each position; column 0 is the root.
+        accepted: [R] int32, draft nodes on the path.
     """
-    num_requests, depth = len(path), path.shape[1] - 1
+
+    query_start: torch.Tensor
+    base: torch.Tensor
+    path: torch.Tensor
+    accepted: torch.Tensor
+
+
+class AcceptedStrides(NamedTuple):
+    """Strides of `AcceptedRows` by request."""
+
+    query_start: int
+    base: int
+    path: int
+    accepted: int
+
+
+def move_path_triton(
+    kv_caches: KVCacheSet, slot_mapping: torch.Tensor, rows: AcceptedRows, num_rows: int
+) -> None:
+    """Launch the kernel, one program per request, kv head and layer; see `commit.move.move_path`.
+
+    `rows` may hold columns of a table.
+    """
+    num_requests, depth = len(rows.path), rows.path.shape[1] - 1
     if num_requests * depth * num_rows == 0:
         return
     cache = kv_caches.caches[0]
@@ -126,17 +145,11 @@ def move_path_triton(
     _move_path_kernel[(num_requests, num_kv_heads, len(kv_caches.caches))](
         kv_caches.pointers,
         slot_mapping,
-        query_start,
-        query_start.stride(0),
-        base,
-        base.stride(0),
-        path,
-        path.stride(0),
-        accepted,
-        accepted.stride(0),
+        rows,
+        AcceptedStrides(*(x.stride(0) for x in rows)),
+        CacheStrides(*cache.stride()),
         num_rows - 1,
         depth,
-        *cache.stride(),
         WIDTH=width,
         BLOCK_SIZE=block_size,
         INTEGER=integer,
@@ -146,24 +159,15 @@ def move_path_triton(
     )
 
 
-@jit(do_not_specialize=["slot_mapping", "last_row"])
+@jit(do_not_specialize=["slot_mapping_ptr", "last_row"])
 def _move_path_kernel(
-    pointers,  # [layers] int64: address of each layer's cache
-    slot_mapping,  # [batch rows] int64
-    query_start,  # [R] int64
-    query_stride,
-    base,  # [R] int64
-    base_stride,
-    path,  # [R, depth + 1] int64
-    path_stride,
-    accepted,  # [R] int32
-    accepted_stride,
+    caches_ptr,  # [layers] int64: address of each layer's cache
+    slot_mapping_ptr,  # [batch rows] int64
+    rows,  # AcceptedRows
+    strides,  # AcceptedStrides
+    cache_strides,  # CacheStrides
     last_row,  # of the batch
     depth,  # D
-    block_stride,
-    head_stride,
-    entry_stride,
-    dim_stride,
     WIDTH: tl.constexpr,  # C, elements per entry
     BLOCK_SIZE: tl.constexpr,
     INTEGER: tl.constexpr,  # the element's size as an integer type
@@ -173,25 +177,26 @@ def _move_path_kernel(
     """All D rows of one request in one layer and kv head, BLOCK_C columns at a time."""
     request = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
-    cache = tl.load(pointers + tl.program_id(2)).to(tl.pointer_type(INTEGER)) + head * head_stride
+    cache = tl.load(caches_ptr + tl.program_id(2)).to(tl.pointer_type(INTEGER))
+    cache += head * cache_strides.head
     place = tl.arange(0, BLOCK_ROWS) + 1
-    on_path = (place <= tl.load(accepted + request * accepted_stride)) & (place <= depth)
-    node = tl.load(path + request * path_stride + place, mask=on_path, other=0)
+    on_path = (place <= tl.load(rows.accepted + request * strides.accepted)) & (place <= depth)
+    node = tl.load(rows.path + request * strides.path + place, mask=on_path, other=0)
     live = on_path & (node != place)
-    root = tl.load(query_start + request * query_stride)
-    root += tl.load(base + request * base_stride) - 1
-    # Who fills up a batch has an old verdict, and no rows for it.
+    root = tl.load(rows.query_start + request * strides.query_start)
+    root += tl.load(rows.base + request * strides.base) - 1
+    # A padding request has an old verdict, and no rows for it.
     row = tl.minimum(root + node, last_row)
-    source = tl.load(slot_mapping + row, mask=live, other=-1)
+    source = tl.load(slot_mapping_ptr + row, mask=live, other=-1)
     row = tl.minimum(root + place, last_row)
-    target = tl.load(slot_mapping + row, mask=live, other=-1)
+    target = tl.load(slot_mapping_ptr + row, mask=live, other=-1)
     live = live & (source >= 0) & (target >= 0)
-    read = cache + source // BLOCK_SIZE * block_stride + source % BLOCK_SIZE * entry_stride
-    write = cache + target // BLOCK_SIZE * block_stride + target % BLOCK_SIZE * entry_stride
+    read = cache + entry_offset(source, cache_strides, BLOCK_SIZE)
+    write = cache + entry_offset(target, cache_strides, BLOCK_SIZE)
     for start in range(0, WIDTH, BLOCK_C):
         column = start + tl.arange(0, BLOCK_C)
         mask = live[:, None] & (column < WIDTH)[None, :]
-        entries = tl.load(read[:, None] + column[None, :] * dim_stride, mask=mask)
+        entries = tl.load(read[:, None] + column[None, :] * cache_strides.dim, mask=mask)
         # Threads hold different rows: every thread must have read before one writes.
         tl.debug_barrier()
-        tl.store(write[:, None] + column[None, :] * dim_stride, entries, mask=mask)
+        tl.store(write[:, None] + column[None, :] * cache_strides.dim, entries, mask=mask)

@@ -6,20 +6,21 @@ import numpy as np
 import torch
 
 from ..optional_numba import at_address, njit
-from .commit import KVCacheSet
+from .commit import AcceptedRows, KVCacheSet
 
 
 def move_path_numba(
     kv_caches: KVCacheSet,
     slot_mapping: torch.Tensor,
-    query_start: torch.Tensor,
-    base: torch.Tensor,
-    path: torch.Tensor,
-    accepted: torch.Tensor,
+    rows: AcceptedRows,
     num_rows: int,
 ) -> None:
-    """Arguments as `commit.move.move_path` has them; packed, or an entry's elements consecutive."""
-    of_requests = (x.contiguous().numpy() for x in (query_start, base, path, accepted))
+    """Arguments as `commit.move.move_path` has them.
+
+    Raises:
+        ValueError: the elements of an entry are not consecutive.
+    """
+    of_requests = (x.contiguous().numpy() for x in rows)
     source, target = _slots(slot_mapping.numpy(), *of_requests, num_rows - 1)
     if not len(source):
         return
@@ -29,6 +30,8 @@ def move_path_numba(
 
         slots = torch.from_numpy(source), torch.from_numpy(target)
         return move_packed(kv_caches.pointers, cache.stride(0), kv_caches.packing, *slots)
+    if cache.stride(-1) != 1:
+        raise ValueError("The elements of a cache entry are not side by side.")
     size = cache.element_size()
     strides = [stride * size for stride in cache.stride()[:3]]
     _move(

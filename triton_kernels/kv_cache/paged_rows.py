@@ -1,13 +1,31 @@
-"""A paged KV cache seen as one flat list of rows, whatever its physical layout.
-
-A cache arrives in the logical view [num_blocks, num_kv_heads, block_size, C]; which of these
-dims is outermost in memory is the engine's choice. The torch paths gather and scatter whole rows
-of C elements, which needs no knowledge of the order as long as every stride counts whole rows.
-"""
+"""A paged KV cache in any memory layout, seen as one flat list of rows."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
+
+from ..optional_triton import jit, tl
+
+
+class CacheStrides(NamedTuple):
+    """Strides of a cache [num_blocks, num_kv_heads, block_size, C]."""
+
+    block: int
+    head: int
+    entry: int
+    dim: int
+
+
+@jit
+def entry_offset(
+    entry,  # int64 = block · BLOCK_SIZE + place in the block
+    strides,  # CacheStrides
+    BLOCK_SIZE: tl.constexpr,
+):
+    """Offset of cache entries in a paged cache."""
+    return entry // BLOCK_SIZE * strides.block + entry % BLOCK_SIZE * strides.entry
 
 
 def flat_rows(kv_cache: torch.Tensor) -> torch.Tensor | None:

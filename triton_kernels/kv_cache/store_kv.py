@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from ..optional_triton import jit, next_power_of_2, tl
+from .paged_rows import CacheStrides, entry_offset
+
+if TYPE_CHECKING:  # it needs numba
+    from ..attention.cpu_packing import Packing
 
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
@@ -16,6 +22,7 @@ def store_kv_triton(
     value: torch.Tensor,
     key_scale: torch.Tensor | None = None,
     value_scale: torch.Tensor | None = None,
+    packing: Packing | None = None,
 ) -> None:
     """Launch the kernel, one program per entry; arguments as `store_kv` has them.
 
@@ -26,13 +33,13 @@ def store_kv_triton(
     if len(kv_index):
         _store_kv_kernel[(len(kv_index),)](
             kv_cache,
-            *kv_cache.stride(),
+            CacheStrides(*kv_cache.stride()),
             kv_index,
             kv_index.stride(0),
             key,
-            *key.stride(),
+            key.stride(),
             value,
-            *value.stride(),
+            value.stride(),
             key_scale,
             value_scale,
             HEADS=heads,
@@ -47,23 +54,16 @@ def store_kv_triton(
 
 @jit(do_not_specialize=["kv_index_stride"])
 def _store_kv_kernel(
-    kv_cache,  # [blocks, heads, places, 2D]
-    block_stride,
-    head_stride,
-    place_stride,
-    dim_stride,
-    kv_index,  # [T] int64
+    kv_cache_ptr,  # [blocks, heads, places, 2D]
+    cache_strides,  # CacheStrides
+    kv_index_ptr,  # [T] int64
     kv_index_stride,
-    key,  # [T, heads, D]
-    key_row,
-    key_head,
-    key_dim,
-    value,  # [T, heads, D]
-    value_row,
-    value_head,
-    value_dim,
-    key_scale,  # [] fp32, of a float8 cache; None otherwise
-    value_scale,  # [] fp32, of a float8 cache; None otherwise
+    key_ptr,  # [T, heads, D]
+    key_strides,  # of its three dimensions
+    value_ptr,  # [T, heads, D]
+    value_strides,
+    key_scale_ptr,  # [] fp32, of a float8 cache; None otherwise
+    value_scale_ptr,  # [] fp32, of a float8 cache; None otherwise
     HEADS: tl.constexpr,
     SIZE: tl.constexpr,  # D
     BLOCK_SIZE: tl.constexpr,
@@ -72,21 +72,23 @@ def _store_kv_kernel(
     DIM_PLACES: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    at = tl.load(kv_index + row * kv_index_stride).to(tl.int64)
+    at = tl.load(kv_index_ptr + row * kv_index_stride).to(tl.int64)
     if at >= 0:
         head = tl.arange(0, HEAD_PLACES).to(tl.int64)[:, None]
         dim = tl.arange(0, DIM_PLACES)[None, :]
         inside = (head < HEADS) & (dim < SIZE)
-        keys = tl.load(key + row * key_row + head * key_head + dim * key_dim, mask=inside)
-        values = tl.load(value + row * value_row + head * value_head + dim * value_dim, mask=inside)
-        if key_scale is not None:
-            keys = _in_range(keys, tl.load(key_scale), LARGEST)
-            values = _in_range(values, tl.load(value_scale), LARGEST)
-        to = kv_cache + at // BLOCK_SIZE * block_stride + at % BLOCK_SIZE * place_stride
-        to += head * head_stride + dim * dim_stride
-        stored = kv_cache.dtype.element_ty
+        place = row * key_strides[0] + head * key_strides[1] + dim * key_strides[2]
+        keys = tl.load(key_ptr + place, mask=inside)
+        place = row * value_strides[0] + head * value_strides[1] + dim * value_strides[2]
+        values = tl.load(value_ptr + place, mask=inside)
+        if key_scale_ptr is not None:
+            keys = _in_range(keys, tl.load(key_scale_ptr), LARGEST)
+            values = _in_range(values, tl.load(value_scale_ptr), LARGEST)
+        to = kv_cache_ptr + entry_offset(at, cache_strides, BLOCK_SIZE)
+        to += head * cache_strides.head + dim * cache_strides.dim
+        stored = kv_cache_ptr.dtype.element_ty
         tl.store(to, keys.to(stored), mask=inside)
-        tl.store(to + SIZE * dim_stride, values.to(stored), mask=inside)
+        tl.store(to + SIZE * cache_strides.dim, values.to(stored), mask=inside)
 
 
 @jit

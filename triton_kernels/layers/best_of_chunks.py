@@ -1,8 +1,7 @@
 """The best of a row's logits, chunk by chunk: one launch, and how a second one merges them.
 
-The draft vocabulary is cut into chunks, so that a few rows keep all SMs reading. The launch finds
-every chunk's best and its sums of exponentials; a kernel with a program per row merges them. Of
-equal logits the one with the lower index comes first.
+Chunks of the draft vocabulary keep all SMs reading for a few rows. Of equal logits the one with the
+lower index comes first.
 """
 
 from __future__ import annotations
@@ -51,14 +50,13 @@ def best_of_chunks(
     chunk = max(top, min(next_power_of_2(vocab), 1024), next_power_of_2(cdiv(vocab, 32)))
     chunks = cdiv(vocab, chunk)
     best = torch.empty(rows, chunks, top, dtype=torch.int64, device=logits.device)
-    sums = torch.empty(4, rows, chunks, dtype=torch.float32, device=logits.device)
+    sums = torch.empty(rows, 4, chunks, dtype=torch.float32, device=logits.device)
     rows_each = 1 if beta is None or not rows else rows // len(beta)
     if rows:
         _best_of_chunk_kernel[(rows, chunks)](
             logits,
             best,
             sums,
-            rows * chunks,
             vocab,
             beta,
             rows_each,
@@ -74,17 +72,36 @@ def best_of_chunks(
         MERGED=next_power_of_2(chunks * top),
         TOP=top,
     )
-    return (best, sums, rows * chunks, beta, rows_each), constants
+    return (best, sums, beta, rows_each), constants
 
 
-@jit(do_not_specialize=["num_chunks", "rows_each"])
+def top_logprobs(
+    logits: torch.Tensor, best: torch.Tensor, beta: torch.Tensor | None
+) -> torch.Tensor:
+    """The logarithms of the softmax of β · logits, where the best logits are.
+
+    Args:
+        logits: [R, ..., Vd].
+        best: [R, ..., B], some of them.
+        beta: [R] fp32, β; None: 1.
+
+    Returns:
+        [R, ..., B] float32.
+    """
+    logits, best = logits.float(), best.float()
+    if beta is not None:
+        factor = beta.view(-1, *[1] * (logits.dim() - 1))
+        logits, best = logits * factor, best * factor
+    return best - logits.logsumexp(-1, keepdim=True)
+
+
+@jit(do_not_specialize=["rows_each"])
 def _best_of_chunk_kernel(
-    logits,  # [rows, vocab]
-    best,  # [rows, chunks, TOP] int64: x as an ordered integer << 32 | (2^31 - 1 - index)
-    sums,  # [4, rows, chunks] fp32: m = max x, and with d = x - m the sums of e^d, d e^d, e^(bd)
-    num_chunks,  # rows * chunks
+    logits_ptr,  # [rows, vocab]
+    best_ptr,  # [rows, chunks, TOP] int64: x as an ordered integer << 32 | (2^31 - 1 - index)
+    sums_ptr,  # [rows, 4, chunks] fp32: m = max x, and for d = x - m Σ e^d, Σ d e^d, Σ e^(bd)
     vocab,
-    beta,  # [rows / rows_each] fp32, b; None: 1
+    beta_ptr,  # [rows / rows_each] fp32, b; None: 1
     rows_each,
     scale,  # of x = scale * logit
     CHUNK: tl.constexpr,
@@ -92,43 +109,42 @@ def _best_of_chunk_kernel(
     SPREAD: tl.constexpr,  # whether the sum of d e^d is wanted
 ):
     """One chunk of one row."""
-    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    out = row * tl.num_programs(1) + chunk
+    row, chunk, chunks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    sums_ptr += row * 4 * chunks + chunk
     index = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = index < vocab
-    x = tl.load(logits + row * vocab + index, mask=inside, other=float("-inf"))
+    x = tl.load(logits_ptr + row * vocab + index, mask=inside, other=float("-inf"))
     x = x.to(tl.float32) * scale
 
     largest = tl.max(x, 0)
     below = tl.where(inside, x - largest, 0.0)
     weight = tl.where(inside, tl.exp(below), 0.0)
-    tl.store(sums + out, largest)
-    tl.store(sums + num_chunks + out, tl.sum(weight, 0))
+    tl.store(sums_ptr, largest)
+    tl.store(sums_ptr + chunks, tl.sum(weight, 0))
     if SPREAD:
-        tl.store(sums + 2 * num_chunks + out, tl.sum(weight * below, 0))
-    if beta is not None:
-        sharp = tl.load(beta + row // rows_each)
+        tl.store(sums_ptr + 2 * chunks, tl.sum(weight * below, 0))
+    if beta_ptr is not None:
+        sharp = tl.load(beta_ptr + row // rows_each)
         sharper = tl.where(inside, tl.exp(sharp * below), 0.0)
-        tl.store(sums + 3 * num_chunks + out, tl.sum(sharper, 0))
+        tl.store(sums_ptr + 3 * chunks, tl.sum(sharper, 0))
 
     # A NaN may order below −inf, and then what lies beyond the vocabulary would come before it.
     bits = tl.where(x == x, x, float("-inf")).to(tl.int32, bitcast=True)
     # Negative floats order against their bits.
     ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
     keys = (ordered << 32) | (0x7FFFFFFF - index).to(tl.int64)
-    tl.store(best + out * TOP + tl.arange(0, TOP), tl.topk(keys, TOP))
+    tl.store(best_ptr + (row * chunks + chunk) * TOP + tl.arange(0, TOP), tl.topk(keys, TOP))
 
 
 @jit
 def merge_chunks(
-    best,  # as in the kernel above, down to `rows_each`
-    sums,
-    num_chunks,
-    beta,
+    best_ptr,  # as in the kernel above, down to `rows_each`
+    sums_ptr,
+    beta_ptr,
     rows_each,
-    offset,  # [vocab] int64
-    logprob,  # [rows, WIDTH] fp32
-    token,  # [rows, WIDTH] int64
+    offset_ptr,  # [vocab] int64
+    logprob_ptr,  # [rows, WIDTH] fp32
+    token_ptr,  # [rows, WIDTH] int64
     row,  # int64
     MERGE: tl.constexpr,  # MergeConstants
     WIDTH: tl.constexpr,
@@ -141,7 +157,7 @@ def merge_chunks(
     place = tl.arange(0, MERGE.MERGED)
     nothing: tl.constexpr = -0x8000000000000000
     keys = tl.load(
-        best + row * (MERGE.CHUNKS * MERGE.TOP) + place,
+        best_ptr + row * (MERGE.CHUNKS * MERGE.TOP) + place,
         mask=place < MERGE.CHUNKS * MERGE.TOP,
         other=nothing,
     )
@@ -151,22 +167,22 @@ def merge_chunks(
     index = 0x7FFFFFFF - (keys & 0x7FFFFFFF)
 
     chunk = tl.arange(0, MERGE.CHUNK_PLACES)
-    at = sums + row * MERGE.CHUNKS + chunk
+    at = sums_ptr + row * 4 * MERGE.CHUNKS + chunk
     largest = tl.load(at, mask=chunk < MERGE.CHUNKS, other=float("-inf"))
-    weight = tl.load(at + num_chunks, mask=chunk < MERGE.CHUNKS, other=0.0)
+    weight = tl.load(at + MERGE.CHUNKS, mask=chunk < MERGE.CHUNKS, other=0.0)
     most = tl.max(largest, 0)
     lower = tl.where(chunk < MERGE.CHUNKS, largest - most, 0.0)
     total = tl.sum(weight * tl.exp(lower), 0)
-    if beta is None:
+    if beta_ptr is None:
         scores = values - (most + tl.log(total))
     else:
-        sharp = tl.load(beta + row // rows_each)
-        sharper = tl.load(at + 3 * num_chunks, mask=chunk < MERGE.CHUNKS, other=0.0)
+        sharp = tl.load(beta_ptr + row // rows_each)
+        sharper = tl.load(at + 3 * MERGE.CHUNKS, mask=chunk < MERGE.CHUNKS, other=0.0)
         sharper = tl.sum(sharper * tl.exp(sharp * lower), 0)
         scores = sharp * (values - most) - tl.log(sharper)
     rank = tl.arange(0, MERGE.TOP)
     out = row * WIDTH + rank
-    tl.store(logprob + out, scores, mask=rank < WIDTH)
-    chosen = index + tl.load(offset + index, mask=rank < WIDTH, other=0)
-    tl.store(token + out, chosen, mask=rank < WIDTH)
+    tl.store(logprob_ptr + out, scores, mask=rank < WIDTH)
+    chosen = index + tl.load(offset_ptr + index, mask=rank < WIDTH, other=0)
+    tl.store(token_ptr + out, chosen, mask=rank < WIDTH)
     return values, most, lower, weight, total

@@ -1,16 +1,11 @@
-"""A linear layer whose weights lie in 8 bits: half the bytes to read of a drafter.
+"""A linear layer with float8 e4m3 weights and one scale per output.
 
     out[t, n] = scale[n] · Σ_k x[t, k] · weight[n, k]
 
-Weights are float8 e4m3, one scale per output; sums are float32, and activations are not quantized.
-A drafter's forward takes as long as reading its weights takes (T is a few dozen), so the bytes
-are what counts, and activations in 8 bits would only add launches that make them.
-
-At most 32 rows are multiplied in float16 unless they are float32: the hardware makes two of those
-from float8 at once, and bfloat16 by way of them only, three conversions for one. Its range is the
-price, so larger activations than 65,504 are taken for that; small ones lose nothing that a sum
-in bfloat16 would show. Each warp has a part of every step along K for itself: one warp's products
-onto one sum wait for each other.
+At T of a few dozen the layer is bound by reading weights, so activations are not quantized. At most
+32 rows are multiplied in float16 unless they are float32: the hardware converts two float8 numbers
+to it at once. Activations beyond 65,504 are clamped there. Each warp sums its own part of K, since
+one warp's products onto one sum wait for each other.
 """
 
 from __future__ import annotations
@@ -18,6 +13,7 @@ from __future__ import annotations
 import torch
 
 from ..kv_cache.store_kv import LARGEST
+from ..op import op
 from ..optional_triton import cdiv, jit, next_power_of_2, tl
 
 _PARTS = 8
@@ -32,35 +28,6 @@ def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     weight = weight.float()
     scale = weight.abs().amax(1).clamp(min=1e-12) / LARGEST
     return (weight / scale[:, None]).to(torch.float8_e4m3fn), scale
-
-
-def fp8_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    residual: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """x [..., K] of any float dtype, weight [N, K] e4m3, scale [N] fp32 -> [..., N] as x.
-
-    CUDA tensors go to the kernel (compute capability 8.9 or later).
-
-    Args:
-        residual: [..., N], contiguous; added before the result is rounded.
-    """
-    linear = fp8_linear_triton if x.is_cuda else fp8_linear_reference
-    return linear(x, weight, scale, residual)
-
-
-def fp8_linear_reference(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    residual: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Arguments as in `fp8_linear`."""
-    # Three bits of mantissa and four of exponent fit into every dtype of x.
-    out = (x @ weight.to(x.dtype).T).mul(scale)
-    return (out if residual is None else residual + out).to(x.dtype)
 
 
 def fp8_linear_triton(
@@ -103,13 +70,32 @@ def fp8_linear_triton(
     return out.view(*x.shape[:-1], out_size)
 
 
+@op(fp8_linear_triton)
+def fp8_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """x [..., K] of any float dtype, weight [N, K] e4m3, scale [N] fp32 -> [..., N] as x.
+
+    The kernel needs compute capability 8.9 or later.
+
+    Args:
+        residual: [..., N], contiguous; added before the result is rounded.
+    """
+    # Three bits of mantissa and four of exponent fit into every dtype of x.
+    out = (x @ weight.to(x.dtype).T).mul(scale)
+    return (out if residual is None else residual + out).to(x.dtype)
+
+
 @jit(do_not_specialize=["num_rows"])
 def _fp8_linear_kernel(
-    x,  # [T, K]
-    weight,  # [N, K] float8 e4m3
-    scale,  # [N] fp32
-    residual,  # [T, N]; or None
-    out,  # [T, N]
+    x_ptr,  # [T, K]
+    weight_ptr,  # [N, K] float8 e4m3
+    scale_ptr,  # [N] fp32
+    residual_ptr,  # [T, N]; or None
+    out_ptr,  # [T, N]
     num_rows,  # T
     out_size,  # N
     in_size,  # K
@@ -133,8 +119,10 @@ def _fp8_linear_kernel(
         for start in range(0, in_size, BLOCK_K):
             k = start + tl.arange(0, BLOCK_K)
             k_in = k < in_size
-            w = tl.load(weight + of_column + k[None, :], mask=column_in & k_in[None, :], other=0.0)
-            a = tl.load(x + of_row + k[:, None], mask=row_in & k_in[:, None], other=0.0)
+            w = tl.load(
+                weight_ptr + of_column + k[None, :], mask=column_in & k_in[None, :], other=0.0
+            )
+            a = tl.load(x_ptr + of_row + k[:, None], mask=row_in & k_in[:, None], other=0.0)
             total = tl.dot(w.to(a.dtype), a, total, input_precision="tf32x3")
     else:
         sums = tl.zeros([PARTS, BLOCK_N, BLOCK_M], dtype=tl.float32)
@@ -143,16 +131,16 @@ def _fp8_linear_kernel(
         for start in range(0, in_size, BLOCK_K):
             k = start + part + within[None, None, :]
             inside = column_in[None, :, :] & (k < in_size)
-            w = tl.load(weight + of_column[None, :, :] + k, mask=inside, other=0.0)
+            w = tl.load(weight_ptr + of_column[None, :, :] + k, mask=inside, other=0.0)
             k = start + part + within[None, :, None]
             inside = row_in[None, :, :] & (k < in_size)
-            a = tl.load(x + of_row[None, :, :] + k, mask=inside, other=0.0).to(tl.float32)
+            a = tl.load(x_ptr + of_row[None, :, :] + k, mask=inside, other=0.0).to(tl.float32)
             a = tl.minimum(tl.maximum(a, -65504.0), 65504.0).to(tl.float16)
             sums = tl.dot(w.to(tl.float16), a, sums)
         total = tl.sum(sums, 0)
-    factor = tl.load(scale + column, mask=column < out_size, other=0.0)
+    factor = tl.load(scale_ptr + column, mask=column < out_size, other=0.0)
     total = total * factor[:, None]
     cell, inside = row.to(tl.int64)[None, :] * out_size + column[:, None], row_in & column_in
-    if residual is not None:
-        total += tl.load(residual + cell, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + cell, total.to(out.dtype.element_ty), mask=inside)
+    if residual_ptr is not None:
+        total += tl.load(residual_ptr + cell, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + cell, total.to(out_ptr.dtype.element_ty), mask=inside)

@@ -3,15 +3,8 @@
     out[t, k] = W [h[t, k]; h[t, k-1]],   h[t, -1] := h[t, 0]
 
 Own position first, previous position second. The result replaces the hidden state, and the next
-layer begins with its RMS norm; both are wanted, so both can be asked for.
-
-The norm is a second launch, one program per entry. It needs a whole row, and a row's columns are
-spread over all SMs, since at decode shapes (a few dozen entries) the projection is a read of W:
-64 MiB at H = 4096 in bf16, 14 µs at 4.8 TB/s. Sums of squares left by the tiles would not help:
-the next projection is a matrix product that takes normed rows, so somebody has to write them,
-and that somebody reads rows (8 KiB each, still in the L2 cache) and can sum while it does. Letting
-the last tile normalise would save the launch, but put all rows on one SM: 32 entries are 512 KiB
-in and out there, longer than a launch takes.
+layer begins with its RMS norm. At decode shapes (a few dozen entries) the projection is a read of
+W: 64 MiB at H = 4096 in bf16, 14 µs at 4.8 TB/s.
 """
 
 from __future__ import annotations
@@ -20,52 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..optional_triton import cdiv, jit, next_power_of_2, tl
-from .layers_numba import beside_previous_numba, runs_loop
-from .no_gradient import runs_kernel
+from ..op import cpu_op, op
+from ..optional_triton import cdiv, jit, tl
 from .norms import Norm
-
-
-def layer_shift(
-    hidden: torch.Tensor, weight: torch.Tensor | nn.Module, norm: Norm
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mix each block position with the one before it, and norm the result.
-
-    CUDA tensors go to the Triton kernels, unless a gradient is needed; everything else to torch,
-    on a CPU with a loop that lays the states out.
-
-    Args:
-        hidden: [T, K, H].
-        weight: [H, 2H] of the same dtype, or a layer without a gradient that multiplies by it.
-        norm: over H.
-
-    Returns:
-        the shifted state and its norm, both [T, K, H].
-    """
-    if isinstance(weight, nn.Module):
-        fused = runs_loop(hidden) and hidden.is_contiguous()
-        shifted = weight((beside_previous_numba if fused else beside_previous)(hidden))
-        return shifted, norm(shifted)
-    if runs_kernel(hidden, weight):
-        shifted = layer_shift_triton(hidden, weight)
-        return shifted, rms_norm_triton(shifted, norm.weight, norm.eps)
-    shifted = layer_shift_reference(hidden, weight)
-    return shifted, norm(shifted)
-
-
-def layer_shift_reference(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Eq. 3 as it is written; differentiable. hidden [T, K, H], weight [H, 2H] -> [T, K, H]."""
-    return F.linear(beside_previous(hidden), weight)
-
-
-def beside_previous(hidden: torch.Tensor) -> torch.Tensor:
-    """What eq. 3 multiplies, [h[t, k]; h[t, k-1]]. hidden [T, K, H] -> [T, K, 2H]."""
-    previous = torch.cat([hidden[:, :1], hidden[:, :-1]], dim=1)
-    return torch.cat([hidden, previous], dim=-1)
 
 
 def layer_shift_triton(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Launch the kernel. hidden [T, K, H], weight [H, 2H] -> [T, K, H]."""
+    if hidden.dtype != weight.dtype:  # under autocast
+        return shift.reference(hidden, weight)
     hidden, weight = hidden.contiguous(), weight.contiguous()
     num_rows, block_len, size = hidden.shape
     out = torch.empty_like(hidden)
@@ -95,42 +51,44 @@ def layer_shift_triton(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tens
     return out
 
 
-def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Launch the norm; x [T, K, H] contiguous, weight [H] -> [T, K, H], in x's dtype."""
-    out = torch.empty_like(x)
-    num_rows, size = x.shape[0] * x.shape[1], x.shape[2]
-    if num_rows:
-        columns = next_power_of_2(size)
-        _rms_norm_kernel[(num_rows,)](
-            x, weight, out, size, eps, COLUMNS=columns, num_warps=4 if columns <= 2048 else 8
-        )
-    return out
+@op(layer_shift_triton)
+def shift(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Eq. 3 as it is written. hidden [T, K, H], weight [H, 2H] -> [T, K, H]."""
+    return F.linear(beside_previous(hidden), weight)
 
 
-@jit
-def _rms_norm_kernel(
-    x,  # [rows, size] contiguous
-    weight,  # [size]
-    out,  # [rows, size] contiguous
-    size,
-    eps,
-    COLUMNS: tl.constexpr,  # >= size
-):
-    """One row, in float32 arithmetic."""
-    column = tl.arange(0, COLUMNS)
-    inside = column < size
-    at = tl.program_id(0).to(tl.int64) * size + column
-    row = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.rsqrt(tl.sum(row * row, 0) / size + eps)
-    gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + at, (row * scale * gain).to(out.dtype.element_ty), mask=inside)
+@cpu_op
+def beside_previous(hidden: torch.Tensor) -> torch.Tensor:
+    """What eq. 3 multiplies, [h[t, k]; h[t, k-1]]. hidden [T, K, H] -> [T, K, 2H]."""
+    previous = torch.cat([hidden[:, :1], hidden[:, :-1]], dim=1)
+    return torch.cat([hidden, previous], dim=-1)
+
+
+def layer_shift(
+    hidden: torch.Tensor, weight: torch.Tensor | nn.Module, norm: Norm
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mix each block position with the one before it, and norm the result.
+
+    Args:
+        hidden: [T, K, H].
+        weight: [H, 2H] of the same dtype, or a layer without a gradient that multiplies by it.
+        norm: over H.
+
+    Returns:
+        the shifted state and its norm, both [T, K, H].
+    """
+    if isinstance(weight, nn.Module):
+        shifted = weight(beside_previous(hidden))
+    else:
+        shifted = shift(hidden, weight)
+    return shifted, norm(shifted)
 
 
 @jit(do_not_specialize=["num_entries"])
 def _layer_shift_kernel(
-    hidden,  # [T * K, H] contiguous
-    weight,  # [H, 2H] contiguous
-    out,  # [T * K, H] contiguous
+    hidden_ptr,  # [T * K, H] contiguous
+    weight_ptr,  # [H, 2H] contiguous
+    out_ptr,  # [T * K, H] contiguous
     num_entries,
     size,
     K: tl.constexpr,
@@ -147,12 +105,12 @@ def _layer_shift_kernel(
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     entry_in = entry < num_entries
     column_in = column < size
-    weight_row = weight + column.to(tl.int64)[None, :] * (2 * size)
+    weight_row = weight_ptr + column.to(tl.int64)[None, :] * (2 * size)
 
     acc = tl.full([BLOCK_M, BLOCK_N], 0.0, tl.float32)
     for half in tl.static_range(2):
         state = tl.where((half == 0) | (entry % K == 0), entry, entry - 1)
-        state_row = hidden + state.to(tl.int64)[:, None] * size
+        state_row = hidden_ptr + state.to(tl.int64)[:, None] * size
         for start in range(0, size, BLOCK_I):
             inner = start + tl.arange(0, BLOCK_I)
             inner_in = inner < size
@@ -167,5 +125,5 @@ def _layer_shift_kernel(
             # "tf32x3" keeps about float32's accuracy; it changes nothing for 16-bit inputs.
             acc = tl.dot(states, weights, acc, input_precision="tf32x3")
 
-    at = out + entry.to(tl.int64)[:, None] * size + column[None, :]
-    tl.store(at, acc.to(out.dtype.element_ty), mask=entry_in[:, None] & column_in[None, :])
+    at = out_ptr + entry.to(tl.int64)[:, None] * size + column[None, :]
+    tl.store(at, acc.to(out_ptr.dtype.element_ty), mask=entry_in[:, None] & column_in[None, :])

@@ -1,8 +1,6 @@
-"""What lies between the products of a drafter's decoder layer, for CPUs: one pass over each row.
+"""Norms, sums and rotations of a drafter's decoder layer, for CPUs: one pass over each row.
 
-`norms.py`, `layer_shift.py`, `rope.py` and `gather_states.py` say what is computed, and
-`layer_loops.py` does it. The few rows of a decode step are soon done; what torch needs for every
-one of its dozens of calls is not.
+The loops are in `layer_loops.py`. The few rows of a decode step cost less than torch's calls.
 """
 
 from __future__ import annotations
@@ -12,6 +10,8 @@ from torch import nn
 
 from ..optional_numba import takes
 from .layer_loops import _add_norm, _beside_previous, _gather_rows, _norm_rows, _rotate
+from .layer_shift import beside_previous
+from .norms import Norm, add_norm, norm_pair
 
 _SIZES = (torch.bfloat16, torch.float32)
 
@@ -34,11 +34,12 @@ def runs_loop(*tensors: torch.Tensor) -> bool:
 def add_norm_numba(
     left: torch.Tensor,
     right: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
+    norm: Norm,
     keep: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Arguments as `norms.add_norm` has them, of at most three dimensions."""
+    """Arguments as `norms.add_norm` has them; other dtypes and dimensions are left to torch."""
+    if max(left.dim(), right.dim()) > 3 or not runs_loop(left, right, norm.weight):
+        return add_norm.reference(left, right, norm, keep)
     if keep is None:
         left, right = torch.broadcast_tensors(left, right)
     total, normed = (torch.empty(right.shape, dtype=right.dtype) for _ in range(2))
@@ -52,40 +53,38 @@ def add_norm_numba(
         right.stride(0) * size,
         right.stride(1) * size,
         *_indices(keep),
-        weight.data_ptr(),
+        norm.weight.data_ptr(),
         total.data_ptr(),
         normed.data_ptr(),
         right.shape[0],
         right.shape[1],
         right.shape[2],
         size,
-        eps,
+        norm.eps,
     )
     return total, normed
 
 
 def norm_pair_numba(
-    left: torch.Tensor,
-    right: torch.Tensor,
-    left_weight: torch.Tensor,
-    right_weight: torch.Tensor,
-    eps: float,
+    left: torch.Tensor, right: torch.Tensor, left_norm: Norm, right_norm: Norm
 ) -> torch.Tensor:
-    """Arguments as `norms.norm_pair_triton` has them."""
+    """Arguments as `norms.norm_pair` has them; other dtypes are left to torch."""
+    if not runs_loop(left, right, left_norm.weight, right_norm.weight):
+        return norm_pair.reference(left, right, left_norm, right_norm)
     width, size = left.shape[-1], left.element_size()
     out = torch.empty(*left.shape[:-1], 2 * width, dtype=left.dtype)
-    for place, (x, weight) in enumerate(((left, left_weight), (right, right_weight))):
+    for place, (x, norm) in enumerate(((left, left_norm), (right, right_norm))):
         rows = x.flatten(0, -2)
         _norm_rows(
             rows.data_ptr(),
             rows.stride(0) * size,
-            weight.data_ptr(),
+            norm.weight.data_ptr(),
             out.data_ptr() + place * width * size,
             2 * width * size,
             len(rows),
             width,
             size,
-            eps,
+            norm.eps,
         )
     return out
 
@@ -109,7 +108,9 @@ def rms_norm_numba(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.T
 
 
 def beside_previous_numba(hidden: torch.Tensor) -> torch.Tensor:
-    """What eq. 3 multiplies: [h[t, k]; h[t, k − 1]]. hidden [T, K, H] contiguous -> [T, K, 2H]."""
+    """Arguments as `layer_shift.beside_previous` has them."""
+    if not (runs_loop(hidden) and hidden.is_contiguous()):
+        return beside_previous.reference(hidden)
     rows, places, width = hidden.shape
     out = hidden.new_empty(rows, places, 2 * width)
     _beside_previous(hidden.data_ptr(), out.data_ptr(), rows, places, width * hidden.element_size())
@@ -117,7 +118,7 @@ def beside_previous_numba(hidden: torch.Tensor) -> torch.Tensor:
 
 
 def gather_states_numba(states: list[torch.Tensor], source: torch.Tensor) -> torch.Tensor:
-    """Arguments as `gather_states.gather_states_triton` has them."""
+    """States L × [B, H] and source [T] int64 -> [T, L · H], rows of all layers side by side."""
     width, size = states[0].shape[1], states[0].element_size()
     out = states[0].new_empty(len(source), len(states) * width)
     for layer, state in enumerate(states):

@@ -1,57 +1,59 @@
-"""Top-k tokens, log-probabilities, rank features and rank MLP from draft logits: two launches.
-
-The first launch finds the best of every chunk of a row (`best_of_chunks.py`); the second one, a
-program per row, merges them and feeds the rank head. `topk_tokens.py` merges the same chunks where
-there is no rank head.
-"""
+"""Top-k tokens, log-probabilities, rank features and rank MLP from draft logits: two launches."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..optional_numba import takes
+from ..op import op
 from ..optional_triton import jit, next_power_of_2, tl
-from .best_of_chunks import best_of_chunks, merge_chunks
-from .lm_and_rank_head_numba import lm_and_rank_head_numba
-from .lm_and_rank_head_reference import FEATURE_LOGPROBS, lm_and_rank_head_reference
+from .best_of_chunks import best_of_chunks, merge_chunks, top_logprobs
+
+FEATURE_LOGPROBS = 10
+"""Log-probabilities among the rank features."""
 
 
-def lm_and_rank_head(
-    normed: torch.Tensor,
-    logits: torch.Tensor,
-    offset: torch.Tensor,
-    rank_head: nn.Sequential,
-    width: int,
-    scope: int | None,
-    beta: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What tree expansion needs of positions. CUDA tensors go to the kernels; no gradient there.
+def rank_features(top: torch.Tensor, within: torch.Tensor) -> torch.Tensor:
+    """ψ, the rank head's summary of a draft distribution (appendix B).
 
     Args:
-        normed: [R, ..., H], what the LM head read.
-        logits: [R, ..., Vd], what it said; Vd at least 10.
-        offset: [Vd] int64, target id − draft id.
-        rank_head: linear [hidden, H + 15], SiLU, linear [classes, hidden]; no biases.
-        width: B, tokens per position, at most Vd.
-        scope: logits over which the rank features are taken, at least 10; None: all.
-        beta: [R] fp32, above 0: what the logits are multiplied by before they become
-            probabilities; the rank head never sees it. None: 1.
+        top: [..., 10], the largest logits, descending.
+        within: [..., n], the logits over which probabilities and entropy are taken.
 
     Returns:
-        [R, ..., B] float32, log-probabilities over the draft vocabulary, descending;
-        [R, ..., B] int64, target ids; [R, ...] int64, the predicted rank bucket.
+        [..., 15] float32: log-probabilities of the top 10; gaps of the first logit to ranks 2,
+        3 and 5; probability of the first; entropy in nats.
     """
-    if logits.is_cuda:
-        read = lm_and_rank_head_triton
-    else:
-        learns = torch.is_grad_enabled() and (normed.requires_grad or logits.requires_grad)
-        compiled = takes(logits) and not learns and width <= logits.shape[-1]
-        read = lm_and_rank_head_numba if compiled else lm_and_rank_head_reference
-    return read(normed, logits, offset, rank_head, width, scope, beta)
+    top, within = top.float(), within.float()
+    total = within.logsumexp(-1, keepdim=True)
+    logprob, spread = top - total, within - total
+    entropy = -(spread.exp() * spread).sum(-1, keepdim=True)
+    best = top[..., :1]  # slices: indexing by a list would copy it to the device, and sync
+    gaps = (best - top[..., 1:3], best - top[..., 4:5])
+    return torch.cat([logprob, *gaps, logprob[..., :1].exp(), entropy], dim=-1)
+
+
+def top_and_features(
+    logits: torch.Tensor, width: int, scope: int | None
+) -> tuple[torch.return_types.topk, torch.Tensor]:
+    """The best logits and ψ, with one top-k for both.
+
+    Args:
+        logits: [..., Vd].
+        width: as many of the best are wanted at least (if there are as many).
+        scope: logits over which ψ is taken, at least 10; None: all.
+
+    Returns:
+        the top-k, at least 10 of them, and [..., 15] float32. Which of equal logits come first,
+        or at all, is left to `torch.topk`.
+    """
+    reach = scope or FEATURE_LOGPROBS
+    top = logits.topk(min(max(reach, width), logits.shape[-1]))
+    within = logits if scope is None else top.values[..., :reach]
+    return top, rank_features(top.values[..., :FEATURE_LOGPROBS], within)
 
 
 def lm_and_rank_head_triton(
@@ -91,100 +93,139 @@ def lm_and_rank_head_triton(
             token,
             bucket,
             size,
-            SCOPE=0 if scope is None else min(scope, most),
-            WIDTH=width,
-            LOGPROBS=FEATURE_LOGPROBS,
-            FEATURES=next_power_of_2(FEATURE_LOGPROBS + 5),
-            HIDDEN=len(first),
-            HIDDEN_PLACES=next_power_of_2(len(first)),
-            CLASSES=len(second),
-            CLASS_PLACES=next_power_of_2(len(second)),
             MERGE=constants,
+            WIDTH=width,
+            RANK=RankConstants(
+                SCOPE=0 if scope is None else min(scope, most),
+                LOGPROBS=FEATURE_LOGPROBS,
+                FEATURES=next_power_of_2(FEATURE_LOGPROBS + 5),
+                HIDDEN=len(first),
+                HIDDEN_PLACES=next_power_of_2(len(first)),
+                CLASSES=len(second),
+                CLASS_PLACES=next_power_of_2(len(second)),
+            ),
             num_warps=4,
         )
     return logprob.view(*lead, width), token.view(*lead, width), bucket.view(lead)
 
 
-@jit(do_not_specialize=["num_chunks", "rows_each"])
+@op(lm_and_rank_head_triton)
+def lm_and_rank_head(
+    normed: torch.Tensor,
+    logits: torch.Tensor,
+    offset: torch.Tensor,
+    rank_head: nn.Sequential,
+    width: int,
+    scope: int | None,
+    beta: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return what tree expansion needs of positions.
+
+    Args:
+        normed: [R, ..., H], what the LM head read.
+        logits: [R, ..., Vd], what it said; Vd at least 10.
+        offset: [Vd] int64, target id − draft id.
+        rank_head: linear [hidden, H + 15], SiLU, linear [classes, hidden]; no biases.
+        width: B, tokens per position, at most Vd.
+        scope: logits over which the rank features are taken, at least 10; None: all.
+        beta: [R] fp32, above 0: what the logits are multiplied by before they become
+            probabilities; the rank head never sees it. None: 1.
+
+    Returns:
+        [R, ..., B] float32, log-probabilities over the draft vocabulary, descending;
+        [R, ..., B] int64, target ids; [R, ...] int64, the predicted rank bucket.
+    """
+    top, features = top_and_features(logits, width, scope)
+    index = top.indices[..., :width]
+    rank_logits = rank_head(torch.cat([normed, features.to(normed.dtype)], dim=-1))
+    best = top.values[..., :width]
+    return top_logprobs(logits, best, beta), index + offset[index], rank_logits.argmax(-1)
+
+
+class RankConstants(NamedTuple):
+    """What the rank head's kernel is compiled for."""
+
+    SCOPE: int  # logits that the rank features are taken over; 0: the whole vocabulary
+    LOGPROBS: int
+    FEATURES: int  # >= LOGPROBS + 5
+    HIDDEN: int
+    HIDDEN_PLACES: int  # >= HIDDEN
+    CLASSES: int
+    CLASS_PLACES: int  # >= CLASSES
+
+
+@jit(do_not_specialize=["rows_each"])
 def _merge_and_rank_kernel(
-    best,  # as `best_of_chunks` leaves them, down to `rows_each`
-    sums,
-    num_chunks,
-    beta,
+    best_ptr,  # as `best_of_chunks` leaves them, down to `rows_each`
+    sums_ptr,
+    beta_ptr,
     rows_each,
-    offset,  # [vocab] int64
-    of_state,  # [rows, HIDDEN]: the rank head's first layer over the state
-    first,  # [HIDDEN, size + LOGPROBS + 5]
+    offset_ptr,  # [vocab] int64
+    of_state_ptr,  # [rows, HIDDEN]: the rank head's first layer over the state
+    first_ptr,  # [HIDDEN, size + LOGPROBS + 5]
     first_stride,
-    second,  # [CLASSES, HIDDEN]
-    logprob,  # [rows, WIDTH] fp32
-    token,  # [rows, WIDTH] int64
-    bucket,  # [rows] int64
+    second_ptr,  # [CLASSES, HIDDEN]
+    logprob_ptr,  # [rows, WIDTH] fp32
+    token_ptr,  # [rows, WIDTH] int64
+    bucket_ptr,  # [rows] int64
     size,
     MERGE: tl.constexpr,  # MergeConstants
-    SCOPE: tl.constexpr,
     WIDTH: tl.constexpr,
-    LOGPROBS: tl.constexpr,
-    FEATURES: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    HIDDEN_PLACES: tl.constexpr,
-    CLASSES: tl.constexpr,
-    CLASS_PLACES: tl.constexpr,
+    RANK: tl.constexpr,  # RankConstants
 ):
-    """One row. SCOPE 0: the rank features are taken over the whole vocabulary."""
+    """One row."""
     row = tl.program_id(0).to(tl.int64)
     values, most, lower, weight, total = merge_chunks(
-        best,
-        sums,
-        num_chunks,
-        beta,
+        best_ptr,
+        sums_ptr,
+        beta_ptr,
         rows_each,
-        offset,
-        logprob,
-        token,
+        offset_ptr,
+        logprob_ptr,
+        token_ptr,
         row,
         MERGE,
         WIDTH,
     )
     rank = tl.arange(0, MERGE.TOP)
-    if SCOPE == 0:
+    if RANK.SCOPE == 0:
         chunk = tl.arange(0, MERGE.CHUNK_PLACES)
-        spread = sums + 2 * num_chunks + row * MERGE.CHUNKS + chunk
+        spread = sums_ptr + (row * 4 + 2) * MERGE.CHUNKS + chunk
         spread = tl.load(spread, mask=chunk < MERGE.CHUNKS, other=0.0)
         within = most + tl.log(total)
         entropy = tl.log(total) - tl.sum((spread + weight * lower) * tl.exp(lower), 0) / total
     else:
         below = values - most
-        share = tl.where(rank < SCOPE, tl.exp(below), 0.0)
+        share = tl.where(rank < RANK.SCOPE, tl.exp(below), 0.0)
         mass = tl.sum(share, 0)
         within = most + tl.log(mass)
-        entropy = tl.log(mass) - tl.sum(tl.where(rank < SCOPE, share * below, 0.0), 0) / mass
+        entropy = tl.log(mass) - tl.sum(tl.where(rank < RANK.SCOPE, share * below, 0.0), 0) / mass
     # Log-probabilities, gaps to ranks 2, 3 and 5, probability of the first, entropy.
-    feature = tl.arange(0, FEATURES)
-    behind = feature - LOGPROBS
+    feature = tl.arange(0, RANK.FEATURES)
+    behind = feature - RANK.LOGPROBS
     source = tl.where(behind < 0, feature, tl.where(behind == 2, 4, behind + 1))
     value = tl.gather(values, tl.where(behind > 2, 0, source), 0)
     psi = tl.where(behind < 0, value - within, most - value)
     psi = tl.where(behind == 3, tl.exp(value - within), psi)
     psi = tl.where(behind == 4, entropy, psi)
     # Rounded to the dtype in which the rank head was trained to read them.
-    psi = psi.to(of_state.dtype.element_ty).to(tl.float32)
+    psi = psi.to(of_state_ptr.dtype.element_ty).to(tl.float32)
 
-    hidden = tl.arange(0, HIDDEN_PLACES)
-    real = hidden < HIDDEN
+    hidden = tl.arange(0, RANK.HIDDEN_PLACES)
+    real = hidden < RANK.HIDDEN
     tile = tl.load(
-        first + hidden[:, None] * first_stride + size + feature[None, :],
-        mask=real[:, None] & (feature < LOGPROBS + 5)[None, :],
+        first_ptr + hidden[:, None] * first_stride + size + feature[None, :],
+        mask=real[:, None] & (feature < RANK.LOGPROBS + 5)[None, :],
         other=0.0,
     ).to(tl.float32)
-    state = tl.load(of_state + row * HIDDEN + hidden, mask=real, other=0.0).to(tl.float32)
+    state = tl.load(of_state_ptr + row * RANK.HIDDEN + hidden, mask=real, other=0.0).to(tl.float32)
     state += tl.sum(tile * tl.where(behind < 5, psi, 0.0)[None, :], 1)
     state = state / (1 + tl.exp(-state))  # SiLU
-    kind = tl.arange(0, CLASS_PLACES)
+    kind = tl.arange(0, RANK.CLASS_PLACES)
     tile = tl.load(
-        second + kind[:, None] * HIDDEN + hidden[None, :],
-        mask=(kind < CLASSES)[:, None] & real[None, :],
+        second_ptr + kind[:, None] * RANK.HIDDEN + hidden[None, :],
+        mask=(kind < RANK.CLASSES)[:, None] & real[None, :],
         other=0.0,
     ).to(tl.float32)
-    score = tl.where(kind < CLASSES, tl.sum(tile * state[None, :], 1), float("-inf"))
-    tl.store(bucket + row, tl.argmax(score, 0).to(tl.int64))
+    score = tl.where(kind < RANK.CLASSES, tl.sum(tile * state[None, :], 1), float("-inf"))
+    tl.store(bucket_ptr + row, tl.argmax(score, 0).to(tl.int64))

@@ -1,7 +1,7 @@
 """Top-k tokens and rank features from draft logits, for CPUs: one pass over each row.
 
-See `lm_and_rank_head.py`; the torch reference is `lm_and_rank_head_reference.py`, of which this
-differs in the last digits only. Of equal logits the one with the lower index comes first.
+Differs from `lm_and_rank_head` in torch in the last digits only. Of equal logits the one with the
+lower index comes first.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ..optional_numba import njit
-from .lm_and_rank_head_reference import FEATURE_LOGPROBS
+from .lm_and_rank_head import FEATURE_LOGPROBS
 
 _CHUNK = 1024
 _F = np.float32

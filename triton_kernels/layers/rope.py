@@ -1,8 +1,7 @@
-"""RoPE of queries and keys, half-split over the whole head, in one launch with all that it needs.
+"""RoPE of queries and keys, half-split over the whole head, with Qwen3's norms, in one launch.
 
-The kernel works its angles out: tables of cosines would be four launches. Qwen3's norms of queries
-and keys are in it, too. The results are new tensors: in place, threads that hold the same numbers
-twice, as those of a small tile do, could read what others have rotated already.
+The kernel computes its angles: tables of cosines would be four launches. The results are new
+tensors, since threads of a small tile hold the same numbers twice.
 """
 
 from __future__ import annotations
@@ -105,11 +104,11 @@ def rotate_pair_triton(
     if keys:
         _rotate_pair_kernel[(max(queries, keys), query_tiles + cdiv(key_heads, heads))](
             query,
-            *query.stride(),
+            query.stride(),
             query_out,
             queries,
             key,
-            *key.stride(),
+            key.stride(),
             key_out,
             keys,
             rope.base,
@@ -120,128 +119,118 @@ def rotate_pair_triton(
             query_norm,
             key_norm,
             0.0 if norms is None else norms[0].eps,
-            EACH=keys // len(rope.base),
-            QUERY_HEADS=query_heads,
-            KEY_HEADS=key_heads,
-            HALF=size // 2,
-            QUERY_TILES=query_tiles,
-            HEADS=heads,
-            HALF_PLACES=half_places,
+            RopeConstants(
+                EACH=keys // len(rope.base),
+                QUERY_HEADS=query_heads,
+                KEY_HEADS=key_heads,
+                HALF=size // 2,
+                QUERY_TILES=query_tiles,
+                HEADS=heads,
+                HALF_PLACES=half_places,
+            ),
             num_warps=4,
         )
     return query_out, key_out
 
 
+class RopeConstants(NamedTuple):
+    """What the kernel is compiled for."""
+
+    EACH: int  # K, positions of a row
+    QUERY_HEADS: int
+    KEY_HEADS: int
+    HALF: int
+    QUERY_TILES: int
+    HEADS: int  # of a tile
+    HALF_PLACES: int  # >= HALF
+
+
 # Positions may be a part of a step's, which begins anywhere.
-@jit(do_not_specialize=["queries", "keys", "base", "base_stride", "keep_stride"])
+@jit(do_not_specialize=["queries", "keys", "base_ptr", "base_stride", "keep_stride"])
 def _rotate_pair_kernel(
-    query,  # [queries, QUERY_HEADS, 2 HALF]
-    query_row,
-    query_head,
-    query_dim,
-    query_out,  # contiguous
+    query_ptr,  # [queries, QUERY_HEADS, 2 HALF]
+    query_strides,
+    query_out_ptr,  # contiguous
     queries,
-    key,  # [keys, KEY_HEADS, 2 HALF]
-    key_row,
-    key_head,
-    key_dim,
-    key_out,  # contiguous
+    key_ptr,  # [keys, KEY_HEADS, 2 HALF]
+    key_strides,
+    key_out_ptr,  # contiguous
     keys,
-    base,  # [keys / EACH] int64
+    base_ptr,  # [keys / EACH] int64
     base_stride,
-    turn,  # [2 HALF] fp32
-    keep,  # [queries / EACH] int64; or None
+    turn_ptr,  # [2 HALF] fp32
+    keep_ptr,  # [queries / EACH] int64; or None
     keep_stride,
-    query_norm,  # [2 HALF]; or None
-    key_norm,  # [2 HALF]; or None
+    query_norm_ptr,  # [2 HALF]; or None
+    key_norm_ptr,  # [2 HALF]; or None
     eps,
-    EACH: tl.constexpr,  # K, positions of a row
-    QUERY_HEADS: tl.constexpr,
-    KEY_HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    QUERY_TILES: tl.constexpr,
-    HEADS: tl.constexpr,  # of a tile
-    HALF_PLACES: tl.constexpr,
+    ROPE: tl.constexpr,  # RopeConstants
 ):
     """Some heads of one position: first the tiles of its query, then those of its key."""
     at, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    asks = tile < QUERY_TILES
+    asks = tile < ROPE.QUERY_TILES
     if at < tl.where(asks, queries, keys):
-        row = at // EACH
-        if keep is not None:
-            row = tl.load(keep + row * keep_stride, mask=asks, other=row).to(tl.int64)
-        position = tl.load(base + row * base_stride) + at % EACH
-        column = tl.arange(0, HALF_PLACES)
-        frequency = tl.load(turn + HALF + column, mask=column < HALF, other=0.0)
+        row = at // ROPE.EACH
+        if keep_ptr is not None:
+            row = tl.load(keep_ptr + row * keep_stride, mask=asks, other=row).to(tl.int64)
+        position = tl.load(base_ptr + row * base_stride) + at % ROPE.EACH
+        column = tl.arange(0, ROPE.HALF_PLACES)
+        frequency = tl.load(turn_ptr + ROPE.HALF + column, mask=column < ROPE.HALF, other=0.0)
         angle = position.to(tl.float32) * frequency
-        cos, sin = tl.cos(angle), tl.sin(angle)
+        turned = tl.cos(angle), tl.sin(angle)
         if asks:
+            state, out = query_ptr + at * query_strides[0], query_out_ptr
+            out += at * (ROPE.QUERY_HEADS * 2 * ROPE.HALF)
+            head = tile * ROPE.HEADS
             _rotate_tile(
-                query + at * query_row,
-                query_head,
-                query_dim,
-                query_out + at * (QUERY_HEADS * 2 * HALF),
-                tile * HEADS,
-                cos,
-                sin,
-                query_norm,
-                eps,
-                QUERY_HEADS,
-                HALF,
-                HEADS,
-                HALF_PLACES,
+                state, query_strides, out, head, turned, query_norm_ptr, eps, ROPE.QUERY_HEADS, ROPE
             )
         else:
+            state, out = key_ptr + at * key_strides[0], key_out_ptr
+            out += at * (ROPE.KEY_HEADS * 2 * ROPE.HALF)
+            head = (tile - ROPE.QUERY_TILES) * ROPE.HEADS
             _rotate_tile(
-                key + at * key_row,
-                key_head,
-                key_dim,
-                key_out + at * (KEY_HEADS * 2 * HALF),
-                (tile - QUERY_TILES) * HEADS,
-                cos,
-                sin,
-                key_norm,
-                eps,
-                KEY_HEADS,
-                HALF,
-                HEADS,
-                HALF_PLACES,
+                state, key_strides, out, head, turned, key_norm_ptr, eps, ROPE.KEY_HEADS, ROPE
             )
 
 
 @jit
 def _rotate_tile(
-    states,  # [ALL_HEADS, 2 HALF], of one position
-    head_stride,
-    dim_stride,
-    out,  # contiguous
+    states_ptr,  # [ALL_HEADS, 2 HALF], of one position
+    strides,
+    out_ptr,  # contiguous
     first_head,
-    cos,  # [HALF_PLACES] fp32
-    sin,  # [HALF_PLACES] fp32
-    norm,  # [2 HALF]; or None
+    turned,  # cosine and sine, each [HALF_PLACES] fp32
+    norm_ptr,  # [2 HALF]; or None
     eps,
     ALL_HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    HEADS: tl.constexpr,
-    HALF_PLACES: tl.constexpr,
+    ROPE: tl.constexpr,  # RopeConstants
 ):
-    head, column = first_head + tl.arange(0, HEADS)[:, None], tl.arange(0, HALF_PLACES)[None, :]
-    within = column < HALF
+    head, column = (
+        first_head + tl.arange(0, ROPE.HEADS)[:, None],
+        tl.arange(0, ROPE.HALF_PLACES)[None, :],
+    )
+    within = column < ROPE.HALF
     inside = (head < ALL_HEADS) & within
-    dtype: tl.constexpr = out.dtype.element_ty
-    states += head * head_stride + column * dim_stride
-    left = tl.load(states, mask=inside, other=0.0).to(tl.float32)
-    right = tl.load(states + HALF * dim_stride, mask=inside, other=0.0).to(tl.float32)
-    if norm is not None:
-        square = tl.sum(left * left + right * right, 1) / (2 * HALF)
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    states_ptr += head * strides[1] + column * strides[2]
+    left = tl.load(states_ptr, mask=inside, other=0.0).to(tl.float32)
+    right = tl.load(states_ptr + ROPE.HALF * strides[2], mask=inside, other=0.0).to(tl.float32)
+    if norm_ptr is not None:
+        square = tl.sum(left * left + right * right, 1) / (2 * ROPE.HALF)
         scale = tl.rsqrt(square + eps)[:, None]
-        left = left * scale * tl.load(norm + column, mask=within, other=0.0).to(tl.float32)
-        right = right * scale * tl.load(norm + HALF + column, mask=within, other=0.0).to(tl.float32)
+        left = left * scale * tl.load(norm_ptr + column, mask=within, other=0.0).to(tl.float32)
+        right = (
+            right
+            * scale
+            * tl.load(norm_ptr + ROPE.HALF + column, mask=within, other=0.0).to(tl.float32)
+        )
         left, right = left.to(dtype).to(tl.float32), right.to(dtype).to(tl.float32)
-    cos, sin = cos.to(dtype).to(tl.float32)[None, :], sin.to(dtype).to(tl.float32)[None, :]
+    cos = turned[0].to(dtype).to(tl.float32)[None, :]
+    sin = turned[1].to(dtype).to(tl.float32)[None, :]
     # Rounded between the two products, as torch does it: a drafter was trained with that.
     kept = (left * cos).to(dtype).to(tl.float32) - right * sin
     other = (right * cos).to(dtype).to(tl.float32) + left * sin
-    out += head * (2 * HALF) + column
-    tl.store(out, kept.to(dtype), mask=inside)
-    tl.store(out + HALF, other.to(dtype), mask=inside)
+    out_ptr += head * (2 * ROPE.HALF) + column
+    tl.store(out_ptr, kept.to(dtype), mask=inside)
+    tl.store(out_ptr + ROPE.HALF, other.to(dtype), mask=inside)

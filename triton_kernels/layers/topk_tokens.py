@@ -7,33 +7,9 @@ from __future__ import annotations
 
 import torch
 
+from ..op import op
 from ..optional_triton import jit, tl
-from .best_of_chunks import best_of_chunks, merge_chunks
-from .lm_and_rank_head_reference import topk_tokens_reference
-
-
-def topk_tokens(
-    logits: torch.Tensor,
-    offset: torch.Tensor,
-    width: int,
-    scale: float = 1.0,
-    beta: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The likeliest tokens. CUDA tensors go to the kernels; no gradient there.
-
-    Args:
-        logits: [R, ..., Vd], of any floating dtype.
-        offset: [Vd] int64, target id − draft id.
-        width: B, at most Vd.
-        scale: factor on the logits, above 0.
-        beta: [R] fp32, above 0, another factor on them; None: 1.
-
-    Returns:
-        [R, ..., B] float32, log-probabilities over the draft vocabulary, descending;
-        [R, ..., B] int64, target ids.
-    """
-    best = topk_tokens_triton if logits.is_cuda else topk_tokens_reference
-    return best(logits, offset, width, scale, beta)
+from .best_of_chunks import best_of_chunks, merge_chunks, top_logprobs
 
 
 def topk_tokens_triton(
@@ -55,30 +31,55 @@ def topk_tokens_triton(
     return logprob, token
 
 
-@jit(do_not_specialize=["num_chunks", "rows_each"])
+@op(topk_tokens_triton)
+def topk_tokens(
+    logits: torch.Tensor,
+    offset: torch.Tensor,
+    width: int,
+    scale: float = 1.0,
+    beta: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the likeliest tokens.
+
+    Args:
+        logits: [R, ..., Vd], of any floating dtype.
+        offset: [Vd] int64, target id − draft id.
+        width: B, at most Vd.
+        scale: factor on the logits, above 0.
+        beta: [R] fp32, above 0, another factor on them; None: 1.
+
+    Returns:
+        [R, ..., B] float32, log-probabilities over the draft vocabulary, descending;
+        [R, ..., B] int64, target ids.
+    """
+    logits = logits.float() if scale == 1 else logits.float() * scale
+    top = logits.topk(width)
+    return top_logprobs(logits, top.values, beta), top.indices + offset[top.indices]
+
+
+@jit(do_not_specialize=["rows_each"])
 def _merge_kernel(
-    best,  # as `best_of_chunks` leaves them, down to `rows_each`
-    sums,
-    num_chunks,
-    beta,
+    best_ptr,  # as `best_of_chunks` leaves them, down to `rows_each`
+    sums_ptr,
+    beta_ptr,
     rows_each,
-    offset,  # [vocab] int64
-    logprob,  # [rows, WIDTH] fp32
-    token,  # [rows, WIDTH] int64
+    offset_ptr,  # [vocab] int64
+    logprob_ptr,  # [rows, WIDTH] fp32
+    token_ptr,  # [rows, WIDTH] int64
     MERGE: tl.constexpr,  # MergeConstants
     WIDTH: tl.constexpr,
 ):
     """One row."""
+    row = tl.program_id(0).to(tl.int64)
     merge_chunks(
-        best,
-        sums,
-        num_chunks,
-        beta,
+        best_ptr,
+        sums_ptr,
+        beta_ptr,
         rows_each,
-        offset,
-        logprob,
-        token,
-        tl.program_id(0).to(tl.int64),
+        offset_ptr,
+        logprob_ptr,
+        token_ptr,
+        row,
         MERGE,
         WIDTH,
     )

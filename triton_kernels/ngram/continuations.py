@@ -1,8 +1,6 @@
 """What followed earlier occurrences of a text's end, as a tree: the n-gram drafter's second launch.
 
-The torch reference is `NGramDrafter._tree` in `vllm_specblock/drafters/ngram/drafter.py`.
-Logarithms and powers may differ in their last digits, so a score may by one of the reference's
-steps.
+The torch reference is `NGramDrafter._tree`, up to the last digits of logarithms and powers.
 """
 
 from __future__ import annotations
@@ -87,7 +85,7 @@ def follow_triton(texts: Texts, how: Following) -> TreeTensors:
             found,
             fields,
             score,
-            tree.pointers,
+            tree,
             score.numel(),
             stretches,
             how.vote * how.votes,
@@ -114,11 +112,11 @@ class _Constants(NamedTuple):
 
 
 @jit
-def _best_places(found, request, stretches, length, width, FOLLOW: tl.constexpr):
+def _best_places(found_ptr, request, stretches, length, width, FOLLOW: tl.constexpr):
     """[BRANCHES] int32 twice: the best places of all stretches, and how many tokens agree; 0, 0."""
     at = tl.arange(0, FOLLOW.KEYS)
     written = (at < stretches * FOLLOW.B) & (at // FOLLOW.B * FOLLOW.STRETCH < length - 1)
-    key = tl.load(found + request * stretches * FOLLOW.B + at, mask=written, other=-1)
+    key = tl.load(found_ptr + request * stretches * FOLLOW.B + at, mask=written, other=-1)
     branch = tl.arange(0, FOLLOW.BRANCHES)
     chosen = tl.full([FOLLOW.BRANCHES], 0, tl.int32)
     for b in range(FOLLOW.B):
@@ -135,18 +133,18 @@ def _source(place, ahead, length, width):
     return tl.minimum(place + 1 + ahead % period, width - 1)
 
 
-@jit(do_not_specialize=["row", "position", "last", "size"])
+@jit(do_not_specialize=["row_ptr", "position_ptr", "last_ptr", "size"])
 def _follow_kernel(
-    table,  # [S, width] int32
-    row,  # [R] int64
-    position,  # [T] int64
-    last,  # [R] int64
+    table_ptr,  # [S, width] int32
+    row_ptr,  # [R] int64
+    position_ptr,  # [T] int64
+    last_ptr,  # [R] int64
     strides,  # TextStrides
     width,
-    found,  # [R, stretches, B] int32
-    fields,  # [4, R, C] int64: room for candidates
-    score,  # [R, C] fp32
-    tree,  # TreePointers
+    found_ptr,  # [R, stretches, B] int32
+    fields_ptr,  # [4, R, C] int64: room for candidates
+    score_ptr,  # [R, C] fp32
+    tree,  # TreeTensors
     size,  # R · C
     stretches,
     vote,
@@ -156,9 +154,9 @@ def _follow_kernel(
 ):
     """One request: its B best occurrences, D tokens of each."""
     request = tl.program_id(0).to(tl.int64)
-    length = length_of(position, last, strides, request)
-    text = table + tl.load(row + request * strides.row).to(tl.int64) * strides.table
-    place, matched = _best_places(found, request, stretches, length, width, FOLLOW)
+    length = length_of(position_ptr, last_ptr, strides, request)
+    text = table_ptr + tl.load(row_ptr + request * strides.row).to(tl.int64) * strides.table
+    place, matched = _best_places(found_ptr, request, stretches, length, width, FOLLOW)
     b, k = tl.arange(0, FOLLOW.BRANCHES), tl.arange(0, FOLLOW.DEPTH)
     inside = (b < FOLLOW.B)[:, None] & (k < FOLLOW.D)[None, :]
     source = _source(place[:, None], k[None, :], length, width)
@@ -201,8 +199,14 @@ def _follow_kernel(
     tie = (k[None, :] + 1).to(tl.int64) * FOLLOW.DEPTH_ONE + index
     key = (tl.abs(total).to(tl.int32, bitcast=True).to(tl.int64) << 32) + tie
 
-    to_token, to_parent = fields + request * SELECT.COUNT, fields + size + request * SELECT.COUNT
-    to_key, to_score = fields + 2 * size + request * SELECT.COUNT, score + request * SELECT.COUNT
+    to_token, to_parent = (
+        fields_ptr + request * SELECT.COUNT,
+        fields_ptr + size + request * SELECT.COUNT,
+    )
+    to_key, to_score = (
+        fields_ptr + 2 * size + request * SELECT.COUNT,
+        score_ptr + request * SELECT.COUNT,
+    )
     tl.store(to_token, 0)
     tl.store(to_parent, 0)
     tl.store(to_key, 0)

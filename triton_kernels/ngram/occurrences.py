@@ -1,9 +1,7 @@
-"""Where a text's end occurred before, for many texts in one launch: the n-gram drafter's search.
+"""Earlier occurrences of a text's end, for many texts in one launch: the n-gram drafter's search.
 
-The torch reference is `vllm_specblock.drafters.ngram.drafter.match_lengths` and what `NGramDrafter`
-makes of it. A program looks at one stretch of one text and leaves the stretch's best places; of
-what lies behind a text's end it writes nothing. So a launch is sized for the longest text there can
-be, and what it costs follows the texts that are there.
+The torch reference is `vllm_specblock.drafters.ngram.drafter.match_lengths`. A program searches one
+stretch of one text; stretches behind the text's end cost nothing.
 """
 
 from __future__ import annotations
@@ -97,32 +95,32 @@ def occurrences_triton(texts: Texts, min_match: int, max_match: int, branches: i
 
 
 @jit
-def length_of(position, last, strides, request):
+def length_of(position_ptr, last_ptr, strides, request):
     """int32, tokens of one text. What belongs to no text may say anything: it is kept small."""
-    newest = tl.load(last + request * strides.last).to(tl.int64)
-    stands = tl.load(position + newest * strides.position)
+    newest = tl.load(last_ptr + request * strides.last).to(tl.int64)
+    stands = tl.load(position_ptr + newest * strides.position)
     return tl.minimum(tl.maximum(stands, -2), 0x3FFFFFFF).to(tl.int32) + 2
 
 
-@jit(do_not_specialize=["row", "position", "last"])
+@jit(do_not_specialize=["row_ptr", "position_ptr", "last_ptr"])
 def _occurrences_kernel(
-    table,  # [S, width] int32
-    row,  # [R] int64
-    position,  # [T] int64
-    last,  # [R] int64
+    table_ptr,  # [S, width] int32
+    row_ptr,  # [R] int64
+    position_ptr,  # [T] int64
+    last_ptr,  # [R] int64
     strides,  # TextStrides
     width,
-    found,  # [R, stretches, B] int32
+    found_ptr,  # [R, stretches, B] int32
     LEAST: tl.constexpr,
     MOST: tl.constexpr,
     B: tl.constexpr,
     STRETCH: tl.constexpr,
 ):
     request = tl.program_id(0).to(tl.int64)
-    length = length_of(position, last, strides, request)
+    length = length_of(position_ptr, last_ptr, strides, request)
     first = tl.program_id(1) * STRETCH
     if first < length - 1:
-        text = table + tl.load(row + request * strides.row).to(tl.int64) * strides.table
+        text = table_ptr + tl.load(row_ptr + request * strides.row).to(tl.int64) * strides.table
         place = first + tl.arange(0, STRETCH)
         agrees = place < tl.minimum(length - 1, width)
         count = tl.zeros([STRETCH], tl.int32)
@@ -134,8 +132,8 @@ def _occurrences_kernel(
             agrees = agrees & there & (said == end)
             count += agrees.to(tl.int32)
         key = tl.where(count < LEAST, -1, place + count * width)
-        found += (request * tl.num_programs(1) + tl.program_id(1)) * B
+        found_ptr += (request * tl.num_programs(1) + tl.program_id(1)) * B
         for b in range(B):
             best = tl.max(key, 0)
-            tl.store(found + b, best)
+            tl.store(found_ptr + b, best)
             key = tl.where(key == best, -1, key)

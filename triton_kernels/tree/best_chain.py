@@ -1,8 +1,7 @@
-"""The best path alone, as a chain, for the requests that have to verify one: in one launch.
+"""The best path of a tree as a chain, for requests that verify one.
 
-The torch reference is `Combined.where`. Few requests ever ask for a chain, but a captured step has
-to be ready for any: the others' trees are copied, so that a program either copies or searches.
-Where two paths are worth the same up to rounding, either may be taken.
+The torch reference is `Combined.where`; of paths equal up to rounding either may be taken. The
+other trees are copied, so that a captured step serves any requests.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def best_chain_triton(chain: torch.Tensor, **trees: torch.Tensor) -> tuple[torch
 
 @jit
 def _best_chain_kernel(
-    chain,  # [R] bool or integers
+    chain_ptr,  # [R] bool or integers
     chain_stride,
     given,  # GivenTrees
     strides,  # GivenTrees
@@ -57,7 +56,7 @@ def _best_chain_kernel(
     node, word = tl.arange(0, TREE.NODES), tl.arange(0, WORDS)
     stored = (node > 0) & (node <= TREE.NUM_NODES)
 
-    if tl.load(chain + request * chain_stride) != 0:
+    if tl.load(chain_ptr + request * chain_stride) != 0:
         # What a path is worth: the sum of the probabilities of its nodes, found by their bits.
         gain = tl.full([TREE.NODES], 0.0, tl.float32)
         bit = tl.arange(0, 64)

@@ -1,9 +1,8 @@
-"""How candidates of a tree are ranked and their texts told apart: one int64 each.
+"""Ranks and text hashes of a tree's candidates, one int64 each.
 
-A key orders candidates, smallest first: bits 32-62 hold -score (a float that is not negative
-orders as its bits do; not wanted is +inf), bits 24-31 the depth, bits 0-23 the candidate's index.
-Ties thus go to the shallower, then to the earlier candidate, and a sorted key says by itself
-which candidate it was. Candidate 0 is the root.
+A key sorts candidates, best first: bits 32-62 hold -score (as float bits; +inf: not wanted), bits
+24-31 the depth, bits 0-23 the index. Ties go to the shallower, then to the earlier candidate.
+Candidate 0 is the root.
 """
 
 CLOSED = 0x7F800000 << 32

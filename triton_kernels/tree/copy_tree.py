@@ -18,7 +18,7 @@ class GivenTrees(NamedTuple):
     logprob: Any  # [R, N] fp32
     size: Any  # [R] int32
     ancestors: Any  # [R, N+1, W] int64
-    origin: Any  # [R, N] uint8; None: not copied
+    origin: Any  # [R, N] uint8
 
 
 class TreeSizes(NamedTuple):
@@ -36,14 +36,7 @@ class TreeSizes(NamedTuple):
 
 
 class Copies(NamedTuple):
-    """What a kernel takes that makes new trees of R given ones.
-
-    Attributes:
-        given, strides: see `GivenTrees`.
-        node_stride: of ancestors.
-        made: the new ones, contiguous.
-        sizes: see `TreeSizes`.
-    """
+    """R given trees and the new ones that a kernel makes; `node_stride` is of ancestors."""
 
     given: GivenTrees
     strides: GivenTrees
@@ -101,9 +94,8 @@ def copy_tree(
     logprob = given.logprob + request * strides.logprob
     value = tl.load(logprob + entry, mask=copied, other=float("-inf"))
     tl.store(made.logprob + out + entry, value, mask=stored)
-    if given.origin is not None:
-        value = tl.load(given.origin + request * strides.origin + entry, mask=copied, other=0)
-        tl.store(made.origin + out + entry, value, mask=stored)
+    value = tl.load(given.origin + request * strides.origin + entry, mask=copied, other=0)
+    tl.store(made.origin + out + entry, value, mask=stored)
     node = tl.arange(0, TREE.NODES)
     ancestors = given.ancestors + request * strides.ancestors
     new_ancestors = made.ancestors + request * (TREE.NUM_NODES + 1) * TREE.W

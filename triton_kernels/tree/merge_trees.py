@@ -1,7 +1,6 @@
 """The nodes of two trees as one tree, and who drafted them, in one launch.
 
-The torch references are `merge` in `vllm_specblock/combine/merge.py` and `agreement` in its
-`route.py`. Bit for bit they give the same, but for how texts are told apart: see `select_tree.py`.
+The torch reference is `vllm_specblock.combine.merge.merge`.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ def merge_trees_triton(
             DraftedNodes.of(second),
             fields,
             score,
-            tree.pointers,
+            tree,
             origin,
             agreed,
             score.numel(),
@@ -83,11 +82,11 @@ def merge_trees_triton(
 def _merge_kernel(
     first,  # DraftedNodes of OURS
     second,  # DraftedNodes of THEIRS
-    fields,  # [5, R, COUNT] int64: room for candidates
-    score,  # [R, COUNT] fp32
-    tree,  # TreePointers
-    origin,  # [R, BUDGET] uint8
-    agreed,  # [R] bool
+    fields_ptr,  # [5, R, COUNT] int64: room for candidates
+    score_ptr,  # [R, COUNT] fp32
+    tree,  # TreeTensors
+    origin_ptr,  # [R, BUDGET] uint8
+    agreed_ptr,  # [R] bool
     size,  # R · COUNT
     OURS: tl.constexpr,
     THEIRS: tl.constexpr,
@@ -118,9 +117,9 @@ def _merge_kernel(
     tie = deep.to(tl.int64) * DEPTH_ONE + place
     key = (tl.abs(total).to(tl.int32, bitcast=True).to(tl.int64) << 32) + tie
 
-    to = fields + request * SELECT.COUNT
+    to = fields_ptr + request * SELECT.COUNT
     to_parent, to_key, to_hash = to + size, to + 2 * size, to + 3 * size
-    to_score = score + request * SELECT.COUNT
+    to_score = score_ptr + request * SELECT.COUNT
     tl.store(to + place, word, mask=inside)
     tl.store(to_parent + place, above.to(tl.int64), mask=inside)
     tl.store(to_key + place, key, mask=inside)
@@ -142,17 +141,17 @@ def _merge_kernel(
     # Several candidates may be one node: all of a drafter write the same, one drafter after the
     # other.
     slot = tl.arange(0, SELECT.NODES)
-    origin += request * SELECT.BUDGET - 1  # node 1 is entry 0
+    origin_ptr += request * SELECT.BUDGET - 1  # node 1 is entry 0
     blank = (slot > 0) & (slot <= SELECT.BUDGET)
-    tl.store(origin + slot, tl.full([SELECT.NODES], 0, tl.uint8), mask=blank)
+    tl.store(origin_ptr + slot, tl.full([SELECT.NODES], 0, tl.uint8), mask=blank)
     became = tl.load(tree.node + request * SELECT.COUNT + place, mask=inside, other=0)
     kept = (total > float("-inf")) & (became > 0) & (became <= SELECT.BUDGET)
     tl.debug_barrier()
-    tl.store(origin + became, tl.full([SELECT.PLACES], 1, tl.uint8), mask=kept & ours)
+    tl.store(origin_ptr + became, tl.full([SELECT.PLACES], 1, tl.uint8), mask=kept & ours)
     tl.debug_barrier()
-    by = tl.load(origin + became, mask=kept & theirs, other=0)
+    by = tl.load(origin_ptr + became, mask=kept & theirs, other=0)
     tl.debug_barrier()  # everybody has read before anybody adds a bit
-    tl.store(origin + became, by | 2, mask=kept & theirs)
+    tl.store(origin_ptr + became, by | 2, mask=kept & theirs)
     both = (tl.load(first.size + request) > 0) & (tl.load(second.size + request) > 0)
     same = tl.load(first.token + request * OURS) == tl.load(second.token + request * THEIRS)
-    tl.store(agreed + request, both & same)
+    tl.store(agreed_ptr + request, both & same)

@@ -1,22 +1,16 @@
-"""Candidates of a tree: grow them block by block, join equal texts, keep the best, order them.
+"""From candidates to a tree: join equal texts, keep the best, order them; one program per request.
 
-One program per request does in one launch what takes torch some sixty. Everything that a program
-needs of another thread goes through memory of its own request, with a barrier between.
-
-The torch reference, bit for bit, is `vllm_specblock.candidates.select` and, for growth,
-`vllm_specblock.drafters.specblock.growth.Expansion`. One thing differs that nobody will see: texts
-are told apart by 64 - log2(candidates) bits of their mixed hash instead of all 64, since a sort
-carries one int64.
+The torch reference is `vllm_specblock.candidates.select`, bit for bit, but texts are compared by
+64 - log2(candidates) bits of their hash. Threads exchange values through memory, with barriers.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from ..optional_triton import group_of, jit, next_power_of_2, tl
+from ..optional_triton import jit, next_power_of_2, tl
 from .candidate_keys import CLOSED, INDEX_BITS, PATH_FACTOR
 
 MOST_CANDIDATES = 2048
@@ -24,64 +18,40 @@ MOST_CANDIDATES = 2048
 minutes."""
 
 
-class TreePointers(NamedTuple):
-    """`TreeTensors` as the kernels take them."""
+class TreeTensors(NamedTuple):
+    """R trees of N node slots and W ancestor words, as in `DraftTree`; contiguous.
 
-    token: torch.Tensor
-    parent: torch.Tensor
-    depth: torch.Tensor
-    logprob: torch.Tensor
-    size: torch.Tensor
-    ancestors: torch.Tensor
-    node: torch.Tensor
-
-
-@dataclass(frozen=True)
-class TreeTensors:
-    """What a DraftTree holds, for R requests, N node slots and W ancestor words; contiguous.
-
-    Attributes: token [R, N] int64, parent and depth [R, N] int32, logprob [R, N] fp32,
-        size [R] int32, ancestors [R, N+1, W] int64, and node [R, C] int64, the node that each
-        candidate is or has joined (0 is the root, more than N: over the budget).
+    node: [R, C] int64, the node that each candidate is or has joined (0 is the root, more than N:
+    over the budget).
     """
 
-    token: torch.Tensor
-    parent: torch.Tensor
-    depth: torch.Tensor
-    logprob: torch.Tensor
-    size: torch.Tensor
-    ancestors: torch.Tensor
+    token: torch.Tensor  # [R, N] int64
+    parent: torch.Tensor  # [R, N] int32
+    depth: torch.Tensor  # [R, N] int32
+    logprob: torch.Tensor  # [R, N] fp32
+    size: torch.Tensor  # [R] int32
+    ancestors: torch.Tensor  # [R, N+1, W] int64
     node: torch.Tensor
 
     @classmethod
     def empty(cls, num_requests: int, budget: int, node: torch.Tensor) -> TreeTensors:
-        """Nothing is written yet; budget: N; node: [R, C] int64, becomes the attribute."""
+        """Nothing is written yet; budget: N; node: becomes the attribute."""
         words = -(-(budget + 1) // 64)
-        nodes, device = (num_requests, budget), node.device
-        return cls(
-            torch.empty(nodes, dtype=torch.int64, device=device),
-            torch.empty(nodes, dtype=torch.int32, device=device),
-            torch.empty(nodes, dtype=torch.int32, device=device),
-            torch.empty(nodes, dtype=torch.float32, device=device),
-            torch.empty(num_requests, dtype=torch.int32, device=device),
-            torch.empty(num_requests, budget + 1, words, dtype=torch.int64, device=device),
-            node,
-        )
-
-    @property
-    def pointers(self) -> TreePointers:
-        """As the kernels take them."""
-        return group_of(TreePointers, self)
+        nodes = (num_requests, budget)
+        shapes = [nodes] * 4 + [(num_requests,), (num_requests, budget + 1, words)]
+        dtypes = torch.int64, torch.int32, torch.int32, torch.float32, torch.int32, torch.int64
+        made = (torch.empty(x, dtype=y, device=node.device) for x, y in zip(shapes, dtypes))
+        return cls._make([*made, node])
 
 
 class Candidates(NamedTuple):
-    """Candidates, each [R, C], entries of a row are consecutive; or their strides by request."""
+    """Candidates, each [R, C], contiguous."""
 
-    token: Any
-    parent: Any
-    score: Any
-    key: Any
-    path_hash: Any
+    token: torch.Tensor
+    parent: torch.Tensor
+    score: torch.Tensor
+    key: torch.Tensor
+    path_hash: torch.Tensor
 
 
 class SelectConstants(NamedTuple):
@@ -136,19 +106,17 @@ def select_triton(
 ) -> TreeTensors:
     """Launch the selection; arguments as in `vllm_specblock.candidates.select`, each [R, C].
 
-    C is at most MOST_CANDIDATES; rows may be strided, entries of a row are consecutive.
+    C is at most MOST_CANDIDATES.
     """
-    fields = [x if x.stride(1) == 1 else x.contiguous() for x in (token, parent, score, key)]
-    joins = path_hash is not None
-    fields.append(fields[3] if path_hash is None else path_hash.contiguous())
+    hashes = key if path_hash is None else path_hash
+    fields = Candidates(*(x.contiguous() for x in (token, parent, score, key, hashes)))
     num_requests, count = key.shape
     tree = TreeTensors.empty(num_requests, budget, torch.empty_like(key).contiguous())
     if num_requests:
         _select_kernel[(num_requests,)](
-            Candidates(*fields),
-            Candidates(*(x.stride(0) for x in fields)),
-            tree.pointers,
-            JOINS=joins,
+            fields,
+            tree,
+            JOINS=path_hash is not None,
             SELECT=select_constants(count, budget, max_depth),
             num_warps=warps_for(count),
         )
@@ -162,8 +130,8 @@ def _larger(a, b):
 
 @jit
 def by_text(
-    key,  # [COUNT] int64
-    path_hash,  # [COUNT] int64, read only if JOINS
+    key_ptr,  # [COUNT] int64
+    path_hash_ptr,  # [COUNT] int64, read only if JOINS
     COUNT: tl.constexpr,
     PLACES: tl.constexpr,
     INDEX: tl.constexpr,
@@ -178,11 +146,11 @@ def by_text(
     """
     place = tl.arange(0, PLACES)
     # What pads the sort stands behind all candidates.
-    ranked = tl.sort(tl.load(key + place, mask=place < COUNT, other=LAST))
+    ranked = tl.sort(tl.load(key_ptr + place, mask=place < COUNT, other=LAST))
     candidate = (ranked & INDEX).to(tl.int32)
     rank, leader = place, place
     if JOINS:
-        text = tl.load(path_hash + candidate, mask=place < COUNT, other=0)
+        text = tl.load(path_hash_ptr + candidate, mask=place < COUNT, other=0)
         # Low bits make room for the rank. The product brings what they held into the others:
         # siblings' hashes differ in their low bits alone.
         by_hash = tl.sort((text * FACTOR & -PLACES) | place.to(tl.int64))
@@ -197,12 +165,12 @@ def by_text(
 
 @jit
 def select_part(
-    token,  # [COUNT] int64, as the four after it one request's candidates
-    parent,  # int64
-    score,  # fp32
-    key,  # int64
-    path_hash,  # int64, read only if JOINS
-    tree,  # TreePointers, of all requests
+    token_ptr,  # [COUNT] int64, as the four after it one request's candidates
+    parent_ptr,  # int64
+    score_ptr,  # fp32
+    key_ptr,  # int64
+    path_hash_ptr,  # int64, read only if JOINS
+    tree,  # TreeTensors, of all requests
     request,  # int64
     JOINS: tl.constexpr,
     SELECT: tl.constexpr,  # SelectConstants
@@ -212,8 +180,8 @@ def select_part(
     inside = place < SELECT.COUNT
     node = tree.node + request * SELECT.COUNT
     ranked, candidate, rank, leader = by_text(
-        key,
-        path_hash,
+        key_ptr,
+        path_hash_ptr,
         SELECT.COUNT,
         SELECT.PLACES,
         SELECT.INDEX,
@@ -238,11 +206,13 @@ def select_part(
     size = tl.minimum(total, SELECT.BUDGET)
     chosen = kept & (number > 0) & (number <= SELECT.BUDGET)
     out = request * SELECT.BUDGET + number - 1
-    above = tl.load(parent + candidate, mask=chosen, other=0)
+    above = tl.load(parent_ptr + candidate, mask=chosen, other=0)
     above = tl.load(node + above, mask=chosen, other=0).to(tl.int32)
     tl.store(tree.parent + out, above, mask=chosen)
-    tl.store(tree.token + out, tl.load(token + candidate, mask=chosen, other=0), mask=chosen)
-    tl.store(tree.logprob + out, tl.load(score + candidate, mask=chosen, other=0.0), mask=chosen)
+    tl.store(tree.token + out, tl.load(token_ptr + candidate, mask=chosen, other=0), mask=chosen)
+    tl.store(
+        tree.logprob + out, tl.load(score_ptr + candidate, mask=chosen, other=0.0), mask=chosen
+    )
     tl.store(tree.size + request, size)
     tl.debug_barrier()
 
@@ -281,18 +251,18 @@ def select_part(
 @jit
 def _select_kernel(
     given,  # Candidates
-    strides,  # Candidates
-    tree,  # TreePointers
+    tree,  # TreeTensors
     JOINS: tl.constexpr,
     SELECT: tl.constexpr,  # SelectConstants
 ):
     request = tl.program_id(0).to(tl.int64)
+    at = request * SELECT.COUNT
     select_part(
-        given.token + request * strides.token,
-        given.parent + request * strides.parent,
-        given.score + request * strides.score,
-        given.key + request * strides.key,
-        given.path_hash + request * strides.path_hash,
+        given.token + at,
+        given.parent + at,
+        given.score + at,
+        given.key + at,
+        given.path_hash + at,
         tree,
         request,
         JOINS,

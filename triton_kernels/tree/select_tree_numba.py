@@ -1,6 +1,6 @@
 """The selection of a tree's nodes, for CPUs.
 
-See `select_tree.py`; the torch reference is `vllm_specblock.candidates.select_reference`.
+See `select_tree.py`; the torch reference is `vllm_specblock.candidates.select`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ def select_numba(
     key: torch.Tensor,
     path_hash: torch.Tensor | None,
     budget: int,
+    max_depth: int | None = None,
 ) -> TreeTensors:
-    """Arguments as in `vllm_specblock.candidates.select`, each [R, C]."""
+    """Arguments as in `vllm_specblock.candidates.select`; no loop needs `max_depth`."""
     token, parent, score, key = (x.contiguous() for x in (token, parent, score, key))
     hashes = None if path_hash is None else path_hash.contiguous().numpy()
     return select_arrays(token.numpy(), parent.numpy(), score.numpy(), key.numpy(), hashes, budget)
@@ -38,7 +39,7 @@ def select_arrays(
     """`select_numba` of contiguous arrays."""
     tree = TreeTensors.empty(len(key), budget, torch.empty(key.shape, dtype=torch.int64))
     hashes = key if path_hash is None else path_hash
-    made = map(torch.Tensor.numpy, tree.pointers)
+    made = map(torch.Tensor.numpy, tree)
     _select(token, parent, score, key, hashes, path_hash is not None, *made)
     return tree
 

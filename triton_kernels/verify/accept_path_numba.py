@@ -1,29 +1,26 @@
-"""The walk of `verify/accept_path.py` for CPUs; the torch reference is
-`vllm_specblock.verify.accept_path.walk`."""
+"""Accepted path from the target's draws, for CPUs; see `accept_path.py`."""
 
 from __future__ import annotations
 
 import torch
 
 from ..optional_numba import njit
+from .accept_path import DrawnRows
 
 
 def accept_path_numba(
-    token: torch.Tensor,
-    drawn: torch.Tensor,
-    first_row: torch.Tensor,
-    req_idx: torch.Tensor,
+    rows: DrawnRows,
     parent: torch.Tensor,
     depth: torch.Tensor,
+    ancestors: torch.Tensor,
     path: torch.Tensor,
     accepted: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Arguments and results as `vllm_specblock.verify.accept_path.accept_path_rows` has them."""
-    output = torch.zeros(len(req_idx), path.shape[1], dtype=torch.int64)
-    num_sampled = torch.empty(len(req_idx), dtype=torch.int32)
-    given = (token.contiguous(), drawn.contiguous(), first_row.contiguous(), req_idx.contiguous())
+    output = torch.zeros(len(rows.req_idx), path.shape[1], dtype=torch.int64)
+    num_sampled = torch.empty(len(rows.req_idx), dtype=torch.int32)
     _walk(
-        *(x.numpy() for x in given),
+        *(x.contiguous().numpy() for x in rows),
         parent.numpy(),
         depth.numpy(),
         path.numpy(),

@@ -1,11 +1,12 @@
 """Tree attention mask and positions of a batch.
 
-The torch reference is `vllm_specblock.verify.tree_mask.TreeMask`, which also says what it means.
-Which rows are nodes follows from tensors of the device alone: where it shares out the drafts, the
-host does not know. A program has all rows of a request, so that every row is written once.
+The torch reference is `vllm_specblock.verify.tree_mask.build_tree_mask`. Which rows are nodes is
+read on the device, which may have allocated the drafts.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 
@@ -14,46 +15,60 @@ from ..optional_triton import jit, tl
 _ROWS = 512  # that a program looks at together; a prompt has many times as many
 
 
-def build_tree_mask_triton(
-    position: torch.Tensor,
-    query_start: torch.Tensor,
-    seq_len: torch.Tensor,
-    req_idx: torch.Tensor,
-    node_start: torch.Tensor,
-    depth: torch.Tensor,
-    ancestors: torch.Tensor,
-    prefix_len: torch.Tensor,
-    mask_words: torch.Tensor,
-    tree_start: torch.Tensor,
-    place: torch.Tensor,
-    node_place: torch.Tensor,
-) -> None:
-    """Launch the kernel.
+class BatchRows(NamedTuple):
+    """T rows of R requests, and after them the padding rows of a captured graph.
 
-    Args:
-        position, query_start, seq_len, req_idx, node_start: as `BatchRows` has them.
-        depth, ancestors: by slot, contiguous.
-        prefix_len, mask_words, tree_start, place, node_place: written, from the first row on; the
-            last two are `TreeMask`'s positions.
+    The last rows of a request are its root and nodes, in tree order: L of all requests.
+
+    Attributes:
+        position: [T] int64, the cache entry of its request that a row is written to.
+        query_start: [R+1] int32, the rows of each request.
+        seq_len: [R] int32, entries up to and with the request's last row.
+        req_idx: [R] int64, the request slot.
+        node_start: [R+1] int32, the roots and nodes of each request.
+        row: [L] int64, the row of each root or node.
+        row_req_idx: [L] int64, its request's slot.
+        node: [L] int32, which node it is, 0 for a root.
     """
-    # One more program, for the rows of nobody.
-    _build_tree_mask_kernel[(len(req_idx) + 1,)](
-        position,
-        len(position),
-        query_start,
-        seq_len,
-        req_idx,
-        req_idx.stride(0),
-        node_start,
+
+    position: torch.Tensor
+    query_start: torch.Tensor
+    seq_len: torch.Tensor
+    req_idx: torch.Tensor
+    node_start: torch.Tensor
+    row: torch.Tensor
+    row_req_idx: torch.Tensor
+    node: torch.Tensor
+
+
+class MaskTensors(NamedTuple):
+    """What a batch writes, from the first row on; see `TreeMask`."""
+
+    prefix_len: torch.Tensor  # [≥ T] int32
+    mask_words: torch.Tensor  # [≥ T, W] int64
+    tree_start: torch.Tensor  # [≥ R] int32
+    position: torch.Tensor  # [≥ T] int64
+    node_position: torch.Tensor  # [≥ nodes] int64
+
+
+def build_tree_mask_triton(
+    rows: BatchRows, depth: torch.Tensor, ancestors: torch.Tensor, out: MaskTensors
+) -> None:
+    """Launch the kernel; `depth` and `ancestors` by slot, contiguous."""
+    # One more program, for the padding rows.
+    _build_tree_mask_kernel[(len(rows.req_idx) + 1,)](
+        rows.position,
+        len(rows.position),
+        rows.query_start,
+        rows.seq_len,
+        rows.req_idx,
+        rows.req_idx.stride(0),
+        rows.node_start,
         depth,
         ancestors,
-        prefix_len,
-        mask_words,
-        tree_start,
-        place,
-        node_place,
+        out,
         COLUMNS=depth.shape[1],
-        W=mask_words.shape[1],
+        W=out.mask_words.shape[1],
         ROWS=_ROWS,
         num_warps=4,
     )
@@ -61,20 +76,16 @@ def build_tree_mask_triton(
 
 @jit(do_not_specialize=["num_rows"])
 def _build_tree_mask_kernel(
-    position,  # [T] int64
+    position_ptr,  # [T] int64
     num_rows,  # T
-    query_start,  # [R+1] int32
-    seq_len,  # [R] int32
-    req_idx,  # [R] int64
+    query_start_ptr,  # [R+1] int32
+    seq_len_ptr,  # [R] int32
+    req_idx_ptr,  # [R] int64
     req_idx_stride,
-    node_start,  # [R+1] int32
-    depth,  # [S, COLUMNS] int64
-    ancestors,  # [S, COLUMNS, W] int64
-    prefix_len,  # [≥ T] int32
-    mask_words,  # [≥ T, W] int64
-    tree_start,  # [≥ R] int32
-    place,  # [≥ T] int64
-    node_place,  # [≥ nodes] int64
+    node_start_ptr,  # [R+1] int32
+    depth_ptr,  # [S, COLUMNS] int64
+    ancestors_ptr,  # [S, COLUMNS, W] int64
+    out,  # MaskTensors
     COLUMNS: tl.constexpr,  # N + 1
     W: tl.constexpr,
     ROWS: tl.constexpr,
@@ -82,27 +93,29 @@ def _build_tree_mask_kernel(
     """One request, or, of the last program, what fills up the batch."""
     request = tl.program_id(0)
     real = request < tl.num_programs(0) - 1
-    start = tl.load(query_start + request)
-    end = tl.load(query_start + request + 1, mask=real, other=num_rows)
-    first_node = tl.load(node_start + request)
-    num_nodes = tl.load(node_start + request + 1, mask=real, other=first_node) - first_node
-    tree = tl.load(req_idx + request * req_idx_stride, mask=real, other=0).to(tl.int64) * COLUMNS
-    length = tl.load(seq_len + request, mask=real, other=0)
-    tl.store(tree_start + request, length - num_nodes, mask=real)
+    start = tl.load(query_start_ptr + request)
+    end = tl.load(query_start_ptr + request + 1, mask=real, other=num_rows)
+    first_node = tl.load(node_start_ptr + request)
+    num_nodes = tl.load(node_start_ptr + request + 1, mask=real, other=first_node) - first_node
+    tree = (
+        tl.load(req_idx_ptr + request * req_idx_stride, mask=real, other=0).to(tl.int64) * COLUMNS
+    )
+    length = tl.load(seq_len_ptr + request, mask=real, other=0)
+    tl.store(out.tree_start + request, length - num_nodes, mask=real)
 
     for first in range(start, end, ROWS):
         row = first + tl.arange(0, ROWS)
         inside = row < end
         node = row - (end - num_nodes)
         is_node = inside & (node >= 0)
-        entry = tl.load(position + row, mask=inside, other=0)
-        below = tl.load(depth + tree + node, mask=is_node, other=0)
+        entry = tl.load(position_ptr + row, mask=inside, other=0)
+        below = tl.load(depth_ptr + tree + node, mask=is_node, other=0)
         root = entry - node
-        tl.store(prefix_len + row, tl.where(is_node, root, entry + 1).to(tl.int32), mask=inside)
+        tl.store(out.prefix_len + row, tl.where(is_node, root, entry + 1).to(tl.int32), mask=inside)
         stands = tl.where(is_node, root + below, entry)
-        tl.store(place + row, stands, mask=inside)
-        tl.store(node_place + first_node + node, stands, mask=is_node)
+        tl.store(out.position + row, stands, mask=inside)
+        tl.store(out.node_position + first_node + node, stands, mask=is_node)
         at = row.to(tl.int64) * W
         for w in range(W):
-            bits = tl.load(ancestors + (tree + node) * W + w, mask=is_node, other=0)
-            tl.store(mask_words + at + w, bits, mask=inside)
+            bits = tl.load(ancestors_ptr + (tree + node) * W + w, mask=is_node, other=0)
+            tl.store(out.mask_words + at + w, bits, mask=inside)

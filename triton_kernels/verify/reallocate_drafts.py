@@ -1,20 +1,18 @@
 """Which drafts of a batch are verified, and where its rows then begin, in one launch.
 
-Of all drafts those with the largest survival are admitted, the running product of confidences,
-until the budget is spent. Products are taken in double precision and rounded to float32, as torch
-does on a CPU; its CUDA kernels round at every factor, in an order of their own. Who wins a tie
-torch leaves open, but its CUDA kernel goes by the index, as this one does: the earlier request
-wins and, within it, the earlier node, so what is admitted of a request is always its first drafts.
+The drafts with the largest survival, the running product of confidences, are admitted until the
+budget is spent. Products are float64, rounded to float32. Ties go to the earlier request and node,
+so a request's admitted drafts are always its first ones.
 
-One program does it for any batch. Survival never rises along a request, so how much of it lies
-above a threshold is found by bisection, and the threshold itself digit by digit: floats that are
-not negative order as their bits do.
+Survival never rises along a request: how much of it lies above a threshold is found by bisection,
+and the threshold digit by digit, since floats that are not negative order as their bits do.
 """
 
 from __future__ import annotations
 
 import torch
 
+from ..op import op
 from ..optional_triton import jit, next_power_of_2, tl
 
 _TILE = 2048  # drafts of several requests that the program looks at together
@@ -22,31 +20,6 @@ _REQUESTS = 64  # whose rows it bisects together
 _DIGIT_BITS = 5
 _DIGITS = 6
 """Enough for keys of 30 bits, and 1.0 is 0x3f800000."""
-
-
-def reallocate_drafts_reference(
-    confidence: torch.Tensor,
-    req_idx: torch.Tensor,
-    counts: torch.Tensor,
-    budget: int,
-    num_bonus: int,
-    logit_start: torch.Tensor,
-    row_start: torch.Tensor,
-) -> None:
-    """Arguments as `reallocate_drafts_triton` has them."""
-    drafts, others = counts
-    survival = confidence[req_idx].double().cumprod(1).float()
-    known = torch.arange(survival.shape[1], device=req_idx.device) < drafts[:, None]
-    order = survival.masked_fill(~known, -1.0).flatten().argsort(descending=True, stable=True)
-    rank = torch.empty_like(order).scatter_(
-        0, order, torch.arange(len(order), device=req_idx.device)
-    )
-    admitted = (known & (rank.view_as(known) < budget)).sum(1)
-    count = len(req_idx)
-    logit_start[0] = row_start[0] = 0
-    logit_start[1 : count + 1] = (admitted + num_bonus).cumsum(0)
-    row_start[1 : count + 1] = (admitted + others).cumsum(0)
-    row_start[count + 1 :] = row_start[count]
 
 
 def reallocate_drafts_triton(
@@ -58,18 +31,7 @@ def reallocate_drafts_triton(
     logit_start: torch.Tensor,
     row_start: torch.Tensor,
 ) -> None:
-    """Write `logit_start` and `row_start`.
-
-    Args:
-        confidence: [S, N] fp32 by request slot, how likely a draft is accepted if the one before
-            was; at most 1, entries of a row are consecutive.
-        req_idx: [R] integers.
-        counts: [2, R] int32, contiguous: every request's drafts (at most N), and its other tokens.
-        budget: so many drafts are admitted, of which there are as many or more.
-        num_bonus: logits of a request beside those of its drafts.
-        logit_start: [≥ R + 1] int32, where a request's logits begin, and the last one's end.
-        row_start: [≥ R + 1] int32, likewise its rows; from R + 1 on the end of the last one's.
-    """
+    """Launch the kernel; entries of a row of `confidence` are consecutive, `counts` contiguous."""
     count, num_nodes = len(req_idx), confidence.shape[1]
     key = torch.empty(count, num_nodes, dtype=torch.int32, device=req_idx.device)
     _reallocate_drafts_kernel[(1,)](
@@ -96,8 +58,45 @@ def reallocate_drafts_triton(
     )
 
 
+@op(reallocate_drafts_triton)
+def reallocate_drafts(
+    confidence: torch.Tensor,
+    req_idx: torch.Tensor,
+    counts: torch.Tensor,
+    budget: int,
+    num_bonus: int,
+    logit_start: torch.Tensor,
+    row_start: torch.Tensor,
+) -> None:
+    """Write `logit_start` and `row_start`.
+
+    Args:
+        confidence: [S, N] fp32 by request slot, how likely a draft is accepted if the one before
+            was; at most 1.
+        req_idx: [R] integers.
+        counts: [2, R] int32: every request's drafts (at most N), and its other tokens.
+        budget: so many drafts are admitted, of which there are as many or more.
+        num_bonus: logits of a request beside those of its drafts.
+        logit_start: [≥ R + 1] int32, where a request's logits begin, and the last one's end.
+        row_start: [≥ R + 1] int32, likewise its rows; from R + 1 on the end of the last one's.
+    """
+    drafts, others = counts
+    survival = confidence[req_idx].double().cumprod(1).float()
+    known = torch.arange(survival.shape[1], device=req_idx.device) < drafts[:, None]
+    order = survival.masked_fill(~known, -1.0).flatten().argsort(descending=True, stable=True)
+    rank = torch.empty_like(order).scatter_(
+        0, order, torch.arange(len(order), device=req_idx.device)
+    )
+    admitted = (known & (rank.view_as(known) < budget)).sum(1)
+    count = len(req_idx)
+    logit_start[0] = row_start[0] = 0
+    logit_start[1 : count + 1] = (admitted + num_bonus).cumsum(0)
+    row_start[1 : count + 1] = (admitted + others).cumsum(0)
+    row_start[count + 1 :] = row_start[count]
+
+
 @jit
-def _above(key, row, there, threshold, NUM_NODES: tl.constexpr, PROBES: tl.constexpr):
+def _above(key_ptr, row, there, threshold, NUM_NODES: tl.constexpr, PROBES: tl.constexpr):
     """How many keys of these rows are above the threshold; keys of a row do not rise.
 
     row, there, threshold: of shapes that are broadcast together; -1 ≤ threshold.
@@ -105,23 +104,23 @@ def _above(key, row, there, threshold, NUM_NODES: tl.constexpr, PROBES: tl.const
     found = tl.zeros_like(row + threshold)
     for probe in tl.static_range(PROBES):
         more = found + (1 << (PROBES - 1 - probe))
-        at = key + row.to(tl.int64) * NUM_NODES + more - 1
+        at = key_ptr + row.to(tl.int64) * NUM_NODES + more - 1
         value = tl.load(at, mask=there & (more <= NUM_NODES), other=-1)
         found = tl.where(value > threshold, more, found)
     return found
 
 
 # Only what is always the same is compiled for.
-@jit(do_not_specialize=["req_idx", "num_starts", "num_requests", "budget", "num_bonus"])
+@jit(do_not_specialize=["req_idx_ptr", "num_starts", "num_requests", "budget", "num_bonus"])
 def _reallocate_drafts_kernel(
-    confidence,  # [S, NUM_NODES] fp32
+    confidence_ptr,  # [S, NUM_NODES] fp32
     confidence_stride,
-    req_idx,  # [R]
+    req_idx_ptr,  # [R]
     req_idx_stride,
-    counts,  # [2, R] int32
-    key,  # [R, NUM_NODES] int32, memory of this launch alone
-    logit_start,  # [≥ R + 1] int32
-    row_start,  # [num_starts] int32
+    counts_ptr,  # [2, R] int32
+    key_ptr,  # [R, NUM_NODES] int32, memory of this launch alone
+    logit_start_ptr,  # [≥ R + 1] int32
+    row_start_ptr,  # [num_starts] int32
     num_starts,
     num_requests,  # R
     budget,
@@ -140,14 +139,16 @@ def _reallocate_drafts_kernel(
     for first in range(0, num_requests, TILE // NODES):
         request = first + some
         there = request < num_requests
-        at = tl.load(req_idx + request * req_idx_stride, mask=there, other=0).to(tl.int64)[:, None]
+        at = tl.load(req_idx_ptr + request * req_idx_stride, mask=there, other=0).to(tl.int64)[
+            :, None
+        ]
         inside = there[:, None] & (node < NUM_NODES)
-        survival = tl.load(confidence + at * confidence_stride + node, mask=inside, other=1.0)
+        survival = tl.load(confidence_ptr + at * confidence_stride + node, mask=inside, other=1.0)
         survival = tl.cumprod(survival.to(tl.float64), 1).to(tl.float32)
         # The bounds are for what is no probability: the budget is handed out whatever it is.
         own = tl.minimum(tl.maximum(survival.to(tl.int32, bitcast=True), 0), most)
-        drafts = tl.load(counts + request, mask=there, other=0)[:, None]
-        to = key + request.to(tl.int64)[:, None] * NUM_NODES + node
+        drafts = tl.load(counts_ptr + request, mask=there, other=0)[:, None]
+        to = key_ptr + request.to(tl.int64)[:, None] * NUM_NODES + node
         tl.store(to, tl.where(node < drafts, own, -1), mask=inside)
     tl.debug_barrier()
 
@@ -160,30 +161,32 @@ def _reallocate_drafts_kernel(
         for first in range(0, num_requests, REQUESTS):
             row = (first + some)[:, None]
             there = row < num_requests
-            reached += tl.sum(_above(key, row, there, larger[None, :] - 1, NUM_NODES, PROBES), 0)
+            reached += tl.sum(
+                _above(key_ptr, row, there, larger[None, :] - 1, NUM_NODES, PROBES), 0
+            )
         last = tl.max(tl.where((digit == 0) | (reached >= budget), larger, 0), 0)
 
     left = budget  # for those with that very key
     for first in range(0, num_requests, REQUESTS):
         row = first + some
-        left -= tl.sum(_above(key, row, row < num_requests, last, NUM_NODES, PROBES), 0)
+        left -= tl.sum(_above(key_ptr, row, row < num_requests, last, NUM_NODES, PROBES), 0)
 
     logits, rows = 0, 0
     for first in range(0, num_requests, REQUESTS):
         row = first + some
         there = row < num_requests
-        sure = _above(key, row, there, last, NUM_NODES, PROBES)
-        tied = _above(key, row, there, last - 1, NUM_NODES, PROBES) - sure
+        sure = _above(key_ptr, row, there, last, NUM_NODES, PROBES)
+        tied = _above(key_ptr, row, there, last - 1, NUM_NODES, PROBES) - sure
         before = tl.cumsum(tied, 0) - tied
         admitted = sure + tl.minimum(tl.maximum(left - before, 0), tied)
         left = tl.maximum(left - tl.sum(tied, 0), 0)
         own = tl.where(there, admitted + num_bonus, 0)
-        tl.store(logit_start + 1 + row, logits + tl.cumsum(own, 0), mask=there)
+        tl.store(logit_start_ptr + 1 + row, logits + tl.cumsum(own, 0), mask=there)
         logits += tl.sum(own, 0)
-        own = admitted + tl.load(counts + num_requests + row, mask=there, other=0)
-        tl.store(row_start + 1 + row, rows + tl.cumsum(own, 0), mask=there)
+        own = admitted + tl.load(counts_ptr + num_requests + row, mask=there, other=0)
+        tl.store(row_start_ptr + 1 + row, rows + tl.cumsum(own, 0), mask=there)
         rows += tl.sum(own, 0)
-    tl.store(logit_start, 0)
-    tl.store(row_start, 0)
+    tl.store(logit_start_ptr, 0)
+    tl.store(row_start_ptr, 0)
     for first in range(num_requests + 1, num_starts, REQUESTS):
-        tl.store(row_start + first + some, rows, mask=first + some < num_starts)
+        tl.store(row_start_ptr + first + some, rows, mask=first + some < num_starts)

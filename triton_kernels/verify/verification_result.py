@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
-import numpy as np
 import torch
+
+from ..optional_triton import group_of
 
 
 @dataclass(frozen=True)
@@ -17,7 +19,7 @@ class VerificationResult:
     Attributes:
         req_idx: [R] integers.
         num_run: [R] integers, nodes that the target ran on, the first ones of the tree; 0 leaves
-            the request out, whatever its other rows say.
+            the request out.
         accepted: [R] int32, draft nodes on the accepted path.
         path: [R, D+1] int64, node at each position of that path; 0, the root, first and beyond
             the end.
@@ -35,27 +37,34 @@ class VerificationResult:
     origin: torch.Tensor
     temperatures: torch.Tensor
 
-    def arguments(self) -> tuple[torch.Tensor | int, ...]:
-        """All of it, strides and lengths included, in the order of the kernels that learn."""
-        return (
-            self.req_idx,
-            self.req_idx.stride(0),
-            self.num_run,
-            self.num_run.stride(0),
-            self.accepted,
-            self.accepted.stride(0),
-            self.path,
-            self.path.stride(0),
-            self.path.shape[1],
-            self.score,
-            self.origin,
-            self.temperatures,
-            len(self.req_idx),
-            self.score.shape[1],
-        )
+    @property
+    def pointers(self) -> ResultPointers:
+        """As kernels take it."""
+        return group_of(ResultPointers, self)
 
-    def on_host(self) -> tuple[np.ndarray, ...]:
-        """As loops on a CPU take it: the fields in their order, requests' integers as int64."""
-        rows = (each.long() for each in (self.req_idx, self.num_run, self.accepted))
-        rest = (self.path, self.score, self.origin, self.temperatures)
-        return tuple(each.numpy() for each in (*rows, *rest))
+    @property
+    def strides(self) -> ResultStrides:
+        """As kernels take them."""
+        of_requests = self.req_idx, self.num_run, self.accepted, self.path
+        return ResultStrides(*(x.stride(0) for x in of_requests))
+
+
+class ResultPointers(NamedTuple):
+    """`VerificationResult` as kernels take it."""
+
+    req_idx: torch.Tensor
+    num_run: torch.Tensor
+    accepted: torch.Tensor
+    path: torch.Tensor
+    score: torch.Tensor
+    origin: torch.Tensor
+    temperatures: torch.Tensor
+
+
+class ResultStrides(NamedTuple):
+    """Strides by request."""
+
+    req_idx: int
+    num_run: int
+    accepted: int
+    path: int

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 import torch
 
@@ -10,10 +11,9 @@ from vllm_specblock.candidates import NEVER, extend_hash, select_nodes, tree_of
 from vllm_specblock.combine.combined import Combined
 from vllm_specblock.combine.route import agreement
 from vllm_specblock.tree import DraftTree, check_budget
-from vllm_specblock.triton_kernels.optional_numba import takes
+from vllm_specblock.triton_kernels.op import op
 from vllm_specblock.triton_kernels.tree.candidate_keys import ROOT_HASH
 from vllm_specblock.triton_kernels.tree.merge_trees import merge_trees_triton
-from vllm_specblock.triton_kernels.tree.merge_trees_numba import merge_trees_numba
 
 
 def union(first: DraftTree, second: DraftTree) -> tuple[torch.Tensor, torch.Tensor]:
@@ -63,6 +63,26 @@ def path_hashes(token: torch.Tensor, parent: torch.Tensor, max_depth: int) -> to
     return path[:, 1:]
 
 
+def merge_by(launch: Callable[..., Any]) -> Callable[..., tuple[Combined, torch.Tensor]]:
+    """Return `merge` by a launch on trees' tensors, such as `merge_trees_triton`."""
+
+    def run(
+        first: DraftTree,
+        second: DraftTree,
+        how: Literal["disjoint", "trie"],
+        num_nodes: int,
+        max_depth: int | None = None,
+    ) -> tuple[Combined, torch.Tensor]:
+        if max_depth is None:
+            max_depth = max(first.token.shape[1], second.token.shape[1])
+        trees = vars(first), vars(second)
+        made, origin, agreed = launch(*trees, how == "trie", num_nodes, max_depth)
+        return Combined(tree_of(made), origin), agreed
+
+    return run
+
+
+@op(merge_by(merge_trees_triton))
 def merge(
     first: DraftTree,
     second: DraftTree,
@@ -87,10 +107,6 @@ def merge(
     check_budget(num_nodes)
     if max_depth is None:
         max_depth = max(first.token.shape[1], second.token.shape[1])
-    if first.token.is_cuda or takes(first.token):
-        op = merge_trees_triton if first.token.is_cuda else merge_trees_numba
-        made, origin, agreed = op(vars(first), vars(second), how == "trie", num_nodes, max_depth)
-        return Combined(tree_of(made), origin), agreed
     token, parent = union(first, second)
     score = torch.cat([first.logprob, second.logprob], 1)
     depth = torch.cat([first.depth, second.depth], 1).long()

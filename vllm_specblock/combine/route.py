@@ -8,7 +8,6 @@ import torch
 
 from vllm_specblock.combine.combined import Combined
 from vllm_specblock.tree import DraftTree
-from vllm_specblock.triton_kernels.tree.choose_tree import choose_tree_triton
 
 How = Literal["mean", "sum"]
 
@@ -38,9 +37,6 @@ def route(
     Returns:
         the trees, [R] bool: drafter 2 was chosen, and `agreement`.
     """
-    if first.token.is_cuda:
-        tree, origin, chosen, agreed = choose_tree_triton(vars(first), vars(second), how == "mean")
-        return Combined(DraftTree(**tree), origin), chosen, agreed
     surer = confidence(second, how) > confidence(first, how)
     # Sizes, too: what is very unsure rounds to 0, but is more than nothing.
     chosen = (second.size > 0) & (surer | (first.size == 0))

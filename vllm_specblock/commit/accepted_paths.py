@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from vllm_specblock.triton_kernels.optional_numba import takes
-from vllm_specblock.triton_kernels.verify.read_accepted import read_accepted_triton
-from vllm_specblock.triton_kernels.verify.read_accepted_numba import read_accepted_numba
-
 
 def read_accepted(
     req_idx: torch.Tensor,
@@ -17,11 +13,11 @@ def read_accepted(
     path: torch.Tensor,
     accepted: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """CUDA tensors go to the kernel.
+    """Return the accepted paths of a step's requests.
 
     Args:
         req_idx: [R] integers, of each request.
-        live: [R] bool or integers; the others, rows of nobody, count as no drafts.
+        live: [R] bool or integers; the others count as no drafts.
         row_start: [R+1] int32, first row of each request in the batch.
         base: [R] int64, its rows up to and including the root.
         path: [S, D+1] int64, accepted: [S] int32, as `TreeStates` has them.
@@ -33,9 +29,6 @@ def read_accepted(
         drafts: [R] int64, nodes that the target ran on. On the host there is only how many were
             scheduled.
     """
-    if path.is_cuda or takes(path):
-        op = read_accepted_triton if path.is_cuda else read_accepted_numba
-        return op(req_idx, live, row_start, base, path, accepted)
     starts = row_start.long()
     drafts = (starts.diff() - base) * (live != 0)
     return path[req_idx], accepted[req_idx], starts[:-1], drafts

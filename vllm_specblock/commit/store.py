@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_specblock.triton_kernels.kv_cache.store_kv import LARGEST, store_kv_triton
+from vllm_specblock.triton_kernels.op import op
 
 if TYPE_CHECKING:  # it needs numba
     from vllm_specblock.triton_kernels.attention.cpu_packing import Packing
@@ -14,6 +15,7 @@ if TYPE_CHECKING:  # it needs numba
 FP8 = torch.float8_e4m3fn
 
 
+@op(store_kv_triton)
 def store_kv(
     kv_cache: torch.Tensor,
     kv_index: torch.Tensor,
@@ -23,14 +25,14 @@ def store_kv(
     value_scale: torch.Tensor | None = None,
     packing: Packing | None = None,
 ) -> None:
-    """Store keys and values at their entries. CUDA tensors go to the kernel.
+    """Store keys and values at their entries.
 
     Args:
         kv_cache: [blocks, kv heads, block size, 2D], a view whose entries are consecutive in
             memory from block to block (key first, then value).
         kv_index: [T] int64, block · block size + offset; negative for padding. In torch, padding
-            goes to entry 0, which lies in vLLM's null block: nobody reads it, and no branch
-            depends on the data. The kernel stores it nowhere.
+            goes to entry 0, in vLLM's null block, which is never read: no branch depends on
+            the data. The kernel stores it nowhere.
         key, value: [T, kv heads, D].
         key_scale, value_scale: [] fp32 each, what a stored number is to be multiplied by; given
             for a float8_e4m3fn cache only, where what is out of range becomes the largest number.
@@ -40,9 +42,6 @@ def store_kv(
         RuntimeError: the entries of `kv_cache` are not consecutive in memory. The kernel does
             not mind.
     """
-    if kv_cache.is_cuda:
-        store_kv_triton(kv_cache, kv_index, key, value, key_scale, value_scale)
-        return
     if packing is not None:
         from vllm_specblock.triton_kernels.attention.cpu_packing import store_packed
 

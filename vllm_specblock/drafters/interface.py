@@ -12,7 +12,6 @@ from torch import nn
 
 from vllm_specblock.feedback.calibration import DraftCalibration
 from vllm_specblock.tree import DraftTree
-from vllm_specblock.triton_kernels.layers.gather_states import gather_states_triton
 from vllm_specblock.triton_kernels.layers.layers_numba import gather_states_numba, runs_loop
 
 
@@ -72,8 +71,6 @@ class CommittedTokens:
     def features(self, layers: tuple[int, ...]) -> torch.Tensor:
         """[T, len(layers) · Ht], the states of `layers` (indices into `states`) side by side."""
         states = [self.states[layer] for layer in layers]
-        if self.source.is_cuda:
-            return gather_states_triton(states, self.source)
         if runs_loop(*states):
             return gather_states_numba(states, self.source)
         return torch.cat([state[self.source] for state in states], dim=-1)

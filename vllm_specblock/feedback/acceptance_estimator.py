@@ -14,8 +14,6 @@ import torch
 from vllm_specblock.combine.combined import Combined
 from vllm_specblock.feedback.verified_trees import VerifiedTrees
 from vllm_specblock.tree import DraftTree
-from vllm_specblock.triton_kernels.feedback.update_acceptance import update_acceptance_triton
-from vllm_specblock.triton_kernels.feedback.update_acceptance_numba import update_acceptance_numba
 from vllm_specblock.triton_kernels.feedback.write_survival import write_survival_triton
 from vllm_specblock.triton_kernels.feedback.write_survival_numba import node_steps_numba
 from vllm_specblock.triton_kernels.optional_numba import takes
@@ -60,9 +58,6 @@ class AcceptanceEstimator:
 
     def learn_from(self, verified: VerifiedTrees) -> None:
         """Take note of the verdicts on a step's trees."""
-        if self.judged.is_cuda or takes(self.judged):
-            op = update_acceptance_triton if self.judged.is_cuda else update_acceptance_numba
-            return op(self.judged, self.reached, verified, BINS_PER_NAT, self.decay)
         kind = kinds(verified.temperature)
         self.learn(kind, verified.logprob, verified.reached, verified.judged)
 
@@ -82,7 +77,9 @@ class AcceptanceEstimator:
         cell = (kind[:, None] * NUM_BINS + _place(logprob).long()).flatten()
         keep = torch.where(counts.any(), self.decay, 1.0)
         for total, values in (self.judged, counts), (self.reached, reached & counts):
-            total.mul_(keep).view(-1).index_add_(0, cell, values.float().flatten())
+            # Whole numbers add up to the same in any order, decayed ones would not.
+            new = torch.zeros_like(total).view(-1).index_add_(0, cell, values.float().flatten())
+            total.mul_(keep).add_(new.view_as(total))
 
     def rates(self) -> torch.Tensor:
         """How often nodes of each bin are reached, [2, 32] fp32, falling with the score.

@@ -16,11 +16,9 @@ import torch
 
 from vllm_specblock.feedback.verified_trees import VerifiedTrees
 from vllm_specblock.triton_kernels.feedback.calibrate_drafts import (
-    calibration_triton,
+    LearnRates,
     update_calibration_triton,
 )
-from vllm_specblock.triton_kernels.feedback.calibrate_drafts_numba import update_calibration_numba
-from vllm_specblock.triton_kernels.optional_numba import takes
 
 GREEDY, SAMPLING = 1.5, 1.0
 """Where β starts: for requests at temperature 0, and times the temperature for the others."""
@@ -97,34 +95,22 @@ class DraftCalibration:
         """
         if not len(self.own):
             req_idx = None
-        if self.log.is_cuda:
-            return calibration_triton(self.log, temperature, self.own, req_idx)
         greedy, sampling = self.log.exp().unbind()
         usual = torch.minimum(greedy, sampling / temperature)  # infinite at temperature 0
         return usual if req_idx is None else usual * self.own[req_idx].exp()
 
     def learn_from(self, verified: VerifiedTrees, drafter: int) -> None:
         """Take note of the verdicts on a step's trees, by the nodes of a drafter (0 or 1)."""
-        if self.log.is_cuda:
-            launch = update_calibration_triton
-        elif takes(self.log):
-            launch = update_calibration_numba
-        else:
+        if not self.log.is_cuda:
             return self.learn(verified.temperature, *verified.of_drafter(drafter), verified.req_idx)
-        launch(
-            self.log,
-            self.trees,
-            drafter,
-            verified,
-            self._limits,
-            PRIOR,
-            MEMORY,
-            self.own,
-            self.own_trees,
-            OWN_RANGE,
-            OWN_PRIOR,
-            OWN_MEMORY,
+        update_calibration_triton(
+            self.log, self.trees, self.own, self.own_trees, drafter, verified, self.rates()
         )
+
+    def rates(self) -> LearnRates:
+        """Return how fast and how far the kernel learns."""
+        own = math.log(OWN_RANGE), OWN_PRIOR, OWN_MEMORY
+        return LearnRates(*self._limits, PRIOR, MEMORY, *own)
 
     def learn(
         self,

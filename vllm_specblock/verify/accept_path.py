@@ -12,44 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
 from vllm_specblock.tree import pack_bits, unpack_bits
-from vllm_specblock.triton_kernels.optional_numba import takes
-from vllm_specblock.triton_kernels.verify.accept_path import accept_path_triton
-from vllm_specblock.triton_kernels.verify.accept_path_numba import accept_path_numba
-
-
-class DrawnRows(NamedTuple):
-    """What the target drew for R requests: a root and its nodes, one request after the other.
-
-    Attributes:
-        token: [rows] integers, the node's token; −1: not to be accepted.
-        drawn: [rows] int64.
-        first_row: [R+1] int32, the rows of each request. It has no more than N + 1, and fewer
-            where not all nodes were run.
-        req_idx: [R] integers, where the request's tree waits.
-    """
-
-    token: torch.Tensor
-    drawn: torch.Tensor
-    first_row: torch.Tensor
-    req_idx: torch.Tensor
-
-    def by_node(self, num_nodes: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows of root and nodes, [R, N+1] int64, some row where there is none; live [R, N+1]."""
-        nodes = torch.arange(num_nodes + 1, device=self.drawn.device)
-        rows = self.first_row[:-1, None].long() + nodes
-        live = rows < self.first_row[1:, None]
-        rows = rows.clamp(max=len(self.drawn) - 1)
-        return rows, live & (self.token[rows] >= 0)
+from vllm_specblock.triton_kernels.op import op
+from vllm_specblock.triton_kernels.verify.accept_path import DrawnRows, accept_path_triton
 
 
 @dataclass(frozen=True)
 class AcceptedPaths:
-    """What stands of R trees.
+    """Accepted paths of R trees.
 
     Attributes (D the deepest path):
         path: [R, D+1] int64, node at each position, 0 (the root) first and beyond the end.
@@ -112,6 +85,7 @@ def accept_path(
     return AcceptedPaths(path, accepted[:, 0].int(), torch.where(place <= accepted, output, 0))
 
 
+@op(accept_path_triton)
 def accept_path_rows(
     rows: DrawnRows,
     parent: torch.Tensor,
@@ -126,16 +100,12 @@ def accept_path_rows(
         parent: [S, N] int32.
         depth: [S, N+1] int64.
         ancestors: [S, N+1, W] int64.
-        path, accepted: [S, D+1] int64 and [S] int32; the batch's verdicts go there.
+        path, accepted: [S, D+1] int64 and [S] int32, written to for the slots of the batch.
 
     Returns:
         output: [R, D+1] int64, as in `AcceptedPaths`.
         num_sampled: [R] int32, how many tokens of it count.
     """
-    if rows.drawn.is_cuda:
-        return accept_path_triton(*rows, parent, depth, ancestors, path, accepted)
-    if takes(path):
-        return accept_path_numba(*rows, parent, depth, path, accepted)
     return walk_rows(
         rows, parent, depth, ancestors, path, accepted, lambda _, *trees: accept_path(*trees)
     )
@@ -157,7 +127,11 @@ def walk_rows(
         others: as `accept_path_rows`.
     """
     req_idx = rows.req_idx
-    at, live = rows.by_node(parent.shape[1])
+    node = torch.arange(parent.shape[1] + 1, device=parent.device)
+    at = rows.first_row[:-1, None].long() + node  # [R, N+1]
+    live = at < rows.first_row[1:, None]
+    at = at.clamp(max=len(rows.drawn) - 1)
+    live = live & (rows.token[at] >= 0)
     accepted_paths = walk(
         at,
         rows.token[at][:, 1:].long(),

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 
 from vllm_specblock.tree import DraftTree
-from vllm_specblock.triton_kernels.drafting.share_siblings import share_siblings_triton
-from vllm_specblock.triton_kernels.verify.accept_path import SyntheticDraws, accept_path_triton
-from vllm_specblock.verify.accept_path import AcceptedPaths, DrawnRows, accept_path, walk_rows
+from vllm_specblock.triton_kernels.verify.accept_path import DrawnRows
+from vllm_specblock.verify.accept_path import AcceptedPaths, accept_path, walk_rows
 
 _DRAWS = 1 << 17
 _SEED_FACTOR = 0x9E3779B1
@@ -45,8 +44,6 @@ class SyntheticAcceptance:
 
     def note(self, slots: torch.Tensor, tree: DraftTree) -> None:
         """Lay siblings side by side in 0 … 1; `slots` [R] int64, of R trees of N nodes."""
-        if self.low.is_cuda:
-            return share_siblings_triton(slots, tree.parent, tree.logprob, self.low, self.high)
         parent = tree.parent.clamp(min=0).long()
         above = torch.nn.functional.pad(tree.logprob, (1, 0)).gather(1, parent)
         # −inf − −inf is NaN: a node that is not in use has no share.
@@ -110,11 +107,6 @@ class SyntheticAcceptance:
             position: [rows] int64, where the token after a row would stand.
             others: as `verify.accept_path.accept_path_rows`.
         """
-        if rows.drawn.is_cuda:
-            synthetic = SyntheticDraws(
-                self.low, self.high, self.draws, seed, _SEED_FACTOR, position
-            )
-            return accept_path_triton(*rows, parent, depth, ancestors, path, accepted, synthetic)
 
         def walk(at: torch.Tensor, *trees: Any) -> AcceptedPaths:
             return self.accept_path(rows.req_idx, seed[rows.req_idx], position[at], *trees)

@@ -2,40 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from vllm_specblock.tree import words_for
-from vllm_specblock.triton_kernels.optional_numba import takes
-from vllm_specblock.triton_kernels.verify.build_tree_mask import build_tree_mask_triton
-from vllm_specblock.triton_kernels.verify.build_tree_mask_numba import build_tree_mask_numba
-
-
-class BatchRows(NamedTuple):
-    """T rows of R requests, and after them rows of nobody that fill up a captured graph.
-
-    The last rows of a request are its root and nodes, in tree order: L of all requests.
-
-    Attributes:
-        position: [T] int64, the cache entry of its request that a row is written to.
-        query_start: [R+1] int32, the rows of each request.
-        seq_len: [R] int32, entries up to and with the request's last row.
-        req_idx: [R] int64, where the request's tree waits.
-        node_start: [R+1] int32, the roots and nodes of each request.
-        row: [L] int64, the row of each root or node.
-        row_req_idx: [L] int64, its request's slot.
-        node: [L] int32, which node it is, 0 for a root.
-    """
-
-    position: torch.Tensor
-    query_start: torch.Tensor
-    seq_len: torch.Tensor
-    req_idx: torch.Tensor
-    node_start: torch.Tensor
-    row: torch.Tensor
-    row_req_idx: torch.Tensor
-    node: torch.Tensor
+from vllm_specblock.triton_kernels.op import op
+from vllm_specblock.triton_kernels.verify.build_tree_mask import (
+    BatchRows,
+    MaskTensors,
+    build_tree_mask_triton,
+)
 
 
 class TreeMask:
@@ -84,43 +59,24 @@ class TreeMask:
             depth: [S, N+1] int64, 0 for the root, by slot.
             ancestors: [S, N+1, W] int64, as `DraftTree` has them.
         """
-        if rows.position.is_cuda:
-            build_tree_mask_triton(
-                *rows[:5],
-                depth,
-                ancestors,
-                self.prefix_len,
-                self.mask_words,
-                self.tree_start,
-                self.position,
-                self.node_position,
-            )
-        elif takes(rows.position):
-            build_tree_mask_numba(
-                rows.position,
-                *rows[2:],
-                depth,
-                ancestors,
-                self.prefix_len,
-                self.mask_words,
-                self.tree_start,
-                self.position,
-                self.node_position,
-            )
-        else:
-            self._fill(rows, depth, ancestors)
+        written = self.prefix_len, self.mask_words, self.tree_start, self.position
+        build_tree_mask(rows, depth, ancestors, MaskTensors(*written, self.node_position))
 
-    def _fill(self, rows: BatchRows, depth: torch.Tensor, ancestors: torch.Tensor) -> None:
-        """What `build_tree_mask_triton` works out."""
-        num_rows, num_requests = len(rows.position), len(rows.req_idx)
-        torch.add(rows.position, 1, out=self.prefix_len[:num_rows])
-        self.mask_words[:num_rows] = 0
-        self.position[:num_rows] = rows.position
 
-        node = rows.node.long()
-        root = rows.position[rows.row] - node
-        self.prefix_len[rows.row] = root.int()
-        self.mask_words[rows.row] = ancestors[rows.row_req_idx, node]
-        by_depth = root + depth[rows.row_req_idx, node]
-        self.position[rows.row] = self.node_position[: len(node)] = by_depth
-        self.tree_start[:num_requests] = rows.seq_len[:num_requests] - rows.node_start.diff()
+@op(build_tree_mask_triton)
+def build_tree_mask(
+    rows: BatchRows, depth: torch.Tensor, ancestors: torch.Tensor, out: MaskTensors
+) -> None:
+    """Write the mask and positions of a batch to `out`; `depth` and `ancestors` as in `fill`."""
+    num_rows, num_requests = len(rows.position), len(rows.req_idx)
+    torch.add(rows.position, 1, out=out.prefix_len[:num_rows])
+    out.mask_words[:num_rows] = 0
+    out.position[:num_rows] = rows.position
+
+    node = rows.node.long()
+    root = rows.position[rows.row] - node
+    out.prefix_len[rows.row] = root.int()
+    out.mask_words[rows.row] = ancestors[rows.row_req_idx, node]
+    by_depth = root + depth[rows.row_req_idx, node]
+    out.position[rows.row] = out.node_position[: len(node)] = by_depth
+    out.tree_start[:num_requests] = rows.seq_len[:num_requests] - rows.node_start.diff()

@@ -40,7 +40,7 @@ def interpreted(monkeypatch):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
         spec.loader.exec_module(copy)
-    monkeypatch.setattr(budget, "reallocate_drafts_triton", copy.reallocate_drafts_triton)
+    monkeypatch.setattr(budget, "reallocate_drafts", copy.reallocate_drafts_triton)
 
 
 @pytest.fixture
@@ -123,7 +123,7 @@ def test_as_many_values_as_vllm_gives(managers):
 def test_compiled_before_there_are_requests(managers, monkeypatch):
     _, ours = managers
     launches = []
-    monkeypatch.setattr(budget, "reallocate_drafts_triton", lambda *args: launches.append(args))
+    monkeypatch.setattr(budget, "reallocate_drafts", lambda *args: launches.append(args))
     ours.set_initial_cost_curves(profiled(ours, 0.01, 0.1))
     ours._batch_budget = {"one": 3, "two": 4}, {"one": 1, "two": 1}, 5
     ours.reallocate_drafts(["one", "two"], torch.tensor([4, 2]))

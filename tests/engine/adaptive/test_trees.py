@@ -353,7 +353,9 @@ def test_who_was_there_when_heads_rested_catches_up_or_gets_no_tree(
         pause(batch, rows)
 
     def checking_rows(rows, *args):
-        assert not rows.accepted[rows.drafts == 0].any(), "accepted of a tree that was not run"
+        assert not rows.accepted_rows.accepted[rows.drafts == 0].any(), (
+            "accepted of a tree that was not run"
+        )
         return commit(rows, *args)
 
     monkeypatch.setattr(adaptive, "pause", noting_sleep)

@@ -79,7 +79,7 @@ def look_at_fillers(engine, monkeypatch) -> None:
         original(desc)
         rows = manager.rows[desc.num_reqs]
         filler = rows.known[:, 0] == engine.speculator.scratch_idx
-        assert (rows.batch.positions[rows.query_start][filler] == 0).all()
+        assert (rows.batch.positions[rows.accepted_rows.query_start][filler] == 0).all()
 
     monkeypatch.setattr(manager, "run_fullgraph", looking)
 

@@ -229,9 +229,7 @@ MIXED = [Chunk(5, 19), Tree(37, 12), Chunk(20, 1), Tree(3, 9), Chunk(0, 4)]
 
 
 def load(kernels):
-    """The module of the kernel, on a CPU with its parts bound to the interpreter."""
-    parts = "attention_reduce", "attention_inner", "attention_kernel"
-    return kernels.load("tree_attention", *parts)
+    return kernels.load("tree_attention")
 
 
 def launch(kernels, batch: Batch, **rare) -> torch.Tensor:

@@ -45,4 +45,4 @@ def to_be_counted(
     origin: torch.Tensor, req_idx: torch.Tensor, num_run: torch.Tensor, path: torch.Tensor
 ) -> VerifiedTrees:
     """What counters look at, with nothing in the place of all else."""
-    return VerifiedTrees(req_idx, num_run, None, path, None, origin, None)
+    return VerifiedTrees(req_idx, num_run, num_run, path, None, origin, None)

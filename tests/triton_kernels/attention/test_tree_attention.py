@@ -33,13 +33,6 @@ def test_reference_mixed_batch(layout, group):
     check(reference(batch), batch)
 
 
-@pytest.mark.parametrize("num_words", [1, 2, 3, 4, 5])
-def test_reference_up_to_the_last_bit_of_every_word(num_words):
-    nodes = 64 * num_words - 1
-    batch = make_batch([Tree(11, nodes), Chunk(9, 1), Tree(2, 5)], num_words=num_words)
-    check(reference(batch), batch)
-
-
 def test_reference_uniform_trees():
     # Trees of one size, side by side, take the way without padding.
     batch = make_batch([Tree(c, 7) for c in (0, 13, 50)], group=2)
@@ -127,15 +120,12 @@ def test_kernel_head_sizes(kernels, head_size):
 
 
 @pytest.mark.parametrize("num_words", [1, 2, 3, 4, 5])
-def test_kernel_up_to_the_last_bit_of_every_word(kernels, num_words):
-    batch = make_batch(
-        [Chunk(9, 1), Tree(11, 64 * num_words - 1)],
-        num_words=num_words,
-        num_kv_heads=1,
-        block_size=32,
-        device=kernels.device,
-    )
+def test_up_to_the_last_bit_of_every_word(kernels, num_words):
+    requests = [Chunk(9, 1), Tree(11, 64 * num_words - 1), Tree(2, 5)]
+    form = {"num_kv_heads": 1, "block_size": 32, "device": kernels.device}
+    batch = make_batch(requests, num_words=num_words, **form)
     check(launch(kernels, batch), batch)
+    check(reference(batch), batch)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

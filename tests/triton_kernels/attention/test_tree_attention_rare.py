@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -50,17 +51,11 @@ def windowed(batch, window: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("window", [1, 3, 17, 64, 500])
-def test_reference_sliding_window(window):
-    batch = make_batch(MIXED, group=2, tail=2)
+def test_sliding_window(kernels, window):
+    batch = make_batch([*MIXED, Chunk(150, 3)], group=2, device=kernels.device, tail=2)
     prefix_from = windowed(batch, window)
-    check(reference(batch, prefix_from=prefix_from), batch, window=window)
-
-
-@pytest.mark.parametrize("window", [1, 3, 17, 64, 500])
-def test_kernel_sliding_window(kernels, window):
-    batch = make_batch([*MIXED, Chunk(150, 3)], device=kernels.device, tail=2)
-    prefix_from = windowed(batch, window)
-    check(launch(kernels, batch, prefix_from=prefix_from), batch, window=window)
+    for form in (partial(launch, kernels), reference):
+        check(form(batch, prefix_from=prefix_from), batch, window=window)
 
 
 def test_a_window_smaller_than_the_tree_cuts_every_word(kernels):
@@ -255,19 +250,3 @@ def test_requests_of_unknown_length_share_a_class(kernels, short_splits):
         arguments[4] = packed(batch, max_query_len=longest, unknown_up_to=40).query_lens
         out = torch.full_like(batch.query, torch.nan)
         check(load(kernels).tree_attention(*arguments, out, unknown_up_to=40), batch)
-
-
-@pytest.mark.parametrize("group", [1, 4, 8])
-def test_unknown_lengths_are_one_class(group):
-    classes = attention_schedule.tile_classes(128, torch.bfloat16, attention_schedule.HOPPER_SHARED)
-
-    def rows_of(longest, requests=4):
-        launches = attention_schedule.plan_launches(
-            classes, {longest}, group, requests, 8, 4096, unknown_up_to=61
-        )
-        found = [(launch.tile.rows, launch.above, launch.tiles) for launch in launches]
-        return sorted(set(found))  # in one form or in both
-
-    shared = (64, 0, -(-61 * group // 64))
-    assert rows_of(61) == rows_of(1) == rows_of(61, requests=1) == [shared]
-    assert rows_of(500) == [shared, (128, 61 * group, -(-500 * group // 128))]

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.strides import column
 
 from vllm_specblock.drafters.specblock import draft_attention
 from vllm_specblock.drafters.specblock.draft_attention import DraftAttentionBuilder
@@ -14,13 +15,6 @@ from vllm_specblock.drafters.specblock.draft_attention import DraftAttentionBuil
 MAX, TOKENS, BLOCKS = 203, 8, 4  # the length limit, tokens of a cache block, M
 QUERIES = ("query_start", "seq_len", "prefix_len", "mask_words", "tree_start")
 HOST = ("query_start_host", "seq_len_host", "block_size")
-
-
-def column(values: torch.Tensor) -> torch.Tensor:
-    """The same numbers with others between them, which nobody may read."""
-    table = torch.full((len(values), 3), 1 << 30, dtype=values.dtype, device=values.device)
-    table[:, 1] = values
-    return table[:, 1]
 
 
 def some_rows(requests: int, width: int, device) -> SimpleNamespace:
@@ -69,10 +63,7 @@ def some_starts(requests: int, starts: int, size: int, block: int, device) -> Si
 @pytest.fixture
 def both(kernels, monkeypatch):
     """(K, S) -> a sight by torch, and one by launches whose results begin as garbage."""
-    first, later = kernels.load("first_block_metadata"), kernels.load("later_block_metadata")
-    monkeypatch.setattr(
-        draft_attention, "first_block_metadata_triton", first.first_block_metadata_triton
-    )
+    later = kernels.load("later_block_metadata")
     monkeypatch.setattr(
         draft_attention, "later_block_metadata_triton", later.later_block_metadata_triton
     )
@@ -81,7 +72,7 @@ def both(kernels, monkeypatch):
     def stale(*shape, **options):
         return empty(*shape, **options).fill_(99)
 
-    monkeypatch.setattr(first.torch, "empty", stale)
+    monkeypatch.setattr(later.torch, "empty", stale)
 
     def make(size: int, starts: int, path_rope: bool = False) -> list[DraftAttentionBuilder]:
         caches = [None, None]  # the last layer's queries are those of the newest rows
@@ -126,7 +117,6 @@ def test_as_torch_sees(both, kernels, requests, size, starts, width, path_rope):
     rows = some_rows(requests, width, kernels.device)
     for metadata in (reference, fused):
         metadata.step(rows)
-    same(fused.first(rows), reference.first(rows))
 
     wanted = torch.arange(requests, device=kernels.device).flip(0)[: max(1, requests - 1)]
     for chosen in (None, wanted):
@@ -161,39 +151,8 @@ def test_a_full_batch(both, kernels):
     for metadata in (reference, fused):
         metadata.step(rows)
         metadata.begin(None)
-    same(fused.first(rows), reference.first(rows))
     where = some_starts(256, 2, 2, 2, kernels.device)
     same(fused.next(2, where), reference.next(2, where))
-
-
-def test_no_rows(both, kernels):
-    (_, fused), device = both(4, 3), kernels.device
-    none = torch.zeros(0, dtype=torch.int64, device=device)
-    start = torch.zeros(1, dtype=torch.int32, device=device)
-    first = draft_attention.first_block_metadata_triton(none, none, none, start, none, 4, 1)
-    shapes = [(0, 4), (1,), (0,), (0, 1), (0,), (1,), (0,), (0,)]
-    assert [tuple(x.shape) for x in first] == shapes
-    assert first.query_start.tolist() == first.kept_start.tolist() == [0]
-    starts, table = none.view(0, 3), none.int().view(0, 5)
-    prefix = none.view(0, len(fused.own))
-    later = draft_attention.later_block_metadata_triton(
-        starts,
-        starts,
-        starts.bool(),
-        none,
-        none,
-        none,
-        fused.own,
-        table,
-        prefix,
-        prefix[..., None],
-        None,
-        2,
-        TOKENS,
-        MAX,
-    )
-    shapes = [(0, 4), (1,), (0,), (0, 1), (0,), (0,), (0, 3), (0,), (0,)]
-    assert [tuple(x.shape) for x in later] == shapes and later.query_start.tolist() == [0]
 
 
 def test_a_start_goes_on_from_its_own_rows(both, kernels):

@@ -10,7 +10,7 @@ from support.drafted_blocks import coarse_block, random_block
 from vllm_specblock.triton_kernels.tree.candidate_keys import CLOSED, DEPTH_ONE, ROOT_HASH
 
 from vllm_specblock import candidates
-from vllm_specblock.candidates import NEVER, extend_hash, rank_key, select_reference
+from vllm_specblock.candidates import NEVER, extend_hash, rank_key, select
 from vllm_specblock.drafters.specblock import fused_growth
 from vllm_specblock.drafters.specblock.fused_growth import FusedExpansion
 from vllm_specblock.drafters.specblock.growth import Expansion
@@ -65,7 +65,7 @@ def test_select_equals_torch(kernels, count, vocab, budget, seed):
     launch = kernels.load("select_tree").select_triton
     for joins in (True, False):
         chosen = fields if joins else (*fields[:-1], None)
-        wanted = select_reference(*chosen, budget, max(1, depth))
+        wanted = select.reference(*chosen, budget, max(1, depth))
         moved = [x if x is None else x.to(kernels.device) for x in chosen]
         got = launch(*moved, budget, max(1, depth))
         assert_same_tree(got, wanted.tree)
@@ -75,7 +75,7 @@ def test_select_equals_torch(kernels, count, vocab, budget, seed):
 
 def test_select_at_serving_size(kernels):
     fields, depth = scattered(1, 577, 3, 1)
-    wanted = select_reference(*fields, 60, depth).tree
+    wanted = select.reference(*fields, 60, depth).tree
     assert wanted.size[0] == 60 and wanted.depth.max() > 2
     launch = kernels.load("select_tree").select_triton
     assert_same_tree(launch(*(x.to(kernels.device) for x in fields), 60, depth), wanted)
@@ -97,7 +97,7 @@ def test_select_tells_siblings_apart_by_their_low_bits(kernels):
 
 def test_select_takes_views_of_wider_rows_and_no_requests(kernels):
     fields, depth = scattered(3, 40, 2, 3)
-    wanted = select_reference(*fields, 12, depth).tree
+    wanted = select.reference(*fields, 12, depth).tree
     wide = [torch.nn.functional.pad(x, (0, 9), value=1).to(kernels.device) for x in fields]
     launch = kernels.load("select_tree").select_triton
     assert_same_tree(launch(*(x[:, :40] for x in wide), 12, depth), wanted)
@@ -122,7 +122,7 @@ def test_growth_equals_torch(kernels, shape, make, seed):
     draw = torch.Generator().manual_seed(seed)
     device, requests = kernels.device, 2
     with pytest.MonkeyPatch.context() as patch:
-        kernel = kernels.load("expand", "attach_block", "select_tree")
+        kernel = kernels.load("expand")
         patch.setattr(fused_growth, "Growing", kernel.Growing)
         branching = torch.tensor(shape.branching)
         plain = Expansion(shape, branching, requests)

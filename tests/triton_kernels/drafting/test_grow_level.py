@@ -48,7 +48,7 @@ def assert_grows_as_torch(
     kernels, growth: LevelLimits, requests: int, coarse: bool, seed: int
 ) -> DraftTree:
     draw, device = torch.Generator().manual_seed(seed), kernels.device
-    kernel = kernels.load("grow_level", "select_tree")
+    kernel = kernels.load("grow_level")
     # A column of a table, as a caller may have it.
     position = torch.randint(0, 10**5, (requests, 3), generator=draw)[:, 1]
     with pytest.MonkeyPatch.context() as patch:
@@ -91,7 +91,7 @@ def test_levels_at_serving_size(kernels):
 
 
 def test_no_requests(kernels):
-    kernel = kernels.load("grow_level", "select_tree")
+    kernel = kernels.load("grow_level")
     position = torch.zeros(0, dtype=torch.int64, device=kernels.device)
     growing = kernel.GrowingLevels(LevelLimits(2, 3, 3, 6), position)
     token = position.view(0, 1, 1).expand(0, 3, 3)

@@ -1,4 +1,4 @@
-"""One launch, or one loop on a CPU, teaches what the torch description of it teaches."""
+"""One launch teaches what the torch description of it teaches."""
 
 from __future__ import annotations
 
@@ -9,14 +9,7 @@ import pytest
 import torch
 from support.verification import DEPTH, SPARE_SLOTS, verified_of
 
-from vllm_specblock.feedback.calibration import (
-    MEMORY,
-    OWN_MEMORY,
-    OWN_PRIOR,
-    OWN_RANGE,
-    PRIOR,
-    DraftCalibration,
-)
+from vllm_specblock.feedback.calibration import DraftCalibration
 
 
 def some_requests(count: int, seed: int) -> list[SimpleNamespace]:
@@ -41,27 +34,15 @@ def some_requests(count: int, seed: int) -> list[SimpleNamespace]:
 
 
 @pytest.fixture
-def form(forms):
+def form(kernels):
     """What learns, and where."""
-    learn = forms.load("calibrate_drafts").update_calibration_triton
-    return SimpleNamespace(learn=learn, device=forms.device)
+    learn = kernels.load("calibrate_drafts").update_calibration_triton
+    return SimpleNamespace(learn=learn, device=kernels.device)
 
 
 def launch_of(form, sharpness, verified, head):
-    form.learn(
-        sharpness.log,
-        sharpness.trees,
-        head,
-        verified,
-        sharpness._limits,
-        PRIOR,
-        MEMORY,
-        sharpness.own,
-        sharpness.own_trees,
-        OWN_RANGE,
-        OWN_PRIOR,
-        OWN_MEMORY,
-    )
+    own = sharpness.own, sharpness.own_trees
+    form.learn(sharpness.log, sharpness.trees, *own, head, verified, sharpness.rates())
 
 
 # More requests than the program takes at once: 2048 / 8 nodes.
@@ -85,28 +66,6 @@ def test_as_torch_learns(form, count, head, apart):
     if count > 3:
         assert not apart or 0 < int((theirs.own != 0).sum()) < slots
         assert (theirs.log != DraftCalibration("cpu").log).all(), "nothing was learned"
-
-
-@pytest.mark.parametrize("count", [0, 1, 3, 300])
-def test_as_torch_says(kernels, count):
-    """β at temperature 0, below where both meet, and above."""
-    sharpness = DraftCalibration("cpu", count + 1)
-    sharpness.own.copy_(torch.linspace(-1, 1, count + 1))
-    sharpness.log.copy_(torch.tensor([0.7, -0.2]))
-    temperatures = torch.tensor([0.0, 1.3, 0.05, 0.4, 0.9]).repeat(count // 5 + 1)[:count]
-    table = torch.full((count, 3), float("nan"), device=kernels.device)
-    table[:, 1] = temperatures
-    beta = kernels.load("calibrate_drafts").calibration_triton
-    log, own = sharpness.log.to(kernels.device), sharpness.own.to(kernels.device)
-    req_idx = torch.randperm(count + 1)[:count]
-    columns = torch.stack([req_idx - 9, req_idx, req_idx + 9], 1).to(kernels.device)
-    for given in (temperatures.to(kernels.device), table[:, 1]):
-        for where in (None, req_idx.int().to(kernels.device), columns[:, 1]):
-            found = beta(log, given, own, where).cpu()
-            wanted = sharpness.of(temperatures, None if where is None else req_idx)
-            assert found.dtype == torch.float32
-            torch.testing.assert_close(found, wanted, atol=0, rtol=1e-6)
-    assert count < 3 or len(set(found.tolist())) > 1
 
 
 @pytest.mark.parametrize("accepted", [0, DEPTH])

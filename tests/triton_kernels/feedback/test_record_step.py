@@ -8,8 +8,7 @@ from dataclasses import fields, replace
 import pytest
 import torch
 from support.recorded_rows import FAR, some_slabs, some_step
-from vllm_specblock.triton_kernels import optional_numba
-from vllm_specblock.triton_kernels.feedback import record_step as module
+from vllm_specblock.triton_kernels.feedback.record_step import record_step
 from vllm_specblock.triton_kernels.feedback.slab_tensors import SlabTensors, StepToRecord
 
 from vllm_specblock.feedback.verified_trees import VerifiedTrees
@@ -80,7 +79,7 @@ def test_torch_records_row_after_row(shape, spread, seed):
     made = some_slabs(seed, slabs, rows, hidden, slots, torch.float32)
     step = some_step(seed, made, requests, nodes, spread=spread)
     wanted = plainly(made, step)
-    module.record_step_reference(made, step)
+    record_step.reference(made, step)
     same(made, wanted)
 
 
@@ -94,7 +93,7 @@ def test_as_torch_does(forms, dtype, shape, spread):
         step = some_step(seed, made, requests, nodes, spread=spread, fillers=seed)
         mine = on(forms.device, made)
         forms.load("record_step").record_step_triton(mine, on(forms.device, step))
-        module.record_step_reference(made, step)
+        record_step.reference(made, step)
         same(mine, made)
 
 
@@ -109,7 +108,7 @@ def test_the_steps_have_everything_in_them():
     assert (place[owned] < 0).any() and (place[owned] >= 12).any()
     assert (step.result.path == FAR).any()
     made = copy.deepcopy(before)
-    module.record_step_reference(made, step)
+    record_step.reference(made, step)
     assert (made.token != before.token).any() and (made.end > before.end).any()
     grown = made.steps - before.steps
     missed = (made.missed - before.missed).int()
@@ -120,7 +119,7 @@ def test_a_repeated_row_is_written_once_more(forms):
     """A step that is repeated leaves the same rows; only sums grow."""
     made = some_slabs(1, 4, 20, 8, 9, torch.float32)
     step = some_step(1, made, 8)
-    module.record_step_reference(made, step)
+    record_step.reference(made, step)
     mine = on(forms.device, made)
     forms.load("record_step").record_step_triton(mine, on(forms.device, step))
     for name in ("states", "last", "token", "end"):
@@ -134,20 +133,8 @@ def test_nobody_is_recorded(forms):
     mine = on(forms.device, made)
     forms.load("record_step").record_step_triton(mine, on(forms.device, step))
     same(mine, made)
-    module.record_step_reference(mine_cpu := on(torch.device("cpu"), made), step)
+    record_step.reference(mine_cpu := on(torch.device("cpu"), made), step)
     same(mine_cpu, made)
-
-
-def test_whose_dispatch_is_whose(monkeypatch):
-    called = []
-    for name in ("record_step_reference", "record_step_numba"):
-        monkeypatch.setattr(module, name, lambda *args, name=name: called.append(name))
-    made = some_slabs(0, 1, 5, 4, 3, torch.float32)
-    monkeypatch.setattr(optional_numba, "AVAILABLE", False)
-    module.record_step(made, some_step(0, made, 1))
-    monkeypatch.setattr(optional_numba, "AVAILABLE", True)
-    module.record_step(made, some_step(0, made, 1))
-    assert called == ["record_step_reference", "record_step_numba"]
 
 
 def test_columns_that_do_not_lie_side_by_side(forms):
@@ -157,5 +144,5 @@ def test_columns_that_do_not_lie_side_by_side(forms):
     step = replace(step, states=turned[:3], last=turned[3])
     mine = on(forms.device, made)
     forms.load("record_step").record_step_triton(mine, on(forms.device, step))
-    module.record_step_reference(made, step)
+    record_step.reference(made, step)
     same(mine, made)

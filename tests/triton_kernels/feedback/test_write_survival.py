@@ -31,7 +31,7 @@ def seen_much(device: torch.device | str, seed: int, most: float = 50.0) -> Acce
 
 
 def launch(kernels, req_idx, paused, temperature, table, steps, given):
-    return kernels.load("write_survival", "copy_tree").write_survival_triton(
+    return kernels.load("write_survival").write_survival_triton(
         req_idx,
         paused,
         temperature,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from vllm_specblock.triton_kernels.kv_cache.commit import KVCacheSet, move_kv
+from support.strides import column, wide
+from vllm_specblock.triton_kernels.kv_cache.commit import AcceptedRows, KVCacheSet
 
-from vllm_specblock.commit.committed_tokens import committed_sources
 from vllm_specblock.commit.move import move_path
 
 BLOCK_SIZE = 4
@@ -39,59 +39,14 @@ def moved(caches, source, target, moves):
     return expected
 
 
-def slots(*rows):
-    return torch.tensor(rows, dtype=torch.int64)
-
-
-def flags(*rows):
-    return torch.tensor(rows, dtype=torch.bool)
-
-
-CASES = {
-    # A path shifts down by one: each row's target is the source of the row before it.
-    "overlapping": (slots([5, 6, 7, 8]), slots([4, 5, 6, 7]), flags([1, 1, 1, 1])),
-    "across blocks": (slots([3, 9, 14]), slots([2, 3, 4]), flags([1, 1, 1])),
-    "nothing moves": (slots([5, 6, 7]), slots([1, 2, 3]), flags([0, 0, 0])),
-    # The masked row's source is where the first row goes, its target where the third goes.
-    "masked row in the way": (slots([9, 2, 12]), slots([2, 3, 3]), flags([1, 0, 1])),
-    "masked first row": (slots([2, 9]), slots([9, 2]), flags([0, 1])),
-    "padding": (slots([-1, 9, -1, 6]), slots([4, -1, -1, 5]), flags([1, 1, 1, 1])),
-    "only padding": (slots([-1, -1]), slots([-1, -1]), flags([1, 0])),
-    "requests": (
-        slots([6, 7, -1], [22, 23, 20], [30, 30, 30]),
-        slots([5, 6, -1], [20, 21, 22], [28, 28, 28]),
-        flags([1, 1, 0], [1, 1, 0], [0, 0, 0]),
-    ),
-}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("case", CASES)
-def test_moves(case, layout):
-    caches = make_caches(layout=layout)
-    expected = moved(caches, *CASES[case])
-    move_kv(KVCacheSet(caches), *CASES[case])
-    for cache, wanted in zip(caches, expected):
-        assert torch.equal(cache, wanted)
-
-
-def test_no_rows():
-    caches = make_caches()
-    none = torch.zeros(2, 0, dtype=torch.int64)
-    expected = moved(caches, none, none, none.bool())
-    move_kv(KVCacheSet(caches), none, none, none.bool())
-    assert all(torch.equal(cache, wanted) for cache, wanted in zip(caches, expected))
-
-
-# ---- paths: the kernel finds the slots itself ----
-
-
 def some_paths(count: int, depth: int, seed: int, nodes: int = 5) -> tuple:
     """Requests with a verdict each, their rows anywhere in the cache and some of them nowhere.
 
+    The last request is padding: it has an old verdict, and no rows. What may not be looked at is
+    far outside.
+
     Returns:
-        slot_mapping, query_start, base, path, accepted, rows of the batch. The last request fills
-        up: it has an old verdict, and no rows. What may not be looked at is far outside.
+        slot_mapping, accepted rows, rows of the batch.
     """
     draw = torch.Generator().manual_seed(seed)
     base = torch.randint(1, 3, (count,), generator=draw)
@@ -106,17 +61,15 @@ def some_paths(count: int, depth: int, seed: int, nodes: int = 5) -> tuple:
     slot = torch.full((num_rows + 5,), 1 << 40)
     slot[:num_rows] = torch.randperm(8 * BLOCK_SIZE, generator=draw)[:num_rows]
     slot[:num_rows][torch.rand(num_rows, generator=draw) < 0.1] = -1
-    slot[num_rows - 1] = -1  # nobody's, as behind every batch
-    return slot, rows.cumsum(0) - rows, base, path, accepted.int(), num_rows
+    slot[num_rows - 1] = -1  # as behind every batch
+    return slot, AcceptedRows(rows.cumsum(0) - rows, base, path, accepted.int()), num_rows
 
 
-def moved_paths(caches, slot_mapping, query_start, base, path, accepted, num_rows):
+def moved_paths(caches, slot_mapping, accepted_rows, num_rows):
     """What the caches should hold afterwards: node path[j] of every path at the j-th row."""
     pairs = [
         (first + own - 1 + nodes[place], first + own - 1 + place)
-        for first, own, nodes, end in zip(
-            *(x.tolist() for x in (query_start, base, path, accepted))
-        )
+        for first, own, nodes, end in zip(*(x.tolist() for x in accepted_rows))
         for place in range(1, end + 1)
     ]
     rows = torch.tensor(pairs, dtype=torch.int64).view(-1, 2).clamp(max=num_rows - 1)
@@ -124,38 +77,21 @@ def moved_paths(caches, slot_mapping, query_start, base, path, accepted, num_row
     return moved(caches, source, target, source != target)
 
 
-def apart(x: torch.Tensor) -> torch.Tensor:
-    """The same values as a column between others that would not do."""
-    table = torch.full((len(x), 3), 1 << 30, dtype=x.dtype, device=x.device)
-    table[:, 1] = x
-    return table[:, 1]
-
-
 @pytest.fixture(params=["torch", "kernel", "kernel, columns"])
 def mover(request, kernels):
     """A device, and a function that moves in place there and returns what was expected."""
     module = kernels.load("commit")
 
-    def move(caches, *args):
-        expected = moved_paths(caches, *args)
-        if request.param == "torch":
-            args = [x.to(kernels.device) if isinstance(x, torch.Tensor) else x for x in args]
-            reference(module.KVCacheSet(caches), *args)
-            return expected
-        slots, *of_requests, num_rows = args
-        of_requests = [x.to(kernels.device) for x in of_requests]
+    def move(caches, slots, rows, num_rows):
+        expected = moved_paths(caches, slots, rows, num_rows)
+        launch = move_path.reference if request.param == "torch" else module.move_path_triton
+        rows = AcceptedRows(*(x.to(kernels.device) for x in rows))
         if request.param.endswith("columns"):
-            start, base, path, accepted = of_requests
-            wide = torch.nn.functional.pad(path, (0, 2), value=1)[:, : path.shape[1]]
-            of_requests = [apart(start), apart(base), wide, apart(accepted)]
-        caches = module.KVCacheSet(caches)
-        module.move_path_triton(caches, slots.to(kernels.device), *of_requests, num_rows)
+            rows = AcceptedRows(
+                column(rows.query_start), column(rows.base), wide(rows.path), column(rows.accepted)
+            )
+        launch(module.KVCacheSet(caches), slots.to(kernels.device), rows, num_rows)
         return expected
-
-    def reference(caches, slot_mapping, query_start, base, path, accepted, num_rows):
-        source, target, moves = committed_sources(query_start, base, path, accepted)
-        source, target = (slot_mapping[x.clamp(max=num_rows - 1)] for x in (source, target))
-        module.move_kv(caches, source, target, moves)
 
     return kernels.device, move
 
@@ -181,7 +117,7 @@ def test_a_path_that_shifts_down(mover):
     path, slots = torch.tensor([[0, 2, 3, 4, 5]]), torch.arange(6).flip(0)
     start, accepted = torch.zeros(1, dtype=torch.int64), torch.tensor([4], dtype=torch.int32)
     caches = make_caches(device=device)
-    expected = move(caches, slots, start, start + 1, path, accepted, 6)
+    expected = move(caches, slots, AcceptedRows(start, start + 1, path, accepted), 6)
     assert all(torch.equal(cache, wanted) for cache, wanted in zip(caches, expected))
     assert (caches[0] != make_caches(device=device)[0]).any()
 
@@ -211,15 +147,8 @@ def test_strides_that_are_no_whole_rows(mover):
 def test_no_paths(mover, count, depth):
     device, move = mover
     caches, none = make_caches(device=device), torch.zeros(count, dtype=torch.int64)
-    args = (none, none + 1, torch.zeros(count, depth + 1, dtype=torch.int64), none.int())
-    expected = move(caches, torch.arange(4), *args, 4)
-    assert all(torch.equal(cache, wanted) for cache, wanted in zip(caches, expected))
-
-
-def test_cpu_tensors_take_the_reference():
-    caches, args = make_caches(), some_paths(4, 5, 1)
-    expected = moved_paths(caches, *args)
-    move_path(KVCacheSet(caches), *args)
+    path = torch.zeros(count, depth + 1, dtype=torch.int64)
+    expected = move(caches, torch.arange(4), AcceptedRows(none, none + 1, path, none.int()), 4)
     assert all(torch.equal(cache, wanted) for cache, wanted in zip(caches, expected))
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.strides import column, on, wide
+from vllm_specblock.triton_kernels.kv_cache.commit import AcceptedRows
+from vllm_specblock.triton_kernels.kv_cache.committed_tokens import StepRows
 
 from vllm_specblock.commit.committed_tokens import committed_sources, committed_tokens
 
 HUGE = 2**40
-NAMES = ("source", "token", "position", "index", "slot", "last", "temperature")
 
 
 def ragged(count: int, seed: int, depth: int = 5, spare: int = 1, nodes: int = 11) -> dict:
@@ -66,52 +68,40 @@ def ragged(count: int, seed: int, depth: int = 5, spare: int = 1, nodes: int = 1
     }
 
 
-def strided(x: torch.Tensor) -> torch.Tensor:
-    """The same values as a column between others that would not do."""
-    table = torch.full((*x.shape, 3), 2**30, dtype=x.dtype)
-    table[..., 1] = x
-    return table[..., 1]
-
-
-def wide(x: torch.Tensor) -> torch.Tensor:
-    """The same values as the front of longer rows."""
-    return torch.nn.functional.pad(x, (0, 3), value=2**30)[:, : x.shape[1]]
-
-
 def spread(args: dict) -> dict:
     """The same arguments, none of those of the requests contiguous."""
-    columns = {name: strided(args[name]) for name in ("query_start", "base", "accepted")}
+    columns = {name: column(args[name]) for name in ("query_start", "base", "accepted")}
     return {**args, **columns, **{name: wide(args[name]) for name in ("path", "text")}}
 
 
-def on(device: torch.device, args: dict) -> dict:
-    def put(x):
-        if not isinstance(x, torch.Tensor):
-            return x
-        # Strides as they are: `to` would lay a column out anew.
-        there = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
-        return there.copy_(x)
+def put(device: torch.device, args: dict) -> dict:
+    return {name: on(device, x) if torch.is_tensor(x) else x for name, x in args.items()}
 
-    return {name: put(x) for name, x in args.items()}
+
+def step_of(args: dict) -> tuple[StepRows, int]:
+    return StepRows(**{name: args[name] for name in StepRows._fields}), args["num_rows"]
+
+
+def assert_as_torch(kernels, args: dict, form=dict) -> None:
+    launch = kernels.load("committed_tokens").committed_tokens_triton
+    found = launch(*step_of(put(kernels.device, form(args))))
+    for name, wanted in committed_tokens(*step_of(args))._asdict().items():
+        mine = getattr(found, name)
+        assert mine.dtype == wanted.dtype and torch.equal(mine.cpu(), wanted), name
 
 
 # Rows of one program, of several; 300 requests are more than a program's, too.
 @pytest.mark.parametrize("count", [1, 2, 3, 17, 300])
-@pytest.mark.parametrize("form", [lambda args: args, spread], ids=["plain", "strided"])
+@pytest.mark.parametrize("form", [dict, spread], ids=["plain", "strided"])
 @pytest.mark.parametrize("seed", range(3))
 def test_as_torch_does(kernels, count, form, seed):
-    args = ragged(count, seed)
-    launch = kernels.load("committed_tokens")
-    found = launch.committed_tokens_triton(**on(kernels.device, form(args)))
-    wanted = committed_tokens(**args)
-    for name, mine, theirs in zip(NAMES, found, wanted, strict=True):
-        assert mine.dtype == theirs.dtype and torch.equal(mine.cpu(), theirs), name
+    assert_as_torch(kernels, ragged(count, seed), form)
 
 
 def test_the_arguments_have_everything_in_them():
     """What the comparison above is worth: all cases occur."""
     args = ragged(300, 0)
-    source, token, position, index, kv_slot, last, _ = committed_tokens(**args)
+    source, token, position, index, kv_slot, last, _ = committed_tokens(*step_of(args))
     assert (kv_slot == -1).any() and (kv_slot >= 0).any() and (index < position).any()
     early = position < args["first"][args["request"]]
     assert (token[(kv_slot == -1) & ~early] == 0).all() and token[early].any()
@@ -119,18 +109,17 @@ def test_the_arguments_have_everything_in_them():
     assert (source == args["num_rows"] - 1).any(), "garbage on a path"
     assert (position >= args["text"].shape[1] - 1).any(), "the text's end"
     assert (args["base"] > 1).any() and (last.diff() > 1).any()
-    of_paths = ("query_start", "base", "path", "accepted")
-    moves = committed_sources(*(args[name] for name in of_paths))[2]
+    moves = committed_sources(AcceptedRows(*(args[name] for name in AcceptedRows._fields)))[2]
     assert moves.any() and not moves.all()
-    for name in ("query_start", "base", "path", "accepted", "text"):
+    for name in (*AcceptedRows._fields, "text"):
         assert not spread(args)[name].is_contiguous()
 
 
 def test_one_row_a_request(kernels):
     """No drafts at all: nothing of a path is looked at, and there are as many rows as requests."""
     count = 130
-    args = ragged(count, 0)
     each = torch.arange(count)
+    args = ragged(count, 0)
     args |= {
         "request": each,
         "local": torch.zeros(count, dtype=torch.int64),
@@ -140,17 +129,16 @@ def test_one_row_a_request(kernels):
         "path": torch.full_like(args["path"], HUGE),
         "accepted": torch.zeros(count, dtype=torch.int32),
     }
-    found = kernels.load("committed_tokens").committed_tokens_triton(**on(kernels.device, args))
-    args["path"].zero_()
-    for name, mine, theirs in zip(NAMES, found, committed_tokens(**args), strict=True):
-        assert torch.equal(mine.cpu(), theirs), name
+    launch = kernels.load("committed_tokens").committed_tokens_triton
+    found = launch(*step_of(put(kernels.device, args)))
+    wanted = committed_tokens(*step_of(args | {"path": torch.zeros_like(args["path"])}))
+    assert all(torch.equal(mine.cpu(), theirs) for mine, theirs in zip(found, wanted, strict=True))
 
 
-def test_nobody(kernels):
+def test_no_requests(kernels):
     args = ragged(2, 0)
-    of_rows = ("request", "local")
-    for name in (*of_rows, "query_start", "base", "path", "accepted", "req_idx", "hidden", "first"):
-        args[name] = args[name][:0]
-    args["row_start"] = args["row_start"][:1]
-    launch, args = kernels.load("committed_tokens"), on(kernels.device, args)
-    assert [tuple(x.shape) for x in launch.committed_tokens_triton(**args)] == [(0,)] * 7
+    for name in set(StepRows._fields) - {"positions", "slot_mapping", "text", "temperature"}:
+        args[name] = args[name][: name == "row_start"]
+    launch = kernels.load("committed_tokens").committed_tokens_triton
+    found = launch(*step_of(put(kernels.device, args)))
+    assert [tuple(x.shape) for x in found] == [(0,)] * 7

@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from vllm_specblock.triton_kernels.layers.fp8_linear import (
     fp8_linear,
-    fp8_linear_reference,
     quantize,
 )
 
@@ -43,16 +42,20 @@ def test_reference_is_a_linear_layer_of_the_rounded_weights():
     torch.testing.assert_close(fp8_linear(x[None], short, scale), wanted)
 
 
+@pytest.mark.parametrize("summed", [False, True], ids=["alone", "onto a sum"])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize(
     "shape", [(1, 32, 256), (3, 40, 72), (17, 33, 528), (64, 16, 16), (70, 130, 200)], ids=str
 )
-def test_kernel_matches_reference(kernels, shape, dtype):
+def test_kernel_matches_reference(kernels, shape, dtype, summed):
     x, weight = inputs(*shape, dtype, kernels.device)
     short, scale = quantize(weight)
-    got = kernels.load("fp8_linear").fp8_linear_triton(x, short, scale)
-    wanted = fp8_linear_reference(x.float(), short, scale)
+    residual = torch.randn(shape[:2]).to(kernels.device, dtype) if summed else None
+    before = residual.clone() if summed else None
+    got = kernels.load("fp8_linear").fp8_linear_triton(x, short, scale, residual)
+    wanted = fp8_linear.reference(x.float(), short, scale, residual.float() if summed else None)
     assert got.dtype == dtype and got.shape == shape[:2]
+    assert not summed or torch.equal(residual, before)
     # Outputs are as different in size as the rows of the weight.
     size = wanted.abs().amax(0)
     torch.testing.assert_close(
@@ -67,9 +70,9 @@ def test_few_rows_have_the_range_of_float16(kernels):
     x[2, 7], x[4, 100] = 2.0**20, -(2.0**17)
     short, scale = quantize(weight)
     got = launch(x, short, scale).float()
-    wanted = fp8_linear_reference(x.float().clamp(-65504, 65504), short, scale)
+    wanted = fp8_linear.reference(x.float().clamp(-65504, 65504), short, scale)
     torch.testing.assert_close(got, wanted, atol=1e-2, rtol=1e-2)
-    assert not torch.allclose(wanted, fp8_linear_reference(x.float(), short, scale), rtol=0.1)
+    assert not torch.allclose(wanted, fp8_linear.reference(x.float(), short, scale), rtol=0.1)
 
 
 def test_any_leading_shape_strides_and_no_rows(kernels):
@@ -77,26 +80,7 @@ def test_any_leading_shape_strides_and_no_rows(kernels):
     x, weight = inputs(24, 20, 48, device=kernels.device)
     short, scale = quantize(weight)
     blocks = x.view(2, 3, 4, 48)[:, ::2]
-    got, wanted = launch(blocks, short, scale), fp8_linear_reference(blocks, short, scale)
+    got, wanted = launch(blocks, short, scale), fp8_linear.reference(blocks, short, scale)
     assert got.shape == (2, 2, 4, 20)
     torch.testing.assert_close(got, wanted, atol=1e-3, rtol=1e-3)
     assert launch(x[:0], short, scale).shape == (0, 20)
-
-
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("shape", [(3, 40, 72), (70, 130, 200)], ids=str)
-def test_onto_a_sum(kernels, shape, dtype):
-    x, weight = inputs(*shape, dtype, kernels.device)
-    short, scale = quantize(weight)
-    residual = torch.randn(shape[:2]).to(kernels.device, dtype)
-    before = residual.clone()
-    got = kernels.load("fp8_linear").fp8_linear_triton(x, short, scale, residual)
-    wanted = fp8_linear_reference(x.float(), short, scale, residual.float())
-    assert got.dtype == dtype and torch.equal(residual, before)
-    torch.testing.assert_close(
-        wanted - residual.float(), fp8_linear(x.float(), short, scale), atol=1e-5, rtol=1e-4
-    )
-    size = wanted.abs().amax(0)
-    torch.testing.assert_close(
-        got.float() / size, wanted / size, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
-    )

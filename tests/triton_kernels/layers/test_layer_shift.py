@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from vllm_specblock.triton_kernels.layers.layer_shift import layer_shift, layer_shift_reference
+from vllm_specblock.triton_kernels.layers.layer_shift import layer_shift, shift
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
@@ -38,7 +38,7 @@ def test_reference_is_equation_3():
 def test_identity_weight_changes_nothing():
     hidden, _ = inputs(2, 5, 8)
     weight = torch.cat([torch.eye(8), torch.zeros(8, 8)], dim=1)
-    torch.testing.assert_close(layer_shift_reference(hidden, weight), hidden, atol=0, rtol=0)
+    torch.testing.assert_close(shift.reference(hidden, weight), hidden, atol=0, rtol=0)
 
 
 def test_gradients():
@@ -56,7 +56,7 @@ def test_gradients():
 def test_kernel_matches_reference(kernels, shape, dtype):
     hidden, weight = inputs(*shape, dtype, kernels.device)
     got = kernels.load("layer_shift").layer_shift_triton(hidden, weight)
-    wanted = layer_shift_reference(hidden.float(), weight.float())
+    wanted = shift.reference(hidden.float(), weight.float())
     assert got.dtype == dtype
     torch.testing.assert_close(got.float(), wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
@@ -65,9 +65,7 @@ def test_kernel_takes_strided_hidden_and_no_rows(kernels):
     launch = kernels.load("layer_shift").layer_shift_triton
     hidden, weight = inputs(6, 4, 24, device=kernels.device)
     every_other = hidden[::2]
-    torch.testing.assert_close(
-        launch(every_other, weight), layer_shift_reference(every_other, weight)
-    )
+    torch.testing.assert_close(launch(every_other, weight), shift.reference(every_other, weight))
     assert launch(hidden[:0], weight).shape == (0, 4, 24)
 
 
@@ -78,16 +76,3 @@ def test_a_needed_gradient_takes_the_reference(kernels):
     assert all(x.requires_grad for x in layer_shift(hidden, weight.requires_grad_(), norm))
     with torch.no_grad():
         assert not any(x.requires_grad for x in layer_shift(hidden, weight, norm))
-
-
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("shape", [(1, 1, 16), (3, 4, 40), (2, 3, 2049)], ids=str)
-@torch.no_grad()
-def test_norm_matches_torch(kernels, shape, dtype):
-    x, _ = inputs(*shape[:2], 1, dtype, kernels.device)
-    x = (x * torch.linspace(-0.3, 2.0, shape[2], device=x.device)).to(dtype)
-    norm = norm_over(shape[2], kernels.device, dtype)
-    got = kernels.load("layer_shift").rms_norm_triton(x, norm.weight, norm.eps)
-    assert got.dtype == dtype
-    wanted = norm.float()(x.float())
-    torch.testing.assert_close(got.float(), wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from vllm_specblock.triton_kernels.layers.lm_and_rank_head_reference import (
-    lm_and_rank_head_reference,
+from vllm_specblock.triton_kernels.layers.lm_and_rank_head import (
+    lm_and_rank_head,
 )
 
 HIDDEN, CLASSES, SIZE = 40, 7, 24
@@ -42,7 +42,7 @@ def chosen_is_best(bucket, normed, logits, head, scope, tolerance):
     """Rank logits of the bucket, by the reference: at most `tolerance` below the best."""
     fed = []
     hook = head[2].register_forward_hook(lambda module, args, out: fed.append(out.float()))
-    lm_and_rank_head_reference(
+    lm_and_rank_head.reference(
         normed, logits, torch.zeros_like(logits[0, 0]).long(), head, 1, scope
     )
     hook.remove()
@@ -60,13 +60,13 @@ def chosen_is_best(bucket, normed, logits, head, scope, tolerance):
 def test_as_torch_does(kernels, rows, vocab, width, scope, dtype, sharp):
     normed, logits, offset = inputs(rows, vocab, dtype, kernels.device)
     head = rank_head(dtype, kernels.device)
-    launch = kernels.load("lm_and_rank_head", "best_of_chunks").lm_and_rank_head_triton
+    launch = kernels.load("lm_and_rank_head").lm_and_rank_head_triton
     beta = torch.linspace(2.5, 0.4, len(logits), device=kernels.device) if sharp else None
     logprob, token, bucket = launch(normed, logits, offset, head, width, scope, beta)
     tolerance = TOLERANCE[dtype]
     every = logits.float() if beta is None else logits.float() * beta[:, None, None]
     every = every.log_softmax(-1)
-    mine = lm_and_rank_head_reference(normed, logits, offset, head, width, scope, beta)
+    mine = lm_and_rank_head.reference(normed, logits, offset, head, width, scope, beta)
     torch.testing.assert_close(logprob, mine[0], atol=1e-4, rtol=1e-5)
     best, index = every.sort(dim=-1, descending=True, stable=True)
     torch.testing.assert_close(logprob, best[..., :width], atol=1e-4, rtol=1e-5)
@@ -89,7 +89,7 @@ def test_each_rank_feature_to_a_thousandth(kernels, numbers, vocab, width, scope
     seen = []
     hook = head[0].register_forward_hook(lambda module, args, out: seen.append(args[0]))
     normed = torch.zeros(count, 2, SIZE, device=device)
-    lm_and_rank_head_reference(normed, logits, offset, head, width, scope)
+    lm_and_rank_head.reference(normed, logits, offset, head, width, scope)
     hook.remove()
     row, number = torch.arange(count, device=device), torch.tensor(numbers, device=device)
     value = seen[0][row, :, SIZE + number]  # [count, 2]
@@ -104,7 +104,7 @@ def test_each_rank_feature_to_a_thousandth(kernels, numbers, vocab, width, scope
     first[number, SIZE + number] = 1
     first[15, 15] = first[15, 16] = 1
     second[0, :15] = second[1, 15] = 1
-    launch = kernels.load("lm_and_rank_head", "best_of_chunks").lm_and_rank_head_triton
+    launch = kernels.load("lm_and_rank_head").lm_and_rank_head_triton
     bucket = launch(normed, logits, offset, head, width, scope)[2]
     assert bucket.tolist() == [[0, 1]] * count
 
@@ -116,7 +116,7 @@ def test_of_equal_logits_the_first_comes_first(kernels):
     logits[1] = -0.5
     normed, offset = torch.zeros(2, 1, SIZE), torch.zeros(1200, dtype=torch.int64)
     head = rank_head(torch.float32, kernels.device)
-    launch = kernels.load("lm_and_rank_head", "best_of_chunks").lm_and_rank_head_triton
+    launch = kernels.load("lm_and_rank_head").lm_and_rank_head_triton
     _, token, _ = launch(normed.to(kernels.device), logits, offset.to(kernels.device), head, 5, 10)
     assert token[:, 0].tolist() == [[3, 7, 1100, 0, 1], [0, 1, 2, 3, 4]]
 
@@ -125,6 +125,6 @@ def test_of_equal_logits_the_first_comes_first(kernels):
 def test_no_rows(kernels):
     normed, logits, offset = inputs(2, 64, torch.float32, kernels.device)
     head = rank_head(torch.float32, kernels.device)
-    launch = kernels.load("lm_and_rank_head", "best_of_chunks").lm_and_rank_head_triton
+    launch = kernels.load("lm_and_rank_head").lm_and_rank_head_triton
     found = launch(normed[:0], logits[:0], offset, head, 4, 10)
     assert [tuple(x.shape) for x in found] == [(0, 2, 4), (0, 2, 4), (0, 2)]

@@ -7,9 +7,7 @@ import torch
 from torch import nn
 from vllm_specblock.triton_kernels.layers.norms import (
     add_norm,
-    add_norm_reference,
     norm_pair,
-    norm_pair_reference,
 )
 
 # The interpreter truncates where it should round to bfloat16.
@@ -42,9 +40,9 @@ def test_sum_and_norm(kernels, shape, dtype):
     torch.manual_seed(sum(shape))
     left, right = (states(*shape, dtype=dtype, device=kernels.device) for _ in range(2))
     norm = norm_over(shape[-1], dtype, kernels.device)
-    launch = kernels.load("norms", "no_gradient").add_norm_triton
-    total, normed = launch(left, right, norm.weight, norm.eps)
-    wanted = add_norm_reference(left, right, norm)
+    launch = kernels.load("norms").add_norm_triton
+    total, normed = launch(left, right, norm)
+    wanted = add_norm.reference(left, right, norm)
     assert_same(total, wanted[0], dtype)
     assert_same(normed, wanted[1], dtype)
 
@@ -61,8 +59,8 @@ def test_sum_of_kept_rows(kernels, kept, places):
     table[:, 1] = torch.tensor(kept, dtype=torch.int64)
     norm = norm_over(24, torch.float32, kernels.device)
     launch = kernels.load("norms").add_norm_triton
-    got = launch(left, right, norm.weight, norm.eps, table[:, 1])
-    for mine, theirs in zip(got, add_norm_reference(left, right, norm, table[:, 1])):
+    got = launch(left, right, norm, table[:, 1])
+    for mine, theirs in zip(got, add_norm.reference(left, right, norm, table[:, 1])):
         assert_same(mine, theirs)
 
 
@@ -74,33 +72,9 @@ def test_broadcast_and_strided_sum(kernels):
     row, query = (states(n, 24, device=kernels.device) for n in (5, 3))
     apart = states(24, 3, 5, device=kernels.device).permute(2, 1, 0)
     for left, right in ((row[:, None], query[None]), (query[None], row[:, None]), (apart, apart)):
-        got = launch(left, right, norm.weight, norm.eps)
-        for mine, theirs in zip(got, add_norm_reference(left, right, norm)):
+        got = launch(left, right, norm)
+        for mine, theirs in zip(got, add_norm.reference(left, right, norm)):
             assert_same(mine, theirs)
-
-
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("lead", [(1,), (3, 4), (0,)], ids=str)
-@pytest.mark.parametrize("size", [2, 40, 2049])
-@torch.no_grad()
-def test_two_norms_side_by_side(kernels, lead, size, dtype):
-    torch.manual_seed(sum(lead) + size)
-    left, right = (states(*lead, size, dtype=dtype, device=kernels.device) for _ in range(2))
-    norms = [norm_over(size, dtype, kernels.device, seed) for seed in range(2)]
-    launch = kernels.load("norms").norm_pair_triton
-    got = launch(left, right, norms[0].weight, norms[1].weight, norms[0].eps)
-    assert_same(got, norm_pair_reference(left, right, *norms), dtype)
-
-
-@torch.no_grad()
-def test_two_norms_of_strided_rows(kernels):
-    torch.manual_seed(0)
-    wide = states(5, 3, 60, device=kernels.device)
-    left, right = wide[:, 1, :20], wide[:, 2, 1::3]
-    norms = [norm_over(20, torch.float32, kernels.device, seed) for seed in range(2)]
-    launch = kernels.load("norms").norm_pair_triton
-    got = launch(left, right, norms[0].weight, norms[1].weight, norms[0].eps)
-    assert_same(got, norm_pair_reference(left, right, *norms))
 
 
 def test_needed_gradients_and_other_dtypes_take_the_reference(kernels):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from vllm_specblock.triton_kernels.layers.lm_and_rank_head_reference import topk_tokens_reference
+from vllm_specblock.triton_kernels.layers.topk_tokens import topk_tokens
 
 
 def load(kernels):
-    return kernels.load("topk_tokens", "best_of_chunks").topk_tokens_triton
+    return kernels.load("topk_tokens").topk_tokens_triton
 
 
 def distinct_logits(lead, vocab, dtype, device):
@@ -31,7 +31,7 @@ def test_as_torch_does(kernels, lead, vocab, width, dtype, sharp, scale):
     offset = torch.randint(0, 50, (vocab,), device=kernels.device)
     beta = torch.linspace(2.5, 0.4, lead[0], device=kernels.device) if sharp else None
     logprob, token = load(kernels)(logits, offset, width, scale, beta)
-    wanted = topk_tokens_reference(logits, offset, width, scale, beta)
+    wanted = topk_tokens.reference(logits, offset, width, scale, beta)
     assert logprob.dtype == torch.float32 and token.dtype == torch.int64
     torch.testing.assert_close(logprob, wanted[0], atol=1e-5, rtol=1e-5)
     assert torch.equal(token, wanted[1])
@@ -44,7 +44,7 @@ def test_over_many_chunks(kernels):
     offset = torch.arange(3000, device=kernels.device)
     beta = torch.tensor([0.5, 1.5], device=kernels.device)
     logprob, token = load(kernels)(logits, offset, 10, 2.0, beta)
-    wanted = topk_tokens_reference(logits, offset, 10, 2.0, beta)
+    wanted = topk_tokens.reference(logits, offset, 10, 2.0, beta)
     torch.testing.assert_close(logprob, wanted[0], atol=1e-4, rtol=1e-5)
     assert torch.equal(token, wanted[1])
 
@@ -61,7 +61,7 @@ def test_strided_logits_and_no_rows(kernels):
     wide = distinct_logits((2, 4), 40, torch.float32, kernels.device)
     offset = torch.zeros(25, dtype=torch.int64, device=kernels.device)
     launch, part = load(kernels), wide[:, ::2, 5:30]
-    for got, wanted in zip(launch(part, offset, 6), topk_tokens_reference(part, offset, 6)):
+    for got, wanted in zip(launch(part, offset, 6), topk_tokens.reference(part, offset, 6)):
         torch.testing.assert_close(got, wanted)
     assert [x.shape for x in launch(part[:0], offset, 6)] == [(0, 2, 6), (0, 2, 6)]
 

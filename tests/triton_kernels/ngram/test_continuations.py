@@ -39,7 +39,7 @@ def head_on(known: Texts, options: NGramConfig, nodes: int) -> NGramDrafter:
 
 
 def launched(kernels, known: Texts, head: NGramDrafter) -> DraftTree:
-    follow = kernels.load("continuations", "occurrences", "select_tree").follow_triton
+    follow = kernels.load("continuations").follow_triton
     made = follow(known, head.following)
     return DraftTree(*(getattr(made, name).cpu() for name in DraftTree.__dataclass_fields__))
 
@@ -97,28 +97,6 @@ def test_many_stretches(kernels, length):
     wanted, made = head.draft(), launched(kernels, known, head)
     assert wanted.size[0] > 6, "all occurrences say the same"
     assert texts(made, 0) == pytest.approx(texts(wanted, 0), abs=6 * STEP)
-
-
-def test_every_stretch_leaves_its_best(kernels):
-    known = table_of([2500, 1024, 1025], 3, 2600, kernels.device)
-    module = kernels.load("occurrences")
-    found = module.occurrences_triton(known, 2, 6, 4).cpu()
-    head = head_on(known, NGramConfig(min_match=2, max_match=6, branches=4), 20)
-    for request, length in enumerate([2500, 1024, 1025]):
-        text = head.texts.table[head.texts.row[request]]
-        for stretch in range(-(-(length - 1) // 1024)):
-            best = []
-            for place in range(stretch * 1024, min(stretch * 1024 + 1024, length - 1)):
-                agrees = 0
-                while agrees < min(6, place + 1) and (
-                    text[place - agrees] == text[length - 1 - agrees]
-                ):
-                    agrees += 1
-                if agrees >= 2:
-                    best.append(place + 2600 * agrees)
-            best = [*sorted(best, reverse=True)[:4], -1, -1, -1, -1][:4]
-            assert found[request, stretch].tolist() == best
-    assert module.stretch_of(131_072, 8) == 1024 and module.stretch_of(1 << 20, 32) == 8192
 
 
 @pytest.mark.parametrize("position", [-9, -2, -1, 400, 1 << 40])

@@ -4,19 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.strides import column
 
 from vllm_specblock.tree import DraftTree
 from vllm_specblock.verify.accept_path import DrawnRows, accept_path_rows
-from vllm_specblock.verify.synthetic_acceptance import _SEED_FACTOR, SyntheticAcceptance
 
-FAR = 1 << 40  # whoever looks here finds himself far outside of everything
-
-
-def column(x: torch.Tensor) -> torch.Tensor:
-    """The same values between others that would not do."""
-    table = torch.full((len(x), 3), FAR, dtype=x.dtype, device=x.device)
-    table[:, 1] = x
-    return table[:, 1]
+FAR = 1 << 40  # far outside of every tensor
 
 
 class Case:
@@ -62,7 +55,7 @@ class Case:
         path, accepted = (x.to(device, copy=True) for x in self.verdict)
         # A part of a batch begins anywhere.
         parts = [torch.nn.functional.pad(x.to(device), (1, 0))[1:] for x in self.rows[:3]]
-        rows = DrawnRows(*parts, column(self.rows.req_idx.to(device)))
+        rows = DrawnRows(*parts, column(self.rows.req_idx.to(device), FAR))
         trees = (x.to(device) for x in self.trees)
         output, num_sampled = function(rows, *trees, path, accepted)
         return [x.cpu() for x in (output, num_sampled, path, accepted)]
@@ -85,7 +78,7 @@ def test_as_torch(kernels, count, num_nodes, max_depth, vocab):
     for seed in range(3):
         case = Case(count, num_nodes, vocab, max_depth, seed)
         wanted = case.run(accept_path_rows, "cpu")
-        assert_same(case.run(lambda rows, *rest: launch(*rows, *rest), kernels.device), wanted)
+        assert_same(case.run(launch, kernels.device), wanted)
         lengths |= set(wanted[1].tolist())
     assert len(lengths) > (num_nodes > 1), "nothing was ever accepted, or everything always"
 
@@ -99,7 +92,7 @@ def test_a_chain_longer_than_paths_may_be(kernels):
     chain = DraftTree.from_nodes(parent.long(), parent, parent.float(), torch.full((7,), 130))
     depth = torch.nn.functional.pad(chain.depth.long(), (1, 0))
     case.trees = parent, depth, chain.ancestors
-    made = case.run(lambda rows, *rest: launch(*rows, *rest), kernels.device)
+    made = case.run(launch, kernels.device)
     assert_same(made, case.run(accept_path_rows, "cpu"))
     assert made[1].tolist()[0] == 5 and made[2][0].tolist() == [0, 1, 2, 3, 4]
 
@@ -118,38 +111,5 @@ def test_the_deeper_twin_decides_and_the_first_of_equals(kernels):
         req_idx=torch.tensor([0]),
     )
     case.verdict = case.verdict[0][:1], case.verdict[1][:1]
-    made = case.run(lambda rows, *rest: launch(*rows, *rest), kernels.device)
+    made = case.run(launch, kernels.device)
     assert [x.tolist() for x in made] == [[[5, 6, 9, 0]], [3], [[0, 2, 3, 0]], [2]]
-
-
-def imposed_as_torch(kernels, case: Case) -> list[int]:
-    """Walks with drawn numbers; returns how many tokens came out."""
-    slots, num_nodes = case.trees[0].shape
-    imposed = SyntheticAcceptance(slots, num_nodes, torch.device("cpu"))
-    # They overlap: twins, to be told apart by their order.
-    imposed.low.copy_(0.2 * torch.rand(imposed.low.shape, generator=case.draw))
-    imposed.high.copy_(imposed.low + 0.8)
-    seed = case.among(-(1 << 62), 1 << 62, slots + 5)  # times the factor they wrap
-    position = case.among(0, 9000, len(case.rows.drawn))
-    walk = kernels.load("accept_path")
-    numbers = walk.SyntheticDraws(
-        *(x.to(kernels.device) for x in (imposed.low, imposed.high, imposed.draws, seed)),
-        _SEED_FACTOR,
-        position.to(kernels.device),
-    )
-    wanted = case.run(
-        lambda rows, *rest: imposed.accept_path_rows(rows, seed, position, *rest), "cpu"
-    )
-    made = case.run(
-        lambda rows, *rest: walk.accept_path_triton(*rows, *rest, numbers), kernels.device
-    )
-    assert_same(made, wanted)
-    return wanted[1].tolist()
-
-
-@pytest.mark.parametrize(("count", "num_nodes", "max_depth"), SHAPES)
-def test_imposed_as_torch(kernels, count, num_nodes, max_depth):
-    lengths = set()
-    for seed in range(4):
-        lengths |= set(imposed_as_torch(kernels, Case(count, num_nodes, 9, max_depth, seed)))
-    assert len(lengths) > (num_nodes > 1), "nothing was ever accepted, or everything always"

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from vllm_specblock.triton_kernels.verify.build_tree_mask import MaskTensors
 
 from vllm_specblock.tree import ancestor_words, depths
 from vllm_specblock.verify.tree_mask import BatchRows, TreeMask
 
-WRITTEN = ("prefix_len", "mask_words", "tree_start", "position", "node_position")
+WRITTEN = MaskTensors._fields
 
 
 def trees_of(slots: int, num_nodes: int, draw) -> tuple[torch.Tensor, torch.Tensor]:
@@ -53,21 +54,13 @@ def assert_as_torch(kernels, rows: BatchRows, depth, ancestors, column: bool = F
         getattr(wanted, name).fill_(-7)
     wanted.fill(rows, depth, ancestors)
     # The kernel is to do without the indices of every node.
-    position, query_start, seq_len, req_idx, node_start = (x.to(kernels.device) for x in rows[:5])
+    there = BatchRows(*(x.to(kernels.device) for x in rows[:5]), None, None, None)
     if column:  # of a table that holds other things besides
-        table = torch.full((len(req_idx), 3), 1 << 40, device=kernels.device)
-        table[:, 1] = req_idx
-        req_idx = table[:, 1]
-    launch(
-        position,
-        query_start,
-        seq_len,
-        req_idx,
-        node_start,
-        depth.to(kernels.device),
-        ancestors.to(kernels.device),
-        *(getattr(made, name) for name in WRITTEN),
-    )
+        table = torch.full((len(rows.req_idx), 3), 1 << 40, device=kernels.device)
+        table[:, 1] = there.req_idx
+        there = there._replace(req_idx=table[:, 1])
+    out = MaskTensors(*(getattr(made, name) for name in WRITTEN))
+    launch(there, depth.to(kernels.device), ancestors.to(kernels.device), out)
     for name in WRITTEN:
         assert torch.equal(getattr(made, name).cpu(), getattr(wanted, name)), name
 

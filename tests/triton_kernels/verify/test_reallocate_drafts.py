@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from vllm_specblock.triton_kernels.verify.reallocate_drafts import reallocate_drafts_reference
-
-from .test_read_accepted import column
+from support.strides import column
+from vllm_specblock.triton_kernels.verify.reallocate_drafts import reallocate_drafts
 
 GARBAGE = -7
 
@@ -49,9 +48,9 @@ def launch_of(forms):
 def test_as_torch(forms, num_requests, num_nodes, even):
     confidence, req_idx, counts = some_batch(num_requests, num_nodes, even)
     total, on = int(counts[0].sum()), forms.device
-    own = column(req_idx, on) if even else req_idx.int().to(on)
+    own = column(req_idx.to(on)) if even else req_idx.int().to(on)
     for budget in sorted({0, 1, total // 3, total // 2, total - 1, total}):
-        wanted = handed_out(reallocate_drafts_reference, confidence, req_idx, counts, budget, 2)
+        wanted = handed_out(reallocate_drafts.reference, confidence, req_idx, counts, budget, 2)
         found = handed_out(
             launch_of(forms), confidence.to(on), own, counts.to(on), budget, num_bonus=2
         )

@@ -16,7 +16,6 @@ from vllm_specblock.drafters.common.linear import PackedLinear, Stacked, add_lin
 from vllm_specblock.drafters.specblock.config import NetworkShape
 from vllm_specblock.triton_kernels.layers.layers_numba import rms_norm_numba, runs_loop
 from vllm_specblock.triton_kernels.layers.rope import Rope, rotate_pair
-from vllm_specblock.triton_kernels.layers.silu_mul import silu_mul
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """attend(query [Q..., nh, D], key [T..., nkv, D], value [T..., nkv, D]) -> [Q..., nh, D].
@@ -125,5 +124,6 @@ class MLP(nn.Module):
         Folded on CUDA the sum is written to `residual`, which no other code may read.
         """
         if self.gate_up is not None:
-            return add_linear(residual, silu_mul(self.gate_up.product(normed)), self.down_proj)
+            gate, up = self.gate_up.product(normed).chunk(2, -1)
+            return add_linear(residual, F.silu(gate, inplace=True).mul_(up), self.down_proj)
         return residual + self.down_proj(F.silu(self.gate_proj(normed)) * self.up_proj(normed))

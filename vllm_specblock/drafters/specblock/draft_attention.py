@@ -22,10 +22,6 @@ from vllm_specblock.triton_kernels.attention.tree_attention_batch import (
     TreeAttentionBatch,
     packing_on_cpu,
 )
-from vllm_specblock.triton_kernels.drafting.first_block_metadata import (
-    FirstBlockMetadata,
-    first_block_metadata_triton,
-)
 from vllm_specblock.triton_kernels.drafting.later_block_metadata import (
     LaterBlockMetadata,
     later_block_metadata_triton,
@@ -84,7 +80,7 @@ class DraftAttentionBuilder:
         later = torch.arange(rows - 1)
         sees[1 + later, :, later] = torch.ones(block_size, block_size, dtype=torch.bool).tril()
         self.own = pack_bits(sees.flatten(2)).to(device)  # [rows, K, W]
-        self.fused = self.own.is_cuda  # one launch for each block, in place of torch
+        self.fused = self.own.is_cuda  # one launch for each later block, in place of torch
 
     def step(self, rows: CommittedTokens) -> None:
         """Begin a step; later blocks stand behind the last of `rows`."""
@@ -108,39 +104,20 @@ class DraftAttentionBuilder:
             the attention, and [T] int64: RoPE's position of each row's first.
         """
         K, table, size = self.K, rows.block_table, rows.block_size * self.K
-        where = rows.position, rows.index, rows.kv_slot, rows.row_start, rows.last
-        if self.fused:
-            metadata = first_block_metadata_triton(*where, K, self.own.shape[-1])
-        else:
-            metadata = self._first(rows)
         requests = len(rows.row_start_host) - 1
+        see = (rows.index[:, None] * K + self.k + 1).int()  # [T, K]
+        kv_index = torch.where(rows.kv_slot >= 0, rows.kv_slot * K, -K)[:, None] + self.k
+        words = self.own.new_zeros(see.numel(), self.own.shape[-1])
+        ends = ((rows.index[rows.last] + 1) * K).int()
         limit = [(rows.max_position + 1) * K] * requests
 
         def sees(start: torch.Tensor, host: list[int], prefix: torch.Tensor) -> TreeAttentionBatch:
-            ends, words = metadata.ends, metadata.mask_words
             return TreeAttentionBatch(table, size, start, host, ends, limit, prefix, words, ends)
 
-        queries = sees(
-            metadata.query_start, [row * K for row in rows.row_start_host], metadata.prefix_len
-        )
-        each = [K * r for r in range(requests + 1)]
-        kept = sees(metadata.kept_start, each, metadata.kept_prefix)
-        return PagedAttention(self.caches, metadata.kv_index, queries, kept), metadata.base
-
-    def _first(self, rows: CommittedTokens) -> FirstBlockMetadata:
-        """What `first_block_metadata_triton` works out."""
-        K, requests = self.K, len(rows.last)
-        see = (rows.index[:, None] * K + self.k + 1).int()  # [T, K]
-        return FirstBlockMetadata(
-            kv_index=torch.where(rows.kv_slot >= 0, rows.kv_slot * K, -K)[:, None] + self.k,
-            query_start=rows.row_start * K,
-            prefix_len=see.flatten(),
-            mask_words=self.own.new_zeros(see.numel(), self.own.shape[-1]),
-            ends=((rows.index[rows.last] + 1) * K).int(),
-            kept_start=torch.arange(0, requests * K + 1, K, dtype=torch.int32, device=see.device),
-            kept_prefix=see[rows.last].flatten(),
-            base=rows.position + 1,
-        )
+        queries = sees(rows.row_start * K, [row * K for row in rows.row_start_host], see.flatten())
+        each = torch.arange(0, requests * K + 1, K, dtype=torch.int32, device=see.device)
+        kept = sees(each, [K * r for r in range(requests + 1)], see[rows.last].flatten())
+        return PagedAttention(self.caches, kv_index, queries, kept), rows.position + 1
 
     def warm_up(self, block_table: torch.Tensor, most_rows: int, num_heads: int) -> None:
         """Compile the attention of every block; arguments as `Drafter.warm_up` has them."""

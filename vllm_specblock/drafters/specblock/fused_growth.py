@@ -41,7 +41,6 @@ class FusedExpansion:
         self.grown = self.growing.attach_block(1, None, None, *one_row)
 
     def starts(self, block: int) -> Starts:
-        assert isinstance(self.grown, tuple)  # no tree yet
         return Starts(*self.grown)
 
     def next_block(
@@ -57,5 +56,4 @@ class FusedExpansion:
         )
 
     def finish(self) -> DraftTree:
-        assert not isinstance(self.grown, tuple)
         return tree_of(self.grown)

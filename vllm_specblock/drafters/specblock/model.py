@@ -20,8 +20,10 @@ from vllm_specblock.drafters.common.linear import PackedLinear
 from vllm_specblock.drafters.common.rope import Rotary
 from vllm_specblock.drafters.specblock.config import TOP_LOGPROBS, DrafterConfig, NetworkShape
 from vllm_specblock.triton_kernels.layers.layer_shift import layer_shift
-from vllm_specblock.triton_kernels.layers.lm_and_rank_head import lm_and_rank_head
-from vllm_specblock.triton_kernels.layers.lm_and_rank_head_reference import top_and_features
+from vllm_specblock.triton_kernels.layers.lm_and_rank_head import (
+    lm_and_rank_head,
+    top_and_features,
+)
 from vllm_specblock.triton_kernels.layers.norms import add_norm, norm_pair
 from vllm_specblock.triton_kernels.layers.rope import Rope
 

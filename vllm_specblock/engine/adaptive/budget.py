@@ -30,7 +30,7 @@ from vllm_specblock.engine.patches import Function, patch
 from vllm_specblock.engine.scheduler import UNDRAFTED
 from vllm_specblock.feedback.controller import Controller
 from vllm_specblock.feedback.step_cost import cost_per_request
-from vllm_specblock.triton_kernels.verify.reallocate_drafts import reallocate_drafts_triton
+from vllm_specblock.triton_kernels.verify.reallocate_drafts import reallocate_drafts
 
 clock = time.thread_time
 """Seconds that this thread computed: other work on the machine hardly moves them."""
@@ -166,7 +166,7 @@ class TreeBudgetManager(AdaptiveVerificationManager):
         if self._counts is None or not np.array_equal(counts, self._counts):
             self._counts = counts
             self._counts_there = async_tensor_h2d(counts, device=idx_mapping.device)
-        self._reallocate(
+        reallocate_drafts(
             self._confidence_probs,
             idx_mapping,
             self._counts_there,
@@ -176,10 +176,6 @@ class TreeBudgetManager(AdaptiveVerificationManager):
             self.query_start_loc,
         )
         return reallocated(self._cu_num_logits[: len(req_ids) + 1], self.query_start_loc, budget)
-
-    def _reallocate(self, *args: Any) -> None:
-        """Run `reallocate_drafts_triton`, or its CPU form."""
-        reallocate_drafts_triton(*args)
 
 
 class DeviceBudgetManager(TreeBudgetManager):

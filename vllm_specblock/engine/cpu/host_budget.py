@@ -12,9 +12,6 @@ from vllm_specblock.engine.adaptive.budget import TreeBudgetManager, clock
 from vllm_specblock.engine.cpu.measure_step_cost import measure_steps, padded
 from vllm_specblock.engine.patches import Function, patch
 from vllm_specblock.feedback.controller import Step
-from vllm_specblock.triton_kernels.optional_numba import takes
-from vllm_specblock.triton_kernels.verify.reallocate_drafts import reallocate_drafts_reference
-from vllm_specblock.triton_kernels.verify.reallocate_drafts_numba import reallocate_drafts_numba
 
 if TYPE_CHECKING:
     import torch
@@ -71,10 +68,6 @@ class HostBudgetManager(TreeBudgetManager):
 
     def _padded(self, rows: np.ndarray) -> np.ndarray:
         return padded(rows)
-
-    def _reallocate(self, *args: Any) -> None:
-        loop = reallocate_drafts_numba if takes(args[0]) else reallocate_drafts_reference
-        loop(*args)
 
     def record_confidences(self, confidence_probs: torch.Tensor, input_batch: InputBatch) -> None:
         slots, count = input_batch.idx_mapping, input_batch.num_reqs

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm_specblock.engine import compat
-from vllm_specblock.engine.cpu import compile_cache, sleeping_waits
+from vllm_specblock.engine.cpu import compile_cache, loops, sleeping_waits
 from vllm_specblock.engine.cpu.batches import slot_mapping
 from vllm_specblock.engine.cpu.kernels import KERNELS
 from vllm_specblock.engine.cpu.top_k_top_p import apply_top_k_top_p
@@ -42,6 +42,7 @@ def install() -> None:
     patch(BlockTables, "gather_block_tables", lambda original: _gather_block_tables)
     patch(BlockTables, "compute_slot_mappings", lambda original: _compute_slot_mappings)
     patch(FusedStagedWriter, "apply", lambda original: _apply_staged_writes)
+    loops.register()
     compile_cache.install()
     sleeping_waits.install()
     _accept_custom_attention()

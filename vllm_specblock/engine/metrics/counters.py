@@ -7,15 +7,6 @@ from collections.abc import Callable, Sequence
 import torch
 
 from vllm_specblock.feedback.verified_trees import VerifiedTrees
-from vllm_specblock.triton_kernels.feedback.count_nodes import (
-    count_drafted_triton,
-    count_verified_triton,
-)
-from vllm_specblock.triton_kernels.feedback.count_nodes_numba import (
-    count_drafted_numba,
-    count_verified_numba,
-)
-from vllm_specblock.triton_kernels.optional_numba import takes
 
 Counts = dict[tuple[str, int], int]
 """(name, drafter) → count since the engine started; drafter 1 or 2, or 0 for what is of both."""
@@ -66,10 +57,6 @@ class DrafterCounters:
 
     def verified(self, verified: VerifiedTrees) -> None:
         """Count the trees that the target ran on in this step."""
-        if self.total.is_cuda:
-            return count_verified_triton(self._nodes, verified)
-        if takes(self.total):
-            return count_verified_numba(self._nodes, verified)
         # The root has origin 0, and so has padding after the end of the path.
         run = self._node <= verified.num_run[:, None]
         seen = torch.nn.functional.pad(verified.authors, (1, 0)) * run
@@ -93,10 +80,6 @@ class DrafterCounters:
             live: [R] bool; the other requests are left out (mid-prompt, padding).
             betas: per drafter [R] fp32, β that its tree was grown with; None: 1.
         """
-        if self.total.is_cuda:
-            return count_drafted_triton(self._drafts, sizes, second, agreed, live, betas)
-        if takes(self.total):
-            return count_drafted_numba(self._drafts, sizes, second, agreed, live, betas)
         if second is None or agreed is None:
             second = agreed = torch.zeros_like(live)
         table = torch.stack([*sizes, second.int(), agreed.int()]) * live

@@ -12,7 +12,8 @@ from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm_specblock.engine.attention.backend import TreeAttentionMetadataBuilder
 from vllm_specblock.engine.runner.sampler import TreeSampler
 from vllm_specblock.engine.target_lora import LogitsAdapters
-from vllm_specblock.verify.tree_mask import BatchRows, TreeMask
+from vllm_specblock.triton_kernels.verify.build_tree_mask import BatchRows
+from vllm_specblock.verify.tree_mask import TreeMask
 
 if TYPE_CHECKING:
     import torch

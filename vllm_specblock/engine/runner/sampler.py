@@ -10,7 +10,8 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from vllm_specblock.engine.runner.chain_fallback import ChainFallback
 from vllm_specblock.engine.runner.tree_states import TreeStates
-from vllm_specblock.verify.accept_path import DrawnRows, accept_path_rows
+from vllm_specblock.triton_kernels.verify.accept_path import DrawnRows
+from vllm_specblock.verify.accept_path import accept_path_rows
 from vllm_specblock.verify.tree_mask import TreeMask
 
 if TYPE_CHECKING:

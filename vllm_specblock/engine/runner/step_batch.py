@@ -14,7 +14,8 @@ from vllm_specblock.drafters.common.backlog import MissedRows
 from vllm_specblock.drafters.interface import CommittedTokens
 from vllm_specblock.engine.runner.tree_states import TreeStates
 from vllm_specblock.feedback.verified_trees import VerifiedTrees
-from vllm_specblock.triton_kernels.kv_cache.commit import KVCacheSet
+from vllm_specblock.triton_kernels.kv_cache.commit import AcceptedRows, KVCacheSet
+from vllm_specblock.triton_kernels.kv_cache.committed_tokens import StepRows
 
 _FEW, _ROUND = 16, 8
 
@@ -98,13 +99,13 @@ class StepBatch:
             self.last = torch.arange(num_reqs, device=device)
             self.row_start_host = list(range(num_reqs + 1))
             self.row_start = torch.arange(num_reqs + 1, dtype=torch.int32, device=device)
-            self.request, self.local = self.last, self.base - 1 + self.accepted
+            self.request, self.local = self.last, self.base - 1 + self.accepted_rows.accepted
             return
         drafted = drafts > 0
         if pad:
             counts = base + np.where(drafted, tree_states.max_depth, 0)
         else:
-            accepted = self.accepted.numpy()  # a host tensor
+            accepted = self.accepted_rows.accepted.numpy()  # a host tensor
             counts = base + np.where(drafted, accepted, 0)
             room = np.where(drafted, tree_states.max_depth - accepted, 0)
             counts += rounding(int(counts.sum()), room)  # a host array
@@ -117,7 +118,7 @@ class StepBatch:
 
     def read_accepted(self, slot: torch.Tensor) -> None:
         """Load the accepted paths of the slots [R] int64; a request without a root has none."""
-        self.path, self.accepted, self.query_start, self.drafts = read_accepted(
+        path, accepted, query_start, self.drafts = read_accepted(
             slot,
             self.goes_on,
             self.batch.query_start_loc[: len(slot) + 1],
@@ -125,14 +126,15 @@ class StepBatch:
             self.tree_states.path,
             self.tree_states.accepted,
         )
+        self.accepted_rows = AcceptedRows(query_start, self.base, path, accepted)
 
     def verified(self, temperature: torch.Tensor) -> VerifiedTrees:
         """Return the verified trees; `temperature` [slots] fp32."""
         return VerifiedTrees(
             self.batch.idx_mapping,
             self.drafts,
-            self.accepted,
-            self.path,
+            self.accepted_rows.accepted,
+            self.accepted_rows.path,
             self.tree_states.score,
             self.tree_states.origin,
             temperature,
@@ -140,15 +142,7 @@ class StepBatch:
 
     def move(self, kv_caches: KVCacheSet, slot_mapping: torch.Tensor) -> None:
         """Move the accepted paths together in the target's caches; slot_mapping [batch rows]."""
-        move_path(
-            kv_caches,
-            slot_mapping,
-            self.query_start,
-            self.base,
-            self.path,
-            self.accepted,
-            self.batch.num_tokens,
-        )
+        move_path(kv_caches, slot_mapping, self.accepted_rows, self.batch.num_tokens)
 
     def committed(
         self,
@@ -172,15 +166,11 @@ class StepBatch:
             masks: [2, R] int64, see `CacheHoles.mask`.
         """
         batch = self.batch
-        source, token, position, index, slot, last, req_temperature = committed_tokens(
+        step = StepRows(
+            *self.accepted_rows,
             self.request,
             self.local,
             self.row_start,
-            self.query_start,
-            self.base,
-            self.path,
-            self.accepted,
-            batch.num_tokens,
             batch.positions,
             slot_mapping,
             batch.idx_mapping,
@@ -188,22 +178,23 @@ class StepBatch:
             temperature,
             *masks,
         )
+        rows = committed_tokens(step, batch.num_tokens)
         bound = batch.seq_lens_cpu_upper_bound[: batch.num_reqs]
         return CommittedTokens(
             states=tuple(hidden_states),
-            source=source,
-            token=token,
-            position=position,
-            index=index,
-            kv_slot=slot,
+            source=rows.source,
+            token=rows.token,
+            position=rows.position,
+            index=rows.place,
+            kv_slot=rows.kv_slot,
             row_start=self.row_start,
             row_start_host=self.row_start_host,
-            last=last if self.last is None else self.last,
+            last=rows.last if self.last is None else self.last,
             start=masks[1],
             block_table=block_table,
             block_size=block_size,
             max_position=int(bound.max()) - 1,  # a host tensor
             text=all_token_ids,
             req_idx=batch.idx_mapping.long(),
-            temperature=req_temperature,
+            temperature=rows.temperature,
         )

@@ -11,7 +11,6 @@ import torch
 
 from vllm_specblock.combine.combined import Combined
 from vllm_specblock.tree import ancestor_words, words_for
-from vllm_specblock.triton_kernels.tree.store_tree import store_tree_triton
 from vllm_specblock.verify.synthetic_acceptance import SyntheticAcceptance
 
 
@@ -66,33 +65,17 @@ class TreeStates:
             self.synthetic_acceptance.forget(req_idx)
 
     def store(self, req_idx: torch.Tensor, combined: Combined) -> None:
-        """Store the proposed trees; `req_idx` [R] int64.
+        """Store the proposed trees; `req_idx` [R] integers.
 
         No node is accepted yet; nothing may be committed if their drafts are not scheduled.
         """
         tree = combined.tree
-        if self.parent.is_cuda:
-            store_tree_triton(
-                req_idx,
-                tree.parent,
-                tree.depth,
-                tree.ancestors,
-                tree.logprob,
-                combined.origin,
-                self.parent,
-                self.depth,
-                self.ancestors,
-                self.score,
-                self.origin,
-                self.accepted,
-            )
-        else:
-            self.parent[req_idx] = tree.parent
-            self.depth[req_idx, 1:] = tree.depth.long()
-            self.ancestors[req_idx] = tree.ancestors
-            self.accepted.index_fill_(0, req_idx, 0)
-            self.origin[req_idx] = combined.origin
-            self.score[req_idx] = tree.logprob
+        self.parent[req_idx] = tree.parent
+        self.depth[req_idx, 1:] = tree.depth.long()
+        self.ancestors[req_idx] = tree.ancestors
+        self.accepted.index_fill_(0, req_idx.long(), 0)
+        self.origin[req_idx] = combined.origin
+        self.score[req_idx] = tree.logprob
         if self.synthetic_acceptance is not None:
             self.synthetic_acceptance.note(req_idx, tree)
 

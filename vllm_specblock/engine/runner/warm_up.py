@@ -12,6 +12,7 @@ from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm_specblock.commit.move import move_path
 from vllm_specblock.engine.runner.caches import EngineCaches
 from vllm_specblock.tree import words_for
+from vllm_specblock.triton_kernels.kv_cache.commit import AcceptedRows
 from vllm_specblock.triton_kernels.warm_up import compile_attention
 
 
@@ -54,6 +55,6 @@ def compile_kernels(config: VllmConfig, caches: EngineCaches, block_tables: Bloc
         drafter.warm_up(block_table, rows)
     if block_table.device.type == "cpu":
         none, one = torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64)
-        path = torch.zeros(1, 2, dtype=torch.int64)
+        accepted = AcceptedRows(none, one, torch.zeros(1, 2, dtype=torch.int64), none.int())
         for _, each in caches.target:
-            move_path(each, -one, none, one, path, none.int(), 1)
+            move_path(each, -one, accepted, 1)

@@ -1,4 +1,4 @@
-"""Two trees become one in one launch, by choosing or by merging, as in torch."""
+"""Two trees are merged in one launch, as in torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from vllm_specblock.combine.merge import merge
-from vllm_specblock.combine.route import agreement, confidence, route
 from vllm_specblock.tree import DraftTree
 
 FIELDS = tuple(DraftTree.__dataclass_fields__)
@@ -47,49 +46,10 @@ def on(tree: DraftTree, device: torch.device) -> dict[str, torch.Tensor]:
 SHAPES = [(5, 1, 1), (4, 12, 12), (3, 60, 60), (3, 7, 40), (2, 256, 256)]
 
 
-@pytest.mark.parametrize("how", ["mean", "sum"])
-@pytest.mark.parametrize(("count", "slots", "_"), [x for x in SHAPES if x[1] == x[2]])
-def test_chooses_as_torch(kernels, count, slots, _, how):
-    choose = kernels.load("choose_tree", "copy_tree").choose_tree_triton
-    # Of different scale: nobody is as sure as the other up to rounding.
-    first, second = trees(count, slots, 3, slots), trees(count, slots, 3, slots + 1)
-    second = replace(second, logprob=second.logprob - 0.01)
-    pairs = [(first, second), (second, first), (first, first)]
-    rolled = DraftTree(*(x.roll(1, 0) for x in vars(second).values()))
-    for one, other in [*pairs, (first, rolled), (rolled, first)]:
-        combined, chosen, agreed = route(one, other, how)
-        made, *rest = choose(on(one, kernels.device), on(other, kernels.device), how == "mean")
-        sure = [confidence(tree, how) for tree in (one, other)]
-        clear = ((sure[0] - sure[1]).abs() > 1e-5 * sure[0]) | (sure[0] == sure[1])
-        assert clear.all(), "a tie up to rounding"
-        for mine, theirs in zip(rest, (combined.origin, chosen, agreed), strict=True):
-            assert mine.dtype == theirs.dtype and torch.equal(mine.cpu(), theirs)
-        for name in FIELDS:
-            assert torch.equal(made[name].cpu(), getattr(combined.tree, name)), name
-            assert made[name].is_contiguous()
-    assert torch.equal(agreed, agreement(rolled, first))
-
-
-def test_the_unsure_and_the_empty(kernels):
-    choose = kernels.load("choose_tree", "copy_tree").choose_tree_triton
-    some = trees(1, 9, 4, 0)
-    none, hopeless = DraftTree.empty(1, 9, "cpu"), replace(some, logprob=some.logprob - 500)
-    for how in ("mean", "sum"):
-        for one in (some, none, hopeless):
-            for other in (some, none, hopeless):
-                wanted, chosen, agreed = route(one, other, how)
-                made, origin, mine, same = choose(
-                    on(one, kernels.device), on(other, kernels.device), how == "mean"
-                )
-                assert [mine.item(), same.item()] == [chosen.item(), agreed.item()]
-                assert torch.equal(origin.cpu(), wanted.origin)
-                assert torch.equal(made["size"].cpu(), wanted.tree.size)
-
-
 @pytest.mark.parametrize("how", ["disjoint", "trie"])
 @pytest.mark.parametrize(("count", "ours", "theirs"), SHAPES)
 def test_merges_as_torch(forms, count, ours, theirs, how):
-    launch = forms.load("merge_trees", "select_tree").merge_trees_triton
+    launch = forms.load("merge_trees").merge_trees_triton
     first, second = trees(count, ours, 2, ours), trees(count, theirs, 2, theirs + 1)
     depth = max(int(torch.where(x.parent >= 0, x.depth, 0).max()) for x in (first, second))
     for budget in sorted({min(ours + 3, 256), min(ours + theirs, 256)}):
@@ -106,9 +66,7 @@ def test_merges_as_torch(forms, count, ours, theirs, how):
         assert how == "disjoint" or (wanted.origin == 3).any(), "nothing was joined"
 
 
-def test_nobody(kernels):
+def test_no_requests(kernels):
     none = {name: x[:0] for name, x in on(trees(2, 5, 3, 0), kernels.device).items()}
-    made, origin, *_ = kernels.load("choose_tree", "copy_tree").choose_tree_triton(none, none, True)
-    assert made["ancestors"].shape == (0, 6, 1) and origin.shape == (0, 5)
-    merged = kernels.load("merge_trees", "select_tree").merge_trees_triton(none, none, True, 7, 3)
+    merged = kernels.load("merge_trees").merge_trees_triton(none, none, True, 7, 3)
     assert merged[0].token.shape == merged[1].shape == (0, 7)

@@ -1,0 +1,66 @@
+"""Ops: a torch reference and the launcher of a Triton kernel with one signature."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import update_wrapper
+from typing import Any, Generic, ParamSpec, TypeVar
+
+import torch
+from torch import nn
+
+from .optional_numba import takes
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Op(Generic[P, R]):
+    """A torch function that has a kernel.
+
+    The first tensor among the arguments decides: on CUDA the kernel runs, elsewhere torch. Kernels
+    give no gradient, so torch also runs where one is needed.
+
+    Attributes:
+        reference: the torch function, on any device.
+        loop: compiled for CPUs; `engine/cpu/loops.py` registers it. None: the reference runs.
+    """
+
+    def __init__(self, reference: Callable[P, R], kernel: Callable[P, R] | None) -> None:
+        update_wrapper(self, reference)
+        self.reference, self.kernel = reference, kernel
+        self.loop: Callable[P, R] | None = None
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        given = (*args, *kwargs.values())
+        if torch.is_grad_enabled() and any(map(_needs_gradient, given)):
+            return self.reference(*args, **kwargs)
+        where = _first_tensor(given[0])
+        if where.is_cuda and self.kernel is not None:
+            return self.kernel(*args, **kwargs)
+        if self.loop is not None and takes(where):
+            return self.loop(*args, **kwargs)
+        return self.reference(*args, **kwargs)
+
+
+def op(kernel: Callable[P, R]) -> Callable[[Callable[P, R]], Op[P, R]]:
+    """Decorate the torch reference of a kernel's launcher."""
+    return lambda reference: Op(reference, kernel)
+
+
+def cpu_op(reference: Callable[P, R]) -> Op[P, R]:
+    """Decorate a torch function that only CPUs have another form of."""
+    return Op(reference, None)
+
+
+def _needs_gradient(x: object) -> bool:
+    if isinstance(x, nn.Module):
+        return any(parameter.requires_grad for parameter in x.parameters())
+    return isinstance(x, torch.Tensor) and x.requires_grad
+
+
+def _first_tensor(x: Any) -> torch.Tensor:
+    """The first tensor of a tensor, a sequence or an object with attributes."""
+    while not isinstance(x, torch.Tensor):
+        x = x[0] if isinstance(x, tuple | list) else next(iter(vars(x).values()))
+    return x
