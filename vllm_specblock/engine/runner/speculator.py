@@ -302,6 +302,8 @@ class TreeSpeculator(SpeculatorSetup):
         if rows.has_drafts:
             for (_, caches), slots in zip(self.target_caches, inputs.target_slots):
                 rows.move(caches, slots)
+            for layer in self.recurrent:
+                layer.commit(rows.path, rows.accepted)
         verified = rows.verified(self.temperature)
         self.draft_policy.learn(verified)
         self.counters.verified(verified)

@@ -13,6 +13,7 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.v1.spec_decode.utils import unconditional_to_conditional_rates
 from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
+from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm.v1.worker.gpu.states import RequestState
 
@@ -32,6 +33,7 @@ from vllm_specblock.engine.cpu.warm_up import compile_loops, without_made_up_req
 from vllm_specblock.engine.metrics.counters import DrafterCounters
 from vllm_specblock.engine.metrics.draft_clock import DraftClock
 from vllm_specblock.engine.metrics.exporter import make_sink
+from vllm_specblock.engine.recurrent.layers import recurrent_kind
 from vllm_specblock.engine.runner.adaptation import make_recorder
 from vllm_specblock.engine.runner.chain_fallback import ChainFallback
 from vllm_specblock.engine.runner.draft_policy import DraftPolicy
@@ -122,7 +124,10 @@ class SpeculatorSetup(DraftModelSpeculator):
     def load_draft_model(
         self, target_model: VllmModel, target_attn_layer_names: set[str]
     ) -> nn.Module:
-        self.target_layers = sorted(target_attn_layer_names)
+        layers = self.vllm_config.compilation_config.static_forward_context
+        kinds = {name: recurrent_kind(layers[name]) for name in sorted(target_attn_layer_names)}
+        self.target_layers = [name for name, kind in kinds.items() if kind is None]
+        self.recurrent = [kind(layers[name]) for name, kind in kinds.items() if kind is not None]
         if self.vllm_config.lora_config is None:
             embed = embedding_of(target_model, self.device)
         else:
@@ -203,7 +208,10 @@ class SpeculatorSetup(DraftModelSpeculator):
             compile_loops(self.dtype)
             without_made_up_requests()
         # vLLM builds this class without our arguments, hence one class per engine.
-        state = type("TreeModelState", (TreeModelState,), {"speculator": self})
+        kinds: tuple[type, ...] = (TreeModelState,)
+        if self.recurrent:
+            kinds = TreeModelState, MambaHybridModelState
+        state = type("TreeModelState", kinds, {"speculator": self})
         target_model.get_model_state_cls = lambda: state
 
     def set_attn(self, *args: Any, **kwargs: Any) -> None:
