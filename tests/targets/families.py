@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 VOCAB = 32
@@ -15,10 +16,12 @@ class Family:
     Attributes:
         config: its config.json.
         engine: engine arguments that it needs.
+        mix: size of what layers add to the residual stream; less makes texts repeat themselves.
     """
 
     config: dict[str, Any]
     engine: dict[str, Any] = field(default_factory=dict)
+    mix: float = 1.0
 
 
 ROPE = {"rope_theta": 10000.0, "rope_type": "default"}
@@ -54,6 +57,7 @@ def family(
     *groups: dict[str, Any],
     without: tuple[str, ...] = (),
     engine: dict[str, Any] | None = None,
+    mix: float = 1.0,
     **keys: Any,
 ) -> Family:
     """A family whose config is `BASE` less the keys `without`, then `groups`, then `keys`."""
@@ -61,7 +65,7 @@ def family(
     config |= {"architectures": [architecture], "model_type": model_type}
     for group in groups:
         config |= group
-    return Family(config | keys, engine or {})
+    return Family(config | keys, engine or {}, mix)
 
 
 def around(text: Family, architecture: str, model_type: str, **keys: Any) -> Family:
@@ -69,7 +73,7 @@ def around(text: Family, architecture: str, model_type: str, **keys: Any) -> Fam
     inner = {key: value for key, value in text.config.items() if key != "architectures"}
     config = {"architectures": [architecture], "model_type": model_type, "torch_dtype": "float32"}
     engine = {**text.engine, "language_model_only": True}
-    return Family(config | {"text_config": inner} | keys, engine)
+    return Family(config | {"text_config": inner} | keys, engine, text.mix)
 
 
 # fmt: off
@@ -103,8 +107,9 @@ GRANITE = {"attention_multiplier": 0.2, "embedding_multiplier": 1.0, "logits_sca
 MAMBA = {"mamba_n_heads": 8, "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_d_head": 32,
          "mamba_d_conv": 4, "mamba_expand": 2, "mamba_chunk_size": 32}
 DELTA_NET = {"linear_conv_kernel_dim": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
-             "linear_num_key_heads": 2, "linear_num_value_heads": 4, "num_hidden_layers": 4,
-             "layer_types": ["linear_attention"] * 3 + [FULL], "partial_rotary_factor": 0.5,
+             "linear_num_key_heads": 2, "linear_num_value_heads": 4, "num_hidden_layers": 6,
+             "layer_types": (["linear_attention"] * 2 + [FULL]) * 2,
+             "full_attention_interval": 3, "partial_rotary_factor": 0.5,
              "rope_parameters": {**ROPE, "mrope_section": [4, 2, 2], "mrope_interleaved": True,
                                  "partial_rotary_factor": 0.5}}
 QWEN_MOE = {**EXPERTS, "decoder_sparse_step": 1, "mlp_only_layers": [],
@@ -118,7 +123,9 @@ MIMO_V2 = {**ROUTED, **NOAUX, "v_head_dim": 32, "sliding_window": 32, "sliding_w
            "swa_rope_theta": 10000.0, "rope_theta": 10000.0, "partial_rotary_factor": 1.0,
            "layernorm_epsilon": 1e-5, "attention_value_scale": 0.7,
            "add_full_attention_sink_bias": False, "add_swa_attention_sink_bias": False}
-HYBRID = {"block_size": None}  # vLLM computes the block size of models with recurrent layers
+MAMBA_LAYERS = ["mamba", "attention", "mamba", "mamba", "attention"]
+# vLLM computes the block size of models with recurrent layers.
+hybrid = partial(family, engine={"block_size": None}, mix=0.2)
 
 FAMILIES = {
     # ---- dense, full attention ----
@@ -311,40 +318,39 @@ FAMILIES = {
         without=("head_dim",)),
 
     # ---- recurrent layers ----
-    "Bamba": family("BambaForCausalLM", "bamba", MAMBA, engine=HYBRID, num_hidden_layers=4,
+    "Bamba": hybrid("BambaForCausalLM", "bamba", MAMBA, num_hidden_layers=4,
         attn_layer_indices=[2]),
-    "Falcon-H1": family("FalconH1ForCausalLM", "falcon_h1", MAMBA, engine=HYBRID, mamba_d_ssm=256,
+    "Falcon-H1": hybrid("FalconH1ForCausalLM", "falcon_h1", MAMBA, mamba_d_ssm=256,
         mlp_multipliers=[1.0, 1.0], ssm_multipliers=[1.0] * 5),
-    "Granite 4 hybrid": family("GraniteMoeHybridForCausalLM", "granitemoehybrid", GRANITE, MAMBA,
-        engine=HYBRID, num_hidden_layers=4, layer_types=["mamba", "mamba", "attention", "mamba"],
-        layers_block_type=["mamba", "mamba", "attention", "mamba"], num_local_experts=0,
-        num_experts_per_tok=0, shared_intermediate_size=192, position_embedding_type="rope"),
-    "Jamba": family("JambaForCausalLM", "jamba", MAMBA, EXPERTS, engine=HYBRID, num_hidden_layers=4,
+    "Granite 4 hybrid": hybrid("GraniteMoeHybridForCausalLM", "granitemoehybrid", GRANITE, MAMBA,
+        num_hidden_layers=5, layer_types=MAMBA_LAYERS, layers_block_type=MAMBA_LAYERS,
+        num_local_experts=0, num_experts_per_tok=0,
+        shared_intermediate_size=192, position_embedding_type="rope"),
+    "Jamba": hybrid("JambaForCausalLM", "jamba", MAMBA, EXPERTS, num_hidden_layers=4,
         attn_layer_period=4, attn_layer_offset=2, expert_layer_period=2, expert_layer_offset=1,
         mamba_dt_rank=8),
-    "Kimi Linear": family("KimiLinearForCausalLM", "kimi_linear", MLA, without=("head_dim",),
-        engine=HYBRID, num_hidden_layers=4, num_experts_per_token=2,
-        moe_router_activation_func="sigmoid",
+    "Kimi Linear": hybrid("KimiLinearForCausalLM", "kimi_linear", MLA, without=("head_dim",),
+        num_hidden_layers=4, num_experts_per_token=2, moe_router_activation_func="sigmoid",
         linear_attn_config={"kda_layers": [1, 2, 3], "full_attn_layers": [4], "num_heads": 4,
                             "head_dim": 32, "short_conv_kernel_size": 4}),
-    "LFM2": family("Lfm2ForCausalLM", "lfm2", engine=HYBRID, num_hidden_layers=4,
-        layer_types=["conv", "conv", FULL, "conv"], block_dim=128, conv_dim=128, conv_dim_out=128,
-        conv_L_cache=3, conv_bias=False, block_multiple_of=32, block_ff_dim=192,
+    "LFM2": hybrid("Lfm2ForCausalLM", "lfm2", mix=0.04, num_hidden_layers=5,
+        layer_types=["conv", FULL, "conv", "conv", FULL], block_dim=128, conv_dim=128,
+        conv_dim_out=128, conv_L_cache=3, conv_bias=False, block_multiple_of=32, block_ff_dim=192,
         block_use_swiglu=True, tie_word_embeddings=True),
-    "Mamba 2": family("Mamba2ForCausalLM", "mamba2", engine=HYBRID, intermediate_size=256,
+    "Mamba 2": hybrid("Mamba2ForCausalLM", "mamba2", intermediate_size=256,
         num_heads=8, state_size=16, n_groups=1, expand=2, conv_kernel=4, chunk_size=32),
-    "Nemotron-H, Nemotron 3": family("NemotronHForCausalLM", "nemotron_h", engine=HYBRID,
-        without=("num_hidden_layers",), hybrid_override_pattern="M-M*-M",
-        layers_block_type=["mamba", "mlp", "mamba", "attention", "mlp", "mamba"],
+    "Nemotron-H, Nemotron 3": hybrid("NemotronHForCausalLM", "nemotron_h",
+        without=("num_hidden_layers",), hybrid_override_pattern="M-*M-M*",
+        layers_block_type=["mamba", "mlp", "attention", "mamba", "mlp", "mamba", "attention"],
         ssm_state_size=16, mamba_num_heads=8, mamba_head_dim=32, n_groups=2, conv_kernel=4,
         chunk_size=32, mlp_hidden_act="relu2"),
-    "Qwen3-Next": family("Qwen3NextForCausalLM", "qwen3_next", QWEN_MOE, DELTA_NET, engine=HYBRID,
+    "Qwen3-Next": hybrid("Qwen3NextForCausalLM", "qwen3_next", QWEN_MOE, DELTA_NET,
         rope_parameters=ROPE),
-    "Qwen3.5": family("Qwen3_5ForCausalLM", "qwen3_5_text", DELTA_NET, engine=HYBRID),
-    "Qwen3.5 MoE": family("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", QWEN_MOE, DELTA_NET,
-        engine=HYBRID),
-    "Zamba 2": family("Zamba2ForCausalLM", "zamba2", MAMBA, engine=HYBRID, num_hidden_layers=4,
-        layers_block_type=["mamba", "hybrid", "mamba", "mamba"], mamba_ngroups=1, n_mamba_heads=8,
+    "Qwen3.5": hybrid("Qwen3_5ForCausalLM", "qwen3_5_text", DELTA_NET),
+    "Qwen3.5 MoE": hybrid("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", QWEN_MOE, DELTA_NET),
+    "Zamba 2": hybrid("Zamba2ForCausalLM", "zamba2", MAMBA, hidden_act="gelu",
+        num_hidden_layers=4,
+        layers_block_type=["mamba", "hybrid", "mamba", "hybrid"], mamba_ngroups=1, n_mamba_heads=8,
         mamba_headdim=32, num_mem_blocks=1, attention_head_dim=64, attention_hidden_size=256,
         use_shared_attention_adapter=False, adapter_rank=8, use_mem_rope=True, chunk_size=32),
 

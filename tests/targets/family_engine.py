@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
+import gated_delta_net
 import torch
 from families import ROPE, VOCAB, Family
 from torch import Tensor
@@ -169,9 +170,10 @@ def _prepare(family: Family, loaded: list[str]) -> None:
 
     def load_weights(self, model, model_config) -> None:
         loaded.append(type(model).__name__)
-        draw_weights(model)
+        draw_weights(model, family.mix)
 
     DummyModelLoader.load_weights = load_weights
+    gated_delta_net.install()
     # vLLM inspects a class in a new process, which imports everything again.
     registry._LazyRegisteredModel.inspect_model_cls = lambda self: (
         registry._ModelInfo.from_model_cls(self.load_model_cls())
@@ -190,17 +192,21 @@ def _stand_in(name: str) -> None:
 
 
 def _see_chains() -> None:
-    """Let every node attend to all nodes before it: wrong wherever a tree branches."""
+    """Let every node go on from the one before it: wrong wherever a tree branches."""
+    from vllm_specblock.verify.recurrence import Paths
     from vllm_specblock.verify.tree_mask import TreeMask
 
-    fill = TreeMask.fill
+    fill, init = TreeMask.fill, Paths.__init__
 
     def fill_as_chain(self, rows, depth, ancestors) -> None:
         fill(self, rows, depth, ancestors)
         node = rows.node.long()
         self.mask_words[rows.row, 0] = (torch.ones_like(node) << (node + 1)) - 1
 
-    TreeMask.fill = fill_as_chain
+    def init_as_chain(self, base, parent, num_rows) -> None:
+        init(self, base, torch.arange(parent.shape[1]).expand_as(parent), num_rows)
+
+    TreeMask.fill, Paths.__init__ = fill_as_chain, init_as_chain
 
 
 def _untrained_drafter(folder: Path) -> Path:
@@ -225,7 +231,7 @@ def _untrained_drafter(folder: Path) -> Path:
 HEAD = re.compile(r"lm_head|output_layer|embed_out|\boutput\.")
 
 
-def draw_weights(model: torch.nn.Module) -> None:
+def draw_weights(model: torch.nn.Module, mix: float = 1.0) -> None:
     """Draw each weight by its name, so that every engine of a family has the same ones."""
     parameters = dict(model.named_parameters())
     tied = not any(HEAD.search(name) for name in parameters)
@@ -238,10 +244,10 @@ def draw_weights(model: torch.nn.Module) -> None:
     for name, tensor in {**parameters, **buffers}.items():
         if tensor.data_ptr() not in drawn and tensor.device.type != "meta":
             drawn.add(tensor.data_ptr())
-            _draw(name, tensor.data, embedding=0.1 if tied else 1.0)
+            _draw(name, tensor.data, embedding=0.1 if tied else 1.0, mix=mix)
 
 
-def _draw(name: str, tensor: Tensor, embedding: float) -> None:
+def _draw(name: str, tensor: Tensor, embedding: float, mix: float) -> None:
     if not tensor.is_floating_point():
         tensor.zero_()
         return
@@ -263,5 +269,6 @@ def _draw(name: str, tensor: Tensor, embedding: float) -> None:
     elif "conv" in name:
         value = 0.6 * normal
     else:
-        value = 1.3 * normal / math.sqrt(tensor.shape[-1])
+        leaves = re.search("o_proj|out_proj|down_proj|w2|dense", name)
+        value = (mix if leaves else 1.0) * 1.3 * normal / math.sqrt(tensor.shape[-1])
     tensor.copy_(value)

@@ -13,7 +13,8 @@ from families import FAMILIES
 HERE = Path(__file__).resolve().parent
 RESULTS = json.loads((HERE / "results.json").read_text())
 # Windows in several cache groups, layers that share a cache, sinks, M-RoPE, the Transformers
-# backend, an attention backend of the model's own, and a layer that is not causal.
+# backend, an attention backend of the model's own, a layer that is not causal, and recurrent
+# layers (Gated DeltaNet; the others are in tests/engine/test_hybrid_targets.py).
 SERVED = [
     "Gemma 2",
     "Gemma 4 E2B",
@@ -22,6 +23,7 @@ SERVED = [
     "OLMo 2",
     "MiMo-V2 with sinks",
     "HRM text",
+    "Qwen3.5",
 ]
 
 
@@ -41,7 +43,7 @@ def test_a_handful_has_the_verdicts_that_are_written_down(tmp_path):
 def test_every_family_is_identical_or_refused():
     assert RESULTS.keys() == FAMILIES.keys()
     assert not unexpected(RESULTS)
-    assert sum(verdict == "identical" for verdict in verdicts(RESULTS).values()) >= 60
+    assert sum(verdict == "identical" for verdict in verdicts(RESULTS).values()) >= 70
 
 
 def verdicts(results):

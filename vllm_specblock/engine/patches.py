@@ -6,6 +6,8 @@ original. The list says why each patch is needed.
 At start-up (`registration.py`):
     EngineArgs.create_speculative_config: `method` is a Literal.
     arg_utils.maybe_override_with_speculators: the checkpoint's method overrides the user's.
+    EngineArgs._set_default_chunked_prefill_and_prefix_caching_args: turns on prefix caching for
+        recurrent layers, whose states trees do not leave at the ends of blocks.
     spec_decode.init_speculator: speculators cannot be registered.
     SamplingParams._validate_spec_decode: refuses min_p and logit_bias with any speculation; with
         trees they are exact. It also checks `specblock_draft`.

@@ -17,6 +17,7 @@ from vllm.v1.worker.gpu import attn_utils
 from vllm_specblock.engine.attention.backend import TreeAttentionBackend
 from vllm_specblock.engine.config.ours import extracts_features, is_ours
 from vllm_specblock.engine.patches import Function, replaces
+from vllm_specblock.engine.recurrent.layers import recurrent_kind
 from vllm_specblock.engine.target_states import add_interface
 from vllm_specblock.options import TargetError
 
@@ -101,13 +102,13 @@ def check_target_model(model: nn.Module, config: VllmConfig) -> None:
 
     Raises:
         TargetError: a custom model state, which may read neighbouring rows; a layer that is not
-            vLLM's `Attention` with our backend and equal key and value sizes; an fp8 cache with a
-            head size that cannot be packed.
+            vLLM's `Attention` with our backend and equal key and value sizes, nor a recurrent one
+            of `recurrent/layers.py`; an fp8 cache with a head size that cannot be packed.
     """
     if hasattr(model, "get_model_state_cls"):
         raise TargetError(f"its own model state ({type(model).__name__})")
     for name, layer in config.compilation_config.static_forward_context.items():
-        if not isinstance(layer, AttentionLayerBase):
+        if not isinstance(layer, AttentionLayerBase) or recurrent_kind(layer) is not None:
             continue
         backend = layer.get_attn_backend()
         if (

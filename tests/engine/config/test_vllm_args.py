@@ -216,8 +216,7 @@ TARGET_KIND = {
     [
         ({"is_encoder_decoder": True}, "encoder-decoder"),
         ({"use_mla": True}, "MLA"),
-        ({"is_hybrid": True}, "Mamba"),
-        ({"is_attention_free": True}, "Mamba"),
+        ({"is_attention_free": True}, "no attention layers"),
         ({"supports_multimodal_inputs": True}, "multimodal inputs"),
         ({"attention_chunk_size": 8192}, "chunked attention"),
         ({"uses_alibi": True}, "ALiBi"),

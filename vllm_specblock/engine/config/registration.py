@@ -1,11 +1,11 @@
-"""Registration with vLLM at start-up: names, and five of the patches in `patches.py`."""
+"""Registration with vLLM at start-up: names, and six of the patches in `patches.py`."""
 
 from __future__ import annotations
 
 import sys
 from typing import TYPE_CHECKING, Any
 
-from vllm_specblock.config import METHOD
+from vllm_specblock.config import METHOD, OptionError
 from vllm_specblock.engine import undrafted
 from vllm_specblock.engine.config.architecture import (
     DRAFT_ARCHITECTURES,
@@ -39,6 +39,7 @@ def register() -> None:
     )
     _accept_method()
     _keep_method()
+    _without_prefix_caching()
     _build_speculator()
     _check_sampling_params()
     _schedule_trees()
@@ -96,6 +97,25 @@ def _keep_method() -> None:
                 del found[_NODES]  # the length of a chain
             found["method"] = METHOD
         return model, tokenizer, found
+
+
+def _without_prefix_caching() -> None:
+    """Keep it off for targets with recurrent layers; vLLM's config of the cache is made early.
+
+    A prefix is found by the state at the end of a block, and an accepted path may pass that end.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
+    @replaces(EngineArgs, "_set_default_chunked_prefill_and_prefix_caching_args")
+    def set_defaults(original: Function, self: EngineArgs, model_config: ModelConfig) -> None:
+        if asks_for_us(self.speculative_config) and model_config.is_hybrid:
+            if self.enable_prefix_caching:
+                raise OptionError(
+                    "enable_prefix_caching is on, but SpecBlock supports it only for targets "
+                    "without recurrent layers: drop it."
+                )
+            self.enable_prefix_caching = False
+        original(self, model_config)
 
 
 def _build_speculator() -> None:

@@ -121,12 +121,15 @@ def check_task(target: ModelConfig) -> None:
 
 
 def check_target(target: ModelConfig) -> None:
+    from vllm.platforms import current_platform
+
     for refused, kind in (
         (target.is_encoder_decoder, "an encoder-decoder"),
         (target.use_mla, "multi-head latent attention (MLA)"),
+        (target.is_attention_free, "no attention layers"),
         (
-            target.is_hybrid or target.is_attention_free,
-            "recurrent (Mamba or hybrid) layers (docs/hybrid_targets.md)",
+            target.is_hybrid and not current_platform.is_cpu(),
+            "recurrent layers, on a GPU (docs/hybrid_targets.md)",
         ),
         # Drafters cannot embed their placeholder tokens.
         (

@@ -91,8 +91,9 @@ def translate(args: EngineArgs, target: ModelConfig, parallel: ParallelConfig) -
         METHOD: resolved.model_dump(mode="json"),
     }
     args.attention_backend = AttentionBackendEnum.CUSTOM
-    # One block table for all layers; sliding windows then save no memory.
-    args.disable_hybrid_kv_cache_manager = True
+    # One block table for all layers; sliding windows then save no memory. Recurrent layers have a
+    # table of their own.
+    args.disable_hybrid_kv_cache_manager = not target.is_hybrid
     return resolved
 
 

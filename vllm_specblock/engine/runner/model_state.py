@@ -10,6 +10,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from vllm_specblock.engine.attention.backend import TreeAttentionMetadataBuilder
+from vllm_specblock.engine.recurrent.metadata import RecurrentTreeBuilder, TreeRows
 from vllm_specblock.engine.runner.sampler import TreeSampler
 from vllm_specblock.engine.target_lora import LogitsAdapters
 from vllm_specblock.triton_kernels.verify.build_tree_mask import BatchRows
@@ -106,9 +107,14 @@ class TreeModelState(DefaultModelState):
         self.tree_mask.num_trees = None if graph else _trees_in_front(input_batch)
         # A graph of pieces reads positions in the mask's buffer.
         self.plain = self.tree_mask.num_trees == 0 and cudagraph_mode == CUDAGraphMode.NONE
+        trees = None
+        if self.speculator.recurrent and input_batch.num_draft_tokens:
+            trees = TreeRows(input_batch, self.tree_states.parent)
         for groups in attn_groups:
             for group in groups:
                 builder = group.get_metadata_builder(0)
+                if isinstance(builder, RecurrentTreeBuilder):
+                    builder.trees = trees
                 if isinstance(builder, TreeAttentionMetadataBuilder):
                     builder.tree_mask = self.tree_mask
                     self.plain = self.plain and not builder.needs_mask

@@ -13,6 +13,7 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.sampling_params import SamplingParams
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm.v1.worker.gpu.states import RequestState
 
@@ -21,6 +22,7 @@ from vllm_specblock.engine import deep_sleep, draft_updates
 from vllm_specblock.engine.adaptive.budget import clock
 from vllm_specblock.engine.config.vllm_args import read_back
 from vllm_specblock.engine.cpu.warm_up import compile_loops, without_made_up_requests
+from vllm_specblock.engine.recurrent.layers import take_recurrent
 from vllm_specblock.engine.runner import graphs
 from vllm_specblock.engine.runner.build import build, widen_texts
 from vllm_specblock.engine.runner.caches import Slots
@@ -74,7 +76,9 @@ class TreeSpeculator(DraftModelSpeculator):
     def load_draft_model(
         self, target_model: VllmModel, target_attn_layer_names: set[str]
     ) -> nn.Module:
-        parts = build(self, target_model, sorted(target_attn_layer_names))
+        layers = self.vllm_config.compilation_config.static_forward_context
+        target_layers, self.recurrent = take_recurrent(layers, sorted(target_attn_layer_names))
+        parts = build(self, target_model, target_layers)
         self.caches, self.draft_policy, self.tree_states = parts[2:5]
         self.skipped, self.adaptive, self.recorder = parts.skipped, parts.adaptive, parts.recorder
         self.counters, self.clock = parts.counters, parts.clock
@@ -88,7 +92,10 @@ class TreeSpeculator(DraftModelSpeculator):
             compile_loops(self.dtype)
             without_made_up_requests()
         # vLLM builds this class without our arguments, hence one class per engine.
-        state = type("TreeModelState", (TreeModelState,), {"speculator": self})
+        kinds: tuple[type, ...] = (TreeModelState,)
+        if self.recurrent:
+            kinds = TreeModelState, MambaHybridModelState
+        state = type("TreeModelState", kinds, {"speculator": self})
         target_model.get_model_state_cls = lambda: state
 
     def set_attn(self, *args: Any, **kwargs: Any) -> None:
@@ -240,6 +247,8 @@ class TreeSpeculator(DraftModelSpeculator):
         if rows.has_drafts:
             for (_, caches), slots in zip(self.caches.target, inputs.target_slots):
                 rows.move(caches, slots)
+            for layer in self.recurrent:
+                layer.commit(rows.accepted_rows.path, rows.accepted_rows.accepted)
         verified = rows.verified(self.temperature)
         self.draft_policy.learn(verified)
         self.counters.verified(verified)

@@ -1,0 +1,1 @@
+"""Trees through the recurrent layers of hybrid targets."""

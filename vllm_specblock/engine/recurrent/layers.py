@@ -1,0 +1,277 @@
+"""Recurrent layers that verify draft trees: Mamba-2, short convolution, Gated DeltaNet.
+
+A request's state stays that of its committed tokens while a tree is verified. What the rows wrote
+waits in the layer, and the accepted path is applied once it is known (`verify/recurrence.py`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from vllm.config import VllmConfig
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.mamba.abstract import MambaBase
+from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
+from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
+from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
+from vllm.model_executor.layers.mamba.short_conv import ShortConv
+from vllm.v1.kv_cache_interface import KVCacheSpec
+
+from vllm_specblock.engine.recurrent.metadata import RecurrentTreeMetadata, tree_backend
+from vllm_specblock.verify.recurrence import Recurrence, advance, convolve, newest, scan
+
+
+class Waiting(NamedTuple):
+    """What a layer needs to apply accepted paths to its states."""
+
+    step: RecurrentTreeMetadata
+    x: Tensor
+    rows: Recurrence | None = None
+    written: Tensor | None = None
+
+
+class RecurrentLayer(ABC):
+    """Verifies trees in one of the target's layers, which keeps one state per request.
+
+    Args:
+        layer: vLLM's, before its cache is allocated; it is changed in place.
+    """
+
+    kind: type[MambaBase]
+
+    def __init__(self, layer: Any) -> None:
+        self.layer, self.waiting = layer, None
+        # vLLM's chains keep a state per draft.
+        layer.num_spec = 0
+        layer.get_kv_cache_spec = partial(_one_state, layer.get_kv_cache_spec)
+        backend = tree_backend(layer.get_attn_backend())
+        layer.get_attn_backend = lambda: backend
+
+    waiting: Waiting | None
+
+    @property
+    def histories(self) -> Tensor:
+        """[slots, W − 1, C], inputs of the convolution."""
+        cache = self.layer.kv_cache[0]
+        return cache.transpose(1, 2) if is_conv_state_dim_first() else cache
+
+    @property
+    def states(self) -> Tensor:
+        """[slots, H, K, V]."""
+        raise NotImplementedError
+
+    def step(self) -> RecurrentTreeMetadata | None:
+        """The step's metadata if it has drafts."""
+        every = get_forward_context().attn_metadata
+        found = every.get(self.layer.prefix) if isinstance(every, dict) else None
+        return found if isinstance(found, RecurrentTreeMetadata) else None
+
+    def run(
+        self,
+        step: RecurrentTreeMetadata,
+        plain: Callable[..., Any],
+        inputs: tuple[Tensor, ...],
+        out: Tensor,
+    ) -> None:
+        """Fill `out` [rows, …]: requests without drafts by `plain(*inputs, out)`."""
+        trees = step.trees
+        if trees.other_rows is not None:
+            metadata = get_forward_context().attn_metadata
+            found = out.new_empty(len(trees.other_rows), *out.shape[1:])
+            metadata[self.layer.prefix] = step.others
+            plain(*(x[trees.other_rows] for x in inputs), found)
+            metadata[self.layer.prefix] = step
+            out[trees.other_rows] = found
+        made = self.verify(step, *(trees.pad(x) for x in inputs))
+        out[trees.rows] = trees.unpad(made).reshape(-1, *out.shape[1:]).to(out.dtype)
+
+    @abstractmethod
+    def verify(self, step: RecurrentTreeMetadata, *inputs: Tensor) -> Tensor:
+        """[R, L, …] inputs → [R, L, …] what the layer gives."""
+
+    def convolved(
+        self, step: RecurrentTreeMetadata, x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        """[R, L, C], in the dtype of x."""
+        history, paths = self.histories[step.slot].float(), step.trees.paths
+        bias = None if bias is None else bias.float()
+        return convolve(history, x.float(), paths, weight.float(), bias)
+
+    def commit(self, path: Tensor, accepted: Tensor) -> None:
+        """Apply the accepted paths; path [all requests, D + 1] int64, accepted [all requests]."""
+        if self.waiting is None:
+            return
+        (step, x, rows, written), self.waiting = self.waiting, None
+        trees, histories = step.trees, self.histories
+        node = path[trees.requests].gather(1, accepted[trees.requests].long()[:, None])[:, 0]
+        last = trees.base - 1 + node
+        history = histories[step.slot]
+        histories[step.slot] = newest(history, x.to(history.dtype), trees.paths, last)
+        if rows is not None and written is not None:
+            state = self.states[step.slot]
+            after = advance(rows, written, trees.paths, last, state.float())
+            self.states[step.slot] = after.to(state.dtype)
+
+
+class Mamba2Layer(RecurrentLayer):
+    kind = MambaMixer2
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__(layer)
+        self.plain, layer.conv_ssm_forward = layer.conv_ssm_forward, self.forward
+
+    @property
+    def states(self) -> Tensor:
+        return self.layer.kv_cache[1].transpose(2, 3)
+
+    def forward(self, projected_states: Tensor, output: Tensor) -> Any:
+        step = self.step()
+        if step is None:
+            return self.plain(projected_states, output)
+        return self.run(step, self.plain, (projected_states,), output)
+
+    def verify(self, step: RecurrentTreeMetadata, *inputs: Tensor) -> Tensor:
+        layer, (projected,) = self.layer, inputs
+        sizes = [layer.tped_intermediate_size, layer.tped_conv_size, layer.tped_dt_size]
+        _, x, dt = projected.split(sizes, dim=-1)
+        mixed = self.convolved(step, x, layer.conv_weights, layer.conv1d.bias)
+        if layer.activation == "silu":
+            mixed = F.silu(mixed)
+        value, key, query = layer.split_hidden_states_B_C_fn(mixed.to(x.dtype).float())
+        heads = dt.shape[-1]
+        groups = key.shape[-1] // layer.ssm_state_size
+        value = value.unflatten(-1, (heads, -1))
+        key, query = (
+            each.unflatten(-1, (groups, -1)).repeat_interleave(heads // groups, 2)
+            for each in (key, query)
+        )
+        dt = F.softplus(dt.float() + layer.dt_bias.float())
+        rows = Recurrence(query, key, dt[..., None] * value, dt * layer.A.float())
+        out, written = scan(rows, step.trees.paths, self.states[step.slot].float())
+        self.waiting = Waiting(step, x, rows, written)
+        return (out + layer.D.float()[:, None] * value).flatten(2)
+
+
+class ShortConvLayer(RecurrentLayer):
+    kind = ShortConv
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__(layer)
+        self.plain, layer.forward_native = layer.forward_native, self.forward
+
+    def forward(self, hidden_states: Tensor, output: Tensor) -> Any:
+        step = self.step()
+        if step is None:
+            return self.plain(hidden_states, output)
+        return self.run(step, self.plain, (hidden_states,), output)
+
+    def verify(self, step: RecurrentTreeMetadata, *inputs: Tensor) -> Tensor:
+        layer = self.layer
+        mixed, _ = layer.in_proj(inputs[0])
+        before, after, x = mixed.chunk(3, dim=-1)
+        x = before * x
+        weight = layer.conv.weight.flatten(1)
+        made = self.convolved(step, x, weight, layer.conv.bias).to(x.dtype)
+        self.waiting = Waiting(step, x)
+        out: Tensor = layer.out_proj(after * made)[0]
+        return out
+
+
+class GatedDeltaNetLayer(RecurrentLayer):
+    kind = QwenGatedDeltaNetAttention
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__(layer)
+        layer.verifies_trees = self
+        _install_gated_delta_net()
+
+    @property
+    def states(self) -> Tensor:
+        # vLLM's kernels for CPUs take the memory of [V, K] as [K, V].
+        states = self.layer.kv_cache[1]
+        slots, heads, value, key = states.shape
+        return states.view(slots, heads, key, value)
+
+    def verify(self, step: RecurrentTreeMetadata, *inputs: Tensor) -> Tensor:
+        layer, (x, b, a) = self.layer, inputs
+        weight = gdn_attention._unpacked_conv_weight(layer)
+        mixed = self.convolved(step, x, weight, layer.conv1d.bias)
+        if layer.activation == "silu":
+            mixed = F.silu(mixed)
+        split = layer.rearrange_mixed_qkv(mixed.to(x.dtype).flatten(0, 1))
+        query, key, value = (each[0].unflatten(0, x.shape[:2]).float() for each in split)
+        query, key = (
+            (each * (each.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).repeat_interleave(
+                value.shape[2] // each.shape[2], 2
+            )
+            for each in (query, key)
+        )
+        decay = -layer.A_log.float().exp() * F.softplus(a.float() + layer.dt_bias.float())
+        query = query * query.shape[-1] ** -0.5
+        rows = Recurrence(query, key, value, decay, b.float().sigmoid())
+        out, written = scan(rows, step.trees.paths, self.states[step.slot].float())
+        self.waiting = Waiting(step, x, rows, written)
+        return out
+
+
+KINDS: tuple[type[RecurrentLayer], ...] = (Mamba2Layer, ShortConvLayer, GatedDeltaNetLayer)
+
+
+def take_recurrent(
+    context: dict[str, Any], names: list[str]
+) -> tuple[list[str], list[RecurrentLayer]]:
+    """Let the recurrent ones of the target's layers verify trees.
+
+    Returns:
+        the names of the others; the recurrent layers.
+    """
+    kinds = {name: recurrent_kind(context[name]) for name in names}
+    taken = [kind(context[name]) for name, kind in kinds.items() if kind is not None]
+    return [name for name, kind in kinds.items() if kind is None], taken
+
+
+def recurrent_kind(layer: Any) -> type[RecurrentLayer] | None:
+    """How `layer` verifies trees; None: it cannot."""
+    return next((kind for kind in KINDS if type(layer) is kind.kind), None)
+
+
+def _one_state(original: Callable[[VllmConfig], KVCacheSpec], config: VllmConfig) -> KVCacheSpec:
+    return replace(original(config), num_speculative_blocks=0)
+
+
+_LIBRARY: list[torch.library.Library] = []
+
+
+def _install_gated_delta_net() -> None:
+    """Give vLLM's operator an implementation that knows our metadata. Idempotent."""
+    if _LIBRARY:
+        return
+
+    def cpu_gdn_attention_core(
+        mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor, layer_name: Any
+    ) -> None:
+        context = get_forward_context()
+        layer: Any = context.no_compile_layers[gdn_attention._resolve_layer_name(layer_name)]
+        ours: GatedDeltaNetLayer | None = getattr(layer, "verifies_trees", None)
+        step = None if ours is None else ours.step()
+        plain = partial(_plain_gated_delta_net, layer_name)
+        if ours is None or step is None:
+            plain(mixed_qkv, b, a, core_attn_out)
+        else:
+            ours.run(step, plain, (mixed_qkv, b, a), core_attn_out)
+
+    library = torch.library.Library("vllm", "IMPL")
+    library.impl("cpu_gdn_attention_core", cpu_gdn_attention_core, "CPU", allow_override=True)
+    _LIBRARY.append(library)
+
+
+def _plain_gated_delta_net(layer_name: Any, *tensors: Tensor) -> None:
+    gdn_attention.cpu_gdn_attention_core(*tensors, layer_name)

@@ -1,0 +1,153 @@
+"""Draft trees through recurrent layers, without a state per node.
+
+A head's state S [K, V] goes on from its parent's by the node's decay a, key k and value v:
+
+    S_i = a_i S_parent + k_i u_iᵀ        u_i = β_i (v_i − (a_i S_parent)ᵀ k_i), in Mamba-2 v_i
+    o_i = S_iᵀ q_i
+
+With G_i the sum of log a from the root to i, node i sees exp(G_i) S_0 and exp(G_i − G_j) k_j u_jᵀ
+of its ancestors j and itself: attention with a tree mask and a decay. u solves one unit triangular
+system, since parents come before children. The state after any path is S_0 and one product over it.
+
+Shapes: R requests, L rows of a request (committed ones, then the tree's nodes), H heads, C
+channels, W the width of a convolution. A shorter request has padding, which others do not see.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Paths:
+    """Which rows each row goes on from.
+
+    Args:
+        base: [R] int64, committed rows, the root included; they form a chain.
+        parent: [R, N] integers, of nodes 1 … N; 0 is the root, or −1.
+        num_rows: L.
+
+    Attributes:
+        parent: [R, L] int64, a row; −1 before the first.
+        seen: [R, L, L] bool, column j is an ancestor of row i, or i itself.
+    """
+
+    def __init__(self, base: Tensor, parent: Tensor, num_rows: int) -> None:
+        row = torch.arange(num_rows, device=parent.device)
+        node = row - base[:, None]  # [R, L], 0: the first after the root
+        above = parent.long().clamp(min=0).gather(1, node.clamp(0, parent.shape[1] - 1))
+        self.parent = torch.where(node < 0, row - 1, base[:, None] - 1 + above)
+        hop = torch.nn.functional.one_hot(self.parent + 1, num_rows + 1)[..., 1:].float()
+        seen = torch.eye(num_rows, device=parent.device) + hop
+        reach = 1
+        while reach < num_rows:
+            seen = (seen @ seen).clamp_(max=1)
+            reach *= 2
+        self.seen = seen.bool()
+        self._windows: dict[int, Tensor] = {}
+
+    def window(self, width: int) -> Tensor:
+        """[R, L, W] rows that a convolution of this width reads, the row itself last.
+
+        W − 1 rows of history come before row 0: row i is number W − 1 + i.
+        """
+        if width not in self._windows:
+            before = width - 1
+            row = torch.arange(-before, self.parent.shape[1], device=self.parent.device)
+            above = torch.where(row <= 0, row - 1, 0).clamp(min=-before).repeat(len(self.parent), 1)
+            above[:, before:] = self.parent
+            taken = [row[before:].expand_as(self.parent)]
+            for _ in range(before):
+                taken.append(above.gather(1, taken[-1] + before))
+            self._windows[width] = torch.stack(taken[::-1], 2) + before
+        return self._windows[width]
+
+
+def convolve(
+    history: Tensor, x: Tensor, paths: Paths, weight: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """[R, L, C], the causal convolution along each row's own path.
+
+    Args:
+        history: [R, W − 1, C], inputs before row 0, the newest last.
+        x: [R, L, C].
+        weight: [C, W]; bias: [C].
+    """
+    width = weight.shape[1]
+    rows, taken = torch.cat([history, x], 1), paths.window(width)
+    out = torch.zeros_like(x) if bias is None else bias.expand_as(x).clone()
+    for place in range(width):
+        index = taken[:, :, place, None].expand_as(x)
+        out += rows.gather(1, index) * weight[:, place]
+    return out
+
+
+def newest(history: Tensor, x: Tensor, paths: Paths, last: Tensor) -> Tensor:
+    """[R, W − 1, C], the history after the paths that end in rows `last` [R] int64."""
+    width = history.shape[1] + 1
+    taken = paths.window(width)[torch.arange(len(last), device=last.device), last, 1:]
+    return torch.cat([history, x], 1).gather(1, taken[..., None].expand(-1, -1, x.shape[2]))
+
+
+class Recurrence(NamedTuple):
+    """What a layer computes of each row before its recurrence, in fp32.
+
+    Attributes:
+        query, key: [R, L, H, K].
+        value: [R, L, H, V]; of Mamba-2 Δ x.
+        log_decay: [R, L, H], log a, at most 0.
+        beta: [R, L, H], of the delta rule; None: there is none.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    log_decay: Tensor
+    beta: Tensor | None = None
+
+
+def scan(rows: Recurrence, paths: Paths, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Outputs of all rows, from the state before row 0.
+
+    Args:
+        state: [R, H, K, V].
+
+    Returns:
+        [R, L, H, V], outputs; [R, L, H, V], what each row writes, u.
+    """
+    query, key, value = (x.transpose(1, 2) for x in rows[:3])  # [R, H, L, ·]
+    total = path_decay(rows, paths).transpose(1, 2)  # [R, H, L], G
+    # Masked before exp: of rows that do not see each other the difference may be large.
+    gap = (total[..., None] - total[..., None, :]).masked_fill(~paths.seen[:, None], -torch.inf)
+    fade, start = gap.exp(), total.exp()[..., None]
+    written = value
+    if rows.beta is not None:
+        beta = rows.beta.transpose(1, 2)[..., None]
+        known = (beta * fade * (key @ key.mT)).tril(-1)
+        given = beta * (value - start * (key @ state))
+        written = torch.linalg.solve_triangular(known, given, upper=False, unitriangular=True)
+    out = start * (query @ state) + (fade * (query @ key.mT)) @ written
+    return out.transpose(1, 2), written.transpose(1, 2)
+
+
+def path_decay(rows: Recurrence, paths: Paths) -> Tensor:
+    """[R, L, H], G: log a summed over a row and its ancestors."""
+    return paths.seen.to(rows.log_decay.dtype) @ rows.log_decay
+
+
+def advance(rows: Recurrence, written: Tensor, paths: Paths, last: Tensor, state: Tensor) -> Tensor:
+    """[R, H, K, V], the state after the paths that end in rows `last` [R] int64.
+
+    Args:
+        written: [R, L, H, V], of `scan`.
+        state: [R, H, K, V] before row 0.
+    """
+    which = torch.arange(len(last), device=last.device)
+    total = path_decay(rows, paths)
+    end = total[which, last]  # [R, H]
+    on_path = paths.seen[which, last][..., None]
+    fade = (end[:, None] - total).masked_fill(~on_path, -torch.inf).exp()
+    update = torch.einsum("rlh,rlhk,rlhv->rhkv", fade, rows.key, written)
+    return end.exp()[..., None, None] * state + update
