@@ -31,7 +31,7 @@ from vllm_specblock.triton_kernels.feedback import (
     write_survival,
 )
 from vllm_specblock.triton_kernels.feedback.slab_tensors import SlabTensors, StepToRecord
-from vllm_specblock.triton_kernels.kv_cache import commit, committed_tokens, store_kv
+from vllm_specblock.triton_kernels.kv_cache import commit, committed_tokens, mask_holes, store_kv
 from vllm_specblock.triton_kernels.layers import (
     best_of_chunks,
     fp8_linear,
@@ -750,4 +750,12 @@ def test_record_step_compiles(compiler, dtype, known, num_nodes):
             origin.int(),
         ),
     )
+    assert len(stand_in.compiled) == 1 and fits(stand_in)
+
+
+@pytest.mark.parametrize("width", [3, 8192])
+def test_masking_holes_compiles(compiler, width):
+    stand_in = compiler(mask_holes, "_mask_holes_kernel")
+    row, table = torch.zeros(2, dtype=torch.int64), torch.zeros(2, width, dtype=torch.int32)
+    mask_holes.mask_holes_triton(torch.zeros(9).long(), table, row, row, 16, row, row)
     assert len(stand_in.compiled) == 1 and fits(stand_in)
