@@ -251,6 +251,23 @@ def test_tiles_leave_room(compiler, shared, head_size):
         assert deep or dtype == torch.float32 or (shared, head_size) == (SHARED_LIMIT, 256)
 
 
+@pytest.mark.parametrize(
+    ("generation", "shared", "rows", "warps"),
+    [
+        (8, 163 * 1024, (16, 64, 128), (4, 8, 8)),
+        (8, SHARED_LIMIT, (16, 64), (4, 8)),
+        (9, 227 * 1024, (16, 64, 128), (4, 4, 8)),
+        (10, 227 * 1024, (16, 64), (4, 8)),
+        (12, SHARED_LIMIT, (16, 64), (4, 8)),
+    ],
+)
+def test_tiles_by_generation(generation, shared, rows, warps):
+    """Wider tiles, or fewer warps, spill in the loop (`tests/emulated_gpu/compiled.json`)."""
+    tiles = attention_schedule.tile_classes(128, torch.bfloat16, shared, generation)
+    assert tuple(tile.rows for tile in tiles) == rows
+    assert tuple(tile.num_warps for tile in tiles) == warps
+
+
 def triton_width(head_size: int) -> int:
     """Columns that a head takes: the next power of two."""
     return 1 << (head_size - 1).bit_length()
