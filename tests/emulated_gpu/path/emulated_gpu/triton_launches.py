@@ -98,7 +98,9 @@ def check_accesses(interpreter: ModuleType) -> None:
 def check(pointers: np.ndarray, mask: np.ndarray, itemsize: int) -> None:
     """Raise if an address is in no argument of the kernel that runs."""
     name, ranges = running[-1]
-    addresses = pointers[np.broadcast_to(mask, pointers.shape)].astype(np.uint64)
+    # A mask may be of integers, which numpy would take for indices.
+    masked = np.broadcast_to(mask, pointers.shape).astype(bool)
+    addresses = pointers[masked].astype(np.uint64)
     inside = np.zeros(addresses.shape, dtype=bool)
     for begin, end in ranges:
         inside |= (addresses >= begin) & (addresses <= end - itemsize)
