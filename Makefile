@@ -48,8 +48,11 @@ test-emulated-gpu:
 	@$(PYTHON) tools/setup_env.py --venv $(CUDA_VENV) --cuda
 	@$(MAKE) --no-print-directory -C tests/emulated_gpu PYTHON=$(CURDIR)/$(CUDA_VENV)/bin/python
 	$(EMULATED) -m pytest tests/emulated_gpu/checks/check_device.py
+	$(EMULATED) --lazy --host-forms -m pytest tests/emulated_gpu/checks/check_host_work.py
+	$(EMULATED) $(MODES) --host-forms -m pytest --numprocesses $(WORKERS) --dist worksteal \
+		tests/emulated_gpu/checks/check_engines.py
 	$(EMULATED) $(MODES) -m pytest --numprocesses $(WORKERS) --dist worksteal --ignore $(COMPILED) \
-		tests/emulated_gpu/checks/check_*.py tests/triton_kernels -k "check_ or (cuda and not loop)"
+		tests/triton_kernels -k "cuda and not loop"
 
 FIRST := runs/first_drafter
 first-drafter: setup

@@ -43,7 +43,8 @@ def compile_attention(
     """
     device, (num_heads, head_size) = query.device, query.shape[1:]
     num_kv_heads, block_size = kv_cache.shape[1:3]
-    classes = cut.tile_classes(head_size, query.dtype, cut.shared_memory(device))
+    shared, generation = cut.shared_memory(device), cut.generation(device)
+    classes = cut.tile_classes(head_size, query.dtype, shared, generation)
     shapes = shapes_to_compile(
         classes,
         num_heads // num_kv_heads,

@@ -7,6 +7,8 @@ PYTHON belongs to an environment with vLLM's CUDA build, and `make` here has run
 --poison: fresh memory reads as NaN or -1, at every replay of a graph as well.
 --bounds: a Triton access outside of the kernel's arguments is an error.
 --shuffle: the programs of a launch run in random order.
+--host-forms: most launches of row-wise and attention kernels run as torch on the host, which takes
+    a hundredth of the time; one in 64 is interpreted, and has to agree.
 --trace: print refused calls, and the time of each Triton kernel.
 --trace-all: print each operation, too.
 --skip-kernels: a compiled kernel without an emulation does nothing, and is no error.
@@ -20,7 +22,10 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-FLAGS = ("--lazy", "--poison", "--bounds", "--shuffle", "--trace", "--trace-all", "--skip-kernels")
+FLAGS = (
+    "--lazy", "--poison", "--bounds", "--shuffle", "--host-forms", "--trace", "--trace-all",
+    "--skip-kernels",
+)  # fmt: skip
 
 
 def environment() -> dict[str, str]:

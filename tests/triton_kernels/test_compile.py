@@ -27,7 +27,7 @@ from vllm_specblock.triton_kernels.feedback import (
     write_survival,
 )
 from vllm_specblock.triton_kernels.feedback.slab_tensors import SlabTensors, StepToRecord
-from vllm_specblock.triton_kernels.kv_cache import commit, committed_tokens, store_kv
+from vllm_specblock.triton_kernels.kv_cache import commit, committed_tokens, mask_holes, store_kv
 from vllm_specblock.triton_kernels.layers import (
     best_of_chunks,
     fp8_linear,
@@ -227,6 +227,23 @@ def test_where_the_time_goes_nothing_spills_and_loads_are_on_their_way(
         assert not [line for line in loop if re.search(r"\b(LDL|STL)", line)]
         left = [int(n, 16) for line in loop for n in re.findall(r"DEPBAR\.LE SB0, (0x\w+)", line)]
         assert left and min(left) >= 4
+
+
+@pytest.mark.parametrize(
+    ("generation", "shared", "rows", "warps"),
+    [
+        (8, 163 * 1024, (16, 64, 128), (4, 8, 8)),
+        (8, SHARED_LIMIT, (16, 64), (4, 8)),
+        (9, 227 * 1024, (16, 64, 128), (4, 4, 8)),
+        (10, 227 * 1024, (16, 64), (4, 8)),
+        (12, SHARED_LIMIT, (16, 64), (4, 8)),
+    ],
+)
+def test_tiles_by_generation(generation, shared, rows, warps):
+    """Wider tiles, or fewer warps, spill in the loop (`tests/emulated_gpu/compiled.json`)."""
+    tiles = attention_schedule.tile_classes(128, torch.bfloat16, shared, generation)
+    assert tuple(tile.rows for tile in tiles) == rows
+    assert tuple(tile.num_warps for tile in tiles) == warps
 
 
 def test_move_kv_compiles(compiler):
@@ -579,4 +596,12 @@ def test_record_step_compiles(compiler, dtype, known, num_nodes):
             origin.int(),
         ),
     )
+    assert len(stand_in.compiled) == 1 and fits(stand_in)
+
+
+@pytest.mark.parametrize("width", [3, 8192])
+def test_masking_holes_compiles(compiler, width):
+    stand_in = compiler(mask_holes, "_mask_holes_kernel")
+    row, table = torch.zeros(2, dtype=torch.int64), torch.zeros(2, width, dtype=torch.int32)
+    mask_holes.mask_holes_triton(torch.zeros(9).long(), table, row, row, 16, row, row)
     assert len(stand_in.compiled) == 1 and fits(stand_in)

@@ -34,8 +34,11 @@ _DEEP = 4
 """Buffers of keys, and as many of values, that keep two blocks on their way beside the one that is
 multiplied."""
 _SPARE = 1024  # bytes of shared memory that barriers and reductions take
+_WIDE_SHARED = 160 * 1024  # of sm_80; sm_86 and sm_89 have 99 KB
 HOPPER_SHARED = 227 * 1024
 """Bytes of shared memory that one program may use on sm_90."""
+HOPPER = 9
+"""The major compute capability of sm_90."""
 
 
 @dataclass(frozen=True)
@@ -50,15 +53,21 @@ class Tile:
 
 
 @cache
-def tile_classes(head_size: int, dtype: torch.dtype, shared: int) -> tuple[Tile, ...]:
+def tile_classes(
+    head_size: int, dtype: torch.dtype, shared: int, generation: int = HOPPER
+) -> tuple[Tile, ...]:
     """Tiles for a layer, the smallest first.
 
     head_size: D. dtype: the queries'. shared: bytes of shared memory that a program may use.
+    generation: major compute capability of the GPU.
     """
     # Float32 is multiplied as three products of parts, and the parts are in shared memory too.
     width = max(next_power_of_2(head_size), 16) * (8 if dtype == torch.float32 else 2)
     most = max(_floor_power_of_2(shared // 3 // width), 16)
-    rows = sorted({min(size, most) for size in CLASSES})
+    # Elsewhere a tile of 128 rows spills in the loop, and one of 64 does with four warps.
+    wide = generation == HOPPER or (generation < HOPPER and shared >= _WIDE_SHARED)
+    rows = sorted({min(size, most) for size in (CLASSES if wide else CLASSES[:-1])})
+    eight_warps = 128 if generation == HOPPER else 64
     entries, num_stages = _pipeline(shared - rows[-1] * width, width)
     # Masks of 64 entries and more did not fit in the registers of a tile of 128 rows.
     return tuple(
@@ -66,7 +75,7 @@ def tile_classes(head_size: int, dtype: torch.dtype, shared: int) -> tuple[Tile,
             size,
             entries,
             min(entries, 32 if size > 16 else 128),
-            8 if size == 128 else 4,
+            8 if size >= eight_warps else 4,
             num_stages,
         )
         for size in rows
@@ -96,6 +105,12 @@ def shared_memory(device: torch.device) -> int:
         return HOPPER_SHARED
     properties: Any = torch.cuda.get_device_properties(device)  # torch's stubs lack it
     return int(properties.shared_memory_per_block_optin)
+
+
+@cache
+def generation(device: torch.device) -> int:
+    """Major compute capability; on a CPU (interpreter) that of sm_90."""
+    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else HOPPER
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,8 @@ def tree_attention(
     num_kv_heads, block_size = kv_cache.shape[1:3]
     num_requests = len(query_start) - 1
     group = num_heads // num_kv_heads
-    classes = cut.tile_classes(head_size, query.dtype, cut.shared_memory(query.device))
+    shared, generation = cut.shared_memory(query.device), cut.generation(query.device)
+    classes = cut.tile_classes(head_size, query.dtype, shared, generation)
     launches = cut.plan_launches(
         classes, query_lens, group, num_requests, num_kv_heads, max_seq_len, unknown_up_to
     )

@@ -418,6 +418,12 @@ PYBIND11_MODULE(_emulated_gpu, m) {
   m.def("holds", [](uintptr_t address) { return bool(emu_holds(reinterpret_cast<void*>(address))); });
   m.def("lazy", [] { return bool(emu_lazy()); });
   m.def("capturing", [] { return bool(emu_capturing(c10::cuda::getCurrentCUDAStream().stream())); });
+  m.def("note", [](bool on) { emu_note(on); });
+  m.def("noted", [] {
+    std::vector<std::string> names;
+    for (size_t i = 0; emu_noted(i); ++i) names.emplace_back(emu_noted(i));
+    return names;
+  });
   m.def("enqueue", [](py::object call, const std::string& name) {
     auto stream = c10::cuda::getCurrentCUDAStream().stream();
     check(emu_enqueue(stream, run_python, drop_python, new PyWork{call, name}, name.c_str()), name);

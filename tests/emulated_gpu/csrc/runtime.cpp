@@ -296,9 +296,14 @@ void run_node(Node& node, Stream* stream) {
   }
 }
 
+// What streams are given while `noting`: the names of operations, and of a graph's nodes behind "graph".
+bool noting = false;
+std::vector<std::string> noted;
+
 cudaError_t add(Stream* stream, std::shared_ptr<Node> node) {
   {
     std::lock_guard<std::recursive_mutex> lock(state);
+    if (noting && !stream->capture) noted.push_back(node->name);
     if (stream->capture) {
       auto& capture = *stream->capture;
       if (capture.broken) return fail(cudaErrorStreamCaptureInvalidated, node->name.c_str());
@@ -407,6 +412,12 @@ API int emu_idle(void* stream) {
   auto* s = at((cudaStream_t)stream);
   return s->queue.empty() && !s->running;
 }
+API void emu_note(int on) {
+  std::lock_guard<std::recursive_mutex> lock(state);
+  noting = on;
+  noted.clear();
+}
+API const char* emu_noted(size_t i) { return i < noted.size() ? noted[i].c_str() : nullptr; }
 API int emu_lazy() { return LAZY; }
 API void emu_fault(const char* what) {
   fprintf(stderr, "[emu] failed on the device: %s\n", what);
@@ -921,9 +932,13 @@ SUCCEEDS(cudaGraphUpload, cudaGraphExec_t, cudaStream_t)
 API cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t s) {
   auto nodes = *reinterpret_cast<std::shared_ptr<Nodes>*>(exec);
   auto* stream = at(s);
-  return add_call(stream, "graph", [nodes, stream] {
+  auto error = add_call(stream, "graph", [nodes, stream] {
     for (auto& node : *nodes) run_node(*node, stream);
   });
+  std::lock_guard<std::recursive_mutex> lock(state);
+  if (noting && !stream->capture)
+    for (auto& node : *nodes) noted.push_back("graph: " + node->name);
+  return error;
 }
 API cudaError_t cudaGraphDestroy(cudaGraph_t g) {
   delete reinterpret_cast<Graph*>(g);

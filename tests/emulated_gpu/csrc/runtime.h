@@ -16,6 +16,10 @@ int emu_idle(void* stream);
 int emu_wait(void* stream, const char* name);
 // Whether an address is in memory of the device, or in pinned memory.
 int emu_holds(const void* address);
+// Begin to note what streams are given, or end, and forget what was noted.
+void emu_note(int on);
+// The name of the operation noted as number `i`; nullptr behind the last one.
+const char* emu_noted(size_t i);
 // Report work that failed. Every later call that waits returns an error.
 void emu_fault(const char* what);
 }

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from vllm_specblock.drafters.interface import CommittedTokens
+from vllm_specblock.triton_kernels.kv_cache.mask_holes import mask_holes
 
 
 class CacheHoles:
@@ -56,30 +57,12 @@ class CacheHoles:
             [R] bool, requests that cannot draft: all their rows lie in an incomplete block, which
             stays in the table. None: no request has an incomplete block, on a CPU.
         """
-        size, index = self.block_size, table.long()
         self.masks.zero_()
-        missing = self.missing[index]
-        if not table.is_cuda and bool((missing == size).all()):  # a host tensor
+        if not table.is_cuda and bool((self.missing[table.long()] == self.block_size).all()):
             self._report()
             return None
-        column = torch.arange(table.shape[1], device=table.device)
-        current, end = (first // size)[:, None], (last // size)[:, None]
-        here = column == current
-        hole = torch.where(here, missing < (first % size)[:, None], missing < size)
-        hole &= column <= current
-        begun = (hole & here).any(1)
-        blind = begun & (last // size == first // size)
-        # Blocks that are written from here on, or up to here: complete until a row is skipped.
-        written = (column >= current) & (column <= end) & ~hole
-        self.missing[torch.where(written, index, len(self.missing) - 1)] = size
-        hole &= ~(here & blind[:, None])
-
         hidden, start = self.masks[:, : len(table)]
-        torch.mul(hole.sum(1), size, out=hidden)
-        torch.mul(first // size + 1, begun * size, out=start)
-        place = torch.where(hole, len(column), (~hole).cumsum(1) - 1)
-        kept = table.new_zeros(len(table), len(column) + 1).scatter_(1, place, table)
-        table.copy_(kept[:, :-1])
+        blind = mask_holes(self.missing, table, first, last, self.block_size, hidden, start)
         self._report()
         return blind
 

@@ -7,6 +7,7 @@ import collections
 import functools
 import inspect
 import itertools
+import json
 import os
 import random
 import sys
@@ -20,7 +21,11 @@ import numpy as np
 import torch
 from lib.interpreter import teach_bf16_dot, teach_whole_arrays
 
+from emulated_gpu import host_forms
+from emulated_gpu.launch_records import as_compiled
+
 SHUFFLE = os.environ.get("EMU_SHUFFLE") == "1"
+HOST_FORMS = os.environ.get("EMU_HOST_FORMS") == "1"
 BOUNDS = os.environ.get("EMU_BOUNDS") == "1"
 TRACE = os.environ.keys() & {"EMU_TRACE", "EMU_TRACE_ALL"}
 TAKES_POINTERS = (
@@ -93,7 +98,9 @@ def check_accesses(interpreter: ModuleType) -> None:
 def check(pointers: np.ndarray, mask: np.ndarray, itemsize: int) -> None:
     """Raise if an address is in no argument of the kernel that runs."""
     name, ranges = running[-1]
-    addresses = pointers[np.broadcast_to(mask, pointers.shape)].astype(np.uint64)
+    # A mask may be of integers, which numpy would take for indices.
+    masked = np.broadcast_to(mask, pointers.shape).astype(bool)
+    addresses = pointers[masked].astype(np.uint64)
     inside = np.zeros(addresses.shape, dtype=bool)
     for begin, end in ranges:
         inside |= (addresses >= begin) & (addresses <= end - itemsize)
@@ -139,6 +146,20 @@ def storages(arg: Any) -> Iterable[tuple[int, int]]:
         yield arg.storage_range
 
 
+RECORD = os.environ.get("EMU_RECORD_LAUNCHES")
+recorded: set[str] = set()
+
+
+def record(self, name: str, given: dict[str, Any], options: dict[str, Any]) -> None:
+    """Add a launch to the file that `EMU_RECORD_LAUNCHES` names, as far as a compiler sees it."""
+    plain = {key: as_compiled(value, key in self.constexprs) for key, value in given.items()}
+    line = json.dumps({"kernel": name, "arguments": plain, "options": options})
+    if line not in recorded:
+        recorded.add(line)
+        with open(RECORD, "a") as file:
+            file.write(line + "\n")
+
+
 def launch(self, *args: Any, **kwargs: Any) -> None:
     """`GridExecutor.__call__`: run the kernel, or add it to the current stream."""
     from triton.runtime import interpreter
@@ -147,6 +168,7 @@ def launch(self, *args: Any, **kwargs: Any) -> None:
     spec = inspect.getfullargspec(self.fn)
     known = {*spec.args, *spec.kwonlyargs}
     args = tuple(on_host(arg) for arg in args)
+    options = {name: kwargs[name] for name in ("num_warps", "num_stages") if name in kwargs}
     kwargs = {name: on_host(arg) for name, arg in kwargs.items() if name in known}
     for hook in self.pre_run_hooks:
         hook(*args, **kwargs)
@@ -159,9 +181,11 @@ def launch(self, *args: Any, **kwargs: Any) -> None:
     if 0 in grid:
         return
     name = f"{self.fn.__module__}.{self.fn.__name__}"
+    if RECORD and self.fn.__module__.startswith("vllm_specblock."):
+        record(self, name, given, options)
     ranges = [found for arg in given.values() for found in storages(arg)]
 
-    def run() -> None:
+    def interpret() -> None:
         running.append((name, ranges))
         began = time.perf_counter()
         scope = interpreter._patch_lang(self.fn)
@@ -181,6 +205,14 @@ def launch(self, *args: Any, **kwargs: Any) -> None:
             scope.restore()
             running.pop()
             seconds[name] += time.perf_counter() - began
+
+    def run() -> None:
+        if HOST_FORMS and self.fn.__name__ in host_forms.FORMS | host_forms.SECONDS:
+            began = time.perf_counter()
+            host_forms.run(self.fn.__name__, given, grid, interpret)
+            seconds[f"{name} and its host form"] += time.perf_counter() - began
+        else:
+            interpret()
 
     if _emulated_gpu.lazy() or _emulated_gpu.capturing():
         _emulated_gpu.enqueue(run, name)

@@ -1,0 +1,96 @@
+"""What the host gives the GPU in a decode step from CUDA graphs, counted: wants `--lazy`."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from typing import Any
+
+import pytest
+
+# Read by vLLM when it is imported.
+os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+import _emulated_gpu
+from support.engines import FULL_GRAPHS, ROOT, Engine, make_engine, prompts
+from vllm import SamplingParams
+
+STEPS = 4
+EAGLE3 = str(ROOT / "examples/two_heads/eagle3")
+TREES = {"num_speculative_tokens": 60, "num_blocks": 2}
+METHODS: dict[str, tuple[dict[str, Any] | None, int]] = {
+    "plain": (None, 1),
+    "EAGLE-3 chain": ({"method": "eagle3", "model": EAGLE3, "num_speculative_tokens": 3}, 4),
+    "SpecBlock": (TREES, 61),
+}
+"""`speculative_config`, and rows of a request in a step."""
+EVENTS = ("record event", "wait for event", "host function")
+
+
+def make(method: str) -> Engine:
+    speculative, rows = METHODS[method]
+    if speculative is not None and "method" in speculative:
+        speculative = {"enable_adaptive_verification": False, **speculative}
+    sizes = {"cudagraph_capture_sizes": [rows, 8 * rows]}
+    return make_engine(
+        speculative,
+        max_model_len=256,
+        enforce_eager=False,
+        max_num_batched_tokens=max(64, 9 * rows),
+        kv_cache_memory_bytes=64 << 20,
+        compilation_config=FULL_GRAPHS | sizes,
+        kernel_config={"enable_flashinfer_autotune": False, "enable_jit_warmup": False},
+    )
+
+
+def count(engine: Engine, requests: int) -> dict[str, Any]:
+    """Count per step: graphs launched, their nodes, and what is launched or copied outside."""
+    llm = engine.llm.llm_engine
+    params = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
+    for i, text in enumerate(prompts(count=requests, shared=4)):
+        llm.add_request(f"{i}", {"prompt_token_ids": text[:5]}, params)
+    for _ in range(4):  # prompts, and steps of fewer requests
+        llm.step()
+    _emulated_gpu.note(True)
+    for _ in range(STEPS):
+        llm.step()
+    noted = _emulated_gpu.noted()
+    _emulated_gpu.note(False)
+    llm.abort_request([f"{i}" for i in range(requests)])
+    while llm.has_unfinished_requests():
+        llm.step()
+    outside = Counter(name for name in noted if not name.startswith(("graph", *EVENTS)))
+    return {
+        "graphs": noted.count("graph") / STEPS,
+        "nodes": sum(name.startswith("graph: ") for name in noted) / STEPS,
+        "outside": sum(outside.values()) / STEPS,
+        "names": {name.split(".")[-1]: n / STEPS for name, n in sorted(outside.items())},
+        "in graphs": Counter(
+            name.split(".")[-1].removeprefix("graph: ")
+            for name in noted
+            if name.startswith("graph: ")
+        ),
+    }
+
+
+@pytest.fixture(scope="module")
+def counted() -> dict[str, list[dict[str, Any]]]:
+    found: dict[str, list[dict[str, Any]]] = {}
+    for method in METHODS:
+        engine = make(method)
+        found[method] = [count(engine, requests) for requests in (1, 8)]
+        print(f"HOST WORK {method}:", json.dumps(found[method]))
+    return found
+
+
+@pytest.mark.parametrize("batch", [0, 1], ids=["1 request", "8 requests"])
+def test_the_host_gives_the_gpu_little_in_a_step(counted, batch):
+    """Goals: 6 more than plain vLLM outside of graphs, and 80 nodes for commit and drafts."""
+    plain, chain, trees = (counted[method][batch] for method in METHODS)
+    assert trees["graphs"] == 2
+    assert trees["nodes"] - plain["nodes"] <= 84
+    assert trees["outside"] - plain["outside"] <= 9
+    assert trees["outside"] < chain["outside"]

@@ -1,0 +1,202 @@
+"""Compile recorded launches ahead of time, for GPUs that are not there.
+
+    EMU_RECORD_LAUNCHES=FILE .venv-cuda/bin/python tests/emulated_gpu/run.py …
+    .venv-cuda/bin/python tests/emulated_gpu/compile_launches.py FILE [KERNEL …]
+
+Compiles each launch, and those of attention, growth and selection at Llama-3.1-8B's shapes, for
+each architecture. Adds what a program takes to `compiled.json` beside this file: registers, bytes
+spilled, accesses to spilled registers in loops with products, shared memory. Exits with 1 if one
+does not fit its GPU or a loop spills. Needs Triton with its own ptxas, and no GPU.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).with_name("path")))
+from emulated_gpu.launch_records import argument, as_compiled
+
+TABLE = Path(__file__).with_name("compiled.json")
+SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+"""Bytes of shared memory that a block may use, by architecture."""
+LOOPS = ("_tree_attention_kernel", "_attach_and_select_kernel", "_attach_and_grow_kernel",
+         "_select_kernel")  # fmt: skip
+"""Kernels that may not spill: attention, growth and selection."""
+
+
+class Recorder:
+    """Stands in for a kernel: keeps its launches as `EMU_RECORD_LAUNCHES` does."""
+
+    def __init__(self, kernel: Any, lines: list[str]) -> None:
+        self.kernel, self.lines = kernel, lines
+
+    def __getitem__(self, grid: Any) -> Any:
+        return self.launch
+
+    def launch(self, *positional: Any, num_warps: int = 4, num_stages: int = 3, **named: Any):
+        given = dict(zip(self.kernel.arg_names, positional, strict=False)) | named
+        constants = {p.name for p in self.kernel.params if p.is_constexpr}
+        plain = {key: as_compiled(value, key in constants) for key, value in given.items()}
+        name = f"{self.kernel.fn.__module__}.{self.kernel.fn.__name__}"
+        options = {"num_warps": num_warps, "num_stages": num_stages}
+        self.lines.append(json.dumps({"kernel": name, "arguments": plain, "options": options}))
+
+
+@cache
+def llama_launches(architecture: int) -> list[str]:
+    """Record attention, growth and selection of Llama-3.1-8B: 32 heads of 128, N = 60, M = 2."""
+    from vllm_specblock.triton_kernels.attention import attention_schedule
+    from vllm_specblock.triton_kernels.attention import tree_attention as attention
+    from vllm_specblock.triton_kernels.drafting import expand, grow_level
+    from vllm_specblock.triton_kernels.tree import select_tree
+
+    lines: list[str] = []
+    kernels = {attention: ["_tree_attention_kernel", "_merge_splits_kernel"],
+               expand: ["_attach_and_start_kernel", "_attach_and_select_kernel"],
+               grow_level: ["_attach_and_grow_kernel", "_attach_and_select_kernel"],
+               select_tree: ["_select_kernel"]}  # fmt: skip
+    attention_schedule.shared_memory = lambda device: SHARED[architecture]
+    attention_schedule.generation = lambda device: architecture // 10
+    for module, names in kernels.items():
+        for name in names:
+            kernel = getattr(module, name)
+            kernel = kernel.kernel if isinstance(kernel, Recorder) else kernel
+            setattr(module, name, Recorder(kernel, lines))
+    for requests, unknown in ((1, 0), (32, 0), (32, 61)):
+        rows = torch.zeros(requests * 61, dtype=torch.int32)
+        query = torch.empty(len(rows), 32, 128, dtype=torch.bfloat16)
+        cache = torch.empty(8, 16, 8, 256, dtype=torch.bfloat16).transpose(1, 2)
+        attention.tree_attention(
+            query, cache, torch.zeros(requests, 2048, dtype=torch.int32), rows[: requests + 1],
+            {61}, rows[:requests], 32768, rows, torch.zeros(len(rows), 1).long(), rows[:requests],
+            0.1, torch.empty_like(query), unknown_up_to=unknown,
+        )  # fmt: skip
+    growing = expand.Growing(expand.Limits(4, 2, 4, 4, 60), torch.zeros(4).long(), 1)
+
+    def block(rows: int) -> tuple[torch.Tensor, ...]:
+        token = torch.zeros(1, rows, 4, 4, dtype=torch.int64)
+        return token.float(), token, token[..., 0]
+
+    node, _, _, _, valid = growing.attach_block(1, None, None, *block(1))
+    growing.attach_block(2, node, valid, *block(4))
+    levels = grow_level.GrowingLevels(grow_level.LevelLimits(8, 10, 8, 60), torch.zeros(1).long())
+    grown = levels.attach_level(
+        None, None, None, torch.zeros(1, 1, 10), torch.zeros(1, 1, 10).long()
+    )
+    for _ in range(7):
+        said = torch.zeros(1, 8, 10, dtype=torch.int64)
+        grown = levels.attach_level(grown[0], grown[4], None, said.float(), said)
+    whole = torch.zeros(1, 577, dtype=torch.int64)
+    select_tree.select_triton(whole, whole, whole.float(), whole, whole, 60, 12)
+    return list(dict.fromkeys(lines))
+
+
+def compile_launch(kernel: Any, named: dict[str, Any], capability: int) -> dict[str, int]:
+    """Compile a kernel for arguments and options; return what a program of it takes."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, make_backend
+    from triton.compiler import compile as triton_compile
+    from triton.runtime.jit import create_function_from_signature
+
+    target = GPUTarget("cuda", capability, 32)
+    backend = make_backend(target)
+    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+    bound, found, options = bind(**named)
+    options, *source = kernel._pack_args(backend, named, bound, found, options)
+    compiled = triton_compile(ASTSource(kernel, *source), target=target, options=options.__dict__)
+    return resources(compiled)
+
+
+def resources(compiled: Any) -> dict[str, int]:
+    """Return registers of a thread, bytes that it spills, and bytes of shared memory of a block."""
+    tools = Path(sys.modules["triton"].__file__ or "").parent / "backends/nvidia/bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+
+        def shown(*command: str | Path) -> str:
+            command = (*command, file.name)
+            return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+        usage = shown(tools / "cuobjdump", "--dump-resource-usage")
+        (registers, stack), *_ = re.findall(r"REG:(\d+) STACK:(\d+)", usage)
+        in_loops = spills_in_loops(shown(tools / "nvdisasm", "-c")) if int(stack) else 0
+    return {
+        "registers": int(registers),
+        "spilled": int(stack),
+        "in_loops": in_loops,
+        "shared": compiled.metadata.shared,
+    }
+
+
+def spills_in_loops(assembly: str) -> int:
+    """Count accesses to spilled registers in innermost loops with tensor core products.
+
+    All of a program's, where there is no such loop.
+    """
+    label, loops, lines = {}, [], assembly.splitlines()
+    for number, line in enumerate(lines):
+        if found := re.match(r"(\.L_x_\d+):", line):
+            label[found[1]] = number
+        elif (found := re.search(r"BRA.*(\.L_x_\d+)\)", line)) and found[1] in label:
+            loops.append(range(label[found[1]], number))
+    innermost = [loop for loop in loops if not any(other.start in loop[1:] for other in loops)]
+    bodies = [lines[loop.start : loop.stop] for loop in innermost]
+    bodies = [body for body in bodies if any("MMA" in line for line in body)] or [lines]
+    return sum(bool(re.search(r"\b(LDL|STL)", line)) for body in bodies for line in body)
+
+
+RELOADS = 8
+"""Accesses to spilled registers that a loop may have on sm_120: in 99 KB, blocks of twice as many
+entries would have none, and no load on its way."""
+
+
+def faults(table: list[dict[str, Any]]) -> list[str]:
+    """Say which compiled launches do not fit their GPU, and which loops spill."""
+    found = []
+    for row in table:
+        name = f"{row['kernel']} for sm_{row['architecture']}"
+        if row["shared"] > SHARED[row["architecture"]]:
+            found.append(f"{name}: {row['shared']} bytes of shared memory")
+        allowed = RELOADS if row["architecture"] == 120 else 0
+        if row["in_loops"] > allowed and row["kernel"].endswith(LOOPS):
+            found.append(f"{name}: {row['in_loops']} accesses to spilled registers")
+    return found
+
+
+def main() -> None:
+    recorded, wanted = Path(sys.argv[1]).read_text().splitlines(), sys.argv[2:]
+    table = json.loads(TABLE.read_text()) if TABLE.exists() else []
+    known = {(row["launch"], row["architecture"]) for row in table}
+    for architecture in SHARED:
+        for line in [*llama_launches(architecture), *recorded]:
+            launch = json.loads(line)
+            module, _, name = launch["kernel"].rpartition(".")
+            if (line, architecture) in known or (wanted and name not in wanted):
+                continue
+            kernel = getattr(importlib.import_module(module), name)
+            kernel = kernel.kernel if isinstance(kernel, Recorder) else kernel
+            named = {key: argument(value) for key, value in launch["arguments"].items()}
+            took = compile_launch(kernel, named | launch["options"], architecture)
+            row = {"kernel": launch["kernel"], "architecture": architecture, **took}
+            table.append(row | {"launch": line})
+            print(json.dumps(row), flush=True)
+            table.sort(key=lambda row: (row["kernel"], row["architecture"], row["launch"]))
+            TABLE.write_text("[\n" + ",\n".join(map(json.dumps, table)) + "\n]\n")
+    wrong = faults(table)
+    print(f"{len(table)} compiled", *wrong, sep="\n")
+    raise SystemExit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()

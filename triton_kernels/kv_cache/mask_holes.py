@@ -1,0 +1,146 @@
+"""Block tables without the cache blocks that drafters have not written in full."""
+
+from __future__ import annotations
+
+import torch
+
+from ..optional_triton import jit, next_power_of_2, tl
+
+COLUMNS = 1024  # of a table, at a time
+
+
+def mask_holes(
+    missing: torch.Tensor,
+    table: torch.Tensor,
+    first: torch.Tensor,
+    last: torch.Tensor,
+    block_size: int,
+    hidden: torch.Tensor,
+    start: torch.Tensor,
+) -> torch.Tensor:
+    """Remove incomplete blocks from the tables of requests whose next rows will be written.
+
+    A block that a request writes from its first missing row on becomes complete. One whose missing
+    rows come before the request's stays in the table, and is not written.
+
+    Args:
+        missing: [blocks + 1] int64, the first missing row of each block, `block_size` where it is
+            complete; changed in place.
+        table: [R, columns] int32, changed in place; zeros take the place of removed blocks.
+        first, last: [R] int64, positions of the first and the last row that will be written.
+        hidden, start: [R] int64, written: tokens in removed blocks, and the first position to
+            store, 0 for all.
+
+    Returns:
+        [R] bool, requests whose rows all lie in an incomplete block.
+    """
+    if table.is_cuda:
+        return mask_holes_triton(missing, table, first, last, block_size, hidden, start)
+    return mask_holes_reference(missing, table, first, last, block_size, hidden, start)
+
+
+def mask_holes_reference(
+    missing: torch.Tensor,
+    table: torch.Tensor,
+    first: torch.Tensor,
+    last: torch.Tensor,
+    block_size: int,
+    hidden: torch.Tensor,
+    start: torch.Tensor,
+) -> torch.Tensor:
+    """Arguments and result as `mask_holes` has them."""
+    index, column = table.long(), torch.arange(table.shape[1], device=table.device)
+    gap = missing[index]
+    current, end = (first // block_size)[:, None], (last // block_size)[:, None]
+    here = column == current
+    hole = torch.where(here, gap < (first % block_size)[:, None], gap < block_size)
+    hole &= column <= current
+    begun = (hole & here).any(1)
+    blind = begun & (last // block_size == first // block_size)
+    # Blocks that are written from here on, or up to here: complete until a row is skipped.
+    written = (column >= current) & (column <= end) & ~hole
+    missing[torch.where(written, index, len(missing) - 1)] = block_size
+    hole &= ~(here & blind[:, None])
+    torch.mul(hole.sum(1), block_size, out=hidden)
+    torch.mul(first // block_size + 1, begun * block_size, out=start)
+    place = torch.where(hole, len(column), (~hole).cumsum(1) - 1)
+    kept = table.new_zeros(len(table), len(column) + 1).scatter_(1, place, table)
+    table.copy_(kept[:, :-1])
+    return blind
+
+
+def mask_holes_triton(
+    missing: torch.Tensor,
+    table: torch.Tensor,
+    first: torch.Tensor,
+    last: torch.Tensor,
+    block_size: int,
+    hidden: torch.Tensor,
+    start: torch.Tensor,
+) -> torch.Tensor:
+    """Launch the kernel, one program per request; arguments as `mask_holes` has them."""
+    requests, width = table.shape
+    blind = torch.empty(requests, dtype=torch.bool, device=table.device)
+    if requests:
+        _mask_holes_kernel[(requests,)](
+            missing,
+            table,
+            table.stride(0),
+            first,
+            last,
+            hidden,
+            start,
+            blind,
+            width,
+            BLOCK_SIZE=block_size,
+            COLUMNS=min(next_power_of_2(width), COLUMNS),
+            num_warps=4,
+        )
+    return blind
+
+
+@jit(do_not_specialize=["hidden", "start", "width"])
+def _mask_holes_kernel(
+    missing,  # [blocks + 1] int64
+    table,  # [R, width] int32
+    table_stride,
+    first,  # [R] int64
+    last,  # [R] int64
+    hidden,  # [R] int64
+    start,  # [R] int64
+    blind,  # [R] bool
+    width,
+    BLOCK_SIZE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """One request, COLUMNS columns of its table at a time."""
+    request = tl.program_id(0).to(tl.int64)
+    table += request * table_stride
+    begin = tl.load(first + request)
+    current, end = begin // BLOCK_SIZE, tl.load(last + request) // BLOCK_SIZE
+    first_block = tl.load(table + current, mask=current < width, other=0)
+    first_gap = tl.load(missing + first_block, mask=current < width, other=BLOCK_SIZE)
+    begun = first_gap < begin % BLOCK_SIZE
+    without = begun & (current == end)
+    kept = 0
+    for at in range(0, width, COLUMNS):
+        column = at + tl.arange(0, COLUMNS)
+        inside = column < width
+        block = tl.load(table + column, mask=inside, other=0)
+        gap = tl.load(missing + block, mask=column < current, other=BLOCK_SIZE)
+        hole = tl.where(column == current, begun, gap < BLOCK_SIZE)
+        # Other requests' programs read none of these: a block that is written has one request.
+        written = inside & (column >= current) & (column <= end) & (hole == 0)
+        tl.store(missing + block, BLOCK_SIZE, mask=written)
+        keep = (inside & ((hole == 0) | ((column == current) & without))).to(tl.int32)
+        place = kept + tl.cumsum(keep, 0) - 1
+        # Threads hold different columns: every thread must have read before one writes.
+        tl.debug_barrier()
+        tl.store(table + place, block, mask=keep != 0)
+        kept += tl.sum(keep, 0)
+    for at in range(0, width, COLUMNS):
+        column = at + tl.arange(0, COLUMNS)
+        tl.store(table + column, 0, mask=(column >= kept) & (column < width))
+    tl.store(hidden + request, (width - kept).to(tl.int64) * BLOCK_SIZE)
+    tl.store(start + request, tl.where(begun, (current + 1) * BLOCK_SIZE, 0))
+    tl.store(blind + request, without)
