@@ -1,26 +1,21 @@
-"""Adaptation while serving on the example pair: every stream with every policy, streams that are
-attacked, and processes that are killed; and a stream that vLLM serves, with any pair.
+"""Adaptation while serving: simulated streams, attacked streams, and a stream that vLLM serves.
 
-    python benchmarks/adaptation.py simulate|streams|attacks|kills|serve|overhead [--help]
+    python benchmarks/adaptation.py simulate|streams|attacks|serve [--help]
 
-The drafter knows code; tables are the other domain (`examples/two_heads/README.md` makes both
-files of prompts). `simulate`, `streams` and `attacks` replay: nothing is served. `kills` runs a
-trainer beside a process that stands in for an engine, `serve` engines; `overhead` times what
-recording takes of a step.
+By default the pair is the example pair with the drafter of code, and tables are the other domain
+(`examples/two_heads/README.md` makes both files of prompts). `simulate`, `streams` and `attacks`
+replay: nothing is served. `serve` runs engines.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any
 
 import typer
-from adaptation_kills import kill_all, stand_in
-from adaptation_overhead import overhead as time_inside
 from adaptation_serving import LEARNERS, Serving
 from adaptation_serving import serve as serve_all
 from adaptation_serving import tables as tables_of_served
@@ -193,23 +188,6 @@ def attacks(
 
 
 @app.command()
-def kills(
-    drafter: Drafter = DRAFTER,
-    target: Target = TARGET,
-    out: Annotated[Path, typer.Option(help="Folder for versions.")] = ROOT / "runs/kills/versions",
-    trainers: Annotated[int, typer.Option(help="Times that the trainer is killed.")] = 20,
-    engines: Annotated[int, typer.Option(help="Times that the engine is killed.")] = 10,
-    seed: Annotated[int, typer.Option(help="Of the moments.")] = 0,
-) -> None:
-    """Kill trainers and engines at random moments, and look at what is left.
-
-    Asked for: nobody waits, what an engine takes is whole, the folder names a version that is
-    whole, and nothing half-written is left once somebody writes again.
-    """
-    print(json.dumps(kill_all(drafter, target, out, trainers, engines, seed), indent=1))
-
-
-@app.command()
 def serve(
     drafter: Drafter = DRAFTER,
     target: Target = TARGET,
@@ -261,39 +239,6 @@ def read(target: Path, path: Path, wanted: int, most: int, chat: bool) -> list[l
     short = [each.tolist() for each in found if len(each) <= most]
     check_prompts(path, len(short), wanted)
     return short[:wanted]
-
-
-@app.command()
-def overhead(
-    drafter: Drafter = DRAFTER,
-    target: Target = TARGET,
-    home: Home = FOLDER / "code.jsonl",
-    requests: Annotated[int, typer.Option(min=1, help="Served twice.")] = 32,
-    batch: Annotated[int, typer.Option(min=1, help="Requests at a time.")] = 4,
-    nodes: Annotated[int, typer.Option(min=1, help="Of every tree.")] = 12,
-    new_tokens: Annotated[int, typer.Option(min=1, help="Of an answer.")] = 128,
-    chat: Annotated[bool, typer.Option(help="Prompts are a user's turn.")] = False,
-    dtype: Annotated[str, typer.Option(help="Of the engine.")] = "float32",
-) -> None:
-    """What `watch` takes of an engine's steps; asked for: 3 % on a CPU at most."""
-    # One process, in which recording can be timed; before vLLM is imported.
-    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "1"}
-    found = time_inside(
-        drafter,
-        target,
-        read(target, home, requests, 512, chat),
-        batch=batch,
-        nodes=nodes,
-        new_tokens=new_tokens,
-        dtype=dtype,
-    )
-    print(json.dumps(found, indent=1))
-
-
-@app.command(hidden=True)
-def engine(drafter: Path, target: Path, out: Path, says: Path) -> None:
-    """What `kills` kills."""
-    stand_in(drafter, target, out, says)
 
 
 if __name__ == "__main__":

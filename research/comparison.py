@@ -12,27 +12,30 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import drafter_zoo
 import torch
 import typer
-from branchings import ORACLE, PAPER, UNIFORM, branchings
 from drafter_zoo import ABLATIONS, BASELINES
 from pydantic import Field
 from transformers import AutoConfig
 
 from vllm_specblock.cli.from_model import options_of
+from vllm_specblock.config import SpecBlockConfig
+from vllm_specblock.drafters.specblock.model import SpecBlockModel
 from vllm_specblock.drafters.specblock.untrained import most_frequent
 from vllm_specblock.train.config import RunConfig, TrainError, parse, read_recipe
 from vllm_specblock.train.data.prompts import read_prompts
 from vllm_specblock.train.data.shards import replace
 from vllm_specblock.train.distributed import ranks
-from vllm_specblock.train.eval.drafting import serving_shape
+from vllm_specblock.train.eval.drafting import SpecBlockDraft, serving_shape, uniform_shape
 from vllm_specblock.train.eval.evaluate import TreeFigures, sequences_from
 from vllm_specblock.train.eval.replay import Replay, check_steps, replay
-from vllm_specblock.train.learner import Learner, TrainBatch
+from vllm_specblock.train.learner import Draft, EvalSequence, Learner, TrainBatch
 from vllm_specblock.train.loop import STATE_DIR, Trainer
 from vllm_specblock.train.objective import Recipe
 from vllm_specblock.train.run import RunContext, folded_head, make_teacher, prepare, sequences_of
@@ -42,6 +45,12 @@ from vllm_specblock.train.target.features import load_target, load_tokenizer
 
 _CALIBRATION = 8  # batches that Falcon's static tree is shaped by
 _SHORTEST = 12
+UNIFORM = "− rank-guided branching"
+PAPER = "paper's branching"
+ORACLE = "true rank buckets"
+"""The ceiling of rank guidance: the bucket that the head should have said."""
+_UNIFORM_WIDTHS = (3, 8, 16, 32)
+_PAPERS_MAP = [2, 4, 6, 4]
 
 
 class Comparison(RunConfig):
@@ -253,7 +262,20 @@ def contestants(config: Comparison, trainer: Trainer) -> dict[str, Any]:
         found[name] = learner.draft_along
     if "specblock" in trainer.train_states:
         drafter = trainer.train_states["specblock"].learner.drafter
-        found |= {name: draft for name, draft in branchings(drafter, config.nodes).items() if name}
+        found |= branchings(drafter, config.nodes)
+    return found
+
+
+def branchings(drafter: SpecBlockModel, nodes: int) -> dict[str, Callable[[EvalSequence], Draft]]:
+    """SpecBlock with trees of `nodes` nodes that are branched otherwise than in serving."""
+    shape = serving_shape(drafter, SpecBlockConfig(), nodes)
+    papers = serving_shape(drafter, SpecBlockConfig(branching=_PAPERS_MAP), nodes)
+    trees = {PAPER: papers, UNIFORM: uniform_shape(shape)}
+    trees |= {f"{UNIFORM}, width {n}": uniform_shape(shape, n) for n in _UNIFORM_WIDTHS}
+    draft = partial(SpecBlockDraft, drafter)
+    found = {name: partial(draft, shape=tree) for name, tree in trees.items()}
+    for name, tree in ((ORACLE, shape), (f"{PAPER}, {ORACLE}", papers)):
+        found[name] = partial(draft, shape=tree, true_buckets=True)
     return found
 
 

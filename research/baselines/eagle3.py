@@ -13,24 +13,22 @@ dense over all steps' keys; the tree is grown for one request at a time.
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from vllm_specblock.triton_kernels.drafting.grow_level import LevelLimits
 
 from baselines.first_choice import loss_and_choice
+from baselines.folder import write_folder
 from baselines.groups import Kept, KeyValue, group_attention
 from vllm_specblock.drafters.eagle3.config import Eagle3Shape
 from vllm_specblock.drafters.eagle3.model import Eagle3Model
 from vllm_specblock.drafters.specblock.config import check_rope_scaling, default_layer_ids
 from vllm_specblock.drafters.specblock.config_json import rope_of
 from vllm_specblock.train.data.batch import Batch
-from vllm_specblock.train.data.shards import replace as replace_file
 from vllm_specblock.train.eval.eagle3_drafting import Eagle3Draft, masked_attention
 from vllm_specblock.train.learner import (
     IGNORE_INDEX,
@@ -162,20 +160,11 @@ class Eagle3(Learner, Eagle3Model):
 
     def save(self, directory: Path) -> None:
         """A checkpoint for vLLM's method "eagle3"."""
-        directory.mkdir(parents=True, exist_ok=True)
-        tensors = {name: weight.detach().cpu() for name, weight in self.state_dict().items()}
-        tensors = {
-            name: weight.bfloat16() if weight.is_floating_point() else weight
-            for name, weight in tensors.items()
-        }
+        tensors = self.state_dict()
         if len(self.d2t) == len(self.t2d):
             # vLLM has no place for a mapping where there is nothing to map.
             del tensors["d2t"], tensors["t2d"]
-        text = json.dumps(self._config_json(), indent=2) + "\n"
-        replace_file(directory / "model.safetensors", lambda aside: save_file(tensors, aside))
-        replace_file(
-            directory / "config.json", lambda aside: aside.write_text(text, encoding="utf-8")
-        )
+        write_folder(directory, None, self._config_json(), tensors)
 
     def _config_json(self) -> dict[str, Any]:
         shape = self.config
@@ -202,7 +191,6 @@ class Eagle3(Learner, Eagle3Model):
             "hidden_act": "silu",
             "tie_word_embeddings": False,
             "rope_parameters": rope | {"rope_theta": shape.rope_theta},
-            "torch_dtype": "bfloat16",
             "eagle_aux_hidden_state_layer_ids": layers,
             "eagle_config": {
                 "use_aux_hidden_state": True,

@@ -153,36 +153,19 @@ class Falcon(TrunkLearner, FalconModel):
 
     config: FalconShape
 
-    @classmethod
-    def for_target(
-        cls,
+    @staticmethod
+    def shape_like(
         target_config: Any,
-        d2t: Tensor,
-        t2d: Tensor,
-        seed: int,
-        head: Tensor | None = None,
+        draft_vocab_size: int,
         *,
         block: int = 2,
         forwards: int = 3,
         lstm_layers: int = 1,
-        budget: int = 60,
         **sizes: Any,
-    ) -> Falcon:
-        """A drafter for a target with this transformers config.
-
-        Args:
-            seed: of the weights.
-            block: k.
-            sizes: as `sizes_like` takes them, such as `intermediate_size` and `layer_ids`.
-        """
-        config = FalconShape(
-            forwards=forwards,
-            lstm_layers=lstm_layers,
-            **sizes_like(target_config, len(d2t), block, **sizes),
-        )
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            return cls(config, d2t, t2d, head, budget)
+    ) -> FalconShape:
+        """block: k."""
+        like = sizes_like(target_config, draft_vocab_size, block, **sizes)
+        return FalconShape(forwards=forwards, lstm_layers=lstm_layers, **like)
 
     def forward(self, train_batch: TrainBatch) -> LossOutput:
         count = self.config.forwards * self.config.block_size

@@ -16,9 +16,12 @@ from vllm_specblock.train.data.shards import replace
 
 
 def write_folder(
-    directory: Path, kind: str, config: dict[str, Any], tensors: dict[str, Tensor]
+    directory: Path, kind: str | None, config: dict[str, Any], tensors: dict[str, Tensor]
 ) -> None:
-    """config.json and model.safetensors, floating-point tensors in bf16."""
+    """config.json and model.safetensors, floating-point tensors in bf16.
+
+    kind: None where the layout of config.json names the drafter by itself.
+    """
     stored = {
         name: (value.bfloat16() if value.is_floating_point() else value).detach().cpu().clone()
         for name, value in tensors.items()
@@ -28,7 +31,8 @@ def write_folder(
         directory / WEIGHTS,
         lambda aside: safetensors.torch.save_file(stored, aside, {"format": "pt"}),
     )
-    text = json.dumps(config | {KIND: kind, "torch_dtype": "bfloat16"}, indent=2) + "\n"
+    named = {} if kind is None else {KIND: kind}
+    text = json.dumps(config | named | {"torch_dtype": "bfloat16"}, indent=2) + "\n"
     replace(directory / CONFIG, lambda aside: aside.write_text(text, encoding="utf-8"))
 
 

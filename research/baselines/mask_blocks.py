@@ -26,11 +26,9 @@ from baselines.positions import PositionsLearner
 from baselines.trunk import passes_over
 from vllm_specblock.drafters.dflash.config import ARCHITECTURE, DFlashShape
 from vllm_specblock.drafters.dflash.model import DFlashModel
-from vllm_specblock.drafters.dflash.product_trees import ProductTrees
 from vllm_specblock.drafters.specblock.config import check_rope_scaling, default_layer_ids
 from vllm_specblock.train.data.batch import Batch
 from vllm_specblock.train.learner import Draft, EvalSequence, LossOutput, TrainBatch
-from vllm_specblock.tree import DraftTree
 
 Context = list[KeyValue]
 """Of each layer, keys and values [B, L, kv heads, D] of a text's tokens."""
@@ -184,13 +182,7 @@ class DFlash(PositionsLearner, DFlashModel):
         # for: the numbers are those of one pass per root.
         passes = [self.states(context, sequence.embed, batch, rows) for rows in passes_over(last)]
         states = torch.cat(passes, dim=1)[0]  # [T − 1, K, H]
-        trees = ProductTrees(self.config.masks, len(self.d2t), self.budget, states.device)
-
-        @torch.no_grad()
-        def draft(root: int) -> DraftTree:
-            return trees.grow(*self.best(states[root - 1 : root], trees.width))
-
-        return draft
+        return self.product_draft(states)
 
     def save(self, directory: Path) -> None:
         """What we serve, in the authors' layout, which vLLM's own method "dflash" loads, too."""

@@ -154,15 +154,9 @@ class Medusa(PositionsLearner, MedusaModel):
             self.states(train_batch.target_outputs.last[:, :-1]), train_batch, weights
         )
 
+    @torch.no_grad()
     def draft_along(self, sequence: EvalSequence) -> Draft:
-        trees = ProductTrees(len(self.blocks), len(self.d2t), self.budget, sequence.last.device)
-
-        @torch.no_grad()
-        def draft(root: int) -> DraftTree:
-            states = self.states(sequence.last[root - 1 : root])
-            return trees.grow(*self.best(states, trees.width))
-
-        return draft
+        return self.product_draft(self.states(sequence.last))
 
     def save(self, directory: Path) -> None:
         """What we serve, and what vLLM's own `{"method": "medusa"}` loads, which drafts the chain

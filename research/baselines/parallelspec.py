@@ -84,30 +84,12 @@ class ParallelSpecDrafter(NetworkDrafter):
 class ParallelSpec(TrunkLearner, ParallelSpecModel):
     """See the module; `config.block_size` is K."""
 
-    @classmethod
-    def for_target(
-        cls,
-        target_config: Any,
-        d2t: Tensor,
-        t2d: Tensor,
-        seed: int,
-        head: Tensor | None = None,
-        *,
-        positions: int = 8,
-        budget: int = 60,
-        **sizes: Any,
-    ) -> ParallelSpec:
-        """A drafter for a target with this transformers config.
-
-        Args:
-            seed: of the weights.
-            positions: K.
-            sizes: as `sizes_like` takes them, such as `intermediate_size` and `layer_ids`.
-        """
-        config = DrafterConfig(**sizes_like(target_config, len(d2t), positions, **sizes))
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            return cls(config, d2t, t2d, head, budget)
+    @staticmethod
+    def shape_like(
+        target_config: Any, draft_vocab_size: int, *, positions: int = 8, **sizes: Any
+    ) -> DrafterConfig:
+        """positions: K."""
+        return DrafterConfig(**sizes_like(target_config, draft_vocab_size, positions, **sizes))
 
     def states(
         self, hidden: Tensor, embedding: Tensor, batch: Batch, rows: slice, prefix: Kept
@@ -160,14 +142,7 @@ class ParallelSpec(TrunkLearner, ParallelSpecModel):
                 self.states(sequence.hidden[None, rows], embedding[:, rows], batch, rows, prefix)
             )
         states = torch.cat(passes, dim=1)[0]  # [T − 1, K, H]
-        count = self.config.block_size
-        trees = ProductTrees(count, len(self.d2t), self.budget, states.device)
-
-        @torch.no_grad()
-        def draft(root: int) -> DraftTree:
-            return trees.grow(*self.best(states[root - 1 : root], trees.width))
-
-        return draft
+        return self.product_draft(states)
 
     def save(self, directory: Path) -> None:
         """What we serve."""

@@ -13,8 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from baselines.first_choice import loss_and_choice
+from vllm_specblock.drafters.dflash.product_trees import ProductTrees
 from vllm_specblock.drafters.published.model import DraftLM
-from vllm_specblock.train.learner import IGNORE_INDEX, Learner, LossOutput, TrainBatch, draft_labels
+from vllm_specblock.train.learner import (
+    IGNORE_INDEX,
+    Draft,
+    Learner,
+    LossOutput,
+    TrainBatch,
+    draft_labels,
+)
+from vllm_specblock.tree import DraftTree
 
 
 class Positions(DraftLM):
@@ -42,6 +51,8 @@ class PositionsLearner(Learner):
     lm_head: nn.Linear
     d2t: Tensor
     norm: Any
+    best: Any
+    budget: int
 
     def begin(self, d2t: Tensor, t2d: Tensor, head: Tensor | None) -> None:
         """Name the draft vocabulary, and give the LM head its first weights.
@@ -57,6 +68,19 @@ class PositionsLearner(Learner):
         if head is None:
             head = torch.randn(weight.shape) * weight.shape[1] ** -0.5
         weight.data.copy_(head)
+
+    def product_draft(self, states: Tensor) -> Draft:
+        """Trees of the best N = `self.budget` paths of the product of a row's positions.
+
+        states: [T, K, H], of each row of a text; a root follows its row.
+        """
+        trees = ProductTrees(states.shape[1], len(self.d2t), self.budget, states.device)
+
+        @torch.no_grad()
+        def draft(root: int) -> DraftTree:
+            return trees.grow(*self.best(states[root - 1 : root], trees.width))
+
+        return draft
 
     def outcome(
         self, states: Tensor, train_batch: TrainBatch, weights: Sequence[float], blocks: int = 1

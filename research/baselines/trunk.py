@@ -7,6 +7,7 @@ the token after it. Who sees whom is the caller's.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -95,6 +96,29 @@ class TrunkLearner(PositionsLearner):
         draw_weights(self.trunk)
         self.begin(d2t, t2d, head)
         self.budget = budget
+
+    @staticmethod
+    def shape_like(target_config: Any, draft_vocab_size: int, **sizes: Any) -> DrafterConfig:
+        """Sizes of a drafter for a target; `sizes` as `sizes_like` takes them, and its own."""
+        raise NotImplementedError
+
+    @classmethod
+    def for_target(
+        cls,
+        target_config: Any,
+        d2t: Tensor,
+        t2d: Tensor,
+        seed: int,
+        head: Tensor | None = None,
+        *,
+        budget: int = 60,
+        **sizes: Any,
+    ) -> Self:
+        """A drafter for a target with this transformers config; `seed` of the weights."""
+        config = cls.shape_like(target_config, len(d2t), **sizes)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return cls(config, d2t, t2d, head, budget)
 
 
 def draw_weights(trunk: Trunk) -> None:

@@ -1,17 +1,12 @@
-"""The tables over several seeds and of what was served, and the short form of the kills."""
+"""Tables over several seeds, and of what was served."""
 
 from __future__ import annotations
 
-import signal
-import subprocess
 from dataclasses import replace
 
-import pytest
 from adaptation import table
-from adaptation_kills import kill_all, killed_at_last
 from adaptation_serving import LEARNERS, UPDATES, Serving
 from adaptation_serving import tables as tables_of_served
-from support.adapting import Pair
 
 from vllm_specblock.engine.metrics.acceptance import STEPS, TOKENS
 
@@ -82,19 +77,3 @@ def test_who_learns_is_asked_for_in_the_words_of_the_options(tmp_path):
         quick = replace(serving, lr=0.001).arguments(tmp_path, tmp_path, name)
         asked = quick["speculative_config"].get("adapt")
         assert asked == (None if adapt is None else adapt | {"lr": 0.001})
-
-
-def test_kills_leave_nothing_behind(tmp_path):
-    """A trainer and two engines; `benchmarks/adaptation.py kills` has thirty moments."""
-    pair = Pair.make(tmp_path)
-    found = kill_all(pair.drafter, pair.target, tmp_path / "out" / "versions", 1, 2, seed=1)
-    assert found["moments"] == 3 and found["taken"] >= 3
-    for name in ("not_finite", "torn", "orphans", "unusable", "left"):
-        assert found[name] == 0, found
-
-
-def test_an_engine_does_not_outlive_what_asks_it():
-    started = subprocess.Popen(["sleep", "600"])
-    with pytest.raises(RuntimeError, match="does not go on"), killed_at_last(started):
-        raise RuntimeError("It does not go on.")
-    assert started.returncode == -signal.SIGKILL
