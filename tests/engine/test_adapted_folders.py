@@ -63,7 +63,7 @@ def another(engine: Engine):
         ours.resolved,
         ours.draft_policy.drafters,
         ours.tree_states.parent,
-        ours.max_depth,
+        ours.draft_policy.max_depth,
     )
 
 

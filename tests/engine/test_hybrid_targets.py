@@ -138,7 +138,7 @@ def test_pauses_leave_the_states_right(target, plain, prompts, monkeypatch):
 
 
 def test_preempted_requests_begin_again(target, plain, prompts):
-    few = {**target, "kv_cache_memory_bytes": None, "num_gpu_blocks_override": 9}
+    few = {**target, "num_gpu_blocks_override": 9}
     ours = make_engine(DRAFTS, **few)
     requests = requests_for(prompts, 0.0)
     check = Checker()

@@ -83,6 +83,7 @@ def test_register_twice_patches_once():
     }
     assert ours - of_a_cpu - with_an_engine == {
         "vllm.config.scheduler.SchedulerConfig.get_scheduler_cls",
+        "vllm.engine.arg_utils.EngineArgs._set_default_chunked_prefill_and_prefix_caching_args",
         "vllm.engine.arg_utils.EngineArgs.create_speculative_config",
         "vllm.engine.arg_utils.maybe_override_with_speculators",
         "vllm.sampling_params.SamplingParams._validate_spec_decode",

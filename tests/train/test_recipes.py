@@ -17,6 +17,7 @@ import torch
 import typer
 import yaml
 from comparison import Comparison
+from pydantic import BaseModel
 from safetensors.torch import load_file
 
 from vllm_specblock.bench.config import BenchConfig
@@ -89,17 +90,19 @@ def program(script: Path, monkeypatch):
     return typer.main.get_command(of_script)
 
 
-def is_comparison(path: Path) -> bool:
-    return "prompts" in read_recipe(path)  # of `specblock train` it is no option
+def model_of(recipe: Path) -> type[BaseModel]:
+    if recipe.stem == "bench":
+        return BenchConfig
+    # Of `specblock train` it is no option.
+    return Comparison if "prompts" in read_recipe(recipe) else TrainConfig
 
 
 @pytest.mark.parametrize("path", YAMLS, ids=name_of)
 def test_a_recipe_parses(path):
-    if path.stem == "bench":  # what to measure is for the command line to say
-        parse(BenchConfig, **read_recipe(path), target="T", set=["one=F"], out="O")
-        return
-    model = Comparison if is_comparison(path) else TrainConfig
-    parse(model, **read_recipe(path))
+    given = {}
+    if path.stem == "bench":  # the command line may say what to measure
+        given = {"target": "T", "set": ["one=F"], "out": "O"}
+    parse(model_of(path), **given | read_recipe(path))
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
@@ -137,8 +140,8 @@ def test_commands_of_a_page_exist(page, monkeypatch):
         given = {} if "--help" in rest else command.make_context(words[0], list(rest)).params
         recipe = given.get("recipe")
         if recipe is not None and not recipe.stem.isupper():  # RECIPE is the reader's
-            options = {k: v for k, v in given.items() if v is not None}
-            model = Comparison if is_comparison(recipe) else TrainConfig
+            options = {k: v for k, v in given.items() if v not in (None, ())}
+            model = model_of(ROOT / recipe)
             options = {k: v for k, v in options.items() if k in model.model_fields}
             parse(model, **read_recipe(ROOT / recipe) | options)
 

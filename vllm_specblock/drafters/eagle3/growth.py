@@ -176,4 +176,5 @@ class FusedLevels:
         """See `Levels.attach`."""
         node, valid = (None, None) if rows is None else (rows.node, rows.valid)
         grown = self.growing.attach_level(node, valid, there, logprob, token)
-        return LevelRows(*grown) if isinstance(grown, tuple) else tree_of(grown)
+        done = self.growing.level == self.growing.limits.depth
+        return tree_of(grown) if done else LevelRows(*grown)
