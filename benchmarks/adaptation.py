@@ -203,8 +203,8 @@ def kills(
 ) -> None:
     """Kill trainers and engines at random moments, and look at what is left.
 
-    Asked for: nobody waits, what an engine takes is whole, the folder names a version that is
-    whole, and nothing half-written is left once somebody writes again.
+    Asked for: no process waits, what an engine takes is whole, the folder names a version that is
+    whole, and nothing half-written is left after the next write.
     """
     print(json.dumps(kill_all(drafter, target, out, trainers, engines, seed), indent=1))
 

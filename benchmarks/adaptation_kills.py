@@ -41,7 +41,7 @@ Said = dict[str, Any]
 
 
 def stand_in(drafter: Path, target: Path, out: Path, says: Path) -> None:
-    """Until somebody kills it: offer, take, and write what happened to `says`."""
+    """Offer, take, and write what happened to `says`, until the process is killed."""
     config = checkpoint.read_config(drafter)
     hidden, draw = config.target_hidden_size, torch.Generator().manual_seed(0)
     token = new_token()

@@ -28,7 +28,7 @@ from vllm_specblock.train.learner import EvalSequence
 from vllm_specblock.train.target.features import load_target, load_tokenizer
 
 DEPTH = 8
-"""Tokens that must follow a root for its step to count, whatever M."""
+"""Tokens that must follow a root for its step to count, for any M."""
 
 
 def answered(
