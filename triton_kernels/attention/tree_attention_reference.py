@@ -113,8 +113,8 @@ def plan_reference(
         everyone = len(members) == len(query_len)
         which = slice(len(members)) if everyone else torch.tensor(members)
         seen = _mask_of(group_prefix, group_mask_words, tree_start[which], seqs)
-        # Entries that no row sees are not read, they may be unwritten or another request's: a masked
-        # entry still takes part with weight 0, and 0 · NaN is NaN. Entry 0 stands in for it.
+        # What no row sees is not read, it may be unwritten or another request's: a masked entry
+        # still takes part with weight 0, and 0 · NaN is NaN. Entry 0 stands in for it.
         own = torch.where(seen.any(1), torch.arange(seen.shape[2]), 0)
         block = block_table[which].long().gather(1, own // block_size)
         mask = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, float("-inf"))[:, None]
