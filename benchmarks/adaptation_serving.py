@@ -1,7 +1,7 @@
 """A stream that changes its domain, served by vLLM: a frozen drafter beside others that learn.
 
 Engines take turns, a window of requests each, and one that has no turn is stopped with its trainer,
-so nobody learns while others serve. A learner may be given a pause behind its turn, as traffic has.
+so none learns while another serves. A learner may be given a pause behind its turn, as traffic has.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LEARNERS: dict[str, dict[str, Any] | None] = {
 """`adapt` of each engine."""
 
 PARTS = 4
-"""That what was served of each other domain is told in."""
+"""Parts in which results of each other domain are reported."""
 
 UPDATES, COUNTED = "vllm:specblock_adapt_updates_", ("swaps", "rollbacks")
 

@@ -49,7 +49,7 @@ class Again:
         step: that is being run, the caller counts; −1: one that does not count, at which nothing
             is offered.
         trips: of each swap the steps from its offer to when it was done.
-        seconds: that each one took, by whoever swapped.
+        seconds: that each one took, as measured by the swap.
     """
 
     def __init__(self, tensors: dict[str, torch.Tensor], every: int) -> None:

@@ -6,7 +6,7 @@
 
 With random weights nothing would be accepted. vLLM's `rejection_sample_method: "synthetic"` imposes
 it, on its own chains and on our trees alike: a first choice at depth k is right with probability
-α_k, whoever drafts it (`lib/acceptance.py`). What is generated then means nothing; what a step
+α_k, for every drafter (`lib/acceptance.py`). What is generated then means nothing; what a step
 costs is real. The paper's EAGLE-3 drafter is right more often than its SpecBlock drafter; here both
 have one profile, and so has vLLM's n-gram lookup.
 

@@ -143,7 +143,7 @@ def begin_as(learners: dict[str, Learner], before: Path) -> None:
     """Give learners the weights that those of the same names had in the comparison in `before`.
 
     Raises:
-        TrainError: there is none, or somebody did not take part, or had other sizes.
+        TrainError: there is none, or a drafter did not take part or had other sizes.
     """
     path = before / STATE_DIR / "state.pt"
     if not path.exists():

@@ -89,7 +89,7 @@ def make(name: str, run_context: RunContext) -> Learner:
     """The drafter called `name`, untrained.
 
     Raises:
-        TrainError: nobody is called so.
+        TrainError: there is no drafter of that name.
     """
     variants = ABLATIONS | STUDIES
     if name in variants:

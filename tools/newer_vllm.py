@@ -120,7 +120,7 @@ def unmet_of(wanted: Iterable[str], version_of: Callable[[str], str | None]) -> 
         version_of: a distribution's version; None: it is not installed.
     """
     for requirement in map(Requirement, wanted):
-        # An extra's requirements hold with that extra only, which nobody asked for.
+        # An extra's requirements hold with that extra only, and none is installed here.
         if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
             continue
         found = version_of(requirement.name)

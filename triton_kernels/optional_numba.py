@@ -1,7 +1,7 @@
 """Numba when it is installed: compiled loops, for CPUs, in place of dozens of small torch calls.
 
 vLLM's CPU build brings it along; training and the tests of the references do without. A kernel's
-CPU form stands in `<kernel>_numba.py`, and whoever dispatches asks `AVAILABLE`.
+CPU form stands in `<kernel>_numba.py`, and the dispatching code checks `AVAILABLE`.
 
 Machine code is cached beside the source, or in the user's cache directory where that cannot be
 written; where neither can, it is compiled anew in every process. The cache knows only the file in
@@ -40,8 +40,8 @@ def njit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
 def takes(tensor: torch.Tensor) -> bool:
     """Whether a compiled loop may have a tensor, and those beside it.
 
-    It has to lie in host memory, and nobody may watch what torch does to it: fake tensors,
-    recordings and the tests that look for host reads see torch's calls alone.
+    It has to lie in host memory, and no mode may intercept torch's calls: fake tensors, recordings
+    and the tests that look for host reads see those calls alone.
     """
     return AVAILABLE and tensor.device.type == "cpu" and _get_current_dispatch_mode() is None
 

@@ -62,8 +62,8 @@ def _own(num_nodes: int, device: torch.device) -> torch.Tensor:
 def _climb(parent: torch.Tensor, max_depth: int | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Ancestor words [R, N+1, W] int64 and depths [R, N] int32 by pointer doubling.
 
-    After step s every node knows 2^s nodes of its path, so log2(max_depth) steps do, whatever
-    the trees look like. What a step adds are other nodes than are known already, and the root
+    After step s every node knows 2^s nodes of its path, so log2(max_depth) steps suffice
+    for any tree. What a step adds are other nodes than are known already, and the root
     counts nothing until the end: the union of bits is their sum, and one sum carries both the
     words and, as one more column, the depth.
     """

@@ -26,7 +26,7 @@ def supported_releases() -> str:
 
 
 def supported_sentence(version: str) -> str:
-    """What whoever asks for us with another one is told."""
+    """Return the error message for an unsupported vLLM version."""
     return (
         f"vllm_specblock supports vLLM {supported_releases()}, and this is {version}: install a "
         "version of either that goes with the other, or drop method 'specblock' from "

@@ -1,7 +1,7 @@
 """A random case of a kernel, and random trees.
 
-A case is a call without arguments that computes by whatever form its caller chooses. What it gives
-by a form is held against what it gives by the torch references.
+A case is a call without arguments that computes by the form its caller chooses. Its result is
+compared with that of the torch references.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ def write_drafter(folder: Path, target: Path, model: Model) -> Path:
 def write_eagle3(folder: Path, model: Model) -> Path:
     """The config of an EAGLE-3 drafter: one decoder layer like the target's, for the dummy loader.
 
-    Its layer is Llama's whatever the target is, as those of published EAGLE-3 drafters are.
+    Its layer is Llama's for every target, as those of published EAGLE-3 drafters are.
     """
     target, folder = model.target, Path(folder)
     layers = list(default_layer_ids(target.num_hidden_layers))

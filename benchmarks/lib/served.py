@@ -95,7 +95,7 @@ def write_prompts(given: Path | None, out: Path) -> Path:
             raise SystemExit(
                 f'{given} must have lines like {{"prompt": "Say a."}} or {{"turns": ["Say a."]}}.'
             )
-    # Its second turn is only looked at for its length, and ours is told.
+    # Its second turn is only looked at for its length, and ours is reported.
     chats = [{"conversations": [{"value": text}, {"value": "-"}]} for text in texts]
     path = out / "prompts.json"
     path.write_text(json.dumps(chats, ensure_ascii=False), encoding="utf-8")

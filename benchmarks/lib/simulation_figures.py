@@ -30,7 +30,7 @@ def windows(served: Sequence[Served], size: int) -> list[float | None]:
 
 
 def figures(found: Simulated, frozen: Simulated | None = None, window: int = WINDOW) -> Figures:
-    """What is told of one policy on one stream.
+    """Return the figures of one policy on one stream.
 
     Args:
         frozen: the same stream without adaptation, which gains are over.

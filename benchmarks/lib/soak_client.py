@@ -131,7 +131,7 @@ async def ask(session: aiohttp.ClientSession, address: str, call: Call) -> Reply
 
 
 async def _abort(session: aiohttp.ClientSession, address: str, key: str, seconds: float) -> None:
-    """Have a request aborted by whatever id it has in the engine, if it is still there."""
+    """Abort a request by any id that it may have in the engine, if it is still there."""
     await asyncio.sleep(seconds)
     known = [f"chatcmpl-{key}", *(f"cmpl-{key}-{prompt}" for prompt in range(3))]
     url = f"{address}/inference/v1/abort_requests"

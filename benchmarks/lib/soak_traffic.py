@@ -32,8 +32,8 @@ class Call:
         path: of the endpoint.
         body: JSON's types; bytes: sent as they are.
         leaves_after: events of a stream after which the client closes its connection.
-        patience: seconds after which it does, whatever came.
-        aborted_after: seconds after which somebody has the server abort it.
+        patience: seconds after which it does in any case.
+        aborted_after: seconds after which the server is asked to abort it.
         refused: the server has to answer with an error of the client's.
     """
 
@@ -156,7 +156,7 @@ class Traffic:
         return text[text.index("\n", start) + 1 :][:5_000]
 
     def window(self, number: int, count: int) -> list[Call]:
-        """The `count` requests of a window, whatever came before it."""
+        """The `count` requests of a window, independent of earlier windows."""
         return [self.call(f"{number}.{index}") for index in range(count)]
 
     def call(self, key: str) -> Call:

@@ -1,4 +1,4 @@
-"""`speculative_config`s of one head and of two, for whatever runs many of them."""
+"""`speculative_config`s of one drafter and of two, for scripts that run many of them."""
 
 from __future__ import annotations
 

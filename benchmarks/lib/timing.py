@@ -54,8 +54,8 @@ def device_name(device: torch.device) -> str:
 def time_call(call: Callable[[], Any], device: torch.device, runs: int = 50) -> Timing:
     """Run `call` again and again.
 
-    On a GPU it is captured once and replayed: what is measured is the device's time, whatever
-    the host needs to launch it. The call must be fit for a CUDA graph. On a CPU it is wall clock,
+    On a GPU it is captured once and replayed: what is measured is the device's time, without
+    the host's launch time. The call must be fit for a CUDA graph. On a CPU it is wall clock,
     with warm caches.
     """
     took = _replayed(call, runs) if device.type == "cuda" else _called(call, runs)

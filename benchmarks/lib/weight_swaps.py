@@ -105,7 +105,7 @@ class Swaps:
 
     @property
     def accepted(self) -> int:
-        """Tokens that were drafted since, by whatever weights, and accepted."""
+        """Tokens that were drafted since, by any weights, and accepted."""
         return self._accepted() - self._accepted_before
 
     def require(self, swaps: int, accepted: int) -> None:

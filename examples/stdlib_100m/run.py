@@ -2,7 +2,7 @@
 
     python examples/stdlib_100m/run.py
 
-Each call goes on where the last one ended, whatever ended it: target and answers first, then the
+Each call goes on where the last one ended or was killed: target and answers first, then the
 comparison for one seed after the other, then the table over all seeds.
 """
 

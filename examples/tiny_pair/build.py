@@ -91,7 +91,7 @@ def build(
         float | None, typer.Option(min=0, help="Save and stop after so many. Default: never.")
     ] = None,
 ) -> None:
-    """Build target and drafter, resuming whatever is half done.
+    """Build target and drafter, resuming stages that are half done.
 
     Where an option gives no number, the size does.
     """
@@ -179,7 +179,7 @@ def build(
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
-    # Without the folders of whoever built it.
+    # Without the folders of the machine that built it.
     figures["command"] = shlex.join(["examples/tiny_pair/build.py", *sys.argv[1:]])
     (out / "figures.json").write_text(json.dumps(figures, indent=1) + "\n")
     print(json.dumps(figures["report"], indent=1))
@@ -209,7 +209,7 @@ def drafter_config(
 
 
 def _from_here(folder: Path) -> str:
-    """`folder` as vLLM is told it, from the repository's root where it lies below."""
+    """Return `folder` as vLLM gets it: relative to the repository's root if it lies below."""
     root = HERE.parents[1]
     inside = folder.resolve().is_relative_to(root)
     return str(folder.resolve().relative_to(root) if inside else folder)

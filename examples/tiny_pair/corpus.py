@@ -26,7 +26,7 @@ class Corpus:
 def is_held_out(name: str) -> bool:
     """Whether the file `name` (path relative to the library's root) is kept from training.
 
-    Decided by a hash of the name, so that one file keeps its side whatever else is there.
+    Decided by a hash of the name, so that a file keeps its side when other files change.
     """
     return hashlib.sha256(name.encode()).digest()[0] % _HELD_OUT_ONE_IN == 0
 

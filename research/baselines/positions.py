@@ -85,7 +85,7 @@ class PositionsLearner(Learner):
     def outcome(
         self, states: Tensor, train_batch: TrainBatch, weights: Sequence[float], blocks: int = 1
     ) -> LossOutput:
-        """Cross-entropy to the target's law at every position, whatever came before it.
+        """Cross-entropy to the target's law at every position, also after wrong ones.
 
         Args:
             states: [B, L − 1, K, H], of all rows but the last, which has no root.

@@ -72,7 +72,7 @@ def _read(builder, address, element=FP32):
     halves = ir.VectorType(ir.HalfType(), LANES)
     if element == FP8:
         # In a half's places the exponent, its bias 8 smaller, is 2^-8 of the number. Subnormals
-        # of half stay exact, whatever the processor does to those of fp32.
+        # of half stay exact, also if the processor flushes those of fp32.
         raw = builder.load(_pointer(builder, address, ir.VectorType(_I8, LANES)), align=1)
         wide = builder.sext(raw, ir.VectorType(_I16, LANES))
         sign, rest = (ir.Constant(wide.type, [mask] * LANES) for mask in (-(1 << 15), 0x3F80))

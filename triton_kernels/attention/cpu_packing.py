@@ -7,7 +7,7 @@ of its N entries of D numbers each:
   so that two numbers that are multiplied and added together are neighbours;
 * for other vector units, and for 8-bit caches, keys as [D, N] and values as [N, D].
 
-Both fill a page of vLLM's cache exactly, whatever order of heads and entries the page was made for.
+Both fill a page of vLLM's cache exactly, for either order of heads and entries.
 The loops here store and move entries; attention over them is `cpu_attention.py`. Importing this
 module needs numba.
 """

@@ -46,7 +46,7 @@ class RequestGroup:
         if layout not in self.rows:
             self.rows[layout] = row_index(kv_cache, self.block, self.offset, heads_dim=1).flatten()
         shape = (len(self.block), kv_cache.shape[1], self.block.shape[1], kv_cache.shape[3])
-        # Several times quicker than indexing the paged view with two index tensors.
+        # Several times faster than indexing the paged view with two index tensors.
         return flat.index_select(0, self.rows[layout]).view(shape)
 
     def write(self, whole: torch.Tensor, mine: torch.Tensor) -> None:
@@ -113,7 +113,7 @@ def plan_reference(
         everyone = len(members) == len(query_len)
         which = slice(len(members)) if everyone else torch.tensor(members)
         seen = _mask_of(group_prefix, group_mask_words, tree_start[which], seqs)
-        # What nobody sees is not read, it may be unwritten memory or a stranger's: a masked entry
+        # What no row sees is not read, it may be unwritten or another request's: a masked entry
         # still takes part with weight 0, and 0 · NaN is NaN. Entry 0 stands in for it.
         own = torch.where(seen.any(1), torch.arange(seen.shape[2]), 0)
         block = block_table[which].long().gather(1, own // block_size)

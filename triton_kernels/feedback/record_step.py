@@ -192,7 +192,7 @@ def _record_step_kernel(
                 seen = (node < NUM_NODES) & (node < run)
                 above = tl.load(parent_ptr + owner * NUM_NODES + node, mask=seen, other=-1)
                 wrong = tl.max((above == stopped).to(tl.int32), 0)
-                # Slots that several rows share, those of nobody, have no slab.
+                # Slots that several rows share belong to no request, and have no slab.
                 tl.store(slabs.missed + owner, tl.load(slabs.missed + owner) + wrong)
                 tl.store(slabs.steps + owner, tl.load(slabs.steps + owner) + 1)
                 tl.store(slabs.committed + owner, tl.load(slabs.committed + owner) + depth + 1)

@@ -1,6 +1,6 @@
 """What a step committed into slabs, for CPUs; see `record_step.py`.
 
-States come as addresses, and rows of them are copied as bytes, of whatever dtype they are.
+States are passed as addresses, and their rows are copied as bytes, so any dtype works.
 """
 
 from __future__ import annotations

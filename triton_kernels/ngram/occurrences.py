@@ -14,7 +14,7 @@ import torch
 from ..optional_triton import cdiv, jit, tl
 
 _STRETCH = 1024  # places of a program
-_MOST_KEYS = 4096  # of a request; whoever reads them holds all in registers
+_MOST_KEYS = 4096  # of a request; the reading kernel holds all in registers
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def _occurrences_kernel(
         agrees = place < tl.minimum(length - 1, width)
         count = tl.zeros([STRETCH], tl.int32)
         for back in tl.static_range(MOST):
-            # A length beyond the table is nobody's, and reads what is there.
+            # A length beyond the table belongs to no request, and reads the last column.
             end = tl.load(text + tl.minimum(tl.maximum(length - 1 - back, 0), width - 1))
             there = (place >= back) & (place < width)
             said = tl.load(text + place - back, mask=there, other=0)

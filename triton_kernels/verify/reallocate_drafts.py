@@ -145,7 +145,7 @@ def _reallocate_drafts_kernel(
         inside = there[:, None] & (node < NUM_NODES)
         survival = tl.load(confidence_ptr + at * confidence_stride + node, mask=inside, other=1.0)
         survival = tl.cumprod(survival.to(tl.float64), 1).to(tl.float32)
-        # The bounds are for what is no probability: the budget is handed out whatever it is.
+        # The bounds are for values that are no probability: they get budget, too.
         own = tl.minimum(tl.maximum(survival.to(tl.int32, bitcast=True), 0), most)
         drafts = tl.load(counts_ptr + request, mask=there, other=0)[:, None]
         to = key_ptr + request.to(tl.int64)[:, None] * NUM_NODES + node

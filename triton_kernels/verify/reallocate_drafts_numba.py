@@ -50,7 +50,7 @@ def _reallocate(
         product = 1.0
         for draft in range(counts[0, request]):
             product *= confidence[req_idx[request], draft]
-            # The bounds are for what is no probability: the budget is handed out whatever it is.
+            # The bounds are for values that are no probability: they get budget, too.
             survival[index] = min(max(product, 0.0), 1.0) if product == product else 0.0
             index += 1
     least, ties = _F(-1), 0

@@ -10,8 +10,8 @@ def shares(
 ) -> tuple[int, int]:
     """(N₁, N₂), nodes that the first and the second drafter draft.
 
-    A routed tree is one drafter's alone, and a joint budget goes to whoever has the better nodes:
-    either may need all N. Split, each drafter drafts half of them, the first one more if N is odd.
+    A routed tree is one drafter's alone, and a joint budget goes to the better nodes: either
+    drafter may need all N. Split, each drafter drafts half of them, the first one more if N is odd.
 
     Args:
         num_nodes: N, nodes of the verified tree.

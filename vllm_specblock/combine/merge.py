@@ -39,7 +39,7 @@ def path_hashes(token: torch.Tensor, parent: torch.Tensor, max_depth: int) -> to
 
     Found by pointer doubling. `extend_hash` is token + F · hash, so hashes of neighbouring
     stretches join as lower + F^length · upper. After step s a node knows the last 2^s tokens
-    of its path. Beyond the root there is nothing, 0, whatever it is multiplied by.
+    of its path. The hash of what lies beyond the root is 0.
 
     Args:
         token: [R, C] int64.

@@ -71,7 +71,7 @@ class DraftCalibration:
         self.make_room(num_slots)
 
     def make_room(self, num_slots: int) -> None:
-        """Have S request slots, of nobody yet."""
+        """Allocate S empty request slots."""
         self.own = torch.zeros(num_slots, device=self.log.device)
         self.own_trees = torch.zeros_like(self.own)
 
@@ -126,8 +126,8 @@ class DraftCalibration:
             temperature: fp32.
             expected: fp32, the sum of exp(logprob) over the nodes that the target ran on.
             accepted: integers, how many of these nodes were accepted.
-            live: bool; the others are left out, whatever they hold.
-            req_idx: integers, whose trees they are; None: nobody's, only all requests learn.
+            live: bool; values of the others are ignored.
+            req_idx: integers, the request of each tree; None: only all requests' factor learns.
         """
         greedy, sampling = self.log.exp().unbind()
         is_greedy = greedy * temperature <= sampling  # it is `greedy` that `of` gives

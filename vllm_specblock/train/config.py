@@ -15,8 +15,7 @@ class TrainError(ValueError):
 
 
 class RunConfig(BaseModel):
-    """Options of a training run, whatever learns. Defaults are the paper's (Appendix A.1) where
-    it gives one."""
+    """Options of a training run. Defaults are the paper's (Appendix A.1) where it gives one."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

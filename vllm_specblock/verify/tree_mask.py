@@ -26,8 +26,8 @@ class TreeMask:
         node_position: [T] int64, the same for roots and nodes alone, one after the other.
         adaptive: how many of a batch's rows are whose is decided on the device; the host knows
             their sum and the most that one request can have.
-        num_trees: so many requests come first that have drafts, and after them those that have
-            none; None: nobody says.
+        num_trees: number of requests with drafts, which come before those without; None: not
+            known.
     """
 
     def __init__(

@@ -186,7 +186,7 @@ def _post_update(
     req_idx: Array,
     num_computed: Array,
     last_sampled: Array,
-    output_counts: Array,  # empty: nobody counts
+    output_counts: Array,  # empty: not counted
     sampled: Array,
     num_sampled: Array,
     num_rejected: Array,
@@ -248,8 +248,8 @@ def slot_mapping(
     """Where each row's keys and values go.
 
     Args:
-        slots: [T] int64, written: −1 for rows of nobody and behind the last.
-        req_idx: [R] integers; negative: nobody's.
+        slots: [T] int64, written: −1 for rows of no request and after the last.
+        req_idx: [R] integers; negative: no request.
         query_start: [≥ R+1] int32.
         positions: [≥ rows] int64.
         table: [S, max blocks] int32.

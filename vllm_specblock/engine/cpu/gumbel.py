@@ -253,7 +253,7 @@ def draw_rows(
     flat: Array,  # fp32, or int16 for bfloat16: rows of the vocabulary
     stride: int,
     vocab_size: int,
-    req_idx: Array,  # [rows] int64; negative: nobody's
+    req_idx: Array,  # [rows] int64; negative: no request
     temperature: Array,  # [slots] fp32, 0: the largest
     seed: Array,  # [slots] int64
     position: Array,  # [rows] int64
