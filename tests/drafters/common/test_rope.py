@@ -46,3 +46,13 @@ def test_far_positions_keep_their_angle():
     angle = torch.arange(100_000, 100_005).double()
     torch.testing.assert_close(cos[0, :, 0, 0].double(), angle.cos(), atol=1e-6, rtol=0)
     torch.testing.assert_close(sin[0, :, 0, 32].double(), angle.sin(), atol=1e-6, rtol=0)
+
+
+def test_a_part_of_a_head_is_scaled_once():
+    """The dimensions that turn are counted already; a checkpoint names their share as well."""
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    whole, part = (
+        CONFIG.model_copy(update={"rope_scaling": scaling | share})
+        for share in ({}, {"partial_rotary_factor": 0.5})
+    )
+    assert torch.equal(inverse_frequencies(part, 32), inverse_frequencies(whole, 32))

@@ -1,7 +1,7 @@
 """RoPE of the drafter: half-split over the whole head, position k of a row at base + k.
 
 YaRN's factor on cos and sin, and RoPE over a part of the head, cost a step nothing: a checkpoint is
-rewritten for them on loading (`drafters/eagle3/rewritten.py`).
+rewritten for them on loading (`drafters/published/checkpoint.py`).
 """
 
 from __future__ import annotations
@@ -98,8 +98,10 @@ def _scaled(scaling: dict[str, Any], theta: float, dim: int) -> tuple[Tensor, fl
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     kind = rope_type(scaling)
+    # `dim` is the part of a head that turns, so it is whole here.
+    whole = {"rope_type": kind, "rope_theta": theta, "partial_rotary_factor": 1.0}
     config = SimpleNamespace(
-        rope_parameters=scaling | {"rope_type": kind, "rope_theta": theta},
+        rope_parameters=scaling | whole,
         head_dim=dim,
         hidden_size=dim,
         num_attention_heads=1,
