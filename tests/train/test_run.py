@@ -187,7 +187,7 @@ class TestLearning:
         assert not torch.equal(drafter_of(run).rank_head[0].weight, before)
 
     def test_the_shift_has_a_rate_of_its_own(self, options):
-        """Adam's first update moves every weight by its rate, whatever the gradient's size."""
+        """Adam's first update moves every weight by its rate, for gradients of any size."""
         config = options(shift_lr=0.1, warmup=0.0, weight_decay=0.0)
         run = build(config, CPU)
         before = {name: weight.clone() for name, weight in drafter_of(run).named_parameters()}
