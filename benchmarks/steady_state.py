@@ -12,7 +12,13 @@ import time
 from collections import Counter
 from typing import Any
 
-from vllm_specblock.engine.offline.answering import Answering, grown, main, read_counters
+from vllm_specblock.engine.offline.answering import (
+    Answering,
+    grown,
+    main,
+    read_counters,
+    stopwatch_of,
+)
 
 WARM = 3
 """Outputs of every request before a window begins."""
@@ -80,11 +86,9 @@ class SteadyState(Answering):
     """Answers a job with the fastest of its passes, per token."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
-        import torch
-
         super().__init__(arguments)
         if arguments.get("speculative_config") is not None:
-            self.stopwatch = self._of_vllms_own(torch.cuda.is_available())
+            self.stopwatch = stopwatch_of(self.llm)
 
     def answer(self, job: dict[str, Any], said: Any = None) -> dict[str, Any]:
         from vllm import SamplingParams

@@ -111,7 +111,7 @@ def test_what_was_recorded_is_learned_and_reaches_the_engine(pair, engine):
     assert depth_along(after, sequence, 2) > depth_along(before, sequence, 2) + 0.3
     assert both.counts["update_microseconds_full"] > 0
     assert engine.versions.names() == [f"version-{len(taken):05d}"], "earlier ones are removed"
-    assert wait(lambda: engine.counts["updates_full"]) == len(taken)
+    assert wait(lambda: engine.counts["updates_full"] == len(taken))
 
 
 @pytest.mark.parametrize("policy", ["gain", "paper", "fixed"])

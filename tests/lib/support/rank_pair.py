@@ -233,7 +233,7 @@ def linked(
     def offer() -> None:
         """As a trainer does, at any moment."""
         kept.lock()
-        for seed in range(1, chosen + 1):
+        for seed in range(2, chosen + 2):  # 1 serves already
             kept.use(kept.write(small_drafter(seed, vocab=VOCAB), {"parent": None}))
             kept.prune(1)
             time.sleep(draw.choice([0.0, 0.05, 0.5]))

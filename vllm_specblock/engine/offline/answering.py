@@ -17,9 +17,12 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from vllm_specblock.engine.metrics.acceptance import REQUESTS, STEPS, TOKENS
+
+if TYPE_CHECKING:
+    from vllm_specblock.engine.metrics.stopwatch import Stopwatch
 
 DRAFTING = ("vllm:specblock_drafting_nanoseconds", "vllm:specblock_drafting_steps")
 """Time of the drafters, and the steps it was taken over."""
@@ -60,25 +63,31 @@ def cpu_seconds() -> float:
     return took
 
 
+def stopwatch_of(llm: Any) -> Stopwatch | None:
+    """Return what times an engine's drafting; None: its drafter is out of reach."""
+    import torch
+
+    from vllm_specblock.engine.metrics.stopwatch import Stopwatch
+
+    core = llm.llm_engine.engine_core
+    if not llm.llm_engine.vllm_config.use_v2_model_runner or not hasattr(core, "engine_core"):
+        return None
+    runner = core.engine_core.model_executor.driver_worker.worker.model_runner
+    return Stopwatch(runner.speculator, torch.cuda.is_available())
+
+
 class Answering:
     """An engine, and what its answers cost; `arguments` are those of vLLM's `LLM`."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
-        import torch
         from vllm import LLM
-
-        from vllm_specblock.engine.metrics.stopwatch import Stopwatch
 
         self.llm = LLM(**arguments)
         self.config = self.llm.llm_engine.vllm_config
         self.stopwatch: Stopwatch | None = None
         speculative = arguments.get("speculative_config")
         if speculative is not None and speculative["method"] != "specblock":
-            core = self.llm.llm_engine.engine_core
-            # Otherwise vLLM's own drafter is out of reach.
-            if self.config.use_v2_model_runner and hasattr(core, "engine_core"):
-                runner = core.engine_core.model_executor.driver_worker.worker.model_runner
-                self.stopwatch = Stopwatch(runner.speculator, torch.cuda.is_available())
+            self.stopwatch = stopwatch_of(self.llm)
 
     def facts(self) -> dict[str, Any]:
         """What this engine is, beyond its arguments."""
