@@ -17,7 +17,6 @@ from vllm.v1.worker.gpu import attn_utils
 from vllm_specblock.engine.attention.backend import TreeAttentionBackend
 from vllm_specblock.engine.config.ours import extracts_features, is_ours
 from vllm_specblock.engine.patches import Function, replaces
-from vllm_specblock.engine.recurrent.layers import recurrent_kind
 from vllm_specblock.engine.target_states import add_interface
 from vllm_specblock.options import TargetError
 
@@ -107,9 +106,15 @@ def check_target_model(model: nn.Module, config: VllmConfig) -> None:
     """
     if hasattr(model, "get_model_state_cls"):
         raise TargetError(f"its own model state ({type(model).__name__})")
-    for name, layer in config.compilation_config.static_forward_context.items():
-        if not isinstance(layer, AttentionLayerBase) or recurrent_kind(layer) is not None:
-            continue
+    layers = config.compilation_config.static_forward_context
+    names = [name for name, layer in layers.items() if isinstance(layer, AttentionLayerBase)]
+    if config.model_config.is_hybrid:
+        # vLLM's recurrent layers load kernels for a GPU on import.
+        from vllm_specblock.engine.recurrent.layers import recurrent_kind
+
+        names = [name for name in names if recurrent_kind(layers[name]) is None]
+    for name in names:
+        layer = layers[name]
         backend = layer.get_attn_backend()
         if (
             backend is not TreeAttentionBackend

@@ -13,7 +13,6 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.sampling_params import SamplingParams
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.input_batch import InputBatch
-from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm.v1.worker.gpu.states import RequestState
 
@@ -22,7 +21,6 @@ from vllm_specblock.engine import deep_sleep, draft_updates
 from vllm_specblock.engine.adaptive.budget import clock
 from vllm_specblock.engine.config.vllm_args import read_back
 from vllm_specblock.engine.cpu.warm_up import compile_loops, without_made_up_requests
-from vllm_specblock.engine.recurrent.layers import take_recurrent
 from vllm_specblock.engine.runner import graphs
 from vllm_specblock.engine.runner.build import build, widen_texts
 from vllm_specblock.engine.runner.caches import Slots
@@ -37,6 +35,8 @@ from vllm_specblock.feedback.verified_trees import VerifiedTrees
 
 if TYPE_CHECKING:
     from vllm.model_executor.models.interfaces_base import VllmModel
+
+    from vllm_specblock.engine.recurrent.layers import RecurrentLayer
 
 
 class TreeSpeculator(DraftModelSpeculator):
@@ -76,8 +76,13 @@ class TreeSpeculator(DraftModelSpeculator):
     def load_draft_model(
         self, target_model: VllmModel, target_attn_layer_names: set[str]
     ) -> nn.Module:
-        layers = self.vllm_config.compilation_config.static_forward_context
-        target_layers, self.recurrent = take_recurrent(layers, sorted(target_attn_layer_names))
+        target_layers = sorted(target_attn_layer_names)
+        self.recurrent: list[RecurrentLayer] = []
+        if self.vllm_config.model_config.is_hybrid:
+            from vllm_specblock.engine.recurrent.layers import take_recurrent
+
+            layers = self.vllm_config.compilation_config.static_forward_context
+            target_layers, self.recurrent = take_recurrent(layers, target_layers)
         parts = build(self, target_model, target_layers)
         self.caches, self.draft_policy, self.tree_states = parts[2:5]
         self.skipped, self.adaptive, self.recorder = parts.skipped, parts.adaptive, parts.recorder
@@ -94,6 +99,8 @@ class TreeSpeculator(DraftModelSpeculator):
         # vLLM builds this class without our arguments, hence one class per engine.
         kinds: tuple[type, ...] = (TreeModelState,)
         if self.recurrent:
+            from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
+
             kinds = TreeModelState, MambaHybridModelState
         state = type("TreeModelState", kinds, {"speculator": self})
         target_model.get_model_state_cls = lambda: state
