@@ -86,18 +86,23 @@ def attend(query: torch.Tensor, entries: torch.Tensor, seen: torch.Tensor, a: Ar
 
 
 def rotate_pair(a: Arguments, grid: Grid) -> None:
-    each = (a.query, a.query_out, a.queries, a.query_norm), (a.key, a.key_out, a.keys, a.key_norm)
+    each = (
+        (a.query_ptr, a.query_out_ptr, a.queries, a.query_norm_ptr),
+        (a.key_ptr, a.key_out_ptr, a.keys, a.key_norm_ptr),
+    )
     for states, out, count, norm in each:
         at = torch.arange(count)
-        rows = at // a.EACH
-        if states is a.query and a.keep is not None:
-            rows = a.keep[rows]
-        angle = (a.base[rows] + at % a.EACH).float()[:, None, None] * a.turn[a.HALF :]
+        rows = at // a.ROPE.EACH
+        if states is a.query_ptr and a.keep_ptr is not None:
+            rows = a.keep_ptr[rows]
+        angle = (a.base_ptr[rows] + at % a.ROPE.EACH).float()[:, None, None] * a.turn_ptr[
+            a.ROPE.HALF :
+        ]
         cos, sin = (x.to(out.dtype).float() for x in (angle.cos(), angle.sin()))
         wide = states.float()
         if norm is not None:
             wide = rms_normed(wide, norm, a.eps).to(out.dtype).float()
-        left, right = wide.split(a.HALF, dim=-1)
+        left, right = wide.split(a.ROPE.HALF, dim=-1)
         kept = (left * cos).to(out.dtype).float() - right * sin
         other = (right * cos).to(out.dtype).float() + left * sin
         out.view_as(states).copy_(torch.cat([kept, other], -1))
@@ -108,114 +113,60 @@ def rms_normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tenso
 
 
 def add_norm(a: Arguments, grid: Grid) -> None:
-    left = a.left if a.keep is None else a.left[a.keep]
-    a.total.view(a.right.shape).copy_(left.float() + a.right.float())
-    a.normed.copy_(rms_normed(a.total.float(), a.weight, a.eps))
-
-
-def norm_pair(a: Arguments, grid: Grid) -> None:
-    pairs = (a.left, a.left_weight), (a.right, a.right_weight)
-    both = [rms_normed(x.float(), weight, a.eps) for x, weight in pairs]
-    a.out.view(len(a.left), -1).copy_(torch.cat(both, -1))
-
-
-def rms_norm(a: Arguments, grid: Grid) -> None:
-    a.out.copy_(rms_normed(a.x.float(), a.weight, a.eps))
-
-
-def silu_mul(a: Arguments, grid: Grid) -> None:
-    gate, up = a.both.float().chunk(2, dim=-1)
-    a.out.view_as(gate).copy_(F.silu(gate).to(a.out.dtype).float() * up)
+    left = a.left_ptr if a.keep_ptr is None else a.left_ptr[a.keep_ptr]
+    a.total_ptr.view(a.right_ptr.shape).copy_(left.float() + a.right_ptr.float())
+    a.normed_ptr.copy_(rms_normed(a.total_ptr.float(), a.weight_ptr, a.eps))
 
 
 def layer_shift(a: Arguments, grid: Grid) -> None:
-    hidden = a.hidden.float()
+    hidden = a.hidden_ptr.float()
     previous = torch.cat([hidden[:, :1], hidden[:, :-1]], 1)
-    a.out.copy_(F.linear(torch.cat([hidden, previous], -1), a.weight.float()))
+    a.out_ptr.copy_(F.linear(torch.cat([hidden, previous], -1), a.weight_ptr.float()))
 
 
 def store_kv(a: Arguments, grid: Grid) -> None:
-    rows = (a.kv_index >= 0).nonzero().flatten()
-    slots, cache = a.kv_index[rows].long(), a.kv_cache
-    assert a.key_scale is None
-    both = torch.cat([a.key[rows], a.value[rows]], -1).to(cache.dtype)
+    rows = (a.kv_index_ptr >= 0).nonzero().flatten()
+    slots, cache = a.kv_index_ptr[rows].long(), a.kv_cache_ptr
+    assert a.key_scale_ptr is None
+    both = torch.cat([a.key_ptr[rows], a.value_ptr[rows]], -1).to(cache.dtype)
     cache[slots // a.BLOCK_SIZE, :, slots % a.BLOCK_SIZE] = both
 
 
 def best_of_chunk(a: Arguments, grid: Grid) -> None:
     rows, chunks, width = *grid[:2], a.CHUNK
     pad = (0, chunks * width - a.vocab)
-    x = F.pad(a.logits.float() * a.scale, pad, value=float("-inf")).view(rows, chunks, width)
+    x = F.pad(a.logits_ptr.float() * a.scale, pad, value=float("-inf")).view(rows, chunks, width)
     inside = torch.arange(chunks * width).view(chunks, width) < a.vocab
     largest = x.amax(-1)
     below = torch.where(inside, x - largest[..., None], 0.0)
     weight = torch.where(inside, below.exp(), 0.0)
-    sums = a.sums.view(4, rows, chunks)
+    sums = a.sums_ptr.view(4, rows, chunks)
     sums[0], sums[1] = largest, weight.sum(-1)
     if a.SPREAD:
         sums[2] = (weight * below).sum(-1)
-    if a.beta is not None:
-        sharp = a.beta.flatten()[torch.arange(rows) // a.rows_each, None, None]
+    if a.beta_ptr is not None:
+        sharp = a.beta_ptr.flatten()[torch.arange(rows) // a.rows_each, None, None]
         sums[3] = torch.where(inside, (sharp * below).exp(), 0.0).sum(-1)
     bits = torch.where(x == x, x, float("-inf")).view(torch.int32)
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
     keys = (ordered << 32) | (0x7FFFFFFF - torch.arange(chunks * width).view(chunks, width))
-    a.best.view(rows, chunks, a.TOP).copy_(keys.topk(a.TOP, -1).values)
-
-
-def merge_and_rank(a: Arguments, grid: Grid) -> None:
-    rows, top = grid[0], a.MERGE.TOP
-    keys = a.best.view(rows, -1).topk(top, -1).values
-    ordered = (keys >> 32).int()
-    values = torch.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered).view(torch.float32)
-    index = 0x7FFFFFFF - (keys & 0x7FFFFFFF)
-    largest, weight, spread, sharper = a.sums.view(4, rows, -1)
-    most = largest.amax(-1)
-    lower = largest - most[:, None]
-    total = (weight * lower.exp()).sum(-1)
-    if a.beta is None:
-        scores = values - (most + total.log())[:, None]
-    else:
-        sharp = a.beta.flatten()[torch.arange(rows) // a.rows_each, None]
-        scores = (sharper * (sharp * lower).exp()).sum(-1, keepdim=True).log()
-        scores = sharp * (values - most[:, None]) - scores
-    a.logprob.view(rows, -1).copy_(scores[:, : a.WIDTH])
-    a.token.view(rows, -1).copy_((index + a.offset[index])[:, : a.WIDTH])
-    if a.SCOPE == 0:
-        within = most + total.log()
-        entropy = total.log() - ((spread + weight * lower) * lower.exp()).sum(-1) / total
-    else:
-        below = (values - most[:, None])[:, : a.SCOPE]
-        mass = below.exp().sum(-1)
-        within = most + mass.log()
-        entropy = mass.log() - (below.exp() * below).sum(-1) / mass
-    first = values[:, :1] - within[:, None]
-    features = [
-        values[:, : a.LOGPROBS] - within[:, None],
-        most[:, None] - values[:, [1, 2, 4]],
-        first.exp(),
-        entropy[:, None],
-    ]
-    psi = torch.cat(features, -1).to(a.of_state.dtype).float()
-    columns = a.first[:, a.size : a.size + a.LOGPROBS + 5].float()
-    state = F.silu(a.of_state.float() + psi @ columns.T)
-    a.bucket.copy_((state @ a.second.float().T).argmax(-1))
+    a.best_ptr.view(rows, chunks, a.TOP).copy_(keys.topk(a.TOP, -1).values)
 
 
 def move_path(a: Arguments, grid: Grid) -> None:
-    assert a.dim_stride == 1
-    size, slots, last = a.INTEGER.primitive_bitwidth // 8, a.slot_mapping.tolist(), a.last_row
+    assert a.cache_strides.dim == 1
+    size, slots, last = a.INTEGER.primitive_bitwidth // 8, a.slot_mapping_ptr.tolist(), a.last_row
     for i in range(grid[0]):
-        root, nodes = int(a.query_start[i]) + int(a.base[i]) - 1, a.path[i].tolist()
-        places = range(1, min(int(a.accepted[i]), a.depth) + 1)
+        root, nodes = int(a.rows.query_start[i]) + int(a.rows.base[i]) - 1, a.rows.path[i].tolist()
+        places = range(1, min(int(a.rows.accepted[i]), a.depth) + 1)
         rows = [(root + nodes[place], root + place) for place in places if nodes[place] != place]
         moves = [(slots[min(row, last)], slots[min(to, last)]) for row, to in rows]
         moves = [pair for pair in moves if min(pair) >= 0]
-        for pointer, head in itertools.product(a.pointers.tolist(), range(grid[1])):
+        for pointer, head in itertools.product(a.caches_ptr.tolist(), range(grid[1])):
 
             def entry(slot, pointer=pointer, head=head):
-                block, place = divmod(slot, a.BLOCK_SIZE)
-                at = block * a.block_stride + head * a.head_stride + place * a.entry_stride
+                (block, place), strides = divmod(slot, a.BLOCK_SIZE), a.cache_strides
+                at = block * strides.block + head * strides.head + place * strides.entry
                 return pointer + at * size
 
             read = [ctypes.string_at(entry(slot), a.WIDTH * size) for slot, _ in moves]
@@ -264,17 +215,13 @@ FORMS: dict[str, tuple[Callable[[Arguments, Grid], None], str]] = {
     "kernel_unified_attention": (unified_attention, ""),
     "reshape_and_cache_kernel_flash": (reshape_and_cache, ""),
     "_tree_attention_kernel": (tree_attention, "into.out"),
-    "_rotate_pair_kernel": (rotate_pair, "query_out key_out"),
-    "_add_norm_kernel": (add_norm, "total normed"),
-    "_norm_pair_kernel": (norm_pair, "out"),
-    "_rms_norm_kernel": (rms_norm, "out"),
-    "_silu_mul_kernel": (silu_mul, "out"),
-    "_layer_shift_kernel": (layer_shift, "out"),
+    "_rotate_pair_kernel": (rotate_pair, "query_out_ptr key_out_ptr"),
+    "_add_norm_kernel": (add_norm, "total_ptr normed_ptr"),
+    "_layer_shift_kernel": (layer_shift, "out_ptr"),
     "_store_kv_kernel": (store_kv, ""),
-    "_best_of_chunk_kernel": (best_of_chunk, "best"),
+    "_best_of_chunk_kernel": (best_of_chunk, "best_ptr"),
     "_gumbel_sample_kernel": (gumbel_sample, "local_argmax_ptr"),
     "_move_path_kernel": (move_path, ""),
-    "_merge_and_rank_kernel": (merge_and_rank, "logprob token"),
 }
 """By a kernel's name: its form, and the results in which the interpreter has to agree."""
 SECONDS = {
