@@ -96,7 +96,6 @@ ENGINES: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
     "merged": (BOTH[:1], MERGED, GRAPHS),
     "merged adaptive": (BOTH[1:], MERGED | {"second_drafter": EAGLE3, **ADAPTIVE}, GRAPHS),
     "routed": (BOTH, {"second_drafter": EAGLE3, "draft_policy": "route"}, GRAPHS),
-    "routed lazily": (BOTH[:1], {"second_drafter": EAGLE3, "route": "lazy"}, GRAPHS),
     "fp8": (BOTH, {"quantization": "fp8"}, GRAPHS),
     "DFlash": (BOTH[:1], {"model": "dflash"}, GRAPHS),
     "JetSpec": (BOTH[:1], {"model": "jetspec"}, GRAPHS),
