@@ -138,11 +138,13 @@ def test_pauses_leave_the_states_right(target, plain, prompts, monkeypatch):
 
 
 def test_preempted_requests_begin_again(target, plain, prompts):
-    few = {**target, "num_gpu_blocks_override": 9}
+    few = {**target, "num_gpu_blocks_override": 7}
     ours = make_engine(DRAFTS, **few)
     requests = requests_for(prompts, 0.0)
     check = Checker()
     check(ours, requests, plain.generate(prompts, requests), prompts)
+    counts = {m.name: m.value for m in ours.llm.get_metrics() if hasattr(m, "value")}
+    assert counts["vllm:num_preemptions"] > 0
 
 
 def test_prefix_caching_is_off_and_refused(target):

@@ -4,69 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from ..op import op
 from ..optional_triton import jit, next_power_of_2, tl
 
 COLUMNS = 1024  # of a table, at a time
-
-
-def mask_holes(
-    missing: torch.Tensor,
-    table: torch.Tensor,
-    first: torch.Tensor,
-    last: torch.Tensor,
-    block_size: int,
-    hidden: torch.Tensor,
-    start: torch.Tensor,
-) -> torch.Tensor:
-    """Remove incomplete blocks from the tables of requests whose next rows will be written.
-
-    A block that a request writes from its first missing row on becomes complete. One whose missing
-    rows come before the request's stays in the table, and is not written.
-
-    Args:
-        missing: [blocks + 1] int64, the first missing row of each block, `block_size` where it is
-            complete; changed in place.
-        table: [R, columns] int32, changed in place; zeros take the place of removed blocks.
-        first, last: [R] int64, positions of the first and the last row that will be written.
-        hidden, start: [R] int64, written: tokens in removed blocks, and the first position to
-            store, 0 for all.
-
-    Returns:
-        [R] bool, requests whose rows all lie in an incomplete block.
-    """
-    if table.is_cuda:
-        return mask_holes_triton(missing, table, first, last, block_size, hidden, start)
-    return mask_holes_reference(missing, table, first, last, block_size, hidden, start)
-
-
-def mask_holes_reference(
-    missing: torch.Tensor,
-    table: torch.Tensor,
-    first: torch.Tensor,
-    last: torch.Tensor,
-    block_size: int,
-    hidden: torch.Tensor,
-    start: torch.Tensor,
-) -> torch.Tensor:
-    """Arguments and result as `mask_holes` has them."""
-    index, column = table.long(), torch.arange(table.shape[1], device=table.device)
-    gap = missing[index]
-    current, end = (first // block_size)[:, None], (last // block_size)[:, None]
-    here = column == current
-    hole = torch.where(here, gap < (first % block_size)[:, None], gap < block_size)
-    hole &= column <= current
-    begun = (hole & here).any(1)
-    blind = begun & (last // block_size == first // block_size)
-    # Blocks that are written from here on, or up to here: complete until a row is skipped.
-    written = (column >= current) & (column <= end) & ~hole
-    missing[torch.where(written, index, len(missing) - 1)] = block_size
-    hole &= ~(here & blind[:, None])
-    torch.mul(hole.sum(1), block_size, out=hidden)
-    torch.mul(first // block_size + 1, begun * block_size, out=start)
-    place = torch.where(hole, len(column), (~hole).cumsum(1) - 1)
-    kept = table.new_zeros(len(table), len(column) + 1).scatter_(1, place, table)
-    table.copy_(kept[:, :-1])
-    return blind
 
 
 def mask_holes_triton(
@@ -96,6 +37,52 @@ def mask_holes_triton(
             COLUMNS=min(next_power_of_2(width), COLUMNS),
             num_warps=4,
         )
+    return blind
+
+
+@op(mask_holes_triton)
+def mask_holes(
+    missing: torch.Tensor,
+    table: torch.Tensor,
+    first: torch.Tensor,
+    last: torch.Tensor,
+    block_size: int,
+    hidden: torch.Tensor,
+    start: torch.Tensor,
+) -> torch.Tensor:
+    """Remove incomplete blocks from the tables of requests whose next rows will be written.
+
+    A block that a request writes from its first missing row on becomes complete. One whose missing
+    rows come before the request's stays in the table, and is not written.
+
+    Args:
+        missing: [blocks + 1] int64, the first missing row of each block, `block_size` where it is
+            complete; changed in place.
+        table: [R, columns] int32, changed in place; zeros take the place of removed blocks.
+        first, last: [R] int64, positions of the first and the last row that will be written.
+        hidden, start: [R] int64, written: tokens in removed blocks, and the first position to
+            store, 0 for all.
+
+    Returns:
+        [R] bool, requests whose rows all lie in an incomplete block.
+    """
+    index, column = table.long(), torch.arange(table.shape[1], device=table.device)
+    gap = missing[index]
+    current, end = (first // block_size)[:, None], (last // block_size)[:, None]
+    here = column == current
+    hole = torch.where(here, gap < (first % block_size)[:, None], gap < block_size)
+    hole &= column <= current
+    begun = (hole & here).any(1)
+    blind = begun & (last // block_size == first // block_size)
+    # Blocks that are written from here on, or up to here: complete until a row is skipped.
+    written = (column >= current) & (column <= end) & ~hole
+    missing[torch.where(written, index, len(missing) - 1)] = block_size
+    hole &= ~(here & blind[:, None])
+    torch.mul(hole.sum(1), block_size, out=hidden)
+    torch.mul(first // block_size + 1, begun * block_size, out=start)
+    place = torch.where(hole, len(column), (~hole).cumsum(1) - 1)
+    kept = table.new_zeros(len(table), len(column) + 1).scatter_(1, place, table)
+    table.copy_(kept[:, :-1])
     return blind
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from vllm_specblock.triton_kernels.kv_cache.mask_holes import mask_holes_reference
+from vllm_specblock.triton_kernels.kv_cache.mask_holes import mask_holes
 
 
 @pytest.mark.parametrize(("width", "columns"), [(5, 1024), (40, 16)])
@@ -25,8 +25,8 @@ def test_the_tables_are_the_references(kernels, monkeypatch, width, columns):
     current = own.gather(1, (first // size)[:, None])[:, 0]
     missing[current[:4]] = torch.tensor([2, 3, 0, 3])
     found = []
-    for mask in (mask_holes_reference, module.mask_holes_triton):
-        to = "cpu" if mask is mask_holes_reference else kernels.device
+    for mask in (mask_holes.reference, module.mask_holes_triton):
+        to = "cpu" if mask is mask_holes.reference else kernels.device
         table = torch.zeros(requests, width + 3, dtype=torch.int32, device=to)
         table[:, :width] = own
         state, masks = missing.to(to, copy=True), torch.full((2, requests), -1, device=to)

@@ -46,16 +46,15 @@ class RecurrentLayer(ABC):
     """
 
     kind: type[MambaBase]
+    waiting: Waiting | None = None
 
     def __init__(self, layer: Any) -> None:
-        self.layer, self.waiting = layer, None
+        self.layer = layer
         # vLLM's chains keep a state per draft.
         layer.num_spec = 0
         layer.get_kv_cache_spec = partial(_one_state, layer.get_kv_cache_spec)
         backend = tree_backend(layer.get_attn_backend())
         layer.get_attn_backend = lambda: backend
-
-    waiting: Waiting | None
 
     @property
     def histories(self) -> Tensor:
@@ -74,14 +73,11 @@ class RecurrentLayer(ABC):
         found = every.get(self.layer.prefix) if isinstance(every, dict) else None
         return found if isinstance(found, RecurrentTreeMetadata) else None
 
-    def run(
-        self,
-        step: RecurrentTreeMetadata,
-        plain: Callable[..., Any],
-        inputs: tuple[Tensor, ...],
-        out: Tensor,
-    ) -> None:
-        """Fill `out` [rows, …]: requests without drafts by `plain(*inputs, out)`."""
+    def run(self, plain: Callable[..., Any], inputs: tuple[Tensor, ...], out: Tensor) -> Any:
+        """Fill `out` [rows, …]: requests and steps without drafts by `plain(*inputs, out)`."""
+        step = self.step()
+        if step is None:
+            return plain(*inputs, out)
         trees = step.trees
         if trees.other_rows is not None:
             metadata = get_forward_context().attn_metadata
@@ -92,6 +88,7 @@ class RecurrentLayer(ABC):
             out[trees.other_rows] = found
         made = self.verify(step, *(trees.pad(x) for x in inputs))
         out[trees.rows] = trees.unpad(made).reshape(-1, *out.shape[1:]).to(out.dtype)
+        return None
 
     @abstractmethod
     def verify(self, step: RecurrentTreeMetadata, *inputs: Tensor) -> Tensor:
@@ -133,10 +130,7 @@ class Mamba2Layer(RecurrentLayer):
         return self.layer.kv_cache[1].transpose(2, 3)
 
     def forward(self, projected_states: Tensor, output: Tensor) -> Any:
-        step = self.step()
-        if step is None:
-            return self.plain(projected_states, output)
-        return self.run(step, self.plain, (projected_states,), output)
+        return self.run(self.plain, (projected_states,), output)
 
     def verify(self, step: RecurrentTreeMetadata, *inputs: Tensor) -> Tensor:
         layer, (projected,) = self.layer, inputs
@@ -168,10 +162,7 @@ class ShortConvLayer(RecurrentLayer):
         self.plain, layer.forward_native = layer.forward_native, self.forward
 
     def forward(self, hidden_states: Tensor, output: Tensor) -> Any:
-        step = self.step()
-        if step is None:
-            return self.plain(hidden_states, output)
-        return self.run(step, self.plain, (hidden_states,), output)
+        return self.run(self.plain, (hidden_states,), output)
 
     def verify(self, step: RecurrentTreeMetadata, *inputs: Tensor) -> Tensor:
         layer = self.layer
@@ -261,12 +252,11 @@ def _install_gated_delta_net() -> None:
         context = get_forward_context()
         layer: Any = context.no_compile_layers[gdn_attention._resolve_layer_name(layer_name)]
         ours: GatedDeltaNetLayer | None = getattr(layer, "verifies_trees", None)
-        step = None if ours is None else ours.step()
         plain = partial(_plain_gated_delta_net, layer_name)
-        if ours is None or step is None:
+        if ours is None:
             plain(mixed_qkv, b, a, core_attn_out)
         else:
-            ours.run(step, plain, (mixed_qkv, b, a), core_attn_out)
+            ours.run(plain, (mixed_qkv, b, a), core_attn_out)
 
     library = torch.library.Library("vllm", "IMPL")
     library.impl("cpu_gdn_attention_core", cpu_gdn_attention_core, "CPU", allow_override=True)
