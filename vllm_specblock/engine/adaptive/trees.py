@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -11,6 +12,7 @@ from vllm.v1.worker.gpu.states import RequestState
 from vllm_specblock.combine.combined import Combined
 from vllm_specblock.drafters.common.backlog import Backlog, MissedRows
 from vllm_specblock.engine.adaptive import budget
+from vllm_specblock.engine.adaptive.clocks import Clock, DeviceClock
 from vllm_specblock.engine.runner.tree_states import TreeStates
 from vllm_specblock.feedback.acceptance_estimator import AcceptanceEstimator
 from vllm_specblock.feedback.controller import Controller
@@ -43,7 +45,8 @@ class AdaptiveTrees:
         self.tree_states, self.confidence = tree_states, confidence
         self.backlog, self.reads_prompts = backlog, follow and backlog is None
         num_slots, on_host = len(tree_states.accepted), device.type == "cpu"
-        self.drafting_state = budget.drafting_state_of(states, num_slots, controller)
+        self.clock = Clock() if on_host else DeviceClock()
+        self.drafting_state = budget.drafting_state_of(states, num_slots, controller, self.clock)
         if self.backlog is not None:
             self.drafting_state.missed = self.backlog.rows
         self.acceptance = AcceptanceEstimator(device)
@@ -78,19 +81,20 @@ class AdaptiveTrees:
         if self.paused.device.type == "cpu":
             self.drafting_state.accepted = int(verified.accepted.sum())  # a host tensor
 
-    def drafted(self, seconds: float, asked: bool, read: int = 0, prompts: int = 0) -> None:
-        """Note the time of a proposal.
+    def drafted(self, began: Any, asked: bool, read: int = 0, prompts: int = 0) -> None:
+        """Note a proposal that ends now.
 
         Args:
+            began: mark of `clock`.
             asked: a drafter with weights took part; read: rows that it had missed before.
             prompts: requests of a batch with prompts, which drafters have read; 0: it had none.
         """
         state = self.drafting_state
-        state.draft_seconds, state.asked, state.read = seconds, asked, read
+        state.drafted, state.asked, state.read = (began, self.clock.mark()), asked, read
         if prompts and self.paused.device.type == "cpu":
             cost = state.controller.cost
             usual = cost.draft(prompts, asked) / cost.of(1.0)
-            state.controller.observe_prompts(seconds - usual)
+            state.controller.observe_prompts(self.clock.seconds(*state.drafted) - usual)
 
     def write_survival(
         self, req_idx: torch.Tensor, temperature: torch.Tensor, combined: Combined

@@ -18,7 +18,6 @@ from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_specblock.drafters.common.backlog import MissedRows
 from vllm_specblock.engine import deep_sleep, draft_updates
-from vllm_specblock.engine.adaptive.budget import clock
 from vllm_specblock.engine.config.vllm_args import read_back
 from vllm_specblock.engine.cpu.warm_up import compile_loops, without_made_up_requests
 from vllm_specblock.engine.runner import graphs
@@ -188,7 +187,7 @@ class TreeSpeculator(DraftModelSpeculator):
             tokens = self._no_trees(batch.num_reqs)
         else:
             self._counted = True
-            began = clock()
+            began = None if self.adaptive is None else self.adaptive.clock.mark()
             graph = self.graphs.find(batch, dummy_run) if draft else None
             if graph is not None:
                 self.graphs.fill(graph, batch, states, self.chains.among(batch.idx_mapping_np))
@@ -205,7 +204,7 @@ class TreeSpeculator(DraftModelSpeculator):
             if self.adaptive is not None:
                 prompts = batch.num_reqs if batch.has_prefill and not dummy_run else 0
                 policy = self.draft_policy
-                self.adaptive.drafted(clock() - began, policy.asked, policy.read, prompts)
+                self.adaptive.drafted(began, policy.asked, policy.read, prompts)
         # A GPU's counts are on the host one step later.
         if not dummy_run and (counted or self._counted or self.recorder is not None):
             self.counters.publish()
