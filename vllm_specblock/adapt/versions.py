@@ -218,8 +218,11 @@ class VersionFolder:
         for what, mine in self.fingerprints.items():
             if facts.get("fingerprints", {}).get(what) != mine:
                 raise TrainError(f"The version {folder} was made for another {what}.")
-        weights = folder / checkpoint.WEIGHTS
-        if not weights.is_file() or digest(weights) != facts.get("checksum"):
+        try:
+            checksum = digest(folder / checkpoint.WEIGHTS)
+        except OSError:
+            checksum = None
+        if checksum is None or checksum != facts.get("checksum"):
             raise TrainError(f"The weights in {folder} are not those that were written there.")
         return folder
 

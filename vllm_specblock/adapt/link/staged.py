@@ -15,6 +15,9 @@ from vllm_specblock.train.config import TrainError
 DELIVERED = "delivered"
 """Trunk of the drafter as delivered, and of versions that differ from it in their heads alone."""
 
+READS = 3
+"""Reads of the current version, should another one be chosen meanwhile."""
+
 
 @dataclass(frozen=True, eq=False)
 class StagedVersion:
@@ -39,32 +42,40 @@ class StagedVersion:
 
 
 def stored_version(versions: VersionFolder, trunk: str = "") -> StagedVersion | None:
-    """The version that current.json names.
+    """Read the version that current.json names.
+
+    The writer may replace and prune it meanwhile; then the newer one is read.
 
     Args:
         trunk: of the version that serves: of one with the same trunk only the heads are read.
 
     Returns:
-        None where none was chosen, or another one was chosen while it was read.
+        None where none was chosen, or each one was replaced while it was read.
 
     Raises:
         TrainError: the version cannot be used.
     """
-    stamp = versions.stamp()
-    if not stamp:
-        return None
-    try:
-        name = versions.current()
-        facts = {} if name is None else facts_of(versions.out / name)
-        its = facts.get("trunk") or facts.get("checksum") or DELIVERED
-        action = Action.HEADS if its == trunk else Action.FULL
-        tensors = versions.read(name, lambda each: trains(action, each))
-    except TrainError as error:
-        if versions.stamp() != stamp:
-            return None
-        raise TrainError(
-            f"The current version in {versions.out} cannot be used, and what serves stays: {error}"
-        ) from None
+    for _ in range(READS):
+        stamp = versions.stamp()
+        if not stamp:
+            break
+        try:
+            return _read_current(versions, trunk)
+        except TrainError as error:
+            if versions.stamp() == stamp:
+                raise TrainError(
+                    f"The current version in {versions.out} cannot be used, and what serves "
+                    f"stays: {error}"
+                ) from None
+    return None
+
+
+def _read_current(versions: VersionFolder, trunk: str) -> StagedVersion:
+    name = versions.current()
+    facts = {} if name is None else facts_of(versions.out / name)
+    its = facts.get("trunk") or facts.get("checksum") or DELIVERED
+    action = Action.HEADS if its == trunk else Action.FULL
+    tensors = versions.read(name, lambda each: trains(action, each))
     digest = facts.get("checksum") or versions.fingerprints["drafter"]
     number, parent = number_of(name), number_of(facts.get("parent"))
     return StagedVersion(number, parent, action, tensors, int(digest[-15:], 16) or 1, its)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import numpy as np
 
 from vllm_specblock.adapt.link.folder_link import FolderVersions
-from vllm_specblock.adapt.link.staged import StagedVersion
+from vllm_specblock.adapt.link.staged import READS, StagedVersion
 from vllm_specblock.adapt.policy.interface import Action
 from vllm_specblock.adapt.serving.in_engine import EngineTrainer
 from vllm_specblock.adapt.trainer.process import TrainerProcess
@@ -29,9 +29,6 @@ logger = logging.getLogger("vllm.specblock")
 
 EVERY = 64
 """Turns from one agreement to the next: it costs a message to and from every rank."""
-
-READS = 3
-"""Reads of the current version at a start, should another one be chosen in that moment."""
 
 
 class Swaps:

@@ -108,12 +108,13 @@ class VersionWriter:
             name = self.folder.current()
             tensors = None if name is None else self.folder.read(name)
         except TrainError as error:
-            logger.warning(
-                "SpecBlock adaptation: the current version in %s cannot be used, and what serves "
-                "stays: %s",
-                self.folder.out,
-                error,
-            )
+            if self.folder.stamp() == stamp:  # else another one was chosen: the next call takes it
+                logger.warning(
+                    "SpecBlock adaptation: the current version in %s cannot be used, and what "
+                    "serves stays: %s",
+                    self.folder.out,
+                    error,
+                )
             return None
         if tensors is None:
             self.written, self._trunk = self.adaptation.pool.origin, DELIVERED
