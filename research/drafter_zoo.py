@@ -44,12 +44,10 @@ STUDIES: dict[str, dict[str, Any]] = {
     "loss floor 0": {"loss_floor": 0.0},
     "loss floor 0.25": {"loss_floor": 0.25},
     "loss floor 1": {"loss_floor": 1.0},
-    "shift at a tenth": {"shift_lr": 0.1},
-    "shift at a hundredth": {"shift_lr": 0.01},
     "LM head from scratch": {"lm_head": "scratch"},
 }
 """Variants of SpecBlock that take part only where they are named: what the paper says otherwise
-than we do (eq. 6 divides by the rows that are left, a floor of 0), and how the shift learns."""
+than we do (eq. 6 divides by the rows that are left, a floor of 0)."""
 
 BASELINES = ("EAGLE-3", "DFlash", "JetSpec", "Medusa", "ParallelSpec", "Falcon", "SpS")
 EVERYONE = (*ABLATIONS, *BASELINES)

@@ -32,7 +32,6 @@ from vllm_specblock.train.target.features import (
     StoredTeacher,
     Teacher,
     load_target,
-    load_tokenizer,
 )
 
 PROMPT_SHARE = 4
@@ -118,7 +117,7 @@ def prepare(config: RunConfig, device: torch.device, shortest: int) -> RunContex
         target = describe_target(config.target, config.target_name, config.layer_ids)
     except CheckpointError as error:
         raise TrainError(str(error)) from error
-    texts = load_texts(config.data, lambda: load_tokenizer(config.target), target.vocab_size)
+    texts = load_texts(config.data, target.vocab_size)
     if config.hold_out >= len(texts):
         raise TrainError(
             f"hold_out is {config.hold_out}, but {config.data} has only {len(texts)} sequences."
