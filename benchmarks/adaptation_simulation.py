@@ -40,7 +40,7 @@ def simulate(
     policy: Annotated[
         list[str] | None,
         typer.Option(
-            help="frozen, watch, always (OSD), full every 8, full every 64, heads every 8, paper, "
+            help="frozen, always (OSD), full every 8, full every 64, heads every 8, paper, "
             "gain, or paper or gain without an arm or the bandit: see docs/adaptation.md. "
             "Repeatable. Default: frozen, always, paper, gain."
         ),

@@ -159,7 +159,7 @@ class Simulation:
         seconds = stall + self.config.cost.step * len(steps)
         served = Served(phase, len(steps), tokens, seconds, stall, self.pool.current.number)
         request = FinishedRequest(misses_of(steps), len(steps), tokens, seconds)
-        record = self._record(sequence, request) if self.policy.records else None
+        record = self._record(sequence, request)
         self.adaptation.finish(record, request)
         if self.pool.current is not self.served:  # without an update: one that was refused before
             self.stall += self._swap()

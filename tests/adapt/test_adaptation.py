@@ -6,11 +6,12 @@ from dataclasses import replace
 from statistics import fmean, stdev
 
 import pytest
+from lib.policies import Fixed
 from support.adapting import Pair
 
 from vllm_specblock.adapt.adaptation import Adaptation, AdaptationConfig
 from vllm_specblock.adapt.learning.update import UpdateConfig
-from vllm_specblock.adapt.policy.interface import Action, Always, Fixed
+from vllm_specblock.adapt.policy.interface import Action, Always
 from vllm_specblock.drafters.specblock import checkpoint
 
 EVERY = 4

@@ -127,7 +127,7 @@ class Adaptation:
             request: None: it goes on in another record.
         """
         hard = request is None or self.usual.is_hard(request.tau)
-        if record is not None and self.policy.records:
+        if record is not None:
             self._keep(record, hard)
         if request is None:
             return
@@ -180,15 +180,13 @@ class Adaptation:
             return
         if self._weighed is not None:
             self._weigh(self._weighed, record, hard)
-        if not self.policy.judges:
+        if not self.policy.gated:
             return
         depths = self.judge.depths(self.pool.kept, record)
         gain = depths[self.pool.current.number] - depths[self.pool.origin.number]
         if gain == gain:  # else the text is too short
             self.count("judged_requests", 1)
             self.count("judged_gain_millitokens", round(1000 * gain))
-        if not self.policy.gated:
-            return
         steps = {number: steps_of(depth) for number, depth in depths.items()}
         if (back := self.pool.judge(steps)) is not None:
             self._follow(back)

@@ -28,9 +28,7 @@ def run(
     out: Annotated[
         Path | None, typer.Option(help="Folder for versions. Default: FOLDER/versions.")
     ] = None,
-    policy: Annotated[
-        str, typer.Option(help="gain, paper, always (OSD), fixed or watch.")
-    ] = "gain",
+    policy: Annotated[str, typer.Option(help="gain, paper or always (OSD).")] = "gain",
     actions: Annotated[str, typer.Option(help="The largest update: heads or all.")] = "heads",
     lr: UpdateRate = None,
     num_blocks: Annotated[

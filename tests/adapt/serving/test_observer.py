@@ -22,7 +22,6 @@ from vllm_specblock.adapt.serving import observer
             {"rule": "paper", "memory": 64, "out": "x"},
             {"policy": "paper", "memory": 64, "out": "x"},
         ),
-        ({"policy": "watch", "out": "x"}, {"policy": "watch", "out": "x"}),
     ],
 )
 def test_a_trainer_is_told_what_the_options_say(given, said):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from lib.policies import Fixed
 from support.adapting import Pair, staged, wait
 
 from vllm_specblock.adapt.learning.anchor import _live, _log_probs
@@ -22,7 +23,7 @@ from vllm_specblock.adapt.policy.actions import put
 from vllm_specblock.adapt.policy.interface import Action
 from vllm_specblock.adapt.trainer import state
 from vllm_specblock.adapt.trainer.process import TrainerProcess
-from vllm_specblock.adapt.trainer.trainer import Trainer, TrainerConfig
+from vllm_specblock.adapt.trainer.trainer import LARGEST, Trainer, TrainerConfig
 from vllm_specblock.adapt.versions import VersionFolder, number_of
 from vllm_specblock.drafters.specblock import checkpoint
 from vllm_specblock.train.config import TrainError
@@ -48,10 +49,15 @@ class Both:
     def __init__(self, pair: Pair, engine: FolderLink, **more):
         self.pair, self.engine = pair, engine
         given = {"policy": "always", "actions": "all", "lr": 3e-3, **more}
+        fixed = given["policy"] == "fixed"
+        if fixed:
+            given["policy"] = "gain"  # which depends on the clock
         self.trainer = Trainer(
             TrainerConfig(str(pair.drafter), str(pair.target), link=str(engine.folder), **given),
             FolderSource(engine.folder),
         )
+        if fixed:
+            self.trainer.adaptation.policy = Fixed(LARGEST[given["actions"]])
 
     def serve(self, requests: range) -> list:
         """Finish requests one by one, and take what is offered. Returns what was taken."""
@@ -133,38 +139,6 @@ def test_offers_are_in_the_dtype_that_serves(pair, engine):
     (found,) = both.serve(range(8))
     learned = both.trainer.adaptation.pool.current.tensors
     assert holds({name: each.bfloat16() for name, each in learned.items()}, found)
-
-
-def test_watch_counts_what_a_version_would_gain_and_swaps_nothing(pair, engine, tmp_path):
-    """Of a folder into which another engine writes meanwhile; without one nothing is gained."""
-    out = tmp_path / "out"
-    learned = Both(pair, engine, out=str(out), seconds=0)
-    learned.serve(range(48))
-    learned.trainer.writer.write(learned.trainer._to_write(), now=True)  # which keeps its lock
-    before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
-    other = pair.link()
-    both = Both(pair, other, policy="watch", out=str(out), seconds=0)
-    assert both.serve(range(100, 140)) == []
-    both.trainer.close()
-    gain = both.counts["judged_gain_millitokens"]
-    assert both.counts["judged_requests"] == 40
-    assert gain > 40 * 300
-    assert both.counts["versions_offered"] == both.counts["rollbacks"] == 0
-    assert both.counts["updates_full"] == 0
-    assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
-    # A person chooses the start: there is nothing to gain.
-    pair.versions(out).use(None, who="person")
-    both.look()
-    both.serve(range(140, 150))
-    assert both.counts["judged_gain_millitokens"] == gain
-    other.close()
-
-
-def test_watch_wants_a_folder_that_is_there(pair, engine, tmp_path):
-    config = TrainerConfig(str(pair.drafter), str(pair.target), "watch", out=str(tmp_path / "none"))
-    with pytest.raises(TrainError, match=r"no folder .*none whose version .* drop the option\.$"):
-        TrainerProcess(config, engine).start()
-    assert not (tmp_path / "none").exists()
 
 
 def test_weights_that_are_not_finite_are_never_offered(pair, engine):
@@ -344,7 +318,7 @@ def test_a_state_of_others_or_a_broken_one_is_reported_and_left(pair, engine, tm
         state.restore(out, after.trainer.adaptation, {})
 
 
-@pytest.mark.parametrize("name", ["gain", "paper", "always", "fixed", "watch"])
+@pytest.mark.parametrize("name", ["gain", "paper", "always"])
 def test_every_policy_goes_on_from_where_it_was(pair, engine, tmp_path, name):
     both = Both(pair, engine, policy=name, actions="heads")
     both.serve(range(40))
@@ -356,9 +330,7 @@ def test_every_policy_goes_on_from_where_it_was(pair, engine, tmp_path, name):
         [each.decide(pair.request(number)[1]) for number in range(40, 120)]
         for each in (both.trainer.adaptation.policy, after.policy)
     ]
-    assert told[0] == told[1] and (
-        any(each.update for each in told[0]) or name in ("watch", "gain")
-    )
+    assert told[0] == told[1] and (any(each.update for each in told[0]) or name == "gain")
 
 
 # ---- its process ----

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from lib.policies import POLICIES, Frozen
+from lib.policies import POLICIES, Fixed, Frozen
 from lib.simulation import CostModel, Simulation, SimulationConfig, misses_of, simulate
 from lib.simulation_figures import tau_of
 from lib.streams import AWAY, HOME, Place, make_stream
@@ -19,9 +19,7 @@ from vllm_specblock.adapt.policy.interface import (
     Action,
     Always,
     Decision,
-    Fixed,
     Policy,
-    Watch,
 )
 from vllm_specblock.train.eval.steps import Step
 
@@ -94,13 +92,6 @@ def test_the_same_seed_gives_the_same_result(world):
     one, other = (run(world, POLICIES["gain"](0), length=24) for _ in range(2))
     assert one == other
     assert one != run(world, POLICIES["gain"](0), length=24, config=replace(CONFIG, seed=1))
-
-
-def test_frozen_and_watch_serve_alike_and_only_watch_records(world, frozen):
-    watched = run(world, Watch())
-    assert watched.served == frozen.served
-    assert (frozen.books, watched.books) == ({}, {"recorded": 72})
-    assert not watched.updates and not watched.swaps
 
 
 def test_what_training_costs_is_charged_to_the_next_request(world):

@@ -15,7 +15,6 @@ import torch
 
 from vllm_specblock.adapt.adaptation import COUNTS
 from vllm_specblock.adapt.book import Record
-from vllm_specblock.adapt.learning.trunk_states import TrunkStates
 from vllm_specblock.adapt.link.finished import Finished
 from vllm_specblock.adapt.link.folder_link import WAITING
 from vllm_specblock.adapt.link.staged import StagedVersion
@@ -44,8 +43,6 @@ class EngineTrainer:
         self._swap_seconds = self._told = 0.0
         with torch.inference_mode(False):  # engines load inside it, where nothing can learn
             self.trainer = Trainer(config, self)
-        judge = self.trainer.adaptation.judge
-        judge.states = TrunkStates(self.trainer.adaptation.pool.origin.tensors)
         self._served = self.trainer.adaptation.pool.origin
         device = torch.device(config.device)
 

@@ -103,7 +103,7 @@ def link_up(
     """
     assert resolved.folder is not None
     assert isinstance(resolved.options, SpecBlockConfig)  # no other kind adapts
-    paths, watches = (Path(resolved.folder), Path(model.model)), options.policy == "watch"
+    paths = Path(resolved.folder), Path(model.model)
     weights = drafter.model.norm.weight
     refresh = Refresh(drafter.model)
     config = trainer_config(
@@ -115,7 +115,6 @@ def link_up(
         swaps = Swaps(inside, refresh, trainer=inside)
         swaps.start(inside.staged)
         return swaps, inside
-    ranks = None if watches else ranks  # then the first rank alone reads
     folder, memory, lock = options.folder, round(options.memory * (1 << 20)), None
     first = ranks is None or ranks.first
     if folder is None:
@@ -144,7 +143,7 @@ def _kept(options: AdaptConfig, paths: tuple[Path, Path]) -> Callable[[], Staged
     """What reads the version of `out` that is to serve in place of the drafter as delivered."""
 
     def current() -> StagedVersion | None:
-        if options.out is None or options.policy == "watch":  # which serves the delivered one
+        if options.out is None:
             return None
         try:
             found = stored_version(VersionFolder(Path(options.out), *paths))

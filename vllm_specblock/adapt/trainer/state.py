@@ -20,10 +20,7 @@ from vllm_specblock.train.config import TrainError
 
 FILE = "trainer.pt"
 _ALLOWED = [
-    *(
-        getattr(interface, name)
-        for name in ("Action", "FinishedRequest", "Fixed", "Always", "Watch")
-    ),
+    *(interface.Action, interface.FinishedRequest, interface.Always),
     *(bandit.Schedule, bandit.PaperBandit, gain_bandit.GainBandit, gain_belief.GainBelief),
     *(random.Random, collections.Counter),
 ]

@@ -113,8 +113,7 @@ class Trainer:
     """Learns from the requests of a source, and offers versions.
 
     With a link, `pool.current` is offered there at once, and the last good version goes to `out`;
-    without one `pool.current` goes to `out`. A policy that only watches judges the current version
-    of `out`; nothing is offered or written.
+    without one `pool.current` goes to `out`.
 
     Args:
         lock: inherited descriptor of the lock of `out`.
@@ -132,7 +131,7 @@ class Trainer:
         paths = Path(config.drafter), Path(config.target)
         out = VersionFolder(Path(config.out), *paths) if config.out else None
         link = VersionFolder(Path(config.link) / VERSIONS, *paths) if config.link else None
-        if out and policy.trains:
+        if out:
             out.lock(lock)
         drafter = checkpoint.load(config.drafter, torch.float32, config.device)
         self._columns = drafter.config.target_hidden_size
@@ -158,7 +157,7 @@ class Trainer:
         )
         self.writer = out and VersionWriter(out, drafter, self.adaptation, config.seconds)
         self.offers: VersionWriter | None = None
-        if link and policy.trains:
+        if link:
             link.lock()
             dtype = getattr(torch, config.dtype)
             self.offers = VersionWriter(
@@ -179,8 +178,7 @@ class Trainer:
         if self.writer and time.monotonic() - self._looked > LOOK:
             self._looked = time.monotonic()
             self._choose()
-            if self.adaptation.policy.trains:
-                self.writer.write(self._to_write())
+            self.writer.write(self._to_write())
         self._offer()
         if message is not None:
             self.source.tell()
@@ -195,7 +193,7 @@ class Trainer:
 
     def close(self) -> None:
         """Write what was not written yet."""
-        if self.writer and self.adaptation.policy.trains:
+        if self.writer:
             self.writer.write(self._to_write(), now=True)
             self.writer.folder.unlock()
         if self.offers:
@@ -214,7 +212,7 @@ class Trainer:
             else:
                 self.writer.know()  # what serves is newer
             try:
-                if adaptation.policy.trains and not self.writer.chosen_since():
+                if not self.writer.chosen_since():
                     state.restore(
                         self.writer.folder.out, adaptation, self.writer.folder.fingerprints
                     )
