@@ -56,7 +56,8 @@ def test_run_learns_from_a_folder_and_writes_versions(pair, recorded):
     assert VersionFolder(out).current() == name
     told = call("list", out).stdout.splitlines()
     assert told[1].split() == ["delivered"]
-    assert told[2].split()[:4] == ["*", name, "delivered", "full"] and len(told) == 3
+    assert told[2].split()[:3] == ["version-00001", "delivered", "full"] and len(told) == 5
+    assert told[4].split()[:4] == ["*", name, "version-00002", "full"]
     # It goes on from there.
     again = train(pair, recorded)
     assert again.exit_code == 0 and VersionFolder(out).chosen()["version"] == name

@@ -147,16 +147,11 @@ class Adaptation:
         if decision.update:
             self._update(decision.push)
 
-    def adopt(self, version: Version, good: bool = False) -> None:
-        """Serve a version of an earlier trainer or of a person's choice, and train on from it.
-
-        Args:
-            good: it is one to return to.
-        """
+    def adopt(self, version: Version) -> None:
+        """Serve a version of an earlier trainer or of a person's choice, and train on from it."""
         self.number = max(self.number, version.number)
         self.pool.offer(version)
-        if good:
-            self.pool.call_good()
+        self.pool.call_good()
         self._train_from(version)
 
     def adopt_training(self, training: Version, number: int, rows: int) -> None:
@@ -215,7 +210,7 @@ class Adaptation:
             return
         found = weighed.saved
         if len(found) >= AGAIN and is_sure([found], AGAIN_SURE):
-            self.pool.offer(after)
+            self._serve(after)
 
     def _reward(self) -> None:
         weighed, self._weighed = self._weighed, None
@@ -262,9 +257,13 @@ class Adaptation:
         if not self.policy.gated or self.judge.is_better(
             self.training, self.pool.current, self.book, self.compared
         ):
-            self.pool.offer(self.training)
+            self._serve(self.training)
         else:
             self.count("versions_refused_not_better", 1)
+
+    def _serve(self, version: Version) -> None:
+        self.pool.offer(version)
+        self.count("versions_offered", 1)
 
     def _begin_anew(self) -> None:
         """Train from the last good version with a new optimiser: moments of the texts before would

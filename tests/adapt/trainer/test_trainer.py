@@ -43,6 +43,20 @@ def engine(pair):
     link.close()
 
 
+@pytest.fixture
+def out(tmp_path) -> Path:
+    """A folder for versions that outlives engines."""
+    return tmp_path / "out"
+
+
+@pytest.fixture
+def keeping(pair, out):
+    """An engine that serves the versions in `out`."""
+    link = pair.link(out)
+    yield link
+    link.close()
+
+
 class Both:
     """An engine's end, and a trainer in the same process."""
 
@@ -69,11 +83,6 @@ class Both:
                 self.engine.took(found)
                 taken.append(found)
         return taken
-
-    def look(self) -> None:
-        """At what a person chose."""
-        self.trainer._looked = 0
-        self.trainer.step()
 
     @property
     def counts(self):
@@ -134,13 +143,6 @@ def test_the_judge_or_the_bandit_lets_versions_serve(pair, engine, policy):
         assert both.counts["judged_gain_millitokens"] > 0
 
 
-def test_offers_are_in_the_dtype_that_serves(pair, engine):
-    both = Both(pair, engine, dtype="bfloat16")
-    (found,) = both.serve(range(8))
-    learned = both.trainer.adaptation.pool.current.tensors
-    assert holds({name: each.bfloat16() for name, each in learned.items()}, found)
-
-
 def test_weights_that_are_not_finite_are_never_offered(pair, engine):
     both = Both(pair, engine)
     updater = both.trainer.adaptation.updater
@@ -182,12 +184,13 @@ def test_rows_of_another_target_are_dropped(pair, engine):
     assert both.counts["dropped_records"] == 1
 
 
-def test_wrong_configs_are_one_sentence(pair, engine, tmp_path):
+def test_wrong_configs_are_one_sentence(pair, engine, out):
     with pytest.raises(TrainError, match="no policy 'osd'"):
         Both(pair, engine, policy="osd")
-    Both(pair, engine, out=str(tmp_path / "out")).trainer.writer.folder.lock()
+    holder = Both(pair, engine, out=str(out))
     with pytest.raises(TrainError, match="Another engine or trainer"):
-        Both(pair, engine, out=str(tmp_path / "out"))
+        Both(pair, engine, out=str(out))
+    holder.trainer.close()
     config = TrainerConfig("a", "b", out="c", device="cuda:1")
     assert TrainerConfig.from_json(config.to_json()) == config
 
@@ -218,14 +221,12 @@ def test_where_what_serves_is_lost_the_start_is_offered(pair, engine):
     assert holds(dict(checkpoint.load(pair.drafter).named_parameters()), found)
 
 
-def test_state_is_kept_in_the_folder(pair, engine, tmp_path):
-    out = tmp_path / "out"
-    both = Both(pair, engine, policy="gain", out=str(out), seconds=0)
+def test_state_is_kept_in_the_folder(pair, keeping, out):
+    both = Both(pair, keeping, policy="gain", out=str(out))
     both.serve(range(60))
     both.trainer.close()
     updater, policy = both.trainer.adaptation.updater, both.trainer.adaptation.policy
-    other = pair.link()  # of another engine
-    after = Both(pair, other, policy="gain", out=str(out))
+    after = Both(pair, keeping, policy="gain", out=str(out))
     again, found = after.trainer.adaptation.updater, after.trainer.adaptation.policy
     for (name, one), (_, two) in zip(
         updater.drafter.named_parameters(), again.drafter.named_parameters()
@@ -239,69 +240,54 @@ def test_state_is_kept_in_the_folder(pair, engine, tmp_path):
     earlier, later = both.trainer.adaptation, after.trainer.adaptation
     assert later.compared == earlier.compared > 0
     assert later.usual.known == earlier.usual.known and later.usual.known[1] > 0
-    # The version that was current is offered to the new engine.
-    folder = pair.versions(out)
-    if name := folder.current():
-        assert holds(folder.read(name), staged(other))
-    assert after.serve(range(60, 80)) is not None
-    other.close()
 
 
-def test_a_start_leaves_what_is_current_as_it_is(pair, engine, tmp_path):
-    """Neither a new engine nor another trainer of the same one is a reason to choose anew."""
-    out = tmp_path / "out"
-    both = Both(pair, engine, policy="fixed", out=str(out), seconds=0)
+def test_a_start_leaves_what_is_current_as_it_is(pair, keeping, out):
+    """Neither a new engine nor another trainer is a reason to choose anew."""
+    both = Both(pair, keeping, policy="fixed", out=str(out))
     taken = both.serve(range(30))
-    both.trainer.adaptation.pool.call_good()
     both.trainer.close()
     chosen = VersionFolder(out).chosen()
     assert chosen["version"] and taken
-    other = pair.link()
-    for link in (other, engine):
-        after = Both(pair, link, policy="fixed", out=str(out), seconds=0)
-        assert (staged(link) is None) == (link is engine)
-        after.look()
-        assert staged(link) is None
-        assert VersionFolder(out).chosen() == chosen
-        after.trainer.close()
-        assert VersionFolder(out).chosen() == chosen
+    other = pair.link(out)
+    assert number_of(chosen["version"]) == other.staged().number
+    after = Both(pair, other, policy="fixed", out=str(out))
+    after.trainer.step()
+    assert staged(other) is None and VersionFolder(out).chosen() == chosen
+    after.trainer.close()
+    assert VersionFolder(out).chosen() == chosen
     other.close()
 
 
-def test_versions_are_written_and_a_person_may_choose(pair, engine, tmp_path):
-    out = tmp_path / "out"
-    both = Both(pair, engine, out=str(out), seconds=0)
-    both.serve(range(9))
-    both.trainer.writer.write(both.trainer._to_write(), now=True)
-    folder = pair.versions(out)
-    ((name, facts),) = folder.listed().items()
+def test_versions_are_kept_and_a_person_may_choose(pair, keeping, out):
+    both = Both(pair, keeping, out=str(out))
+    (first, *_), folder = both.serve(range(16)), pair.versions(out)
+    name, facts = next(iter(folder.listed().items()))
     assert facts["parent"] is None and facts["action"] == "full" and facts["rows"] > 0
-    assert folder.chosen() == {**folder.chosen(), "version": name, "by": "trainer"}
+    assert len(folder.names()) == 2 and holds(folder.read(name), first)
+    assert folder.chosen() == {**folder.chosen(), "version": "version-00002", "by": "trainer"}
     folder.use(None, who="person")
-    both.look()
+    both.trainer.step()
     assert both.trainer.adaptation.pool.current is both.trainer.adaptation.pool.origin
-    assert staged(engine).number == 0
+    assert staged(keeping).number == 0
     folder.use(name, who="person")
-    both.look()
-    assert holds(folder.read(name), staged(engine))
+    both.trainer.step()
+    assert holds(both.trainer.adaptation.pool.current.tensors, staged(keeping))
+    assert folder.chosen()["by"] == "person"
 
 
-def test_what_a_person_left_is_not_trained_on_from(pair, engine, tmp_path):
-    out = tmp_path / "out"
-    both = Both(pair, engine, out=str(out), seconds=0)
+def test_what_a_person_left_is_not_trained_on_from(pair, keeping, out):
+    both = Both(pair, keeping, out=str(out))
     both.serve(range(16))
     both.trainer.close()
     VersionFolder(out).use(None, who="person")
-    other = pair.link()
-    after = Both(pair, other, out=str(out), seconds=0).trainer.adaptation
+    after = Both(pair, keeping, out=str(out)).trainer.adaptation
     assert after.pool.current is after.training is after.pool.origin
     assert holds(dict(after.updater.drafter.named_parameters()), after.pool.origin)
-    other.close()
 
 
-def test_a_state_of_others_or_a_broken_one_is_reported_and_left(pair, engine, tmp_path, caplog):
-    out = tmp_path / "out"
-    both = Both(pair, engine, out=str(out), seconds=0)
+def test_a_state_of_others_or_a_broken_one_is_reported_and_left(pair, keeping, out, caplog):
+    both = Both(pair, keeping, out=str(out))
     both.serve(range(10))
     both.trainer.close()
     whole = (out / state.FILE).read_bytes()
@@ -309,7 +295,7 @@ def test_a_state_of_others_or_a_broken_one_is_reported_and_left(pair, engine, tm
     with pytest.raises(TrainError, match="another target"):
         state.restore(out, both.trainer.adaptation, {"target": "x"})
     (out / state.FILE).write_bytes(whole[:-10])
-    after = Both(pair, engine, out=str(out))
+    after = Both(pair, keeping, out=str(out))
     assert "training begins anew" in caplog.text
     assert after.trainer.adaptation.updater.steps == 0
     # A policy is made of policies and numbers, and runs nothing else.
@@ -325,7 +311,7 @@ def test_every_policy_goes_on_from_where_it_was(pair, engine, tmp_path, name):
     both.trainer.close()
     state.save(tmp_path, both.trainer.adaptation, {})
     after = Both(pair, engine, policy=name, actions="heads").trainer.adaptation
-    assert state.restore(tmp_path, after, {})
+    state.restore(tmp_path, after, {})
     told = [
         [each.decide(pair.request(number)[1]) for number in range(40, 120)]
         for each in (both.trainer.adaptation.policy, after.policy)
@@ -343,11 +329,11 @@ def alive(pid: int) -> bool:
         return False
 
 
-def test_a_trainer_that_is_killed_harms_no_request(pair, engine, tmp_path, caplog):
+def test_a_trainer_that_is_killed_harms_no_request(pair, keeping, out, caplog):
     """Killed at four moments; serving goes on, another one follows, and then none is started."""
-    out, draw = tmp_path / "out", random.Random(1)
+    engine, draw = keeping, random.Random(1)
     config = TrainerConfig(
-        str(pair.drafter), str(pair.target), "always", "all", lr=3e-3, out=str(out), seconds=0
+        str(pair.drafter), str(pair.target), "always", "all", lr=3e-3, out=str(out)
     )
     process = TrainerProcess(config, engine, waits=(0.0, 0.01, 0.02))
     process.start()
@@ -390,8 +376,8 @@ def test_a_trainer_that_is_killed_harms_no_request(pair, engine, tmp_path, caplo
     assert not [path for path in out.iterdir() if path.name.startswith(".") and path.is_dir()]
 
 
-def test_a_trainer_that_is_stopped_writes_what_it_learned(pair, engine, tmp_path):
-    out = tmp_path / "out"
+def test_a_trainer_that_is_stopped_writes_what_it_learned(pair, keeping, out):
+    engine = keeping
     config = TrainerConfig(
         str(pair.drafter), str(pair.target), "always", "all", lr=3e-3, out=str(out)
     )

@@ -75,7 +75,6 @@ class EngineTrainer:
         if current is before or self.slices.error is not None:
             return None
         self._served = current
-        self._counts["versions_offered"] += 1
         action = action_between(before.tensors, current.tensors)
         tensors = {name: each for name, each in current.tensors.items() if trains(action, name)}
         return StagedVersion(current.number, current.parent or 0, action, tensors)

@@ -45,20 +45,15 @@ def save(out: Path, adaptation: Adaptation, fingerprints: dict[str, str]) -> Non
     replace_synced(out / FILE, lambda path: torch.save(state, path))
 
 
-def restore(out: Path, adaptation: Adaptation, fingerprints: dict[str, str]) -> bool:
+def restore(out: Path, adaptation: Adaptation, fingerprints: dict[str, str]) -> None:
     """Let an adaptation at its beginning go on from the state in `out`.
 
     A policy of another kind than the current one is left.
-
-    Returns:
-        Whether there was a state.
 
     Raises:
         TrainError: it is of another drafter or target, not whole, or not finite. Nothing changed.
     """
     path = out / FILE
-    if not path.is_file():
-        return False
     try:
         with torch.serialization.safe_globals(_ALLOWED):
             state = torch.load(path, map_location="cpu", weights_only=True)
@@ -87,4 +82,3 @@ def restore(out: Path, adaptation: Adaptation, fingerprints: dict[str, str]) -> 
         adaptation.policy = known
     adaptation.updater.steps = state["steps"]
     adaptation.updater.optimizer.load_state_dict(state["optimizer"])
-    return True
