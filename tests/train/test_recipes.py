@@ -223,7 +223,6 @@ def test_the_chain_from_corpus_to_table(tmp_path):
     uniform = "− rank-guided branching"
     others = ["paper's branching", uniform]
     others += [f"{uniform}, width {width}" for width in (3, 8, 16, 32)]
-    others += ["true rank buckets", "paper's branching, true rank buckets"]
     assert rows == ["specblock", "EAGLE-3", "Medusa", *others]
     judged = work / "comparison/seed-0/comparison.json"
     updates, written = json.loads(judged.read_text())["updates"], judged.stat().st_mtime_ns

@@ -9,6 +9,7 @@ import collections
 import pickle
 import random
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,7 +20,7 @@ from vllm_specblock.adapt.policy import bandit, gain_bandit, gain_belief, interf
 from vllm_specblock.train.config import TrainError
 
 FILE = "trainer.pt"
-_ALLOWED = [
+_ALLOWED: list[Any] = [
     *(interface.Action, interface.FinishedRequest, interface.Always),
     *(bandit.Schedule, bandit.PaperBandit, gain_bandit.GainBandit, gain_belief.GainBelief),
     *(random.Random, collections.Counter),

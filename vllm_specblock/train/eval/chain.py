@@ -1,7 +1,7 @@
 """Chain accuracy: α of the drafter's chain of whole blocks, position by position.
 
 The paper's α_{m,j} (SpecBlock, appendix C and figure 5b) is measured here; its α_k (figure 5a) is
-of another chain, whose blocks may start anywhere in the block before: see `main_path.py`.
+of another chain, whose blocks may start anywhere in the block before (`research/main_path.py`).
 
 At every root of the continuation the drafter drafts one chain of M blocks, each from the end of
 the one before. Every block takes the text's token at its start: α is given that all tokens before
