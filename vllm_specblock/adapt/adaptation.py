@@ -154,17 +154,6 @@ class Adaptation:
         self.pool.call_good()
         self._train_from(version)
 
-    def adopt_training(self, training: Version, number: int, rows: int) -> None:
-        """Train on from an earlier state; what serves stays.
-
-        Args:
-            training: gets another number.
-            number: of the newest version then.
-            rows: learned from until then.
-        """
-        self.number, self.rows = max(self.number, number) + 1, rows
-        self._train_from(Version(self.number, training.tensors, training.action, training.parent))
-
     def gain_over_origin(self, version: Version) -> float:
         """Judged, tokens per row; NaN: nothing was judged yet."""
         return self.judge.difference(version, self.pool.origin, self.book)

@@ -20,7 +20,7 @@ def pair(tmp_path) -> Pair:
 
 
 def config(pair: Pair, **more) -> TrainerConfig:
-    given = {"policy": "always", "actions": "heads", "lr": 3e-3, "every": 4, "batch": 2, **more}
+    given = {"policy": "always", "actions": "heads", "lr": 3e-3, "every": 4, **more}
     return TrainerConfig(str(pair.drafter), str(pair.target), **given)
 
 

@@ -21,7 +21,6 @@ from vllm_specblock.adapt.learning.judge import depth_along
 from vllm_specblock.adapt.link.folder_link import FolderLink, FolderSource
 from vllm_specblock.adapt.policy.actions import put
 from vllm_specblock.adapt.policy.interface import Action
-from vllm_specblock.adapt.trainer import state
 from vllm_specblock.adapt.trainer.process import TrainerProcess
 from vllm_specblock.adapt.trainer.trainer import LARGEST, Trainer, TrainerConfig
 from vllm_specblock.adapt.versions import VersionFolder, number_of
@@ -221,27 +220,6 @@ def test_where_what_serves_is_lost_the_start_is_offered(pair, engine):
     assert holds(dict(checkpoint.load(pair.drafter).named_parameters()), found)
 
 
-def test_state_is_kept_in_the_folder(pair, keeping, out):
-    both = Both(pair, keeping, policy="gain", out=str(out))
-    both.serve(range(60))
-    both.trainer.close()
-    updater, policy = both.trainer.adaptation.updater, both.trainer.adaptation.policy
-    after = Both(pair, keeping, policy="gain", out=str(out))
-    again, found = after.trainer.adaptation.updater, after.trainer.adaptation.policy
-    for (name, one), (_, two) in zip(
-        updater.drafter.named_parameters(), again.drafter.named_parameters()
-    ):
-        assert torch.equal(one, two), name
-        for kind, moment in updater.optimizer.state[one].items():
-            assert torch.equal(moment, again.optimizer.state[two][kind]), (name, kind)
-    assert (found.events, found.costs) == (policy.events, policy.costs)
-    assert found.belief.mean == policy.belief.mean and found.account == policy.account
-    assert updater.steps == again.steps
-    earlier, later = both.trainer.adaptation, after.trainer.adaptation
-    assert later.compared == earlier.compared > 0
-    assert later.usual.known == earlier.usual.known and later.usual.known[1] > 0
-
-
 def test_a_start_leaves_what_is_current_as_it_is(pair, keeping, out):
     """Neither a new engine nor another trainer is a reason to choose anew."""
     both = Both(pair, keeping, policy="fixed", out=str(out))
@@ -284,39 +262,6 @@ def test_what_a_person_left_is_not_trained_on_from(pair, keeping, out):
     after = Both(pair, keeping, out=str(out)).trainer.adaptation
     assert after.pool.current is after.training is after.pool.origin
     assert holds(dict(after.updater.drafter.named_parameters()), after.pool.origin)
-
-
-def test_a_state_of_others_or_a_broken_one_is_reported_and_left(pair, keeping, out, caplog):
-    both = Both(pair, keeping, out=str(out))
-    both.serve(range(10))
-    both.trainer.close()
-    whole = (out / state.FILE).read_bytes()
-    (out / "current.json").unlink()
-    with pytest.raises(TrainError, match="another target"):
-        state.restore(out, both.trainer.adaptation, {"target": "x"})
-    (out / state.FILE).write_bytes(whole[:-10])
-    after = Both(pair, keeping, out=str(out))
-    assert "training begins anew" in caplog.text
-    assert after.trainer.adaptation.updater.steps == 0
-    # A policy is made of policies and numbers, and runs nothing else.
-    torch.save({"policy": os.getcwd}, out / state.FILE)
-    with pytest.raises(TrainError, match="cannot be read"):
-        state.restore(out, after.trainer.adaptation, {})
-
-
-@pytest.mark.parametrize("name", ["gain", "paper", "always"])
-def test_every_policy_goes_on_from_where_it_was(pair, engine, tmp_path, name):
-    both = Both(pair, engine, policy=name, actions="heads")
-    both.serve(range(40))
-    both.trainer.close()
-    state.save(tmp_path, both.trainer.adaptation, {})
-    after = Both(pair, engine, policy=name, actions="heads").trainer.adaptation
-    state.restore(tmp_path, after, {})
-    told = [
-        [each.decide(pair.request(number)[1]) for number in range(40, 120)]
-        for each in (both.trainer.adaptation.policy, after.policy)
-    ]
-    assert told[0] == told[1] and (any(each.update for each in told[0]) or name == "gain")
 
 
 # ---- its process ----
@@ -391,7 +336,7 @@ def test_a_trainer_that_is_stopped_writes_what_it_learned(pair, keeping, out):
     wait(lambda: engine.counts["versions_offered"] == 2)
     process.stop(60)
     folder = pair.versions(out)
-    assert number_of(folder.current()) >= 1 and (out / state.FILE).is_file()
+    assert number_of(folder.current()) >= 1
     assert not engine.folder.exists()
 
 

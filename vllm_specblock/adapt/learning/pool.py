@@ -11,13 +11,28 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from vllm_specblock.adapt.learning.slow_mean import SlowMean
 from vllm_specblock.adapt.policy.actions import Tensors
 from vllm_specblock.adapt.policy.evidence import GOOD, SWITCH, BettingEvidence
 from vllm_specblock.adapt.policy.interface import Action
 
 USUAL = 1 / 64
 """Weight of a text in a usual text's steps, which differences are a share of."""
+
+
+class SlowMean:
+    """The plain mean of the first 1 / `weight` values, then an EWMA.
+
+    Attributes:
+        value: 0 before any.
+        count: of the values so far.
+    """
+
+    def __init__(self, weight: float) -> None:
+        self.weight, self.value, self.count = weight, 0.0, 0
+
+    def add(self, value: float) -> None:
+        self.count += 1
+        self.value += max(self.weight, 1 / self.count) * (value - self.value)
 
 
 @dataclass(frozen=True, eq=False)

@@ -55,10 +55,6 @@ class GainBandit(Bandit):
         in_a_row: updates of one arm, the last ones.
     """
 
-    # Class attributes: earlier trainers' states lack them.
-    in_a_row = 0
-    _last = Action.SKIP
-
     def __init__(
         self, schedule: Schedule | None = None, alpha: float = 0.10, horizon: int = 64
     ) -> None:
@@ -69,6 +65,7 @@ class GainBandit(Bandit):
         self.belief = GainBelief(self.schedule.arms)
         self.costs = dict.fromkeys(self.schedule.arms, 0.0)
         self.account, self.tries = 0.0, TRIES
+        self.in_a_row, self._last = 0, Action.SKIP
         self._priced: Counter[Action] = Counter()  # costs that c is the mean of
         self._triggered: dict[Action, float] = {}  # x that an update was made at
         self._seconds: float | None = None

@@ -20,7 +20,7 @@ from typing import Protocol
 
 import torch
 
-from vllm_specblock.adapt.adaptation import BATCH, Adaptation, AdaptationConfig
+from vllm_specblock.adapt.adaptation import Adaptation, AdaptationConfig
 from vllm_specblock.adapt.book import Record
 from vllm_specblock.adapt.learning.train_batches import RecordTeacher
 from vllm_specblock.adapt.learning.update import UpdateConfig, recipe
@@ -29,7 +29,7 @@ from vllm_specblock.adapt.link.folder_link import VERSIONS, FolderSource
 from vllm_specblock.adapt.policy.interface import EVERY, Action
 from vllm_specblock.adapt.policy.registry import make_policy
 from vllm_specblock.adapt.trainer.version_writer import VersionWriter
-from vllm_specblock.adapt.versions import VersionFolder
+from vllm_specblock.adapt.versions import KEPT, VersionFolder
 from vllm_specblock.drafters.specblock import checkpoint
 from vllm_specblock.train.config import TrainError
 from vllm_specblock.train.target import target_rows
@@ -53,9 +53,8 @@ class TrainerConfig:
         lr: constant rate of a full update; heads take three times it. None: by the drafter's width.
         num_blocks: M that serving drafts.
         every: finished requests that make an update.
-        batch: records of a batch, half of them new.
         memory: of recorded rows, MiB.
-        out: folder for versions and the trainer's state; None: versions go to the link's folder,
+        out: folder for versions; None: versions go to the link's folder,
             if there is one, and the last one alone is kept.
         seconds: least time between two versions in `out`.
         device: `cpu`, or `cuda:N`, which no other process computes on.
@@ -71,7 +70,6 @@ class TrainerConfig:
     lr: float | None = None
     num_blocks: int = 2
     every: int = EVERY
-    batch: int = BATCH
     memory: float = 512
     out: str | None = None
     seconds: float = 0.0
@@ -138,7 +136,6 @@ class Trainer:
             AdaptationConfig(
                 UpdateConfig(config.lr, recipe=recipe(config.num_blocks)),
                 memory=config.memory,
-                batch=config.batch,
                 every=config.every,
                 seed=config.seed,
             ),
@@ -147,11 +144,9 @@ class Trainer:
         )
         self.writer: VersionWriter | None = None
         if folder is not None:
-            self.writer = VersionWriter(
-                folder, drafter, self.adaptation, config.seconds, config.out is not None
-            )
+            keep = KEPT if config.out is not None else 1
+            self.writer = VersionWriter(folder, drafter, self.adaptation, config.seconds, keep)
             self._choose()
-            self.writer.restore()
             self.writer.write()
         source.tell()
 

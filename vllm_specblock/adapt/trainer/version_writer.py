@@ -13,27 +13,23 @@ from vllm_specblock.adapt.learning.pool import Version
 from vllm_specblock.adapt.link.staged import DELIVERED
 from vllm_specblock.adapt.policy.actions import action_between, put
 from vllm_specblock.adapt.policy.interface import Action
-from vllm_specblock.adapt.trainer import state
-from vllm_specblock.adapt.versions import KEPT, VersionFolder, facts_of
+from vllm_specblock.adapt.versions import VersionFolder, facts_of
 from vllm_specblock.drafters.specblock import checkpoint
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
 from vllm_specblock.train.config import TrainError
 
 logger = logging.getLogger("vllm.specblock")
 
-STATE_EVERY = 600.0
-"""Seconds between two writes of the trainer's state, which is several times a drafter's size."""
-
 
 class VersionWriter:
-    """Writes the version that is to serve, and the state that a later trainer goes on from.
+    """Writes the version that is to serve.
 
     Args:
         folder: locked.
         drafter: of the versions' config; it is copied.
         adaptation: whose versions.
         seconds: least time between two versions.
-        lasting: the folder outlives the engine: it keeps earlier versions and the state.
+        keep: earlier versions to keep.
     """
 
     def __init__(
@@ -42,10 +38,10 @@ class VersionWriter:
         drafter: SpecBlockModel,
         adaptation: Adaptation,
         seconds: float,
-        lasting: bool,
+        keep: int,
     ) -> None:
         self.folder, self.adaptation = folder, adaptation
-        self.seconds, self._lasting = seconds, lasting
+        self.seconds, self._keep = seconds, keep
         assert folder.drafter is not None
         with checkpoint.opened(folder.drafter / checkpoint.WEIGHTS) as file:
             dtype = file.get_tensor("lm_head.weight").dtype
@@ -54,44 +50,27 @@ class VersionWriter:
         # The version that the folder says is current; None: unknown.
         self._written: Version | None = adaptation.pool.origin
         self._trunk = DELIVERED
-        self._published = self._saved = float("-inf")
+        self._last = float("-inf")
         self._known = 0  # stamp of the last choice that was seen, or made here
-        self._requests = 0
 
     def write(self, now: bool = False) -> None:
-        """Write and choose the version that is to serve, if it is another than the last; and the
-        state.
+        """Write and choose the version that is to serve, if it is another than the last.
 
         Args:
-            now: however short ago the last ones were.
+            now: however short ago the last one was.
         """
         version, clock = self.adaptation.pool.current, time.monotonic()
+        if version is self._written or not (now or clock - self._last >= self.seconds):
+            return
+        before, self._written, self._last = self._written, version, clock
         try:
-            if version is not self._written and (now or clock - self._published >= self.seconds):
-                before, self._written, self._published = self._written, version, clock
-                self._publish(version, before)
-            seen = self._lasting and self.adaptation.requests != self._requests
-            if seen and (now or clock - self._saved >= STATE_EVERY):
-                self._requests, self._saved = self.adaptation.requests, clock
-                state.save(self.folder.out, self.adaptation, self.folder.fingerprints)
+            self._publish(version, before)
         except (OSError, SafetensorError) as error:
             logger.warning(
                 "SpecBlock adaptation: %s cannot be written to (%s): what is learned is not kept.",
                 self.folder.out,
                 error,
             )
-
-    def restore(self) -> None:
-        """Go on from the state of an earlier trainer, unless a person chose a version since."""
-        said, path = self.folder.chosen(), self.folder.out / state.FILE
-        if not self._lasting or not path.is_file():
-            return
-        if said.get("by") == "person" and said.get("time_ns", 0) > path.stat().st_mtime_ns:
-            return
-        try:
-            state.restore(self.folder.out, self.adaptation, self.folder.fingerprints)
-        except TrainError as error:
-            logger.warning("SpecBlock adaptation: %s", error)
 
     def chosen(self) -> Version | None:
         """Return the version in current.json, once, if another process put it there."""
@@ -140,7 +119,7 @@ class VersionWriter:
         self._known = self.folder.stamp()
         stored = {"checksum": DELIVERED} if name is None else facts_of(self.folder.out / name)
         self._trunk = stored.get("trunk") or stored["checksum"]
-        self.folder.prune(KEPT if self._lasting else 1)
+        self.folder.prune(self._keep)
 
     def _parent(self, version: Version) -> str | None:
         """The newest written version that it may stem from."""
