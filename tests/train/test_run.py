@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +16,7 @@ from vllm_specblock.cli.main import app
 from vllm_specblock.drafters.specblock import checkpoint
 from vllm_specblock.drafters.specblock.config import CheckpointError
 from vllm_specblock.train import loop, specblock
-from vllm_specblock.train.config import TrainError, parse
+from vllm_specblock.train.config import TrainError
 from vllm_specblock.train.data import shards
 from vllm_specblock.train.data.packed_dataset import load_texts, token_counts
 from vllm_specblock.train.data.shards import Text
@@ -68,7 +67,7 @@ def kill_at(monkeypatch, updates):
 
 
 class TestResume:
-    @pytest.mark.parametrize("killed_after", [1, 4, 5])
+    @pytest.mark.parametrize("killed_after", [1, 4])
     def test_a_killed_run_ends_where_an_unbroken_one_does(
         self, options, tmp_path, monkeypatch, killed_after
     ):
@@ -288,7 +287,7 @@ class TestMicroBatches:
         assert (loss_mask[:, :3] > 0).all() and loss_mask[0, 1] < 0.9 * loss_mask[0, 0]
         return run
 
-    @pytest.mark.parametrize("floor", [0.0, 0.25, 1.0])
+    @pytest.mark.parametrize("floor", [0.0, 1.0])
     def test_they_add_up_to_the_batch(self, options, spoken, learned, monkeypatch, floor):
         """Under the valid-prefix mask every micro-batch counts other rows."""
         same = {"data": spoken, "steps": 100, "lr": 1e-2, "rank_from": 0, "loss_floor": floor}
@@ -339,16 +338,6 @@ class TestHeldOut:
         all_of_it = train(options(out=tmp_path / "all", epochs=1, steps=None))
         assert not equal(weights(seen), weights(all_of_it))
 
-    def test_no_window_holds_them_and_sequences_do(self, options, changed):
-        run = build(options(hold_out=3, data=changed), CPU)
-        segments = [segment for window in run.windows.plan for segment in window]
-        assert {segment.sequence for segment in segments} == set(range(37))
-        texts = list(shards.read_shard(changed))
-        assert len(run.sequences) == 3
-        for sequence, text in zip(run.sequences, texts[37:]):
-            assert torch.equal(sequence.tokens, text.tokens.long())
-            assert sequence.prompt == LENGTH // 4  # counted whole: a share of it is the prompt
-
     def test_prompts_are_what_the_target_did_not_write(self):
         loss_mask = torch.tensor([0, 0, 0, 1, 1, 0]).bool()
         assert prompt_of(Text(torch.arange(6), loss_mask)) == 3
@@ -384,19 +373,6 @@ class TestHeldOut:
         shards.write_shard(tmp_path / "short.safetensors", [*texts, *short])
         with pytest.raises(TrainError, match="None of the 2 held-out texts goes on for 10 tokens"):
             train(options(data=tmp_path / "short.safetensors", hold_out=2), progress=False)
-
-
-def test_the_provenance_lies_beside_each_checkpoint(options, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["/bin/specblock", "train", "r.yaml"])
-    config = options(steps=2, hold_out=2, eval_every=1)
-    out = train(config, progress=False)
-    for folder in (out, out / "best"):
-        facts = json.loads((folder / "provenance.json").read_text())
-        assert facts["command"] == "specblock train r.yaml"
-        assert torch.__version__.startswith(facts["versions"]["torch"])
-        assert "git" in facts and facts["ranks"] == 1 and facts["device"] == "cpu"
-        assert parse(**facts["options"]) == config
-        assert 1 <= facts["step"] <= 2
 
 
 def test_a_dry_run_writes_a_drafter_and_no_state(options):

@@ -183,7 +183,7 @@ def written(pair: Pair, out: Path, seed: int = 0) -> tuple[VersionFolder, str]:
     versions = pair.versions(out)
     versions.lock()
     name = versions.write(small_drafter(seed, vocab=VOCAB), {"parent": None})
-    versions.use(name, who="person")
+    versions.use(name)
     versions.unlock()
     return versions, name
 
@@ -197,7 +197,7 @@ def test_what_is_current_is_there_at_once(pair, folder):
     assert (found.number, found.parent, found.action) == (1, 0, Action.FULL)
     assert all(torch.equal(found.tensors[name], value) for name, value in stored.items())
     assert link.current() is None
-    link.versions.use(None, who="person")
+    link.versions.use(None)
     delivered = dict(checkpoint.load(pair.drafter).named_parameters())
     found = staged(link)
     assert found.number == 0

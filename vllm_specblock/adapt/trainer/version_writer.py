@@ -65,7 +65,7 @@ class VersionWriter:
         before, self._written, self._last = self._written, version, clock
         try:
             self._publish(version, before)
-        except (OSError, SafetensorError) as error:
+        except (OSError, SafetensorError, TrainError) as error:
             logger.warning(
                 "SpecBlock adaptation: %s cannot be written to (%s): what is learned is not kept.",
                 self.folder.out,
