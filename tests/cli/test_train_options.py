@@ -63,11 +63,11 @@ def test_how_to_run(called, recipe):
 
 def test_options_of_every_kind(called):
     where = "--target", "T", "--data", "D", "--out", "O", "--features", "F"
-    ranks = "--rank-topk", "full", "--rank-loss", "ordinal"
+    ranks = "--rank-topk", "full"
     result = train(*where, *ranks, "--layer-ids", "2,5,8", "--minutes", "2.5", "--no-valid-prefix")
     assert result.exit_code == 0, result.output
     config = called[0][0]
-    assert (config.layer_ids, config.rank_topk, config.rank_loss) == ((2, 5, 8), "full", "ordinal")
+    assert (config.layer_ids, config.rank_topk) == ((2, 5, 8), "full")
     assert (config.minutes, config.valid_prefix, config.features) == (2.5, False, Path("F"))
 
 

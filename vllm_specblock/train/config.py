@@ -136,18 +136,11 @@ class TrainConfig(RunConfig):
 
     num_blocks: int = Field(default=2, ge=1, description="M, blocks drafted one after the other.")
     rank_from: int = Field(default=2000, ge=0, description="First update with the rank loss.")
-    rank_loss: Literal["plain", "ordinal"] = Field(
-        default="plain", description="Cross-entropy, or one that knows the buckets' order."
-    )
     loss_floor: float = Field(
         default=0.25,
         ge=0,
         le=1,
         description="Share of the rows that eq. 6 divides by at the least; 0 is the paper's.",
-    )
-    lm_head: Literal["target", "scratch"] = Field(
-        default="target",
-        description="A fresh drafter's LM head: the target's rows with its final norm, or noise.",
     )
     valid_prefix: bool = Field(
         default=True, description="Ablation: without, loss is counted after a wrong position too."

@@ -15,7 +15,7 @@ from torch import Tensor
 from vllm_specblock.drafters.specblock.model import Attend, SpecBlockModel
 from vllm_specblock.train.attention import FirstBlock, Kernel, NextBlock
 from vllm_specblock.train.learner import IGNORE_INDEX, TrainBatch, draft_labels
-from vllm_specblock.train.losses import BlockLoss, RankLoss, block_loss
+from vllm_specblock.train.losses import BlockLoss, block_loss
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,6 @@ class Recipe:
 
     num_blocks: int = 2
     rank_from: int = 2000
-    rank_loss: RankLoss = "plain"
     loss_floor: float = 0.25
     valid_prefix: bool = True
     mask_restart: bool = False
@@ -45,7 +44,7 @@ class Unroll:
         self.drafter, self.config, self.recipe = drafter, drafter.config, recipe
         self.batch, self.embed = train_batch.batch, train_batch.embed
         self.target_outputs = train_batch.target_outputs
-        self.rank = recipe.rank_loss if train_batch.step >= recipe.rank_from else None
+        self.rank = train_batch.step >= recipe.rank_from
         self.label = draft_labels(drafter.t2d, train_batch.batch)
 
     def blocks(self, restart_positions: list[int]) -> list[BlockLoss]:

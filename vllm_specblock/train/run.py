@@ -83,7 +83,7 @@ def build(config: TrainConfig, device: torch.device) -> Trainer:
     run_context = prepare(config, device, shortest=config.block_size + 2)
     drafter = new_drafter(config, run_context)
     teacher = make_teacher(config, run_context, drafter.t2d, device)
-    if config.init is None and config.lm_head == "target":
+    if config.init is None:
         start_from_head(drafter, config.target)
     drafter = drafter.to(device, torch.float32).train()
     learner = SpecBlockLearner(drafter, recipe(config, device))
