@@ -1,7 +1,4 @@
-"""What a trainer does with finished requests: book → policy → update → judge → offer.
-
-It has no process, clock or file: the caller hands requests in, and reads which version is to serve.
-"""
+"""Adaptation from finished requests: book → policy → update → judge → offer."""
 
 from __future__ import annotations
 
@@ -83,9 +80,7 @@ class Adaptation:
 
     Args:
         drafter: θ_0, float32; it is copied.
-        teacher: the target's embedding and head rows, on the drafter's device.
-        count: called with what happens.
-        seconds_lost: what an update of an action takes from serving.
+        seconds_lost: seconds that an update of an action takes from serving.
 
     Attributes:
         pool: `pool.current` is what is to serve.
@@ -263,7 +258,6 @@ class Adaptation:
             self._train_from(self.pool.current)
 
     def _follow(self, version: Version) -> None:
-        """Train on from an earlier version that serves again."""
         self.count("rollbacks", 1)
         self._train_from(version)
 
@@ -274,7 +268,6 @@ class Adaptation:
 
 
 def _learned_by(policy: Policy, config: AdaptationConfig) -> AdaptationConfig:
-    """The config, as the policy asks for it."""
     if not policy.rejected_only:
         return config
     recipe = replace(config.update.recipe, rejected_only=True)

@@ -104,18 +104,14 @@ class AdaptConfig(Options):
 
 
 def parse_adapt(given: Any, kind: str, where: str = "") -> AdaptConfig | None:
-    """The value of `adapt` of one head, checked.
+    """Check the value of `adapt` of one drafter; None: it does not adapt.
 
     Args:
-        given: false, true, or a dictionary.
-        kind: of the head.
+        kind: of the drafter.
         where: put before a key in messages, e.g. "second_drafter.".
 
-    Returns:
-        None: it does not adapt.
-
     Raises:
-        OptionError: another kind of head, or a wrong value. One sentence.
+        OptionError: another kind of drafter, or a wrong value.
     """
     name = f"{where}{ADAPT}"
     if not isinstance(given, bool | dict):

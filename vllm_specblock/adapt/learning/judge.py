@@ -1,11 +1,8 @@
 """How far versions reach along recorded text, compared text by text.
 
-A version's depth at a row is how many tokens of the text its chain follows, of as many blocks as
-serving drafts, and one more where the text leaves the chain for one of the next three choices,
-siblings that a tree has. 1 + depth stands in for τ at one forward for all rows of a block.
-
-Versions are compared by steps per token, 1 / τ, for that is what time goes into: where texts differ
-much in τ, mean depths say something else.
+A version's depth at a row is how many tokens of the text its chain follows, and one more where the
+text leaves the chain for one of the next three choices, siblings that a tree has. Versions are
+compared by steps per token, 1 / (1 + depth): mean depths differ where texts differ much in τ.
 """
 
 from __future__ import annotations
@@ -54,7 +51,6 @@ class Judge:
     """Depths of versions on records; each pair is computed once.
 
     Args:
-        drafter: of the versions' config; it is copied.
         blocks: M of the chains.
         most: records of each part of the book that an offer is judged by, the newest.
 

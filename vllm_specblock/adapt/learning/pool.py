@@ -1,8 +1,7 @@
 """Versions in memory, and which of them serves.
 
-Which drafter served does not change the text, so every kept version is judged on every text. The
-threshold to leave a version is high, and the one to call it good is low: that is the hysteresis. A
-domain that comes back is no special case: θ_0 or an earlier version wins there.
+Which drafter served does not change the text, so every kept version is judged on every text. It
+takes more evidence to leave a version than to call it good.
 """
 
 from __future__ import annotations
@@ -59,9 +58,7 @@ class Pool:
     often than it decides.
 
     Args:
-        origin: θ_0.
-        switch: wealth at which another version takes over.
-        good: wealth at which the current version becomes the last good one.
+        switch, good: see `SWITCH, GOOD`.
 
     Attributes:
         origin, good, current: versions, which may be the same.

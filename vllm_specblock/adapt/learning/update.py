@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from vllm_specblock.adapt.learning.anchor import anchor
-from vllm_specblock.adapt.policy.actions import let_learn, parameters
+from vllm_specblock.adapt.policy.actions import parameters
 from vllm_specblock.adapt.policy.interface import Action
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
 from vllm_specblock.train.learner import TrainBatch
@@ -59,13 +59,8 @@ class UpdateConfig:
 
 @dataclass(frozen=True)
 class UpdateReport:
-    """What one update gave.
-
-    Attributes:
-        losses: nats, of each batch that was learned, before its step.
-        refused: batches whose loss or gradient was not finite; they changed nothing.
-        seconds: it took.
-    """
+    """Losses [nats] of the batches that were learned, each before its step; batches refused, as
+    their loss or gradient was not finite; and the update's seconds."""
 
     losses: tuple[float, ...]
     refused: int
@@ -77,11 +72,8 @@ class Updater:
 
     Moments outlive an update, and each parameter's count only the updates that trained it.
 
-    Args:
-        drafter: float32; θ_0 now, θ_train from the first update on.
-
     Attributes:
-        drafter: θ_train.
+        drafter: θ_train, float32.
         rate: of a full update.
         steps: batches learned so far.
         pause: called after every batch.
@@ -105,8 +97,10 @@ class Updater:
     def update(self, action: Action, train_batches: Sequence[TrainBatch]) -> UpdateReport:
         """Make one pass over some batches, a step each."""
         began = time.perf_counter()
-        let_learn(self.drafter, action)
         learning = list(parameters(self.drafter, action).values())
+        self.drafter.requires_grad_(False)  # heads spare the trunk's backward
+        for value in learning:
+            value.requires_grad_(True)
         rate = self.rate * (self.config.heads_times if action is Action.HEADS else 1.0)
         for group in self.optimizer.param_groups:
             group["lr"] = rate

@@ -1,12 +1,14 @@
-"""Versions as a serving drafter takes them."""
+"""Versions as a serving drafter takes them, and counts of that."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from vllm_specblock.adapt.adaptation import COUNTS
 from vllm_specblock.adapt.policy.actions import trains
 from vllm_specblock.adapt.policy.interface import Action
 from vllm_specblock.adapt.versions import VersionFolder, facts_of, number_of
@@ -39,6 +41,27 @@ class StagedVersion:
     tensors: Mapping[str, Tensor] = field(repr=False)
     key: int = 1
     trunk: str = DELIVERED
+
+
+class SwapCounts:
+    """What an engine counts of a link: swaps, and versions that it refused."""
+
+    def __init__(self) -> None:
+        self.tally = Counter[str]()
+
+    def took(self, version: StagedVersion, seconds: float = 0.0) -> None:
+        """Note that a version serves, and the seconds that the swap took from serving."""
+        self.tally["swaps"] += 1
+        self.tally["swap_microseconds"] += round(1e6 * seconds)
+
+    def refuse(self, version: StagedVersion) -> None:
+        """Note that a version's weights are not finite."""
+        self.tally["versions_refused_not_finite"] += 1
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """By `COUNTS`."""
+        return {name: self.tally[name] for name in COUNTS}
 
 
 def stored_version(versions: VersionFolder, trunk: str = "") -> StagedVersion | None:

@@ -37,10 +37,7 @@ class GainBandit(Bandit):
 
     An arm that might be the best though it is not believed to be is tried, paid from an account
     that grows by a share of serving's time: the loss is bounded, and no arm is given up for good.
-    Nothing is random.
-
-    Both arms learn from the same records, so there is one buffer, whose requests decide together
-    when it is full which arm the update is of.
+    Nothing is random. Both arms share one buffer, whose requests choose the arm when it is full.
 
     Args:
         schedule: of which only cooldown, buffer and largest count.

@@ -104,10 +104,6 @@ class Always(Policy):
     """Online Speculative Decoding (arXiv 2310.07177): forward KL on rejected positions, no gate.
 
     Rate and batches are those that served it best here, not its authors'.
-
-    Args:
-        action: of every update.
-        every: requests of an update.
     """
 
     rejected_only = True

@@ -16,8 +16,6 @@ def make_policy(
     """Return a policy at its beginning.
 
     Args:
-        name: `gain`, `paper` or `always` (OSD).
-        seed: of the exploration.
         largest: the largest update; `always` makes no other.
         every: finished requests that make an update.
 

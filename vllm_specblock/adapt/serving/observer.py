@@ -88,14 +88,11 @@ def link_up(
     drafter: SpecBlockDrafter,
     ranks: Ranks | None = None,
 ) -> tuple[Swaps, FolderLink | EngineTrainer | None]:
-    """Link a drafter to its trainer, which is started unless it is elsewhere, and let the current
-    version serve.
-
-    Args:
-        ranks: that draft alike; None: there is one.
+    """Link a drafter to its trainer, start the trainer unless it is elsewhere, and serve the
+    current version.
 
     Returns:
-        What gives the drafter versions, and what takes records; None: another rank records.
+        Swaps of the drafter, and what takes records; None: another rank records.
 
     Raises:
         TrainError: as `make_observer`.

@@ -33,12 +33,8 @@ class TrainerProcess:
     """A trainer beside the engine, watched by a thread; serving never waits for either.
 
     Args:
-        config: see `TrainerConfig`; its link is set here.
+        config: its link is set here.
         link: the engine's end, in shared memory.
-        waits: see `WAITS`.
-
-    Attributes:
-        gave_up: the trainer died once too often.
     """
 
     def __init__(

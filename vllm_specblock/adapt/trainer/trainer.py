@@ -1,7 +1,6 @@
-"""The trainer: learns from the requests in a folder, and offers versions there.
+"""The trainer: in a process of an engine, in `specblock adapt run`, or inside an engine.
 
-`TrainerProcess` starts it as `python -m vllm_specblock.adapt`; `specblock adapt run` runs the same
-loop elsewhere; `EngineTrainer` runs it inside an engine. It never imports vLLM.
+It never imports vLLM.
 """
 
 from __future__ import annotations
@@ -50,17 +49,13 @@ class TrainerConfig:
         drafter, target: folders, as delivered.
         policy: see `policy.registry.make_policy`.
         actions: the largest update: `heads`, or `all`.
-        lr: constant rate of a full update; heads take three times it. None: by the drafter's width.
+        lr, every, memory: see `AdaptConfig`.
         num_blocks: M that serving drafts.
-        every: finished requests that make an update.
-        memory: of recorded rows, MiB.
-        out: folder for versions; None: versions go to the link's folder,
-            if there is one, and the last one alone is kept.
+        out: folder for versions; None: versions go to the link's folder, if there is one, and the
+            last one alone is kept.
         seconds: least time between two versions in `out`.
         device: `cpu`, or `cuda:N`, which no other process computes on.
-        threads: CPU threads.
-        seed: of samples and exploration.
-        link: folder shared with an engine that started the trainer; None: there is none.
+        link: folder shared with the engine that started the trainer; None: there is none.
     """
 
     drafter: str
@@ -79,7 +74,6 @@ class TrainerConfig:
     link: str | None = None
 
     def to_json(self) -> str:
-        """For the command line of the process."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod

@@ -26,8 +26,6 @@ class VersionWriter:
 
     Args:
         folder: locked.
-        drafter: of the versions' config; it is copied.
-        adaptation: whose versions.
         seconds: least time between two versions.
         keep: earlier versions to keep.
     """
@@ -122,6 +120,5 @@ class VersionWriter:
         self.folder.prune(self._keep)
 
     def _parent(self, version: Version) -> str | None:
-        """The newest written version that it may stem from."""
         earlier = [number for number in self._names if number < version.number]
         return self._names[max(earlier)] if earlier else None
