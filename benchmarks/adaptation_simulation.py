@@ -87,7 +87,7 @@ def simulate(
     from tqdm import tqdm
 
     from vllm_specblock.adapt.learning.train_batches import RecordTeacher
-    from vllm_specblock.adapt.learning.update import UpdateConfig, rate_for
+    from vllm_specblock.adapt.learning.update import rate_for
     from vllm_specblock.drafters.specblock import checkpoint
     from vllm_specblock.train.data.prompts import read_prompts
     from vllm_specblock.train.data.shards import replace
@@ -136,7 +136,8 @@ def simulate(
     )
     config = SimulationConfig(
         cost=costs,
-        update=UpdateConfig(lr=lr, anchor=anchor),
+        lr=lr,
+        anchor=anchor,
         memory=memory,
         batch=batch,
         rehearsal=rehearsal,

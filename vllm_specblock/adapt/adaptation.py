@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 
@@ -13,15 +13,11 @@ from vllm_specblock.adapt.learning.judge import Judge, is_sure, steps_of
 from vllm_specblock.adapt.learning.pool import Pool, Version
 from vllm_specblock.adapt.learning.stream import Usual, Weighed
 from vllm_specblock.adapt.learning.train_batches import RecordTeacher, batches
-from vllm_specblock.adapt.learning.update import UpdateConfig, Updater, UpdateReport
+from vllm_specblock.adapt.learning.update import AdaptationConfig, Updater, UpdateReport
 from vllm_specblock.adapt.policy.actions import Tensors, held, put
 from vllm_specblock.adapt.policy.evidence import FallDetector
-from vllm_specblock.adapt.policy.interface import EVERY, Action, FinishedRequest, Policy
+from vllm_specblock.adapt.policy.interface import Action, FinishedRequest, Policy
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
-
-BATCH = 2
-"""Records of a batch: one new and one old. On a new domain eight steps of two gained 1.07 tokens of
-depth within 64 requests, two steps of eight 0.73, in as much time."""
 
 AGAIN, AGAIN_SURE = 4, 2.0
 """Texts since an update after which a refused version may serve after all, and standard errors by
@@ -54,27 +50,6 @@ Count = Callable[[str, int], None]
 """Adds to one of `COUNTS`."""
 
 
-@dataclass(frozen=True)
-class AdaptationConfig:
-    """What is learned from, and how.
-
-    Attributes:
-        update: how updates learn; versions are judged by its recipe's M.
-        memory: of the book, MiB.
-        batch: records of a batch, half of them new.
-        rehearsal: the other half is from the reservoir; False: there is none.
-        every: new records of an update.
-        seed: of the book's samples and the batches' choices.
-    """
-
-    update: UpdateConfig = field(default_factory=UpdateConfig)
-    memory: float = 512
-    batch: int = BATCH
-    rehearsal: bool = True
-    every: int = EVERY
-    seed: int = 0
-
-
 class Adaptation:
     """One policy over the requests of one engine.
 
@@ -104,8 +79,8 @@ class Adaptation:
         self.policy, self.teacher = policy, teacher
         self.config = _learned_by(policy, config or AdaptationConfig())
         self.count, self.seconds_lost = count, seconds_lost
-        self.updater = Updater(copy.deepcopy(drafter), self.config.update)
-        self.judge = Judge(drafter, teacher, self.config.update.recipe.num_blocks)
+        self.updater = Updater(copy.deepcopy(drafter), self.config)
+        self.judge = Judge(drafter, teacher, self.config.recipe.num_blocks)
         self.book = Book(self.config.memory, seed=self.config.seed)
         origin = Version(0, _on_host(held(drafter, Action.FULL)))
         self.pool, self.training = Pool(origin), origin
@@ -270,8 +245,7 @@ class Adaptation:
 def _learned_by(policy: Policy, config: AdaptationConfig) -> AdaptationConfig:
     if not policy.rejected_only:
         return config
-    recipe = replace(config.update.recipe, rejected_only=True)
-    return replace(config, rehearsal=False, update=replace(config.update, recipe=recipe))
+    return replace(config, rehearsal=False, recipe=replace(config.recipe, rejected_only=True))
 
 
 def _on_host(tensors: Tensors) -> Tensors:

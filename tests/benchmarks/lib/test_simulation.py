@@ -13,7 +13,6 @@ from lib.simulation_figures import tau_of
 from lib.streams import AWAY, HOME, Place, make_stream
 from support.world import World
 
-from vllm_specblock.adapt.learning.update import UpdateConfig
 from vllm_specblock.adapt.policy.bandit import PaperBandit
 from vllm_specblock.adapt.policy.interface import (
     Action,
@@ -23,7 +22,7 @@ from vllm_specblock.adapt.policy.interface import (
 )
 from vllm_specblock.train.eval.steps import Step
 
-CONFIG = SimulationConfig(update=UpdateConfig(lr=2e-3), nodes=12)
+CONFIG = SimulationConfig(lr=2e-3, nodes=12)
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +76,7 @@ def test_the_pool_brings_the_start_back_with_its_domain(world):
     made, drafter, texts = world
     stream = [Place("away", AWAY, n) for n in range(24)]
     stream += [Place("home", HOME, n) for n in range(40)]
-    config = replace(CONFIG, rehearsal=False, update=UpdateConfig(lr=5e-3))
+    config = replace(CONFIG, rehearsal=False, lr=5e-3)
     found = {
         gated: simulate(Simulation(drafter, made.teacher, UpTo(24, gated), config), stream, texts)
         for gated in (True, False)

@@ -19,10 +19,10 @@ from typing import Protocol
 
 import torch
 
-from vllm_specblock.adapt.adaptation import Adaptation, AdaptationConfig
+from vllm_specblock.adapt.adaptation import Adaptation
 from vllm_specblock.adapt.book import Record
 from vllm_specblock.adapt.learning.train_batches import RecordTeacher
-from vllm_specblock.adapt.learning.update import UpdateConfig, recipe
+from vllm_specblock.adapt.learning.update import AdaptationConfig, recipe
 from vllm_specblock.adapt.link.finished import Finished
 from vllm_specblock.adapt.link.folder_link import VERSIONS, FolderSource
 from vllm_specblock.adapt.policy.interface import EVERY, Action
@@ -128,7 +128,8 @@ class Trainer:
             teacher,
             policy,
             AdaptationConfig(
-                UpdateConfig(config.lr, recipe=recipe(config.num_blocks)),
+                config.lr,
+                recipe=recipe(config.num_blocks),
                 memory=config.memory,
                 every=config.every,
                 seed=config.seed,
