@@ -135,7 +135,6 @@ def attacks(
     from lib.simulation import simulate as serve
 
     from vllm_specblock.adapt.learning.train_batches import RecordTeacher
-    from vllm_specblock.adapt.learning.update import UpdateConfig
     from vllm_specblock.drafters.specblock import checkpoint
     from vllm_specblock.train.data.prompts import read_prompts
     from vllm_specblock.train.eval.evaluate import sequences_for, sequences_from
@@ -166,7 +165,7 @@ def attacks(
     weights = checkpoint.load(drafter, torch.float32, "cpu")
     ids = weights.target_ids(torch.arange(weights.config.draft_vocab_size))
     teacher = RecordTeacher(target_rows.embedding_rows(target), target_rows.head_rows(target, ids))
-    config = SimulationConfig(update=UpdateConfig(lr=lr), seed=seed)
+    config = SimulationConfig(lr=lr, seed=seed)
     rows, frozen = [], None
     for name in ["frozen", *(policy or ["always", "gain"])]:
         simulation = Simulation(weights, teacher, make_policy(name, seed), config)

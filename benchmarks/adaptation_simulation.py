@@ -40,7 +40,7 @@ def simulate(
     policy: Annotated[
         list[str] | None,
         typer.Option(
-            help="frozen, watch, always (OSD), full every 8, full every 64, heads every 8, paper, "
+            help="frozen, always (OSD), full every 8, full every 64, heads every 8, paper, "
             "gain, or paper or gain without an arm or the bandit: see docs/adaptation.md. "
             "Repeatable. Default: frozen, always, paper, gain."
         ),
@@ -87,7 +87,7 @@ def simulate(
     from tqdm import tqdm
 
     from vllm_specblock.adapt.learning.train_batches import RecordTeacher
-    from vllm_specblock.adapt.learning.update import UpdateConfig, rate_for
+    from vllm_specblock.adapt.learning.update import rate_for
     from vllm_specblock.drafters.specblock import checkpoint
     from vllm_specblock.train.data.prompts import read_prompts
     from vllm_specblock.train.data.shards import replace
@@ -136,7 +136,8 @@ def simulate(
     )
     config = SimulationConfig(
         cost=costs,
-        update=UpdateConfig(lr=lr, anchor=anchor),
+        lr=lr,
+        anchor=anchor,
         memory=memory,
         batch=batch,
         rehearsal=rehearsal,

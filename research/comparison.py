@@ -47,8 +47,6 @@ _CALIBRATION = 8  # batches that Falcon's static tree is shaped by
 _SHORTEST = 12
 UNIFORM = "− rank-guided branching"
 PAPER = "paper's branching"
-ORACLE = "true rank buckets"
-"""The ceiling of rank guidance: the bucket that the head should have said."""
 _UNIFORM_WIDTHS = (3, 8, 16, 32)
 _PAPERS_MAP = [2, 4, 6, 4]
 
@@ -272,11 +270,7 @@ def branchings(drafter: SpecBlockModel, nodes: int) -> dict[str, Callable[[EvalS
     papers = serving_shape(drafter, SpecBlockConfig(branching=_PAPERS_MAP), nodes)
     trees = {PAPER: papers, UNIFORM: uniform_shape(shape)}
     trees |= {f"{UNIFORM}, width {n}": uniform_shape(shape, n) for n in _UNIFORM_WIDTHS}
-    draft = partial(SpecBlockDraft, drafter)
-    found = {name: partial(draft, shape=tree) for name, tree in trees.items()}
-    for name, tree in ((ORACLE, shape), (f"{PAPER}, {ORACLE}", papers)):
-        found[name] = partial(draft, shape=tree, true_buckets=True)
-    return found
+    return {name: partial(SpecBlockDraft, drafter, shape=tree) for name, tree in trees.items()}
 
 
 def table(summary: dict[str, Any]) -> str:
@@ -291,7 +285,7 @@ def table(summary: dict[str, Any]) -> str:
         name, _, temperature = key.rpartition(" T=")
         if temperature != "0":
             continue
-        other_tree = name.startswith((UNIFORM, PAPER, ORACLE))
+        other_tree = name.startswith((UNIFORM, PAPER))
         of = "specblock" if other_tree else name
         alpha = " \\| ".join(
             " ".join(f"{a:.2f}" for a in block) for block in summary["alpha"].get(of, [])

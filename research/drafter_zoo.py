@@ -33,7 +33,6 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     "− layer-wise shift": {"layer_shift": False},
     "− valid-prefix mask": {"valid_prefix": False},
     "mask restarted": {"mask_restart": True},
-    "ordinal rank loss": {"rank_loss": "ordinal"},
     "rank_topk full": {"rank_topk": "full"},
     "RoPE along the path": {"block_rope": "path"},
 }
@@ -44,12 +43,9 @@ STUDIES: dict[str, dict[str, Any]] = {
     "loss floor 0": {"loss_floor": 0.0},
     "loss floor 0.25": {"loss_floor": 0.25},
     "loss floor 1": {"loss_floor": 1.0},
-    "shift at a tenth": {"shift_lr": 0.1},
-    "shift at a hundredth": {"shift_lr": 0.01},
-    "LM head from scratch": {"lm_head": "scratch"},
 }
 """Variants of SpecBlock that take part only where they are named: what the paper says otherwise
-than we do (eq. 6 divides by the rows that are left, a floor of 0), and how the shift learns."""
+than we do (eq. 6 divides by the rows that are left, a floor of 0)."""
 
 BASELINES = ("EAGLE-3", "DFlash", "JetSpec", "Medusa", "ParallelSpec", "Falcon", "SpS")
 EVERYONE = (*ABLATIONS, *BASELINES)
@@ -186,9 +182,7 @@ def _matched(wanted: int, make: Callable[[int], Learner], step: int = 16) -> Lea
     return make(best * step)
 
 
-def _specblock(
-    run_context: RunContext, lm_head: str = "target", **changes: Any
-) -> SpecBlockLearner:
+def _specblock(run_context: RunContext, **changes: Any) -> SpecBlockLearner:
     of_recipe = {k: v for k, v in changes.items() if k in Recipe.__dataclass_fields__}
     choices = {k: v for k, v in changes.items() if k not in of_recipe}
     drafter = init(
@@ -200,7 +194,6 @@ def _specblock(
         **run_context.sizes,
         **choices,
     )
-    if lm_head == "target":
-        with torch.no_grad():
-            drafter.lm_head.weight.copy_(run_context.folded)
+    with torch.no_grad():
+        drafter.lm_head.weight.copy_(run_context.folded)
     return SpecBlockLearner(drafter, replace(run_context.recipe, **of_recipe))

@@ -15,9 +15,10 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from lib.streams import Stream
-from vllm_specblock.adapt.adaptation import Adaptation, AdaptationConfig
+from vllm_specblock.adapt.adaptation import Adaptation
 from vllm_specblock.adapt.book import Record
 from vllm_specblock.adapt.learning.train_batches import PROMPT_ROWS, ROWS, RecordTeacher
+from vllm_specblock.adapt.learning.update import AdaptationConfig
 from vllm_specblock.adapt.policy.actions import action_between, put
 from vllm_specblock.adapt.policy.interface import Action, FinishedRequest, Policy
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
@@ -135,8 +136,8 @@ class Simulation:
         config = config or SimulationConfig()
         self.shape = _shape(drafter, config.nodes)
         # As an engine does: what is served is what is learned.
-        recipe = replace(config.update.recipe, num_blocks=self.shape.num_blocks)
-        config = replace(config, update=replace(config.update, recipe=recipe))
+        recipe = replace(config.recipe, num_blocks=self.shape.num_blocks)
+        config = replace(config, recipe=recipe)
         self.policy, self.config = policy, config
         self.adaptation = Adaptation(
             drafter, teacher, policy, self.config, self._note, self._seconds_lost
@@ -159,7 +160,7 @@ class Simulation:
         seconds = stall + self.config.cost.step * len(steps)
         served = Served(phase, len(steps), tokens, seconds, stall, self.pool.current.number)
         request = FinishedRequest(misses_of(steps), len(steps), tokens, seconds)
-        record = self._record(sequence, request) if self.policy.records else None
+        record = self._record(sequence, request)
         self.adaptation.finish(record, request)
         if self.pool.current is not self.served:  # without an update: one that was refused before
             self.stall += self._swap()

@@ -12,10 +12,8 @@ from lib.simulation import Served, Simulation, SimulationConfig, simulate
 from lib.streams import HOME
 from support.world import World
 
-from vllm_specblock.adapt.learning.update import UpdateConfig
-
 LENGTH = 160
-CONFIG = SimulationConfig(update=UpdateConfig(lr=2e-3), nodes=12)
+CONFIG = SimulationConfig(lr=2e-3, nodes=12)
 
 
 def served(phase: str, tokens: int) -> Served:

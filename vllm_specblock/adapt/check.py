@@ -28,11 +28,7 @@ def check_adapt(
 
     Args:
         given: the user's `speculative_config`.
-        resolved: with a drafter that adapts.
         gpus: numbers of those that the engine computes on.
-
-    Raises:
-        OptionError: one sentence.
     """
     assert resolved.adapting is not None
     options, key = resolved.adapting.adapt, "speculative_config key 'adapt'"

@@ -39,7 +39,7 @@ class TrainState:
             self._module = DistributedDataParallel(learner, find_unused_parameters=True)
         named = list(learner.named_parameters())  # after sharding
         self._parameters = [parameter for _, parameter in named]
-        self.optimizer = make_optimizer(named, learner.rate_of, config)
+        self.optimizer = make_optimizer(named, config)
         self.metrics_log = MetricsLog()
         self.best_tau = 0.0
         self.lost = 0  # updates in a row whose gradient was not finite

@@ -7,25 +7,22 @@ from dataclasses import replace
 
 import pytest
 import torch
-from lib.policies import POLICIES, Frozen
+from lib.policies import POLICIES, Fixed, Frozen
 from lib.simulation import CostModel, Simulation, SimulationConfig, misses_of, simulate
 from lib.simulation_figures import tau_of
 from lib.streams import AWAY, HOME, Place, make_stream
 from support.world import World
 
-from vllm_specblock.adapt.learning.update import UpdateConfig
 from vllm_specblock.adapt.policy.bandit import PaperBandit
 from vllm_specblock.adapt.policy.interface import (
     Action,
     Always,
     Decision,
-    Fixed,
     Policy,
-    Watch,
 )
 from vllm_specblock.train.eval.steps import Step
 
-CONFIG = SimulationConfig(update=UpdateConfig(lr=2e-3), nodes=12)
+CONFIG = SimulationConfig(lr=2e-3, nodes=12)
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +76,7 @@ def test_the_pool_brings_the_start_back_with_its_domain(world):
     made, drafter, texts = world
     stream = [Place("away", AWAY, n) for n in range(24)]
     stream += [Place("home", HOME, n) for n in range(40)]
-    config = replace(CONFIG, rehearsal=False, update=UpdateConfig(lr=5e-3))
+    config = replace(CONFIG, rehearsal=False, lr=5e-3)
     found = {
         gated: simulate(Simulation(drafter, made.teacher, UpTo(24, gated), config), stream, texts)
         for gated in (True, False)
@@ -94,13 +91,6 @@ def test_the_same_seed_gives_the_same_result(world):
     one, other = (run(world, POLICIES["gain"](0), length=24) for _ in range(2))
     assert one == other
     assert one != run(world, POLICIES["gain"](0), length=24, config=replace(CONFIG, seed=1))
-
-
-def test_frozen_and_watch_serve_alike_and_only_watch_records(world, frozen):
-    watched = run(world, Watch())
-    assert watched.served == frozen.served
-    assert (frozen.books, watched.books) == ({}, {"recorded": 72})
-    assert not watched.updates and not watched.swaps
 
 
 def test_what_training_costs_is_charged_to_the_next_request(world):

@@ -28,7 +28,7 @@ from vllm_specblock.adapt.adaptation import COUNTS
 from vllm_specblock.adapt.book import Record
 from vllm_specblock.adapt.files import lock_folder, private_folder, read_json, write_json
 from vllm_specblock.adapt.link.finished import Finished
-from vllm_specblock.adapt.link.staged import DELIVERED, StagedVersion, stored_version
+from vllm_specblock.adapt.link.staged import DELIVERED, StagedVersion, SwapCounts, stored_version
 from vllm_specblock.adapt.policy.interface import Action, FinishedRequest
 from vllm_specblock.adapt.versions import VersionFolder
 from vllm_specblock.train.config import TrainError
@@ -52,7 +52,6 @@ _COUNTS, _SWAPS = "counts.json", "swap_seconds.json"
 
 
 def shared_folder(token: int) -> Path:
-    """The folder of an engine in shared memory."""
     return SHARED_MEMORY / f"{_OURS}{token:016x}"
 
 
@@ -92,7 +91,7 @@ def make_shared_folder(token: int, size: int) -> int:
     return lock
 
 
-class FolderVersions:
+class FolderVersions(SwapCounts):
     """The versions that a folder offers, for one rank of an engine: a thread looks for them.
 
     Args:
@@ -101,7 +100,8 @@ class FolderVersions:
     """
 
     def __init__(self, versions: VersionFolder, look: float = LOOK) -> None:
-        self.versions, self.look, self.tally = versions, look, Counter[str]()
+        super().__init__()
+        self.versions, self.look = versions, look
         self._found: deque[StagedVersion] = deque(maxlen=1)
         self._seen, self._read, self._trunk = 0, 0, DELIVERED
         self._ends, self._looking = threading.Event(), threading.Lock()
@@ -123,19 +123,8 @@ class FolderVersions:
         return self.staged()
 
     def took(self, version: StagedVersion, seconds: float = 0.0) -> None:
-        """Note that a version serves from now on, and what the swap took from serving."""
+        super().took(version, seconds)
         self._trunk = version.trunk
-        self.tally["swaps"] += 1
-        self.tally["swap_microseconds"] += round(1e6 * seconds)
-
-    def refuse(self, version: StagedVersion, reason: str = "not finite") -> None:
-        """Note that a version cannot serve."""
-        self.tally[f"versions_refused_{reason.replace(' ', '_')}"] += 1
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """By `COUNTS`."""
-        return {name: self.tally[name] for name in COUNTS}
 
     def close(self) -> None:
         self._ends.set()
@@ -170,7 +159,6 @@ class FolderLink(FolderVersions):
     """The engine's end: `FolderVersions`, and a thread that writes finished requests.
 
     Args:
-        folder: for requests; made where it is missing.
         room: bytes of requests that may lie in the folder; later requests are not recorded.
         slots: requests that may wait to be written.
         lock: of `make_shared_folder`; None: the folder is the user's.
@@ -286,7 +274,6 @@ class FolderLink(FolderVersions):
         aside.rename(self.folder / name)
 
     def _size(self) -> int:
-        """Bytes of the requests in the folder."""
         size = 0
         for path in self.folder.glob(f"{_STEM}*{_END}"):
             with suppress(FileNotFoundError):  # read meanwhile
@@ -296,9 +283,6 @@ class FolderLink(FolderVersions):
 
 class FolderSource:
     """The trainer's end of requests and counts.
-
-    Args:
-        folder: that the engine writes to.
 
     Raises:
         TrainError: there is no such folder.

@@ -52,6 +52,8 @@ def opened(path: Path) -> safe_open:
         return safe_open(path, framework="pt")
     except SafetensorError as error:
         raise CheckpointError(f"{path} is not a whole safetensors file ({error}).") from None
+    except (OSError, RuntimeError) as error:  # removed meanwhile: which of them depends on when
+        raise CheckpointError(f"{path} cannot be opened ({error}).") from None
 
 
 def stored_shapes(file: safe_open) -> Shapes:
