@@ -290,7 +290,11 @@ def test_convert_refuses(ours, target, out, options, said):
             {"intermediate_size": 128},
             "has shape [96, 64], but its config.json asks for [128, 64]",
         ),
-        (None, {"diffspec_draft_token_num": 5}, "queries for 4 draft positions, but K in"),
+        (
+            None,
+            {"diffspec_draft_token_num": 5},
+            "position_queries.weight has shape [4, 64], but its config.json asks for [5, 64]",
+        ),
     ],
 )
 def test_tensors_that_the_config_does_not_ask_for(llama, edit, changes, said):

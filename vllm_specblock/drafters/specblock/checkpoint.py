@@ -7,7 +7,7 @@ one adds `vocab_mapping.pt`, which wins over d2t and t2d in the safetensors file
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import torch
@@ -19,18 +19,11 @@ from vllm_specblock.drafters.common.checkpoint_files import (
     MAPPING,
     MAPPING_NAMES,
     WEIGHTS,
+    CheckpointReader,
     PathLike,
-    Shapes,
-    check_mapping,
-    check_names,
-    check_shapes,
-    identity_mapping,
+    Tensors,
     opened,
-    read_mapping,
-    stored_shapes,
-    stored_tensors,
-    wanted_shapes,
-    with_weights,
+    with_mapping,
 )
 from vllm_specblock.drafters.common.target_info import check_target, describe_target
 from vllm_specblock.drafters.specblock.config import CheckpointError, DrafterConfig
@@ -60,59 +53,18 @@ __all__ = [
 ]
 
 
-def read_config(directory: PathLike) -> DrafterConfig:
-    """The config of a drafter directory in either layout.
-
-    Raises:
-        CheckpointError: no such file, no JSON, or not what a SpecBlock drafter's config says.
-    """
-    return from_json(*read_json(Path(directory) / CONFIG))
+def _model(config: DrafterConfig, names: Collection[str]) -> SpecBlockModel:
+    return SpecBlockModel(config)
 
 
-def check_tensors(directory: PathLike, config: DrafterConfig) -> None:
-    """Check the tensors' names and shapes against `config` without reading the weights.
-
-    Raises:
-        CheckpointError: a file is missing or unreadable, tensors are missing, left over or of
-            another shape, or the vocabulary mapping is not one.
-    """
-    path = Path(directory) / WEIGHTS
-    with opened(path) as file:
-        shapes = stored_shapes(file)
-        mapping = {name: file.get_tensor(name) for name in MAPPING_NAMES if name in shapes}
-    mapping |= _mapping_file(Path(directory))
-    mapping = mapping or identity_mapping(config.draft_vocab_size, config.vocab_size)
-    shapes |= {name: tuple(tensor.shape) for name, tensor in mapping.items()}
-    _check_shapes(shapes, config, path)
-    check_mapping(mapping["d2t"], mapping["t2d"], directory)
+def _named(found: Tensors, config: DrafterConfig, directory: Path) -> Tensors:
+    published = layout_of(*read_json(directory / CONFIG)) == "published"
+    return with_mapping(found, directory, config.draft_vocab_size, config.vocab_size, published)
 
 
-def read_tensors(directory: PathLike, config: DrafterConfig) -> dict[str, Tensor]:
-    """All tensors of a drafter directory on the CPU, checked, in the dtypes they are stored in.
-
-    Raises:
-        CheckpointError: as `check_tensors`.
-    """
-    check_tensors(directory, config)
-    with opened(Path(directory) / WEIGHTS) as file:
-        tensors = stored_tensors(file)
-    identity = identity_mapping(config.draft_vocab_size, config.vocab_size)
-    return identity | tensors | _mapping_file(Path(directory))
-
-
-def load(
-    directory: PathLike,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-) -> SpecBlockModel:
-    """A drafter with its weights cast to `dtype`, on `device`.
-
-    Raises:
-        CheckpointError: as `read_config` and `check_tensors`.
-    """
-    config = read_config(directory)
-    tensors = read_tensors(directory, config)
-    return with_weights(lambda: SpecBlockModel(config), tensors, dtype, device)
+_FILES = CheckpointReader(from_json, _model, _named, weights=WEIGHTS)
+read_config, check_tensors = _FILES.read_config, _FILES.check_tensors
+read_tensors, load = _FILES.read_tensors, _FILES.load
 
 
 def save(drafter: SpecBlockModel, directory: PathLike, layout: Layout = "ours") -> None:
@@ -184,22 +136,3 @@ def _replace(path: Path, write: Callable[[Path], object]) -> None:
     write(aside)
     aside.chmod(mode)  # safetensors leaves files that only their owner can read
     aside.replace(path)
-
-
-def _mapping_file(directory: Path) -> dict[str, Tensor]:
-    """d2t and t2d of vocab_mapping.pt; empty where the layout or the directory has none."""
-    if not (directory / MAPPING).is_file() or layout_of(*read_json(directory / CONFIG)) == "ours":
-        return {}
-    return read_mapping(directory)
-
-
-def _check_shapes(found: Shapes, config: DrafterConfig, path: Path) -> None:
-    wanted = wanted_shapes(lambda: SpecBlockModel(config))
-    check_names(found, wanted, path)
-    queries = found["input_layer.position_queries.weight"]
-    if queries[:1] != (config.block_size,):
-        raise CheckpointError(
-            f"{path} holds queries for {queries[0] if queries else 0} draft positions, but K in "
-            f"its {CONFIG} (block_size, or diffspec_draft_token_num) is {config.block_size}."
-        )
-    check_shapes(found, wanted, path)
