@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -113,9 +113,9 @@ class Int8Linear(PackedLinear):
 
 
 class Joined(nn.Linear):
-    """Linear layers of the same input as one, without a gradient."""
+    """Linear layers of the same input as one, without a gradient: all with a bias, or none."""
 
-    def __init__(self, layers: Sequence[nn.Linear]) -> None:
+    def __init__(self, *layers: nn.Linear) -> None:
         bias, size = layers[0].bias is not None, sum(layer.out_features for layer in layers)
         super().__init__(layers[0].in_features, size, bias=bias, device="meta")
         self.weight = _frozen([layer.weight for layer in layers])
@@ -125,21 +125,6 @@ class Joined(nn.Linear):
     def forward(self, x: Tensor, outputs: slice = ALL) -> Tensor:
         """[..., in] -> [..., out]; outputs: which of them are wanted."""
         return F.linear(x, self.weight[outputs], None if self.bias is None else self.bias[outputs])
-
-
-class Stacked(nn.Module):
-    """Linear layers of the same input, multiplied at once: all with a bias, or none."""
-
-    def __init__(self, *layers: nn.Linear) -> None:
-        super().__init__()
-        self.sizes = [layer.out_features for layer in layers]
-        self.product = Joined(layers)
-
-    def forward(self, x: Tensor, layers: slice = ALL) -> tuple[Tensor, ...]:
-        """[..., in] -> each layer's [..., out], as views, or those of the slice `layers`."""
-        sizes, before = self.sizes[layers], sum(self.sizes[: layers.start or 0])
-        outputs = slice(before, before + sum(sizes))
-        return self.product(x, outputs).split(sizes, dim=-1)
 
 
 def add_linear(residual: Tensor, x: Tensor, linear: nn.Linear | Fp8Linear | PackedLinear) -> Tensor:

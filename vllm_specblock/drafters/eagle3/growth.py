@@ -15,8 +15,8 @@ from torch import Tensor
 
 from vllm_specblock.candidates import NEVER, select_nodes, tree_of
 from vllm_specblock.config import Eagle3Config
+from vllm_specblock.drafters.common.layers import Attend
 from vllm_specblock.drafters.eagle3.model import Eagle3Model
-from vllm_specblock.drafters.published.model import AttendInLayer
 from vllm_specblock.drafters.specblock.tree_shape import Starts
 from vllm_specblock.tree import DraftTree
 from vllm_specblock.triton_kernels.drafting.grow_level import GrowingLevels, LevelLimits
@@ -38,7 +38,7 @@ def limits_of(
     return LevelLimits(depth, top_k, width, num_nodes)
 
 
-AttentionBuilder = Callable[[int, Starts], tuple[AttendInLayer, Tensor | None]]
+AttentionBuilder = Callable[[int, Starts], tuple[Attend, Tensor | None]]
 """(level, rows) -> the attention of the rows of level ≥ 2, and [R, width] bool: which of them have
 a slot in the cache (None: all)."""
 

@@ -36,6 +36,10 @@ class DecoderShape(NetworkShape):
     output_bias: bool = False
     mlp_bias: bool = False
 
+    @property
+    def biases(self) -> tuple[bool, bool, bool]:
+        return self.qkv_bias, self.output_bias, self.mlp_bias
+
     def target_layers(self, num_layers: int) -> tuple[int, ...]:
         """The states that it reads of a target with so many layers; i is that after i layers."""
         return self.layer_ids or default_layer_ids(num_layers)

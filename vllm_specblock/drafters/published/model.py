@@ -1,26 +1,13 @@
-"""Decoder layers of other projects' drafters, and the LM head above them."""
+"""The LM head of other projects' drafters."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from vllm_specblock.drafters.common.layers import MLP, Attention, RMSNorm
-from vllm_specblock.drafters.common.paged_attention import PagedAttention
-from vllm_specblock.drafters.published.config import DecoderShape
-from vllm_specblock.drafters.specblock.model import DecoderLayer
 from vllm_specblock.triton_kernels.layers.topk_tokens import topk_tokens
-
-AttendInLayer = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""attend(layer, query, key, value): `layers.Attend` of the drafter's layer with that number."""
-
-
-def per_row(attend: PagedAttention) -> AttendInLayer:
-    """One position per row, without the dimension that counts them."""
-    return lambda layer, *states: attend(layer, *(x[:, None] for x in states))[:, 0]
 
 
 class DraftLM(nn.Module):
@@ -63,20 +50,3 @@ class DraftLM(nn.Module):
         target ids [R, ..., width] int64.
         """
         return topk_tokens(self.logits(state), self.d2t, width, self.logit_scale, beta)
-
-
-class Layer(DecoderLayer):
-    """A Llama or Qwen3 layer with the biases that other projects' checkpoints have.
-
-    Args:
-        fuses: whether its attention reads embedding and feature side by side, as EAGLE-3's first.
-    """
-
-    def __init__(self, shape: DecoderShape, fuses: bool = False) -> None:
-        super().__init__(shape)
-        size = shape.hidden_size
-        if fuses:
-            self.hidden_norm = RMSNorm(size, shape.rms_norm_eps)
-        in_size = 2 * size if fuses else size
-        self.self_attn = Attention(shape, in_size, shape.qkv_bias, shape.output_bias)
-        self.mlp = MLP(shape, shape.mlp_bias)

@@ -88,6 +88,11 @@ class NetworkShape(BaseModel):
     rope_scaling: dict[str, Any] | None = None
     qk_norm: bool = False
 
+    @property
+    def biases(self) -> tuple[bool, bool, bool]:
+        """Whether q, k and v, the attention's output, and the MLP have a bias."""
+        return False, False, False
+
     @model_validator(mode="after")
     def _check_layers(self) -> Self:
         if self.num_attention_heads % self.num_key_value_heads:
