@@ -29,7 +29,7 @@ from vllm_specblock.drafters.common.checkpoint_files import (
 )
 from vllm_specblock.drafters.detect import KIND
 from vllm_specblock.drafters.specblock.config import CheckpointError, DrafterConfig
-from vllm_specblock.drafters.specblock.config_json import checked, rope_of
+from vllm_specblock.drafters.specblock.config_json import checked, layers_of
 
 Shape = MedusaShape | DrafterConfig | SmallShape
 
@@ -63,16 +63,10 @@ def _from_json(raw: dict[str, Any], where: str) -> Shape:
 
 def _of_llama(raw: dict[str, Any], directory: Path) -> dict[str, Any]:
     """A Llama's config.json in the words of `SmallShape`."""
-    theta, scaling = rope_of(raw)
-    heads, named = raw.get("num_attention_heads"), raw.get("vocab_size")
+    named = raw.get("vocab_size")
     if (directory / MAPPING).is_file():
         named = len(unpickled(directory / MAPPING, MAPPING_NAMES)["d2t"])
-    return raw | {
-        "num_key_value_heads": raw.get("num_key_value_heads") or heads,
-        "rope_theta": theta,
-        "rope_scaling": scaling,
-        "draft_vocab_size": named,
-    }
+    return raw | layers_of(raw) | {"draft_vocab_size": named}
 
 
 def _model(config: Shape, names: Collection[str]) -> nn.Module:

@@ -12,8 +12,7 @@ from torch import nn
 
 from vllm_specblock.config import OptionError, parse_drafter
 from vllm_specblock.drafters.common.layers import Attention
-from vllm_specblock.drafters.common.linear import Fp8Linear
-from vllm_specblock.drafters.common.post_load import process_after_loading
+from vllm_specblock.drafters.common.linear import Fp8Linear, process_after_loading
 from vllm_specblock.drafters.eagle3.checkpoint import FILES as EAGLE3
 from vllm_specblock.drafters.eagle3.config import Eagle3Shape
 from vllm_specblock.drafters.eagle3.model import Eagle3Model

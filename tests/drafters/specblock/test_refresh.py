@@ -12,8 +12,7 @@ from support.lone_drafters import head_of
 from support.records import small_drafter
 
 from vllm_specblock.config import NGramConfig
-from vllm_specblock.drafters.common.linear import Int8Linear, PackedLinear
-from vllm_specblock.drafters.common.post_load import process_after_loading
+from vllm_specblock.drafters.common.linear import Int8Linear, PackedLinear, process_after_loading
 from vllm_specblock.drafters.ngram.drafter import NGramDrafter
 from vllm_specblock.drafters.specblock import checkpoint
 from vllm_specblock.drafters.specblock.model import SpecBlockModel

@@ -17,7 +17,7 @@ from support.host_reads import NoHostReads
 from support.trees import texts
 
 from vllm_specblock.drafters.common import chunked_advance
-from vllm_specblock.drafters.common.post_load import process_after_loading
+from vllm_specblock.drafters.common.linear import process_after_loading
 from vllm_specblock.drafters.detect import kind_of
 from vllm_specblock.drafters.registry import DRAFTERS
 from vllm_specblock.train.learner import EvalSequence

@@ -1,8 +1,9 @@
-"""Linear layers of a served drafter: joined, in 8 bits, packed for a CPU, with a residual."""
+"""Linear layers of a served drafter: joined, in 8 bits or packed once its weights are loaded."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,11 @@ from torch import Tensor, nn
 from vllm_specblock.triton_kernels.layers.fp8_linear import fp8_linear, quantize
 
 ALL = slice(None)
+Quantization = Literal["fp8", "int8"]
+
+KEPT = ("rank_head",)  # small
+RAW = ("condition_proj", "fc")  # read the target's states, whose outliers need more than 8 bits
+KERNELS = ("shift_proj",)  # read by a kernel without 8 bits
 
 
 class Fp8Linear(nn.Module):
@@ -149,3 +155,39 @@ def _bias(linear: nn.Linear) -> Tensor | None:
 
 def _frozen(parts: list[Tensor]) -> nn.Parameter:
     return nn.Parameter(torch.cat([part.detach() for part in parts]), requires_grad=False)
+
+
+@torch.no_grad()
+def process_after_loading(
+    drafter: nn.Module, quantization: Quantization | None, serves: torch.device | None = None
+) -> nn.Module:
+    """Fold, quantise and pack a loaded drafter in place; it can no longer be trained.
+
+    Args:
+        quantization: "fp8": linear layers in float8 e4m3, a scale per output; "int8": layers and
+            their inputs in 8-bit integers, on a CPU with AMX.
+        serves: device on which the weights will serve; None: where they are.
+    """
+    # A list of all modules would keep folded ones in memory.
+    foldable: list[Any] = [module for module in drafter.modules() if hasattr(module, "fold")]
+    for module in foldable:
+        module.fold()
+    if quantization == "fp8":
+        _replace(drafter, Fp8Linear, KEPT + KERNELS)
+    elif serves is None or serves.type == "cpu":
+        if quantization == "int8":
+            _replace(drafter, Int8Linear, KEPT + RAW)
+        _replace(drafter, PackedLinear, KEPT)
+    return drafter
+
+
+def _replace(
+    module: nn.Module, kind: type[Fp8Linear] | type[PackedLinear], kept: tuple[str, ...]
+) -> None:
+    for name, child in module.named_children():
+        if name in kept:
+            continue
+        if not isinstance(child, nn.Linear):
+            _replace(child, kind, kept)
+        elif kind.takes(child):
+            setattr(module, name, kind(child))

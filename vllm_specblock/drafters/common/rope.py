@@ -19,7 +19,7 @@ from vllm_specblock.triton_kernels.layers.layers_numba import loops_take
 from vllm_specblock.triton_kernels.layers.rope import Rope
 
 if TYPE_CHECKING:
-    from vllm_specblock.drafters.published.config import DecoderShape
+    from vllm_specblock.drafters.common.decoder_config import DecoderShape
 
 
 class Rotary(nn.Module):

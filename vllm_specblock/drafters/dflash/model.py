@@ -7,14 +7,15 @@ that also serve the block. Parameter names are those of the authors' checkpoints
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from vllm_specblock.drafters.common.layers import Attend, DecoderLayer, RMSNorm
-from vllm_specblock.drafters.common.rope import Rotary
-from vllm_specblock.drafters.dflash.config import DFlashShape
-from vllm_specblock.drafters.published.model import DraftLM
+from vllm_specblock.drafters.common.checkpoint_files import CheckpointReader, Tensors
+from vllm_specblock.drafters.common.layers import Attend, DecoderLayer, DraftLM, RMSNorm
+from vllm_specblock.drafters.common.rope import Rotary, rewritten
+from vllm_specblock.drafters.dflash.config import DFlashShape, from_json
 
 
 class DFlashModel(DraftLM):
@@ -68,3 +69,11 @@ class DFlashModel(DraftLM):
         for index, layer in enumerate(self.layers):
             state = layer(index, state, rope, attend)
         return state
+
+
+def _named(found: Tensors, config: DFlashShape, directory: Path) -> Tensors:
+    return {name.removeprefix("model."): entry for name, entry in found.items()}
+
+
+FILES = CheckpointReader(from_json, lambda config, names: DFlashModel(config), _named, rewritten)
+"""Reads checkpoints, which hold neither an embedding nor an LM head."""

@@ -12,10 +12,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from vllm_specblock.drafters.common.layers import Attend, DecoderLayer, RMSNorm
+from vllm_specblock.drafters.common.layers import Attend, DecoderLayer, DraftLM, RMSNorm
 from vllm_specblock.drafters.common.rope import Rotary
 from vllm_specblock.drafters.eagle3.config import Eagle3Shape
-from vllm_specblock.drafters.published.model import DraftLM
 from vllm_specblock.triton_kernels.layers.norms import norm_pair
 
 _SHARED_AT_ONCE = 8192

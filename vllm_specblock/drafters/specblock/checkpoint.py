@@ -7,7 +7,7 @@ one adds `vocab_mapping.pt`, which wins over d2t and t2d in the safetensors file
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -53,16 +53,14 @@ __all__ = [
 ]
 
 
-def _model(config: DrafterConfig, names: Collection[str]) -> SpecBlockModel:
-    return SpecBlockModel(config)
-
-
 def _named(found: Tensors, config: DrafterConfig, directory: Path) -> Tensors:
     published = layout_of(*read_json(directory / CONFIG)) == "published"
     return with_mapping(found, directory, config.draft_vocab_size, config.vocab_size, published)
 
 
-_FILES = CheckpointReader(from_json, _model, _named, weights=WEIGHTS)
+_FILES = CheckpointReader(
+    from_json, lambda config, names: SpecBlockModel(config), _named, weights=WEIGHTS
+)
 read_config, check_tensors = _FILES.read_config, _FILES.check_tensors
 read_tensors, load = _FILES.read_tensors, _FILES.load
 

@@ -11,7 +11,7 @@ from vllm_specblock.config import SpecBlockConfig
 from vllm_specblock.drafters.common.network_drafter import NetworkDrafter, of_requests
 from vllm_specblock.drafters.interface import CommittedTokens
 from vllm_specblock.drafters.specblock.draft_attention import DraftAttentionBuilder
-from vllm_specblock.drafters.specblock.fused_growth import expansion
+from vllm_specblock.drafters.specblock.growth import expansion
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
 from vllm_specblock.drafters.specblock.refresh import refresh
 from vllm_specblock.drafters.specblock.tree_shape import TreeShape

@@ -14,8 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from vllm_specblock.drafters.common.checkpoint_files import listed
-from vllm_specblock.drafters.common.linear import Fp8Linear, Int8Linear, PackedLinear
-from vllm_specblock.drafters.common.post_load import Quantization, process_after_loading
+from vllm_specblock.drafters.common.linear import (
+    Fp8Linear,
+    Int8Linear,
+    PackedLinear,
+    Quantization,
+    process_after_loading,
+)
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
 
 HEADS = ("lm_head", "rank_head")
@@ -33,7 +38,7 @@ def prepare(
     """Load new weights as a checkpoint's are loaded, beside a serving drafter.
 
     Args:
-        drafter: as `post_load.process_after_loading` leaves it.
+        drafter: as `process_after_loading` leaves it.
         tensors: by a checkpoint's names and in its shapes (`lm_head.weight` [Vd, H],
             `input_layer.fuse.weight` [H, 3H], …), of any floating dtype, on any device: all
             weights, or those of the LM head and the rank head. The vocabulary mapping stays.
@@ -90,7 +95,7 @@ class Refresh:
     """An update that takes several turns between steps: a GPU's is prepared in a thread.
 
     Args:
-        drafter: as `post_load.process_after_loading` leaves it.
+        drafter: as `process_after_loading` leaves it.
 
     Attributes:
         ready: the new weights are prepared and held until `release`.

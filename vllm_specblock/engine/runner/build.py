@@ -15,7 +15,7 @@ from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_specblock.combine.budget import shares
 from vllm_specblock.config import CombineConfig
-from vllm_specblock.drafters.common.post_load import process_after_loading
+from vllm_specblock.drafters.common.linear import process_after_loading
 from vllm_specblock.drafters.common.synthetic import SyntheticDrafter
 from vllm_specblock.drafters.interface import Drafter
 from vllm_specblock.drafters.registry import drafter_kind
@@ -157,9 +157,7 @@ def load_drafters(
     if rates is not None:  # benchmarks only, with one drafter
         (single,) = drafters
         assert isinstance(single, SpecBlockDrafter)  # checked by `check_acceptance`
-        imposed = SyntheticDrafter(single, unconditional_to_conditional_rates(rates), device)
-        imposed.model = single.model
-        return [imposed]
+        return [SyntheticDrafter(single, unconditional_to_conditional_rates(rates), device)]
     return drafters
 
 
