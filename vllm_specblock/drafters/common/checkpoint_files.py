@@ -183,6 +183,8 @@ def opened(path: Path) -> safe_open:
         return safe_open(path, framework="pt")
     except SafetensorError as error:
         raise CheckpointError(f"{path} is not a whole safetensors file ({error}).") from None
+    except (OSError, RuntimeError) as error:  # removed meanwhile: which of them depends on when
+        raise CheckpointError(f"{path} cannot be opened ({error}).") from None
 
 
 def unpickled(path: Path, names: tuple[str, ...] = (), mmap: bool = False) -> dict[str, Tensor]:

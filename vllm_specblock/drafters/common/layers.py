@@ -29,24 +29,16 @@ callable owns the cache, the mask and the scaling by 1/sqrt(D).
 
 
 class RMSNorm(nn.RMSNorm):
-    """RMS norm with float32 arithmetic inside."""
+    """RMS norm with float32 arithmetic inside; gives the dtype of its input."""
 
     eps: float
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., n] -> [..., n], in the dtype of x.
-
-        Autocast would make float32 of the result on a GPU.
-        """
-        if torch.is_autocast_enabled(x.device.type):
-            with torch.autocast(x.device.type, enabled=False):
-                return self._norm(x)
-        return self._norm(x)
-
-    def _norm(self, x: Tensor) -> Tensor:
         if runs_loop(x, self.weight) and x.is_contiguous():
             return rms_norm_numba(x, self.weight, self.eps)
-        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+        # Autocast would make float32 of the result on a GPU.
+        with torch.autocast(x.device.type, enabled=False):
+            return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
 class Attention(nn.Module):

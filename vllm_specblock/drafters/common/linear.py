@@ -20,11 +20,7 @@ KERNELS = ("shift_proj",)  # read by a kernel without 8 bits
 
 
 class Fp8Linear(nn.Module):
-    """nn.Linear without a gradient, weights in 8 bits (`triton_kernels/layers/fp8_linear.py`).
-
-    Args:
-        linear: the layer it replaces.
-    """
+    """`linear` without a gradient, weights in 8 bits (`triton_kernels/layers/fp8_linear.py`)."""
 
     weight: Tensor
     scale: Tensor
@@ -36,11 +32,6 @@ class Fp8Linear(nn.Module):
         self.register_buffer("scale", scale)
         self.bias = linear.bias
 
-    @staticmethod
-    def takes(linear: nn.Linear) -> bool:
-        """All layers."""
-        return True
-
     def forward(self, x: Tensor, outputs: slice = ALL) -> Tensor:
         """[..., in] -> [..., out], in the dtype of x; outputs: which of them are wanted."""
         out = fp8_linear(x, self.weight[outputs], self.scale[outputs])
@@ -48,11 +39,7 @@ class Fp8Linear(nn.Module):
 
 
 class PackedLinear(nn.Module):
-    """nn.Linear without a gradient in bfloat16 on a CPU, by vLLM's kernel for its size.
-
-    Args:
-        linear: the layer it replaces.
-    """
+    """`linear` without a gradient in bfloat16 on a CPU, by vLLM's kernel for its size."""
 
     cpu_linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
@@ -86,12 +73,9 @@ class PackedLinear(nn.Module):
 
 
 class Int8Linear(PackedLinear):
-    """nn.Linear without a gradient in bfloat16 on a CPU with AMX, multiplied in 8-bit integers.
+    """`linear` without a gradient, multiplied in 8-bit integers on a CPU with AMX.
 
     Weights have a scale per output, inputs one per row.
-
-    Args:
-        linear: the layer it replaces.
     """
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -189,5 +173,5 @@ def _replace(
             continue
         if not isinstance(child, nn.Linear):
             _replace(child, kind, kept)
-        elif kind.takes(child):
+        elif kind is Fp8Linear or kind.takes(child):
             setattr(module, name, kind(child))

@@ -89,7 +89,6 @@ def _unfused(stored: Tensors, config: Eagle3Shape) -> Tensors:
 
 
 def _check_mapping(d2t: Tensor, vocab_size: int, directory: Path) -> None:
-    """d2t [Vd]: draft id + offset must be different target ids."""
     targets = torch.arange(len(d2t)) + d2t
     if d2t.dtype.is_floating_point or not (
         0 <= targets.min() <= targets.max() < vocab_size and len(targets.unique()) == len(targets)

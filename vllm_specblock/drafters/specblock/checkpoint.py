@@ -1,4 +1,4 @@
-"""SpecBlock checkpoints: read, check, write and convert.
+"""SpecBlock checkpoints: read, check and write.
 
 Both layouts hold `config.json` and `model.safetensors`, with the same tensor names. The published
 one adds `vocab_mapping.pt`, which wins over d2t and t2d in the safetensors file.
@@ -25,8 +25,7 @@ from vllm_specblock.drafters.common.checkpoint_files import (
     opened,
     with_mapping,
 )
-from vllm_specblock.drafters.common.target_info import check_target, describe_target
-from vllm_specblock.drafters.specblock.config import CheckpointError, DrafterConfig
+from vllm_specblock.drafters.specblock.config import CheckpointError, DrafterConfig, TargetInfo
 from vllm_specblock.drafters.specblock.config_json import (
     Layout,
     from_json,
@@ -35,7 +34,6 @@ from vllm_specblock.drafters.specblock.config_json import (
     to_json,
 )
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
-from vllm_specblock.drafters.specblock.untrained import init
 
 __all__ = [
     "CONFIG",
@@ -44,7 +42,6 @@ __all__ = [
     "CheckpointError",
     "check_tensors",
     "convert",
-    "init",
     "load",
     "opened",
     "read_config",
@@ -75,40 +72,23 @@ def save(drafter: SpecBlockModel, directory: PathLike, layout: Layout = "ours") 
 
 
 def convert(
-    source: PathLike,
-    destination: PathLike,
-    to: Layout,
-    target: PathLike | None = None,
-    target_name: str | None = None,
-    layer_ids: tuple[int, int, int] | None = None,
-) -> DrafterConfig:
+    source: PathLike, destination: PathLike, to: Layout, target: TargetInfo | None = None
+) -> None:
     """Rewrite a drafter directory in the layout `to`; weights keep their bits.
 
     Args:
         source, destination: two different directories.
-        target: directory of the target, whose name and layers the published layout leaves out.
-        target_name: default: `target` as given.
-        layer_ids: layers that are read (default: those in `source`, else the target's default).
-
-    Returns:
-        The config as written.
+        target: what the config says of the target from now on; None: as before.
 
     Raises:
-        CheckpointError: as `read_config`, `check_tensors` and `save`; `target` has other sizes,
-            or is missing where its name or layers are given.
+        CheckpointError: as `read_config`, `check_tensors` and `save`.
     """
     if Path(source).resolve() == Path(destination).resolve():
         raise CheckpointError(f"{source} cannot be converted into itself: give another --out.")
-    if target is None and (target_name is not None or layer_ids is not None):
-        raise CheckpointError("The target's name and layers were given without --target.")
     config = read_config(source)
     if target is not None:
-        layer_ids = layer_ids or config.target.layer_ids
-        info = describe_target(target, target_name, layer_ids)
-        check_target(source, config.target, target, info)
-        config = config.model_copy(update={"target": info})
+        config = config.model_copy(update={"target": target})
     _write(config, read_tensors(source, config), Path(destination), to)
-    return config
 
 
 def _write(

@@ -172,10 +172,7 @@ def rope_type(scaling: dict[str, Any]) -> str | None:
 
 
 def check_rope_scaling(scaling: dict[str, Any] | None, yarn: bool = False) -> None:
-    """Raise ValueError for a `rope_scaling` entry that a drafter does not compute.
-
-    yarn: whether it computes YaRN.
-    """
+    """Raise ValueError for a `rope_scaling` entry that is not computed; yarn: whether YaRN is."""
     if scaling is None:
         return
     kind = rope_type(scaling)

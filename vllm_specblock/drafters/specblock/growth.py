@@ -199,11 +199,7 @@ class Expansion:
 def expansion(
     shape: TreeShape, width: torch.Tensor, num_requests: int
 ) -> Expansion | FusedExpansion:
-    """Make an expansion on the device of `width`: fused, on a GPU if C is not too large.
-
-    Args:
-        width: [4] int64, `shape.branching` on the device.
-    """
+    """Make an expansion on the device of `width`: fused, on a GPU if C is not too large."""
     fused = takes(width) or (width.is_cuda and shape.candidates <= MOST_CANDIDATES)
     return (FusedExpansion if fused else Expansion)(shape, width, num_requests)
 

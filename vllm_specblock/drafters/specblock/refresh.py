@@ -35,17 +35,13 @@ class RefreshError(ValueError):
 def prepare(
     drafter: SpecBlockModel, tensors: Mapping[str, Tensor], device: torch.device | None = None
 ) -> nn.Module:
-    """Load new weights as a checkpoint's are loaded, beside a serving drafter.
+    """Load new weights as a checkpoint's are loaded, beside a serving drafter, for `swap_in`.
 
     Args:
         drafter: as `process_after_loading` leaves it.
-        tensors: by a checkpoint's names and in its shapes (`lm_head.weight` [Vd, H],
-            `input_layer.fuse.weight` [H, 3H], …), of any floating dtype, on any device: all
-            weights, or those of the LM head and the rank head. The vocabulary mapping stays.
+        tensors: by a checkpoint's names and in its shapes, of any floating dtype, on any device:
+            all weights, or those of `HEADS`. The vocabulary mapping stays.
         device: where to do it; None: the drafter's.
-
-    Returns:
-        A model for `swap_in`.
 
     Raises:
         RefreshError: the drafter does not serve; a name is missing or left over, a tensor has
@@ -94,9 +90,6 @@ def refresh(drafter: SpecBlockModel, tensors: Mapping[str, Tensor]) -> None:
 class Refresh:
     """An update that takes several turns between steps: a GPU's is prepared in a thread.
 
-    Args:
-        drafter: as `process_after_loading` leaves it.
-
     Attributes:
         ready: the new weights are prepared and held until `release`.
     """
@@ -115,7 +108,7 @@ class Refresh:
         """Begin an update, in place of an earlier one that does not serve yet.
 
         Args:
-            tensors: on the host, see `prepare`; not to be changed any more.
+            tensors: as for `prepare`, on the host; not to be changed any more.
             hold: do not swap them in before `release`.
         """
         self.ready, self._held, self._fresh, self._seconds = False, hold, None, 0.0
@@ -128,10 +121,7 @@ class Refresh:
         self._held = False
 
     def turn(self) -> float | None:
-        """Go on with the update, between two steps and on their stream.
-
-        Returns:
-            The seconds that turns took, once the new weights serve; else None.
+        """Continue between two steps, on their stream; return the seconds taken once it serves.
 
         Raises:
             RefreshError: the weights cannot serve; nothing was written.

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_specblock.drafters.common.target_info import describe_target, read_target
 from vllm_specblock.drafters.specblock.config import CheckpointError, DrafterConfig
 from vllm_specblock.drafters.specblock.config_json import checked, layers_of
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
+from vllm_specblock.train.target.target_info import describe_target, read_target
 
 _QK_NORM = {"llama": False, "qwen3": True}
 """Target `model_type` → whether its attention norms queries and keys."""
