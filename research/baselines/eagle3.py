@@ -27,7 +27,7 @@ from baselines.groups import Kept, KeyValue, group_attention
 from vllm_specblock.drafters.eagle3.config import Eagle3Shape
 from vllm_specblock.drafters.eagle3.model import Eagle3Model
 from vllm_specblock.drafters.specblock.config import check_rope_scaling, default_layer_ids
-from vllm_specblock.drafters.specblock.config_json import layers_of
+from vllm_specblock.drafters.specblock.config_json import rope_of
 from vllm_specblock.train.data.batch import Batch
 from vllm_specblock.train.eval.eagle3_drafting import Eagle3Draft, masked_attention
 from vllm_specblock.train.learner import (
@@ -90,16 +90,19 @@ class Eagle3(Learner, Eagle3Model):
             head: [Vd, H], what the LM head starts from (default: drawn like the rest).
             sizes: fields of `Eagle3Shape` that shall not be the target's.
         """
-        layers, size = layers_of(target_config.to_dict()), target_config.hidden_size
-        # YaRN's factor is put into weights that are loaded.
-        check_rope_scaling(layers["rope_scaling"])
+        theta, scaling = rope_of(target_config.to_dict())
+        check_rope_scaling(scaling)  # YaRN's factor is put into weights that are loaded
+        size, heads = target_config.hidden_size, target_config.num_attention_heads
         of_target = {
             "hidden_size": size,
             "target_hidden_size": size,
-            "num_attention_heads": target_config.num_attention_heads,
-            **layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": target_config.num_key_value_heads,
+            "head_dim": getattr(target_config, "head_dim", None) or size // heads,
             "intermediate_size": target_config.intermediate_size,
             "rms_norm_eps": target_config.rms_norm_eps,
+            "rope_theta": theta,
+            "rope_scaling": scaling,
             "vocab_size": target_config.vocab_size,
             "draft_vocab_size": len(d2t),
         }

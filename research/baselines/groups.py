@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from vllm_specblock.drafters.specblock.config import TargetInfo
-from vllm_specblock.drafters.specblock.config_json import layers_of
+from vllm_specblock.drafters.specblock.config_json import rope_of
 from vllm_specblock.train.attention import sdpa
 
 KeyValue = tuple[Tensor, Tensor]
@@ -38,19 +38,23 @@ def sizes_like(
         changes: keys that shall be others, such as `intermediate_size` and `num_hidden_layers`.
     """
     raw = target_config.to_dict()
-    size = raw["hidden_size"]
+    theta, scaling = rope_of(raw)
+    size, heads = raw["hidden_size"], raw["num_attention_heads"]
     target = TargetInfo(hidden_size=size, vocab_size=raw["vocab_size"], layer_ids=layer_ids)
     return {
         "hidden_size": size,
         "target_hidden_size": size,
-        "num_attention_heads": raw["num_attention_heads"],
-        **layers_of(raw),
+        "num_attention_heads": heads,
+        "num_key_value_heads": raw.get("num_key_value_heads") or heads,
+        "head_dim": raw.get("head_dim") or size // heads,
         "intermediate_size": raw["intermediate_size"],
         "num_hidden_layers": 2,
         "block_size": block_size,
         "vocab_size": raw["vocab_size"],
         "draft_vocab_size": draft_vocab_size,
         "rms_norm_eps": raw["rms_norm_eps"],
+        "rope_theta": theta,
+        "rope_scaling": scaling,
         "qk_norm": raw["model_type"] == "qwen3",
         "target": target,
         **changes,

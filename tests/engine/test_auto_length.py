@@ -7,7 +7,7 @@ from support.engines import assert_identical, make_engine
 from support.matrix import PROMPTS
 from vllm import SamplingParams
 
-from vllm_specblock.drafters.common.synthetic import SyntheticDrafter
+from vllm_specblock.bench.synthetic import SyntheticDrafter
 
 RATES = {
     "rejection_sample_method": "synthetic",

@@ -6,7 +6,7 @@ import pytest
 from support.engines import make_engine, prompts
 from vllm import SamplingParams
 
-from vllm_specblock.drafters.common.synthetic import synthetic_tree
+from vllm_specblock.bench.synthetic import synthetic_tree
 from vllm_specblock.engine.config import validate
 
 BEST = [0.8, 0.7, 0.6, 0.5, 0.75, 0.6, 0.5, 0.4]

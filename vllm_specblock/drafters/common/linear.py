@@ -173,5 +173,5 @@ def _replace(
             continue
         if not isinstance(child, nn.Linear):
             _replace(child, kind, kept)
-        elif kind is Fp8Linear or kind.takes(child):
+        elif not issubclass(kind, PackedLinear) or kind.takes(child):
             setattr(module, name, kind(child))

@@ -56,5 +56,5 @@ class Eagle3Drafter(NetworkDrafter):
         return grow(self.model, self.embed, self.growth, state, position, self._level, beta)
 
     def _level(self, level: int, rows: Starts) -> tuple[PagedAttention, torch.Tensor]:
-        there = self.attention_builder.next(level, rows)
-        return there.attend, there.valid
+        attend, there = self.attention_builder.next(level, rows)
+        return attend, there.valid

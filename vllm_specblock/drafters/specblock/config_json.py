@@ -147,7 +147,31 @@ def to_json(config: DrafterConfig, layout: Layout, torch_dtype: str) -> dict[str
     Raises:
         CheckpointError: the published layout cannot hold it.
     """
-    return _ours(config, torch_dtype) if layout == "ours" else _published(config, torch_dtype)
+    if layout == "published":
+        return _published(config, torch_dtype)
+    raw = {
+        "model_type": MODEL_TYPE,
+        "architectures": [ARCHITECTURE],
+        **config.model_dump(mode="json"),
+        "max_position_embeddings": _NO_LIMIT,
+        "torch_dtype": torch_dtype,
+    }
+    if config.target.name is None:
+        return raw
+    # With these, `vllm serve <drafter>` finds the target by itself. vLLM insists on all three.
+    return raw | {
+        "speculators_model_type": METHOD,
+        "transformer_layer_config": {},
+        "speculators_config": {
+            "algorithm": METHOD,
+            "default_proposal_method": "tree",
+            "proposal_methods": [{"proposal_type": "tree", "speculative_tokens": DEFAULT_NODES}],
+            "verifier": {
+                "name_or_path": config.target.name,
+                "architectures": list(config.target.architectures),
+            },
+        },
+    }
 
 
 def rope_of(raw: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
@@ -175,32 +199,6 @@ def layers_of(raw: dict[str, Any]) -> dict[str, Any]:
         "head_dim": head_dim,
         "rope_theta": theta,
         "rope_scaling": scaling,
-    }
-
-
-def _ours(config: DrafterConfig, torch_dtype: str) -> dict[str, Any]:
-    raw = {
-        "model_type": MODEL_TYPE,
-        "architectures": [ARCHITECTURE],
-        **config.model_dump(mode="json"),
-        "max_position_embeddings": _NO_LIMIT,
-        "torch_dtype": torch_dtype,
-    }
-    if config.target.name is None:
-        return raw
-    # With these, `vllm serve <drafter>` finds the target by itself. vLLM insists on all three.
-    return raw | {
-        "speculators_model_type": METHOD,
-        "transformer_layer_config": {},
-        "speculators_config": {
-            "algorithm": METHOD,
-            "default_proposal_method": "tree",
-            "proposal_methods": [{"proposal_type": "tree", "speculative_tokens": DEFAULT_NODES}],
-            "verifier": {
-                "name_or_path": config.target.name,
-                "architectures": list(config.target.architectures),
-            },
-        },
     }
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vllm_specblock.drafters.common.synthetic import (
+from vllm_specblock.bench.synthetic import (
     SyntheticDrafter,
     candidate_probabilities,
     synthetic_tree,
