@@ -27,6 +27,7 @@ from vllm_specblock.adapt.link.staged import StagedVersion, stored_version
 from vllm_specblock.adapt.options import AdaptConfig
 from vllm_specblock.adapt.serving.in_engine import EngineTrainer
 from vllm_specblock.adapt.serving.recorder import Recorder
+from vllm_specblock.adapt.serving.refresh import Refresh
 from vllm_specblock.adapt.serving.slabs import Slabs
 from vllm_specblock.adapt.serving.swaps import FollowingRank, Swaps
 from vllm_specblock.adapt.trainer.process import TrainerProcess
@@ -35,7 +36,6 @@ from vllm_specblock.adapt.versions import VersionFolder
 from vllm_specblock.drafters.interface import Drafter
 from vllm_specblock.drafters.specblock.drafter import SpecBlockDrafter
 from vllm_specblock.drafters.specblock.options import SpecBlockConfig
-from vllm_specblock.drafters.specblock.refresh import Refresh
 from vllm_specblock.engine import made_up_requests
 from vllm_specblock.engine.config.resolved_config import ResolvedConfig, ResolvedDrafter
 from vllm_specblock.engine.ranks import Ranks, tensor_parallel_ranks
