@@ -27,7 +27,6 @@ from transformers import AutoConfig
 from vllm_specblock.cli.from_model import options_of
 from vllm_specblock.config import SpecBlockConfig
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
-from vllm_specblock.drafters.specblock.untrained import most_frequent
 from vllm_specblock.train.config import RunConfig, TrainError, parse, read_recipe
 from vllm_specblock.train.data.prompts import read_prompts
 from vllm_specblock.train.data.shards import replace
@@ -42,6 +41,7 @@ from vllm_specblock.train.run import RunContext, folded_head, make_teacher, prep
 from vllm_specblock.train.specblock import SpecBlockLearner
 from vllm_specblock.train.target import target_rows
 from vllm_specblock.train.target.features import load_target, load_tokenizer
+from vllm_specblock.train.untrained import most_frequent
 
 _CALIBRATION = 8  # batches that Falcon's static tree is shaped by
 _SHORTEST = 12

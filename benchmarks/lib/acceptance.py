@@ -12,7 +12,7 @@ from itertools import accumulate
 from operator import mul
 from typing import Any
 
-from vllm_specblock.drafters.common.synthetic import synthetic_tree
+from vllm_specblock.bench.synthetic import synthetic_tree
 from vllm_specblock.drafters.specblock.tree_shape import TreeShape
 
 FIRST_ALPHA = 0.80

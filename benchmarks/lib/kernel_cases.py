@@ -19,9 +19,9 @@ from vllm_specblock.triton_kernels.layers.layer_shift import layer_shift, shift
 from vllm_specblock.triton_kernels.verify.verification_result import VerificationResult
 
 from lib.candidate_sets import random_candidates
+from vllm_specblock.bench.synthetic import synthetic_tree
 from vllm_specblock.commit.committed_tokens import committed_sources
 from vllm_specblock.commit.move import move_path
-from vllm_specblock.drafters.common.synthetic import synthetic_tree
 from vllm_specblock.drafters.specblock.tree_shape import TreeShape
 
 BLOCK = 16

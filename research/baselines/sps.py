@@ -24,12 +24,11 @@ from baselines.first_choice import loss_and_choice
 from baselines.folder import write_folder, write_mapping
 from baselines.groups import Kept
 from baselines.options import SpSConfig
-from vllm_specblock.drafters.common.layers import RMSNorm
+from vllm_specblock.drafters.common.layers import Attend, DecoderLayer, RMSNorm
 from vllm_specblock.drafters.common.network_drafter import NetworkDrafter, of_requests
 from vllm_specblock.drafters.common.rope import Rotary
 from vllm_specblock.drafters.interface import CommittedTokens
 from vllm_specblock.drafters.specblock.config_json import rope_of
-from vllm_specblock.drafters.specblock.model import Attend, DecoderLayer
 from vllm_specblock.train.eval.eagle3_drafting import masked_attention
 from vllm_specblock.train.learner import (
     IGNORE_INDEX,

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from baselines.positions import PositionsLearner
-from vllm_specblock.drafters.common.layers import RMSNorm
+from vllm_specblock.drafters.common.layers import Attend, DecoderLayer, RMSNorm
 from vllm_specblock.drafters.common.rope import Rotary
 from vllm_specblock.drafters.specblock.config import DrafterConfig
-from vllm_specblock.drafters.specblock.model import Attend, DecoderLayer
 
 
 class Trunk(nn.Module):

@@ -6,7 +6,7 @@ import pytest
 from support.engines import make_engine, prompts
 from vllm import SamplingParams
 
-from vllm_specblock.drafters.common.synthetic import synthetic_tree
+from vllm_specblock.bench.synthetic import synthetic_tree
 from vllm_specblock.engine.config import validate
 
 BEST = [0.8, 0.7, 0.6, 0.5, 0.75, 0.6, 0.5, 0.4]
@@ -45,7 +45,7 @@ def counted(engine):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_tau_is_what_the_trees_scores_say(imposed, temperature):
     head = imposed.speculator.draft_policy.drafters[0]
-    tree = synthetic_tree(head.drafter.shape, BEST)
+    tree = synthetic_tree(head.shape, BEST)
     expected = tree.logprob.exp().sum().item()
     before = counted(imposed)
     params = [

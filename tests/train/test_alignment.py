@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.train_batches import lesson_of, packed
 
-from vllm_specblock.drafters.specblock.dense_cache import DenseCache
+from vllm_specblock.train.eval.dense_cache import DenseCache
 from vllm_specblock.train.objective import Recipe, Unroll
 from vllm_specblock.train.specblock import SpecBlockLearner, outcome
 

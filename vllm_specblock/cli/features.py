@@ -53,10 +53,10 @@ def features(
     from tqdm import tqdm
 
     from vllm_specblock.drafters.common.hub import target_folder
-    from vllm_specblock.drafters.common.target_info import describe_target, read_target
     from vllm_specblock.train.config import TrainError
     from vllm_specblock.train.data.packed_dataset import load_texts
     from vllm_specblock.train.target import feature_store, target_rows
+    from vllm_specblock.train.target.target_info import describe_target, read_target
 
     target = target_folder(target)
     raw = read_target(target)

@@ -78,12 +78,7 @@ class CommittedTokens:
 
 @dataclass(frozen=True)
 class CacheLayer:
-    """One layer of a drafter in the engine's paged cache.
-
-    Attributes:
-        num_kv_heads, head_dim: of its keys and values.
-        entries_per_token: keys and values that a token leaves.
-    """
+    """One layer of a drafter in the paged cache; a token leaves `entries_per_token` keys."""
 
     num_kv_heads: int
     head_dim: int
@@ -141,10 +136,7 @@ class Drafter(ABC):
         """
 
     def refresh(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Draft with other weights from the next step on; for a call between two steps.
-
-        Args:
-            tensors: by the names and in the shapes of the drafter's checkpoint.
+        """Between two steps, take other weights by the names and shapes of the checkpoint.
 
         Raises:
             ValueError: this kind cannot, or the weights do not fit; nothing has changed.
@@ -156,15 +148,11 @@ class Drafter(ABC):
 
     @abstractmethod
     def advance(self, rows: CommittedTokens) -> None:
-        """Write every row's keys and values.
-
-        Requests that do not draft are included: other requests may hit their blocks.
-        """
+        """Write every row's keys and values; other requests may hit the blocks of any."""
 
     @abstractmethod
     def draft(self, requests: torch.Tensor | None = None) -> DraftTree:
-        """Return trees of `num_nodes` slots, rooted in `token[last]`.
+        """Return trees of `num_nodes` slots, rooted in `token[last]`, of `requests` [n] int64.
 
-        Args:
-            requests: [n] int64, the step's requests that draft; None: all R.
+        None: of all R requests of the step.
         """

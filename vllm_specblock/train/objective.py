@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm_specblock.drafters.specblock.model import Attend, SpecBlockModel
+from vllm_specblock.drafters.common.layers import Attend
+from vllm_specblock.drafters.specblock.model import SpecBlockModel
 from vllm_specblock.train.attention import FirstBlock, Kernel, NextBlock
 from vllm_specblock.train.learner import IGNORE_INDEX, TrainBatch, draft_labels
 from vllm_specblock.train.losses import BlockLoss, block_loss

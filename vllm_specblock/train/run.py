@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from vllm_specblock.drafters.common.target_info import check_target, describe_target
 from vllm_specblock.drafters.specblock import checkpoint
 from vllm_specblock.drafters.specblock.config import CheckpointError, TargetInfo
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
-from vllm_specblock.train import provenance
+from vllm_specblock.train import provenance, untrained
 from vllm_specblock.train.config import RunConfig, TrainConfig, TrainError
 from vllm_specblock.train.data.batch import Batch, Segment
 from vllm_specblock.train.data.packed_dataset import PackedDataset, load_texts, token_counts
@@ -33,6 +32,7 @@ from vllm_specblock.train.target.features import (
     Teacher,
     load_target,
 )
+from vllm_specblock.train.target.target_info import check_target, describe_target
 
 PROMPT_SHARE = 4
 """The prompt of a held-out text without one is its first 1 / PROMPT_SHARE."""
@@ -202,7 +202,7 @@ def new_drafter(config: TrainConfig, run_context: RunContext) -> SpecBlockModel:
     """The drafter to start from: `config.init`, or fresh weights."""
     try:
         if config.init is None:
-            return checkpoint.init(
+            return untrained.init(
                 config.target,
                 block_size=config.block_size,
                 num_layers=config.num_layers,

@@ -14,7 +14,7 @@ from vllm_specblock.adapt.learning.judge import Judge, depth_along, is_sure
 from vllm_specblock.adapt.learning.pool import Version
 from vllm_specblock.adapt.policy.actions import held
 from vllm_specblock.adapt.policy.interface import Action
-from vllm_specblock.drafters.specblock.dense_cache import DenseCache
+from vllm_specblock.train.eval.dense_cache import DenseCache
 from vllm_specblock.train.losses import RANK_BUCKETS
 
 

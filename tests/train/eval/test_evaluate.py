@@ -10,9 +10,9 @@ import torch
 from support.targets import tiny_target
 
 from vllm_specblock.config import SpecBlockConfig
-from vllm_specblock.drafters.specblock.dense_cache import DenseCache
 from vllm_specblock.feedback.calibration import DraftCalibration
 from vllm_specblock.train.eval.chain import ChainFigures, bucket_figures, chain_along
+from vllm_specblock.train.eval.dense_cache import DenseCache
 from vllm_specblock.train.eval.drafting import SpecBlockDraft
 from vllm_specblock.train.eval.evaluate import evaluate, sequences_from, shapes_of
 from vllm_specblock.train.eval.replay import mean_tau

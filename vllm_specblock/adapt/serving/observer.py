@@ -25,6 +25,7 @@ from vllm_specblock.adapt.link.folder_link import (
 from vllm_specblock.adapt.options import AdaptConfig
 from vllm_specblock.adapt.serving.in_engine import EngineTrainer
 from vllm_specblock.adapt.serving.recorder import Recorder
+from vllm_specblock.adapt.serving.refresh import Refresh
 from vllm_specblock.adapt.serving.slabs import Slabs
 from vllm_specblock.adapt.serving.swaps import FollowingRank, Swaps
 from vllm_specblock.adapt.trainer.process import TrainerProcess
@@ -34,7 +35,6 @@ from vllm_specblock.drafters.common.checkpoint_files import WEIGHTS
 from vllm_specblock.drafters.interface import Drafter
 from vllm_specblock.drafters.specblock.drafter import SpecBlockDrafter
 from vllm_specblock.drafters.specblock.options import SpecBlockConfig
-from vllm_specblock.drafters.specblock.refresh import Refresh
 from vllm_specblock.engine import made_up_requests
 from vllm_specblock.engine.config.resolved_config import ResolvedConfig, ResolvedDrafter
 from vllm_specblock.engine.ranks import Ranks, tensor_parallel_ranks

@@ -16,8 +16,9 @@ from vllm_specblock.adapt.link.folder_link import FolderVersions
 from vllm_specblock.adapt.link.staged import READS, StagedVersion
 from vllm_specblock.adapt.policy.interface import Action
 from vllm_specblock.adapt.serving.in_engine import EngineTrainer
+from vllm_specblock.adapt.serving.refresh import Refresh
 from vllm_specblock.adapt.trainer.process import TrainerProcess
-from vllm_specblock.drafters.specblock.refresh import Refresh, RefreshError
+from vllm_specblock.drafters.specblock.refresh import RefreshError
 from vllm_specblock.engine.metrics.counters import Counts
 from vllm_specblock.engine.metrics.exporter import HELP
 from vllm_specblock.engine.ranks import Ranks

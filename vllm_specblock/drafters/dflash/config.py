@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from vllm_specblock.drafters.published.config import DecoderShape, refuse, shape_of
+from vllm_specblock.drafters.common.decoder_config import DecoderShape, refuse, shape_of
 from vllm_specblock.drafters.specblock.config import CheckpointError, Count
 
 ARCHITECTURE = "DFlashDraftModel"

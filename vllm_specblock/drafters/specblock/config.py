@@ -88,6 +88,11 @@ class NetworkShape(BaseModel):
     rope_scaling: dict[str, Any] | None = None
     qk_norm: bool = False
 
+    @property
+    def biases(self) -> tuple[bool, bool, bool]:
+        """Whether q, k and v, the attention's output, and the MLP have a bias."""
+        return False, False, False
+
     @model_validator(mode="after")
     def _check_layers(self) -> Self:
         if self.num_attention_heads % self.num_key_value_heads:
@@ -167,10 +172,7 @@ def rope_type(scaling: dict[str, Any]) -> str | None:
 
 
 def check_rope_scaling(scaling: dict[str, Any] | None, yarn: bool = False) -> None:
-    """Raise ValueError for a `rope_scaling` entry that a drafter does not compute.
-
-    yarn: whether it computes YaRN.
-    """
+    """Raise ValueError for a `rope_scaling` entry that is not computed; yarn: whether YaRN is."""
     if scaling is None:
         return
     kind = rope_type(scaling)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -15,11 +16,9 @@ from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_specblock.combine.budget import shares
 from vllm_specblock.config import CombineConfig
-from vllm_specblock.drafters.common.post_load import process_after_loading
-from vllm_specblock.drafters.common.synthetic import SyntheticDrafter
+from vllm_specblock.drafters.common.linear import process_after_loading
 from vllm_specblock.drafters.interface import Drafter
 from vllm_specblock.drafters.registry import drafter_kind
-from vllm_specblock.drafters.specblock.drafter import SpecBlockDrafter
 from vllm_specblock.engine.adaptive.trees import AdaptiveTrees
 from vllm_specblock.engine.config.resolved_config import ResolvedConfig, ResolvedDrafter
 from vllm_specblock.engine.cpu import lora
@@ -154,12 +153,10 @@ def load_drafters(
             drafter.calibration.make_room(config.scheduler_config.max_num_seqs + 1)
     assert config.speculative_config is not None
     rates = config.speculative_config.synthetic_acceptance_rates
-    if rates is not None:  # benchmarks only, with one drafter
-        (single,) = drafters
-        assert isinstance(single, SpecBlockDrafter)  # checked by `check_acceptance`
-        imposed = SyntheticDrafter(single, unconditional_to_conditional_rates(rates), device)
-        imposed.model = single.model
-        return [imposed]
+    if rates is not None:  # with one SpecBlock drafter, see `check_acceptance`
+        synthetic = import_module("vllm_specblock.bench.synthetic")  # benchmarks only
+        best = unconditional_to_conditional_rates(rates)
+        return [synthetic.SyntheticDrafter(*drafters, best, device)]
     return drafters
 
 

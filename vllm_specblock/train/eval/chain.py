@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_specblock.drafters.specblock.dense_cache import DenseBlockCache, DenseCache
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
+from vllm_specblock.train.eval.dense_cache import DenseBlockCache, DenseCache
 from vllm_specblock.train.learner import IGNORE_INDEX, EvalSequence
 from vllm_specblock.train.losses import RANK_BUCKETS, rank_bucket
 

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from vllm_specblock.config import DEFAULT_NODES, SpecBlockConfig, parse_drafter
-from vllm_specblock.drafters.specblock.dense_cache import DenseCache
 from vllm_specblock.drafters.specblock.drafter import SpecBlockDrafter
 from vllm_specblock.drafters.specblock.growth import Expansion
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
 from vllm_specblock.drafters.specblock.tree_shape import TreeShape
 from vllm_specblock.feedback.calibration import DraftCalibration
 from vllm_specblock.train.eval.chain import first_block_along
+from vllm_specblock.train.eval.dense_cache import DenseCache
 from vllm_specblock.train.learner import EvalSequence
 from vllm_specblock.tree import DraftTree
 

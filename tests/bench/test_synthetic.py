@@ -7,11 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vllm_specblock.drafters.common.synthetic import (
+from vllm_specblock.bench.synthetic import (
     SyntheticDrafter,
     candidate_probabilities,
     synthetic_tree,
 )
+from vllm_specblock.drafters.specblock.drafter import SpecBlockDrafter
 from vllm_specblock.drafters.specblock.tree_shape import TreeShape
 from vllm_specblock.tree import DraftTree
 
@@ -55,21 +56,15 @@ def test_certain_candidates_make_a_chain():
     assert tree.logprob[0, :6].tolist() == [0.0] * 6
 
 
-def test_a_head_drafts_and_is_overruled():
+def test_a_head_drafts_and_is_overruled(monkeypatch):
     asked = []
 
-    def draft(requests):
+    def draft(self, requests):
         asked.append(requests)
         return DraftTree.empty(3, 20, "cpu")
 
-    inner = SimpleNamespace(
-        kind="specblock",
-        num_nodes=20,
-        max_depth=8,
-        max_model_len=64,
-        shape=shape_of(20),
-        draft=draft,
-    )
+    monkeypatch.setattr(SpecBlockDrafter, "draft", draft)
+    inner = SimpleNamespace(shape=shape_of(20))
     head = SyntheticDrafter(inner, BEST, torch.device("cpu"))
     wanted = synthetic_tree(shape_of(20), BEST)
     tree = head.draft(torch.tensor([0, 2, 3]))

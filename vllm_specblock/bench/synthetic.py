@@ -7,11 +7,9 @@ It drafts at full cost, and its tree is replaced by the one that the imposed pro
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
-from vllm_specblock.drafters.interface import CacheLayer, CommittedTokens, Drafter
 from vllm_specblock.drafters.specblock.drafter import SpecBlockDrafter
 from vllm_specblock.drafters.specblock.growth import Expansion
 from vllm_specblock.drafters.specblock.tree_shape import TreeShape
@@ -69,11 +67,11 @@ def synthetic_tree(shape: TreeShape, best: Sequence[float]) -> DraftTree:
     return expansion.finish()
 
 
-class SyntheticDrafter(Drafter):
-    """A SpecBlock drafter that drafts, and whose tree is then another.
+class SyntheticDrafter(SpecBlockDrafter):
+    """Drafts as `drafter` does, and returns the imposed tree with the drafted tokens.
 
     Args:
-        drafter: what drafts.
+        drafter: what drafts; it learns nothing from trees that are not its own.
         best: α by depth, as `synthetic_tree`.
         device: of its trees.
     """
@@ -81,31 +79,14 @@ class SyntheticDrafter(Drafter):
     def __init__(
         self, drafter: SpecBlockDrafter, best: Sequence[float], device: torch.device
     ) -> None:
-        self.drafter, self.kind = drafter, drafter.kind
-        self.num_nodes, self.max_depth = drafter.num_nodes, drafter.max_depth
-        self.max_model_len = drafter.max_model_len
-        tree = synthetic_tree(drafter.shape, best)
-        self.tree = replace(
-            tree, **{name: getattr(tree, name).to(device) for name in tree.__dataclass_fields__}
-        )
-
-    def cache_layers(self) -> list[CacheLayer]:
-        return self.drafter.cache_layers()
-
-    def bind(self, caches: list[torch.Tensor]) -> None:
-        self.drafter.max_model_len = self.max_model_len
-        self.drafter.bind(caches)
-
-    def warm_up(self, block_table: torch.Tensor, most_rows: int) -> None:
-        self.drafter.warm_up(block_table, most_rows)
-
-    def advance(self, rows: CommittedTokens) -> None:
-        self.drafter.advance(rows)
+        vars(self).update(vars(drafter))
+        self.calibration = None
+        fields = vars(synthetic_tree(drafter.shape, best))
+        self.tree = {name: value.to(device) for name, value in fields.items()}
 
     def draft(self, requests: torch.Tensor | None = None) -> DraftTree:
-        token = self.drafter.draft(requests).token
+        token = super().draft(requests).token
         fields = {
-            name: value.expand(len(token), *value.shape[1:])
-            for name, value in vars(self.tree).items()
+            name: value.expand(len(token), *value.shape[1:]) for name, value in self.tree.items()
         }
         return DraftTree(**(fields | {"token": token}))
