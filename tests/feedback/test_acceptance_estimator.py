@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_specblock.combine.combined import Combined
-from vllm_specblock.feedback import acceptance_estimator
 from vllm_specblock.feedback.acceptance_estimator import (
     BINS_PER_NAT,
     NUM_BINS,
@@ -123,16 +122,6 @@ def test_survival_never_rises_and_steps_multiply_to_it(data):
     torch.testing.assert_close(table.steps(kind, logprob).cumprod(1), survival)
 
 
-def test_bins_are_quarter_nats():
-    table = AcceptanceEstimator("cpu")
-    kind = torch.zeros(1, dtype=torch.int64)
-    logprob = torch.tensor([[-0.01, -0.24, -0.26, -7.9, -100.0]])
-    seen = torch.ones_like(logprob, dtype=torch.bool)
-    table.learn(kind, logprob, seen, seen)
-    assert table.reached[0, :2].tolist() == [2, 1] and table.reached[0, -1] == 2
-    assert NUM_BINS / BINS_PER_NAT == 8
-
-
 def test_nodes_on_the_path_up_to_what_was_accepted():
     path = torch.tensor([[0, 1, 3, 4], [0, 2, 4, 0], [0, 5, 1, 2]])
     found = on_path(path, torch.tensor([3, 1, 0]), 5)
@@ -159,38 +148,3 @@ def test_who_sleeps_is_offered_nothing():
     assert offered.tree.size.tolist() == [0, 3] and offered.origin.tolist() == [[0] * 3, [1] * 3]
     assert (steps[0] == 0).all() and (steps[2] == -1).all()
     torch.testing.assert_close(steps[1:2], table.steps(kinds(1, 1), scores([0.8, 0.4, 0.2])))
-
-
-def test_the_table_takes_the_kernels_where_it_lies_on_a_gpu(monkeypatch):
-    """Every tensor goes to its place: `tests/triton_kernels` says what the kernels do with them."""
-    calls = []
-
-    def noting(*args, **named):
-        calls.append((args, named))
-        return tuple(named.values())
-
-    monkeypatch.setattr(acceptance_estimator, "write_survival_triton", noting)
-
-    class OnGpu:
-        is_cuda = True
-
-    table, combined = AcceptanceEstimator("cpu"), chains([0.9, 0.5])
-    table.judged = OnGpu()
-    temperatures, req_idx, paused, steps = (torch.zeros(1) for _ in range(4))
-    table.write_survival(combined, temperatures, req_idx, paused, steps)
-    ((args, named),) = calls
-    wanted = (
-        req_idx,
-        paused,
-        temperatures,
-        table.judged,
-        table.reached,
-        table.believed,
-        PRIOR,
-        BINS_PER_NAT,
-        steps,
-    )
-    assert all(a is b for a, b in zip(args, wanted, strict=True))
-    assert named.keys() == {*vars(combined.tree), "origin"}
-    for name, mine in named.items():
-        assert mine is (combined.origin if name == "origin" else getattr(combined.tree, name))

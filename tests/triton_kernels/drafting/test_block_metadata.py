@@ -103,8 +103,8 @@ def same(mine: tuple, expected: tuple) -> None:
         same_tensor(queries.block_table, wanted.block_table)
 
 
-@pytest.mark.parametrize("requests", [1, 3, 20])
-@pytest.mark.parametrize(("size", "starts"), [(1, 1), (1, 8), (3, 3), (4, 1), (4, 3), (4, 8)])
+@pytest.mark.parametrize("requests", [1, 20])
+@pytest.mark.parametrize(("size", "starts"), [(1, 8), (3, 3), (4, 1), (4, 8)])
 # A table that ends before the length limit: behind it, its last block is read.
 @pytest.mark.parametrize(
     ("width", "path_rope"),

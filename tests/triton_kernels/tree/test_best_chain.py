@@ -79,7 +79,7 @@ def assert_same(made: dict[str, torch.Tensor], wanted: Combined) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_requests", "num_nodes"), [(1, 12), (5, 1), (9, 7), (4, 60), (3, 63), (3, 64), (2, 256)]
+    ("num_requests", "num_nodes"), [(1, 12), (5, 1), (9, 7), (3, 63), (3, 64), (2, 256)]
 )
 @pytest.mark.parametrize("who", ["all", "some", "nobody"])
 def test_as_torch(kernels, num_requests, num_nodes, who):
