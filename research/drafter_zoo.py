@@ -19,13 +19,13 @@ from baselines.medusa import Medusa
 from baselines.parallelspec import ParallelSpec
 from baselines.sps import SmallModel
 from torch import Tensor
+from vllm_specblock.drafters.specblock.untrained import init
 
 from vllm_specblock.train.config import TrainError
 from vllm_specblock.train.learner import Learner
 from vllm_specblock.train.objective import Recipe
 from vllm_specblock.train.specblock import SpecBlockLearner
 from vllm_specblock.train.target import target_rows
-from vllm_specblock.train.untrained import init
 
 ABLATIONS: dict[str, dict[str, Any]] = {
     "specblock": {},
@@ -33,19 +33,12 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     "− layer-wise shift": {"layer_shift": False},
     "− valid-prefix mask": {"valid_prefix": False},
     "mask restarted": {"mask_restart": True},
+    "ordinal rank loss": {"rank_loss": "ordinal"},
     "rank_topk full": {"rank_topk": "full"},
     "RoPE along the path": {"block_rope": "path"},
 }
 """What each variant of SpecBlock changes: of Table 2, then of the choices left open. That of
 rank-guided branching is no other drafter, but another tree of the first."""
-
-STUDIES: dict[str, dict[str, Any]] = {
-    "loss floor 0": {"loss_floor": 0.0},
-    "loss floor 0.25": {"loss_floor": 0.25},
-    "loss floor 1": {"loss_floor": 1.0},
-}
-"""Variants of SpecBlock that take part only where they are named: what the paper says otherwise
-than we do (eq. 6 divides by the rows that are left, a floor of 0)."""
 
 BASELINES = ("EAGLE-3", "DFlash", "JetSpec", "Medusa", "ParallelSpec", "Falcon", "SpS")
 EVERYONE = (*ABLATIONS, *BASELINES)
@@ -87,12 +80,10 @@ def make(name: str, run_context: RunContext) -> Learner:
     Raises:
         TrainError: there is no drafter of that name.
     """
-    variants = ABLATIONS | STUDIES
-    if name in variants:
-        return _specblock(run_context, **variants[name])
+    if name in ABLATIONS:
+        return _specblock(run_context, **ABLATIONS[name])
     if name not in BASELINES:
-        known = ", ".join((*EVERYONE, *STUDIES))
-        raise TrainError(f"No drafter is called {name!r}; there are {known}.")
+        raise TrainError(f"No drafter is called {name!r}; there are {', '.join(EVERYONE)}.")
     wanted = parameters(_specblock(run_context))
     of_target = (run_context.config, run_context.d2t, run_context.t2d, run_context.seed)
     if name == "SpS":

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from vllm_specblock.drafters.common.stored import Stored, stored_in
+from vllm_specblock.drafters.common.checkpoint_files import Stored, stored_in
 from vllm_specblock.drafters.specblock.config import CheckpointError
 from vllm_specblock.train.config import TrainError
 
