@@ -5,10 +5,10 @@
     python benchmarks/end_to_end.py --help
 
 With random weights nothing would be accepted. vLLM's `rejection_sample_method: "synthetic"` imposes
-it, on its own chains and on our trees alike: a first choice at depth k is right with probability
-α_k, for every drafter (`lib/acceptance.py`). What is generated then means nothing; what a step
-costs is real. The paper's EAGLE-3 drafter is right more often than its SpecBlock drafter; here both
-have one profile, and so has vLLM's n-gram lookup.
+it on its own chains, and `lib/imposed_acceptance.py` on our trees: a first choice at depth k is
+right with probability α_k, for every drafter (`lib/acceptance.py`). What is generated then means
+nothing; what a step costs is real. The paper's EAGLE-3 drafter is right more often than its
+SpecBlock drafter; here both have one profile, and so has vLLM's n-gram lookup.
 
 Every engine runs in a process of its own, with the same cache of keys and values. A killed run
 goes on.

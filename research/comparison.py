@@ -22,7 +22,6 @@ import typer
 from drafter_zoo import ABLATIONS, BASELINES
 from pydantic import Field
 from transformers import AutoConfig
-from vllm_specblock.drafters.specblock.untrained import most_frequent
 
 from vllm_specblock.cli.from_model import options_of
 from vllm_specblock.config import SpecBlockConfig
@@ -41,6 +40,7 @@ from vllm_specblock.train.run import RunContext, folded_head, make_teacher, prep
 from vllm_specblock.train.specblock import SpecBlockLearner
 from vllm_specblock.train.target import target_rows
 from vllm_specblock.train.target.features import load_target, load_tokenizer
+from vllm_specblock.train.untrained import most_frequent
 
 _CALIBRATION = 8  # batches that Falcon's static tree is shaped by
 _SHORTEST = 12

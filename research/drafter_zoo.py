@@ -19,13 +19,13 @@ from baselines.medusa import Medusa
 from baselines.parallelspec import ParallelSpec
 from baselines.sps import SmallModel
 from torch import Tensor
-from vllm_specblock.drafters.specblock.untrained import init
 
 from vllm_specblock.train.config import TrainError
 from vllm_specblock.train.learner import Learner
 from vllm_specblock.train.objective import Recipe
 from vllm_specblock.train.specblock import SpecBlockLearner
 from vllm_specblock.train.target import target_rows
+from vllm_specblock.train.untrained import init
 
 ABLATIONS: dict[str, dict[str, Any]] = {
     "specblock": {},

@@ -35,7 +35,7 @@ def register() -> None:
 
     registration.register()
     if _cpu_user_opted_in():
-        from vllm_specblock.engine.cpu import install
+        from vllm_specblock.cpu import install
 
         install.install()
 

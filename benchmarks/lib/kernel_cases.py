@@ -18,8 +18,8 @@ from vllm_specblock.triton_kernels.layers.fp8_linear import fp8_linear, quantize
 from vllm_specblock.triton_kernels.layers.layer_shift import layer_shift, shift
 from vllm_specblock.triton_kernels.verify.verification_result import VerificationResult
 
+from lib.acceptance import synthetic_tree
 from lib.candidate_sets import random_candidates
-from vllm_specblock.bench.synthetic import synthetic_tree
 from vllm_specblock.commit.committed_tokens import committed_sources
 from vllm_specblock.commit.move import move_path
 from vllm_specblock.drafters.specblock.tree_shape import TreeShape

@@ -102,7 +102,6 @@ def test_where_a_trainer_cannot_be(trainer, serving, parts, monkeypatch, tmp_pat
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     drafter = SimpleNamespace(adapt=parse_adapt({"trainer": trainer}, "specblock"))
     given = (
-        {},
         SimpleNamespace(adapting=drafter, drafters=(drafter,)),
         SimpleNamespace(tensor_parallel_size=1),
         SimpleNamespace(model=str(tmp_path)),

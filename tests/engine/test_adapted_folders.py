@@ -10,11 +10,11 @@ from support.matrix import PROMPTS, Checker, params
 
 from vllm_specblock.adapt.link.folder_link import FolderSource
 from vllm_specblock.adapt.serving import recorder as recording
+from vllm_specblock.adapt.serving.observer import make_observer
 from vllm_specblock.adapt.trainer.trainer import Trainer, TrainerConfig
 from vllm_specblock.adapt.versions import VersionFolder
 from vllm_specblock.drafters.common.linear import process_after_loading
 from vllm_specblock.drafters.specblock import checkpoint
-from vllm_specblock.engine.step_observer import make_observer
 from vllm_specblock.train.config import TrainError
 
 TABLES = ROOT / "examples/two_heads/tables"

@@ -10,8 +10,7 @@ from support.engines import assert_identical, make_engine, prompts
 from vllm import SamplingParams
 from vllm.platforms import current_platform
 
-from vllm_specblock.engine.cpu import install
-from vllm_specblock.engine.cpu.batches import post_update
+from vllm_specblock.cpu import install
 
 SIZE = 16
 
@@ -54,20 +53,6 @@ def test_rows_of_a_larger_batch_are_cleared(beyond):
     assert given._num_dirty_rows == 1
     for table in given.input_block_tables:
         assert table[0].all() and not table[1:4].any() and (table[4:] == 7).all()
-
-
-def test_drafts_that_another_rank_sent_are_kept():
-    slots, drafts = torch.tensor([2, -1, 0]), torch.tensor([[5, 6], [7, 8], [9, 10]])
-    kept = torch.zeros(3, 2, dtype=torch.int64)
-    update = [
-        slots, torch.zeros(3).int(), torch.zeros(3, 1).long(), None, 0, torch.ones(3, 1).long(), 0,
-        torch.zeros(3).int(), torch.zeros(3).int(), None, torch.zeros(3, 8).int(), 0,
-        torch.zeros(3).int(),
-    ]  # fmt: skip
-    post_update(*update, drafts, kept, 2, num_warps=1)
-    assert kept.tolist() == [[9, 10], [0, 0], [5, 6]]
-    post_update(*update, None, kept, 0, num_warps=1)
-    assert kept.tolist() == [[9, 10], [0, 0], [5, 6]]
 
 
 @pytest.mark.parametrize("adaptive", [False, True])

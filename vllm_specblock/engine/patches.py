@@ -1,7 +1,7 @@
 """Patches of vLLM: each callable once, with the original kept.
 
 Only what vLLM has no registry for is patched. Calls that do not concern SpecBlock go to the
-original. The list says why each patch is needed.
+original.
 
 At start-up (`registration.py`):
     EngineArgs.create_speculative_config: `method` is a Literal.
@@ -19,8 +19,6 @@ At start-up on a CPU (`cpu/install.py`, `cpu/compile_cache.py`, `cpu/sleeping_wa
     CpuPlatform.get_attn_backend_cls: always returns CPU_ATTN.
     torch.compiler.load_compiled_function: misses the cache of compiled models on a CPU.
     SpinCondition: waiting processes use the cores that the model needs.
-With the first engine on a CPU (`cpu/warm_up.py`):
-    warmup_kernels: serves dummy requests to compile Triton kernels, which are interpreted there.
 With the first engine on a CPU with LoRA adapters (`cpu/lora.py`):
     bgmv_shrink, bgmv_expand, bgmv_expand_slice: take −1, no adapter, for the last adapter.
 With the first engine with adaptive budgets (`budget.py`, on a CPU `host_budget.py`):
@@ -36,8 +34,6 @@ With each of our engines (`draft_updates.py`):
         which a folded drafter lacks.
 With each of our engines (`deep_sleep.py`):
     Worker.sleep: level 2 discards weights that the drafter cannot reload.
-With the first engine that adapts (`made_up_requests.py`):
-    Worker.compile_or_warm_up_model: serves dummy requests, which must not be recorded.
 In `specblock features` (`extract.py`):
     ExtractHiddenStatesSpeculator.propose: does not keep the state after the final norm.
 """

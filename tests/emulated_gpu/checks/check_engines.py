@@ -215,4 +215,4 @@ def test_tokens_are_those_of_plain_vllm(name, dtype, request, tmp_path, monkeypa
     assert sum(value for key, value in counters.items() if key.startswith("verified"))
     # They replace vLLM's copies to a device, in the whole process.
     assert "vllm.v1.worker.cpu_worker" not in sys.modules
-    assert "vllm_specblock.engine.cpu.host_budget" not in sys.modules
+    assert "vllm_specblock.cpu.host_budget" not in sys.modules

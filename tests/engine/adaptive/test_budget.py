@@ -16,10 +16,10 @@ from vllm.v1.worker.gpu.async_utils import StepTimingSample
 from vllm.v1.worker.gpu.spec_decode import adaptive_verification
 from vllm_specblock.triton_kernels.verify import reallocate_drafts
 
+from vllm_specblock.cpu.host_budget import HostBudgetManager
 from vllm_specblock.engine.adaptive import budget
 from vllm_specblock.engine.adaptive.budget import DeviceBudgetManager
 from vllm_specblock.engine.adaptive.clocks import Clock
-from vllm_specblock.engine.cpu.host_budget import HostBudgetManager
 
 pytestmark = pytest.mark.skipif(
     not current_platform.is_cpu(), reason="on a GPU vLLM's survivals are rounded otherwise"

@@ -108,10 +108,7 @@ def test_other_methods_are_left_alone():
         ({"model": None}, ["'model' is missing"]),
         ({"model": "no/such"}, ["'model' is 'no/such'", "neither a folder"]),
         ({"rejection_sample_method": "block"}, ["'rejection_sample_method' is 'block'"]),
-        (
-            {"rejection_sample_method": "synthetic", "second_drafter": {"kind": "ngram"}},
-            ["'synthetic'", "single drafter of kind specblock"],
-        ),
+        ({"rejection_sample_method": "synthetic"}, ["is 'synthetic'", "'standard' only"]),
         # Lossy, and vLLM's own from 0.33 on, as the key below.
         ({"rejection_sample_method": "fly"}, ["'rejection_sample_method' is 'fly'"]),
         ({"draft_lm_head_quantization": "fp8"}, ["'draft_lm_head_quantization'", "not known"]),
@@ -199,6 +196,7 @@ def test_the_other_runner(monkeypatch):
 
 
 TARGET_KIND = {
+    "runner_type": "generate",
     "model": "some/target",
     "hf_text_config": SimpleNamespace(model_type="llama", num_hidden_layers=7),
     "is_encoder_decoder": False,
@@ -455,11 +453,6 @@ def test_adaptation_is_off_and_can_be_on():
             ADAPT | {"second_drafter": {"model": str(TABLES), "adapt": {"policy": "watch"}}},
             ["both drafters", "one can adapt"],
         ),
-        (
-            ADAPT
-            | {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.5] * 24},
-            ["synthetic acceptance", "nothing to learn"],
-        ),
         ({"adapt": {"trainer": "cuda:99"}}, ["'adapt.trainer' is 'cuda:99'", "GPUs here"]),
         ({"adapt": {"trainer": "engine", "actions": "all"}}, ["'engine' trains heads only"]),
         ({"adapt": {"trainer": "some/folder", "every": 4}}, ["'every'", "adapt run"]),
@@ -496,18 +489,18 @@ def test_adaptation_elsewhere(monkeypatch):
     cpu, gpu = (SimpleNamespace(is_cpu=lambda is_cpu=is_cpu: is_cpu) for is_cpu in (True, False))
     for platform in (cpu, gpu):
         monkeypatch.setattr("vllm_specblock.engine.config.validate.current_platform", platform)
-        validate.check_adapt({}, plan, one, there)
-        validate.check_adapt({}, learns, one, here)
-        validate.check_adapt({}, plan, two, there)
-        validate.check_adapt({}, learns, two, here)
+        validate.check_adapt(plan, one, there)
+        validate.check_adapt(learns, one, here)
+        validate.check_adapt(plan, two, there)
+        validate.check_adapt(learns, two, here)
         for several in apart:
             with pytest.raises(OptionError, match=r"size is 2.* one machine.*drop one of them\.$"):
-                validate.check_adapt({}, plan, several, here)
+                validate.check_adapt(plan, several, here)
         with pytest.raises(OptionError, match=r"'engine' and .*_size is 2.*'cpu' or a folder\.$"):
-            validate.check_adapt({}, inside, two, here)
-        validate.check_adapt({}, inside, one, here)
+            validate.check_adapt(inside, two, here)
+        validate.check_adapt(inside, one, here)
         with pytest.raises(OptionError, match=r"'some/target' is not a folder.*drop the key\.$"):
-            validate.check_adapt({}, learns, one, there)
+            validate.check_adapt(learns, one, there)
     with pytest.raises(OptionError, match=r"'cuda:1', but vLLM serves on that GPU.*'cpu'\.$"):
-        validate.check_adapt({}, busy, two, here)
-    validate.check_adapt({}, off, two, there)
+        validate.check_adapt(busy, two, here)
+    validate.check_adapt(off, two, there)

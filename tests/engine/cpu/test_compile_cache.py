@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import torch
 from vllm.compilation import decorators
 
-from vllm_specblock.engine.cpu import compile_cache
+from vllm_specblock.cpu import compile_cache
 from vllm_specblock.engine.patches import PATCHES
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import os
 import pickle
 import subprocess
@@ -346,44 +345,6 @@ def test_the_path_travels_and_leaves_the_compile_cache_its_name():
     exporter.make_sink(there, rank=0)({("agreed", 0): 1})
     (sample,) = [metric for metric in get_metrics_snapshot() if "specblock" in metric.name]
     assert sample.labels == {"model_name": str(TARGET), "engine": "0"}
-
-
-# ---- the log ----
-
-
-@pytest.fixture
-def log():
-    """Lines of our logger; vLLM keeps its loggers from the root's handlers."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    level = exporter.logger.level
-    exporter.logger.addHandler(handler)
-    exporter.logger.setLevel(logging.INFO)
-    yield lines
-    exporter.logger.removeHandler(handler)
-    exporter.logger.setLevel(level)
-
-
-def test_a_line_per_interval_tells_what_was_added(tmp_path, log):
-    labels = {"model_name": "target", "engine": "1"}
-    full = {(name, head): 10 for name in exporter.HELP for head in (0, 1, 2)}
-    sink = exporter.Sink(str(tmp_path / "counter_x-1.db"), labels, interval=0.0)
-    sink(full)
-    sink(full)  # nothing happened: no line
-    sink({key: value + 3 for key, value in full.items()})
-    assert log == [
-        "Engine 001: SpecBlock metrics: "
-        f"Drafter 1: {n} nodes drafted in {n} trees, {n} verified, {n} accepted, chosen {n} times, "
-        "mean β 0.00; "
-        f"Drafter 2: {n} nodes drafted in {n} trees, {n} verified, {n} accepted, chosen {n} times, "
-        "mean β 0.00; "
-        f"Both drafted: {n}, agreed: {n}, second drafter skipped: {n}, shared nodes: {n} of {n}"
-        for n in (10, 3)
-    ]
-    patient = exporter.Sink(str(tmp_path / "counter_y-1.db"), labels, interval=60.0)
-    patient(full)
-    assert len(log) == 2
 
 
 def counted(engine: Engine) -> dict[tuple[str, str | None], int]:

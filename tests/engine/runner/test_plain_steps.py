@@ -16,7 +16,7 @@ if torch.cuda.is_available():
 STEPS = 8
 OF_TREES = {
     "TreeMask.fill",
-    "CpuStep.attend",
+    "PackedAttentionImpl.attend",
     "TreeSampler._verify",
     "TreeSpeculator.settle",
     "StepBatch.__init__",

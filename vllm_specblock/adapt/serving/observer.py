@@ -35,7 +35,6 @@ from vllm_specblock.drafters.common.checkpoint_files import WEIGHTS
 from vllm_specblock.drafters.interface import Drafter
 from vllm_specblock.drafters.specblock.drafter import SpecBlockDrafter
 from vllm_specblock.drafters.specblock.options import SpecBlockConfig
-from vllm_specblock.engine import made_up_requests
 from vllm_specblock.engine.config.resolved_config import ResolvedConfig, ResolvedDrafter
 from vllm_specblock.engine.ranks import Ranks, tensor_parallel_ranks
 from vllm_specblock.engine.step_observer import StepObserver
@@ -54,7 +53,11 @@ def make_observer(
     parent: torch.Tensor,
     max_depth: int,
 ) -> StepObserver | None:
-    """See `engine.step_observer.make_observer`. Of several ranks the first records.
+    """Return the observer of an engine; of several ranks the first records.
+
+    Args:
+        parent: [S, N] int32, of the trees under verification.
+        max_depth: D, the deepest path.
 
     Raises:
         TrainError: the folder for requests or that for versions cannot be used.
@@ -63,7 +66,6 @@ def make_observer(
     assert adapting is not None
     options, model = adapting.adapt, config.model_config
     assert isinstance(options, AdaptConfig)
-    made_up_requests.install()
     several = config.parallel_config.tensor_parallel_size > 1
     ranks = tensor_parallel_ranks() if several else None
     drafter = drafters[resolved.drafters.index(adapting)]

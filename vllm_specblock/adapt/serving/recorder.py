@@ -75,7 +75,7 @@ class Recorder(StepObserver):
     def begin(self, slot: int, request: NewRequestData) -> None:
         """Start recording a request, new or resumed after a preemption."""
         params = request.sampling_params
-        if params is None or request.prompt_embeds is not None or self.warming_up:
+        if params is None or request.prompt_embeds is not None:
             return  # no text to learn from
         says = wanted(params)
         if (

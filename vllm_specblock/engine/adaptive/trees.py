@@ -13,6 +13,7 @@ from vllm_specblock.combine.combined import Combined
 from vllm_specblock.drafters.common.backlog import Backlog, MissedRows
 from vllm_specblock.engine.adaptive import budget
 from vllm_specblock.engine.adaptive.clocks import Clock, DeviceClock
+from vllm_specblock.engine.device import device_of
 from vllm_specblock.engine.runner.tree_states import TreeStates
 from vllm_specblock.feedback.acceptance_estimator import AcceptanceEstimator
 from vllm_specblock.feedback.controller import Controller
@@ -44,19 +45,14 @@ class AdaptiveTrees:
     ) -> None:
         self.tree_states, self.confidence = tree_states, confidence
         self.backlog, self.reads_prompts = backlog, follow and backlog is None
-        num_slots, on_host = len(tree_states.accepted), device.type == "cpu"
-        self.clock = Clock() if on_host else DeviceClock()
+        num_slots = len(tree_states.accepted)
+        self.clock = Clock() if device.type == "cpu" else DeviceClock()
         self.drafting_state = budget.drafting_state_of(states, num_slots, controller, self.clock)
         if self.backlog is not None:
             self.drafting_state.missed = self.backlog.rows
         self.acceptance = AcceptanceEstimator(device)
         self.paused = torch.zeros(num_slots, dtype=torch.bool, device=device)
-        if on_host:
-            from vllm_specblock.engine.cpu import host_budget
-
-            host_budget.install()
-        else:
-            budget.install()
+        device_of(device).install_budgets()
 
     def add(self, req_idx: int, samples: bool, drafts: bool) -> None:
         """Add a request in slot `req_idx`; samples: T > 0; drafts: it accepts drafts."""

@@ -1,8 +1,4 @@
-"""Detection of engines that ask for this plugin.
-
-Every vLLM process imports this module, so it loads no drafter: on a CPU without Triton, vLLM's own
-replacement of kernels fails once Numba is imported.
-"""
+"""Detection of engines that ask for this plugin."""
 
 from __future__ import annotations
 

@@ -18,8 +18,7 @@ _KINDS = 3
 class DrafterCounters:
     """Sums over all steps and requests, in one small tensor of the device.
 
-    Counting never waits for the device. On a GPU, `publish` passes the sums of the previous step
-    and starts an asynchronous copy of the current ones.
+    On a GPU, `publish` passes the sums of the previous step and copies the current ones.
 
     Args:
         num_drafters: 1 or 2.

@@ -1,8 +1,7 @@
 """Per-request tree states: the trees under verification.
 
-vLLM carries only the nodes' tokens from a proposal to its verification. Everything else about
-a tree waits here, in tensors that are allocated once: CUDA graphs capture their addresses, and
-nothing is read on the host.
+vLLM carries only the nodes' tokens from a proposal to its verification. The rest of a tree is in
+these tensors, whose addresses CUDA graphs capture.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import torch
 
 from vllm_specblock.combine.combined import Combined
 from vllm_specblock.tree import ancestor_words, words_for
-from vllm_specblock.verify.synthetic_acceptance import SyntheticAcceptance
 
 
 class TreeStates:
@@ -26,10 +24,7 @@ class TreeStates:
         origin: [S, N] uint8, the drafters that drafted each node, see `combine.Combined`; 0: no
             draft of ours.
         score: [S, N] fp32, cumulative draft log-scores of the nodes; −inf: no draft of ours.
-        synthetic_acceptance: what accepts in the target's place, in benchmarks; else None.
     """
-
-    synthetic_acceptance: SyntheticAcceptance | None = None
 
     def __init__(
         self, num_slots: int, num_nodes: int, max_depth: int, device: torch.device
@@ -50,25 +45,22 @@ class TreeStates:
         self.score = torch.empty(shape, device=device)
         self.reset(slice(None))
 
-    def reset(self, req_idx: int | slice) -> None:
-        """Reset a slot to a chain, for drafts that are not ours.
+    @property
+    def trees(self) -> tuple[torch.Tensor, ...]:
+        """Tensors that `accept_path_rows` reads and writes."""
+        return self.parent, self.depth, self.ancestors, self.path, self.accepted
 
-        These are placeholders of the scheduler, dummy batches and graph capture.
-        """
+    def reset(self, req_idx: int | slice) -> None:
+        """Reset a slot to a chain, for placeholders of the scheduler and dummy batches."""
         self.parent[req_idx] = self._chain_parent
         self.depth[req_idx] = self._chain_depth
         self.ancestors[req_idx] = self._chain_ancestors
         self.accepted[req_idx].fill_(0)
         self.origin[req_idx] = 0
         self.score[req_idx] = float("-inf")
-        if self.synthetic_acceptance is not None:
-            self.synthetic_acceptance.forget(req_idx)
 
     def store(self, req_idx: torch.Tensor, combined: Combined) -> None:
-        """Store the proposed trees; `req_idx` [R] integers.
-
-        No node is accepted yet; nothing may be committed if their drafts are not scheduled.
-        """
+        """Store the proposed trees, with no node accepted yet; `req_idx` [R] integers."""
         tree = combined.tree
         self.parent[req_idx] = tree.parent
         self.depth[req_idx, 1:] = tree.depth.long()
@@ -76,8 +68,6 @@ class TreeStates:
         self.accepted.index_fill_(0, req_idx.long(), 0)
         self.origin[req_idx] = combined.origin
         self.score[req_idx] = tree.logprob
-        if self.synthetic_acceptance is not None:
-            self.synthetic_acceptance.note(req_idx, tree)
 
     def discard(self, req_idx: torch.Tensor, where: torch.Tensor) -> None:
         """Drop the trees of the requests where `where` [R] bool holds."""

@@ -1,9 +1,8 @@
-"""Drawing a token per row: the largest logit, at T > 0 with vLLM's Gumbel noise added to it.
+"""Sampling: the largest logit of a row, at T > 0 with vLLM's Gumbel noise added to it.
 
-The noise of a token takes two logarithms and a hash of its own, and of the whole vocabulary only a
-handful of tokens can win. So the compiled loop takes the hash of every token, bounds its noise
-from above by the hash's leading bits, and works out those alone whose bound reaches the best
-score so far: the same tokens as with all noise, at the price of the hash.
+The noise of a token takes a hash and two logarithms, and only a handful of tokens can win. The loop
+hashes every token, bounds its noise by the hash's leading bits, and computes the noise of those
+whose bound reaches the best score so far. The tokens are the same as with all noise.
 
 Of a tree only the rows on its accepted path are drawn (`drawn_along`), or processed and drawn
 (`sample_by_depth`).
@@ -21,41 +20,38 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from vllm_specblock.cpu.kernels import replaces_kernel
 from vllm_specblock.triton_kernels.optional_numba import njit
 
 Array = npt.NDArray[Any]
 
 DRAFT_SALT = 1 << 30
-_CHUNK = 1024
-"""Tokens that are looked at at once: their scores stay in the first cache."""
+_CHUNK = 1024  # tokens whose scores stay in the first cache
 
 _U, _F = np.uint32, np.float32
 _FAST = {"nnan", "nsz", "contract"}
 _LN2 = 0.6931471805599453
 # An fp32's bits, read as a number, lie no higher than its log2 · 2^23 (127 · 2^23 added).
 _BITS_TO_NATS, _MOST_NOISE = _LN2 / (1 << 23), (127 + 31) * _LN2
+# What rounding may take from a bound, in nats, and a thousandth of it per unit of the score.
 _SLACK = 1e-3
-"""What rounding may take from a bound, in nats, and a thousandth of it per unit of the score."""
 
-
-_trees: tuple[Array, ...] | None = None
-"""What `drawn_along` has set: token, first row, slot, parent."""
+_trees: tuple[Array, ...] | None = None  # token, first row, slot, parent of `drawn_along`
 
 
 @contextmanager
 def drawn_along(
     token: Tensor, first_row: Tensor, req_idx: Tensor, parent: Tensor
 ) -> Iterator[None]:
-    """Within, tokens are drawn for those rows alone that a walk comes by; −1 for the others.
-
-    A row's draw depends on no other row, so the walk is the same as over all of them.
+    """Draw tokens only for rows on the accepted path within this context; −1 for the others.
 
     Args:
-        token, first_row, req_idx: as in `verify.walk.DrawnRows`.
+        token, first_row, req_idx: as in `DrawnRows`.
         parent: [S, N] int32.
     """
     global _trees
-    _trees = tuple(x.contiguous().numpy() for x in (token, first_row, req_idx, parent))
+    given = token.long(), first_row.int(), req_idx.long(), parent.int()
+    _trees = tuple(x.contiguous().numpy() for x in given)
     try:
         yield
     finally:
@@ -91,7 +87,7 @@ def sample_by_depth(
 def _drawn_children(
     draft: Array, first_row: Array, owner: Array, parent: Array, drawn: Array
 ) -> Array:
-    """Rows [n] int64 that have no draw yet, and whose parent drew them; as in `draw_along`."""
+    """Rows [n] int64 that have no draw yet, and whose parent drew them; as in `_draw`."""
     rows, count = np.empty(len(drawn), np.int64), 0
     for request in range(len(owner)):
         first = first_row[request]
@@ -104,11 +100,11 @@ def _drawn_children(
     return rows[:count]
 
 
+@replaces_kernel("sample.gumbel._gumbel_sample_kernel")
 def gumbel_sample(
-    local_argmax: Tensor, _0: int, local_max: Tensor, _1: int, logits_cache: Tensor | None, _2: int,
-    _3: int, _4: object, _5: object, _6: int, logits: Tensor, _7: int, req_idx: Tensor,
-    seeds: Tensor, position: Tensor, temperature: Tensor, vocab_size: int, BLOCK_SIZE: int,
-    IS_DRAFTING: bool, APPLY_TEMPERATURE: bool, USE_FP64: bool, PER_TOKEN_COL: bool,
+    local_argmax: Tensor, local_max: Tensor, logits_cache: Tensor | None, logits: Tensor,
+    expanded_idx_mapping: Tensor, seeds: Tensor, pos: Tensor, temp: Tensor, vocab_size: int,
+    IS_DRAFTING: bool, APPLY_TEMPERATURE: bool, USE_FP64: bool,
 ) -> None:  # fmt: skip
     """vLLM takes the best of its blocks afterwards: the first block holds the row's best."""
     if logits_cache is not None or USE_FP64:
@@ -119,15 +115,15 @@ def gumbel_sample(
     flat = logits.as_strided(((rows - 1) * stride + vocab_size,), (1,)) if rows else logits[:, 0]
     bits = flat.view(torch.int16) if flat.dtype == torch.bfloat16 else flat
     local_max.fill_(float("-inf"))
-    drawing = (
-        bits.numpy(), stride, vocab_size, req_idx.long().numpy(), temperature.numpy(),
-        seeds.numpy(), position.long().numpy(), DRAFT_SALT if IS_DRAFTING else 0, APPLY_TEMPERATURE,
+    trees = _trees
+    if trees is None:  # each row is a root
+        none = np.zeros(rows, np.int64)
+        trees = none, np.arange(rows + 1, dtype=np.int32), none, np.empty((1, 1), np.int32)
+    _draw(
+        *trees, bits.numpy(), stride, vocab_size, expanded_idx_mapping.long().numpy(), temp.numpy(),
+        seeds.numpy(), pos.long().numpy(), DRAFT_SALT if IS_DRAFTING else 0, APPLY_TEMPERATURE,
         local_argmax.numpy(), local_max.numpy(),
     )  # fmt: skip
-    if _trees is None:
-        draw_rows(*drawing)
-    else:
-        draw_along(*_trees, *drawing)
 
 
 @njit
@@ -187,7 +183,7 @@ def _load(flat: Array, start: int, count: int, scores: Array) -> None:
 
 @njit
 def _any_above(scores: Array, count: int, floor: np.float32) -> np.bool:
-    """Counted, not compared one by one: that is what compiles to wide instructions."""
+    """Whether any score exceeds `floor`; a count compiles to wide instructions."""
     above = np.int32(0)
     for i in range(count):
         above += np.int32(scores[i] > floor)
@@ -196,10 +192,7 @@ def _any_above(scores: Array, count: int, floor: np.float32) -> np.bool:
 
 @njit(fastmath=_FAST)
 def _bound(scores: Array, count: int, state: np.uint32, start: int, bound: Array) -> None:
-    """What the scores can become at most.
-
-    Noise is −log(−log(1 − u)), hence below −log(u), and u no less than its leading 31 bits.
-    """
+    """Bound the noisy scores: −log(−log(1 − u)) < −log(u), and u ≥ its leading 31 bits."""
     for i in range(count):
         bound[i] = _F(np.int32(_U(_hash(state, _U(start + i)) >> _U(1))))
     bits = bound.view(np.int32)
@@ -209,47 +202,16 @@ def _bound(scores: Array, count: int, state: np.uint32, start: int, bound: Array
 
 @njit
 def _below(best: np.float32) -> np.float32:
-    """What a bound has to exceed for its token to come into question."""
+    """Return what a bound has to exceed for its token to win."""
     return best - _F(_SLACK) * (_F(1) + _F(1e-3) * abs(best)) if best > -np.inf else best
 
 
 @njit
-def _draw_row(
-    row: int, flat: Array, stride: int, vocab_size: int, req_idx: Array, temperature: Array,
-    seed: Array, position: Array, salt: int, apply_temperature: bool, token: Array, score: Array,
-    scores: Array, bound: Array,
-) -> None:  # fmt: skip
-    """Arguments as in `draw_rows`, and room for a chunk's scores and their bounds."""
-    at = req_idx[row]
-    row_temperature = temperature[at] if at >= 0 else _F(0)
-    state = state_of(seed[at], position[row] + salt) if at >= 0 else _U(0)
-    best, chosen = _F(-np.inf), 0
-    for start in range(0, vocab_size, _CHUNK):
-        count = min(_CHUNK, vocab_size - start)
-        _load(flat, row * stride + start, count, scores)
-        if row_temperature == 0:
-            if _any_above(scores, count, best):
-                for i in range(count):
-                    if scores[i] > best:
-                        best, chosen = scores[i], start + i
-            continue
-        if apply_temperature:
-            for i in range(count):
-                scores[i] = scores[i] / row_temperature
-        _bound(scores, count, state, start, bound)
-        floor = _below(best)
-        if _any_above(bound, count, floor):
-            for i in range(count):
-                if bound[i] > floor:
-                    now = _F(scores[i] + noise_of(_hash(state, _U(start + i))))
-                    if now > best:
-                        best, chosen = now, start + i
-                        floor = _below(best)
-    token[row, 0], score[row, 0] = chosen, best
-
-
-@njit
-def draw_rows(
+def _draw(
+    draft: Array,  # [rows] int64, a node's token; negative: not to be accepted
+    first_row: Array,  # [R+1] int32
+    owner: Array,  # [R] int64, the request slot
+    parent: Array,  # [S, N] int32
     flat: Array,  # fp32, or int16 for bfloat16: rows of the vocabulary
     stride: int,
     vocab_size: int,
@@ -262,25 +224,7 @@ def draw_rows(
     token: Array,  # [rows, blocks] int64, of which column 0 is written
     score: Array,  # [rows, blocks] fp32, as well
 ) -> None:
-    """The token of every row, the first of equals, and its score."""
-    scores, bound = np.empty(_CHUNK, np.float32), np.empty(_CHUNK, np.float32)
-    for row in range(len(req_idx)):
-        _draw_row(
-            row, flat, stride, vocab_size, req_idx, temperature, seed, position, salt,
-            apply_temperature, token, score, scores, bound,
-        )  # fmt: skip
-
-
-@njit
-def draw_along(
-    draft: Array,  # [rows] integers, a node's token; negative: not to be accepted
-    first_row: Array,  # [R+1] int32
-    owner: Array,  # [R] integers, where a request's tree waits
-    parent: Array,  # [S, N] int32
-    flat: Array, stride: int, vocab_size: int, req_idx: Array, temperature: Array, seed: Array,
-    position: Array, salt: int, apply_temperature: bool, token: Array, score: Array,
-) -> None:  # fmt: skip
-    """`draw_rows` of the roots, and of nodes whose token is what a drawn parent drew."""
+    """Draw the roots, and the nodes whose token their parent drew: the first of the best tokens."""
     scores, bound = np.empty(_CHUNK, np.float32), np.empty(_CHUNK, np.float32)
     token[:, 0] = -1
     for request in range(len(owner)):
@@ -294,7 +238,29 @@ def draw_along(
                 # −1, not drawn, is no draft's token.
                 if draft[row] < 0 or above < 0 or token[first + above, 0] != draft[row]:
                     continue
-            _draw_row(
-                row, flat, stride, vocab_size, req_idx, temperature, seed, position, salt,
-                apply_temperature, token, score, scores, bound,
-            )  # fmt: skip
+            at = req_idx[row]
+            row_temperature = temperature[at] if at >= 0 else _F(0)
+            state = state_of(seed[at], position[row] + salt) if at >= 0 else _U(0)
+            best, chosen = _F(-np.inf), 0
+            for start in range(0, vocab_size, _CHUNK):
+                count = min(_CHUNK, vocab_size - start)
+                _load(flat, row * stride + start, count, scores)
+                if row_temperature == 0:
+                    if _any_above(scores, count, best):
+                        for i in range(count):
+                            if scores[i] > best:
+                                best, chosen = scores[i], start + i
+                    continue
+                if apply_temperature:
+                    for i in range(count):
+                        scores[i] = scores[i] / row_temperature
+                _bound(scores, count, state, start, bound)
+                floor = _below(best)
+                if _any_above(bound, count, floor):
+                    for i in range(count):
+                        if bound[i] > floor:
+                            now = _F(scores[i] + noise_of(_hash(state, _U(start + i))))
+                            if now > best:
+                                best, chosen = now, start + i
+                                floor = _below(best)
+            token[row, 0], score[row, 0] = chosen, best

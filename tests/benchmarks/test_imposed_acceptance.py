@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
+from lib.acceptance import candidate_probabilities, synthetic_tree
 
-from vllm_specblock.bench.synthetic import (
-    SyntheticDrafter,
-    candidate_probabilities,
-    synthetic_tree,
-)
-from vllm_specblock.drafters.specblock.drafter import SpecBlockDrafter
 from vllm_specblock.drafters.specblock.tree_shape import TreeShape
-from vllm_specblock.tree import DraftTree
 
 BEST = [0.8, 0.7, 0.6, 0.5, 0.75, 0.6, 0.5, 0.4]
 
@@ -54,22 +46,3 @@ def test_certain_candidates_make_a_chain():
     assert tree.size.item() == 6
     assert tree.parent[0, :6].tolist() == [0, 1, 2, 3, 4, 5]
     assert tree.logprob[0, :6].tolist() == [0.0] * 6
-
-
-def test_a_head_drafts_and_is_overruled(monkeypatch):
-    asked = []
-
-    def draft(self, requests):
-        asked.append(requests)
-        return DraftTree.empty(3, 20, "cpu")
-
-    monkeypatch.setattr(SpecBlockDrafter, "draft", draft)
-    inner = SimpleNamespace(shape=shape_of(20))
-    head = SyntheticDrafter(inner, BEST, torch.device("cpu"))
-    wanted = synthetic_tree(shape_of(20), BEST)
-    tree = head.draft(torch.tensor([0, 2, 3]))
-    assert len(asked) == 1 and tree.token.shape == (3, 20)
-    for request in range(3):
-        assert torch.equal(tree.parent[request], wanted.parent[0])
-        assert torch.equal(tree.logprob[request], wanted.logprob[0])
-        assert torch.equal(tree.ancestors[request], wanted.ancestors[0])

@@ -9,12 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from vllm_specblock.cpu import (
+    batches,
+    compile_cache,
+    gumbel,  # noqa: F401 - replaces a kernel
+    loops,
+    sampling,  # noqa: F401 - likewise
+    sleeping_waits,
+)
+from vllm_specblock.cpu.device import CpuDevice
+from vllm_specblock.cpu.kernels import overrides
+from vllm_specblock.cpu.top_k_top_p import apply_top_k_top_p
 from vllm_specblock.engine import compat
-from vllm_specblock.engine.cpu import compile_cache, loops, sleeping_waits
-from vllm_specblock.engine.cpu.batches import slot_mapping
-from vllm_specblock.engine.cpu.kernels import KERNELS
-from vllm_specblock.engine.cpu.top_k_top_p import apply_top_k_top_p
-from vllm_specblock.engine.patches import PATCHES, Function, patch
+from vllm_specblock.engine.device import DEVICES
+from vllm_specblock.engine.patches import PATCHES, Function, patch, replaces
 from vllm_specblock.options import TargetError
 
 if TYPE_CHECKING:
@@ -28,12 +36,14 @@ def install() -> None:
     if "cpu kernels" in PATCHES:
         return
     from vllm.triton_utils.dispatcher import register_kernels
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
     from vllm.v1.sample.ops import topk_topp_sampler
     from vllm.v1.worker.gpu.block_table import BlockTables
     from vllm.v1.worker.gpu.buffer_utils import FusedStagedWriter
 
+    found = overrides()
     with _hidden("llvmlite"):
-        register_kernels(KERNELS)
+        register_kernels(found)
     PATCHES["cpu kernels"] = register_kernels
     # Its kernels loop over a program's rows in a way that the interpreter cannot.
     topk_topp_sampler.HAS_TRITON = False
@@ -43,6 +53,10 @@ def install() -> None:
     patch(BlockTables, "compute_slot_mappings", lambda original: _compute_slot_mappings)
     patch(FusedStagedWriter, "apply", lambda original: _apply_staged_writes)
     loops.register()
+    DEVICES["cpu"] = CpuDevice()
+    register_backend(
+        AttentionBackendEnum.CUSTOM, "vllm_specblock.cpu.attention.PackedAttentionBackend"
+    )
     compile_cache.install()
     sleeping_waits.install()
     _accept_custom_attention()
@@ -50,10 +64,10 @@ def install() -> None:
 
 @contextmanager
 def _hidden(package: str) -> Iterator[None]:
-    """Keep a package out of `sys.modules` for a while.
+    """Keep a package out of `sys.modules` within this context.
 
-    vLLM looks through every module for copies of a kernel, and stumbles over the library handle of
-    Numba's llvmlite, which has something by any name, `__dict__` too.
+    vLLM searches every module for copies of a kernel, and fails on the library handle of Numba's
+    llvmlite, which has any attribute, `__dict__` too.
     """
     found = {name: module for name, module in sys.modules.items() if name.split(".")[0] == package}
     for name in found:
@@ -69,26 +83,23 @@ def _accept_custom_attention() -> None:
     from vllm.platforms.cpu import CpuPlatform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    def make(original: Function) -> Function:
-        def get_attn_backend_cls(
-            cls: type[CpuPlatform],
-            selected_backend: AttentionBackendEnum,
-            attn_selector_config: AttentionSelectorConfig,
-            *args: Any,
-            **kwargs: Any,
-        ) -> str:
-            if selected_backend is not AttentionBackendEnum.CUSTOM:
-                return original(selected_backend, attn_selector_config, *args, **kwargs)
-            reasons = selected_backend.get_class().validate_configuration(
-                device_capability=None, **attn_selector_config._asdict()
-            )
-            if reasons:
-                raise TargetError(f"unsupported attention ({', '.join(reasons)})")
-            return AttentionBackendEnum.CUSTOM.get_path()
-
-        return get_attn_backend_cls
-
-    patch(CpuPlatform, "get_attn_backend_cls", make)
+    @replaces(CpuPlatform, "get_attn_backend_cls")
+    def get_attn_backend_cls(
+        original: Function,
+        cls: type[CpuPlatform],
+        selected_backend: AttentionBackendEnum,
+        attn_selector_config: AttentionSelectorConfig,
+        *args: Any,
+        **kwargs: Any,
+    ) -> str:
+        if selected_backend is not AttentionBackendEnum.CUSTOM:
+            return original(selected_backend, attn_selector_config, *args, **kwargs)
+        reasons = selected_backend.get_class().validate_configuration(
+            device_capability=None, **attn_selector_config._asdict()
+        )
+        if reasons:
+            raise TargetError(f"unsupported attention ({', '.join(reasons)})")
+        return AttentionBackendEnum.CUSTOM.get_path()
 
 
 def _gather_block_tables(
@@ -125,7 +136,8 @@ def _compute_slot_mappings(
     slots = self.slot_mappings if out is None else out
     for group, size in enumerate(self.block_sizes):
         table = self.block_tables[group].gpu
-        slot_mapping(slots[group], idx_mapping, query_start_loc, positions, table, size)
+        rows = slots[group], idx_mapping, query_start_loc, positions, table
+        batches.slot_mapping(*map(torch.Tensor.numpy, rows), size)
     return slots[:, :num_tokens_padded]
 
 

@@ -1,13 +1,12 @@
-"""Imposed acceptance in a real engine, under vLLM's own key."""
+"""Imposed acceptance in a real engine."""
 
 from __future__ import annotations
 
 import pytest
+from lib.acceptance import synthetic_tree
+from lib.imposed_acceptance import impose
 from support.engines import make_engine, prompts
 from vllm import SamplingParams
-
-from vllm_specblock.bench.synthetic import synthetic_tree
-from vllm_specblock.engine.config import validate
 
 BEST = [0.8, 0.7, 0.6, 0.5, 0.75, 0.6, 0.5, 0.4]
 NODES, TOKENS = 12, 120
@@ -23,18 +22,9 @@ def rates(best, count):
 
 @pytest.fixture(scope="module")
 def imposed():
-    said = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(validate.logger, "warning", said.append)
-        engine = make_engine(
-            {
-                "num_speculative_tokens": NODES,
-                "rejection_sample_method": "synthetic",
-                "synthetic_acceptance_rates": rates(BEST, NODES),
-            }
-        )
-    assert any("not the target's" in each for each in said)
-    return engine
+        impose(rates(BEST, NODES), patch.setattr)
+        return make_engine({"num_speculative_tokens": NODES})
 
 
 def counted(engine):

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from vllm.v1.worker.gpu import model_runner
 
+from vllm_specblock.cpu.measure_step_cost import measure_steps, padded
 from vllm_specblock.engine.adaptive import budget
 from vllm_specblock.engine.adaptive.budget import TreeBudgetManager
-from vllm_specblock.engine.cpu.measure_step_cost import measure_steps, padded
 from vllm_specblock.engine.patches import Function, patch
 
 if TYPE_CHECKING:

@@ -1,8 +1,7 @@
-"""Top-k and top-p for CPUs: a histogram instead of a sort of the whole vocabulary.
+"""Top-k and top-p on a CPU: a histogram instead of a sort of the whole vocabulary.
 
-vLLM's torch function sorts every row, 49,152 logits in four milliseconds, to find a handful of
-tokens. Here a row's probabilities are counted by their power of two; only what may be kept is
-sorted. A row's result depends on that row alone, so that a tree keeps what a chain keeps.
+vLLM sorts every row, 49,152 logits in four milliseconds. Here probabilities are counted by their
+power of two, and only what may be kept is sorted. A row's result depends on that row alone.
 """
 
 from __future__ import annotations
