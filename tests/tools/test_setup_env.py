@@ -85,13 +85,19 @@ def test_no_torch_at_all_is_one_sentence(setup):
     assert not (setup.folder / "specblock-ready").exists()
 
 
-@pytest.mark.parametrize("gpu", [True, False])
-def test_a_gpu_or_an_option_gets_the_cuda_build(setup, gpu):
+@pytest.mark.parametrize(
+    ("gpu", "cuda", "wanted"),
+    [
+        (True, None, "vllm==0.32.0 torch===2.13.0"),
+        (False, "0.32.0", "vllm==0.32.0 torch===2.13.0"),
+        (False, "0.33.0", "vllm==0.33.0 torch===2.14.0"),
+    ],
+)
+def test_a_gpu_or_an_option_gets_the_cuda_build(setup, gpu, cuda, wanted):
     setup.monkeypatch.setattr(setup, "_has_gpu", lambda: gpu)
-    setup.set_up(setup.folder, cuda=not gpu)
+    setup.set_up(setup.folder, cuda)
     # `==` would also take the build for CPUs, 2.13.0+cpu, of a machine that keeps its wheel.
-    wanted = "python install --quiet vllm==0.32.0 torch===2.13.0"
-    assert tail(setup.machine.commands) == [wanted, REST[-1]]
+    assert tail(setup.machine.commands) == [f"python install --quiet {wanted}", REST[-1]]
 
 
 def test_what_does_not_import_is_one_sentence(setup):
