@@ -106,9 +106,9 @@ def test_asking_for_trees_is_enough_and_other_engines_keep_their_runner(tmp_path
 @on_a_cpu
 def test_a_process_that_ran_the_other_runner_is_told_what_to_do(monkeypatch):
     from vllm import envs, triton_utils
-    from vllm_specblock.cpu import runner
 
     from vllm_specblock.config import OptionError
+    from vllm_specblock.cpu import runner
 
     envs.disable_envs_cache()
     monkeypatch.setattr(triton_utils, "HAS_TRITON", False)
