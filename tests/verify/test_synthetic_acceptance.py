@@ -33,7 +33,7 @@ def walked(seed, position, live=None, drawn=99):
     tree = tree_of(len(position))
     imposed = SyntheticAcceptance(len(position), 6, torch.device("cpu"))
     slots = torch.arange(len(position))
-    imposed.note(slots, tree)
+    imposed.note(slots, tree.parent, tree.logprob)
     depth = torch.nn.functional.pad(tree.depth, (1, 0)).long()
     live = torch.ones(tree.token.shape, dtype=torch.bool) if live is None else live
     return imposed.accept_path(
@@ -91,6 +91,7 @@ def test_draws_go_by_seed_and_position_not_by_batch():
 
 def test_a_forgotten_slot_takes_nothing():
     imposed = SyntheticAcceptance(2, 6, torch.device("cpu"))
-    imposed.note(torch.tensor([0, 1]), tree_of(2))
+    tree = tree_of(2)
+    imposed.note(torch.tensor([0, 1]), tree.parent, tree.logprob)
     imposed.forget(1)
     assert imposed.high[0].any() and not imposed.high[1].any()

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from vllm_specblock.tree import DraftTree
 from vllm_specblock.triton_kernels.verify.accept_path import DrawnRows
 from vllm_specblock.verify.accept_path import AcceptedPaths, accept_path, walk_rows
 
@@ -42,12 +41,12 @@ class SyntheticAcceptance:
         """Take no node of `req_idx` until there is a tree."""
         self.low[req_idx] = self.high[req_idx] = 0
 
-    def note(self, slots: torch.Tensor, tree: DraftTree) -> None:
-        """Lay siblings side by side in 0 … 1; `slots` [R] int64, of R trees of N nodes."""
-        parent = tree.parent.clamp(min=0).long()
-        above = torch.nn.functional.pad(tree.logprob, (1, 0)).gather(1, parent)
+    def note(self, slots: torch.Tensor, parent: torch.Tensor, logprob: torch.Tensor) -> None:
+        """Lay siblings side by side in 0 … 1; `slots` [R] int64, `DraftTree` fields [R, N]."""
+        used, parent = parent >= 0, parent.clamp(min=0).long()
+        above = torch.nn.functional.pad(logprob, (1, 0)).gather(1, parent)
         # −inf − −inf is NaN: a node that is not in use has no share.
-        share = torch.where(tree.parent >= 0, (tree.logprob - above).exp(), 0)  # [R, N]
+        share = torch.where(used, (logprob - above).exp(), 0)  # [R, N]
         siblings = (parent[:, :, None] == parent[:, None]) * self.earlier
         low = (siblings * share[:, None]).sum(-1)
         self.low[slots], self.high[slots] = low, low + share

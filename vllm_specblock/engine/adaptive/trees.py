@@ -9,7 +9,6 @@ import torch
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.states import RequestState
 
-from vllm_specblock.combine.combined import Combined
 from vllm_specblock.drafters.common.backlog import Backlog, MissedRows
 from vllm_specblock.engine.adaptive import budget
 from vllm_specblock.engine.adaptive.clocks import Clock, DeviceClock
@@ -96,20 +95,15 @@ class AdaptiveTrees:
             usual = cost.draft(prompts, asked) / cost.of(1.0)
             state.controller.observe_prompts(self.clock.seconds(*state.drafted) - usual)
 
-    def write_survival(
-        self, req_idx: torch.Tensor, temperature: torch.Tensor, combined: Combined
-    ) -> Combined:
+    def write_survival(self, req_idx: torch.Tensor, temperature: torch.Tensor) -> None:
         """Write the survival of the new trees' nodes.
 
         Args:
-            req_idx: [R] integers.
+            req_idx: [R] integers, slots with new trees.
             temperature: [R] fp32.
-
-        Returns:
-            The trees, emptied for paused requests.
         """
-        return self.acceptance.write_survival(
-            combined, temperature, req_idx, self.paused, self.confidence
+        self.acceptance.write_survival(
+            self.tree_states.score, temperature, req_idx, self.confidence
         )
 
     def nothing_drafted(self, num_reqs: int) -> None:

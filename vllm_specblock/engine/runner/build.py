@@ -94,9 +94,7 @@ def build(engine: TreeSpeculator, target_model: VllmModel, target_layers: list[s
             device,
         )
     sink = make_sink(config, get_tensor_model_parallel_rank())
-    counters = DrafterCounters(
-        len(drafters), num_speculative_tokens, policy.max_depth, device, sink
-    )
+    counters = DrafterCounters(len(drafters), device, sink)
     clock = DraftClock(device)
     counters.sources = [
         clock.counts,

@@ -43,17 +43,19 @@ class StepInputs:
         block_size: tokens per block.
         masks: [2, R] int64, see `CacheHoles.mask`.
         chain: [R] bool or integers, nonzero: verify a chain; None: all requests verify trees.
+        tokens: [R, N] int64, what to write the trees' tokens to; None: a new tensor.
     """
 
     rows: StepBatch
     slot_mapping: torch.Tensor
     target_slots: list[torch.Tensor]
-    hidden_states: list[torch.Tensor]
+    hidden_states: list[torch.Tensor] | torch.Tensor
     num_layers: int
     block_table: torch.Tensor
     block_size: int
     masks: torch.Tensor
     chain: torch.Tensor | None
+    tokens: torch.Tensor | None = None
 
     def committed(self, text: torch.Tensor, temperature: torch.Tensor) -> CommittedTokens:
         """Return the rows that drafters advance on; arguments as in `StepBatch.committed`."""
@@ -165,15 +167,13 @@ class ProposalGraphs(CudaGraphManager):
             self.buffers.max_num_tokens - 1,
         )
         model = vllm_config.model_config
-        self.hidden_states = [
-            torch.zeros(
-                self.most_rows + 1 if descs else 0,
-                model.get_hidden_size(),
-                dtype=model.dtype,
-                device=device,
-            )
-            for _ in range(engine.num_inner + engine.reads_last)
-        ]
+        self.hidden_states = torch.zeros(
+            engine.num_inner + engine.reads_last,
+            self.most_rows + 1 if descs else 0,
+            model.get_hidden_size(),
+            dtype=model.dtype,
+            device=device,
+        )
         most = max((desc.num_reqs for desc in descs), default=0)
         self.known = torch.zeros(most, 3, dtype=torch.int64, device=device)
         self.known[:, _SLOT] = self.scratch_idx
@@ -202,11 +202,12 @@ class ProposalGraphs(CudaGraphManager):
                 "masks": self.masks[:, :count],
                 "hidden_states": self.hidden_states,
                 "num_layers": self.num_layers,
+                "tokens": tokens[:count],
             }
 
             def forward(cg_mode: CUDAGraphMode) -> None:
                 rows.read()
-                tokens[:count] = step(StepInputs(rows, chain=rows.chain, **inputs))
+                step(StepInputs(rows, chain=rows.chain, **inputs))
 
             return forward
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,6 +32,7 @@ from vllm_specblock.engine.runner.warm_up import compile_kernels
 from vllm_specblock.engine.target_model import check_target_model
 from vllm_specblock.engine.undrafted import wants_drafts
 from vllm_specblock.feedback.verified_trees import VerifiedTrees
+from vllm_specblock.triton_kernels.feedback.count_step import Drafted
 
 if TYPE_CHECKING:
     from vllm.model_executor.models.interfaces_base import VllmModel
@@ -229,23 +231,26 @@ class TreeSpeculator(DraftModelSpeculator):
         self.clock.begin()
         self.draft_policy.advance(committed)
         if not draft:
+            self.counters.count(verified)
             self.skipped.nothing_drafted(req_idx)
             return self._no_trees(len(req_idx))
         proposal = self.draft_policy.combine(committed)
         # With a prompt, most of the time is spent reading it.
         if not rows.batch.has_prefill:
             self.clock.end()
-        combined = proposal.combined
-        if inputs.chain is not None:
-            combined = combined.where(inputs.chain)
-        if self.adaptive is not None:
-            combined = self.adaptive.write_survival(req_idx, committed.temperature, combined)
-        self.tree_states.store(req_idx, combined)
-        betas = [drafter.beta_of(committed) for drafter in self.draft_policy.drafters]
-        self.counters.drafted(
-            proposal.drafted, proposal.second, proposal.agreed, rows.goes_on, betas
+        betas = [drafter.beta for drafter in self.draft_policy.drafters]
+        trees = chain.from_iterable(zip(proposal.drafted, betas))
+        # Before `store`, which overwrites the verified trees.
+        self.counters.count(
+            verified, Drafted(rows.goes_on, proposal.second, proposal.agreed, *trees)
         )
-        return combined.tree.token
+        paused = None if self.adaptive is None else self.adaptive.paused
+        tokens = self.tree_states.store(
+            req_idx, proposal.combined, inputs.chain, paused, inputs.tokens
+        )
+        if self.adaptive is not None:
+            self.adaptive.write_survival(req_idx, committed.temperature)
+        return tokens
 
     def settle(self, inputs: graphs.StepInputs) -> VerifiedTrees:
         """Commit the accepted paths, and learn from them."""
@@ -257,7 +262,6 @@ class TreeSpeculator(DraftModelSpeculator):
                 layer.commit(rows.accepted_rows.path, rows.accepted_rows.accepted)
         verified = rows.verified(self.temperature)
         self.draft_policy.learn(verified)
-        self.counters.verified(verified)
         if self.adaptive is not None:
             self.adaptive.learn(verified)
         return verified
@@ -301,7 +305,7 @@ class TreeSpeculator(DraftModelSpeculator):
         kv_slot = self.caches.slots(slot_mappings)[: batch.num_tokens]
         if batch.num_draft_tokens:  # drafted before the pause
             inputs = self._inputs(batch, slot_mappings, states)
-            self.settle(inputs)
+            self.counters.count(self.settle(inputs))
             committed = inputs.committed(self.req_states.all_token_ids.gpu, self.temperature)
             missed, kv_slot = partial(MissedRows.of, committed), committed.kv_slot
         self.skipped.skip(batch, missed, kv_slot, paused)

@@ -147,7 +147,7 @@ class StepBatch:
     def committed(
         self,
         slot_mapping: torch.Tensor,
-        hidden_states: list[torch.Tensor],
+        hidden_states: list[torch.Tensor] | torch.Tensor,
         all_token_ids: torch.Tensor,
         block_table: torch.Tensor,
         block_size: int,
@@ -181,7 +181,7 @@ class StepBatch:
         rows = committed_tokens(step, batch.num_tokens)
         bound = batch.seq_lens_cpu_upper_bound[: batch.num_reqs]
         return CommittedTokens(
-            states=tuple(hidden_states),
+            states=hidden_states,
             source=rows.source,
             token=rows.token,
             position=rows.position,
