@@ -127,6 +127,17 @@ def test_load_gives_the_stored_weights(published):
     assert_same_tensors(dict(checkpoint.load(published).state_dict()), stored)
 
 
+def test_shards_with_an_index_load(llama):
+    tensors = load_file(llama / "model.safetensors")
+    (llama / "model.safetensors").unlink()
+    shards = {name: f"model-{number % 2}.safetensors" for number, name in enumerate(tensors)}
+    for file in set(shards.values()):
+        save_file({n: t for n, t in tensors.items() if shards[n] == file}, llama / file)
+    index = llama / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": shards}))
+    assert_same_tensors(dict(checkpoint.load(llama).state_dict()), tensors)
+
+
 def test_bfloat16_weights_load_into_float32(llama):
     def to_bf16(tensors):
         for name, tensor in tensors.items():
@@ -389,7 +400,7 @@ def test_a_mapping_that_does_not_fit(llama, name, edit, said):
         (
             "llama",
             {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 2, 5]}},
-            "three different layers in ascending order",
+            "[2, 2, 5] are read, but they must be different ones in ascending order",
         ),
         ("ours", {"block_size": ...}, "lacks the key 'block_size'"),
         ("ours", {"block_sise": 4}, "has the key 'block_sise', which is not one of"),

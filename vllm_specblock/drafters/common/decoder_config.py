@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 from pydantic import Field, model_validator
 
 from vllm_specblock.drafters.specblock.config import (
+    Ascending,
     CheckpointError,
     NetworkShape,
     default_layer_ids,
@@ -31,7 +32,7 @@ class DecoderShape(NetworkShape):
     computes_yarn: ClassVar[bool] = True
 
     rotary_dim: Annotated[int, Field(ge=2, multiple_of=2)] | None = None
-    layer_ids: Annotated[tuple[int, ...], Field(min_length=1)] | None = None
+    layer_ids: Annotated[tuple[int, ...], Field(min_length=1), Ascending] | None = None
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
@@ -45,14 +46,7 @@ class DecoderShape(NetworkShape):
         return self.layer_ids or default_layer_ids(num_layers)
 
     @model_validator(mode="after")
-    def _check_rope_and_layers(self) -> DecoderShape:
-        ids = list(self.layer_ids or ())
-        # The target hands its states out in layer order: any other would swap columns of fc.
-        if ids != sorted(set(ids)) or min(ids, default=0) < 0:
-            raise ValueError(
-                f"it reads the target after layers {ids}, but they must be different ones in "
-                "ascending order"
-            )
+    def _check_rotary_dim(self) -> DecoderShape:
         if self.rotary_dim is not None and self.rotary_dim > self.head_dim:
             raise ValueError(
                 f"RoPE turns {self.rotary_dim} dimensions of a head, which has {self.head_dim}"

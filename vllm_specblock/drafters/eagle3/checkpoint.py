@@ -38,23 +38,16 @@ def _model(config: Eagle3Shape, names: Collection[str]) -> Eagle3Model:
     )
 
 
-def _other_mapping(found: Tensors, config: Eagle3Shape) -> Tensor | None:
-    """d2t of a checkpoint that has none: of its t2d, or with nothing to map; None: neither."""
-    if config.draft_vocab_size == config.vocab_size:
-        return torch.zeros(config.draft_vocab_size, dtype=torch.int64)
-    marks = next((entry for name, entry in found.items() if name.endswith("t2d")), None)
-    if marks is None:
-        return None
-    targets = marks.read().nonzero()[:, 0]
-    return targets - torch.arange(len(targets))
-
-
 def _named(found: Tensors, config: Eagle3Shape, directory: Path) -> Tensors:
-    """The same by the network's names, with a mapping; the mapping alone is read."""
-    stored = _unfused(found, config)
-    if "d2t" not in stored and (mapping := _other_mapping(found, config)) is not None:
-        stored["d2t"] = Stored.of(mapping)
-    if "d2t" in stored and stored["d2t"].shape == (config.draft_vocab_size,):
+    """Rename the tensors; without a d2t add that of t2d, or of a whole vocabulary."""
+    stored, count = _unfused(found, config), config.draft_vocab_size
+    marks = next((entry for name, entry in found.items() if name.endswith("t2d")), None)
+    if "d2t" not in stored and count == config.vocab_size:
+        stored["d2t"] = Stored.of(torch.zeros(count, dtype=torch.int64))
+    elif "d2t" not in stored and marks is not None:
+        targets = marks.read().nonzero()[:, 0]
+        stored["d2t"] = Stored.of(targets - torch.arange(len(targets)))
+    if "d2t" in stored and stored["d2t"].shape == (count,):
         _check_mapping(stored["d2t"].read(), config.vocab_size, directory)
     return stored
 

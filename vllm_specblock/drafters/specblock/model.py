@@ -57,7 +57,7 @@ class SpecBlockModel(nn.Module):
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
 
     def condition(self, features: Tensor) -> Tensor:
-        """Context feature of block 1 (eq. 1): [T, 3·Ht], low, mid and high states -> [T, H]."""
+        """Context feature of block 1 (eq. 1): low, mid and high states [T, 3·Ht] -> [T, H]."""
         return self.input_layer.condition_proj(features)
 
     def forward(
