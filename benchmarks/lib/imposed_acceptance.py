@@ -18,7 +18,6 @@ from vllm.v1.spec_decode.utils import unconditional_to_conditional_rates
 from vllm_specblock.triton_kernels.verify.accept_path import DrawnRows
 
 from lib.acceptance import synthetic_tree
-from vllm_specblock.combine.combined import Combined
 from vllm_specblock.drafters.interface import CacheLayer, CommittedTokens, Drafter
 from vllm_specblock.drafters.specblock.drafter import SpecBlockDrafter
 from vllm_specblock.engine.runner import speculator
@@ -118,17 +117,18 @@ class ImposedStates(TreeStates):
         super().reset(req_idx)
         self.low[req_idx] = self.high[req_idx] = 0
 
-    def store(self, req_idx: Tensor, combined: Combined) -> None:
+    def store(self, req_idx: Tensor, *trees: Any) -> Tensor:
         """Store the trees, and lay siblings side by side in 0 … 1."""
-        super().store(req_idx, combined)
-        tree = combined.tree
-        parent = tree.parent.clamp(min=0).long()
-        above = pad(tree.logprob, (1, 0)).gather(1, parent)
+        tokens = super().store(req_idx, *trees)
+        parent, logprob = self.parent[req_idx], self.score[req_idx]
+        used, parent = parent >= 0, parent.clamp(min=0).long()
+        above = pad(logprob, (1, 0)).gather(1, parent)
         # −inf − −inf is NaN: a node that is not in use has no share.
-        share = torch.where(tree.parent >= 0, (tree.logprob - above).exp(), 0)  # [R, N]
+        share = torch.where(used, (logprob - above).exp(), 0)  # [R, N]
         siblings = (parent[:, :, None] == parent[:, None]).float().tril(-1)
         low = (siblings * share[:, None]).sum(-1)
         self.low[req_idx], self.high[req_idx] = low, low + share
+        return tokens
 
 
 class ImposedSampler(TreeSampler):

@@ -81,7 +81,7 @@ class MedusaDrafter(NetworkDrafter):
         """Nothing to compile."""
 
     def advance(self, rows: CommittedTokens) -> None:
-        self.state, self.beta = self._forward(rows), self.beta_of(rows)
+        self.state = self._forward(rows)
 
     def _forward(self, rows: CommittedTokens) -> Tensor:
         return rows.states[self.layers[0]][rows.source[rows.last]]  # [R, Ht]

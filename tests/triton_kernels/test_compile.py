@@ -17,11 +17,13 @@ import torch
 from vllm_specblock.triton_kernels.attention import attention_schedule, tree_attention
 from vllm_specblock.triton_kernels.drafting import (
     expand,
+    first_block_metadata,
     grow_level,
     later_block_metadata,
 )
 from vllm_specblock.triton_kernels.feedback import (
     calibrate_drafts,
+    count_step,
     device_clock,
     record_step,
     write_survival,
@@ -39,9 +41,9 @@ from vllm_specblock.triton_kernels.layers import (
 )
 from vllm_specblock.triton_kernels.ngram import continuations, occurrences
 from vllm_specblock.triton_kernels.tree import (
-    best_chain,
     merge_trees,
     select_tree,
+    store_tree,
 )
 from vllm_specblock.triton_kernels.verify import (
     accept_path,
@@ -343,14 +345,40 @@ def test_growth_compiles(compiler):
 
 
 @pytest.mark.parametrize("num_nodes", [1, 12, 60, 64, 256])
-def test_best_chain_compiles(compiler, num_nodes):
-    stand_in = compiler(best_chain, "_best_chain_kernel")
+def test_storing_compiles(compiler, num_nodes):
+    stand_in = compiler(store_tree, "_store_trees_kernel")
     tree = DraftTree.empty(3, num_nodes, "cpu")
-    origin = tree.token.to(torch.uint8)
-    for flag in (torch.bool, torch.int64):
-        chain = torch.zeros(3, 3, dtype=flag)[:, 0]
-        made = best_chain.best_chain_triton(chain, origin=origin, **vars(tree))
-    assert len(made) == 7 and len(stand_in.compiled) == 2 and fits(stand_in)
+    given = vars(tree) | {"origin": tree.token.to(torch.uint8)}
+    new = store_tree.NewTrees._make(given[name] for name in store_tree.NewTrees._fields)
+    kept = store_tree.KeptTrees(
+        tree.parent, tree.token, tree.logprob, tree.ancestors, new.origin, tree.size
+    )
+    column = torch.zeros(3, 3, dtype=torch.int64)[:, 0]
+    for chain in (None, column.bool(), column):
+        store_tree.store_trees_triton(column, new, kept, chain, None, tree.token)
+    store_tree.store_trees_triton(tree.size, new, kept, column, column.bool(), tree.token)
+    assert len(stand_in.compiled) == 4 and fits(stand_in)
+
+
+def test_first_block_compiles(compiler):
+    stand_in = compiler(first_block_metadata, "_first_block_metadata_kernel")
+    row, start = torch.zeros(20, dtype=torch.int64), torch.zeros(4, dtype=torch.int32)
+    for K in (1, 4):
+        first_block_metadata.first_block_metadata_triton(row, row[1:], row, start, row[:3], K)
+    assert len(stand_in.compiled) == 2 and fits(stand_in)
+
+
+@pytest.mark.parametrize("num_nodes", [1, 60, 256])
+def test_counting_compiles(compiler, num_nodes):
+    stand_in = compiler(count_step, "_count_step_kernel")
+    slot, path = torch.zeros(3, dtype=torch.int32), torch.zeros(3, 9, dtype=torch.int64)
+    score, heat = torch.zeros(5, num_nodes), torch.zeros(5)
+    result = VerificationResult(slot, path[:, 0], slot, path, score, score.to(torch.uint8), heat)
+    one = count_step.Drafted(path[:, 0], None, None, slot, None)
+    two = count_step.Drafted(heat[:3] > 0, heat[:3] > 0, heat[:3] > 0, slot, heat[:3], slot, None)
+    for drafted in (None, one, two):
+        count_step.count_step_triton(path, result, drafted)
+    assert len(stand_in.compiled) == 3 and fits(stand_in)
 
 
 @pytest.mark.parametrize(("size", "starts", "mask_words"), [(1, 10, 1), (4, 4, 1), (8, 40, 15)])
@@ -426,7 +454,8 @@ def test_rope_compiles(compiler, dtype, size):
     angles = rope.Rope(keep, torch.empty(size), None)
     rope.rotate_pair_triton(query, key, angles)
     rope.rotate_pair_triton(query, key, angles, keep, norms)
-    assert len(stand_in.compiled) == 2 and fits(stand_in)
+    rope.rotate_pair_triton(query[:2], key, angles, keep[:2], norms)
+    assert len(stand_in.compiled) == 3 and fits(stand_in)
     # Quick sines are far off at far positions.
     assert not [kernel for kernel in stand_in.compiled if "sin.approx" in kernel.asm["ptx"]]
 
@@ -479,6 +508,12 @@ def test_norms_compile(compiler, dtype):
     norms.add_norm_triton(row, query, norm)
     norms.add_norm_triton(both[..., 4096:], both[:2, :, :4096], norm, keep)
     assert len(add_norm.compiled) == 2 and fits(add_norm)
+    pair = compiler(norms, "_norm_pair_kernel")
+    for rows in (None, keep.contiguous()):
+        norms.norm_pair_triton(
+            row[0], query[0, :2] if rows is None else row[:2, 0], norm, norm, rows
+        )
+    assert len(pair.compiled) == 2 and fits(pair)
 
 
 @pytest.mark.parametrize("num_nodes", [1, 60, 256])
@@ -522,20 +557,9 @@ def test_survival_compiles(compiler, num_nodes, known):
     counts, heat = torch.zeros(2, 32), torch.zeros(5)
     table = torch.zeros(3, 3, dtype=known)
     slot = table[0] if known == torch.int32 else table[:, 0]
-    tree, steps = DraftTree.empty(3, num_nodes, "cpu"), torch.zeros(4, num_nodes)
-    origin = tree.token.to(torch.uint8)
+    score, steps = torch.zeros(5, num_nodes), torch.zeros(4, num_nodes)
     write_survival.write_survival_triton(
-        slot,
-        heat.bool(),
-        heat[:3],
-        counts,
-        counts,
-        counts[0],
-        4.0,
-        4,
-        steps,
-        origin=origin,
-        **vars(tree),
+        slot, score, heat[:3], counts, counts, counts[0], 4.0, 4, steps
     )
     assert len(offer.compiled) == 1 and fits(offer)
 

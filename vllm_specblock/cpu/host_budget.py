@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from vllm.v1.worker.gpu import model_runner
 
 from vllm_specblock.cpu.measure_step_cost import measure_steps, padded
 from vllm_specblock.engine.adaptive import budget
-from vllm_specblock.engine.adaptive.budget import TreeBudgetManager, clock
+from vllm_specblock.engine.adaptive.budget import TreeBudgetManager
 from vllm_specblock.engine.patches import Function, patch
-from vllm_specblock.feedback.controller import Step
 
 if TYPE_CHECKING:
     import torch
@@ -21,50 +20,12 @@ if TYPE_CHECKING:
     from vllm.v1.worker.worker_base import CompilationTimes
 
 
-class _Begun(NamedTuple):
-    """A step under way; began: seconds, by `clock`; behind: rows that drafters had missed."""
-
-    began: float
-    requests: list[str]
-    rows: int
-    trees: bool
-    drafts: bool
-    behind: int
-
-
 class HostBudgetManager(TreeBudgetManager):
-    """TreeBudgetManager for a CPU.
-
-    Times are taken from one decode step to the next, and budgets from the confidences of the very
-    trees to be verified, not of those a step earlier.
+    """TreeBudgetManager for a CPU: budgets come from the very trees to be verified, not from those
+    a step earlier.
     """
 
-    _begun: _Begun | None = None
     _unknown = 0.0
-
-    def _observe(self, requests: list[str], decodes: bool, sampling: bool) -> None:
-        begun, self._begun = self._begun, None
-        state = self.drafting_state
-        if begun is None or not decodes or begun.requests != requests:
-            return
-        self.controller.observe(
-            Step(
-                len(requests),
-                begun.rows,
-                begun.trees,
-                begun.drafts,
-                len(requests) + (state.accepted if begun.trees else 0),
-                clock() - begun.began,
-                state.draft_seconds,
-                state.asked,
-                begun.behind + state.read if state.asked else 0,
-            ),
-            sampling,
-        )
-
-    def _begin(self, requests: list[str], rows: int, trees: bool, behind: int) -> None:
-        drafts = not self.drafting_state.all_paused
-        self._begun = _Begun(clock(), requests, rows, trees, drafts, behind)
 
     def _padded(self, rows: np.ndarray) -> np.ndarray:
         return padded(rows)

@@ -6,8 +6,6 @@ import numpy as np
 from vllm.logger import init_logger
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-from vllm_specblock.engine.adaptive.budget import clock
-
 logger = init_logger("vllm.specblock.costs")
 
 _ROUNDS = 4
@@ -46,8 +44,9 @@ def measure_steps(runner: GPUModelRunner) -> None:
     Args:
         runner: ready to run, with a HostBudgetManager.
     """
-    manager, began = runner.adaptive_verification, clock()
-    state = manager.drafting_state
+    manager = runner.adaptive_verification
+    state, clock = manager.drafting_state, manager.drafting_state.clock.mark
+    began = clock()
     verify: dict[int, float] = {}
     draft: dict[int, float] = {}
     wanted = sizes(manager.num_speculative_steps, runner.max_num_reqs, runner.max_num_tokens)
@@ -61,7 +60,7 @@ def measure_steps(runner: GPUModelRunner) -> None:
                 uniform = requests < min(rows, runner.max_num_reqs)
                 hidden_states, _ = runner._dummy_run(rows, uniform_decode=uniform)
                 runner.model.compute_logits(hidden_states[:rows])
-                drafting = state.draft_seconds
+                drafting = state.clock.seconds(*state.drafted)
                 took = max(clock() - start - drafting, 1e-6)
             verify[rows] = min(took, verify.get(rows, np.inf))
             draft[requests] = min(drafting, draft.get(requests, np.inf))

@@ -40,7 +40,7 @@ class StepObserver:
         self,
         rows: StepBatch,
         committed: CommittedTokens,
-        hidden_states: list[torch.Tensor],
+        hidden_states: list[torch.Tensor] | torch.Tensor,
         verified: VerifiedTrees,
     ) -> None:
         """Called within a step before its trees are replaced, eagerly or in a graph.

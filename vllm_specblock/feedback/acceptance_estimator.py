@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from vllm_specblock.combine.combined import Combined
 from vllm_specblock.feedback.verified_trees import VerifiedTrees
-from vllm_specblock.tree import DraftTree
 from vllm_specblock.triton_kernels.feedback.write_survival import write_survival_triton
 from vllm_specblock.triton_kernels.feedback.write_survival_numba import node_steps_numba
 from vllm_specblock.triton_kernels.optional_numba import takes
@@ -131,57 +129,26 @@ class AcceptanceEstimator:
 
     def write_survival(
         self,
-        combined: Combined,
+        score: torch.Tensor,
         temperature: torch.Tensor,
         req_idx: torch.Tensor,
-        paused: torch.Tensor,
         steps: torch.Tensor,
-    ) -> Combined:
-        """Say what new trees' nodes are worth, and drop the trees of those that are paused.
+    ) -> None:
+        """Write what the nodes of new trees are worth.
 
         Args:
-            combined: the new trees.
+            score: [S, N] fp32, by slot, see `steps`.
             temperature: [R] fp32.
             req_idx: [R] integers.
-            paused: [S] bool, by slot.
             steps: [≥ R, N] fp32, written to in its first R rows, see the method of this name.
-
-        Returns:
-            The trees, empty for paused requests.
         """
+        seen = temperature, self.judged, self.reached, self.believed, PRIOR, BINS_PER_NAT
         if self.judged.is_cuda:
-            *tree, origin = write_survival_triton(
-                req_idx,
-                paused,
-                temperature,
-                self.judged,
-                self.reached,
-                self.believed,
-                PRIOR,
-                BINS_PER_NAT,
-                steps,
-                origin=combined.origin,
-                **vars(combined.tree),
-            )
-            return Combined(DraftTree(*tree), origin)
-        if takes(self.judged):
-            paused = paused.index_select(0, req_idx)
-            if paused.any():  # a host tensor
-                combined = combined.empty_where(paused)
-            node_steps_numba(
-                temperature,
-                self.judged,
-                self.reached,
-                self.believed,
-                PRIOR,
-                BINS_PER_NAT,
-                combined.tree.logprob,
-                steps,
-            )
-            return combined
-        combined = combined.empty_where(paused[req_idx])
-        steps[: len(req_idx)] = self.steps(kinds(temperature), combined.tree.logprob)
-        return combined
+            write_survival_triton(req_idx, score, *seen, steps)
+        elif takes(self.judged):
+            node_steps_numba(*seen, score[req_idx], steps)
+        else:
+            steps[: len(req_idx)] = self.steps(kinds(temperature), score[req_idx])
 
 
 def kinds(temperature: torch.Tensor) -> torch.Tensor:

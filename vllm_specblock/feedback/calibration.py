@@ -99,13 +99,19 @@ class DraftCalibration:
         usual = torch.minimum(greedy, sampling / temperature)  # infinite at temperature 0
         return usual if req_idx is None else usual * self.own[req_idx].exp()
 
-    def learn_from(self, verified: VerifiedTrees, drafter: int) -> None:
-        """Take note of the verdicts on a step's trees, by the nodes of a drafter (0 or 1)."""
-        if not self.log.is_cuda:
-            return self.learn(verified.temperature, *verified.of_drafter(drafter), verified.req_idx)
-        update_calibration_triton(
-            self.log, self.trees, self.own, self.own_trees, drafter, verified, self.rates()
-        )
+    def learn_from(self, verified: VerifiedTrees, drafter: int) -> torch.Tensor:
+        """Learn from the verdicts on a step's trees, by the nodes of a drafter (0 or 1).
+
+        Returns:
+            [R] fp32, β of the step's requests.
+        """
+        if self.log.is_cuda:
+            return update_calibration_triton(
+                self.log, self.trees, self.own, self.own_trees, drafter, verified, self.rates()
+            )
+        temperature, req_idx = verified.temperature, verified.req_idx
+        self.learn(temperature, *verified.of_drafter(drafter), req_idx)
+        return self.of(temperature, req_idx)
 
     def rates(self) -> LearnRates:
         """Return how fast and how far the kernel learns."""

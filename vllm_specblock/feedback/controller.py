@@ -39,7 +39,7 @@ class Step(NamedTuple):
 
     Attributes:
         rows: of the target; trees: it verified trees; drafted: it made new ones.
-        tokens: committed, of all requests.
+        tokens: committed, of all requests; None: not known.
         seconds: of the step; draft_seconds: of drafting in it.
         asked: a drafter with weights drafted; read: rows that it had missed before.
     """
@@ -48,8 +48,8 @@ class Step(NamedTuple):
     rows: int
     trees: bool
     drafted: bool
-    tokens: int
-    seconds: float
+    tokens: int | None
+    seconds: float = 0.0
     draft_seconds: float = 0.0
     asked: bool = True
     read: int = 0
@@ -100,8 +100,8 @@ class Controller:
     | probing | drafting | it ends with a gain |
     | probing | paused | it ends without |
 
-    On a GPU, `observe` is not called: costs were measured from captured graphs, and survival is
-    that of an earlier step.
+    On a GPU, survival is that of an earlier step, and times come when the GPU has got there. Ranks
+    of a tensor-parallel engine keep the costs measured at start: they have to decide alike.
 
     Args:
         num_nodes: N, most nodes of a tree.
@@ -131,7 +131,7 @@ class Controller:
             self._asked += 0.1 * (step.asked - self._asked)
             keep = 1 - 1 / TREES
             self._prompts, self._drafted = keep * self._prompts, keep * self._drafted + 1
-        if step.trees:
+        if step.trees and step.tokens is not None:
             known = self._yields[sampling]
             known.expected = _DECAY * known.expected + self._expected
             known.accepted = _DECAY * known.accepted + step.tokens - step.requests

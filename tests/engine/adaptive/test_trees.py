@@ -307,13 +307,15 @@ def test_drafters_catch_up_on_steps_without_drafts(scheduled, reference, monkeyp
 
 def note_proposals(engine, monkeypatch):
     """(first request slot, nodes drafted for it) of every step that drafted, from now on."""
-    found, store = [], engine.speculator.tree_states.store
+    states = engine.speculator.tree_states
+    found, store = [], states.store
 
-    def noting(slots, combined):
-        found.append((slots.tolist(), combined.tree.size.tolist()))
-        store(slots, combined)
+    def noting(slots, *given):
+        tokens = store(slots, *given)
+        found.append((slots.tolist(), (states.parent[slots] >= 0).sum(1).tolist()))
+        return tokens
 
-    monkeypatch.setattr(engine.speculator.tree_states, "store", noting)
+    monkeypatch.setattr(states, "store", noting)
     return found
 
 

@@ -46,9 +46,9 @@ def test_tokens_are_vllms_own(target, plain, heads):
     accepted = []
     store = ours.speculator.tree_states.store
 
-    def noting(slots, combined):
+    def noting(slots, *given):
         accepted.extend(ours.speculator.tree_states.accepted[slots].tolist())
-        store(slots, combined)
+        return store(slots, *given)
 
     ours.speculator.tree_states.store = noting
     for temperature in (0.0, 1.0):

@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 from collections import Counter
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from vllm import SamplingParams
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 from vllm.v1.metrics.reader import get_metrics_snapshot
+from vllm_specblock.triton_kernels.feedback.count_step import Drafted
 
 from vllm_specblock.engine.metrics import acceptance, exporter
 from vllm_specblock.engine.metrics.counters import DrafterCounters
@@ -107,10 +109,12 @@ def count(counters: DrafterCounters, step) -> None:
     # Slots are not in the batch's order, and one is nobody's.
     req_idx = torch.arange(len(step)).flip(0)
     origin = torch.cat([origin.flip(0), origin[:1]])
-    counters.verified(to_be_counted(origin, req_idx, scheduled, path))
+    verified = to_be_counted(origin, req_idx, scheduled, path)
     betas = torch.tensor([request.beta for request in step]).T
-    ours = slice(counters.num_drafters)
-    counters.drafted(tuple(sizes[ours]), *flags.T, tuple(betas[ours]))
+    second, agreed, live = flags.T
+    trees = [(size, beta) for size, beta in zip(sizes, betas)][: counters.num_drafters]
+    flags = (live, second, agreed) if counters.num_drafters == 2 else (live, None, None)
+    counters.count(verified, Drafted(*flags, *chain.from_iterable(trees)))
 
 
 def only_first(step):
@@ -132,8 +136,8 @@ def only_first(step):
 @quick
 @given(st.lists(steps(), min_size=1, max_size=3))
 def test_counts_are_the_oracles(all_steps):
-    two = DrafterCounters(2, SLOTS, DEPTH, "cpu")
-    one = DrafterCounters(1, SLOTS, DEPTH, "cpu")
+    two = DrafterCounters(2, "cpu")
+    one = DrafterCounters(1, "cpu")
     for step in all_steps:
         count(two, step)
         count(one, only_first(step))
@@ -143,7 +147,7 @@ def test_counts_are_the_oracles(all_steps):
 
 def test_counting_reads_nothing_on_the_host():
     with FakeTensorMode():
-        counters = DrafterCounters(2, SLOTS, DEPTH, "cpu")
+        counters = DrafterCounters(2, "cpu")
         flag = torch.ones(3, dtype=torch.bool)
         size = torch.ones(3, dtype=torch.int32)
         verified = to_be_counted(
@@ -152,8 +156,7 @@ def test_counting_reads_nothing_on_the_host():
             torch.ones(3, dtype=torch.int64),
             torch.zeros(3, DEPTH + 1, dtype=torch.int64),
         )
-        counters.verified(verified)
-        counters.drafted((size, size), flag, flag, flag, (size.float(), None))
+        counters.count(verified, Drafted(flag, flag, flag, size, size.float(), size, None))
 
 
 # ---- how it is shown ----
@@ -216,7 +219,7 @@ def test_metrics_of_two_engines(config):
 
 def test_counters_reach_the_reader_with_every_name(config):
     sink = exporter.make_sink(vllm_config(config), rank=0)
-    counters = DrafterCounters(2, SLOTS, DEPTH, "cpu", sink)
+    counters = DrafterCounters(2, "cpu", sink)
     clock = DraftClock(torch.device("cpu"))
     counters.sources = [clock.counts]
     counters.publish()
@@ -228,8 +231,8 @@ def test_counters_reach_the_reader_with_every_name(config):
         torch.tensor([3]),
         torch.tensor([[0, 1, 3] + [0] * (DEPTH - 2)]),
     )
-    counters.verified(verified)
-    counters.drafted((torch.tensor([4], dtype=torch.int32),) * 2, one, one, one, (None, None))
+    size = torch.tensor([4], dtype=torch.int32)
+    counters.count(verified, Drafted(one, one, one, size, None, size, None))
     clock.begin()
     clock.end()
     counters.publish()

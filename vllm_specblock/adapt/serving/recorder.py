@@ -122,7 +122,7 @@ class Recorder(StepObserver):
         self,
         rows: StepBatch,
         committed: CommittedTokens,
-        hidden_states: list[torch.Tensor],
+        hidden_states: list[torch.Tensor] | torch.Tensor,
         verified: VerifiedTrees,
     ) -> None:
         low, mid, high = (hidden_states[column] for column in self.columns)

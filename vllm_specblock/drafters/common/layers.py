@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vllm_specblock.drafters.common.linear import PackedLinear, Stacked, add_linear
+from vllm_specblock.drafters.common.linear import PackedLinear, Stacked, add_linear, silu_mul
 from vllm_specblock.drafters.specblock.config import NetworkShape
 from vllm_specblock.triton_kernels.layers.layers_numba import rms_norm_numba, runs_loop
 from vllm_specblock.triton_kernels.layers.rope import Rope, rotate_pair
@@ -23,6 +23,8 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 Keys and queries carry their RoPE. Q = T, except in a forward with `keep`. The callable owns
 what was before, the mask and the scaling by 1/sqrt(D).
 """
+
+FEW_ROWS = 256
 
 
 class RMSNorm(nn.RMSNorm):
@@ -86,15 +88,16 @@ class Attention(nn.Module):
         return self.o_proj(attend(query, key, value).flatten(-2))
 
     def _project(self, normed: Tensor, keep: Tensor | None) -> tuple[Tensor, ...]:
-        """Queries of the kept rows, keys and values of all: [..., heads · D] each."""
-        asking = normed if keep is None else normed[keep]
+        """Keys and values of all rows, queries of those or of the kept ones: [..., heads · D]."""
+        # A product of few rows takes as long as reading its weights; packed, it is only whole.
+        packed = self.qkv is not None and isinstance(self.qkv.product, PackedLinear)
+        few = normed.is_cuda and normed.shape[:-1].numel() <= FEW_ROWS
+        whole = keep is None or len(keep) == len(normed) or few or packed
+        asking = normed if whole else normed[keep]
         if self.qkv is None:
             return self.q_proj(asking), self.k_proj(normed), self.v_proj(normed)
-        if keep is None:
+        if whole:
             return self.qkv(normed)
-        if isinstance(self.qkv.product, PackedLinear):  # only whole: once is cheaper than twice
-            query, key, value = self.qkv(normed)
-            return query[keep], key, value
         return *self.qkv(asking, slice(0, 1)), *self.qkv(normed, slice(1, 3))
 
 
@@ -124,6 +127,5 @@ class MLP(nn.Module):
         Folded on CUDA the sum is written to `residual`, which no other code may read.
         """
         if self.gate_up is not None:
-            gate, up = self.gate_up.product(normed).chunk(2, -1)
-            return add_linear(residual, F.silu(gate, inplace=True).mul_(up), self.down_proj)
+            return add_linear(residual, silu_mul(self.gate_up.product(normed)), self.down_proj)
         return residual + self.down_proj(F.silu(self.gate_proj(normed)) * self.up_proj(normed))

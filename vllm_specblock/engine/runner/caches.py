@@ -138,7 +138,8 @@ class EngineCaches:
             drafter.warm_up(block_table, rows)
         if block_table.device.type == "cpu":
             none, one = torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64)
-            accepted = AcceptedRows(none, one, torch.zeros(1, 2, dtype=torch.int64), none.int())
+            path = torch.zeros(1, 2, dtype=torch.int64)
+            accepted = AcceptedRows(none.int(), one, path, none.int())
             for _, each in self.target:
                 move_path(each, -one, accepted, 1)
 

@@ -60,7 +60,7 @@ class DraftPolicy(ABC):
         """Learn from the verified trees."""
         for index, drafter in enumerate(self.drafters):
             if drafter.calibration is not None:
-                drafter.calibration.learn_from(verified, index)
+                drafter.beta = drafter.calibration.learn_from(verified, index)
 
     def forget(self) -> None:
         """Reset everything learned."""

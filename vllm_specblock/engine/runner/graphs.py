@@ -110,15 +110,13 @@ class ProposalGraphs(CudaGraphManager):
             self.buffers.max_num_tokens - 1,
         )
         model = vllm_config.model_config
-        self.hidden_states = [
-            torch.zeros(
-                self.most_rows + 1 if descs else 0,
-                model.get_hidden_size(),
-                dtype=model.dtype,
-                device=device,
-            )
-            for _ in range(engine.num_inner + engine.reads_last)
-        ]
+        self.hidden_states = torch.zeros(
+            engine.num_inner + engine.reads_last,
+            self.most_rows + 1 if descs else 0,
+            model.get_hidden_size(),
+            dtype=model.dtype,
+            device=device,
+        )
         most = max((desc.num_reqs for desc in descs), default=0)
         self.known = torch.zeros(most, 3, dtype=torch.int64, device=device)
         self.known[:, _SLOT] = self.scratch_idx
@@ -147,11 +145,12 @@ class ProposalGraphs(CudaGraphManager):
                 "masks": self.masks[:, :count],
                 "hidden_states": self.hidden_states,
                 "num_layers": self.num_layers,
+                "tokens": tokens[:count],
             }
 
             def forward(cg_mode: CUDAGraphMode) -> None:
                 rows.read()
-                tokens[:count] = step(StepInputs(rows, chain=rows.chain, **inputs))
+                step(StepInputs(rows, chain=rows.chain, **inputs))
 
             return forward
 

@@ -123,7 +123,7 @@ class SkippedSteps:
         if self.backlog is not None:
             self.backlog.keep(rows(), np.ones(batch.num_reqs, dtype=bool))
         if self.adaptive is not None:
-            self.adaptive.drafted(0.0, asked=False)
+            self.adaptive.drafted(self.adaptive.clock.mark(), asked=False)
         self.nothing_drafted(batch.idx_mapping)
 
     def nothing_drafted(self, req_idx: torch.Tensor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,7 +22,6 @@ from vllm_specblock.commit.move import move_path
 from vllm_specblock.drafters.common.backlog import MissedRows
 from vllm_specblock.drafters.interface import CommittedTokens
 from vllm_specblock.engine import deep_sleep, draft_updates
-from vllm_specblock.engine.adaptive.budget import clock
 from vllm_specblock.engine.adaptive.trees import AdaptiveTrees
 from vllm_specblock.engine.config.vllm_args import read_back
 from vllm_specblock.engine.device import device_of
@@ -41,6 +41,7 @@ from vllm_specblock.engine.target_model import check_target_model
 from vllm_specblock.engine.undrafted import wants_drafts
 from vllm_specblock.feedback.controller import Controller
 from vllm_specblock.feedback.verified_trees import VerifiedTrees
+from vllm_specblock.triton_kernels.feedback.count_step import Drafted
 
 if TYPE_CHECKING:
     from vllm.model_executor.models.interfaces_base import VllmModel
@@ -120,7 +121,7 @@ class TreeSpeculator(DraftModelSpeculator):
         self.reads_rows = follow or self.num_layers > 0 or self.recorder is not None
         sink = make_sink(config, get_tensor_model_parallel_rank())
         self.clock = DraftClock(device)
-        self.counters = DrafterCounters(len(drafters), num_nodes, depth, device, sink)
+        self.counters = DrafterCounters(len(drafters), device, sink)
         self.counters.sources = [self.clock.counts]
         if self.recorder is not None:
             self.counters.sources.append(self.recorder.counts)
@@ -225,7 +226,7 @@ class TreeSpeculator(DraftModelSpeculator):
             tokens = self._no_trees(batch.num_reqs)
         else:
             self._counted = True
-            began = clock()
+            began = None if self.adaptive is None else self.adaptive.clock.mark()
             graph = self.graphs.find(batch, dummy_run) if draft else None
             if graph is not None:
                 self.graphs.fill(graph, batch, states, self.chains[batch.idx_mapping_np])
@@ -242,7 +243,7 @@ class TreeSpeculator(DraftModelSpeculator):
             if self.adaptive is not None:
                 prompts = batch.num_reqs if batch.has_prefill and not dummy_run else 0
                 policy = self.draft_policy
-                self.adaptive.drafted(clock() - began, policy.asked, policy.read, prompts)
+                self.adaptive.drafted(began, policy.asked, policy.read, prompts)
         # A GPU's counts are on the host one step later.
         if not dummy_run and (counted or self._counted or self.recorder is not None):
             self.counters.publish()
@@ -266,23 +267,26 @@ class TreeSpeculator(DraftModelSpeculator):
         self.clock.begin()
         self.draft_policy.advance(committed)
         if not draft:
+            self.counters.count(verified)
             self.skipped.nothing_drafted(req_idx)
             return self._no_trees(len(req_idx))
         proposal = self.draft_policy.combine(committed)
         # With a prompt, most of the time is spent reading it.
         if not rows.batch.has_prefill:
             self.clock.end()
-        combined = proposal.combined
-        if inputs.chain is not None:
-            combined = combined.where(inputs.chain)
-        if self.adaptive is not None:
-            combined = self.adaptive.write_survival(req_idx, committed.temperature, combined)
-        self.tree_states.store(req_idx, combined)
-        betas = [drafter.beta_of(committed) for drafter in self.draft_policy.drafters]
-        self.counters.drafted(
-            proposal.drafted, proposal.second, proposal.agreed, rows.goes_on, betas
+        betas = [drafter.beta for drafter in self.draft_policy.drafters]
+        trees = chain.from_iterable(zip(proposal.drafted, betas))
+        # Before `store`, which overwrites the verified trees.
+        self.counters.count(
+            verified, Drafted(rows.goes_on, proposal.second, proposal.agreed, *trees)
         )
-        return combined.tree.token
+        paused = None if self.adaptive is None else self.adaptive.paused
+        tokens = self.tree_states.store(
+            req_idx, proposal.combined, inputs.chain, paused, inputs.tokens
+        )
+        if self.adaptive is not None:
+            self.adaptive.write_survival(req_idx, committed.temperature)
+        return tokens
 
     def settle(self, inputs: StepInputs) -> tuple[VerifiedTrees, CommittedTokens]:
         """Commit the accepted paths, and learn from them; return the rows to advance on."""
@@ -294,7 +298,6 @@ class TreeSpeculator(DraftModelSpeculator):
                 layer.commit(rows.accepted_rows.path, rows.accepted_rows.accepted)
         verified = rows.verified(self.temperature)
         self.draft_policy.learn(verified)
-        self.counters.verified(verified)
         if self.adaptive is not None:
             self.adaptive.learn(verified)
         return verified, inputs.committed(self.req_states.all_token_ids.gpu, self.temperature)
@@ -325,7 +328,8 @@ class TreeSpeculator(DraftModelSpeculator):
         missed = partial(missed_rows, batch, states[: self.num_layers])
         kv_slot = self.caches.slots(slot_mappings)[: batch.num_tokens]
         if batch.num_draft_tokens:  # drafted before the pause
-            _, committed = self.settle(self._inputs(batch, slot_mappings, states))
+            verified, committed = self.settle(self._inputs(batch, slot_mappings, states))
+            self.counters.count(verified)
             missed, kv_slot = partial(MissedRows.of, committed), committed.kv_slot
         self.skipped.skip(batch, missed, kv_slot, paused)
 

@@ -152,17 +152,19 @@ class StepInputs:
         block_size: tokens per block.
         masks: [2, R] int64, see `CacheHoles.mask`.
         chain: [R] bool or integers, nonzero: verify a chain; None: all requests verify trees.
+        tokens: [R, N] int64, what to write the trees' tokens to; None: a new tensor.
     """
 
     rows: StepBatch
     slot_mapping: torch.Tensor
     target_slots: list[torch.Tensor]
-    hidden_states: list[torch.Tensor]
+    hidden_states: list[torch.Tensor] | torch.Tensor
     num_layers: int
     block_table: torch.Tensor
     block_size: int
     masks: torch.Tensor
     chain: torch.Tensor | None
+    tokens: torch.Tensor | None = None
 
     def committed(self, text: torch.Tensor, temperature: torch.Tensor) -> CommittedTokens:
         """Return the rows that drafters advance on.
@@ -187,7 +189,7 @@ class StepInputs:
         rows = committed_tokens(step, batch.num_tokens)
         bound = batch.seq_lens_cpu_upper_bound[: batch.num_reqs]
         return CommittedTokens(
-            states=tuple(self.hidden_states[: self.num_layers]),
+            states=self.hidden_states[: self.num_layers],
             source=rows.source,
             token=rows.token,
             position=rows.position,

@@ -95,6 +95,7 @@ def rotate_pair(a: Arguments, grid: Grid) -> None:
         rows = at // a.ROPE.EACH
         if states is a.query_ptr and a.keep_ptr is not None:
             rows = a.keep_ptr[rows]
+            states = states[rows * a.ROPE.EACH + at % a.ROPE.EACH] if a.ROPE.PICKS else states
         angle = (a.base_ptr[rows] + at % a.ROPE.EACH).float()[:, None, None] * a.turn_ptr[
             a.ROPE.HALF :
         ]
