@@ -192,7 +192,7 @@ def test_loss_is_that_of_every_row_alone(kind, drafter, train_batch, tmp_path):
 
 @torch.no_grad()
 @pytest.mark.parametrize("at_once", [3, 100])
-@pytest.mark.parametrize("name", KINDS.keys() - FALCON)
+@pytest.mark.parametrize("name", [name for name in KINDS if name not in FALCON])
 def test_drafts_what_it_was_trained_to(name, train_batch, tmp_path, monkeypatch, at_once):
     monkeypatch.setattr(trunk, "_ROWS_AT_ONCE", at_once)
     kind = KINDS[name]

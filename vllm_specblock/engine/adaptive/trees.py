@@ -50,7 +50,7 @@ class AdaptiveTrees:
             self.drafting_state.missed = self.backlog.rows
         self.acceptance = AcceptanceEstimator(device)
         self.paused = torch.zeros(num_slots, dtype=torch.bool, device=device)
-        device_of(device).install_budgets()
+        here.install_budgets()
 
     def add(self, req_idx: int, samples: bool, drafts: bool) -> None:
         """Add a request in slot `req_idx`; samples: T > 0; drafts: it accepts drafts."""

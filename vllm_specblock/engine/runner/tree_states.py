@@ -69,9 +69,7 @@ class TreeStates:
         paused: torch.Tensor | None = None,
         tokens: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Store the trees that will be verified; return their tokens, [R, N] int64.
-
-        No node is accepted yet; nothing may be committed if their drafts are not scheduled.
+        """Store the trees that will be verified, with no node accepted; return their tokens.
 
         Args:
             req_idx: [R] integers.
