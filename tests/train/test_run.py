@@ -10,9 +10,7 @@ import torch
 from support.train_batches import packed
 from support.training import VOCAB, equal, history, save_tokens, weights
 from transformers import LlamaForCausalLM
-from typer.testing import CliRunner
 
-from vllm_specblock.cli.main import app
 from vllm_specblock.drafters.specblock import checkpoint
 from vllm_specblock.drafters.specblock.config import CheckpointError
 from vllm_specblock.train import loop, specblock
@@ -142,17 +140,6 @@ class TestResume:
         path.write_bytes(b"half")
         with pytest.raises(TrainError, match=r"state\.pt is no training state"):
             train(options(steps=3), progress=False)
-
-    def test_a_state_without_a_newer_option_is_of_its_default(self, options):
-        train(options(steps=1), progress=False)
-        path = options().out / "training" / "state.pt"
-        state = torch.load(path, weights_only=True)
-        of_then = json.loads(state["options"])
-        del of_then["loss_floor"]
-        torch.save(state | {"options": json.dumps(of_then)}, path)
-        build(options(steps=1), CPU).restore()
-        with pytest.raises(TrainError, match=r"loss_floor = 0\.25, not 0\.5"):
-            build(options(steps=1, loss_floor=0.5), CPU).restore()
 
     def test_a_new_start_deletes_the_old_run_at_once(self, options, monkeypatch):
         """Killed before its first save, it must not be taken for the old one."""
@@ -397,14 +384,6 @@ def test_a_run_that_cannot_start_is_one_sentence(options, tmp_path, monkeypatch,
     assert "\n" not in str(error.value)
 
 
-def test_the_command_trains(folder, tmp_path):
-    call = ["train", "--target", folder / "target", "--data", folder / "d.safetensors"]
-    call += ["--out", tmp_path / "out", "--steps", 1, "--batch", 2, "--length", 24]
-    result = CliRunner().invoke(app, [*map(str, call), "--draft-vocab-size", "20"])
-    assert result.exit_code == 0, result.output
-    assert checkpoint.read_config(tmp_path / "out").draft_vocab_size == 20
-
-
 class TestFeatures:
     @pytest.fixture
     def features(self, folder, uneven, tmp_path):
@@ -442,10 +421,6 @@ class TestFeatures:
         assert len(moved) > 10
         one, two = ([e["tau"] for e in history(out) if "tau" in e] for out in (online, stored))
         assert len(one) == 2 and one == two
-
-    def test_of_other_data_they_are_refused(self, options, features):
-        with pytest.raises(TrainError, match="are of other data"):
-            train(options(features=features), progress=False)
 
 
 def whole_epoch(config):

@@ -151,9 +151,7 @@ def read_state(
         raise TrainError(f"{path} is no training state of this version; give another --out.")
     before = json.loads(state["options"])
     for name, value in config.must_match().items():
-        # An option that is newer than the state had its default.
-        then = before.get(name, type(config).model_fields[name].default)
-        if then != value:
+        if (then := before.get(name)) != value:
             raise TrainError(
                 f"{path} was trained with {name} = {then}, not {value}; "
                 "give the same options, another --out, or --no-resume to start anew."

@@ -289,8 +289,8 @@ def test_a_trainer_that_is_killed_harms_no_request(pair, keeping, out, caplog):
     def serve() -> bool:
         """One request; whether a version came. No call waits for the trainer."""
         nonlocal number
-        began = time.perf_counter()
-        engine.offer(*pair.request(number))
+        given, began = pair.request(number), time.perf_counter()
+        engine.offer(*given)
         found = engine.staged()
         assert time.perf_counter() - began < 0.5
         number += 1

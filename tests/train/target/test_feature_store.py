@@ -197,11 +197,6 @@ def test_an_unfinished_folder_takes_no_other_options(tmp_path, origin, sequences
         feature_store.fill(tmp_path / "f", replace(origin, length=7), sequences, extract)
 
 
-def test_a_whole_folder_is_left_alone(folder, origin):
-    assert feature_store.begin(folder, origin)
-    assert not (folder / feature_store.UNFINISHED).exists()
-
-
 def test_a_write_that_fails_is_told(tmp_path, origin, sequences):
     def short(texts):
         return (features_of(text[:-1]) for text in texts)

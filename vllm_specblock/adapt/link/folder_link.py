@@ -40,8 +40,8 @@ VERSIONS = "versions"
 
 SHARED_MEMORY = Path("/dev/shm")
 
-LOOK, LOOK_IN_MEMORY = 1.0, 0.1
-"""Seconds between two looks for a version: in a user's folder, and in shared memory."""
+LOOK = 0.25
+"""Seconds between two looks for a version."""
 
 WAITING = 16
 """Finished requests that may wait to be written or learned from; later ones are not recorded."""
@@ -96,12 +96,11 @@ class FolderVersions(SwapCounts):
 
     Args:
         versions: its current version is there for `staged` at once.
-        look: seconds between two looks.
     """
 
-    def __init__(self, versions: VersionFolder, look: float = LOOK) -> None:
+    def __init__(self, versions: VersionFolder) -> None:
         super().__init__()
-        self.versions, self.look = versions, look
+        self.versions = versions
         self._found: deque[StagedVersion] = deque(maxlen=1)
         self._seen, self._read, self._trunk = 0, 0, DELIVERED
         self._ends, self._looking = threading.Event(), threading.Lock()
@@ -130,7 +129,7 @@ class FolderVersions(SwapCounts):
         self._ends.set()
 
     def _run(self) -> None:
-        while not self._ends.wait(self.look):
+        while not self._ends.wait(LOOK):
             self._look()
 
     def _look(self) -> None:
@@ -193,7 +192,7 @@ class FolderLink(FolderVersions):
         self._held = 0  # bytes of requests in the folder, counted at the last look
         self._swaps: dict[str, float] = {}
         self._learned: dict[str, int] = {}
-        super().__init__(versions, LOOK_IN_MEMORY if self.private else LOOK)
+        super().__init__(versions)
 
     def offer(self, record: Record | None, finished: FinishedRequest | None) -> bool:
         """Hand a finished request, or a part of one, to the trainer; see `Finished`.
@@ -236,7 +235,7 @@ class FolderLink(FolderVersions):
         while True:
             message = None
             with suppress(queue.Empty):
-                message = self._waiting.get(timeout=self.look)
+                message = self._waiting.get(timeout=LOOK)
             try:
                 if message is not None:
                     self._write(message)
@@ -249,7 +248,7 @@ class FolderLink(FolderVersions):
             if self._ends.is_set():
                 if self._waiting.empty():
                     return
-            elif time.monotonic() - looked >= self.look:
+            elif time.monotonic() - looked >= LOOK:
                 looked = time.monotonic()
                 self._held = self._size()
                 self._full = self._held + self._largest > self.room

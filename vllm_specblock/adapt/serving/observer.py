@@ -12,8 +12,6 @@ import torch
 
 from vllm_specblock.adapt.learning.train_batches import ROWS
 from vllm_specblock.adapt.link.folder_link import (
-    LOOK,
-    LOOK_IN_MEMORY,
     VERSIONS,
     WAITING,
     FolderLink,
@@ -122,12 +120,11 @@ def link_up(
         memory = WAITING * ROWS * (4 * model.get_hidden_size() * model.dtype.itemsize + 9)
         versions_in_memory = 0 if options.out else 2 * (paths[0] / WEIGHTS).stat().st_size
         lock = make_shared_folder(token, memory + versions_in_memory) if first else None
-    private = options.folder is None
     versions = VersionFolder(Path(options.out) if options.out else folder / VERSIONS, *paths)
     sink = FolderLink(folder, versions, memory, lock=lock) if first else None
-    link = sink or FolderVersions(versions, LOOK_IN_MEMORY if private else LOOK)
+    link = sink or FolderVersions(versions)
     atexit.register(link.close)
-    trainer = TrainerProcess(config, sink) if private and sink else None
+    trainer = TrainerProcess(config, sink) if sink and options.folder is None else None
     swaps = Swaps(link, refresh, ranks, trainer)
     swaps.start(link.current)
     if trainer is not None:

@@ -88,7 +88,7 @@ class SpecBlockDraft:
             base = root + (reach if self.path_rope else torch.zeros_like(reach))
             hidden = drafter(
                 drafted[row, position],
-                self._embed(starts.token[0]),
+                self.sequence.embed(starts.token[0]).to(self.dtype),
                 base,
                 growth.starts(row, position),
             )  # [S, K, H]
@@ -110,9 +110,6 @@ class SpecBlockDraft:
     def _first_block(self) -> Tensor:
         """Block 1's states [T − 1, K, H] of all rows, which no step changes."""
         return first_block_along(self.drafter, self.sequence, self.cache)
-
-    def _embed(self, tokens: Tensor) -> Tensor:
-        return self.sequence.embed(tokens).to(self.dtype)
 
 
 def serving_shape(
