@@ -43,8 +43,8 @@ class AdaptiveTrees:
     ) -> None:
         self.tree_states, self.confidence = tree_states, confidence
         self.backlog, self.reads_prompts = backlog, follow and backlog is None
-        num_slots = len(tree_states.accepted)
-        self.clock = device_of(device).clock()
+        num_slots, here = len(tree_states.accepted), device_of(device)
+        self.clock = here.clock()
         self.drafting_state = budget.drafting_state_of(states, num_slots, controller, self.clock)
         if self.backlog is not None:
             self.drafting_state.missed = self.backlog.rows
