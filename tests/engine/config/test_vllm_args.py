@@ -374,7 +374,7 @@ def test_wrong_combinations(speculative, parts):
     refused(*parts, speculative=speculative)
 
 
-@pytest.mark.skipif(not current_platform.is_cpu(), reason="on a GPU nothing is adapted unasked")
+@pytest.mark.skipif(not current_platform.is_cpu(), reason="a CPU's defaults")
 @pytest.mark.parametrize(
     ("given", "changes", "adapts"),
     [
@@ -388,6 +388,27 @@ def test_wrong_combinations(speculative, parts):
 def test_budgets_follow_from_costs_on_a_cpu_unless_somebody_says_otherwise(given, changes, adapts):
     config = configure(given, **changes)
     assert vllm_args.read_back(config.additional_config).adaptive == adapts
+
+
+@pytest.mark.parametrize(
+    ("changes", "adapts"),
+    [
+        ({}, True),
+        ({"tensor_parallel_size": 2}, True),
+        ({"compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY"}}, True),
+        ({"compilation_config": {"cudagraph_mode": "PIECEWISE"}}, False),
+        ({"optimization_level": 1}, False),
+        ({"enforce_eager": True}, False),
+        ({"data_parallel_size": 2}, False),
+        ({"enable_lora": True}, False),
+    ],
+)
+def test_budgets_follow_from_costs_on_a_gpu_with_full_graphs(monkeypatch, changes, adapts):
+    gpu = SimpleNamespace(is_cpu=lambda: False)
+    monkeypatch.setattr(vllm_args, "current_platform", gpu)
+    args = EngineArgs(model=str(TARGET), **changes)
+    parallel = SimpleNamespace(data_parallel_size=args.data_parallel_size)
+    assert vllm_args._can_adapt(args, parallel) == adapts
 
 
 @pytest.mark.skipif(not current_platform.is_cpu(), reason="each process of a GPU's agrees")
