@@ -48,9 +48,6 @@ def window(llm: Any, job: dict[str, Any], name: str, stopwatch: Any) -> tuple[fl
 
     Args:
         stopwatch: `engine.metrics.stopwatch.Stopwatch`, or None where nothing is drafted.
-
-    Raises:
-        RuntimeError: a request ended before all were warm.
     """
     for index, (prompt, params) in enumerate(zip(job["prompts"], params_of(job))):
         llm.llm_engine.add_request(f"{name}-{index}", prompt, params)

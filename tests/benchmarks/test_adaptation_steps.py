@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import adaptation_steps
 import pytest
 import torch
 from adaptation_steps import Again, steps_of, swap_summary
@@ -68,7 +67,3 @@ def test_a_swap_is_held_against_steps_without_one():
     assert found["swaps"] == 2 and found["step_ms"] == pytest.approx(10)
     assert found["ratio"] == pytest.approx(3.0) and found["usual_ratio"] == pytest.approx(2.2)
     assert found["copy_ms"] == pytest.approx(6.5) and found["steps_of_a_trip"] == 2.5
-
-
-def test_a_goal_for_everything():
-    assert adaptation_steps.GOALS == {"watch": 1.03, "heads": 1.5, "all": 1.5}

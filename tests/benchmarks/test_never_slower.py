@@ -49,7 +49,7 @@ def test_a_small_set_begins_again(tmp_path):
 
 def figures(method, speed, name=MEAN, **more):
     nothing = dict.fromkeys(
-        ("speedup_spread", "throughput", "tau_spread", "draft_ms", "draft_share", "units", "tokens")
+        ("speedup_spread", "throughput", "draft_ms", "draft_share", "units", "tokens")
     )
     given = {"tau": 1.0, "outputs": 2, "different": None, "speedup": 1.0, **more}
     return Figures(

@@ -1,9 +1,8 @@
-"""Shaded answers: which token comes from where, and where it stands on the page."""
+"""Shaded answers: which token comes from where."""
 
 from __future__ import annotations
 
-import pytest
-from paper_plots import Case, Origin, committed_tokens, place, plot_text
+from paper_plots import COLOURS, Case, Origin, committed_tokens, save_text
 
 from vllm_specblock.train.eval.steps import Step
 
@@ -39,25 +38,13 @@ def test_a_bonus_token_is_the_next_root_and_counts_once():
     assert committed_tokens([]) == []
 
 
-def test_tokens_are_set_in_lines():
-    words = [("ab", ACCEPTED), (" cd", BONUS), ("ef", ACCEPTED), ("g\n\nh", BONUS), ("", BONUS)]
-    assert place(words, columns=5) == [
-        (0, 0, "ab", ACCEPTED),
-        (2, 0, " cd", BONUS),
-        (0, 1, "ef", ACCEPTED),
-        (2, 1, "g⏎", BONUS),
-        (0, 2, "⏎", BONUS),
-        (0, 3, "h", BONUS),
-    ]
-
-
 class Letters:
     def decode(self, ids):
         return "".join(["a", " $b$\n", "<c>"][each] for each in ids)
 
 
-def test_it_is_drawn(tmp_path):
-    pytest.importorskip("matplotlib")
+def test_an_answer_is_shaded(tmp_path):
     cases = {name: Case([step(0, [1], 1, 2)], "block") for name in ("one", "two")}
-    plot_text(cases, Letters(), 2, tmp_path / "text.png")
-    assert (tmp_path / "text.png").read_bytes()[1:4] == b"PNG"
+    save_text(cases, Letters(), 2, tmp_path / "text.svg")
+    drawn = (tmp_path / "text.svg").read_text()
+    assert "$b$" in drawn and "one" in drawn and COLOURS[ACCEPTED] in drawn
