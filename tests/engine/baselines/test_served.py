@@ -11,11 +11,6 @@ from baselines.sps import SmallModel
 from support.engines import DRAFTER, TARGET, assert_identical, make_engine
 from support.matrix import PROMPTS, params
 
-<<<<<<< HEAD
-from vllm_specblock.engine.config import vllm_args
-=======
-from vllm_specblock.drafters.specblock.untrained import most_frequent
->>>>>>> c57f929 (wip)
 from vllm_specblock.train.data.batch import Batch
 from vllm_specblock.train.learner import TrainBatch
 from vllm_specblock.train.target.features import OnlineTeacher, load_target
