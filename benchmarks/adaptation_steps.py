@@ -139,8 +139,8 @@ def swaps(llm: Any, drafter: Path, prompts: Sequence[Any], tokens: int, what: st
         drafter: whose weights the engine has.
         what: `heads` or `all`.
     """
+    from vllm_specblock.adapt.serving.refresh import Refresh
     from vllm_specblock.adapt.serving.swaps import Swaps
-    from vllm_specblock.drafters.specblock.refresh import Refresh
 
     speculator = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
     speculator = speculator.model_runner.speculator

@@ -4,8 +4,7 @@ the same order, and is judged by the same replay. Tables 1 and 2 of the paper, i
     python research/comparison.py examples/tiny_pair/comparison.yaml
 
 Training, then one replay per drafter and temperature; each stage goes on where it was stopped.
-With `minutes` in the recipe a call ends after so many and asks to be called again. With `--after
-OUT` the drafters of a run that has ended learn on, over a rate that falls anew.
+With `minutes` in the recipe a call ends after so many and asks to be called again.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from transformers import AutoConfig
 from vllm_specblock.cli.from_model import options_of
 from vllm_specblock.config import SpecBlockConfig
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
-from vllm_specblock.drafters.specblock.untrained import most_frequent
 from vllm_specblock.train.config import RunConfig, TrainError, parse, read_recipe
 from vllm_specblock.train.data.prompts import read_prompts
 from vllm_specblock.train.data.shards import replace
@@ -36,20 +34,18 @@ from vllm_specblock.train.eval.drafting import SpecBlockDraft, serving_shape, un
 from vllm_specblock.train.eval.evaluate import TreeFigures, sequences_from
 from vllm_specblock.train.eval.replay import Replay, check_steps, replay
 from vllm_specblock.train.learner import Draft, EvalSequence, Learner, TrainBatch
-from vllm_specblock.train.loop import STATE_DIR, Trainer
+from vllm_specblock.train.loop import Trainer
 from vllm_specblock.train.objective import Recipe
 from vllm_specblock.train.run import RunContext, folded_head, make_teacher, prepare, sequences_of
 from vllm_specblock.train.specblock import SpecBlockLearner
 from vllm_specblock.train.target import target_rows
 from vllm_specblock.train.target.features import load_target, load_tokenizer
+from vllm_specblock.train.untrained import most_frequent
 
 _CALIBRATION = 8  # batches that Falcon's static tree is shaped by
 _SHORTEST = 12
 UNIFORM = "− rank-guided branching"
 PAPER = "paper's branching"
-ORACLE = "true rank buckets"
-"""The ceiling of rank guidance: the bucket that the head should have said."""
-_UNIFORM_WIDTHS = (3, 8, 16, 32)
 _PAPERS_MAP = [2, 4, 6, 4]
 
 
@@ -66,11 +62,6 @@ class Comparison(RunConfig):
     )
     rank_from: int = Field(default=2000, ge=0, description="First update with the rank loss.")
     loss_floor: float = Field(default=0.25, ge=0, le=1, description="See `specblock train`.")
-    after: Path | None = Field(
-        default=None,
-        description="OUT of another comparison: its drafters are where these begin. Give another "
-        "--seed, for another order of the data.",
-    )
     prompts: Path = Field(description=".jsonl of prompts that the drafters are judged on.")
     num_prompts: int = Field(default=24, ge=1, description="How many of them.")
     new_tokens: int = Field(default=160, ge=16, description="Tokens of the target per prompt.")
@@ -99,8 +90,6 @@ def compare(
         run_context = prepare(config, device, _SHORTEST)
         common = footing(config, run_context)
         learners = {name: drafter_zoo.make(name, common) for name in config.names}
-        if config.after is not None:
-            begin_as(learners, config.after)
         teacher = make_teacher(config, run_context, common.t2d, device)
         trainer = Trainer(
             config,
@@ -137,25 +126,6 @@ def footing(config: Comparison, run_context: RunContext) -> drafter_zoo.RunConte
         config.seed,
         {"intermediate_size": config.intermediate_size} if config.intermediate_size else {},
     )
-
-
-def begin_as(learners: dict[str, Learner], before: Path) -> None:
-    """Give learners the weights that those of the same names had in the comparison in `before`.
-
-    Raises:
-        TrainError: there is none, or a drafter did not take part or had other sizes.
-    """
-    path = before / STATE_DIR / "state.pt"
-    if not path.exists():
-        raise TrainError(f"There is no {path}: --after wants the --out of another comparison.")
-    train_states = torch.load(path, map_location="cpu", weights_only=True)["students"]
-    for name, learner in learners.items():
-        if name not in train_states:
-            raise TrainError(f"{path} holds {', '.join(train_states)}, and no {name}.")
-        try:
-            learner.load_state_dict(train_states[name]["model"])
-        except RuntimeError as error:
-            raise TrainError(f"{name} of {path} has other sizes: {error}") from None
 
 
 @torch.no_grad()
@@ -268,15 +238,10 @@ def contestants(config: Comparison, trainer: Trainer) -> dict[str, Any]:
 
 def branchings(drafter: SpecBlockModel, nodes: int) -> dict[str, Callable[[EvalSequence], Draft]]:
     """SpecBlock with trees of `nodes` nodes that are branched otherwise than in serving."""
-    shape = serving_shape(drafter, SpecBlockConfig(), nodes)
+    uniform = uniform_shape(serving_shape(drafter, SpecBlockConfig(), nodes))
     papers = serving_shape(drafter, SpecBlockConfig(branching=_PAPERS_MAP), nodes)
-    trees = {PAPER: papers, UNIFORM: uniform_shape(shape)}
-    trees |= {f"{UNIFORM}, width {n}": uniform_shape(shape, n) for n in _UNIFORM_WIDTHS}
     draft = partial(SpecBlockDraft, drafter)
-    found = {name: partial(draft, shape=tree) for name, tree in trees.items()}
-    for name, tree in ((ORACLE, shape), (f"{PAPER}, {ORACLE}", papers)):
-        found[name] = partial(draft, shape=tree, true_buckets=True)
-    return found
+    return {PAPER: partial(draft, shape=papers), UNIFORM: partial(draft, shape=uniform)}
 
 
 def table(summary: dict[str, Any]) -> str:
@@ -291,8 +256,7 @@ def table(summary: dict[str, Any]) -> str:
         name, _, temperature = key.rpartition(" T=")
         if temperature != "0":
             continue
-        other_tree = name.startswith((UNIFORM, PAPER, ORACLE))
-        of = "specblock" if other_tree else name
+        of = "specblock" if name in (UNIFORM, PAPER) else name
         alpha = " \\| ".join(
             " ".join(f"{a:.2f}" for a in block) for block in summary["alpha"].get(of, [])
         )

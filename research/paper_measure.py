@@ -9,10 +9,10 @@ from statistics import fmean
 from typing import Any
 
 import torch
+from main_path import MainPathFigures
 
 from vllm_specblock.train.eval.chain import ChainFigures
 from vllm_specblock.train.eval.loaded import LoadedDrafter
-from vllm_specblock.train.eval.main_path import MainPathFigures
 from vllm_specblock.train.eval.replay import Replay, check_steps
 from vllm_specblock.train.eval.steps import steps_along
 from vllm_specblock.train.learner import EvalSequence

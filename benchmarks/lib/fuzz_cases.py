@@ -19,7 +19,7 @@ from vllm_specblock.combine.route import route
 from vllm_specblock.commit.move import move_path
 from vllm_specblock.config import NGramConfig
 from vllm_specblock.drafters.ngram.drafter import NGramDrafter
-from vllm_specblock.drafters.specblock.fused_growth import expansion
+from vllm_specblock.drafters.specblock.growth import expansion
 from vllm_specblock.drafters.specblock.tree_shape import TreeShape
 from vllm_specblock.engine.runner.tree_states import TreeStates
 from vllm_specblock.tree import MAX_NODES

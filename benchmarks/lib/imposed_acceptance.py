@@ -117,9 +117,9 @@ class ImposedStates(TreeStates):
         super().reset(req_idx)
         self.low[req_idx] = self.high[req_idx] = 0
 
-    def store(self, req_idx: Tensor, *trees: Any) -> Tensor:
+    def store(self, req_idx: Tensor, *given: Any) -> Tensor:
         """Store the trees, and lay siblings side by side in 0 … 1."""
-        tokens = super().store(req_idx, *trees)
+        tokens = super().store(req_idx, *given)
         parent, logprob = self.parent[req_idx], self.score[req_idx]
         used, parent = parent >= 0, parent.clamp(min=0).long()
         above = pad(logprob, (1, 0)).gather(1, parent)

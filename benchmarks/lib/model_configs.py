@@ -12,6 +12,7 @@ from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
 from vllm_specblock.drafters.specblock import checkpoint
 from vllm_specblock.drafters.specblock.config import default_layer_ids
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
+from vllm_specblock.train import untrained
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ def write_target(folder: Path, model: Model, length: int) -> Path:
 
 def make_drafter(target: Path, model: Model) -> SpecBlockModel:
     """An untrained SpecBlock drafter for the target in a folder."""
-    return checkpoint.init(target, draft_vocab_size=model.draft_vocab, target_name="random")
+    return untrained.init(target, draft_vocab_size=model.draft_vocab, target_name="random")
 
 
 def write_drafter(folder: Path, target: Path, model: Model) -> Path:

@@ -35,10 +35,9 @@ from baselines.positions import Positions
 from baselines.static_tree import TreePlan, default_hits, static_tree
 from baselines.trunk import Trunk, TrunkLearner, passes_over
 from vllm_specblock.candidates import NEVER
-from vllm_specblock.drafters.common.layers import RMSNorm
+from vllm_specblock.drafters.common.layers import Attend, RMSNorm
 from vllm_specblock.drafters.common.network_drafter import NetworkDrafter, of_requests
 from vllm_specblock.drafters.interface import CacheLayer, CommittedTokens
-from vllm_specblock.drafters.specblock.model import Attend
 from vllm_specblock.train.data.batch import Batch
 from vllm_specblock.train.learner import Draft, EvalSequence, LossOutput, TrainBatch
 from vllm_specblock.tree import DraftTree

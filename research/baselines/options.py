@@ -11,7 +11,7 @@ from pydantic import Field
 
 from vllm_specblock.drafters.registry import WeightedOptions, register_drafter
 
-_FILES = "baselines.checkpoint"
+_FILES = "baselines.checkpoint:FILES"
 
 
 @register_drafter("medusa", "baselines.medusa:MedusaDrafter", _FILES, needs_block_drop=False)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from baselines.first_choice import loss_and_choice
+from vllm_specblock.drafters.common.layers import DraftLM
 from vllm_specblock.drafters.dflash.product_trees import ProductTrees
-from vllm_specblock.drafters.published.model import DraftLM
 from vllm_specblock.train.learner import (
     IGNORE_INDEX,
     Draft,

@@ -55,35 +55,6 @@ def test_idle_time_of_each_step():
     assert "0.050   33.3%        1.0   drafting" in text
 
 
-def test_a_gap_over_a_whole_step_counts_in_every_step_it_touches():
-    mark = "gpu_user_annotation"
-    marks = [event(mark, STEP, 100 * step, 10) for step in range(4)]
-    kernels = [event("kernel", "first", 0, 50), event("kernel", "last", 250, 50)]
-    summary = summarise([*marks, *kernels])
-    assert summary.idle == [0.5, 1.0, 0.5]
-    assert summary.gaps == [Gap(200, "first", "last")]
-
-
-def test_a_trace_without_a_gpu_goes_by_operations():
-    marks = [event("user_annotation", STEP, 100 * step, 10) for step in range(3)]
-    ops = [
-        event("cpu_op", "aten::linear", 0, 90),
-        event("cpu_op", "aten::mm", 10, 70),  # inside the other
-        event("cpu_op", "aten::add", 100, 40),
-    ]
-    summary = summarise(marks + ops)
-    assert summary.idle == pytest.approx([0.1, 0.6])
-    assert summary.gaps == [
-        Gap(60, "aten::add", "the profile's end"),
-        Gap(10, "aten::linear", "aten::add"),
-    ]
-
-
-def test_one_step_is_no_step():
-    with pytest.raises(ValueError, match="1 steps"):
-        summarise([event("user_annotation", STEP, 0, 10)])
-
-
 @pytest.mark.engine
 def test_it_runs(tmp_path):
     pytest.importorskip("vllm")

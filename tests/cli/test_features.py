@@ -81,7 +81,7 @@ class TestThroughVLLM:
         stored = StoredTeacher(
             folder, TARGET, ids, "cpu", torch.float32, layer_ids=LAYERS, length=LENGTH
         )
-        windows = PackedDataset(load_texts(data, lambda: None, 2048), LENGTH, shortest=3)
+        windows = PackedDataset(load_texts(data, 2048), LENGTH, shortest=3)
         batch = windows.of(range(len(windows)))
         inside = batch.tokens >= 0
         assert max(map(len, batch.segments)) > 1 and not inside.all()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -44,6 +46,30 @@ def test_init_needs_nothing_but_target_and_out(target, tmp_path):
     assert (config.block_size, config.num_hidden_layers) == (4, 2)
     assert config.target.layer_ids == (2, 4, 6)
     assert "parameters" in result.stdout
+
+
+@pytest.mark.parametrize("named", [None, (1, 4, 8)])
+def test_convert_with_a_target_fills_in_what_is_not_published(target, tmp_path, named):
+    """Layers that the checkpoint names win over the target's default."""
+    llama = Path(shutil.copytree(FIXTURES / "llama", tmp_path / "llama"))
+    if named:
+        raw = json.loads((llama / "config.json").read_text())
+        raw["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": list(named)}
+        (llama / "config.json").write_text(json.dumps(raw))
+    given = "--target", target, "--target-name", "org/target"
+    result = specblock("convert", llama, "--out", tmp_path / "ours", *given)
+    assert result.exit_code == 0, result.output
+    config = checkpoint.read_config(tmp_path / "ours")
+    assert config.target.layer_ids == (named or (2, 4, 6))
+    assert config.target.name == "org/target"
+
+
+def test_convert_refuses_what_does_not_belong_together(target, tmp_path):
+    arguments = "convert", FIXTURES / "llama", "--out", tmp_path / "out"
+    write_target(target, vocab_size=200)
+    said = " ".join(specblock(*arguments, "--target", target).stderr.split())
+    assert "vocab_size is 160, but that of" in said and "is 200" in said
+    assert "without --target" in specblock(*arguments, "--layer-ids", "2,4,6").stderr
 
 
 def test_convert_both_ways(target, tmp_path):

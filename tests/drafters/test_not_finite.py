@@ -21,8 +21,7 @@ from vllm_specblock.triton_kernels.layers.lm_and_rank_head_numba import lm_and_r
 from vllm_specblock.triton_kernels.optional_numba import AVAILABLE
 
 from vllm_specblock.candidates import select
-from vllm_specblock.drafters.specblock.fused_growth import FusedExpansion
-from vllm_specblock.drafters.specblock.growth import Expansion
+from vllm_specblock.drafters.specblock.growth import Expansion, FusedExpansion
 from vllm_specblock.drafters.specblock.tree_shape import TreeShape
 from vllm_specblock.tree import DraftTree, unpack_bits
 

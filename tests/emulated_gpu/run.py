@@ -42,6 +42,7 @@ def environment() -> dict[str, str]:
         "TRITON_INTERPRET": "1",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "VLLM_NO_USAGE_STATS": "1",
         "CUDA_MODULE_LOADING": "LAZY",
     }
 

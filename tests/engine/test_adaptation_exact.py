@@ -22,7 +22,8 @@ from vllm.platforms import current_platform
 from vllm_specblock.adapt.link.staged import StagedVersion
 from vllm_specblock.adapt.policy.interface import Action
 from vllm_specblock.adapt.serving import swaps as serving_swaps
-from vllm_specblock.drafters.specblock.refresh import HEADS, Refresh
+from vllm_specblock.adapt.serving.refresh import Refresh
+from vllm_specblock.drafters.specblock.refresh import HEADS
 
 TABLES = ROOT / "examples/two_heads/tables"
 EAGLE3 = str(ROOT / "examples/two_heads/eagle3")

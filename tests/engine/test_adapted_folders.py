@@ -13,7 +13,7 @@ from vllm_specblock.adapt.serving import recorder as recording
 from vllm_specblock.adapt.serving.observer import make_observer
 from vllm_specblock.adapt.trainer.trainer import Trainer, TrainerConfig
 from vllm_specblock.adapt.versions import VersionFolder
-from vllm_specblock.drafters.common.post_load import process_after_loading
+from vllm_specblock.drafters.common.linear import process_after_loading
 from vllm_specblock.drafters.specblock import checkpoint
 from vllm_specblock.train.config import TrainError
 
@@ -28,7 +28,7 @@ def out(tmp_path):
     """A folder in which a person chose another drafter's weights."""
     versions = VersionFolder(tmp_path / "out", DRAFTER, TARGET)
     versions.lock()
-    versions.use(versions.write(checkpoint.load(TABLES), {"parent": None}), who="person")
+    versions.use(versions.write(checkpoint.load(TABLES), {"parent": None}))
     versions.unlock()
     return versions.out
 
@@ -92,7 +92,7 @@ def test_a_start_and_a_sleep_serve_what_is_current(out, tmp_path, reference, tra
         another(engine)
     end(engine)
     # The same folder after an end, with what was chosen since.
-    VersionFolder(out).use(None, who="person")
+    VersionFolder(out).use(None)
     again = make_engine({**NODES, "adapt": adapt})
     assert_serves(again, DRAFTER)
     end(again)

@@ -16,7 +16,7 @@ from vllm.model_executor.model_loader.reload import (
 )
 from vllm.v1.worker.gpu_worker import Worker
 
-from vllm_specblock.drafters.common.post_load import process_after_loading
+from vllm_specblock.drafters.common.linear import process_after_loading
 from vllm_specblock.drafters.specblock import checkpoint
 from vllm_specblock.drafters.specblock.refresh import HEADS, RefreshError, held, refresh
 from vllm_specblock.engine import draft_updates

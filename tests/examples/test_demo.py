@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 import typer
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from vllm_specblock.bench.near_ties import bfloat16_step
-from vllm_specblock.bench.process import EngineFailed, EngineProcess, end_all
+from vllm_specblock.bench.process import EngineProcess, end_all
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGET = ROOT / "examples/tiny_pair/target"
@@ -62,46 +62,6 @@ def start(tmp_path):
 
     yield go
     end_all(started)
-
-
-class Letters:
-    """A tokenizer whose tokens are letters."""
-
-    def apply_chat_template(self, messages, **options):
-        return [len(messages[0]["content"])]
-
-    def decode(self, ids, **options):
-        return "".join(chr(97 + i) for i in ids)
-
-
-def test_engines_start_together_and_are_heard_as_they_speak(start, capsys):
-    engines = [start("a"), start("b")]
-    for engine in engines:
-        engine.wait()
-    for engine in (*engines, engines[0]):
-        found = demo.ask(engine, Letters(), "hello", 9, demo.Shown(Letters()))
-        assert found == Answer([5], [5, 9], 0.5, 0.25, 4)
-    demo.ask(engines[1], Letters(), "hello", 9, demo.Hidden())
-    assert capsys.readouterr().out == "ahbhch" * 3
-
-
-def test_an_engine_that_cannot_start_takes_no_other_along(start):
-    good, bad = start("a"), start("missing")
-    good.wait()
-    with pytest.raises(EngineFailed, match="ended with code 3, after: there is no such model"):
-        bad.wait()
-    assert good.ask({"prompts": [[1]], "max_tokens": 2})["ids"] == [[1, 2]]
-
-
-def test_half_a_letter_waits_for_its_other_half(capsys):
-    tokenizer = AutoTokenizer.from_pretrained(TARGET)
-    text = "a 你 b"
-    shown = demo.Shown(tokenizer)
-    for token in tokenizer(text, add_special_tokens=False)["input_ids"]:
-        shown.hear(0, [token])
-        print("|", end="")
-    said = capsys.readouterr().out
-    assert said.replace("|", "") == text and "\ufffd" not in said and "||" in said
 
 
 def answer_of(ids, wall=1.0, steps=4):
@@ -204,28 +164,3 @@ def test_mistakes_are_one_sentence_and_start_nothing(run, capsys, options, said)
     assert (code, given) == (1, [])
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("Error: ") and said in line
-
-
-def test_options_become_vllms(run):
-    answers = [answer_of(ids) for ids in FOUR]
-    assert run(answers, answers, drafter="ngram", nodes=9)[1][1] == {
-        "method": "specblock",
-        "num_speculative_tokens": 9,
-        "kind": "ngram",
-        "enable_adaptive_verification": False,
-    }
-    assert run(answers, answers, blocks=3)[1][1]["num_blocks"] == 3
-    both = run(answers, answers, lookup=True)[1][1]
-    assert both["second_drafter"] == {"kind": "ngram"} and both["draft_policy"] == "merge"
-
-
-def test_a_missing_target_is_one_sentence(run, capsys, monkeypatch):
-    def offline(folder):
-        raise demo.TargetError("pip could not download it.")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(demo, "draft_options", lambda *given: {})
-        patch.setattr(demo, "make_target", offline)
-        with pytest.raises(typer.Exit):
-            demo.main(str(TARGET), True, 1, 1, 1, "float32", False)
-    assert capsys.readouterr().err == "Error: pip could not download it.\n"

@@ -121,16 +121,6 @@ def test_survival_never_rises_and_steps_multiply_to_it(data):
     torch.testing.assert_close(table.steps(kind, logprob).cumprod(1), survival)
 
 
-def test_bins_are_quarter_nats():
-    table = AcceptanceEstimator("cpu")
-    kind = torch.zeros(1, dtype=torch.int64)
-    logprob = torch.tensor([[-0.01, -0.24, -0.26, -7.9, -100.0]])
-    seen = torch.ones_like(logprob, dtype=torch.bool)
-    table.learn(kind, logprob, seen, seen)
-    assert table.reached[0, :2].tolist() == [2, 1] and table.reached[0, -1] == 2
-    assert NUM_BINS / BINS_PER_NAT == 8
-
-
 def test_nodes_on_the_path_up_to_what_was_accepted():
     path = torch.tensor([[0, 1, 3, 4], [0, 2, 4, 0], [0, 5, 1, 2]])
     found = on_path(path, torch.tensor([3, 1, 0]), 5)

@@ -53,6 +53,7 @@ def count_step_triton(
             drafted,
             strides,
             count,
+            DRAFTED=drafted is not None,  # Triton before 3.7 cannot ask a tuple with a None in it
             NUM_NODES=nodes,
             NODES=next_power_of_2(nodes),
             PATH_LEN=places,
@@ -70,6 +71,7 @@ def _count_step_kernel(
     drafted,  # Drafted; or None
     by_request,  # Drafted, strides; or None
     num_requests,  # R
+    DRAFTED: tl.constexpr,
     NUM_NODES: tl.constexpr,
     NODES: tl.constexpr,
     PATH_LEN: tl.constexpr,
@@ -93,7 +95,7 @@ def _count_step_kernel(
         _add(total_ptr + 3 * kind, mine)
         _add(total_ptr + 3 * kind + 1, kept == kind + 1)
         _add(total_ptr + 3 * kind + 2, mine & (node == 0))
-    if drafted is not None:
+    if DRAFTED:
         total_ptr += 9
         live = tl.load(drafted.live + request * by_request.live, mask=there, other=0)
         there = there & (live != 0)

@@ -28,9 +28,6 @@ def check_adapt(
     Args:
         resolved: with a drafter that adapts.
         gpus: numbers of those that the engine computes on.
-
-    Raises:
-        OptionError: one sentence.
     """
     assert resolved.adapting is not None
     options, key = resolved.adapting.adapt, "speculative_config key 'adapt'"

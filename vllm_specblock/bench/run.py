@@ -18,11 +18,11 @@ from vllm_specblock.bench.process import COMMAND, EngineFailed, EngineProcess, e
 from vllm_specblock.bench.questions import Reader, Sets, fingerprint, read_sets, seed_of
 from vllm_specblock.bench.schedule import Unit, groups, rotated, units
 from vllm_specblock.bench.store import Answer, Store
-from vllm_specblock.drafters.common.target_info import describe_target
 from vllm_specblock.engine.metrics.acceptance import STEPS
 from vllm_specblock.engine.offline.answering import DRAFTING
 from vllm_specblock.train.data.chat_tokens import ChatTokens
 from vllm_specblock.train.target.features import load_tokenizer
+from vllm_specblock.train.target.target_info import describe_target
 
 
 @dataclass

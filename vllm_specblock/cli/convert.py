@@ -33,8 +33,9 @@ def init(
     """
     from vllm_specblock.drafters.common.hub import target_folder
     from vllm_specblock.drafters.specblock import checkpoint
+    from vllm_specblock.train import untrained
 
-    drafter = checkpoint.init(
+    drafter = untrained.init(
         target_folder(target),
         block_size=block_size,
         num_layers=layers,
@@ -63,9 +64,17 @@ def convert(
     """Rewrite a drafter directory in the other layout; the weights keep their bits."""
     from vllm_specblock.drafters.common.hub import drafter_folder, target_folder
     from vllm_specblock.drafters.specblock import checkpoint
+    from vllm_specblock.train.target.target_info import check_target, describe_target
 
-    folder = drafter_folder(source)
+    folder, info = drafter_folder(source), None
     if target is not None:
-        target_name, target = target_name or str(target), target_folder(target)
-    checkpoint.convert(folder, out, to, target, target_name, layer_ids)
+        made_for, directory = checkpoint.read_config(folder).target, target_folder(target)
+        layers = layer_ids or made_for.layer_ids
+        info = describe_target(directory, target_name or str(target), layers)
+        check_target(folder, made_for, directory, info)
+    elif target_name is not None or layer_ids is not None:
+        raise checkpoint.CheckpointError(
+            "The target's name and layers were given without --target."
+        )
+    checkpoint.convert(folder, out, to, info)
     typer.echo(f"Wrote {source} in the layout '{to}' to {out}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from vllm_specblock.engine.adaptive.clocks import Clock
 from vllm_specblock.engine.device import Device
 
 if TYPE_CHECKING:
@@ -21,6 +22,9 @@ class CpuDevice(Device):
         warm_up.compile_loops(config.model_config.dtype)
         if config.lora_config is not None:
             lora.install()
+
+    def clock(self) -> Clock:
+        return Clock()
 
     def install_budgets(self) -> None:
         from vllm_specblock.cpu import host_budget

@@ -21,44 +21,30 @@ class CommittedTokens:
     Row t holds the target's states of the token at `position[t]`, and the token after it. The rows
     of a request are consecutive. Behind the accepted path there may be padding (`kv_slot` −1).
 
-    Attributes (T rows, R requests, L layers of the target that some drafter reads, B rows of the
-    target's batch):
-        states: L × [B, Ht], hidden states of the target, low layers first; in CUDA graphs one
-            tensor.
-        source: [T] int64, row of `states`.
-        token: [T] int64, the token at position + 1, target vocabulary.
-        position: [T] int64.
-        index: [T] int64, place in `block_table`: `position` less the tokens of masked blocks.
-        kv_slot: [T] int64, the target's cache slot of that position, −1 for rows that are not
-            stored: padding, and positions before `start`.
-        row_start: [R+1] int32, first row of each request; row_start_host: the same on the host.
-        last: [R] int64, the newest row of each request, from which it drafts.
-        start: [R] int64, the first position to store; 0 unless a block is incomplete.
-        block_table: [R, max blocks] int32, without masked blocks (`common/cache_holes.py`).
-        block_size: tokens in one block.
-        max_position: host upper bound of `position`, for loop bounds only.
-        text: [S, longest request] int32, the tokens of each of the engine's S request slots; the
-            root, at position[last] + 1, is the last valid one.
-        req_idx: [R] int64, each request's row of `text`.
-        temperature: [R] fp32; 0: greedy.
+    T rows, R requests, L layers of the target that some drafter reads, B rows of its batch.
     """
 
+    # L × [B, Ht], low layers first; in CUDA graphs one tensor.
     states: Sequence[torch.Tensor] | torch.Tensor
-    source: torch.Tensor
-    token: torch.Tensor
-    position: torch.Tensor
-    index: torch.Tensor
+    source: torch.Tensor  # [T] int64, row of `states`
+    token: torch.Tensor  # [T] int64, the token at position + 1, target vocabulary
+    position: torch.Tensor  # [T] int64
+    index: torch.Tensor  # [T] int64, place in `block_table`: less the tokens of masked blocks
+    # [T] int64, the target's cache slot of that position; −1 for rows that are not stored: padding,
+    # and positions before `start`.
     kv_slot: torch.Tensor
-    row_start: torch.Tensor
+    row_start: torch.Tensor  # [R+1] int32, first row of each request
     row_start_host: list[int]
-    last: torch.Tensor
-    start: torch.Tensor
-    block_table: torch.Tensor
-    block_size: int
-    max_position: int
+    last: torch.Tensor  # [R] int64, the newest row of each request, from which it drafts
+    start: torch.Tensor  # [R] int64, the first position to store; 0 unless a block is incomplete
+    block_table: torch.Tensor  # [R, max blocks] int32, without masked blocks (`CacheHoles`)
+    block_size: int  # tokens in one block
+    max_position: int  # host upper bound of `position`, for loop bounds only
+    # [S, longest request] int32, the tokens of each of the engine's S request slots; the root, at
+    # position[last] + 1, is the last valid one.
     text: torch.Tensor
-    req_idx: torch.Tensor
-    temperature: torch.Tensor
+    req_idx: torch.Tensor  # [R] int64, each request's row of `text`
+    temperature: torch.Tensor  # [R] fp32; 0: greedy
 
     PER_ROW: ClassVar = ("source", "token", "position", "index", "kv_slot")
     PER_REQUEST: ClassVar = ("start", "block_table", "req_idx", "temperature")
@@ -79,12 +65,7 @@ class CommittedTokens:
 
 @dataclass(frozen=True)
 class CacheLayer:
-    """One layer of a drafter in the engine's paged cache.
-
-    Attributes:
-        num_kv_heads, head_dim: of its keys and values.
-        entries_per_token: keys and values that a token leaves.
-    """
+    """One layer of a drafter in the paged cache; a token leaves `entries_per_token` keys."""
 
     num_kv_heads: int
     head_dim: int
@@ -139,10 +120,7 @@ class Drafter(ABC):
         """
 
     def refresh(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Draft with other weights from the next step on; for a call between two steps.
-
-        Args:
-            tensors: by the names and in the shapes of the drafter's checkpoint.
+        """Between two steps, take other weights by the names and shapes of the checkpoint.
 
         Raises:
             ValueError: this kind cannot, or the weights do not fit; nothing has changed.
@@ -154,15 +132,11 @@ class Drafter(ABC):
 
     @abstractmethod
     def advance(self, rows: CommittedTokens) -> None:
-        """Write every row's keys and values.
-
-        Requests that do not draft are included: other requests may hit their blocks.
-        """
+        """Write every row's keys and values; other requests may hit the blocks of any."""
 
     @abstractmethod
     def draft(self, requests: torch.Tensor | None = None) -> DraftTree:
-        """Return trees of `num_nodes` slots, rooted in `token[last]`.
+        """Return trees of `num_nodes` slots, rooted in `token[last]`, of `requests` [n] int64.
 
-        Args:
-            requests: [n] int64, the step's requests that draft; None: all R.
+        None: of all R requests of the step.
         """

@@ -486,6 +486,11 @@ HOOKS: tuple[Hook, ...] = (
         "LLM.generate(self, prompts, sampling_params, ...)", "LLM.generate(..., use_tqdm)"),
     *_on("outputs.py", "offline answers", "CompletionOutput: token_ids"),
     # ---- a CPU; the kernels that are replaced there follow below ----
+    *_on("config/vllm.py", _CPU,
+        "VllmConfig.use_v2_model_runner ~ envs.VLLM_USE_V2_MODEL_RUNNER ... if not HAS_TRITON:",
+        "VllmConfig._validate_v2_model_runner ~ if not HAS_TRITON:"),
+    *_on("config/parallel.py", _CPU, "ParallelConfig: worker_cls"),
+    *_on("triton_utils/importing.py", _CPU, '~ if "cpu" in backends: HAS_TRITON = True'),
     *_on("platforms/cpu.py", _CPU,
         "CpuPlatform ~ @classmethod def check_and_update_config(",
         "CpuPlatform ~ @classmethod def get_attn_backend_cls("),

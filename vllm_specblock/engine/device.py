@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
 
+    from vllm_specblock.engine.adaptive.clocks import Clock
     from vllm_specblock.engine.runner.sampler import TreeSampler
 
 
@@ -23,6 +24,12 @@ class Device:
 
     def prepare(self, config: VllmConfig) -> None:
         """Prepare for an engine of ours, before its drafters are loaded."""
+
+    def clock(self) -> Clock:
+        """Return what times its steps."""
+        from vllm_specblock.engine.adaptive.clocks import DeviceClock
+
+        return DeviceClock()
 
     def install_budgets(self) -> None:
         """Let vLLM build our budget manager for this device."""

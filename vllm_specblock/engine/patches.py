@@ -14,7 +14,10 @@ At start-up (`registration.py`):
     SchedulerConfig.get_scheduler_cls: does not depend on the method; see `scheduler.py`.
 With our first engine in a frontend (`metrics/stop_strings.py`):
     OutputProcessor.process_outputs: counts the tokens after a stop string that it drops.
-At start-up on a CPU (`cpu/install.py`, `cpu/compile_cache.py`, `cpu/sleeping_waits.py`):
+At start-up on a CPU (`cpu/runner.py`):
+    VllmConfig.use_v2_model_runner, VllmConfig._validate_v2_model_runner: settled by whether Triton
+        was there when vLLM was imported, not by what an engine asks for.
+With the first engine on a CPU (`cpu/install.py`, `cpu/compile_cache.py`, `cpu/sleeping_waits.py`):
     kernels of Model Runner V2, block tables, top-k/top-p: have no CPU form.
     CpuPlatform.get_attn_backend_cls: always returns CPU_ATTN.
     torch.compiler.load_compiled_function: misses the cache of compiled models on a CPU.
@@ -56,11 +59,12 @@ def patch(owner: Any, name: str, make: Callable[[Function], Function]) -> None:
     label = f"{getattr(owner, '__module__', '')}.{owner.__name__}.{name}".lstrip(".")
     if label in PATCHES:
         return
-    original = getattr(owner, name)
+    static = inspect.getattr_static(owner, name)
+    original: Any = static.fget if isinstance(static, property) else getattr(owner, name)
     PATCHES[label] = original
     replacement: Any = wraps(original)(make(original))
-    if isinstance(inspect.getattr_static(owner, name), classmethod):
-        replacement = classmethod(replacement)
+    if isinstance(static, classmethod | property):
+        replacement = type(static)(replacement)
     setattr(owner, name, replacement)
 
 

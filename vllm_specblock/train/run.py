@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from vllm_specblock.drafters.common.target_info import check_target, describe_target
 from vllm_specblock.drafters.specblock import checkpoint
 from vllm_specblock.drafters.specblock.config import CheckpointError, TargetInfo
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
-from vllm_specblock.train import provenance
+from vllm_specblock.train import provenance, untrained
 from vllm_specblock.train.config import RunConfig, TrainConfig, TrainError
 from vllm_specblock.train.data.batch import Batch, Segment
 from vllm_specblock.train.data.packed_dataset import PackedDataset, load_texts, token_counts
@@ -32,8 +31,8 @@ from vllm_specblock.train.target.features import (
     StoredTeacher,
     Teacher,
     load_target,
-    load_tokenizer,
 )
+from vllm_specblock.train.target.target_info import check_target, describe_target
 
 PROMPT_SHARE = 4
 """The prompt of a held-out text without one is its first 1 / PROMPT_SHARE."""
@@ -84,7 +83,7 @@ def build(config: TrainConfig, device: torch.device) -> Trainer:
     run_context = prepare(config, device, shortest=config.block_size + 2)
     drafter = new_drafter(config, run_context)
     teacher = make_teacher(config, run_context, drafter.t2d, device)
-    if config.init is None and config.lm_head == "target":
+    if config.init is None:
         start_from_head(drafter, config.target)
     drafter = drafter.to(device, torch.float32).train()
     learner = SpecBlockLearner(drafter, recipe(config, device))
@@ -118,7 +117,7 @@ def prepare(config: RunConfig, device: torch.device, shortest: int) -> RunContex
         target = describe_target(config.target, config.target_name, config.layer_ids)
     except CheckpointError as error:
         raise TrainError(str(error)) from error
-    texts = load_texts(config.data, lambda: load_tokenizer(config.target), target.vocab_size)
+    texts = load_texts(config.data, target.vocab_size)
     if config.hold_out >= len(texts):
         raise TrainError(
             f"hold_out is {config.hold_out}, but {config.data} has only {len(texts)} sequences."
@@ -203,7 +202,7 @@ def new_drafter(config: TrainConfig, run_context: RunContext) -> SpecBlockModel:
     """The drafter to start from: `config.init`, or fresh weights."""
     try:
         if config.init is None:
-            return checkpoint.init(
+            return untrained.init(
                 config.target,
                 block_size=config.block_size,
                 num_layers=config.num_layers,

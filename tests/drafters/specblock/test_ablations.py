@@ -8,8 +8,8 @@ from support.records import small_drafter
 
 from vllm_specblock.drafters.specblock import checkpoint
 from vllm_specblock.drafters.specblock.config import CheckpointError
-from vllm_specblock.drafters.specblock.dense_cache import DenseCache
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
+from vllm_specblock.train.eval.dense_cache import DenseCache
 
 
 def make(**changes) -> SpecBlockModel:

@@ -12,10 +12,10 @@ from support.trees import texts
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from vllm_specblock.config import SpecBlockConfig
-from vllm_specblock.drafters.specblock.dense_cache import DenseCache
 from vllm_specblock.drafters.specblock.drafter import SpecBlockDrafter
 from vllm_specblock.drafters.specblock.growth import Expansion
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
+from vllm_specblock.train.eval.dense_cache import DenseCache
 
 H, V, K, PAGE, MAX_LEN = 32, 64, 4, 8, 64
 

@@ -13,8 +13,8 @@ from support.records import small_drafter
 from vllm_specblock.triton_kernels.layers.layer_shift import layer_shift
 
 from vllm_specblock.drafters.specblock import checkpoint
-from vllm_specblock.drafters.specblock.dense_cache import DenseCache
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
+from vllm_specblock.train.eval.dense_cache import DenseCache
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 TOLERANCE = 1e-4

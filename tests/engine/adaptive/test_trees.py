@@ -11,7 +11,6 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 
 from vllm_specblock.engine.runner.step_batch import StepBatch
-from vllm_specblock.feedback import controller as module
 from vllm_specblock.feedback.acceptance_estimator import kinds
 from vllm_specblock.feedback.controller import Controller
 
@@ -52,8 +51,6 @@ def charge(engine, monkeypatch, of_rows, drafting=0.0):
     manager.drafting_state.all_paused = False
     for name in ("observe", "observe_draft"):
         monkeypatch.setattr(controller.cost, name, lambda *_: None)
-    monkeypatch.setattr(module, "_EXPLORE_EVERY", 10**9)
-    monkeypatch.setattr(module, "PLAIN_EVERY", 10**9)
 
 
 def never_pause(engine, monkeypatch):

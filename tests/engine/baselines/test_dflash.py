@@ -13,8 +13,8 @@ from support.engines import DRAFTER, TARGET, assert_identical, configure, make_e
 from support.matrix import PROMPTS, params
 
 from vllm_specblock.config import DFlashConfig, OptionError
-from vllm_specblock.drafters.dflash.checkpoint import FILES
 from vllm_specblock.drafters.dflash.drafter import DFlashDrafter
+from vllm_specblock.drafters.dflash.model import FILES
 from vllm_specblock.engine.config import vllm_args
 from vllm_specblock.engine.runner.speculator import TreeSpeculator
 from vllm_specblock.train.target.features import load_target

@@ -14,9 +14,8 @@ from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.transformers_utils.config import get_config
 from vllm_specblock.triton_kernels.layers.rope import rotate_pair
 
-from vllm_specblock.drafters.common.rope import Rotary
+from vllm_specblock.drafters.common.rope import Rotary, rewritten
 from vllm_specblock.drafters.eagle3.config import from_json
-from vllm_specblock.drafters.published.checkpoint import rewritten
 
 D, HEADS, ROWS, THETA = 16, 2, 24, 5000.0
 SIZES = {

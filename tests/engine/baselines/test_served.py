@@ -13,11 +13,11 @@ from support.matrix import PROMPTS, params
 from transformers import AutoConfig
 from vllm import SamplingParams
 
-from vllm_specblock.drafters.specblock.untrained import most_frequent
 from vllm_specblock.engine.config import vllm_args
 from vllm_specblock.train.data.batch import Batch
 from vllm_specblock.train.learner import TrainBatch
 from vllm_specblock.train.target.features import OnlineTeacher, load_target
+from vllm_specblock.train.untrained import most_frequent
 
 ASKED, NEW_TOKENS, DRAFT_VOCAB = PROMPTS[:4], 40, 600
 LAYERS = (2, 3, 4)

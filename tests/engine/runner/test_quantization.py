@@ -6,7 +6,7 @@ import pytest
 from support.engines import ROOT, make_engine
 from support.matrix import PROMPTS, params
 
-from vllm_specblock.drafters.common.post_load import Fp8Linear
+from vllm_specblock.drafters.common.linear import Fp8Linear
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from support.trees import texts
 from torch import Tensor
 
 from vllm_specblock.config import DFlashConfig
-from vllm_specblock.drafters.common.post_load import process_after_loading
+from vllm_specblock.drafters.common.linear import process_after_loading
 from vllm_specblock.drafters.dflash.drafter import DFlashDrafter
 from vllm_specblock.tree import DraftTree
 

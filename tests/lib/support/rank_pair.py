@@ -25,11 +25,12 @@ from vllm_specblock.adapt.link.staged import StagedVersion
 from vllm_specblock.adapt.options import AdaptConfig
 from vllm_specblock.adapt.policy.interface import Action
 from vllm_specblock.adapt.serving import observer
+from vllm_specblock.adapt.serving.refresh import Refresh
 from vllm_specblock.adapt.serving.swaps import EVERY, Swaps
-from vllm_specblock.drafters.common.post_load import process_after_loading
+from vllm_specblock.drafters.common.linear import process_after_loading
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
 from vllm_specblock.drafters.specblock.options import SpecBlockConfig
-from vllm_specblock.drafters.specblock.refresh import Refresh, held, prepare
+from vllm_specblock.drafters.specblock.refresh import held, prepare
 from vllm_specblock.engine.ranks import Ranks
 
 SIZE = 2
@@ -242,7 +243,7 @@ def linked(
     if ranks.first and chosen:
         threading.Thread(target=offer, daemon=True).start()
     elif ranks.first:
-        kept.use(None, who="person")
+        kept.use(None)
         ends.set()
     left = turns
     while left > 0:

@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from baselines import checkpoint
+from baselines.checkpoint import FILES
 from baselines.falcon import Falcon
 from baselines.medusa import Medusa
 from baselines.parallelspec import ParallelSpec
@@ -52,10 +52,10 @@ def edit(folder, **changes) -> None:
 def test_what_is_saved_is_found_and_loaded(kind, tmp_path):
     learner = saved(kind, tmp_path)
     assert kind_of(tmp_path) == kind
-    config = checkpoint.read_config(tmp_path)
+    config = FILES.read_config(tmp_path)
     assert config == learner.config
-    checkpoint.check_tensors(tmp_path, config)
-    drafter = checkpoint.load(tmp_path, torch.bfloat16)
+    FILES.check_tensors(tmp_path, config)
+    drafter = FILES.load(tmp_path, torch.bfloat16)
     found = dict(drafter.named_parameters())
     assert found.keys() == dict(learner.named_parameters()).keys()
     for name, weight in learner.named_parameters():
@@ -70,14 +70,14 @@ def test_layers_of_the_target(tmp_path):
     layers = {}
     for kind in MAKE:
         saved(kind, tmp_path / kind)
-        layers[kind] = checkpoint.read_config(tmp_path / kind).target_layers(7)
+        layers[kind] = FILES.read_config(tmp_path / kind).target_layers(7)
     assert layers == {"medusa": (7,), "parallelspec": (1, 3, 5), "falcon": (2, 3, 4), "sps": ()}
 
 
 def test_a_small_model_without_a_mapping_names_every_token(tmp_path):
     learner = saved("sps", tmp_path)
     (tmp_path / "vocab_mapping.pt").unlink()
-    drafter = checkpoint.load(tmp_path)
+    drafter = FILES.load(tmp_path)
     assert len(drafter.d2t) == VOCAB and not drafter.d2t.any()
     drafter.fold()
     weight = learner.model.embed_tokens.weight.bfloat16().float()
@@ -102,20 +102,20 @@ def test_a_config_that_does_not_fit(kind, changes, sentence, tmp_path):
     saved(kind, tmp_path)
     edit(tmp_path, **changes)
     with pytest.raises(CheckpointError) as error:
-        checkpoint.check_tensors(tmp_path, checkpoint.read_config(tmp_path))
+        FILES.check_tensors(tmp_path, FILES.read_config(tmp_path))
     assert sentence in str(error.value) and str(error.value).endswith(".")
 
 
 def test_a_vocabulary_that_is_none(tmp_path):
     saved("medusa", tmp_path)
-    config = checkpoint.read_config(tmp_path)
+    config = FILES.read_config(tmp_path)
     mapping = torch.load(tmp_path / "vocab_mapping.pt")
     torch.save(mapping | {"d2t": mapping["d2t"] + 1}, tmp_path / "vocab_mapping.pt")
     with pytest.raises(CheckpointError, match="contradicts itself"):
-        checkpoint.check_tensors(tmp_path, config)
+        FILES.check_tensors(tmp_path, config)
     (tmp_path / "vocab_mapping.pt").unlink()
     with pytest.raises(CheckpointError, match="says nowhere which they are"):
-        checkpoint.check_tensors(tmp_path, config)
+        FILES.check_tensors(tmp_path, config)
 
 
 def test_a_tensor_too_many(tmp_path):
@@ -123,4 +123,4 @@ def test_a_tensor_too_many(tmp_path):
     path = tmp_path / "model.safetensors"
     save_file(load_file(path) | {"more": torch.zeros(1)}, path)
     with pytest.raises(CheckpointError, match="holds more"):
-        checkpoint.check_tensors(tmp_path, checkpoint.read_config(tmp_path))
+        FILES.check_tensors(tmp_path, FILES.read_config(tmp_path))

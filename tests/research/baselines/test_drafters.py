@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from baselines import checkpoint
+from baselines.checkpoint import FILES
 from baselines.falcon import Falcon, FalconDrafter
 from baselines.medusa import Medusa, MedusaDrafter
 from baselines.parallelspec import ParallelSpec, ParallelSpecDrafter
@@ -17,7 +17,7 @@ from support.host_reads import NoHostReads
 from support.trees import texts
 
 from vllm_specblock.drafters.common import chunked_advance
-from vllm_specblock.drafters.common.post_load import process_after_loading
+from vllm_specblock.drafters.common.linear import process_after_loading
 from vllm_specblock.drafters.detect import kind_of
 from vllm_specblock.drafters.registry import DRAFTERS
 from vllm_specblock.train.learner import EvalSequence
@@ -53,7 +53,7 @@ def pair(request, tmp_path):
                 weight.normal_(std=0.3)
     learner.save(tmp_path)
     assert kind_of(tmp_path) == kind.kind
-    drafter = checkpoint.load(tmp_path).eval()
+    drafter = FILES.load(tmp_path).eval()
     learner.load_state_dict(drafter.state_dict(), strict=False)
     process_after_loading(drafter, None)
     return learner, serve(kind, drafter, calibrate_drafts=False)

@@ -93,8 +93,8 @@ def same_tensor(mine: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def same(mine: tuple, expected: tuple) -> None:
-    """An attention, and the tensors that come with it."""
-    (mine, *tensors), (expected, *others) = mine, expected
+    """An attention, and the metadata of its rows."""
+    (mine, tensors), (expected, others) = mine, expected
     for tensor, other in zip(tensors, others, strict=True):
         same_tensor(tensor, other)
     same_tensor(mine.kv_index, expected.kv_index)
@@ -106,8 +106,8 @@ def same(mine: tuple, expected: tuple) -> None:
         same_tensor(queries.block_table, wanted.block_table)
 
 
-@pytest.mark.parametrize("requests", [1, 3, 20])
-@pytest.mark.parametrize(("size", "starts"), [(1, 1), (1, 8), (3, 3), (4, 1), (4, 3), (4, 8)])
+@pytest.mark.parametrize("requests", [1, 20])
+@pytest.mark.parametrize(("size", "starts"), [(1, 8), (3, 3), (4, 1), (4, 8)])
 # A table that ends before the length limit: behind it, its last block is read.
 @pytest.mark.parametrize(
     ("width", "path_rope"),
@@ -137,7 +137,7 @@ def test_as_torch_sees(both, kernels, requests, size, starts, width, path_rope):
             where = some_starts(len(fused.last), starts, size, block, kernels.device)
             expected = reference.next(block, where)
             same(fused.next(block, where), expected)
-            there = expected.valid
+            there = expected[1].valid
             assert not (there & ~where.valid).any()
             drafted = reference.prefix.shape[1]
             same_tensor(fused.prefix[:, 1:drafted], reference.prefix[:, 1:])
@@ -169,7 +169,7 @@ def test_a_start_goes_on_from_its_own_rows(both, kernels):
         for block, count in ((2, 1), (3, 3)):
             cell = torch.arange(3 * count * 4, device=kernels.device).view(3, count, 4)
             where = some_starts(3, 2, 4, block, kernels.device)
-            found = metadata.next(block, where).source.view(3, 2)
+            found = metadata.next(block, where)[1].source.view(3, 2)
             for request in range(3):
                 wanted = cell[request, where.row[request], where.position[request]]
                 assert torch.equal(found[request], wanted)
@@ -186,4 +186,4 @@ def test_rope_counts_the_path(both, kernels):
             for block, (row, position) in enumerate([(0, 2), (1, 1)]):
                 at = torch.full((1, 1), row, device=kernels.device)
                 where = SimpleNamespace(row=at, position=at * 0 + position, valid=at >= 0)
-                assert int(metadata.next(block + 2, where).base) == newest + ahead[block]
+                assert int(metadata.next(block + 2, where)[1].base) == newest + ahead[block]

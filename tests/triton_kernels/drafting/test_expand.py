@@ -11,9 +11,8 @@ from vllm_specblock.triton_kernels.tree.candidate_keys import CLOSED, DEPTH_ONE,
 
 from vllm_specblock import candidates
 from vllm_specblock.candidates import NEVER, extend_hash, rank_key, select
-from vllm_specblock.drafters.specblock import fused_growth
-from vllm_specblock.drafters.specblock.fused_growth import FusedExpansion
-from vllm_specblock.drafters.specblock.growth import Expansion
+from vllm_specblock.drafters.specblock import growth as module
+from vllm_specblock.drafters.specblock.growth import Expansion, FusedExpansion
 from vllm_specblock.drafters.specblock.tree_shape import TreeShape
 from vllm_specblock.tree import DraftTree
 
@@ -123,7 +122,7 @@ def test_growth_equals_torch(kernels, shape, make, seed):
     device, requests = kernels.device, 2
     with pytest.MonkeyPatch.context() as patch:
         kernel = kernels.load("expand")
-        patch.setattr(fused_growth, "Growing", kernel.Growing)
+        patch.setattr(module, "Growing", kernel.Growing)
         branching = torch.tensor(shape.branching)
         plain = Expansion(shape, branching, requests)
         fused = FusedExpansion(shape, branching.to(device), requests)

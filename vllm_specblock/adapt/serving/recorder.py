@@ -1,7 +1,4 @@
-"""Recording of requests for adaptation.
-
-Requests that opted out are not recorded. Records stay in memory of a fixed size.
-"""
+"""Recording of requests for adaptation, in memory of a fixed size."""
 
 from __future__ import annotations
 

@@ -20,22 +20,14 @@ _ROW = 64  # bytes of a row besides its states
 
 
 class MissedRows(NamedTuple):
-    """The committed rows of a step, as lists on the host.
+    """The committed rows of a step with R requests, on the host."""
 
-    Attributes:
-        req_idx: R request slots.
-        states: L × [n, Ht].
-        source: [T] int64, row of `states` of each committed row; None: they are the same.
-        begin, length: R each, a request's rows among those T.
-        position: R, of the first of them.
-    """
-
-    req_idx: list[int]
-    states: tuple[Tensor, ...]
-    source: Tensor | None
-    begin: list[int]
-    length: list[int]
-    position: list[int]
+    req_idx: list[int]  # R request slots
+    states: tuple[Tensor, ...]  # L × [n, Ht]
+    source: Tensor | None  # [T] int64, row of `states` of each committed row; None: the same
+    begin: list[int]  # R, a request's first row among those T
+    length: list[int]  # R, how many they are
+    position: list[int]  # R, of the first
 
     @classmethod
     def of(cls, rows: CommittedTokens) -> MissedRows:

@@ -46,8 +46,8 @@ class CacheHoles:
     def mask(self, table: Tensor, first: Tensor, last: Tensor) -> Tensor | None:
         """Remove incomplete blocks from the tables of requests whose next rows will be written.
 
-        Rows in an incomplete block are not stored. Writes, for each request, `masks`: the tokens in
-        removed blocks, and the first position to store.
+        Writes `masks` of each request: the tokens in removed blocks, and the first position to
+        store, behind incomplete blocks.
 
         Args:
             table: [R, blocks] int32, changed in place.

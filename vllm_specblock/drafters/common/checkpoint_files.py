@@ -1,39 +1,133 @@
-"""Checkpoint files of all drafters: open them, compare names and shapes, load."""
+"""Checkpoint folders of all drafters: their tensors by name, compared with a network and loaded.
+
+Weights are in `*.safetensors`, or else `pytorch_model*.bin`; an index says which shards count.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from vllm_specblock.drafters.specblock.config import CheckpointError
+from vllm_specblock.drafters.specblock.config_json import read_json
 
 CONFIG, WEIGHTS, MAPPING = "config.json", "model.safetensors", "vocab_mapping.pt"
 MAPPING_NAMES = ("d2t", "t2d")
+_INDEX = "model.safetensors.index.json"
 
 PathLike = str | os.PathLike[str]
 Shapes = dict[str, tuple[int, ...]]
+Shape = TypeVar("Shape")
+Network = TypeVar("Network", bound=nn.Module)
 
-_Network = TypeVar("_Network", bound=nn.Module)
+
+class Stored(NamedTuple):
+    """A tensor in a file: its shape, and how to read it."""
+
+    shape: tuple[int, ...]
+    read: Callable[[], Tensor]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Stored:
+        """A tensor in memory."""
+        return cls(tuple(tensor.shape), tensor.detach)
+
+    def rows(self, first: int, count: int) -> Stored:
+        """Some of its rows."""
+        return Stored((count, *self.shape[1:]), lambda: self.read()[first : first + count])
 
 
-def with_weights(
-    make: Callable[[], _Network],
-    tensors: dict[str, Tensor],
-    dtype: torch.dtype,
-    device: torch.device | str,
-) -> _Network:
-    """Make a network without drawing weights, and load `tensors`, cast to `dtype` on `device`."""
-    with torch.device("meta"):
-        network = make()
-    network = network.to(dtype).to_empty(device=device)
-    network.load_state_dict(tensors)
-    return network
+Tensors = dict[str, Stored]
+
+
+def _unchanged(tensors: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
+    return tensors
+
+
+@dataclass(frozen=True)
+class CheckpointReader(Generic[Shape, Network]):
+    """Reads the checkpoints of one kind of drafter.
+
+    Attributes:
+        from_json: (config.json, its path for messages) -> config.
+        make: (config, names of the stored tensors) -> network.
+        named: (stored tensors, config, folder) -> the same by the network's names.
+        rewritten: (tensors by the network's names, config) -> what the network loads.
+        weights: pattern of its safetensors files, where no index names them.
+    """
+
+    from_json: Callable[[dict[str, Any], str], Shape]
+    make: Callable[[Shape, Collection[str]], Network]
+    named: Callable[[Tensors, Shape, Path], Tensors]
+    rewritten: Callable[[dict[str, Tensor], Shape], dict[str, Tensor]] = _unchanged
+    weights: str = "*.safetensors"
+
+    def read_config(self, directory: PathLike) -> Shape:
+        """Parse the checkpoint's config.json.
+
+        Raises:
+            CheckpointError: there is no config.json, or no JSON in it; another kind of drafter, or
+                a variant that is not supported.
+        """
+        return self.from_json(*read_json(Path(directory) / CONFIG))
+
+    def check_tensors(self, directory: PathLike, config: Shape) -> Tensors:
+        """Compare the tensors' names and shapes with `config` without reading the weights.
+
+        Returns:
+            the tensors by the network's names.
+
+        Raises:
+            CheckpointError: a file is missing or unreadable, tensors are missing, left over or of
+                another shape, or the vocabulary mapping is not one.
+        """
+        directory = Path(directory)
+        stored = self.named(stored_in(directory, self.weights), config, directory)
+        wanted = wanted_shapes(partial(self.make, config, stored.keys()))
+        if missing := sorted(wanted.keys() - stored.keys()):
+            what = listed(missing)
+            raise CheckpointError(f"{directory} lacks {what}, which its {CONFIG} asks for.")
+        if extra := sorted(stored.keys() - wanted.keys()):
+            what = listed(extra)
+            raise CheckpointError(f"{directory} holds {what}, which its {CONFIG} has no use for.")
+        for name, shape in wanted.items():
+            if stored[name].shape != shape:
+                raise CheckpointError(
+                    f"{directory}: {name} has shape {list(stored[name].shape)}, but its {CONFIG} "
+                    f"asks for {list(shape)}."
+                )
+        return stored
+
+    def read_tensors(self, directory: PathLike, config: Shape) -> dict[str, Tensor]:
+        """Read the tensors as they are stored, by the network's names; see `check_tensors`."""
+        return {name: entry.read() for name, entry in self.check_tensors(directory, config).items()}
+
+    def load(
+        self,
+        directory: PathLike,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> Network:
+        """Return the network with its weights cast to `dtype`, on `device`.
+
+        Raises:
+            CheckpointError: as `read_config` and `check_tensors`.
+        """
+        config = self.read_config(directory)
+        tensors = self.read_tensors(directory, config)
+        with torch.device("meta"):
+            network = self.make(config, tensors.keys())
+        network = network.to(dtype).to_empty(device=device)
+        network.load_state_dict(self.rewritten(tensors, config))
+        return network
 
 
 def wanted_shapes(make: Callable[[], nn.Module]) -> Shapes:
@@ -42,81 +136,103 @@ def wanted_shapes(make: Callable[[], nn.Module]) -> Shapes:
         return {name: tuple(tensor.shape) for name, tensor in make().state_dict().items()}
 
 
-def opened(path: Path) -> safe_open:
-    """The safetensors file at `path`; raises CheckpointError if there is none, or half of one."""
-    if not path.is_file():
+def stored_in(directory: Path, weights: str = "*.safetensors") -> Tensors:
+    """Return every tensor of the checkpoint in `directory`, by its name there.
+
+    Args:
+        weights: pattern of its safetensors files, where no index names them.
+
+    Raises:
+        CheckpointError: a file is missing or unreadable.
+    """
+    if files := _safetensors_files(directory, weights):
+        return {name: entry for path in files for name, entry in _safetensors(path).items()}
+    pickles = sorted(directory.glob("pytorch_model*.bin"))
+    if not pickles:
         raise CheckpointError(
-            f"There is no {path}; a drafter directory holds {CONFIG} and {WEIGHTS}."
+            f"There is neither a .safetensors file nor a pytorch_model.bin in {directory}: weights "
+            f"are usually in {WEIGHTS}."
         )
+    # Mapped: bytes are read from the disk when a tensor is.
+    found = [unpickled(path, mmap=True) for path in pickles]
+    return {name: Stored.of(tensor) for part in found for name, tensor in part.items()}
+
+
+def _safetensors_files(directory: Path, weights: str) -> list[Path]:
+    if not (directory / _INDEX).is_file():
+        return sorted(directory.glob(weights))
+    raw, where = read_json(directory / _INDEX)
+    shards = raw.get("weight_map")
+    if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
+        raise CheckpointError(f"{where} has no weight_map from tensors to files: write it anew.")
+    names = sorted(set(shards.values()))
+    # An index may name files of this folder only.
+    missing = [n for n in names if Path(n).name != n or not (directory / n).is_file()]
+    if missing:
+        raise CheckpointError(
+            f"{where} names {missing[0]}, which is no file in {directory}: download it again."
+        )
+    return [directory / name for name in names]
+
+
+def _safetensors(path: Path) -> Tensors:
+    file = opened(path)
+    return {
+        name: Stored(tuple(file.get_slice(name).get_shape()), partial(file.get_tensor, name))
+        for name in file.keys()  # noqa: SIM118
+    }
+
+
+def opened(path: Path) -> safe_open:
+    """Open a safetensors file; raises CheckpointError if there is none, or half of one."""
+    if not path.is_file():
+        raise CheckpointError(f"There is no {path}.")
     try:
         return safe_open(path, framework="pt")
     except SafetensorError as error:
         raise CheckpointError(f"{path} is not a whole safetensors file ({error}).") from None
+    except (OSError, RuntimeError) as error:  # removed meanwhile: which of them depends on when
+        raise CheckpointError(f"{path} cannot be opened ({error}).") from None
 
 
-def stored_shapes(file: safe_open) -> Shapes:
-    """Return the shapes of an open file's tensors by name, without reading them."""
-    return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-
-
-def stored_tensors(file: safe_open) -> dict[str, Tensor]:
-    """Read all tensors of an open file by name, on the CPU."""
-    return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-
-
-def read_mapping(directory: Path) -> dict[str, Tensor]:
-    """Read d2t and t2d of vocab_mapping.pt; empty without that file.
-
-    Raises:
-        CheckpointError: it holds something else.
-    """
-    path = directory / MAPPING
-    if not path.is_file():
-        return {}
-    refusal = f"{path} is not a plain dict of the tensors d2t and t2d"
+def unpickled(path: Path, names: tuple[str, ...] = (), mmap: bool = False) -> dict[str, Tensor]:
+    """Read a plain dict of tensors; raises CheckpointError for others, or without `names`."""
+    what = f"the tensors {' and '.join(names)}" if names else "tensors"
+    refusal = f"{path} is not a plain dict of {what}"
     try:
-        mapping: Any = torch.load(path, map_location="cpu", weights_only=True)
+        tensors: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except Exception as error:  # on foreign bytes torch's unpickler fails with anything
         raise CheckpointError(
-            f"{refusal} (torch.load with weights_only=True: {type(error).__name__})."
+            f"{refusal} (torch.load with weights_only=True: {type(error).__name__}); save it anew, "
+            "best as safetensors."
         ) from None
-    if not isinstance(mapping, dict) or not all(
-        isinstance(mapping.get(name), Tensor) for name in MAPPING_NAMES
-    ):
+    if not isinstance(tensors, dict) or not all(isinstance(t, Tensor) for t in tensors.values()):
         raise CheckpointError(f"{refusal}.")
-    return {name: mapping[name] for name in MAPPING_NAMES}
+    if not tensors.keys() >= set(names):
+        raise CheckpointError(f"{refusal}.")
+    return tensors
 
 
-def identity_mapping(draft_vocab_size: int, vocab_size: int) -> dict[str, Tensor]:
-    """Return d2t and t2d of a drafter that names every target token; empty if it does not."""
-    if draft_vocab_size != vocab_size:
-        return {}
-    return {
-        "d2t": torch.zeros(vocab_size, dtype=torch.int64),
-        "t2d": torch.ones(vocab_size, dtype=torch.bool),
-    }
+def with_mapping(
+    tensors: Tensors, directory: Path, draft_vocab_size: int, vocab_size: int, file: bool = True
+) -> Tensors:
+    """Return `tensors` with d2t and t2d, checked: stored ones, or those of a whole vocabulary.
+
+    file: whether vocab_mapping.pt wins over the tensors.
+    """
+    mapping = {name: tensors[name].read() for name in MAPPING_NAMES if name in tensors}
+    if file and (directory / MAPPING).is_file():
+        mapping = unpickled(directory / MAPPING, MAPPING_NAMES)
+    elif not mapping and draft_vocab_size == vocab_size:
+        mapping["d2t"] = torch.zeros(vocab_size, dtype=torch.int64)
+        mapping["t2d"] = torch.ones(vocab_size, dtype=torch.bool)
+    shapes = {name: tuple(tensor.shape) for name, tensor in mapping.items()}
+    if shapes == {"d2t": (draft_vocab_size,), "t2d": (vocab_size,)}:
+        _check_mapping(mapping["d2t"], mapping["t2d"], directory)
+    return tensors | {name: Stored.of(mapping[name]) for name in MAPPING_NAMES if name in mapping}
 
 
-def check_names(found: Shapes, wanted: Shapes, where: PathLike) -> None:
-    """Raise CheckpointError unless both hold the same names."""
-    if missing := sorted(wanted.keys() - found.keys()):
-        raise CheckpointError(f"{where} lacks {listed(missing)}, which its {CONFIG} asks for.")
-    if extra := sorted(found.keys() - wanted.keys()):
-        raise CheckpointError(f"{where} holds {listed(extra)}, which its {CONFIG} has no use for.")
-
-
-def check_shapes(found: Shapes, wanted: Shapes, where: PathLike) -> None:
-    """Raise CheckpointError unless every name in `wanted` has that shape in `found`."""
-    for name, shape in wanted.items():
-        if found[name] != shape:
-            raise CheckpointError(
-                f"{where}: {name} has shape {list(found[name])}, but its {CONFIG} asks for "
-                f"{list(shape)}."
-            )
-
-
-def check_mapping(d2t: Tensor, t2d: Tensor, directory: PathLike) -> None:
-    """Raise CheckpointError unless d2t [Vd] offsets and t2d [V] bool mark the same target ids."""
+def _check_mapping(d2t: Tensor, t2d: Tensor, directory: Path) -> None:
     if d2t.dtype != torch.int64 or t2d.dtype != torch.bool:
         raise CheckpointError(
             f"The vocabulary mapping in {directory} has d2t of {d2t.dtype} and t2d of "

@@ -42,8 +42,7 @@ def chunked_advance(
 def chunk_bounds(row_start: list[int], most: int) -> list[int]:
     """Return where parts begin and end: between requests, or within one that is too long.
 
-    Padding must not be a part of its own: requests with padding have at most 256 rows, so they are
-    never cut.
+    Requests with padding have at most 256 rows, so padding is never a part of its own.
     """
     found = [0]
     for start, end in pairwise(row_start):

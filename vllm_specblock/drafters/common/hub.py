@@ -28,8 +28,6 @@ class NotDownloadedError(Exception):
 def snapshot(model: str, files: list[str], **hub: Any) -> Path:
     """Download a repository's `files` unless they are cached; returns their folder.
 
-    hub: keywords of `snapshot_download`.
-
     Raises:
         NotDownloadedError: no hub id, no such repository, no network.
     """

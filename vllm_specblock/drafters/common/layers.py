@@ -1,4 +1,4 @@
-"""Decoder layers of drafters: RMS norm, attention projections, MLP.
+"""Decoder layers of drafters: RMS norm, attention projections, MLP; and an LM head.
 
 Shapes: ... any leading dimensions, I input size, H hidden size, D head size. `fold` joins the
 weights that read the same input.
@@ -7,45 +7,40 @@ weights that read the same input.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vllm_specblock.drafters.common.linear import PackedLinear, Stacked, add_linear, silu_mul
+from vllm_specblock.drafters.common.linear import Joined, add_linear, silu_mul
 from vllm_specblock.drafters.specblock.config import NetworkShape
 from vllm_specblock.triton_kernels.layers.layers_numba import rms_norm_numba, runs_loop
+from vllm_specblock.triton_kernels.layers.norms import add_norm
 from vllm_specblock.triton_kernels.layers.rope import Rope, rotate_pair
+from vllm_specblock.triton_kernels.layers.topk_tokens import topk_tokens
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""attend(query [Q..., nh, D], key [T..., nkv, D], value [T..., nkv, D]) -> [Q..., nh, D].
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""attend(layer, query [Q..., nh, D], key [T..., nkv, D], value [T..., nkv, D]) -> [Q..., nh, D].
 
-Keys and queries carry their RoPE. Q = T, except in a forward with `keep`. The callable owns
-what was before, the mask and the scaling by 1/sqrt(D).
+Keys and queries carry their RoPE. Q = T, except in the last layer of a forward with `keep`. The
+callable owns the cache, the mask and the scaling by 1/sqrt(D).
 """
 
 FEW_ROWS = 256
 
 
 class RMSNorm(nn.RMSNorm):
-    """RMS norm with float32 arithmetic inside."""
+    """RMS norm with float32 arithmetic inside; gives the dtype of its input."""
 
     eps: float
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., n] -> [..., n], in the dtype of x.
-
-        Autocast would make float32 of the result on a GPU.
-        """
-        if torch.is_autocast_enabled(x.device.type):
-            with torch.autocast(x.device.type, enabled=False):
-                return self._norm(x)
-        return self._norm(x)
-
-    def _norm(self, x: Tensor) -> Tensor:
         if runs_loop(x, self.weight) and x.is_contiguous():
             return rms_norm_numba(x, self.weight, self.eps)
-        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+        # Autocast would make float32 of the result on a GPU.
+        with torch.autocast(x.device.type, enabled=False):
+            return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
 class Attention(nn.Module):
@@ -53,21 +48,20 @@ class Attention(nn.Module):
 
     Args:
         in_size: I.
-        qkv_bias, output_bias: of the projections.
     """
 
-    def __init__(
-        self, sizes: NetworkShape, in_size: int, qkv_bias: bool = False, output_bias: bool = False
-    ) -> None:
+    def __init__(self, sizes: NetworkShape, in_size: int) -> None:
         super().__init__()
         self.head_dim = sizes.head_dim
         width = sizes.num_attention_heads * sizes.head_dim
         kv_width = sizes.num_key_value_heads * sizes.head_dim
+        self.widths = (width, kv_width, kv_width)
+        qkv_bias, output_bias, _ = sizes.biases
         self.q_proj = nn.Linear(in_size, width, bias=qkv_bias)
         self.k_proj = nn.Linear(in_size, kv_width, bias=qkv_bias)
         self.v_proj = nn.Linear(in_size, kv_width, bias=qkv_bias)
         self.o_proj = nn.Linear(width, sizes.hidden_size, bias=output_bias)
-        self.qkv: Stacked | None = None
+        self.qkv: nn.Module | None = None
         self.qk_norm = sizes.qk_norm
         if sizes.qk_norm:
             self.q_norm = RMSNorm(sizes.head_dim, sizes.rms_norm_eps)
@@ -75,50 +69,51 @@ class Attention(nn.Module):
 
     def fold(self) -> None:
         """Make one product of queries, keys and values."""
-        self.qkv = Stacked(self.q_proj, self.k_proj, self.v_proj)
+        self.qkv = Joined(self.q_proj, self.k_proj, self.v_proj)
         del self.q_proj, self.k_proj, self.v_proj
 
-    def forward(self, normed: Tensor, rope: Rope, attend: Attend, keep: Tensor | None) -> Tensor:
+    def forward(
+        self, index: int, normed: Tensor, rope: Rope, attend: Attend, keep: Tensor | None
+    ) -> Tensor:
         """normed [T..., I], keep [Q] of its rows -> [T... or Q..., H]."""
-        query, key, value = (
-            x.unflatten(-1, (-1, self.head_dim)) for x in self._project(normed, keep)
-        )
+        if self.qkv is None:
+            states = (self.q_proj(normed), self.k_proj(normed), self.v_proj(normed))
+        else:
+            states = self.qkv(normed).split(self.widths, dim=-1)
+        query, key, value = (x.unflatten(-1, (-1, self.head_dim)) for x in states)
+        if keep is not None:
+            query = query[keep]
         norms = (self.q_norm, self.k_norm) if self.qk_norm else None
         query, key = rotate_pair(query, key, rope, keep, norms)
-        return self.o_proj(attend(query, key, value).flatten(-2))
+        return self.o_proj(attend(index, query, key, value).flatten(-2))
 
-    def _project(self, normed: Tensor, keep: Tensor | None) -> tuple[Tensor, ...]:
-        """Keys and values of all rows, queries of those or of the kept ones: [..., heads · D]."""
-        # A product of few rows takes as long as reading its weights; packed, it is only whole.
-        packed = self.qkv is not None and isinstance(self.qkv.product, PackedLinear)
-        few = normed.is_cuda and normed.shape[:-1].numel() <= FEW_ROWS
-        whole = keep is None or len(keep) == len(normed) or few or packed
-        asking = normed if whole else normed[keep]
+    def key_value(self, states: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
+        """states [T, I] -> key, with its RoPE, and value, [T, nkv, D] each."""
         if self.qkv is None:
-            return self.q_proj(asking), self.k_proj(normed), self.v_proj(normed)
-        if whole:
-            return self.qkv(normed)
-        return *self.qkv(asking, slice(0, 1)), *self.qkv(normed, slice(1, 3))
+            key, value = self.k_proj(states), self.v_proj(states)
+        else:
+            outputs = slice(self.widths[0], None)
+            key, value = self.qkv(states, outputs).chunk(2, dim=-1)
+        key, value = (x.unflatten(-1, (-1, self.head_dim)) for x in (key, value))
+        # The launch turns queries, too: the keys stand in for them.
+        _, key = rotate_pair(key, key, rope, None, (self.k_norm, self.k_norm))
+        return key, value
 
 
 class MLP(nn.Module):
-    """SiLU-gated feed-forward layer.
+    """SiLU-gated feed-forward layer."""
 
-    Args:
-        bias: of the projections.
-    """
-
-    def __init__(self, sizes: NetworkShape, bias: bool = False) -> None:
+    def __init__(self, sizes: NetworkShape) -> None:
         super().__init__()
-        size, inner = sizes.hidden_size, sizes.intermediate_size
+        size, inner, bias = sizes.hidden_size, sizes.intermediate_size, sizes.biases[2]
         self.gate_proj = nn.Linear(size, inner, bias=bias)
         self.up_proj = nn.Linear(size, inner, bias=bias)
         self.down_proj = nn.Linear(inner, size, bias=bias)
-        self.gate_up: Stacked | None = None
+        self.gate_up: nn.Module | None = None
 
     def fold(self) -> None:
         """Make one product of gate and up."""
-        self.gate_up = Stacked(self.gate_proj, self.up_proj)
+        self.gate_up = Joined(self.gate_proj, self.up_proj)
         del self.gate_proj, self.up_proj
 
     def forward(self, normed: Tensor, residual: Tensor) -> Tensor:
@@ -127,5 +122,83 @@ class MLP(nn.Module):
         Folded on CUDA the sum is written to `residual`, which no other code may read.
         """
         if self.gate_up is not None:
-            return add_linear(residual, silu_mul(self.gate_up.product(normed)), self.down_proj)
+            return add_linear(residual, silu_mul(self.gate_up(normed)), self.down_proj)
         return residual + self.down_proj(F.silu(self.gate_proj(normed)) * self.up_proj(normed))
+
+
+class DecoderLayer(nn.Module):
+    """A pre-norm Llama layer; with `qk_norm` a Qwen3 layer.
+
+    Args:
+        in_size: I, what attention reads; default: H.
+    """
+
+    def __init__(self, sizes: NetworkShape, in_size: int | None = None) -> None:
+        super().__init__()
+        size, eps = sizes.hidden_size, sizes.rms_norm_eps
+        self.input_layernorm = RMSNorm(size, eps)
+        self.self_attn = Attention(sizes, in_size or size)
+        self.post_attention_layernorm = RMSNorm(size, eps)
+        self.mlp = MLP(sizes)
+
+    def forward(
+        self,
+        index: int,
+        hidden: Tensor,
+        rope: Rope,
+        attend: Attend,
+        keep: Tensor | None = None,
+        normed: Tensor | None = None,
+    ) -> Tensor:
+        """hidden [T..., H], keep [Q] -> [T... or Q..., H].
+
+        index: number of the layer.
+        normed: [T..., I], what attention reads, if the caller has it.
+        """
+        if normed is None:
+            normed = self.input_layernorm(hidden)
+        mixed = self.self_attn(index, normed, rope, attend, keep)
+        hidden, normed = add_norm(hidden, mixed, self.post_attention_layernorm, keep)
+        return self.mlp(normed, hidden)
+
+
+class DraftLM(nn.Module):
+    """A network that names draft tokens by an LM head, its own or the target's.
+
+    Attributes:
+        norm: what the LM head reads has been through it.
+        lm_head: [Vd, H].
+        d2t: [Vd] int64, target id − draft id.
+        logit_scale: factor on the logits.
+        wants_head: whether it still lacks an LM head, see `share_head`.
+    """
+
+    norm: Any
+    lm_head: nn.Linear
+    d2t: Tensor
+    logit_scale = 1.0
+    wants_head = False
+
+    def share_head(self, weight: Tensor) -> None:
+        """Take the target's LM head: weight [V, H], which is read and never written."""
+        self.lm_head = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+        self.lm_head.weight = nn.Parameter(weight.detach().to(self.dtype), requires_grad=False)
+        self.wants_head = False
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the arithmetic; linear layers may keep their weights in another."""
+        return self.norm.weight.dtype
+
+    def logits(self, state: Tensor) -> Tensor:
+        """[..., H] -> [..., Vd], before `logit_scale`."""
+        return self.lm_head(self.norm(state))
+
+    def best(self, state: Tensor, width: int, beta: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The `width` likeliest tokens at each state.
+
+        state [R, ..., H], beta [R] float32 (None: 1, see `feedback/calibration.py`) ->
+        log-probabilities over the draft vocabulary [R, ..., width] float32, best first, and
+        target ids [R, ..., width] int64.
+        """
+        return topk_tokens(self.logits(state), self.d2t, width, self.logit_scale, beta)

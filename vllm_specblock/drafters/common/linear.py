@@ -1,8 +1,9 @@
-"""Linear layers of a served drafter: joined, in 8 bits, packed for a CPU, with a residual."""
+"""Linear layers of a served drafter: joined, in 8 bits or packed once its weights are loaded."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -11,14 +12,15 @@ from torch import Tensor, nn
 from vllm_specblock.triton_kernels.layers.fp8_linear import fp8_linear, quantize
 
 ALL = slice(None)
+Quantization = Literal["fp8", "int8"]
+
+KEPT = ("rank_head",)  # small
+RAW = ("condition_proj", "fc")  # read the target's states, whose outliers need more than 8 bits
+KERNELS = ("shift_proj",)  # read by a kernel without 8 bits
 
 
 class Fp8Linear(nn.Module):
-    """nn.Linear without a gradient, weights in 8 bits (`triton_kernels/layers/fp8_linear.py`).
-
-    Args:
-        linear: the layer it replaces.
-    """
+    """`linear` without a gradient, weights in 8 bits (`triton_kernels/layers/fp8_linear.py`)."""
 
     weight: Tensor
     scale: Tensor
@@ -30,11 +32,6 @@ class Fp8Linear(nn.Module):
         self.register_buffer("scale", scale)
         self.bias = linear.bias
 
-    @staticmethod
-    def takes(linear: nn.Linear) -> bool:
-        """All layers."""
-        return True
-
     def forward(self, x: Tensor, outputs: slice = ALL) -> Tensor:
         """[..., in] -> [..., out], in the dtype of x; outputs: which of them are wanted."""
         out = fp8_linear(x, self.weight[outputs], self.scale[outputs])
@@ -42,11 +39,7 @@ class Fp8Linear(nn.Module):
 
 
 class PackedLinear(nn.Module):
-    """nn.Linear without a gradient in bfloat16 on a CPU, by vLLM's kernel for its size.
-
-    Args:
-        linear: the layer it replaces.
-    """
+    """`linear` without a gradient in bfloat16 on a CPU, by vLLM's kernel for its size."""
 
     cpu_linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
@@ -80,12 +73,9 @@ class PackedLinear(nn.Module):
 
 
 class Int8Linear(PackedLinear):
-    """nn.Linear without a gradient in bfloat16 on a CPU with AMX, multiplied in 8-bit integers.
+    """`linear` without a gradient, multiplied in 8-bit integers on a CPU with AMX.
 
     Weights have a scale per output, inputs one per row.
-
-    Args:
-        linear: the layer it replaces.
     """
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -113,9 +103,9 @@ class Int8Linear(PackedLinear):
 
 
 class Joined(nn.Linear):
-    """Linear layers of the same input as one, without a gradient."""
+    """Linear layers of the same input as one, without a gradient: all with a bias, or none."""
 
-    def __init__(self, layers: Sequence[nn.Linear]) -> None:
+    def __init__(self, *layers: nn.Linear) -> None:
         bias, size = layers[0].bias is not None, sum(layer.out_features for layer in layers)
         super().__init__(layers[0].in_features, size, bias=bias, device="meta")
         self.weight = _frozen([layer.weight for layer in layers])
@@ -125,21 +115,6 @@ class Joined(nn.Linear):
     def forward(self, x: Tensor, outputs: slice = ALL) -> Tensor:
         """[..., in] -> [..., out]; outputs: which of them are wanted."""
         return F.linear(x, self.weight[outputs], None if self.bias is None else self.bias[outputs])
-
-
-class Stacked(nn.Module):
-    """Linear layers of the same input, multiplied at once: all with a bias, or none."""
-
-    def __init__(self, *layers: nn.Linear) -> None:
-        super().__init__()
-        self.sizes = [layer.out_features for layer in layers]
-        self.product = Joined(layers)
-
-    def forward(self, x: Tensor, layers: slice = ALL) -> tuple[Tensor, ...]:
-        """[..., in] -> each layer's [..., out], as views, or those of the slice `layers`."""
-        sizes, before = self.sizes[layers], sum(self.sizes[: layers.start or 0])
-        outputs = slice(before, before + sum(sizes))
-        return self.product(x, outputs).split(sizes, dim=-1)
 
 
 def add_linear(residual: Tensor, x: Tensor, linear: nn.Linear | Fp8Linear | PackedLinear) -> Tensor:
@@ -176,3 +151,39 @@ def _bias(linear: nn.Linear) -> Tensor | None:
 
 def _frozen(parts: list[Tensor]) -> nn.Parameter:
     return nn.Parameter(torch.cat([part.detach() for part in parts]), requires_grad=False)
+
+
+@torch.no_grad()
+def process_after_loading(
+    drafter: nn.Module, quantization: Quantization | None, serves: torch.device | None = None
+) -> nn.Module:
+    """Fold, quantise and pack a loaded drafter in place; it can no longer be trained.
+
+    Args:
+        quantization: "fp8": linear layers in float8 e4m3, a scale per output; "int8": layers and
+            their inputs in 8-bit integers, on a CPU with AMX.
+        serves: device on which the weights will serve; None: where they are.
+    """
+    # A list of all modules would keep folded ones in memory.
+    foldable: list[Any] = [module for module in drafter.modules() if hasattr(module, "fold")]
+    for module in foldable:
+        module.fold()
+    if quantization == "fp8":
+        _replace(drafter, Fp8Linear, KEPT + KERNELS)
+    elif serves is None or serves.type == "cpu":
+        if quantization == "int8":
+            _replace(drafter, Int8Linear, KEPT + RAW)
+        _replace(drafter, PackedLinear, KEPT)
+    return drafter
+
+
+def _replace(
+    module: nn.Module, kind: type[Fp8Linear] | type[PackedLinear], kept: tuple[str, ...]
+) -> None:
+    for name, child in module.named_children():
+        if name in kept:
+            continue
+        if not isinstance(child, nn.Linear):
+            _replace(child, kind, kept)
+        elif not issubclass(kind, PackedLinear) or kind.takes(child):
+            setattr(module, name, kind(child))

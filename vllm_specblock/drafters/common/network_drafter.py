@@ -18,11 +18,7 @@ class NetworkDrafter(Drafter):
     """A drafter whose catch-up on committed rows gives the state that its tree grows from.
 
     Args:
-        model: the loaded network.
         embed: [n] target token ids → [n, H], the target's own embedding.
-        options: how it drafts.
-        num_nodes: N.
-        max_model_len: tokens of the longest request.
         lookahead_slots: cache slots reserved after the root; default: N.
         layers: indices of the step's `states` that it reads, low layers first.
 

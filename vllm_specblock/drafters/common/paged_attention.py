@@ -46,11 +46,11 @@ class PagedAttention:
     def __call__(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        """query [Q, K, heads, D], key and value [T, K, kv heads, D] → [Q, K, heads, D]."""
+        """query [Q..., heads, D], key and value [T..., kv heads, D] → [Q..., heads, D]."""
         cache = self.caches[layer]
-        key, value = key.flatten(0, 1), value.flatten(0, 1)
+        key, value = key.flatten(0, -3), value.flatten(0, -3)
         store_kv(cache, self.kv_index, key, value, packing=self.packing)
         out = self.queries[layer].attend(
-            query.flatten(0, 1), cache, query.shape[-1] ** -0.5, packing=self.packing
+            query.flatten(0, -3), cache, query.shape[-1] ** -0.5, packing=self.packing
         )
         return out.view_as(query)

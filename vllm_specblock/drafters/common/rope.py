@@ -1,14 +1,14 @@
 """RoPE of the drafter: half-split over the whole head, position k of a row at base + k.
 
 YaRN's factor on cos and sin, and RoPE over a part of the head, cost a step nothing: a checkpoint is
-rewritten for them on loading (`drafters/published/checkpoint.py`).
+rewritten for them on loading (`rewritten`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,9 @@ from torch import Tensor, nn
 from vllm_specblock.drafters.specblock.config import NetworkShape, rope_type
 from vllm_specblock.triton_kernels.layers.layers_numba import loops_take
 from vllm_specblock.triton_kernels.layers.rope import Rope
+
+if TYPE_CHECKING:
+    from vllm_specblock.drafters.common.decoder_config import DecoderShape
 
 
 class Rotary(nn.Module):
@@ -43,7 +46,7 @@ class Rotary(nn.Module):
             self.register_buffer(name, table, persistent=False)
 
     def _tables(self) -> dict[str, Tensor]:
-        frequency = inverse_frequencies(self.config, self.rotary_dim)
+        frequency, _ = inverse_frequencies(self.config, self.rotary_dim)
         # A pair without a frequency stays as it is: cos 0 = 1, sin 0 = 0.
         frequency = F.pad(frequency, (0, self.config.head_dim // 2 - len(frequency)))
         return {
@@ -74,33 +77,24 @@ class Rotary(nn.Module):
         return torch.cos(angle, out=cos), torch.sin(angle, out=sin)
 
 
-def inverse_frequencies(config: NetworkShape, rotary_dim: int | None = None) -> Tensor:
-    """RoPE radians per position [rotary_dim/2] float32, scaled as `rope_scaling` says.
+def inverse_frequencies(
+    config: NetworkShape, rotary_dim: int | None = None
+) -> tuple[Tensor, float]:
+    """RoPE of `rotary_dim` dimensions (default: D), scaled as `rope_scaling` says.
 
-    rotary_dim: dimensions that turn, default D.
+    Returns:
+        radians per position [rotary_dim/2] float32, and YaRN's factor on cos and sin (else 1).
     """
-    dim = rotary_dim or config.head_dim
-    if config.rope_scaling is None or rope_type(config.rope_scaling) == "default":
-        return 1.0 / config.rope_theta ** (torch.arange(0, dim, 2).float() / dim)
-    return _scaled(config.rope_scaling, config.rope_theta, dim)[0]
-
-
-def attention_factor(scaling: dict[str, Any] | None) -> float:
-    """YaRN's factor on cos and sin, of queries and of keys; 1 without YaRN."""
-    if scaling is None or rope_type(scaling) != "yarn":
-        return 1.0
-    return _scaled(scaling, theta=1e4, dim=2)[1]
-
-
-def _scaled(scaling: dict[str, Any], theta: float, dim: int) -> tuple[Tensor, float]:
-    """Frequencies [dim/2] and attention factor, as transformers has them."""
+    dim, scaling = rotary_dim or config.head_dim, config.rope_scaling
+    if scaling is None or rope_type(scaling) == "default":
+        return 1.0 / config.rope_theta ** (torch.arange(0, dim, 2).float() / dim), 1.0
     # Here: it takes a second.
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     kind = rope_type(scaling)
     # `dim` is the part of a head that turns, so it is whole here.
-    whole = {"rope_type": kind, "rope_theta": theta, "partial_rotary_factor": 1.0}
-    config = SimpleNamespace(
+    whole = {"rope_type": kind, "rope_theta": config.rope_theta, "partial_rotary_factor": 1.0}
+    of_transformers = SimpleNamespace(
         rope_parameters=scaling | whole,
         head_dim=dim,
         hidden_size=dim,
@@ -108,5 +102,35 @@ def _scaled(scaling: dict[str, Any], theta: float, dim: int) -> tuple[Tensor, fl
         standardize_rope_params=lambda: None,
     )
     with torch.device("cpu"):  # a model may be made on a meta device
-        frequency, factor = ROPE_INIT_FUNCTIONS[kind](config, "cpu")
+        frequency, factor = ROPE_INIT_FUNCTIONS[kind](of_transformers, "cpu")
     return frequency, float(factor)
+
+
+def rewritten(tensors: dict[str, Tensor], config: DecoderShape) -> dict[str, Tensor]:
+    """Tensors by the network's names, for RoPE that turns whole heads by halves, without a factor.
+
+    A score is the same if query and key change places among their dimensions together. So where
+    RoPE turns the first R of D dimensions, in pairs (i, i + R/2), the rows of both projections are
+    laid out for pairs (i, i + D/2), of which those behind R/2 have no frequency (`Rotary`). YaRN's
+    factor on cos and sin goes into the rows that they turn.
+    """
+    dim = config.head_dim
+    turned = config.rotary_dim or dim
+    _, factor = inverse_frequencies(config, turned)
+    if factor == 1 and turned == dim:
+        return tensors
+    ids = torch.arange(dim)
+    order = torch.cat([*(torch.cat(x) for x in zip(ids[:turned].chunk(2), ids[turned:].chunk(2)))])
+    scale = torch.where(order < turned, factor, 1.0)
+    out = {}
+    for name, tensor in tensors.items():
+        part = name.split(".")[-2] if "." in name else name
+        if part in ("q_norm", "k_norm"):
+            tensor = tensor.float()[order] * scale
+        elif part in ("q_proj", "k_proj"):
+            heads = tensor.float().unflatten(0, (-1, dim))[:, order]
+            if not config.qk_norm:  # else the norm would take it out again
+                heads = heads * scale.view(-1, *[1] * (tensor.dim() - 1))
+            tensor = heads.flatten(0, 1)
+        out[name] = tensor
+    return out

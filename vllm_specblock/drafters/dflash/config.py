@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from vllm_specblock.drafters.published.config import DecoderShape, refuse, shape_of
-from vllm_specblock.drafters.specblock.config import CheckpointError, Count
+from vllm_specblock.drafters.common.decoder_config import DecoderShape, refuse, shape_of
+from vllm_specblock.drafters.specblock.config import Ascending, CheckpointError, Count
 
 ARCHITECTURE = "DFlashDraftModel"
 _SPECULATORS = "jetspec"
@@ -30,7 +30,7 @@ class DFlashShape(DecoderShape):
     qk_norm: Literal[True] = True
     masks: Count
     mask_token_id: Annotated[int, Field(ge=0)]
-    layer_ids: Annotated[tuple[Count, ...], Field(min_length=1)]
+    layer_ids: Annotated[tuple[Count, ...], Field(min_length=1), Ascending]
     causal: bool = False
 
     @property

@@ -18,7 +18,6 @@ from vllm_specblock.drafters.dflash.block_rows import BlockRows
 from vllm_specblock.drafters.dflash.model import DFlashModel
 from vllm_specblock.drafters.dflash.product_trees import ProductTrees
 from vllm_specblock.drafters.interface import CommittedTokens
-from vllm_specblock.drafters.published.model import per_row
 from vllm_specblock.tree import DraftTree
 
 
@@ -61,7 +60,7 @@ class DFlashDrafter(NetworkDrafter):
         root, beta = of_requests(requests, self.rows.token[self.rows.last], self.beta)
         attend, position = self.attention_builder.blocks(self.rows, requests)
         tokens = torch.cat([root[:, None], self.masks.expand(len(root), -1)], 1)
-        state = self.model(self.embed(tokens.flatten()), position.flatten(), per_row(attend))
+        state = self.model(self.embed(tokens.flatten()), position.flatten(), attend)
         state = state.view(*tokens.shape, -1)[:, 1:]
         logprob, token = self.model.best(state, self.trees.width, beta)
         # Masks without a slot have read what is not theirs.

@@ -7,15 +7,15 @@ that also serve the block. Parameter names are those of the authors' checkpoints
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from vllm_specblock.drafters.common.layers import Attention, RMSNorm
-from vllm_specblock.drafters.common.rope import Rotary
-from vllm_specblock.drafters.dflash.config import DFlashShape
-from vllm_specblock.drafters.published.model import AttendInLayer, DraftLM, Layer
-from vllm_specblock.triton_kernels.layers.rope import Rope, rotate_pair
+from vllm_specblock.drafters.common.checkpoint_files import CheckpointReader, Tensors
+from vllm_specblock.drafters.common.layers import Attend, DecoderLayer, DraftLM, RMSNorm
+from vllm_specblock.drafters.common.rope import Rotary, rewritten
+from vllm_specblock.drafters.dflash.config import DFlashShape, from_json
 
 
 class DFlashModel(DraftLM):
@@ -29,7 +29,7 @@ class DFlashModel(DraftLM):
         size, eps = shape.hidden_size, shape.rms_norm_eps
         self.fc = nn.Linear(len(shape.layer_ids) * size, size, bias=False)
         self.hidden_norm = RMSNorm(size, eps)
-        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.num_hidden_layers))
+        self.layers = nn.ModuleList(DecoderLayer(shape) for _ in range(shape.num_hidden_layers))
         self.norm = RMSNorm(size, eps)
         self.rotary = Rotary(shape, shape.rotary_dim)
 
@@ -51,33 +51,29 @@ class DFlashModel(DraftLM):
         fused = self.hidden_norm(self.fc(features.to(self.dtype)))
         rope = self.rotary(position, self.dtype)
         for layer in self.layers:
-            assert isinstance(layer, Layer)  # which a ModuleList does not say
-            yield _key_value(layer.self_attn, fused, rope)
+            assert isinstance(layer, DecoderLayer)  # which a ModuleList does not say
+            yield layer.self_attn.key_value(fused, rope)
 
-    def forward(self, embedding: Tensor, position: Tensor, attend: AttendInLayer) -> Tensor:
+    def forward(self, embedding: Tensor, position: Tensor, attend: Attend) -> Tensor:
         """Blocks, which see their context, and of themselves what `attend` lets them.
 
         Args:
             embedding: [n, H], of roots and masks.
             position: [n] int64.
-            attend: see `AttendInLayer`.
+            attend: see `Attend`.
 
         Returns:
             [n, H], after the last layer.
         """
         rope, state = self.rotary(position, self.dtype), embedding.to(self.dtype)
         for index, layer in enumerate(self.layers):
-            state = layer(index, state, rope, attend, None)
+            state = layer(index, state, rope, attend)
         return state
 
 
-def _key_value(attention: Attention, states: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
-    """states [T, H] -> key, with its RoPE, and value, [T, kv heads, D] each."""
-    if attention.qkv is None:
-        key, value = attention.k_proj(states), attention.v_proj(states)
-    else:
-        key, value = attention.qkv(states, slice(1, 3))
-    key, value = (x.unflatten(-1, (-1, attention.head_dim)) for x in (key, value))
-    # The launch turns queries, too: the keys stand in for them.
-    _, key = rotate_pair(key, key, rope, None, (attention.k_norm, attention.k_norm))
-    return key, value
+def _named(found: Tensors, config: DFlashShape, directory: Path) -> Tensors:
+    return {name.removeprefix("model."): entry for name, entry in found.items()}
+
+
+FILES = CheckpointReader(from_json, lambda config, names: DFlashModel(config), _named, rewritten)
+"""Reads checkpoints, which hold neither an embedding nor an LM head."""

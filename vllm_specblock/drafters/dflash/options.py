@@ -9,7 +9,7 @@ from pydantic import Field
 from vllm_specblock.drafters.registry import WeightedOptions, register_drafter
 
 _DRAFTER = "vllm_specblock.drafters.dflash.drafter:DFlashDrafter"
-_FILES = "vllm_specblock.drafters.dflash.checkpoint:FILES"
+_FILES = "vllm_specblock.drafters.dflash.model:FILES"
 
 
 @register_drafter("jetspec", _DRAFTER, _FILES, needs_block_drop=False)

@@ -25,7 +25,6 @@ class ProductTrees:
         positions: K.
         width: B, choices per position.
         budget: N.
-        device: where all of it lies.
     """
 
     def __init__(self, positions: int, width: int, budget: int, device: torch.device | str) -> None:

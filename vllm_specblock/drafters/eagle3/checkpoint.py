@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from vllm_specblock.drafters.common.stored import Stored
+from vllm_specblock.drafters.common.checkpoint_files import CheckpointReader, Stored, Tensors
+from vllm_specblock.drafters.common.rope import rewritten
 from vllm_specblock.drafters.eagle3.config import Eagle3Shape, from_json
 from vllm_specblock.drafters.eagle3.model import Eagle3Model
-from vllm_specblock.drafters.published.checkpoint import CheckpointReader
 from vllm_specblock.drafters.specblock.config import CheckpointError
 
 _UNUSED = ("t2d", "mask_hidden", "rotary_emb.inv_freq")
@@ -38,28 +38,21 @@ def _model(config: Eagle3Shape, names: Collection[str]) -> Eagle3Model:
     )
 
 
-def _other_mapping(found: dict[str, Stored], config: Eagle3Shape) -> Tensor | None:
-    """d2t of a checkpoint that has none: of its t2d, or with nothing to map; None: neither."""
-    if config.draft_vocab_size == config.vocab_size:
-        return torch.zeros(config.draft_vocab_size, dtype=torch.int64)
+def _named(found: Tensors, config: Eagle3Shape, directory: Path) -> Tensors:
+    """Rename the tensors; without a d2t add that of t2d, or of a whole vocabulary."""
+    stored, count = _unfused(found, config), config.draft_vocab_size
     marks = next((entry for name, entry in found.items() if name.endswith("t2d")), None)
-    if marks is None:
-        return None
-    targets = marks.read().nonzero()[:, 0]
-    return targets - torch.arange(len(targets))
-
-
-def _named(found: dict[str, Stored], config: Eagle3Shape, directory: Path) -> dict[str, Stored]:
-    """The same by the network's names, with a mapping; the mapping alone is read."""
-    stored = _unfused(found, config)
-    if "d2t" not in stored and (mapping := _other_mapping(found, config)) is not None:
-        stored["d2t"] = Stored(tuple(mapping.shape), lambda: mapping)
-    if "d2t" in stored and stored["d2t"].shape == (config.draft_vocab_size,):
+    if "d2t" not in stored and count == config.vocab_size:
+        stored["d2t"] = Stored.of(torch.zeros(count, dtype=torch.int64))
+    elif "d2t" not in stored and marks is not None:
+        targets = marks.read().nonzero()[:, 0]
+        stored["d2t"] = Stored.of(targets - torch.arange(len(targets)))
+    if "d2t" in stored and stored["d2t"].shape == (count,):
         _check_mapping(stored["d2t"].read(), config.vocab_size, directory)
     return stored
 
 
-def _unfused(stored: dict[str, Stored], config: Eagle3Shape) -> dict[str, Stored]:
+def _unfused(stored: Tensors, config: Eagle3Shape) -> Tensors:
     """By the network's names, unused ones left out and fused ones taken apart."""
     heads = config.num_attention_heads * config.head_dim
     kv_heads = config.num_key_value_heads * config.head_dim
@@ -89,7 +82,6 @@ def _unfused(stored: dict[str, Stored], config: Eagle3Shape) -> dict[str, Stored
 
 
 def _check_mapping(d2t: Tensor, vocab_size: int, directory: Path) -> None:
-    """d2t [Vd]: draft id + offset must be different target ids."""
     targets = torch.arange(len(d2t)) + d2t
     if d2t.dtype.is_floating_point or not (
         0 <= targets.min() <= targets.max() < vocab_size and len(targets.unique()) == len(targets)
@@ -100,4 +92,4 @@ def _check_mapping(d2t: Tensor, vocab_size: int, directory: Path) -> None:
         )
 
 
-FILES = CheckpointReader(from_json, _model, _named)
+FILES = CheckpointReader(from_json, _model, _named, rewritten)

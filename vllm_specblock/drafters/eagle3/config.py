@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from vllm_specblock.drafters.published.config import DecoderShape, refuse, shape_of
+from vllm_specblock.drafters.common.decoder_config import DecoderShape, refuse, shape_of
 from vllm_specblock.drafters.specblock.config import CheckpointError, Count
 
 _KINDS = {
@@ -84,22 +84,30 @@ def is_eagle3(raw: dict[str, Any]) -> bool:
 
 
 def from_json(raw: dict[str, Any], where: str) -> Eagle3Shape:
-    """The shape in `raw`, a config.json of either layout; `where` names it in errors.
+    """Parse `raw`, a config.json of either layout; `where` names it in errors.
 
     Raises:
         CheckpointError: an architecture or a variant that is not supported, a key missing or
             out of range.
     """
     raw = _flat(raw, where)
-    kind = _kind(raw, where)
-    eagle, layer_ids = _eagle(raw), _layer_ids(raw)
+    named, eagle = raw.get("architectures") or [], raw.get("eagle_config")
+    eagle = eagle if isinstance(eagle, dict) else {}
     _refuse_variants(raw, eagle, where)
+    kind = next((_KINDS[name] for name in named if name in _KINDS), None)
+    if kind is None:
+        raise CheckpointError(
+            f"{where} is of architecture {named or None}, but an EAGLE-3 head must be one of "
+            f"{', '.join(_KINDS)}."
+        )
     if kind == "qwen3":
         raw = {"head_dim": _HEAD_DIM_OF_QWEN3} | raw
-        if "speculators_model_type" in raw and not (
-            "rope_theta" in raw or raw.get("rope_scaling") or raw.get("rope_parameters")
-        ):
+        says_rope = any(map(raw.get, ("rope_theta", "rope_scaling", "rope_parameters")))
+        if "speculators_model_type" in raw and not says_rope:
             raw["rope_theta"] = _THETA_OF_QWEN3
+    # As Model Runner V2 does. `eagle_config.eagle_aux_hidden_state_layer_ids` is not read there:
+    # other engines write it, too, and count its layers from another end of the layer.
+    layer_ids = raw.get("eagle_aux_hidden_state_layer_ids") or eagle.get("layer_ids") or None
     bias = bool(raw.get("attention_bias"))
     own = {
         "target_hidden_size": raw.get("target_hidden_size") or raw.get("hidden_size"),
@@ -118,20 +126,16 @@ def from_json(raw: dict[str, Any], where: str) -> Eagle3Shape:
 
 
 def _flat(raw: dict[str, Any], where: str) -> dict[str, Any]:
-    """The speculators layout in the authors' words; anything else as it is."""
-    kind = raw.get("speculators_model_type")
-    if kind is None:
+    """Translate the speculators layout into the authors' keys; leave any other as it is."""
+    if raw.get("speculators_model_type") != "eagle3":
         return raw
-    if kind != "eagle3":
-        what = "drafts in parallel (P-EAGLE)" if kind == "peagle" else f"is of type {kind!r}"
-        raise CheckpointError(f"{where} {what}, but only plain EAGLE-3 heads can be drafted with.")
     layer = raw.get("transformer_layer_config")
     if not isinstance(layer, dict):
         raise CheckpointError(
             f"{where} has transformer_layer_config = {layer!r}, but it must be an object that "
             "describes the drafter's layer."
         )
-    flat = layer | {"speculators_model_type": kind}
+    flat = layer | {"speculators_model_type": "eagle3"}
     flat |= {key: raw.get(key, missing) for key, missing in _SPECULATORS_KEYS.items()}
     for key in ("target_hidden_size", "eagle_aux_hidden_state_layer_ids", "quantization_config"):
         if raw.get(key):
@@ -141,28 +145,15 @@ def _flat(raw: dict[str, Any], where: str) -> dict[str, Any]:
     return flat | {"architectures": [named.get(model_type, model_type)]}
 
 
-def _kind(raw: dict[str, Any], where: str) -> str:
-    named = raw.get("architectures") or []
-    if any("peagle" in str(name).lower() for name in named):
-        raise CheckpointError(
-            f"{where} drafts in parallel (P-EAGLE), but only plain EAGLE-3 heads can be drafted "
-            "with."
-        )
-    for name in named:
-        if name in _KINDS:
-            return _KINDS[name]
-    raise CheckpointError(
-        f"{where} is of architecture {named or None}, but an EAGLE-3 head must be one of "
-        f"{', '.join(_KINDS)}."
-    )
-
-
 def _refuse_variants(raw: dict[str, Any], eagle: dict[str, Any], where: str) -> None:
+    kind, named = raw.get("speculators_model_type"), raw.get("architectures") or []
     types, layers = raw.get("layer_types"), raw.get("num_hidden_layers")
     # Some name those of the target's layers, too; a wrong number is refused with the shape.
     count = layers if isinstance(layers, int) else 1
     own_layers = types[:count] if isinstance(types, list) else []
     variants = (
+        ("peagle" in f"{kind} {named}".lower(), "a head that drafts in parallel (P-EAGLE)"),
+        (kind not in (None, "eagle3"), f"speculators_model_type = {kind!r}"),
         (raw.get("quantization_config"), "quantised weights"),
         (raw.get("parallel_drafting"), "parallel drafting"),
         (
@@ -173,14 +164,3 @@ def _refuse_variants(raw: dict[str, Any], eagle: dict[str, Any], where: str) -> 
         (raw.get("hidden_act", "silu") != "silu", f"hidden_act = {raw.get('hidden_act')!r}"),
     )
     refuse(where, "plain EAGLE-3 heads (full attention, silu)", variants)
-
-
-def _eagle(raw: dict[str, Any]) -> dict[str, Any]:
-    eagle = raw.get("eagle_config")
-    return eagle if isinstance(eagle, dict) else {}
-
-
-def _layer_ids(raw: dict[str, Any]) -> Any:
-    # As Model Runner V2 does. `eagle_config.eagle_aux_hidden_state_layer_ids` is not read there:
-    # other engines write it, too, and count its layers from another end of the layer.
-    return raw.get("eagle_aux_hidden_state_layer_ids") or _eagle(raw).get("layer_ids") or None

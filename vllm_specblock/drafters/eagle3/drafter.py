@@ -6,10 +6,10 @@ import torch
 
 from vllm_specblock.config import Eagle3Config
 from vllm_specblock.drafters.common.network_drafter import NetworkDrafter, of_requests
+from vllm_specblock.drafters.common.paged_attention import PagedAttention
 from vllm_specblock.drafters.eagle3.growth import grow, limits_of
 from vllm_specblock.drafters.eagle3.model import Eagle3Model
 from vllm_specblock.drafters.interface import CommittedTokens
-from vllm_specblock.drafters.published.model import AttendInLayer, per_row
 from vllm_specblock.drafters.specblock.draft_attention import DraftAttentionBuilder
 from vllm_specblock.drafters.specblock.tree_shape import Starts
 from vllm_specblock.tree import DraftTree
@@ -45,7 +45,7 @@ class Eagle3Drafter(NetworkDrafter):
             self.embed(rows.token),
             self.model.fuse(rows.features(self.layers)),
             rows.position,
-            per_row(attend),
+            attend,
             rows.last,
         )
 
@@ -55,6 +55,6 @@ class Eagle3Drafter(NetworkDrafter):
         self.attention_builder.begin(requests)
         return grow(self.model, self.embed, self.growth, state, position, self._level, beta)
 
-    def _level(self, level: int, rows: Starts) -> tuple[AttendInLayer, torch.Tensor]:
-        there = self.attention_builder.next(level, rows)
-        return per_row(there.attend), there.valid
+    def _level(self, level: int, rows: Starts) -> tuple[PagedAttention, torch.Tensor]:
+        attend, there = self.attention_builder.next(level, rows)
+        return attend, there.valid

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from vllm_specblock.candidates import NEVER, select_nodes, tree_of
 from vllm_specblock.config import Eagle3Config
+from vllm_specblock.drafters.common.layers import Attend
 from vllm_specblock.drafters.eagle3.model import Eagle3Model
-from vllm_specblock.drafters.published.model import AttendInLayer
 from vllm_specblock.drafters.specblock.tree_shape import Starts
 from vllm_specblock.tree import DraftTree
 from vllm_specblock.triton_kernels.drafting.grow_level import GrowingLevels, LevelLimits
@@ -38,11 +38,6 @@ def limits_of(
     return LevelLimits(depth, top_k, width, num_nodes)
 
 
-AttentionBuilder = Callable[[int, Starts], tuple[AttendInLayer, Tensor | None]]
-"""(level, rows) -> the attention of the rows of level ≥ 2, and [R, width] bool: which of them have
-a slot in the cache (None: all)."""
-
-
 @dataclass(frozen=True)
 class LevelRows(Starts):
     """The rows of a level: nodes that grow, and what the drafter needs to run them.
@@ -62,7 +57,7 @@ def grow(
     growth: LevelLimits,
     state: Tensor,
     position: Tensor,
-    attention_builder: AttentionBuilder,
+    attention: Callable[[int, Starts], tuple[Attend, Tensor | None]],
     beta: Tensor | None = None,
 ) -> DraftTree:
     """The trees under the tokens that the newest committed rows have embedded.
@@ -71,6 +66,8 @@ def grow(
         embed: [n] target ids -> [n, H].
         state: [R, H], what the drafter left at those rows.
         position: [R] int64, their RoPE position. A row of level d stands d − 1 further.
+        attention: (level, its rows) -> their attention, and [R, width] bool: which of them have a
+            slot in the cache (None: all).
         beta: [R] fp32, see `feedback/calibration.py`; None: 1.
     """
     levels = levels_for(growth, position)
@@ -78,7 +75,7 @@ def grow(
     level = 1
     while isinstance(grown, LevelRows):
         level += 1
-        attend, there = attention_builder(level, grown)
+        attend, there = attention(level, grown)
         feature = drafter.carry(state[grown.behind])
         state = drafter.run(embed(grown.token.flatten()), feature, grown.rope, attend)
         of_requests = state.view(len(position), growth.width, -1)
@@ -87,7 +84,7 @@ def grow(
 
 
 def levels_for(growth: LevelLimits, position: Tensor) -> Levels | FusedLevels:
-    """Levels where `position` lies: on a GPU one launch per level, if C is not too large."""
+    """Make levels where `position` is: on a GPU one launch per level, if C is not too large."""
     fused = position.is_cuda and growth.candidates <= MOST_CANDIDATES
     return (FusedLevels if fused else Levels)(growth, position)
 
@@ -111,15 +108,12 @@ class Levels:
     def attach(
         self, rows: Starts | None, there: Tensor | None, logprob: Tensor, token: Tensor
     ) -> LevelRows | DraftTree:
-        """Hang a level under the rows that drafted it.
+        """Hang a level under the rows that drafted it; return the next rows, or at last the trees.
 
         Args:
             rows: what the last call returned; None in level 1, which hangs from the root.
             there: [R, rows] bool, rows that had a slot in the cache; None: all.
             logprob, token: [R, rows, k] float32, best first, and int64.
-
-        Returns:
-            the rows of the next level, or after the last one the trees.
         """
         # Rounding may leave a certain token's log-probability above 0; a child's score must
         # not pass its parent's.
@@ -173,7 +167,6 @@ class FusedLevels:
     def attach(
         self, rows: Starts | None, there: Tensor | None, logprob: Tensor, token: Tensor
     ) -> LevelRows | DraftTree:
-        """See `Levels.attach`."""
         node, valid = (None, None) if rows is None else (rows.node, rows.valid)
         grown = self.growing.attach_level(node, valid, there, logprob, token)
         done = self.growing.level == self.growing.limits.depth

@@ -12,14 +12,21 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from vllm_specblock.drafters.common.layers import RMSNorm
+from vllm_specblock.drafters.common.layers import Attend, DecoderLayer, DraftLM, RMSNorm
 from vllm_specblock.drafters.common.rope import Rotary
 from vllm_specblock.drafters.eagle3.config import Eagle3Shape
-from vllm_specblock.drafters.published.model import AttendInLayer, DraftLM, Layer
 from vllm_specblock.triton_kernels.layers.norms import norm_pair
 
 _SHARED_AT_ONCE = 8192
 """Tokens whose embeddings are compared at a time."""
+
+
+class FirstLayer(DecoderLayer):
+    """Its attention reads embedding and feature side by side."""
+
+    def __init__(self, shape: Eagle3Shape) -> None:
+        super().__init__(shape, in_size=2 * shape.hidden_size)
+        self.hidden_norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
 
 
 class Eagle3Model(DraftLM):
@@ -49,10 +56,10 @@ class Eagle3Model(DraftLM):
             each = (RMSNorm(shape.target_hidden_size, eps) for _ in range(shape.num_features))
             self.fc_norm = nn.ModuleList(each)
         self.fc = nn.Linear(fused, size, bias=fc_bias)
-        self.midlayer = Layer(shape, fuses=True)
+        self.midlayer = FirstLayer(shape)
         # By their numbers, as in the checkpoints.
         further = (str(index) for index in range(1, shape.num_hidden_layers))
-        self.layers = nn.ModuleDict({index: Layer(shape) for index in further})
+        self.layers = nn.ModuleDict({index: DecoderLayer(shape) for index in further})
         self.norm = RMSNorm(size, eps)
         self.wants_head = not own_head
         if own_head:
@@ -88,7 +95,7 @@ class Eagle3Model(DraftLM):
         embedding: Tensor,
         feature: Tensor,
         position: Tensor,
-        attend: AttendInLayer,
+        attend: Attend,
         keep: Tensor | None = None,
     ) -> Tensor:
         """One step over any rows.
@@ -97,7 +104,7 @@ class Eagle3Model(DraftLM):
             embedding: [..., H], of each row's token.
             feature: [..., H], of the token before it: from `fuse`, or from `carry`.
             position: [...] int64.
-            attend: see `AttendInLayer`.
+            attend: see `Attend`.
             keep: [Q] int64, rows whose states are wanted (default all; rows then have one
                 leading dimension). The others give the last layer keys and values only.
 

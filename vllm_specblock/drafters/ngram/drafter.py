@@ -70,21 +70,9 @@ class NGramDrafter(Drafter):
     def __init__(self, options: NGramConfig, num_nodes: int, max_model_len: int) -> None:
         self.options, self.num_nodes, self.max_model_len = options, num_nodes, max_model_len
         self.max_depth = min(num_nodes, options.depth)
-
-    @property
-    def following(self) -> Following:
-        """Constants of the kernels."""
-        return Following(
-            self.options.min_match,
-            self.options.max_match,
-            self.options.branches,
-            self.max_depth,
-            self.num_nodes,
-            VOTE,
-            POWER,
-            _VOTES,
-            _NATS,
-        )
+        matches = options.min_match, options.max_match, options.branches
+        sizes = self.max_depth, num_nodes
+        self.following = Following(*matches, *sizes, VOTE, POWER, _VOTES, _NATS)
 
     def advance(self, rows: CommittedTokens) -> None:
         self.texts = Texts(

@@ -1,4 +1,4 @@
-"""SpecBlock checkpoints: read, check, write and convert.
+"""SpecBlock checkpoints: read, check and write.
 
 Both layouts hold `config.json` and `model.safetensors`, with the same tensor names. The published
 one adds `vocab_mapping.pt`, which wins over d2t and t2d in the safetensors file.
@@ -19,21 +19,13 @@ from vllm_specblock.drafters.common.checkpoint_files import (
     MAPPING,
     MAPPING_NAMES,
     WEIGHTS,
+    CheckpointReader,
     PathLike,
-    Shapes,
-    check_mapping,
-    check_names,
-    check_shapes,
-    identity_mapping,
+    Tensors,
     opened,
-    read_mapping,
-    stored_shapes,
-    stored_tensors,
-    wanted_shapes,
-    with_weights,
+    with_mapping,
 )
-from vllm_specblock.drafters.common.target_info import check_target, describe_target
-from vllm_specblock.drafters.specblock.config import CheckpointError, DrafterConfig
+from vllm_specblock.drafters.specblock.config import CheckpointError, DrafterConfig, TargetInfo
 from vllm_specblock.drafters.specblock.config_json import (
     Layout,
     from_json,
@@ -42,7 +34,6 @@ from vllm_specblock.drafters.specblock.config_json import (
     to_json,
 )
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
-from vllm_specblock.drafters.specblock.untrained import init
 
 __all__ = [
     "CONFIG",
@@ -51,7 +42,6 @@ __all__ = [
     "CheckpointError",
     "check_tensors",
     "convert",
-    "init",
     "load",
     "opened",
     "read_config",
@@ -60,59 +50,16 @@ __all__ = [
 ]
 
 
-def read_config(directory: PathLike) -> DrafterConfig:
-    """The config of a drafter directory in either layout.
-
-    Raises:
-        CheckpointError: no such file, no JSON, or not what a SpecBlock drafter's config says.
-    """
-    return from_json(*read_json(Path(directory) / CONFIG))
+def _named(found: Tensors, config: DrafterConfig, directory: Path) -> Tensors:
+    published = layout_of(*read_json(directory / CONFIG)) == "published"
+    return with_mapping(found, directory, config.draft_vocab_size, config.vocab_size, published)
 
 
-def check_tensors(directory: PathLike, config: DrafterConfig) -> None:
-    """Check the tensors' names and shapes against `config` without reading the weights.
-
-    Raises:
-        CheckpointError: a file is missing or unreadable, tensors are missing, left over or of
-            another shape, or the vocabulary mapping is not one.
-    """
-    path = Path(directory) / WEIGHTS
-    with opened(path) as file:
-        shapes = stored_shapes(file)
-        mapping = {name: file.get_tensor(name) for name in MAPPING_NAMES if name in shapes}
-    mapping |= _mapping_file(Path(directory))
-    mapping = mapping or identity_mapping(config.draft_vocab_size, config.vocab_size)
-    shapes |= {name: tuple(tensor.shape) for name, tensor in mapping.items()}
-    _check_shapes(shapes, config, path)
-    check_mapping(mapping["d2t"], mapping["t2d"], directory)
-
-
-def read_tensors(directory: PathLike, config: DrafterConfig) -> dict[str, Tensor]:
-    """All tensors of a drafter directory on the CPU, checked, in the dtypes they are stored in.
-
-    Raises:
-        CheckpointError: as `check_tensors`.
-    """
-    check_tensors(directory, config)
-    with opened(Path(directory) / WEIGHTS) as file:
-        tensors = stored_tensors(file)
-    identity = identity_mapping(config.draft_vocab_size, config.vocab_size)
-    return identity | tensors | _mapping_file(Path(directory))
-
-
-def load(
-    directory: PathLike,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-) -> SpecBlockModel:
-    """A drafter with its weights cast to `dtype`, on `device`.
-
-    Raises:
-        CheckpointError: as `read_config` and `check_tensors`.
-    """
-    config = read_config(directory)
-    tensors = read_tensors(directory, config)
-    return with_weights(lambda: SpecBlockModel(config), tensors, dtype, device)
+_FILES = CheckpointReader(
+    from_json, lambda config, names: SpecBlockModel(config), _named, weights=WEIGHTS
+)
+read_config, check_tensors = _FILES.read_config, _FILES.check_tensors
+read_tensors, load = _FILES.read_tensors, _FILES.load
 
 
 def save(drafter: SpecBlockModel, directory: PathLike, layout: Layout = "ours") -> None:
@@ -125,40 +72,23 @@ def save(drafter: SpecBlockModel, directory: PathLike, layout: Layout = "ours") 
 
 
 def convert(
-    source: PathLike,
-    destination: PathLike,
-    to: Layout,
-    target: PathLike | None = None,
-    target_name: str | None = None,
-    layer_ids: tuple[int, int, int] | None = None,
-) -> DrafterConfig:
+    source: PathLike, destination: PathLike, to: Layout, target: TargetInfo | None = None
+) -> None:
     """Rewrite a drafter directory in the layout `to`; weights keep their bits.
 
     Args:
         source, destination: two different directories.
-        target: directory of the target, whose name and layers the published layout leaves out.
-        target_name: default: `target` as given.
-        layer_ids: layers that are read (default: those in `source`, else the target's default).
-
-    Returns:
-        The config as written.
+        target: what the config says of the target from now on; None: as before.
 
     Raises:
-        CheckpointError: as `read_config`, `check_tensors` and `save`; `target` has other sizes,
-            or is missing where its name or layers are given.
+        CheckpointError: as `read_config`, `check_tensors` and `save`.
     """
     if Path(source).resolve() == Path(destination).resolve():
         raise CheckpointError(f"{source} cannot be converted into itself: give another --out.")
-    if target is None and (target_name is not None or layer_ids is not None):
-        raise CheckpointError("The target's name and layers were given without --target.")
     config = read_config(source)
     if target is not None:
-        layer_ids = layer_ids or config.target.layer_ids
-        info = describe_target(target, target_name, layer_ids)
-        check_target(source, config.target, target, info)
-        config = config.model_copy(update={"target": info})
+        config = config.model_copy(update={"target": target})
     _write(config, read_tensors(source, config), Path(destination), to)
-    return config
 
 
 def _write(
@@ -184,22 +114,3 @@ def _replace(path: Path, write: Callable[[Path], object]) -> None:
     write(aside)
     aside.chmod(mode)  # safetensors leaves files that only their owner can read
     aside.replace(path)
-
-
-def _mapping_file(directory: Path) -> dict[str, Tensor]:
-    """d2t and t2d of vocab_mapping.pt; empty where the layout or the directory has none."""
-    if not (directory / MAPPING).is_file() or layout_of(*read_json(directory / CONFIG)) == "ours":
-        return {}
-    return read_mapping(directory)
-
-
-def _check_shapes(found: Shapes, config: DrafterConfig, path: Path) -> None:
-    wanted = wanted_shapes(lambda: SpecBlockModel(config))
-    check_names(found, wanted, path)
-    queries = found["input_layer.position_queries.weight"]
-    if queries[:1] != (config.block_size,):
-        raise CheckpointError(
-            f"{path} holds queries for {queries[0] if queries else 0} draft positions, but K in "
-            f"its {CONFIG} (block_size, or diffspec_draft_token_num) is {config.block_size}."
-        )
-    check_shapes(found, wanted, path)

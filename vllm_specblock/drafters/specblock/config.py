@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 TOP_LOGPROBS = 10
 """Log-probabilities among the rank features ψ (appendix B)."""
@@ -26,6 +26,19 @@ _ROPE_PARAMETERS = {
 _YARN_OPTIONAL = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor")
 
 Count = Annotated[int, Field(ge=1)]
+
+
+def _ascending(ids: tuple[int, ...]) -> tuple[int, ...]:
+    # The target's states come in layer order: another one would swap columns of what reads them.
+    if list(ids) != sorted({*ids}) or ids[0] < 0:
+        raise ValueError(
+            f"the target's layers {list(ids)} are read, but they must be different ones in "
+            "ascending order"
+        )
+    return ids
+
+
+Ascending = AfterValidator(_ascending)
 
 
 class CheckpointError(ValueError):
@@ -50,19 +63,7 @@ class TargetInfo(BaseModel):
     architectures: tuple[str, ...] = ()
     hidden_size: Count
     vocab_size: Count
-    layer_ids: tuple[int, int, int] | None = None
-
-    @model_validator(mode="after")
-    def _check(self) -> TargetInfo:
-        if self.layer_ids is not None:
-            low, mid, high = self.layer_ids
-            # States come in layer order; another order would swap columns of condition_proj.
-            if not 0 <= low < mid < high:
-                raise ValueError(
-                    f"layer_ids is {list(self.layer_ids)}, but must be three different layers in "
-                    "ascending order"
-                )
-        return self
+    layer_ids: Annotated[tuple[int, int, int], Ascending] | None = None
 
 
 class NetworkShape(BaseModel):
@@ -87,6 +88,11 @@ class NetworkShape(BaseModel):
     rope_theta: Annotated[float, Field(gt=0)] = 10000.0
     rope_scaling: dict[str, Any] | None = None
     qk_norm: bool = False
+
+    @property
+    def biases(self) -> tuple[bool, bool, bool]:
+        """Whether q, k and v, the attention's output, and the MLP have a bias."""
+        return False, False, False
 
     @model_validator(mode="after")
     def _check_layers(self) -> Self:
@@ -167,10 +173,7 @@ def rope_type(scaling: dict[str, Any]) -> str | None:
 
 
 def check_rope_scaling(scaling: dict[str, Any] | None, yarn: bool = False) -> None:
-    """Raise ValueError for a `rope_scaling` entry that a drafter does not compute.
-
-    yarn: whether it computes YaRN.
-    """
+    """Raise ValueError for a `rope_scaling` entry that is not computed; yarn: whether YaRN is."""
     if scaling is None:
         return
     kind = rope_type(scaling)

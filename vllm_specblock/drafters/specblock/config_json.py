@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -119,33 +119,26 @@ def from_json(raw: dict[str, Any], where: str) -> DrafterConfig:
         CheckpointError: unknown architecture, a key missing, unknown (ours) or out of range.
     """
     if layout_of(raw, where) == "ours":
-        return checked(
-            where, {k: v for k, v in raw.items() if k not in _OF_VLLM and not k.startswith("_")}
-        )
+        ours = {k: v for k, v in raw.items() if k not in _OF_VLLM and not k.startswith("_")}
+        return checked(where, ours, DrafterConfig)
     ours = {}
     for key, (published, default) in _PUBLISHED_KEYS.items():
         ours[key] = raw.get(published, default)
         if ours[key] is None:
             raise CheckpointError(f"{where} lacks the key {published!r}.")
+    # A `head_dim` key is ignored, as the authors' code does.
+    layers = layers_of(raw | {"head_dim": None})
     hidden, heads = ours["hidden_size"], ours["num_attention_heads"]
-    whole = isinstance(hidden, int) and isinstance(heads, int) and heads > 0
-    if not whole or hidden % heads:
+    if layers["head_dim"] is None or hidden % heads:
         raise CheckpointError(
             f"{where}: hidden_size is {hidden!r} and num_attention_heads {heads!r}, but the first "
             "must be a whole multiple of the second."
         )
-    theta, scaling = rope_of(raw)
+    size = raw.get("target_hidden_size") or hidden
     layer_ids = (raw.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    ours |= {
-        "num_key_value_heads": raw.get("num_key_value_heads") or heads,
-        # A `head_dim` key is ignored here, as the authors' code does.
-        "head_dim": hidden // heads,
-        "target_hidden_size": raw.get("target_hidden_size") or hidden,
-        "rope_theta": theta,
-        "rope_scaling": scaling,
-    }
-    target = {"hidden_size": ours["target_hidden_size"], "vocab_size": ours["vocab_size"]}
-    return checked(where, ours | {"target": target | {"layer_ids": layer_ids}})
+    target = {"hidden_size": size, "vocab_size": ours["vocab_size"], "layer_ids": layer_ids}
+    ours |= layers | {"target_hidden_size": size, "target": target}
+    return checked(where, ours, DrafterConfig)
 
 
 def to_json(config: DrafterConfig, layout: Layout, torch_dtype: str) -> dict[str, Any]:
@@ -154,23 +147,8 @@ def to_json(config: DrafterConfig, layout: Layout, torch_dtype: str) -> dict[str
     Raises:
         CheckpointError: the published layout cannot hold it.
     """
-    return _ours(config, torch_dtype) if layout == "ours" else _published(config, torch_dtype)
-
-
-def rope_of(raw: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
-    """Return (theta, scaling) of a Llama-like config.json.
-
-    transformers 5 moves `rope_theta` into `rope_parameters` on saving.
-    """
-    parameters = raw.get("rope_parameters") or {}
-    scaling = dict(raw.get("rope_scaling") or parameters)
-    # As transformers does: what stands inside wins.
-    inside = scaling.pop("rope_theta", None)
-    theta = inside or raw.get("rope_theta") or parameters.get("rope_theta") or 10000.0
-    return theta, scaling if scaling and rope_type(scaling) != "default" else None
-
-
-def _ours(config: DrafterConfig, torch_dtype: str) -> dict[str, Any]:
+    if layout == "published":
+        return _published(config, torch_dtype)
     raw = {
         "model_type": MODEL_TYPE,
         "architectures": [ARCHITECTURE],
@@ -193,6 +171,34 @@ def _ours(config: DrafterConfig, torch_dtype: str) -> dict[str, Any]:
                 "architectures": list(config.target.architectures),
             },
         },
+    }
+
+
+def rope_of(raw: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
+    """Return (theta, scaling) of a Llama-like config.json.
+
+    transformers 5 moves `rope_theta` into `rope_parameters` on saving.
+    """
+    parameters = raw.get("rope_parameters") or {}
+    scaling = dict(raw.get("rope_scaling") or parameters)
+    # As transformers does: what stands inside wins.
+    inside = scaling.pop("rope_theta", None)
+    theta = inside or raw.get("rope_theta") or parameters.get("rope_theta") or 10000.0
+    return theta, scaling if scaling and rope_type(scaling) != "default" else None
+
+
+def layers_of(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return heads and RoPE of a Llama-like config.json, with what missing keys mean."""
+    hidden, heads = raw.get("hidden_size"), raw.get("num_attention_heads")
+    head_dim = raw.get("head_dim")
+    if head_dim is None and isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
+        head_dim = hidden // heads
+    theta, scaling = rope_of(raw)
+    return {
+        "num_key_value_heads": raw.get("num_key_value_heads") or heads,
+        "head_dim": head_dim,
+        "rope_theta": theta,
+        "rope_scaling": scaling,
     }
 
 
@@ -230,11 +236,7 @@ def _published(config: DrafterConfig, torch_dtype: str) -> dict[str, Any]:
     return raw
 
 
-@overload
-def checked(where: str, keys: dict[str, Any]) -> DrafterConfig: ...
-@overload
-def checked(where: str, keys: dict[str, Any], kind: type[Config]) -> Config: ...
-def checked(where: str, keys: dict[str, Any], kind: type[BaseModel] = DrafterConfig) -> BaseModel:
+def checked(where: str, keys: dict[str, Any], kind: type[Config]) -> Config:
     """Make a config of `kind`; raises CheckpointError, in which `where` names the file."""
     try:
         return kind(**keys)

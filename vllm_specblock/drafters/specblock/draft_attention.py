@@ -9,8 +9,6 @@ Later blocks borrow the slots of the request's next tokens, which are reserved f
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from vllm_specblock.drafters.common.chunked_advance import MAX_ROWS
@@ -31,23 +29,6 @@ from vllm_specblock.triton_kernels.drafting.later_block_metadata import (
     later_block_metadata_triton,
 )
 from vllm_specblock.triton_kernels.warm_up import compile_attention
-
-
-class LaterBlock(NamedTuple):
-    """A later block's S rows per request.
-
-    Attributes:
-        attend: their attention.
-        valid: [R, S] bool, valid starts whose row has a slot.
-        source: [R·S] int64, where each start goes on, in the rows drafted so far, [R, rows, K]
-            flattened.
-        base: [R·S] int64, RoPE position of each row's first draft position.
-    """
-
-    attend: PagedAttention
-    valid: torch.Tensor
-    source: torch.Tensor
-    base: torch.Tensor
 
 
 class DraftAttentionBuilder:
@@ -157,8 +138,8 @@ class DraftAttentionBuilder:
             self.mask_words = self.own.new_zeros(len(last), 1, self.own.shape[-1])  # [R, 1, W]
             self.reach = torch.zeros_like(self.prefix)
 
-    def next(self, block: int, starts: Starts) -> LaterBlock:
-        """Block `block` ≥ 2 from S starts per request."""
+    def next(self, block: int, starts: Starts) -> tuple[PagedAttention, LaterBlockMetadata]:
+        """Return the attention of block `block` ≥ 2 from S starts per request, and its rows."""
         K, S, table = self.K, self.S, self.block_table
         if self.fused:
             metadata = later_block_metadata_triton(
@@ -192,8 +173,7 @@ class DraftAttentionBuilder:
             metadata.mask_words,
             metadata.tree_start,
         )
-        attend = PagedAttention(self.caches, metadata.kv_index, queries)
-        return LaterBlock(attend, metadata.valid, metadata.source, metadata.base)
+        return PagedAttention(self.caches, metadata.kv_index, queries), metadata
 
     def _later(self, block: int, starts: Starts) -> LaterBlockMetadata:
         """What `later_block_metadata_triton` works out."""

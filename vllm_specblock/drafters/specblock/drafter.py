@@ -11,7 +11,7 @@ from vllm_specblock.config import SpecBlockConfig
 from vllm_specblock.drafters.common.network_drafter import NetworkDrafter, of_requests
 from vllm_specblock.drafters.interface import CommittedTokens
 from vllm_specblock.drafters.specblock.draft_attention import DraftAttentionBuilder
-from vllm_specblock.drafters.specblock.fused_growth import expansion
+from vllm_specblock.drafters.specblock.growth import expansion
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
 from vllm_specblock.drafters.specblock.refresh import refresh
 from vllm_specblock.drafters.specblock.tree_shape import TreeShape
@@ -65,10 +65,10 @@ class SpecBlockDrafter(NetworkDrafter):
         self.attention_builder.begin(requests)
         for block in range(2, shape.num_blocks + 1):
             starts = growth.starts(block)
-            rows = self.attention_builder.next(block, starts)
+            attend, rows = self.attention_builder.next(block, starts)
             embedded = self.embed(starts.token.flatten())
             condition = drafted.flatten(0, 2)
-            hidden = model(condition, embedded, rows.base, rows.attend, rows=rows.source)
+            hidden = model(condition, embedded, rows.base, attend, rows=rows.source)
             hidden = hidden.unflatten(0, starts.token.shape)  # [R, S, K, H]
             candidates = model.candidates(hidden, shape.width, beta)
             growth.next_block(replace(starts, valid=rows.valid), block, *candidates)

@@ -15,9 +15,13 @@ from vllm_specblock.candidates import (
     join,
     rank_key,
     select,
+    tree_of,
 )
 from vllm_specblock.drafters.specblock.tree_shape import Starts, TreeShape
 from vllm_specblock.tree import DraftTree
+from vllm_specblock.triton_kernels.drafting.expand import Growing, Limits
+from vllm_specblock.triton_kernels.drafting.expand_numba import CompiledGrowing
+from vllm_specblock.triton_kernels.optional_numba import takes
 from vllm_specblock.triton_kernels.tree.candidate_keys import (
     CLOSED,
     DEPTH_ONE,
@@ -25,6 +29,7 @@ from vllm_specblock.triton_kernels.tree.candidate_keys import (
     MAX_DEPTH,
     ROOT_HASH,
 )
+from vllm_specblock.triton_kernels.tree.select_tree import MOST_CANDIDATES
 
 _DEPTH = MAX_DEPTH * DEPTH_ONE
 
@@ -59,26 +64,17 @@ class Expansion:
         self.open: list[torch.Tensor] = []  # per block [R, rows·K·B], keys as starts
         self.started: list[torch.Tensor] = []  # per block [R, S], hashes of the starts' texts
 
-    def first_block(
-        self, top_logprob: torch.Tensor, top_token: torch.Tensor, bucket: torch.Tensor
-    ) -> None:
+    def first_block(self, *candidates: torch.Tensor) -> None:
         """Hang block 1 under the root.
 
         Args:
-            top_logprob: [R, K, B] fp32, best first, normalised over the draft vocabulary.
-            top_token: [R, K, B] int64, target vocabulary.
-            bucket: [R, K] int64, rank bucket 0 … 3 of each position.
+            candidates: log-probabilities [R, K, B] fp32, best first, normalised over the draft
+                vocabulary; tokens [R, K, B] int64, target vocabulary; and the rank bucket 0 … 3 of
+                each position [R, K] int64.
         """
         _, path_hash, key, node = self.fields[..., :1].unbind()
-        self._attach(
-            node,
-            self.score[:, :1],
-            path_hash,
-            key,
-            top_logprob[:, None],
-            top_token[:, None],
-            bucket[:, None],
-        )
+        one_row = (each[:, None] for each in candidates)
+        self._attach(node, self.score[:, :1], path_hash, key, *one_row)
 
     def starts(self, block: int) -> Starts:
         """Choose the S best nodes so far for block `block` ≥ 2; the chain's end is the first.
@@ -106,14 +102,7 @@ class Expansion:
             node, self.token.gather(1, node), drafted // K, drafted % K, valid=key < CLOSED
         )
 
-    def next_block(
-        self,
-        starts: Starts,
-        block: int,
-        top_logprob: torch.Tensor,
-        top_token: torch.Tensor,
-        bucket: torch.Tensor,
-    ) -> None:
+    def next_block(self, starts: Starts, block: int, *candidates: torch.Tensor) -> None:
         """Hang block `block` under its starts; as `first_block`, with [R, S] before [K, B]."""
         node = starts.node
         path_hash, key = self.fields[1:3].gather(2, node.expand(2, -1, -1)).unbind()
@@ -121,7 +110,7 @@ class Expansion:
         if block < self.shape.num_blocks:
             # The root is no start.
             self.started.append(torch.where(starts.valid, path_hash, ROOT_HASH))
-        self._attach(node, score, path_hash, key, top_logprob, top_token, bucket)
+        self._attach(node, score, path_hash, key, *candidates)
 
     def _attach(
         self,
@@ -189,3 +178,33 @@ class Expansion:
         row = (candidate - 1) // (self.shape.block_size * self.shape.width)
         starts = self.shape.num_starts
         return torch.where(candidate > 0, 1 + (row + starts - 1) // starts, 0)
+
+
+def expansion(
+    shape: TreeShape, width: torch.Tensor, num_requests: int
+) -> Expansion | FusedExpansion:
+    """Make an expansion on the device of `width`: fused, on a GPU if C is not too large."""
+    fused = takes(width) or (width.is_cuda and shape.candidates <= MOST_CANDIDATES)
+    return (FusedExpansion if fused else Expansion)(shape, width, num_requests)
+
+
+class FusedExpansion:
+    """`Expansion` in one launch per block: the same calls with the same results, in this order."""
+
+    def __init__(self, shape: TreeShape, width: torch.Tensor, num_requests: int) -> None:
+        sizes = shape.block_size, shape.num_blocks, shape.num_starts, shape.width, shape.budget
+        kind = Growing if width.is_cuda else CompiledGrowing
+        self.growing = kind(Limits(*sizes), width, num_requests)
+
+    def first_block(self, *candidates: torch.Tensor) -> None:
+        one_row = (each[:, None] for each in candidates)
+        self.grown = self.growing.attach_block(1, None, None, *one_row)
+
+    def starts(self, block: int) -> Starts:
+        return Starts(*self.grown)
+
+    def next_block(self, starts: Starts, block: int, *candidates: torch.Tensor) -> None:
+        self.grown = self.growing.attach_block(block, starts.node, starts.valid, *candidates)
+
+    def finish(self) -> DraftTree:
+        return tree_of(self.grown)

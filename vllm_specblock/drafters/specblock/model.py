@@ -7,32 +7,22 @@ one pass. Parameter names are those of the published checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vllm_specblock.drafters.common.layers import MLP, Attention, RMSNorm
+from vllm_specblock.drafters.common.layers import Attend, DecoderLayer, RMSNorm
 from vllm_specblock.drafters.common.linear import PackedLinear
 from vllm_specblock.drafters.common.rope import Rotary
-from vllm_specblock.drafters.specblock.config import TOP_LOGPROBS, DrafterConfig, NetworkShape
+from vllm_specblock.drafters.specblock.config import TOP_LOGPROBS, DrafterConfig
 from vllm_specblock.triton_kernels.layers.layer_shift import layer_shift
 from vllm_specblock.triton_kernels.layers.lm_and_rank_head import (
     lm_and_rank_head,
     top_and_features,
 )
 from vllm_specblock.triton_kernels.layers.norms import add_norm, norm_pair
-from vllm_specblock.triton_kernels.layers.rope import Rope
-
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""attend(layer, query [Q,K,nh,D], key [T,K,nkv,D], value [T,K,nkv,D]) -> [Q,K,nh,D].
-
-Keys and queries carry their RoPE. Q = T, except in the last layer of a forward with `keep`.
-The callable owns the cache, the mask and the scaling by 1/sqrt(D).
-"""
 
 RANK_FEATURES = TOP_LOGPROBS + 5
 _RANK_HIDDEN = 256
@@ -67,7 +57,7 @@ class SpecBlockModel(nn.Module):
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
 
     def condition(self, features: Tensor) -> Tensor:
-        """Context feature of block 1 (eq. 1): [T, 3·Ht], low, mid and high states -> [T, H]."""
+        """Context feature of block 1 (eq. 1): low, mid and high states [T, 3·Ht] -> [T, H]."""
         return self.input_layer.condition_proj(features)
 
     def forward(
@@ -211,33 +201,3 @@ class InputLayer(nn.Module):
         """[K, H], what the K position queries add."""
         query = self.query_norm(self.position_queries.weight)
         return F.linear(query, self.fuse.weight[:, 2 * query.shape[-1] :])
-
-
-class DecoderLayer(nn.Module):
-    """A pre-norm Llama layer; with `qk_norm` a Qwen3 layer."""
-
-    def __init__(self, config: NetworkShape) -> None:
-        super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config, config.hidden_size)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config)
-
-    def forward(
-        self,
-        index: int,
-        hidden: Tensor,
-        rope: Rope,
-        attend: Attend,
-        keep: Tensor | None,
-        normed: Tensor | None = None,
-    ) -> Tensor:
-        """hidden [T, K, H], keep [Q] -> [T or Q, K, H].
-
-        normed: [T, K, H], the input norm of `hidden`, if the caller has it.
-        """
-        if normed is None:
-            normed = self.input_layernorm(hidden)
-        mixed = self.self_attn(normed, rope, partial(attend, index), keep)
-        hidden, normed = add_norm(hidden, mixed, self.post_attention_layernorm, keep)
-        return self.mlp(normed, hidden)

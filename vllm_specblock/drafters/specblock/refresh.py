@@ -6,16 +6,19 @@ addresses of the served weights, which are folded: new ones are folded beside th
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 from torch import Tensor, nn
 
 from vllm_specblock.drafters.common.checkpoint_files import listed
-from vllm_specblock.drafters.common.linear import Fp8Linear, Int8Linear, PackedLinear
-from vllm_specblock.drafters.common.post_load import Quantization, process_after_loading
+from vllm_specblock.drafters.common.linear import (
+    Fp8Linear,
+    Int8Linear,
+    PackedLinear,
+    Quantization,
+    process_after_loading,
+)
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
 
 HEADS = ("lm_head", "rank_head")
@@ -30,17 +33,13 @@ class RefreshError(ValueError):
 def prepare(
     drafter: SpecBlockModel, tensors: Mapping[str, Tensor], device: torch.device | None = None
 ) -> nn.Module:
-    """Load new weights as a checkpoint's are loaded, beside a serving drafter.
+    """Load new weights as a checkpoint's are loaded, beside a serving drafter, for `swap_in`.
 
     Args:
-        drafter: as `post_load.process_after_loading` leaves it.
-        tensors: by a checkpoint's names and in its shapes (`lm_head.weight` [Vd, H],
-            `input_layer.fuse.weight` [H, 3H], …), of any floating dtype, on any device: all
-            weights, or those of the LM head and the rank head. The vocabulary mapping stays.
+        drafter: as `process_after_loading` leaves it.
+        tensors: by a checkpoint's names and in its shapes, of any floating dtype, on any device:
+            all weights, or those of `HEADS`. The vocabulary mapping stays.
         device: where to do it; None: the drafter's.
-
-    Returns:
-        A model for `swap_in`.
 
     Raises:
         RefreshError: the drafter does not serve; a name is missing or left over, a tensor has
@@ -84,82 +83,6 @@ def swap_in(drafter: SpecBlockModel, fresh: nn.Module) -> None:
 def refresh(drafter: SpecBlockModel, tensors: Mapping[str, Tensor]) -> None:
     """Give a serving drafter other weights in place, all or none; see `prepare`."""
     swap_in(drafter, prepare(drafter, tensors))
-
-
-class Refresh:
-    """An update that takes several turns between steps: a GPU's is prepared in a thread.
-
-    Args:
-        drafter: as `post_load.process_after_loading` leaves it.
-
-    Attributes:
-        ready: the new weights are prepared and held until `release`.
-    """
-
-    def __init__(self, drafter: SpecBlockModel) -> None:
-        self._drafter = drafter
-        on_gpu = drafter.norm.weight.is_cuda
-        self._pool = ThreadPoolExecutor(1, "specblock-refresh") if on_gpu else None
-        self._tensors: Mapping[str, Tensor] | None = None
-        self._coming: Future[nn.Module] | None = None
-        self._fresh: nn.Module | None = None
-        self._seconds = 0.0
-        self.ready = self._held = False
-
-    def start(self, tensors: Mapping[str, Tensor], hold: bool = False) -> None:
-        """Begin an update, in place of an earlier one that does not serve yet.
-
-        Args:
-            tensors: on the host, see `prepare`; not to be changed any more.
-            hold: do not swap them in before `release`.
-        """
-        self.ready, self._held, self._fresh, self._seconds = False, hold, None, 0.0
-        self._tensors = tensors
-        if self._pool is not None:
-            self._coming = self._pool.submit(_prepare_pinned, self._drafter, tensors)
-
-    def release(self) -> None:
-        """Let what is held serve from the next `turn` on."""
-        self._held = False
-
-    def turn(self) -> float | None:
-        """Go on with the update, between two steps and on their stream.
-
-        Returns:
-            The seconds that turns took, once the new weights serve; else None.
-
-        Raises:
-            RefreshError: the weights cannot serve; nothing was written.
-        """
-        if self._tensors is None or (self._coming is not None and not self._coming.done()):
-            return None
-        began = time.perf_counter()
-        try:
-            if self._fresh is None and self._coming is not None:
-                self._fresh = self._coming.result()
-            elif self._fresh is None:
-                self._fresh = prepare(self._drafter, self._tensors)
-        except RefreshError:
-            self._tensors = self._coming = None
-            raise
-        self.ready = self._held
-        if not self._held:
-            swap_in(self._drafter, self._fresh)
-        self._seconds += time.perf_counter() - began
-        if self._held:
-            return None
-        self._tensors = self._coming = self._fresh = None
-        return self._seconds
-
-
-def _prepare_pinned(drafter: SpecBlockModel, tensors: Mapping[str, Tensor]) -> nn.Module:
-    """Prepare weights for a GPU in pinned host memory, beside the steps."""
-    try:
-        return prepare(drafter, tensors, torch.device("cpu"))._apply(Tensor.pin_memory)
-    except RefreshError:
-        raise
-    except Exception as error:  # an update that fails must not stop the engine
-        raise RefreshError(f"The new weights could not be prepared ({error!r}).") from error
 
 
 def _blank(drafter: SpecBlockModel, tensors: Mapping[str, Tensor]) -> nn.Module:

@@ -61,19 +61,12 @@ class TreeShape:
 
 @dataclass(frozen=True)
 class Starts:
-    """Nodes from which the next block grows, S per request.
+    """Nodes from which the next block grows, S per request: [R, S] each."""
 
-    Attributes (each [R, S]):
-        node: int64, candidate index.
-        token: int64.
-        row: int64, the drafted row that the node came from: 0 is the drafting row, the s-th
-            start of block m is row 1 + (m − 2)·S + s.
-        position: int64, 0-based position in that row.
-        valid: bool; the others are there for the shape's sake.
-    """
-
-    node: torch.Tensor
-    token: torch.Tensor
+    node: torch.Tensor  # int64, candidate index
+    token: torch.Tensor  # int64
+    # int64, the drafted row that the node came from: 0 is the drafting row, the s-th start of
+    # block m is row 1 + (m − 2)·S + s.
     row: torch.Tensor
-    position: torch.Tensor
-    valid: torch.Tensor
+    position: torch.Tensor  # int64, 0-based position in that row
+    valid: torch.Tensor  # bool; the others are there for the shape's sake

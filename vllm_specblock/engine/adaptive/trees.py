@@ -11,7 +11,6 @@ from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_specblock.drafters.common.backlog import Backlog, MissedRows
 from vllm_specblock.engine.adaptive import budget
-from vllm_specblock.engine.adaptive.clocks import Clock, DeviceClock
 from vllm_specblock.engine.device import device_of
 from vllm_specblock.engine.runner.tree_states import TreeStates
 from vllm_specblock.feedback.acceptance_estimator import AcceptanceEstimator
@@ -45,7 +44,7 @@ class AdaptiveTrees:
         self.tree_states, self.confidence = tree_states, confidence
         self.backlog, self.reads_prompts = backlog, follow and backlog is None
         num_slots, here = len(tree_states.accepted), device_of(device)
-        self.clock = Clock() if here.on_host else DeviceClock()
+        self.clock = here.clock()
         self.drafting_state = budget.drafting_state_of(states, num_slots, controller, self.clock)
         if self.backlog is not None:
             self.drafting_state.missed = self.backlog.rows

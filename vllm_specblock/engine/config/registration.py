@@ -22,7 +22,12 @@ from vllm_specblock.engine.config.architecture import (
     SpecBlockForDrafting,
     SpecBlockHFConfig,
 )
-from vllm_specblock.engine.config.ours import asks_for_us, extracts_features, is_ours
+from vllm_specblock.engine.config.ours import (
+    WHEN_ASKED,
+    asks_for_us,
+    extracts_features,
+    is_ours,
+)
 from vllm_specblock.engine.patches import Function, replaces
 
 if TYPE_CHECKING:
@@ -67,6 +72,8 @@ def create_speculative_config(
     given = self.speculative_config
     if not asks_for_us(given):
         return original(self, target_model_config, target_parallel_config)
+    for prepare in WHEN_ASKED:
+        prepare(target_parallel_config)
     from vllm_specblock.engine import compat
     from vllm_specblock.engine.config import vllm_args
     from vllm_specblock.engine.metrics import exporter, stop_strings

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -10,7 +11,6 @@ from vllm import envs
 from vllm.config import ModelConfig, ParallelConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import CpuArchEnum, current_platform
-from vllm.triton_utils import HAS_TRITON
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_specblock.config import OptionError
@@ -30,15 +30,14 @@ def check_batch(args: EngineArgs, num_speculative_tokens: int) -> None:
 
 
 def check_runner(args: EngineArgs, parallel: ParallelConfig) -> None:
-    if current_platform.is_cpu() and (envs.VLLM_USE_V2_MODEL_RUNNER is not True or not HAS_TRITON):
-        raise OptionError(
-            "SpecBlock needs vLLM's Model Runner V2, which is off by default on a CPU: set "
-            "VLLM_USE_V2_MODEL_RUNNER=1 before Python starts."
-        )
     if envs.VLLM_USE_V2_MODEL_RUNNER is False:
         raise OptionError(
             "SpecBlock needs vLLM's Model Runner V2, but VLLM_USE_V2_MODEL_RUNNER=0 switches it "
             "off: unset it."
+        )
+    if find_spec("triton") is None:
+        raise OptionError(
+            "SpecBlock needs vLLM's Model Runner V2, which needs Triton: pip install triton."
         )
     if parallel.pipeline_parallel_size > 1:
         raise OptionError(

@@ -11,7 +11,7 @@ from vllm.config import ModelConfig, ParallelConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from vllm_specblock.config import METHOD, OptionError
-from vllm_specblock.drafters.common.post_load import process_after_loading
+from vllm_specblock.drafters.common.linear import process_after_loading
 from vllm_specblock.drafters.detect import kind_of
 from vllm_specblock.drafters.interface import CacheLayer
 from vllm_specblock.drafters.registry import drafter_kind

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,19 +60,14 @@ class VllmAnswerer:
         temperatures: list[float],
         max_tokens: list[int],
         seeds: list[int],
-        stops: Sequence[int] = (),
     ) -> list[list[int]]:
-        """Answers as token ids, with the end token where one was generated.
-
-        `stops` are ids that end an answer beside the target's own.
-        """
+        """Answers as token ids, with the end token where one was generated."""
         params = [
             SamplingParams(
                 temperature=temperature,
                 top_p=self.top_p,
                 max_tokens=most,
                 seed=seed,
-                stop_token_ids=list(stops),
                 detokenize=False,
             )
             for temperature, most, seed in zip(temperatures, max_tokens, seeds)

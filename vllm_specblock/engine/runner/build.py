@@ -14,7 +14,7 @@ from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_specblock.combine.budget import shares
 from vllm_specblock.config import CombineConfig
-from vllm_specblock.drafters.common.post_load import process_after_loading
+from vllm_specblock.drafters.common.linear import process_after_loading
 from vllm_specblock.drafters.interface import Drafter
 from vllm_specblock.drafters.registry import drafter_kind
 from vllm_specblock.engine.config.resolved_config import ResolvedConfig, ResolvedDrafter

@@ -11,7 +11,6 @@ import torch
 
 from vllm_specblock.config import DEFAULT_NODES, parse_drafter
 from vllm_specblock.drafters.common.hub import drafter_folder, target_folder
-from vllm_specblock.drafters.common.target_info import check_target, describe_target, read_target
 from vllm_specblock.drafters.detect import kind_of
 from vllm_specblock.drafters.eagle3.checkpoint import FILES as eagle3_files
 from vllm_specblock.drafters.specblock import checkpoint as specblock_files
@@ -24,6 +23,7 @@ from vllm_specblock.train.eval.eagle3_drafting import Eagle3Draft, serving_growt
 from vllm_specblock.train.eval.steps import TreeDraft
 from vllm_specblock.train.learner import EvalSequence
 from vllm_specblock.train.target import target_rows
+from vllm_specblock.train.target.target_info import check_target, describe_target, read_target
 
 
 @dataclass(frozen=True)

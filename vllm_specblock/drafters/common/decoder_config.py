@@ -8,12 +8,13 @@ from typing import Annotated, Any, ClassVar, TypeVar
 from pydantic import Field, model_validator
 
 from vllm_specblock.drafters.specblock.config import (
+    Ascending,
     CheckpointError,
     NetworkShape,
     default_layer_ids,
     rope_type,
 )
-from vllm_specblock.drafters.specblock.config_json import checked, rope_of
+from vllm_specblock.drafters.specblock.config_json import checked, layers_of
 
 
 class DecoderShape(NetworkShape):
@@ -31,24 +32,21 @@ class DecoderShape(NetworkShape):
     computes_yarn: ClassVar[bool] = True
 
     rotary_dim: Annotated[int, Field(ge=2, multiple_of=2)] | None = None
-    layer_ids: Annotated[tuple[int, ...], Field(min_length=1)] | None = None
+    layer_ids: Annotated[tuple[int, ...], Field(min_length=1), Ascending] | None = None
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
+
+    @property
+    def biases(self) -> tuple[bool, bool, bool]:
+        return self.qkv_bias, self.output_bias, self.mlp_bias
 
     def target_layers(self, num_layers: int) -> tuple[int, ...]:
         """The states that it reads of a target with so many layers; i is that after i layers."""
         return self.layer_ids or default_layer_ids(num_layers)
 
     @model_validator(mode="after")
-    def _check_rope_and_layers(self) -> DecoderShape:
-        ids = list(self.layer_ids or ())
-        # The target hands its states out in layer order: any other would swap columns of fc.
-        if ids != sorted(set(ids)) or min(ids, default=0) < 0:
-            raise ValueError(
-                f"it reads the target after layers {ids}, but they must be different ones in "
-                "ascending order"
-            )
+    def _check_rotary_dim(self) -> DecoderShape:
         if self.rotary_dim is not None and self.rotary_dim > self.head_dim:
             raise ValueError(
                 f"RoPE turns {self.rotary_dim} dimensions of a head, which has {self.head_dim}"
@@ -62,16 +60,23 @@ Shape = TypeVar("Shape", bound=DecoderShape)
 def shape_of(raw: dict[str, Any], own: dict[str, Any], where: str, kind: type[Shape]) -> Shape:
     """A shape of `kind`: fields that `raw` has by the same name, RoPE, heads, and then `own`.
 
+    Missing keys of RoPE mean what transformers and vLLM take for them.
+
     Raises:
         CheckpointError: a key missing or out of range.
     """
-    hidden, heads = raw.get("hidden_size"), raw.get("num_attention_heads")
-    head_dim = raw.get("head_dim")
-    if head_dim is None and isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
-        head_dim = hidden // heads
-    keys = {key: raw.get(key) for key in kind.model_fields}
-    keys |= {"head_dim": head_dim, "num_key_value_heads": raw.get("num_key_value_heads") or heads}
-    keys |= _rope(raw, head_dim) | own
+    layers = layers_of(raw)
+    scaling, head_dim = layers["rope_scaling"], layers["head_dim"]
+    if scaling is not None and rope_type(scaling) in ("llama3", "yarn"):
+        trained = raw.get("original_max_position_embeddings") or scaling.get(
+            "original_max_position_embeddings", raw.get("max_position_embeddings")
+        )
+        layers["rope_scaling"] = scaling | {"original_max_position_embeddings": trained}
+    said = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    partial = said.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1
+    if partial != 1 and isinstance(partial, (int, float)) and isinstance(head_dim, int):
+        layers["rotary_dim"] = int(head_dim * partial)
+    keys = {key: raw.get(key) for key in kind.model_fields} | layers | own
     # Absent ones are left out: then either a default holds, or the key is missed by its name.
     return checked(where, {key: v for key, v in keys.items() if v is not None}, kind)
 
@@ -83,19 +88,3 @@ def refuse(where: str, what_is_drafted_with: str, variants: Iterable[tuple[Any, 
             raise CheckpointError(
                 f"{where} has {what}, but only {what_is_drafted_with} can be drafted with."
             )
-
-
-def _rope(raw: dict[str, Any], head_dim: Any) -> dict[str, Any]:
-    """Fields of RoPE, with what transformers and vLLM take for keys that are missing."""
-    theta, scaling = rope_of(raw)
-    said = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
-    if scaling is not None and rope_type(scaling) in ("llama3", "yarn"):
-        trained = raw.get("original_max_position_embeddings") or scaling.get(
-            "original_max_position_embeddings", raw.get("max_position_embeddings")
-        )
-        scaling = scaling | {"original_max_position_embeddings": trained}
-    partial = said.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1
-    rotary_dim = None
-    if partial != 1 and isinstance(partial, (int, float)) and isinstance(head_dim, int):
-        rotary_dim = int(head_dim * partial)
-    return {"rope_theta": theta, "rope_scaling": scaling, "rotary_dim": rotary_dim}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from main_path import MainPathFigures
 
 from vllm_specblock.train.eval.chain import Chain, ChainFigures
-from vllm_specblock.train.eval.main_path import MainPathFigures
 from vllm_specblock.train.eval.steps import Step
 
 

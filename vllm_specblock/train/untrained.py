@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_specblock.drafters.common.target_info import describe_target, read_target
 from vllm_specblock.drafters.specblock.config import CheckpointError, DrafterConfig
-from vllm_specblock.drafters.specblock.config_json import checked, rope_of
+from vllm_specblock.drafters.specblock.config_json import checked, layers_of
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
+from vllm_specblock.train.target.target_info import describe_target, read_target
 
 _QK_NORM = {"llama": False, "qwen3": True}
 """Target `model_type` → whether its attention norms queries and keys."""
@@ -64,8 +64,7 @@ def init(
             f"a drafter's layers can be built like those of {' and '.join(_QK_NORM)} with 'silu'."
         )
     target = describe_target(target_dir, target_name, layer_ids)
-    theta, scaling = rope_of(raw)
-    heads, size = raw["num_attention_heads"], raw["hidden_size"]
+    size = raw["hidden_size"]
     if draft_vocab_size is None:
         draft_vocab_size = min(_DRAFT_VOCAB_SIZE, target.vocab_size)
     config = checked(
@@ -73,21 +72,19 @@ def init(
         {
             "hidden_size": size,
             "target_hidden_size": size,
-            "num_attention_heads": heads,
-            "num_key_value_heads": raw.get("num_key_value_heads") or heads,
-            "head_dim": raw.get("head_dim") or size // heads,
+            "num_attention_heads": raw["num_attention_heads"],
+            **layers_of(raw),
             "intermediate_size": intermediate_size or raw.get("intermediate_size"),
             "num_hidden_layers": num_layers,
             "block_size": block_size,
             "vocab_size": target.vocab_size,
             "draft_vocab_size": draft_vocab_size,
             "rms_norm_eps": raw.get("rms_norm_eps", 1e-6),
-            "rope_theta": theta,
-            "rope_scaling": scaling,
             "qk_norm": _QK_NORM[family] if qk_norm is None else qk_norm,
             "target": target,
             **choices,
         },
+        DrafterConfig,
     )
     with torch.random.fork_rng(devices=[]):  # torch's own initial weights, overwritten below
         drafter = SpecBlockModel(config)

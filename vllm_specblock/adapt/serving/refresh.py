@@ -1,0 +1,83 @@
+"""Weight updates that take several turns between steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+from torch import Tensor, nn
+
+from vllm_specblock.drafters.specblock.model import SpecBlockModel
+from vllm_specblock.drafters.specblock.refresh import RefreshError, prepare, swap_in
+
+
+class Refresh:
+    """An update that takes several turns between steps: a GPU's is prepared in a thread.
+
+    Attributes:
+        ready: the new weights are prepared and held until `release`.
+    """
+
+    def __init__(self, drafter: SpecBlockModel) -> None:
+        self._drafter = drafter
+        on_gpu = drafter.norm.weight.is_cuda
+        self._pool = ThreadPoolExecutor(1, "specblock-refresh") if on_gpu else None
+        self._tensors: Mapping[str, Tensor] | None = None
+        self._coming: Future[nn.Module] | None = None
+        self._fresh: nn.Module | None = None
+        self._seconds = 0.0
+        self.ready = self._held = False
+
+    def start(self, tensors: Mapping[str, Tensor], hold: bool = False) -> None:
+        """Begin an update, in place of an earlier one that does not serve yet.
+
+        Args:
+            tensors: as for `prepare`, on the host; not to be changed any more.
+            hold: do not swap them in before `release`.
+        """
+        self.ready, self._held, self._fresh, self._seconds = False, hold, None, 0.0
+        self._tensors = tensors
+        if self._pool is not None:
+            self._coming = self._pool.submit(_prepare_pinned, self._drafter, tensors)
+
+    def release(self) -> None:
+        """Let what is held serve from the next `turn` on."""
+        self._held = False
+
+    def turn(self) -> float | None:
+        """Continue between two steps, on their stream; return the seconds taken once it serves.
+
+        Raises:
+            RefreshError: the weights cannot serve; nothing was written.
+        """
+        if self._tensors is None or (self._coming is not None and not self._coming.done()):
+            return None
+        began = time.perf_counter()
+        try:
+            if self._fresh is None and self._coming is not None:
+                self._fresh = self._coming.result()
+            elif self._fresh is None:
+                self._fresh = prepare(self._drafter, self._tensors)
+        except RefreshError:
+            self._tensors = self._coming = None
+            raise
+        self.ready = self._held
+        if not self._held:
+            swap_in(self._drafter, self._fresh)
+        self._seconds += time.perf_counter() - began
+        if self._held:
+            return None
+        self._tensors = self._coming = self._fresh = None
+        return self._seconds
+
+
+def _prepare_pinned(drafter: SpecBlockModel, tensors: Mapping[str, Tensor]) -> nn.Module:
+    """Prepare weights for a GPU in pinned host memory, beside the steps."""
+    try:
+        return prepare(drafter, tensors, torch.device("cpu"))._apply(Tensor.pin_memory)
+    except RefreshError:
+        raise
+    except Exception as error:  # an update that fails must not stop the engine
+        raise RefreshError(f"The new weights could not be prepared ({error!r}).") from error
